@@ -1,0 +1,21 @@
+"""The only environment variables that the engine reads; everything else is Hydra configuration.
+
+| variable | meaning | default |
+|---|---|---|
+| `OSTINATO_CACHE_DIR` | where compiled kernels and graphs are kept | `$XDG_CACHE_HOME/ostinato` or `~/.cache/ostinato` |
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+__all__ = ("cache_dir",)
+
+
+def cache_dir() -> Path:
+    """The directory for everything that is built once and reused; it may not exist yet."""
+    explicit = os.environ.get("OSTINATO_CACHE_DIR")
+    if explicit:
+        return Path(explicit)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ostinato"

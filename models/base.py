@@ -1,0 +1,101 @@
+"""What every model takes and gives: its configuration, a step's tensors, its KV cache's shape."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ostinato.ops.attention import AttentionMetadata
+
+__all__ = ("CausalLM", "DecoderLayer", "ForwardBatch", "KVCache", "KVCacheSpec", "StepInputs")
+
+KVCache = list[tuple[Tensor, Tensor]]
+"""Per layer (k_cache, v_cache), each its own base tensor [num_blocks, num_kv_heads, block_size, head_dim]."""
+
+
+class ForwardBatch(NamedTuple):
+    """One step's inputs; T tokens. All tensors live on the model's device except `attention.plan`."""
+
+    token_ids: Tensor  # [T] int64
+    positions: Tensor  # [T] int64
+    attention: AttentionMetadata
+
+
+class StepInputs(NamedTuple):
+    """What every decoder layer of a step shares, computed once per step."""
+
+    cos: Tensor  # [T, rotary_dim] float32; [T, 0] for models without rotary embedding
+    sin: Tensor  # [T, rotary_dim] float32
+    attention: AttentionMetadata
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVCacheSpec:
+    """The shape of a model's KV cache; `block_size` is the engine's choice."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    dtype: torch.dtype
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes of one block over all layers, keys and values."""
+        elements = self.num_layers * 2 * self.num_kv_heads * self.block_size * self.head_dim
+        return elements * self.dtype.itemsize
+
+    def allocate(self, num_blocks: int, device: torch.device) -> KVCache:
+        """The cache itself, zeroed; block 0 is the null block."""
+        shape = (num_blocks, self.num_kv_heads, self.block_size, self.head_dim)
+        return [
+            (
+                torch.zeros(shape, dtype=self.dtype, device=device),
+                torch.zeros(shape, dtype=self.dtype, device=device),
+            )
+            for _ in range(self.num_layers)
+        ]
+
+
+class DecoderLayer(nn.Module):
+    """One layer: the unit that is compiled once and reused at every depth."""
+
+    def forward(self, hidden: Tensor, step: StepInputs, k_cache: Tensor, v_cache: Tensor) -> Tensor:
+        """hidden [T, D] -> hidden [T, D]; writes this step's K and V into the layer's cache."""
+        raise NotImplementedError
+
+    def static_key(self) -> tuple[Any, ...]:
+        """What the traced program depends on besides tensors; layers with equal keys share one program."""
+        raise NotImplementedError
+
+
+class CausalLM(nn.Module):
+    """A decoder-only language model, in three stages so that its layers can be compiled once.
+
+    `forward` is begin -> every layer -> finish; nothing else happens in it, so that the whole-model graph
+    and the layer-by-layer form are the same program.
+    """
+
+    layers: nn.ModuleList  # of DecoderLayer
+
+    def begin(self, batch: ForwardBatch) -> tuple[Tensor, StepInputs]:
+        """Embeddings [T, D] and the step inputs that all layers share."""
+        raise NotImplementedError
+
+    def finish(self, hidden: Tensor) -> Tensor:
+        """The final norm: [T, D] -> [T, D]."""
+        raise NotImplementedError
+
+    def forward(self, batch: ForwardBatch, kv_cache: KVCache) -> Tensor:
+        """[T] tokens -> final hidden states [T, D]; writes K and V into `kv_cache`."""
+        hidden, step = self.begin(batch)
+        for layer, (k_cache, v_cache) in zip(self.layers, kv_cache, strict=True):
+            hidden = layer(hidden, step, k_cache, v_cache)
+        return self.finish(hidden)
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """[S, D] hidden states of the rows that sample -> [S, vocab_size] float32 logits."""
+        raise NotImplementedError

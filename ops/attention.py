@@ -1,0 +1,208 @@
+"""The op `ostinato::paged_attention`: write this step's keys and values, attend over the block table.
+
+Callers name the op, never a backend module. A backend is chosen once, by `select_backend`, and its name is
+a constant of the compiled graph. Prefill, chunked prefill and decode are one case: sequence `s` owns the
+query rows `query_start_loc[s]:query_start_loc[s+1]`, which are the last of its `seq_lens[s]` tokens.
+
+All keys and values of the step are written before any row attends, so a sequence may read blocks that
+another sequence of the same step fills (prefix sharing among requests that arrive together).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import import_module
+from typing import NamedTuple, Protocol, cast
+
+import torch
+from torch import Tensor
+
+from ostinato.ops.register import register_op
+
+__all__ = (
+    "AttentionBackend",
+    "AttentionMetadata",
+    "AttentionSpec",
+    "paged_attention",
+    "select_backend",
+)
+
+
+class AttentionMetadata(NamedTuple):
+    """Where each row of a step belongs. Tensors only; S and B are fixed for an engine's life.
+
+    Rows of absent sequences are padding: an empty query range and `seq_lens` 0. Padding tokens have a slot
+    inside block 0, the null block, whose contents nobody reads.
+    """
+
+    query_start_loc: Tensor  # [S+1] int32, first query row of each sequence, then the total
+    seq_lens: Tensor  # [S] int32, tokens in context, this step's included
+    block_table: Tensor  # [S, B] int32, block ids by position // block_size
+    slot_mapping: Tensor  # [T] int64, block_id * block_size + offset where each token's K and V go
+    plan: Tensor  # [1] int64 on the CPU: handle of a planned kernel's host state, 0 = none
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionSpec:
+    """What a model asks of a backend."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    dtype: torch.dtype
+    device: torch.device
+    sliding_window: int = 0  # tokens a row sees, itself included; 0 = all
+    soft_cap: float = 0.0  # logits = cap * tanh(logits / cap); 0 = none
+
+
+class AttentionBackend(Protocol):
+    """One way to run the op. A backend is a module-level object named `BACKEND` in ops/backends/."""
+
+    name: str
+
+    def why_unsupported(self, spec: AttentionSpec) -> str | None:
+        """The reason this backend can not serve `spec` on this machine, or None when it can."""
+        ...
+
+    def run(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        metadata: AttentionMetadata,
+        scale: float,
+        sliding_window: int,
+        soft_cap: float,
+    ) -> Tensor:
+        """Write K and V, attend, return [T, Hq, D] contiguous in q's dtype."""
+        ...
+
+
+_BACKENDS = {
+    "reference": "ostinato.ops.backends.reference",
+    "cpu": "ostinato.ops.backends.cpu",
+    "triton": "ostinato.ops.backends.triton",
+    "flashinfer": "ostinato.ops.backends.flashinfer",
+}
+_PREFERENCE = {"cpu": ("cpu", "reference"), "cuda": ("flashinfer", "triton", "reference")}
+_loaded: dict[str, AttentionBackend] = {}
+
+
+def load_backend(name: str) -> AttentionBackend:
+    """The backend called `name`; importing it is the first thing that touches its dependencies."""
+    if name not in _loaded:
+        if name not in _BACKENDS:
+            raise ValueError(f"attention backend {name!r} is not one of {', '.join(_BACKENDS)}")
+        _loaded[name] = cast(AttentionBackend, import_module(_BACKENDS[name]).BACKEND)
+    return _loaded[name]
+
+
+def select_backend(name: str, spec: AttentionSpec) -> str:
+    """Resolve a configured backend name to one that can serve `spec`.
+
+    Args:
+        name: a backend's name, or "auto" for the first that fits of the device's list of preference.
+        spec: what the model needs.
+
+    Raises:
+        ValueError: the named backend (or with "auto", every one) does not fit; the reason is in the text.
+    """
+    candidates = _PREFERENCE[spec.device.type] if name == "auto" else (name,)
+    reasons: list[str] = []
+    for candidate in candidates:
+        try:
+            reason = load_backend(candidate).why_unsupported(spec)
+        except ImportError as error:
+            reason = str(error)
+        if reason is None:
+            return candidate
+        reasons.append(f"{candidate}: {reason}")
+    raise ValueError(f"graphs.attention={name} can not serve this model: {'; '.join(reasons)}")
+
+
+def _kernel(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    block_table: Tensor,
+    slot_mapping: Tensor,
+    plan: Tensor,
+    scale: float,
+    sliding_window: int,
+    soft_cap: float,
+    backend: str,
+) -> Tensor:
+    metadata = AttentionMetadata(query_start_loc, seq_lens, block_table, slot_mapping, plan)
+    return load_backend(backend).run(
+        q, k, v, k_cache, v_cache, metadata, scale, sliding_window, soft_cap
+    )
+
+
+def _fake(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    block_table: Tensor,
+    slot_mapping: Tensor,
+    plan: Tensor,
+    scale: float,
+    sliding_window: int,
+    soft_cap: float,
+    backend: str,
+) -> Tensor:
+    return q.new_empty(q.shape)
+
+
+_op = register_op(
+    "paged_attention",
+    {"CPU": _kernel, "CUDA": _kernel},
+    fake=_fake,
+    mutates=("k_cache", "v_cache"),
+)
+
+
+def paged_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    metadata: AttentionMetadata,
+    *,
+    scale: float,
+    sliding_window: int = 0,
+    soft_cap: float = 0.0,
+    backend: str,
+) -> Tensor:
+    """Write `k`, `v` at `metadata.slot_mapping` and attend causally over each sequence's blocks.
+
+    Args:
+        q: [T, Hq, D], last dimension contiguous; rows past `query_start_loc[S]` are padding.
+        k: [T, Hkv, D], last dimension contiguous.
+        v: [T, Hkv, D], last dimension contiguous.
+        k_cache: [num_blocks, Hkv, block_size, D], written in place. Its own base tensor: a view made inside
+            a compiled region would lose its offset (see docs/design.md).
+        v_cache: like `k_cache`.
+        metadata: where rows belong.
+        scale: factor on the logits, usually D ** -0.5.
+        sliding_window: tokens a row sees, itself included; 0 = all.
+        soft_cap: logits = cap * tanh(logits / cap); 0 = none.
+        backend: a name that `select_backend` returned.
+
+    Returns:
+        [T, Hq, D] in q's dtype, contiguous. Padding rows hold finite values of no meaning.
+    """
+    return _op(
+        q, k, v, k_cache, v_cache, *metadata, scale, sliding_window, soft_cap, backend
+    )

@@ -1,0 +1,64 @@
+"""Plain torch: slow, obvious, the truth that every other backend is compared with."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ostinato.ops.attention import AttentionMetadata, AttentionSpec
+
+__all__ = ("BACKEND",)
+
+
+class ReferenceBackend:
+    """Gathers each sequence's context and computes in float32."""
+
+    name = "reference"
+
+    def why_unsupported(self, spec: AttentionSpec) -> str | None:
+        return None
+
+    def run(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        metadata: AttentionMetadata,
+        scale: float,
+        sliding_window: int,
+        soft_cap: float,
+    ) -> Tensor:
+        block_size = k_cache.shape[2]
+        block, offset = metadata.slot_mapping // block_size, metadata.slot_mapping % block_size
+        k_cache[block, :, offset] = k.to(k_cache.dtype)
+        v_cache[block, :, offset] = v.to(v_cache.dtype)
+        out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
+        starts = metadata.query_start_loc.tolist()
+        group = q.shape[1] // k.shape[1]
+        for row, length in enumerate(metadata.seq_lens.tolist()):
+            begin, end = starts[row], starts[row + 1]
+            if begin == end:
+                continue
+            blocks = metadata.block_table[row, : -(-length // block_size)].long()
+            # [num_blocks, Hkv, block_size, D] -> [Hkv, length, D]
+            keys, values = (
+                cache[blocks].transpose(0, 1).flatten(1, 2)[:, :length].float()
+                for cache in (k_cache, v_cache)
+            )
+            queries = q[begin:end].float().transpose(0, 1)  # [Hq, rows, D]
+            logits = queries @ keys.repeat_interleave(group, 0).transpose(1, 2) * scale
+            if soft_cap:
+                logits = soft_cap * torch.tanh(logits / soft_cap)
+            position = torch.arange(length - (end - begin), length, device=q.device)[:, None]
+            context = torch.arange(length, device=q.device)[None, :]
+            hidden = context > position
+            if sliding_window:
+                hidden |= context <= position - sliding_window
+            weights = logits.masked_fill(hidden, float("-inf")).softmax(-1)
+            out[begin:end] = (weights @ values.repeat_interleave(group, 0)).transpose(0, 1).to(q.dtype)
+        return out
+
+
+BACKEND = ReferenceBackend()

@@ -1,0 +1,42 @@
+"""Errors that cross module borders.
+
+    EngineError
+    ├── InvalidRequestError   the request can not be served as asked: a 4xx that names the parameter
+    ├── StartupError          the engine can not start: one clear line and a non-zero exit code
+    └── EngineDeadError       the engine process is gone: a 503 for everything in flight
+"""
+
+from __future__ import annotations
+
+__all__ = ("EngineDeadError", "EngineError", "InvalidRequestError", "StartupError")
+
+
+class EngineError(Exception):
+    """Base of all errors that the engine raises on purpose."""
+
+
+class InvalidRequestError(EngineError):
+    """A request that can not be served as asked.
+
+    Args:
+        message: names the subject, the value, the allowed range and the remedy.
+        param: the request field at fault, as the client spelt it.
+        code: a short machine-readable word such as `context_length_exceeded`.
+        status: the HTTP status that an API answers with.
+    """
+
+    def __init__(
+        self, message: str, *, param: str | None = None, code: str | None = None, status: int = 400
+    ) -> None:
+        super().__init__(message)
+        self.param = param
+        self.code = code
+        self.status = status
+
+
+class StartupError(EngineError):
+    """The engine can not start; the message is one line for a terminal."""
+
+
+class EngineDeadError(EngineError):
+    """The engine process ended or stopped answering."""
