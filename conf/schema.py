@@ -1,31 +1,42 @@
 """What can be chosen, and its legal range: one frozen dataclass per section, checked on construction.
 
-Only the standard library is imported here. Derived facts (how many blocks fit, bytes per block) are never
-configuration: they are computed by whoever owns them.
+Only the standard library is imported here. A field's default, meaning and range are written once, in
+`setting`; `run <command> --help`, the range checks and their messages all read them from there. Derived
+facts (how many blocks fit, bytes per block) are never configuration: whoever owns them computes them.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field, fields
 from enum import StrEnum
-from typing import Any
+from typing import Any, ClassVar, TypeVar, cast
 
 __all__ = (
     "AttentionBackendName",
+    "BenchSection",
     "CacheConfig",
+    "ChatSection",
     "DType",
     "DeviceConfig",
     "DeviceName",
+    "GenerateSection",
     "GraphConfig",
     "GraphForm",
     "GraphMode",
     "LoadFormat",
     "ModelSection",
+    "PlanSection",
     "SamplingSection",
     "SchedulerConfig",
     "SchedulingPolicy",
     "ServerConfig",
+    "allowed_range",
+    "setting",
 )
+
+T = TypeVar("T")
 
 
 class DType(StrEnum):
@@ -74,154 +85,293 @@ class GraphForm(StrEnum):
     layer = "layer"
 
 
-def _require(ok: bool, key: str, allowed: str, value: object) -> None:
-    if not ok:
-        raise ValueError(f"{key} must be {allowed}, got {value!r}")
+def setting(
+    default: T,
+    meaning: str,
+    *,
+    at_least: float | None = None,
+    at_most: float | None = None,
+    above: float | None = None,
+    one_of: tuple[object, ...] = (),
+) -> T:
+    """A field of a section with its default, its meaning and its range.
+
+    Args:
+        default: the value when nobody chooses; lists and dicts are copied for every instance.
+        meaning: one line for `--help`: unit, and what null or empty stands for.
+        at_least: inclusive lower bound; of each element for a list.
+        at_most: inclusive upper bound.
+        above: exclusive lower bound.
+        one_of: the only legal values.
+    """
+    metadata = {
+        "meaning": meaning,
+        "at_least": at_least,
+        "at_most": at_most,
+        "above": above,
+        "one_of": one_of,
+    }
+    if isinstance(default, list | dict):
+        return cast(T, field(default_factory=default.copy, metadata=metadata))
+    return cast(T, field(default=default, metadata=metadata))
+
+
+def allowed_range(metadata: Mapping[str, Any]) -> str:
+    """The range of a `setting` in words ("in [1, 4096]", "above 0"), or "" when it has none."""
+    if one_of := metadata.get("one_of"):
+        return f"one of {', '.join(str(value) for value in one_of)}"
+    low, high, above = (metadata.get(bound) for bound in ("at_least", "at_most", "above"))
+    if above is not None:
+        return f"above {above}" if high is None else f"in ({above}, {high}]"
+    if low is not None and high is not None:
+        return f"in [{low}, {high}]"
+    if low is not None:
+        return f"at least {low}"
+    return "" if high is None else f"at most {high}"
+
+
+def _in_range(value: Any, metadata: Mapping[str, Any]) -> bool:
+    if isinstance(value, list):
+        return all(_in_range(element, metadata) for element in value)
+    if isinstance(value, float) and not math.isfinite(value):
+        return not allowed_range(metadata)
+    low, high, above = metadata["at_least"], metadata["at_most"], metadata["above"]
+    return (
+        (not metadata["one_of"] or value in metadata["one_of"])
+        and (low is None or value >= low)
+        and (high is None or value <= high)
+        and (above is None or value > above)
+    )
+
+
+def _refuse(key: str, allowed: str, value: object) -> None:
+    raise ValueError(f"{key} must be {allowed}, got {value!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelSection:
+class Section:
+    """Checks every field against its range; the message names the key, the range and the value."""
+
+    key: ClassVar[str]  # the section's name in the configuration
+
+    def __post_init__(self) -> None:
+        for entry in fields(self):
+            if "meaning" not in entry.metadata:
+                continue
+            value = getattr(self, entry.name)
+            nullable = entry.default is None
+            if value is None and nullable:
+                continue
+            if value is None or not _in_range(value, entry.metadata):
+                allowed = allowed_range(entry.metadata) or "set"
+                _refuse(f"{self.key}.{entry.name}", "null or " * nullable + allowed, value)
+
+    @classmethod
+    def settings(cls) -> dict[str, tuple[object, Mapping[str, Any]]]:
+        """name -> (default, metadata of `setting`), in the order of declaration."""
+        return {
+            entry.name: (
+                entry.default if entry.default is not MISSING else entry.default_factory(),  # pyright: ignore[reportCallIssue]
+                entry.metadata,
+            )
+            for entry in fields(cls)
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSection(Section):
     """Which model, from where, in which precision."""
 
-    path: str = ""  # a local directory or a hub id; empty = the bundled demo model
-    name: str = ""  # the name clients use; empty = last part of the path
-    tokenizer: str = ""  # a local directory or a hub id; empty = same as path
-    revision: str = ""  # a hub branch, tag or commit; empty = the default branch
-    dtype: DType = DType.auto  # auto = the checkpoint's own
-    load_format: LoadFormat = LoadFormat.auto  # dummy = random weights, nothing is read but the config
-    max_model_len: int | None = None  # tokens of prompt plus output; null = what the model states
-    chat_template: str = ""  # a file with a Jinja template; empty = the tokenizer's own
-    seed: int = 0  # for dummy weights
-    config: dict[str, Any] = field(default_factory=dict)  # keys laid over the model's config.json
-
-    def __post_init__(self) -> None:
-        _require(
-            self.max_model_len is None or self.max_model_len >= 1,
-            "model.max_model_len",
-            "null or at least 1 token",
-            self.max_model_len,
-        )
+    key = "model"
+    path: str = setting("", "a local directory or a hub id; empty = the bundled demo model")
+    name: str = setting("", "the name that clients use; empty = the last part of the path")
+    tokenizer: str = setting("", "a local directory or a hub id; empty = same as path")
+    revision: str = setting("", "a hub branch, tag or commit; empty = the default branch")
+    dtype: DType = setting(DType.auto, "auto = the checkpoint's own")
+    load_format: LoadFormat = setting(
+        LoadFormat.auto, "dummy = random weights; nothing is read but the model's config"
+    )
+    max_model_len: int | None = setting(
+        None, "tokens of prompt plus output; null = what the model states", at_least=1
+    )
+    chat_template: str = setting("", "a file with a Jinja template; empty = the tokenizer's own")
+    seed: int = setting(0, "of the random weights of load_format=dummy", at_least=0)
+    config: dict[str, Any] = setting({}, "keys laid over the model's config.json")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceConfig:
+class DeviceConfig(Section):
     """The device and how much of it to use."""
 
-    name: DeviceName = DeviceName.auto  # auto = cuda when there is one, else cpu
-    threads: int | None = None  # CPU threads of the model; null = the cores this process may use
-    memory_fraction: float = 0.9  # share of the device's free memory that the engine may plan with
-
-    def __post_init__(self) -> None:
-        _require(
-            self.threads is None or 1 <= self.threads <= 1024,
-            "device.threads",
-            "null or in [1, 1024]",
-            self.threads,
-        )
-        _require(
-            0.0 < self.memory_fraction <= 1.0,
-            "device.memory_fraction",
-            "in (0, 1]",
-            self.memory_fraction,
-        )
+    key = "device"
+    name: DeviceName = setting(DeviceName.auto, "auto = cuda when there is one, else cpu")
+    threads: int | None = setting(
+        None,
+        "CPU threads of the model; null = the cores this process may use",
+        at_least=1,
+        at_most=1024,
+    )
+    memory_fraction: float = setting(
+        0.9, "share of the device's free memory that the engine may plan with", above=0, at_most=1
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CacheConfig:
+class CacheConfig(Section):
     """The paged KV cache."""
 
-    block_size: int = 16  # tokens per block
-    memory_gib: float | None = None  # bytes for KV blocks; null = what the memory plan leaves
-    enable_prefix_caching: bool = True
-
-    def __post_init__(self) -> None:
-        _require(
-            self.block_size in (8, 16, 32, 64, 128),
-            "cache.block_size",
-            "one of (8, 16, 32, 64, 128) tokens",
-            self.block_size,
-        )
-        _require(
-            self.memory_gib is None or self.memory_gib > 0,
-            "cache.memory_gib",
-            "null or above 0",
-            self.memory_gib,
-        )
+    key = "cache"
+    block_size: int = setting(16, "tokens per block", one_of=(8, 16, 32, 64, 128))
+    memory_gib: float | None = setting(
+        None, "GiB for KV blocks; null = what the memory plan leaves", above=0
+    )
+    enable_prefix_caching: bool = setting(True, "reuse the blocks of a common prompt beginning")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerConfig:
+class SchedulerConfig(Section):
     """One token budget a step; prefill and decode share it."""
 
-    max_num_seqs: int = 64  # sequences that may run at once
-    max_num_batched_tokens: int = 2048  # tokens computed in one step
-    policy: SchedulingPolicy = SchedulingPolicy.fcfs
+    key = "scheduler"
+    max_num_seqs: int = setting(64, "sequences that may run at once", at_least=1, at_most=4096)
+    max_num_batched_tokens: int = setting(
+        2048,
+        "tokens computed in one step; at least scheduler.max_num_seqs",
+        at_least=1,
+        at_most=1 << 20,
+    )
+    policy: SchedulingPolicy = setting(
+        SchedulingPolicy.fcfs, "fcfs = in order of arrival; priority = the request's priority first"
+    )
 
     def __post_init__(self) -> None:
-        _require(
-            1 <= self.max_num_seqs <= 4096,
-            "scheduler.max_num_seqs",
-            "in [1, 4096] sequences",
-            self.max_num_seqs,
-        )
-        _require(
-            self.max_num_seqs <= self.max_num_batched_tokens <= 1 << 20,
-            "scheduler.max_num_batched_tokens",
-            f"in [scheduler.max_num_seqs={self.max_num_seqs}, 1048576] tokens",
-            self.max_num_batched_tokens,
-        )
+        Section.__post_init__(self)
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            _refuse(
+                "scheduler.max_num_batched_tokens",
+                f"in [scheduler.max_num_seqs={self.max_num_seqs}, {1 << 20}]",
+                self.max_num_batched_tokens,
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GraphConfig:
+class GraphConfig(Section):
     """How the model's program is compiled and captured, and which attention backend the op runs."""
 
-    mode: GraphMode = GraphMode.captured
-    form: GraphForm = GraphForm.layer
-    attention: AttentionBackendName = AttentionBackendName.auto
-    pack_weights: bool = True  # re-lay weights for the CPU's matrix kernels when loading
-    capture_sizes: list[int] = field(default_factory=list)  # empty = chosen from max_num_seqs
-
-    def __post_init__(self) -> None:
-        _require(
-            all(1 <= size <= 8192 for size in self.capture_sizes),
-            "graphs.capture_sizes",
-            "a list of sizes in [1, 8192]",
-            self.capture_sizes,
-        )
+    key = "graphs"
+    mode: GraphMode = setting(GraphMode.captured, "how far a step's program is prepared at start")
+    form: GraphForm = setting(GraphForm.layer, "one graph for the model, or one for every layer")
+    attention: AttentionBackendName = setting(
+        AttentionBackendName.auto, "auto = the first that fits the device and the model"
+    )
+    pack_weights: bool = setting(True, "re-lay weights for the CPU's matrix kernels when loading")
+    capture_sizes: list[int] = setting(
+        [], "token counts to capture; empty = chosen from max_num_seqs", at_least=1, at_most=8192
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingSection:
+class SamplingSection(Section):
     """Defaults for what a request leaves out."""
 
-    use_generation_config: bool = True  # take temperature, top_p, ... from generation_config.json
-    max_tokens: int | None = None  # null = up to the context's end
-
-    def __post_init__(self) -> None:
-        _require(
-            self.max_tokens is None or self.max_tokens >= 1,
-            "sampling.max_tokens",
-            "null or at least 1",
-            self.max_tokens,
-        )
+    key = "sampling"
+    use_generation_config: bool = setting(
+        True, "take temperature, top_p, ... from the model's generation_config.json"
+    )
+    max_tokens: int | None = setting(None, "null = up to the context's end", at_least=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServerConfig:
+class ServerConfig(Section):
     """The HTTP server."""
 
-    host: str = "127.0.0.1"
-    port: int = 8000
-    max_body_mib: float = 8.0  # a larger request body is refused with 413
-    drain_timeout_s: float = 30.0  # how long SIGTERM waits for running requests
-    health_timeout_s: float = 30.0  # /health fails when there is work and no step for this long
-    log_level: str = "info"
+    key = "server"
+    host: str = setting("127.0.0.1", "address to listen on; 0.0.0.0 = every interface")
+    port: int = setting(8000, "TCP port; 0 = any free one", at_least=0, at_most=65535)
+    max_body_mib: float = setting(8.0, "a larger request body is refused with 413", above=0)
+    drain_timeout_s: float = setting(
+        30.0, "how long SIGTERM waits for running requests", at_least=0
+    )
+    health_timeout_s: float = setting(
+        30.0, "/health fails when there is work and no step for this long", above=0
+    )
+    log_level: str = setting(
+        "info", "of the log on stderr", one_of=("debug", "info", "warning", "error")
+    )
 
-    def __post_init__(self) -> None:
-        _require(0 <= self.port <= 65535, "server.port", "in [0, 65535]", self.port)
-        _require(self.max_body_mib > 0, "server.max_body_mib", "above 0", self.max_body_mib)
-        _require(self.drain_timeout_s >= 0, "server.drain_timeout_s", ">= 0 s", self.drain_timeout_s)
-        _require(self.health_timeout_s > 0, "server.health_timeout_s", "above 0 s", self.health_timeout_s)
-        levels = ("debug", "info", "warning", "error")
-        _require(self.log_level in levels, "server.log_level", f"one of {levels}", self.log_level)
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateSection(Section):
+    """What `run generate` asks of the model."""
+
+    key = "generate"
+    max_tokens: int = setting(128, "tokens to generate at most", at_least=1)
+    temperature: float | None = setting(
+        None, "0 = the likeliest token; null = the model's default", at_least=0, at_most=2
+    )
+    top_p: float | None = setting(
+        None, "nucleus; 1 = off, null = the model's default", above=0, at_most=1
+    )
+    top_k: int | None = setting(
+        None, "the k likeliest; 0 = off, null = the model's default", at_least=0
+    )
+    seed: int | None = setting(None, "same seed, same tokens; null = a new one", at_least=0)
+    stop: list[str] = setting([], "strings that end the text")
+    chat: bool = setting(False, "send the prompt as a user's message through the chat template")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatSection(Section):
+    """What `run chat` asks of the model."""
+
+    key = "chat"
+    system: str = setting("", "system message at the head of the conversation; empty = none")
+    max_tokens: int | None = setting(
+        None, "tokens of one answer at most; null = up to the context's end", at_least=1
+    )
+    temperature: float | None = setting(
+        None, "0 = the likeliest token; null = the model's default", at_least=0, at_most=2
+    )
+    top_p: float | None = setting(
+        None, "nucleus; 1 = off, null = the model's default", above=0, at_most=1
+    )
+    top_k: int | None = setting(
+        None, "the k likeliest; 0 = off, null = the model's default", at_least=0
+    )
+    seed: int | None = setting(None, "same seed, same tokens; null = a new one", at_least=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanSection(Section):
+    """What `run plan` prints and for which machine."""
+
+    key = "plan"
+    json: bool = setting(False, "print the ledger as JSON instead of a table")
+    free_gib: float | None = setting(
+        None, "plan for a device with this much free memory; null = this machine's", above=0
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchSection(Section):
+    """What `run bench` measures."""
+
+    key = "bench"
+    workload: str = setting(
+        "standard", "standard, random, or a JSON file of token ids (format: docs of benchmarks)"
+    )
+    parts: list[str] = setting(
+        ["single", "ttft", "offline", "prefix"],
+        "parts of the standard workload to run",
+        one_of=("single", "ttft", "offline", "prefix"),
+    )
+    repeats: int = setting(3, "measured repetitions of each part", at_least=1, at_most=1000)
+    warmup: int = setting(1, "repetitions before that, not counted", at_least=0, at_most=100)
+    num_prompts: int = setting(32, "of the random workload", at_least=1, at_most=100_000)
+    input_len: int = setting(256, "mean prompt tokens of the random workload", at_least=1)
+    output_len: int = setting(64, "mean output tokens of the random workload", at_least=1)
+    length_spread: float = setting(
+        0.0, "random lengths lie within mean * (1 +- this)", at_least=0, at_most=0.99
+    )
+    seed: int = setting(0, "of the random workload", at_least=0)
+    output: str = setting("", "JSON file to write; empty = outputs/bench/<time>.json")

@@ -1,0 +1,298 @@
+"""Hydra at work: overrides in, one frozen and range-checked `EngineConfig` out.
+
+The only file that imports hydra or omegaconf. Every way to ask for something that is not there ends in one
+`ConfigError` line that names the key, the value, and what is allowed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import cast
+
+from hydra import compose, initialize_config_module
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.object_type import ObjectType
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, OverrideType
+from hydra.core.plugins import Plugins
+from hydra.errors import HydraException
+from hydra.plugins.completion_plugin import CompletionPlugin
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from ostinato.conf.describe import KeyDescription, describe_keys, nearest
+from ostinato.conf.root import EngineConfig
+
+__all__ = ("ConfigError", "complete", "compose_yaml", "group_options", "load_config", "unlock")
+
+_CONFIG_NAME = "config"
+_SCHEMA_NAME = "engine_schema"
+
+
+class ConfigError(ValueError):
+    """A configuration that can not be; the message is one line for a terminal."""
+
+
+def load_config(
+    overrides: Sequence[str] = (),
+    *,
+    values: Mapping[str, object] | None = None,
+    config_dir: str | None = None,
+) -> EngineConfig:
+    """Compose the configuration tree with `overrides` and check every range.
+
+    Args:
+        overrides: what a user types, in Hydra's grammar: `model=qwen3-0.6b`, `cache.block_size=32`.
+        values: dotted key -> Python value, laid over the overrides; needs no quoting. A key that names a
+            group (`model`) with a string picks that option.
+        config_dir: a directory with further options, `<config_dir>/model/mine.yaml` for `model=mine`.
+
+    Raises:
+        ConfigError: unknown key or option, wrong type or value out of range, in one line.
+    """
+    return cast(EngineConfig, _to_object(_compose(overrides, values or {}, config_dir)))
+
+
+def compose_yaml(overrides: Sequence[str] = (), *, config_dir: str | None = None) -> str:
+    """The composed configuration as YAML, checked like `load_config`.
+
+    Raises:
+        ConfigError: as `load_config`.
+    """
+    config = _compose(overrides, {}, config_dir)
+    _to_object(config)
+    return OmegaConf.to_yaml(config, resolve=True)
+
+
+def group_options() -> dict[str, list[str]]:
+    """config group -> the names of its options."""
+    with _hydra():
+        return _group_options()
+
+
+def complete(shell: str, action: str, config_dir: str | None = None) -> None:
+    """Print what Hydra's completion plugin for `shell` answers to `action`.
+
+    Args:
+        shell: bash, fish or zsh.
+        action: install, uninstall or query; query reads COMP_LINE from the environment.
+        config_dir: as for `load_config`.
+
+    Raises:
+        ConfigError: no plugin for this shell, or an unknown action.
+    """
+    with _hydra():
+        hydra = GlobalHydra.instance().hydra
+        assert hydra is not None, "inside _hydra() there is one"
+        plugins = {
+            plugin.provides(): plugin
+            for plugin in Plugins.instance().discover(CompletionPlugin)
+            if issubclass(plugin, CompletionPlugin)
+        }
+        if shell not in plugins:
+            raise ConfigError(
+                f"shell completion is for {', '.join(sorted(plugins))}, got {shell!r}"
+            )
+        plugin = plugins[shell](hydra.config_loader)
+        if action == "query":
+            plugin.query(_CONFIG_NAME)
+        elif action == "install":
+            plugin.install()
+        elif action == "uninstall":
+            plugin.uninstall()
+        else:
+            raise ConfigError(f"shell completion can install, uninstall or query, got {action!r}")
+
+
+def unlock(schema: type) -> DictConfig:
+    """A structured node of a frozen dataclass that overrides may still change.
+
+    `frozen=True` makes OmegaConf's node read-only; the flag is cleared all the way down. What
+    `OmegaConf.to_object` builds from it is frozen again.
+    """
+    root = cast(DictConfig, OmegaConf.structured(schema))
+
+    def visit(node: DictConfig) -> None:
+        OmegaConf.set_readonly(node, False)
+        for key in node:
+            child = node._get_node(key)
+            if isinstance(child, DictConfig):
+                visit(child)
+
+    visit(root)
+    return root
+
+
+@contextmanager
+def _hydra() -> Iterator[None]:
+    """Hydra over our tree; a program that uses Hydra itself finds its own state again afterwards."""
+    ConfigStore.instance().store(name=_SCHEMA_NAME, node=unlock(EngineConfig))
+    outer = GlobalHydra.instance().hydra
+    GlobalHydra.instance().hydra = None
+    try:
+        with initialize_config_module("ostinato.conf", job_name="run", version_base="1.3"):
+            yield
+    finally:
+        GlobalHydra.instance().hydra = outer
+
+
+def _compose(
+    overrides: Sequence[str], values: Mapping[str, object], config_dir: str | None
+) -> DictConfig:
+    with _hydra():
+        search = _search_path(config_dir)
+        groups = _group_options(search)
+        chosen = [f"{key}={value}" for key, value in values.items() if key in groups]
+        checked = [_checked(override, groups) for override in _parse([*overrides, *chosen])]
+        try:
+            config = compose(_CONFIG_NAME, overrides=[*search, *checked])
+        except (HydraException, OmegaConfBaseException) as error:
+            raise ConfigError(_one_line(error)) from error
+    for key, value in values.items():
+        if key not in groups:
+            _lay_over(config, key, value)
+    return config
+
+
+def _search_path(config_dir: str | None) -> list[str]:
+    if config_dir is None:
+        return []
+    directory = Path(config_dir).expanduser().resolve()
+    if not directory.is_dir():
+        raise ConfigError(f"--config-dir must be a directory with option files, got {config_dir!r}")
+    quoted = str(directory).replace("\\", "\\\\").replace("'", "\\'")
+    return [f"hydra.searchpath=['file://{quoted}']"]
+
+
+def _group_options(search: Sequence[str] = ()) -> dict[str, list[str]]:
+    hydra = GlobalHydra.instance().hydra
+    assert hydra is not None, "called inside _hydra()"
+    loader = hydra.config_loader
+
+    def options(group: str, kind: ObjectType) -> list[str]:
+        return loader.get_group_options(group, kind, _CONFIG_NAME, list(search))
+
+    groups = [group for group in options("", ObjectType.GROUP) if group != "hydra"]
+    return {group: options(group, ObjectType.CONFIG) for group in groups}
+
+
+def _parse(overrides: Sequence[str]) -> list[Override]:
+    # Hydra's grammar has no "~" inside values, and shells expand one only at the beginning of a word.
+    home = str(Path.home())
+    parsed: list[Override] = []
+    for text in overrides:
+        text = re.sub(r"=~(?=/|$)", lambda _: f"={home}", text, count=1)
+        try:
+            parsed += OverridesParser.create().parse_overrides([text])
+        except HydraException as error:
+            raise ConfigError(
+                f"{text!r} is not an override; write key=value, and quote a value with special "
+                f"characters: \"key='a,b'\""
+            ) from error
+    return parsed
+
+
+def _checked(override: Override, groups: Mapping[str, Sequence[str]]) -> str:
+    """One override as Hydra should get it, after everything that Hydra explains badly."""
+    key, text = override.key_or_group, override.input_line or ""
+    keys = describe_keys()
+    free_form = next(
+        (entry for entry in keys.values() if entry.free_form and key.startswith(f"{entry.key}.")),
+        None,
+    )
+    if free_form is not None:
+        return (
+            text if text[0] in "+~" else f"++{text}"
+        )  # new keys are what a free-form mapping is for
+    if override.package is not None or key == "hydra" or key.startswith(("hydra.", "hydra/")):
+        raise ConfigError(f"{text}: packages and Hydra's own settings are not used here")
+    sections = {name.partition(".")[0] for name in keys}
+    if key not in keys and key not in groups and key not in sections:
+        close = nearest(key, [*keys, *groups])
+        hint = f"did you mean {close}?" if close else "see run --help"
+        raise ConfigError(f"{text}: there is no key {key!r}; {hint}")
+    if override.type is OverrideType.DEL:
+        raise ConfigError(f"{text}: {key} can not be deleted; set it to its default instead")
+    if override.is_sweep_override():
+        raise ConfigError(
+            f"{text}: one value only; quote it to have commas in text, or write a list as [a,b]"
+        )
+    if key in groups and not isinstance(override.value(), dict):
+        _check_option(override, groups[key])
+        if override.type is OverrideType.ADD and key in sections:
+            raise ConfigError(f"{text}: write it without +, {key} has an option already")
+        return text
+    _check_value(override, keys)
+    return text.lstrip("+")
+
+
+def _check_option(override: Override, options: Sequence[str]) -> None:
+    group, value = override.key_or_group, override.value()
+    unknown = [
+        name for name in (value if isinstance(value, list) else [value]) if name not in options
+    ]
+    if unknown:
+        close = nearest(str(unknown[0]), options)
+        hint = f" (did you mean {close}?)" if close else ""
+        path = f"; another model is given by its path: model.path={unknown[0]}"
+        raise ConfigError(
+            f"{group}={unknown[0]}: {group} must be one of {', '.join(options)}{hint}"
+            + path * (group == "model")
+        )
+
+
+def _check_value(override: Override, keys: Mapping[str, KeyDescription]) -> None:
+    _lay_over(unlock(EngineConfig), override.key_or_group, override.value(), keys)
+
+
+def _lay_over(
+    config: DictConfig,
+    key: str,
+    value: object,
+    keys: Mapping[str, KeyDescription] | None = None,
+) -> None:
+    keys = keys or describe_keys()
+    entry = keys.get(key)
+    if entry is None and isinstance(value, Mapping):
+        for name, inner in cast(Mapping[str, object], value).items():
+            _lay_over(config, f"{key}.{name}", inner, keys)
+        return
+    if entry is None:
+        parent = next((name for name in keys if name.startswith(f"{key}.")), None)
+        if parent is not None:
+            raise ConfigError(
+                f"{key} is a section and must be a mapping or have its keys set one by one "
+                f"({parent}=...), got {value!r}"
+            )
+        close = nearest(key, keys)
+        raise ConfigError(
+            f"there is no key {key!r}" + (f"; did you mean {close}?" if close else "")
+        )
+    try:
+        OmegaConf.update(config, key, value, merge=entry.free_form, force_add=True)
+    except OmegaConfBaseException as error:
+        allowed = f"null or {entry.allowed}" if entry.nullable else entry.allowed
+        raise ConfigError(f"{key} must be {allowed}, got {value!r}") from error
+
+
+def _to_object(config: DictConfig) -> object:
+    try:
+        return OmegaConf.to_object(config)
+    except OmegaConfBaseException as error:
+        raise ConfigError(_one_line(error)) from error
+    except ValueError as error:  # a section's own range check
+        raise ConfigError(str(error)) from error
+
+
+def _one_line(error: BaseException) -> str:
+    """The message of Hydra's or OmegaConf's error and of its cause, without their hints and paths."""
+    parts = [str(error).strip().splitlines()[0]]
+    if key := getattr(error, "full_key", None):
+        parts.insert(0, key)
+    if error.__cause__ is not None:
+        parts.append(str(error.__cause__).strip().splitlines()[0])
+    return ": ".join(dict.fromkeys(parts))

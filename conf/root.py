@@ -1,0 +1,41 @@
+"""The whole configuration: its sections and nothing else.
+
+Only the composition roots see this type; every other component is handed its own section.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ostinato.conf.schema import (
+    BenchSection,
+    CacheConfig,
+    ChatSection,
+    DeviceConfig,
+    GenerateSection,
+    GraphConfig,
+    ModelSection,
+    PlanSection,
+    SamplingSection,
+    SchedulerConfig,
+    ServerConfig,
+)
+
+__all__ = ("EngineConfig",)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Every section, each with its defaults."""
+
+    model: ModelSection = field(default_factory=ModelSection)
+    device: DeviceConfig = field(default_factory=DeviceConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    graphs: GraphConfig = field(default_factory=GraphConfig)
+    sampling: SamplingSection = field(default_factory=SamplingSection)
+    server: ServerConfig = field(default_factory=ServerConfig)
+    generate: GenerateSection = field(default_factory=GenerateSection)
+    chat: ChatSection = field(default_factory=ChatSection)
+    plan: PlanSection = field(default_factory=PlanSection)
+    bench: BenchSection = field(default_factory=BenchSection)
