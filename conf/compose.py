@@ -1,7 +1,7 @@
 """Hydra at work: overrides in, one frozen and range-checked `EngineConfig` out.
 
-The only file that imports hydra or omegaconf. Every way to ask for something that is not there ends in one
-`ConfigError` line that names the key, the value, and what is allowed.
+The only file that imports hydra or omegaconf. Every way to ask for something that is not there ends
+in one `ConfigError` line that names the key, the value, and what is allowed.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ def load_config(
     """Compose the configuration tree with `overrides` and check every range.
 
     Args:
-        overrides: what a user types, in Hydra's grammar: `model=qwen3-0.6b`, `cache.block_size=32`.
-        values: dotted key -> Python value, laid over the overrides; needs no quoting. A key that names a
-            group (`model`) with a string picks that option.
-        config_dir: a directory with further options, `<config_dir>/model/mine.yaml` for `model=mine`.
+        overrides: what a user types, in Hydra's grammar: `model=gpt2`, `cache.block_size=32`.
+        values: dotted key -> Python value, laid over the overrides; needs no quoting. A key that
+            names a group (`model`) with a string picks that option.
+        config_dir: a directory with more options: `<config_dir>/model/mine.yaml` for `model=mine`.
 
     Raises:
         ConfigError: unknown key or option, wrong type or value out of range, in one line.
@@ -129,7 +129,7 @@ def unlock(schema: type) -> DictConfig:
 
 @contextmanager
 def _hydra() -> Iterator[None]:
-    """Hydra over our tree; a program that uses Hydra itself finds its own state again afterwards."""
+    """Hydra over our tree; a program that uses Hydra itself finds its own state again."""
     ConfigStore.instance().store(name=_SCHEMA_NAME, node=unlock(EngineConfig))
     outer = GlobalHydra.instance().hydra
     GlobalHydra.instance().hydra = None
@@ -181,7 +181,7 @@ def _group_options(search: Sequence[str] = ()) -> dict[str, list[str]]:
 
 
 def _parse(overrides: Sequence[str]) -> list[Override]:
-    # Hydra's grammar has no "~" inside values, and shells expand one only at the beginning of a word.
+    # Hydra's grammar has no "~" inside values, and shells expand it only where a word begins.
     home = str(Path.home())
     parsed: list[Override] = []
     for text in overrides:
@@ -289,7 +289,7 @@ def _to_object(config: DictConfig) -> object:
 
 
 def _one_line(error: BaseException) -> str:
-    """The message of Hydra's or OmegaConf's error and of its cause, without their hints and paths."""
+    """The message of Hydra's or OmegaConf's error and of its cause, without hints and paths."""
     parts = [str(error).strip().splitlines()[0]]
     if key := getattr(error, "full_key", None):
         parts.insert(0, key)

@@ -1,6 +1,7 @@
 """The configuration in words: every key with its type, default, range and meaning.
 
-Read from the schema, so that `--help`, error messages and documentation can not drift from the checks.
+Read from the schema, so that `--help`, error messages and documentation can not drift from the
+checks.
 """
 
 from __future__ import annotations

@@ -2,7 +2,9 @@
 
 | variable | meaning | default |
 |---|---|---|
-| `OSTINATO_CACHE_DIR` | where compiled kernels and graphs are kept | `$XDG_CACHE_HOME/ostinato` or `~/.cache/ostinato` |
+| `OSTINATO_CACHE_DIR` | where compiled kernels and graphs are kept | `~/.cache/ostinato` |
+
+The default follows `XDG_CACHE_HOME` when that is set.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What can be chosen, and its legal range: one frozen dataclass per section, checked on construction.
+"""What can be chosen, and its legal range: one frozen dataclass per section, checked when made.
 
-Only the standard library is imported here. A field's default, meaning and range are written once, in
-`setting`; `run <command> --help`, the range checks and their messages all read them from there. Derived
-facts (how many blocks fit, bytes per block) are never configuration: whoever owns them computes them.
+Only the standard library is imported here. A field's default, meaning and range are written once,
+in `setting`; `run <command> --help`, the checks and their messages all read them from there. Derived
+facts (how many blocks fit, bytes per block) are never configuration: their owners compute them.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class SchedulingPolicy(StrEnum):
 
 
 class GraphMode(StrEnum):
-    """How far a step's program is prepared; a dispatch miss always falls back to the next lesser one."""
+    """How far a step's program is prepared; a dispatch miss falls back to the next lesser one."""
 
     eager = "eager"
     compiled = "compiled"
@@ -79,7 +79,7 @@ class GraphMode(StrEnum):
 
 
 class GraphForm(StrEnum):
-    """Two forms of the same program: the whole model as one graph, or one decoder layer for every depth."""
+    """Two forms of the same program: the whole model as one graph, or one layer for every depth."""
 
     model = "model"
     layer = "layer"
