@@ -1,7 +1,7 @@
 """The only caller of `torch.library`: one schema per op, an honest mutation list, a correct fake.
 
-`Library.define/impl` costs about 3 microseconds a call where `torch.library.custom_op` costs about 19;
-times layers and ops, that difference is a visible share of a small model's step.
+`Library.define/impl` costs about 3 microseconds a call where `torch.library.custom_op` costs about
+19; times layers and ops, that difference is a visible share of a small model's step.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
-__all__ = ("register_op",)
+__all__ = ("define_twin", "register_op")
 
 _LIBRARY = torch.library.Library("ostinato", "DEF")
+_twins: dict[str, torch.library.Library] = {}
 
 
 def register_op(
@@ -27,7 +28,9 @@ def register_op(
 
     Args:
         name: op name inside the `ostinato` namespace.
-        kernels: dispatch key ("CPU", "CUDA") -> implementation. All share one signature, the fake's.
+        kernels: dispatch key -> implementation, all with the fake's signature. "CPU" and "CUDA",
+            or "CompositeExplicitAutograd" for every device that has no kernel of its own; an op with
+            a C++ kernel (ops/native/build.py) uses the latter, because loading adds the "CPU" one.
         fake: shape propagation; must give the real strides, and its annotations define the schema.
         mutates: names of the arguments that a kernel writes to.
     """
@@ -37,3 +40,19 @@ def register_op(
     torch.library.register_fake(f"ostinato::{name}", fake, lib=_LIBRARY)
     overload: torch._ops.OpOverload = getattr(torch.ops.ostinato, name).default
     return overload
+
+
+def define_twin(namespace: str, name: str) -> bool:
+    """Define `<namespace>::<name>` with the schema of `ostinato::<name>` for other kernels.
+
+    Returns:
+        False, defining nothing, when no imported module has registered `ostinato::<name>`.
+    """
+    packet = getattr(torch.ops.ostinato, name, None)
+    if packet is None:
+        return False
+    if namespace not in _twins:
+        _twins[namespace] = torch.library.Library(namespace, "DEF")
+    schema = str(packet.default._schema)
+    _twins[namespace].define(schema.removeprefix("ostinato::"))
+    return True

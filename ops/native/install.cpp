@@ -1,0 +1,35 @@
+// The library's one entry point: hands every registered kernel to torch's dispatcher.
+#include "binding.h"
+
+namespace ostinato {
+namespace {
+
+Registration* first_registration = nullptr;
+
+}  // namespace
+
+Registration::Registration(const char* kernel_name, BoxedKernel boxed)
+    : name(kernel_name), kernel(boxed), next(first_registration) {
+  first_registration = this;
+}
+
+}  // namespace ostinato
+
+#define OSTINATO_EXPORT extern "C" __attribute__((visibility("default")))
+
+// The name of the index-th kernel, null past the last.
+OSTINATO_EXPORT const char* ostinato_kernel_name(int index) {
+  auto* entry = ostinato::first_registration;
+  while (entry != nullptr && index-- > 0) entry = entry->next;
+  return entry == nullptr ? nullptr : entry->name;
+}
+
+// Registers all kernels as the CPU implementations of `<namespace>::<name>`; returns 0, or 1 when torch refused.
+OSTINATO_EXPORT int ostinato_install(const char* name_space) {
+  TorchLibraryHandle library;  // never deleted: deleting would deregister
+  if (aoti_torch_library_init_impl(name_space, "CPU", __FILE__, __LINE__, &library) != 0) return 1;
+  for (auto* entry = ostinato::first_registration; entry != nullptr; entry = entry->next) {
+    if (torch_library_impl(library, entry->name, entry->kernel, TORCH_ABI_VERSION) != 0) return 1;
+  }
+  return 0;
+}
