@@ -25,16 +25,21 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ostinato.conf.describe import KeyDescription, describe_keys, nearest
+from ostinato.conf.errors import ConfigError
 from ostinato.conf.root import EngineConfig
 
-__all__ = ("ConfigError", "complete", "compose_yaml", "group_options", "load_config", "unlock")
+__all__ = (
+    "ConfigError",
+    "complete",
+    "completion_script",
+    "compose_yaml",
+    "group_options",
+    "load_config",
+    "unlock",
+)
 
 _CONFIG_NAME = "config"
 _SCHEMA_NAME = "engine_schema"
-
-
-class ConfigError(ValueError):
-    """A configuration that can not be; the message is one line for a terminal."""
 
 
 def load_config(
@@ -74,38 +79,57 @@ def group_options() -> dict[str, list[str]]:
         return _group_options()
 
 
-def complete(shell: str, action: str, config_dir: str | None = None) -> None:
-    """Print what Hydra's completion plugin for `shell` answers to `action`.
+def complete(shell: str, line: str) -> str:
+    """Completions for a command line, as Hydra's plugin for `shell` finds them.
 
     Args:
         shell: bash, fish or zsh.
-        action: install, uninstall or query; query reads COMP_LINE from the environment.
-        config_dir: as for `load_config`.
+        line: the program's name and the overrides so far; the last word is the one to complete.
+
+    Returns:
+        The candidates, separated as that shell expects. Hydra's own settings are left out.
 
     Raises:
-        ConfigError: no plugin for this shell, or an unknown action.
+        ConfigError: no plugin for this shell.
     """
     with _hydra():
-        hydra = GlobalHydra.instance().hydra
-        assert hydra is not None, "inside _hydra() there is one"
-        plugins = {
-            plugin.provides(): plugin
-            for plugin in Plugins.instance().discover(CompletionPlugin)
-            if issubclass(plugin, CompletionPlugin)
-        }
-        if shell not in plugins:
-            raise ConfigError(
-                f"shell completion is for {', '.join(sorted(plugins))}, got {shell!r}"
-            )
-        plugin = plugins[shell](hydra.config_loader)
-        if action == "query":
-            plugin.query(_CONFIG_NAME)
-        elif action == "install":
-            plugin.install()
-        elif action == "uninstall":
-            plugin.uninstall()
-        else:
-            raise ConfigError(f"shell completion can install, uninstall or query, got {action!r}")
+        plugin = _completion_plugin(shell)
+        candidates = plugin._query(_CONFIG_NAME, plugin.strip_python_or_app_name(line))
+    last = "" if line.endswith(" ") else line.split(" ")[-1]
+    key, typed, _ = last.partition("=")
+    if typed and (entry := describe_keys().get(key)) is not None and entry.choices:
+        candidates = [f"{key}={choice}" for choice in entry.choices]
+    candidates = [
+        word for word in candidates if not word.startswith(("hydra.", "hydra/", "hydra="))
+    ]
+    return ("\n" if shell == "fish" else " ").join(candidates)
+
+
+def completion_script(shell: str, action: str) -> None:
+    """Print the script with which `shell` installs or uninstalls the completion, Hydra's own.
+
+    Raises:
+        ConfigError: no plugin for this shell, or an action that is neither install nor uninstall.
+    """
+    if action not in ("install", "uninstall"):
+        raise ConfigError(f"shell completion can install, uninstall or query, got {action!r}")
+    with _hydra():
+        getattr(_completion_plugin(shell), action)()
+
+
+def _completion_plugin(shell: str) -> CompletionPlugin:
+    hydra = GlobalHydra.instance().hydra
+    assert hydra is not None, "called inside _hydra()"
+    plugins: dict[str, type[CompletionPlugin]] = {
+        plugin.provides(): plugin
+        for plugin in Plugins.instance().discover(CompletionPlugin)
+        if issubclass(plugin, CompletionPlugin)
+    }
+    if shell not in plugins:
+        raise ConfigError(f"shell completion is for {', '.join(sorted(plugins))}, got {shell!r}")
+    plugin = plugins[shell](hydra.config_loader)
+    # zsh's plugin passes everything on to bash's, the query included, which needs the inner one.
+    return getattr(plugin, "delegate", plugin)
 
 
 def unlock(schema: type) -> DictConfig:

@@ -26,6 +26,7 @@ class KeyDescription:
     key: str  # dotted, e.g. cache.block_size
     default: str  # as it is typed on the command line
     allowed: str  # type and range in words, e.g. "an integer in [1, 4096]"
+    choices: tuple[str, ...]  # the only legal values, when they can be listed
     meaning: str
     nullable: bool
     free_form: bool  # a mapping whose keys the schema does not name
@@ -42,6 +43,14 @@ _LIST_WORDS = {
     int: "a list of integers such as [1,2]",
     str: "a list of words such as [a,b]",
 }
+
+
+def _choices(hint: Any, metadata: Mapping[str, Any]) -> tuple[str, ...]:
+    if isinstance(hint, type) and issubclass(hint, StrEnum):
+        return tuple(hint)
+    if hint is bool:
+        return ("true", "false")
+    return tuple(map(str, metadata.get("one_of", ()))) if get_origin(hint) is None else ()
 
 
 def _allowed(hint: Any, metadata: Mapping[str, Any]) -> str:
@@ -85,6 +94,7 @@ def describe_sections() -> dict[str, tuple[type[Section], list[KeyDescription]]]
                 key=f"{name}.{setting}",
                 default=_typed(default),
                 allowed=_allowed(hints[setting], metadata),
+                choices=_choices(hints[setting], metadata),
                 meaning=metadata.get("meaning", ""),
                 nullable=NoneType in get_args(hints[setting]),
                 free_form=get_origin(hints[setting]) is dict,

@@ -4,7 +4,8 @@
 |---|---|---|
 | `OSTINATO_CACHE_DIR` | where compiled kernels and graphs are kept | `~/.cache/ostinato` |
 
-The default follows `XDG_CACHE_HOME` when that is set.
+The default follows `XDG_CACHE_HOME` when that is set. Shells that complete a command line pass it in
+`COMP_LINE`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-__all__ = ("cache_dir",)
+__all__ = ("cache_dir", "completion_line")
 
 
 def cache_dir() -> Path:
@@ -21,3 +22,8 @@ def cache_dir() -> Path:
     if explicit:
         return Path(explicit)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ostinato"
+
+
+def completion_line() -> str:
+    """What the user has typed so far when a shell asks for completions; empty otherwise."""
+    return os.environ.get("COMP_LINE", "")

@@ -1,8 +1,9 @@
 """What can be chosen, and its legal range: one frozen dataclass per section, checked when made.
 
 Only the standard library is imported here. A field's default, meaning and range are written once,
-in `setting`; `run <command> --help`, the checks and their messages all read them from there. Derived
-facts (how many blocks fit, bytes per block) are never configuration: their owners compute them.
+in `setting`; `run <command> --help`, the checks and their messages all read them from there.
+Derived facts (how many blocks fit, bytes per block) are never configuration: their owners compute
+them.
 """
 
 from __future__ import annotations

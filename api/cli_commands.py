@@ -1,0 +1,75 @@
+"""The commands of `run`: a literal table; each is implemented elsewhere and imported when asked for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ("COMMANDS", "Command")
+
+_ENGINE = ("model", "device", "cache", "scheduler", "graphs", "sampling")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """One sub-command.
+
+    `target` is "module:function"; the function takes the `EngineConfig` (and the prompt, when
+    `takes_prompt`) and returns the exit code.
+    """
+
+    target: str
+    summary: str
+    sections: tuple[str, ...]  # of the configuration, in the order in which help lists them
+    examples: tuple[str, ...]
+    takes_prompt: bool = False
+
+
+COMMANDS = {
+    "serve": Command(
+        target="ostinato.api.server:serve",
+        summary="Serve a model over HTTP with the OpenAI API.",
+        sections=("server", *_ENGINE),
+        examples=(
+            "run serve",
+            "run serve model=qwen3-0.6b cache.block_size=32 server.port=9000",
+            "run serve model.path=/some/dir model.dtype=bfloat16",
+        ),
+    ),
+    "generate": Command(
+        target="ostinato.api.generate_command:generate",
+        summary="Continue a prompt and stream the text to standard output.",
+        sections=("generate", *_ENGINE),
+        examples=(
+            'run generate "Once upon a time" generate.max_tokens=50',
+            'run generate "What is a list?" generate.chat=true generate.temperature=0',
+            "run generate - model.path=/some/dir < prompt.txt",
+        ),
+        takes_prompt=True,
+    ),
+    "chat": Command(
+        target="ostinato.api.chat_command:chat",
+        summary="Talk with a model in the terminal.",
+        sections=("chat", *_ENGINE),
+        examples=("run chat", 'run chat model=qwen3-0.6b chat.system="You are terse."'),
+    ),
+    "bench": Command(
+        target="ostinato.benchmarks.offline:bench",
+        summary="Measure throughput and latency of the engine in this process.",
+        sections=("bench", *_ENGINE),
+        examples=(
+            "run bench model=llama-45m",
+            "run bench model=qwen3-0.6b model.load_format=dummy bench.parts=[single,offline]",
+            "run bench bench.workload=random bench.input_len=512 bench.output_len=32",
+        ),
+    ),
+    "plan": Command(
+        target="ostinato.api.plan_command:plan",
+        summary="Show where the memory would go; loads no weights.",
+        sections=("plan", "model", "device", "cache", "scheduler", "graphs"),
+        examples=(
+            "run plan model=llama-8b",
+            "run plan model=llama-8b device.name=cuda plan.free_gib=80",
+            "run plan model.path=/some/dir plan.json=true",
+        ),
+    ),
+}
