@@ -42,7 +42,7 @@ def run(arguments: Sequence[str]) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # The reader (head, less) has what it wanted; the interpreter's last flush must not complain.
+        # The reader (head, less) has what it wanted; the last flush must not complain.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
 
@@ -143,7 +143,7 @@ def _is_override(word: str) -> bool:
 
 
 def _shell_completion(arguments: list[str]) -> int:
-    """Hydra's completion; the sub-command is ours, so it is completed here and cut from the line."""
+    """Hydra's completion; the sub-command is ours: completed here and cut from Hydra's line."""
     from ostinato.conf.compose import complete, completion_script
 
     if len(arguments) != 1 or arguments[0].count("=") != 1:

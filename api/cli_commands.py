@@ -1,4 +1,4 @@
-"""The commands of `run`: a literal table; each is implemented elsewhere and imported when asked for."""
+"""The commands of `run`: a literal table; each lives elsewhere and is imported when asked for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `run --help` and `run <command> --help` print, generated from the commands and the schema."""
+"""What `run --help` and `run <command> --help` print, made from the commands and the schema."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ostinato.conf.describe import KeyDescription, describe_sections
 
 __all__ = ("command_help", "overview")
 
-_KEY_WIDTH = 38
+_KEY_WIDTH = 36
 
 
 def overview() -> str:
@@ -25,7 +25,7 @@ def overview() -> str:
         *(f"  {name:<{width}}  {command.summary}" for name, command in COMMANDS.items()),
         "",
         "every command:",
-        "  key=value         override the configuration (Hydra's grammar); see run <command> --help",
+        "  key=value         override the configuration; keys: run <command> --help",
         "  --cfg job         print the resulting configuration as YAML and do nothing else",
         "  --config-dir DIR  also find options in DIR, such as DIR/model/mine.yaml for model=mine",
         "  --help            the command's keys with defaults and ranges",
@@ -48,7 +48,7 @@ def command_help(name: str, command: Command) -> str:
     sections = describe_sections()
     for section_name in command.sections:
         section, keys = sections[section_name]
-        lines += ["", f"{section_name}: {section.__doc__}"]
+        lines += ["", *textwrap.wrap(f"{section_name}: {section.__doc__}", columns)]
         if section_name in options:
             choice = f"an option sets the section's keys: {', '.join(options[section_name])}"
             lines += _entry(f"{section_name}=...", choice, columns)

@@ -99,9 +99,8 @@ def complete(shell: str, line: str) -> str:
     key, typed, _ = last.partition("=")
     if typed and (entry := describe_keys().get(key)) is not None and entry.choices:
         candidates = [f"{key}={choice}" for choice in entry.choices]
-    candidates = [
-        word for word in candidates if not word.startswith(("hydra.", "hydra/", "hydra="))
-    ]
+    own_settings = re.compile(r"hydra([./=]|$)")
+    candidates = [word for word in candidates if not own_settings.match(word)]
     return ("\n" if shell == "fish" else " ").join(candidates)
 
 

@@ -4,8 +4,8 @@
 |---|---|---|
 | `OSTINATO_CACHE_DIR` | where compiled kernels and graphs are kept | `~/.cache/ostinato` |
 
-The default follows `XDG_CACHE_HOME` when that is set. Shells that complete a command line pass it in
-`COMP_LINE`.
+The default follows `XDG_CACHE_HOME` when that is set. Shells that complete a command line pass it
+in `COMP_LINE`.
 """
 
 from __future__ import annotations

@@ -6,4 +6,4 @@ __all__ = ("ConfigError",)
 
 
 class ConfigError(ValueError):
-    """A key or value that can not be; one line for a terminal: the key, the value, what is allowed."""
+    """A key or value that can not be, in one line: the key, the value, what is allowed."""
