@@ -22,6 +22,7 @@ __all__ = (
     "ScheduledSequence",
     "SchedulerOutput",
     "SequenceOutput",
+    "ServedModel",
     "StepResult",
     "TokenLogprobs",
 )
@@ -96,7 +97,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             self.min_tokens,
         )
         _check(
-            len(self.stop) <= 16 and all(self.stop), "stop", "at most 16 non-empty strings", self.stop
+            len(self.stop) <= 16 and all(self.stop),
+            "stop",
+            "at most 16 non-empty strings",
+            self.stop,
         )
         _check(
             self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS,
@@ -106,7 +110,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         )
         for name in ("presence_penalty", "frequency_penalty"):
             _check(-2.0 <= getattr(self, name) <= 2.0, name, "in [-2, 2]", getattr(self, name))
-        _check(0.0 < self.repetition_penalty <= 10.0, "repetition_penalty", "in (0, 10]", self.repetition_penalty)
+        _check(
+            0.0 < self.repetition_penalty <= 10.0,
+            "repetition_penalty",
+            "in (0, 10]",
+            self.repetition_penalty,
+        )
         _check(
             all(-100.0 <= bias <= 100.0 for bias in self.logit_bias.values()),
             "logit_bias",
@@ -184,6 +193,19 @@ class SequenceOutput(msgspec.Struct, array_like=True, gc=False):
     logprobs: list[TokenLogprobs] | None = None  # one per new token
     num_cached_tokens: int = 0  # prompt tokens that were not recomputed at first admission
     error: str | None = None  # text, with finish_reason error
+
+
+class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
+    """What clients may know about the model that an engine serves."""
+
+    name: str
+    max_model_len: int  # tokens, prompt plus output
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    tokenizer: str  # directory with the tokenizer's files; empty = none, token ids only
+    default_sampling: dict[str, float] = {}  # from generation_config.json
+    created: int = 0  # unix seconds
+    startup_seconds: dict[str, float] = {}  # phase -> seconds, in order
 
 
 class EngineStats(msgspec.Struct, array_like=True, gc=False):

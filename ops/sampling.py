@@ -1,0 +1,144 @@
+"""Sampling maths on logits: plain torch functions, batched over rows, no dependence between rows.
+
+Randomness is a number the caller derives from (seed, position), so a row's token depends on its own
+logits and request only: it can be replayed, and does not change with the batch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+
+import torch
+from torch import Tensor
+
+__all__ = (
+    "apply_penalties",
+    "sample_filtered",
+    "sample_full",
+    "token_logprobs",
+    "uniform_number",
+)
+
+# Candidates that top-p looks at before it falls back to sorting the whole vocabulary.
+_CANDIDATES = 512
+
+
+def uniform_number(seed: int, position: int) -> float:
+    """A number in [0, 1) that depends on the seed and the position only (a keyed counter generator)."""
+    digest = hashlib.blake2b(struct.pack("<qq", seed, position), digest_size=8).digest()
+    return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
+
+
+def apply_penalties(
+    logits: Tensor,
+    counts: Tensor,
+    in_prompt: Tensor,
+    *,
+    repetition: float,
+    presence: float,
+    frequency: float,
+) -> None:
+    """Penalise one row in place.
+
+    Args:
+        logits: [V] float32.
+        counts: [V] int32, how often each token was generated.
+        in_prompt: [V] bool, which tokens the prompt holds.
+        repetition: divides positive and multiplies negative logits of seen tokens (prompt included;
+            Keskar et al. 2019, CTRL).
+        presence: subtracted once from each generated token.
+        frequency: subtracted per occurrence of each generated token.
+    """
+    generated = counts > 0
+    if repetition != 1.0:
+        seen = generated | in_prompt
+        scaled = torch.where(logits > 0, logits / repetition, logits * repetition)
+        logits.copy_(torch.where(seen, scaled, logits))
+    if frequency:
+        logits.sub_(counts, alpha=frequency)
+    if presence:
+        logits.sub_(generated.to(logits.dtype), alpha=presence)
+
+
+def sample_full(logits: Tensor, uniforms: Tensor) -> Tensor:
+    """Sample from the whole vocabulary by inverting the cumulative distribution.
+
+    Args:
+        logits: [R, V] float32, temperature applied, -inf = impossible.
+        uniforms: [R] float64 in [0, 1).
+
+    Returns:
+        [R] int64 token ids.
+    """
+    # float64: a float32 running sum over 150,000 terms loses the likelihoods of rare tokens.
+    cumulative = logits.softmax(-1, dtype=torch.float64).cumsum(-1)
+    return _invert(cumulative, uniforms)
+
+
+def sample_filtered(
+    logits: Tensor, uniforms: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
+) -> Tensor:
+    """Sample after top-k, then top-p (Holtzman et al. 2020), then min-p (Nguyen et al. 2024).
+
+    Args:
+        logits: [R, V] float32, temperature applied.
+        uniforms: [R] float64 in [0, 1).
+        top_k: [R] int64; V = off.
+        top_p: [R] float64 in (0, 1]; 1 = off.
+        min_p: [R] float64 in [0, 1]; 0 = off.
+
+    Returns:
+        [R] int64 token ids.
+    """
+    vocabulary = logits.shape[-1]
+    limited = top_k < vocabulary
+    width = min(vocabulary, max(_CANDIDATES, int(torch.where(limited, top_k, 0).max())))
+    values, ids = logits.topk(width, sorted=True)
+    total = logits.double().logsumexp(-1, keepdim=True)
+    mass = (values.double() - total).exp()
+    if width < vocabulary:
+        # Rows without top-k need candidates that reach their top-p mass (or min-p threshold).
+        enough = limited | (mass.sum(-1) >= top_p) & (top_p < 1.0)
+        enough |= (mass[:, -1] < mass[:, 0] * min_p) & (min_p > 0.0)
+        if not bool(enough.all()):
+            values, ids = logits.sort(-1, descending=True)
+            mass = (values.double() - total).exp()
+    rank = torch.arange(mass.shape[-1], device=logits.device)
+    mass = torch.where(rank < top_k[:, None], mass, 0.0)
+    mass /= torch.where(limited[:, None], mass.sum(-1, keepdim=True), 1.0)
+    before = mass.cumsum(-1) - mass
+    mass = torch.where((before < top_p[:, None]) | (rank == 0), mass, 0.0)
+    mass = torch.where(mass >= mass[:, :1] * min_p[:, None], mass, 0.0)
+    choice = _invert(mass.cumsum(-1), uniforms)
+    return ids.gather(-1, choice[:, None]).squeeze(-1)
+
+
+def _invert(cumulative: Tensor, uniforms: Tensor) -> Tensor:
+    """The first index whose cumulative mass exceeds uniform x total; never one of zero mass."""
+    target = uniforms[:, None] * cumulative[:, -1:]
+    index = torch.searchsorted(cumulative, target, right=True).squeeze(-1)
+    last = (cumulative < cumulative[:, -1:]).sum(-1)
+    return torch.minimum(index, last)
+
+
+def token_logprobs(
+    logits: Tensor, token_ids: Tensor, top: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Natural-log probabilities of the sampled tokens and the likeliest ones.
+
+    Args:
+        logits: [R, V] float32.
+        token_ids: [R] int64.
+        top: how many of the likeliest tokens; 0 = none.
+
+    Returns:
+        (logprob [R], rank [R] with 1 = likeliest, top ids [R, top], top logprobs [R, top]).
+    """
+    chosen = logits.gather(-1, token_ids[:, None])
+    total = logits.logsumexp(-1, keepdim=True)
+    rank = (logits > chosen).sum(-1) + 1
+    values, ids = (
+        logits.topk(top, sorted=True) if top else (logits[:, :0], token_ids[:, None][:, :0])
+    )
+    return (chosen - total).squeeze(-1), rank, ids, values - total

@@ -1,0 +1,105 @@
+"""`AsyncEngine`: the engine process for asyncio programs, with text in and text out.
+
+async with AsyncEngine("path/or/hub-id") as engine:
+    async for output in engine.generate("Once upon a time", SamplingParams(max_tokens=40)):
+        print(output.text_delta, end="")
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, Self
+
+import msgspec
+
+from ostinato.conf.compose import load_config
+from ostinato.conf.root import EngineConfig
+from ostinato.runtime.client import EngineClient
+from ostinato.runtime.errors import InvalidRequestError
+from ostinato.runtime.types import RequestOutput, SamplingParams
+
+__all__ = ("AsyncEngine",)
+
+
+class AsyncEngine:
+    """One engine process; any number of concurrent `generate` calls are batched continuously."""
+
+    def __init__(
+        self,
+        model: str = "",
+        *,
+        overrides: Sequence[str] = (),
+        config: EngineConfig | None = None,
+    ) -> None:
+        """Arguments as for `LLM`; nothing starts before `async with` or `start`."""
+        if config is None:
+            config = load_config(overrides, values={"model.path": model} if model else {})
+        self._config = config
+        self._counter = itertools.count()
+        self.client: EngineClient | None = None
+
+    async def start(self) -> None:
+        """Start the engine process; returns when it is ready.
+
+        Raises:
+            StartupError: it can not start.
+        """
+        self.client = EngineClient(self._config)
+        try:
+            await self.client.start()
+        except BaseException:
+            await self.client.close()
+            raise
+
+    async def close(self) -> None:
+        """End the engine process; what is running is aborted."""
+        if self.client is not None:
+            await self.client.close()
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self.close()
+
+    async def generate(
+        self,
+        prompt: str | Sequence[int] | Sequence[dict[str, Any]],
+        sampling: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str = "",
+    ) -> AsyncIterator[RequestOutput]:
+        """News of a text, token ids or a conversation, as they come; see `EngineClient.generate`."""
+        if self.client is None:
+            raise InvalidRequestError("the engine was not started; use `async with AsyncEngine()`")
+        client = self.client
+        if sampling is None:
+            sampling = msgspec.convert(client.model.default_sampling, SamplingParams)
+        token_ids = await asyncio.to_thread(self._encode, prompt)
+        async for output in client.generate(
+            request_id or f"async-{next(self._counter)}",
+            token_ids,
+            sampling,
+            priority=priority,
+            cache_salt=cache_salt,
+        ):
+            yield output
+
+    def _encode(self, prompt: str | Sequence[int] | Sequence[dict[str, Any]]) -> list[int]:
+        assert self.client is not None, "checked by generate"
+        if not isinstance(prompt, str) and all(isinstance(item, int) for item in prompt):
+            return list(prompt)  # type: ignore[arg-type]
+        tokenizer = self.client.tokenizer
+        if tokenizer is None:
+            raise InvalidRequestError(
+                "the model was loaded without a tokenizer: send token ids, or set model.tokenizer",
+                param="prompt",
+            )
+        if isinstance(prompt, str):
+            return tokenizer.encode(prompt)
+        return tokenizer.encode(tokenizer.apply_chat_template(prompt), add_special_tokens=False)  # type: ignore[arg-type]

@@ -1,0 +1,72 @@
+"""The device, its threads and the precision: decided once, at start."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+from ostinato.conf.schema import DeviceConfig, DeviceName, DType
+from ostinato.runtime.errors import StartupError
+
+__all__ = ("available_cores", "resolve_device", "resolve_dtype", "set_threads")
+
+_CGROUP_CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
+
+
+def available_cores() -> int:
+    """CPU cores that this process may use: its affinity mask, cut down to its cgroup's quota."""
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
+    try:
+        quota, period = _CGROUP_CPU_MAX.read_text().split()
+    except (OSError, ValueError):
+        return cores
+    if quota == "max":
+        return cores
+    return max(1, min(cores, int(quota) // int(period)))
+
+
+def set_threads(config: DeviceConfig) -> int:
+    """Give the model its threads; returns how many."""
+    threads = config.threads or available_cores()
+    torch.set_num_threads(threads)
+    return threads
+
+
+def resolve_device(name: DeviceName) -> torch.device:
+    """The device to run on.
+
+    Raises:
+        StartupError: CUDA was asked for and there is none.
+    """
+    has_cuda = torch.cuda.is_available()
+    if name is DeviceName.cuda and not has_cuda:
+        raise StartupError(
+            "device.name=cuda, but torch sees no CUDA device; install a CUDA build of torch or use "
+            "device.name=cpu"
+        )
+    if name is DeviceName.cpu or not has_cuda:
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def resolve_dtype(configured: DType, checkpoint_dtype: str | None) -> torch.dtype:
+    """The precision of weights, activations and KV cache; `auto` follows the checkpoint.
+
+    Raises:
+        StartupError: the checkpoint names a precision that the engine does not run in.
+    """
+    name = configured.value if configured is not DType.auto else checkpoint_dtype or "float32"
+    known = {
+        "float32": torch.float32,
+        "bfloat16": torch.bfloat16,
+        "float16": torch.float16,
+    }
+    if name not in known:
+        raise StartupError(
+            f"the checkpoint's dtype is {name!r}; set model.dtype to one of {', '.join(known)}"
+        )
+    return known[name]

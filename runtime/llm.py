@@ -1,0 +1,280 @@
+"""Offline use: the engine in this process.
+
+from ostinato import LLM, SamplingParams
+llm = LLM()                                            # the bundled demo model
+llm = LLM("path/or/hub-id", overrides=["cache.block_size=32"])
+print(llm.generate("Once upon a time", SamplingParams(max_tokens=40))[0].outputs[0].text)
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import msgspec
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+)
+
+from ostinato.conf.compose import load_config
+from ostinato.conf.root import EngineConfig
+from ostinato.runtime.build import build_engine
+from ostinato.runtime.completion import CompletionStream
+from ostinato.runtime.errors import InvalidRequestError
+from ostinato.runtime.requests import make_requests
+from ostinato.runtime.tokenizer import Tokenizer
+from ostinato.runtime.types import (
+    CompletionOutput,
+    EngineStats,
+    FinishReason,
+    GenerationOutput,
+    RequestOutput,
+    SamplingParams,
+    ServedModel,
+    TokenLogprobs,
+)
+
+__all__ = ("LLM",)
+
+Prompt = str | Sequence[int]
+Message = dict[str, Any]
+
+
+class LLM:
+    """Generates for lists of prompts, or streams one. Not thread-safe."""
+
+    def __init__(
+        self,
+        model: str = "",
+        *,
+        overrides: Sequence[str] = (),
+        config: EngineConfig | None = None,
+        report: Callable[[str, float], None] = lambda name, seconds: None,
+    ) -> None:
+        """
+        Args:
+            model: a local directory or a hub id; empty = the bundled demo model.
+            overrides: configuration in the command line's words, `scheduler.max_num_seqs=8`.
+            config: a ready configuration instead of both.
+            report: called with each finished phase of the start and its seconds.
+
+        Raises:
+            ConfigError: an override is wrong.
+            StartupError: the engine can not start.
+        """
+        if config is None:
+            values = {"model.path": model} if model else {}
+            config = load_config(overrides, values=values)
+        self._engine = build_engine(config, report)
+        self._counter = itertools.count()
+        self.model: ServedModel = self._engine.model
+        self.tokenizer: Tokenizer | None = (
+            Tokenizer.from_directory(
+                self.model.tokenizer, chat_template_file=config.model.chat_template
+            )
+            if self.model.tokenizer
+            else None
+        )
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_progress: bool = True,
+    ) -> list[GenerationOutput]:
+        """Complete prompts, batched continuously.
+
+        Args:
+            prompts: a text, token ids, or a list of either.
+            sampling: one for all or one per prompt; None = the model's defaults.
+            use_progress: show a progress bar.
+
+        Returns:
+            One output per prompt, in order.
+
+        Raises:
+            InvalidRequestError: a prompt or its parameters can not be served; nothing was run.
+        """
+        many = _as_list(prompts)
+        params = (
+            [sampling or self.default_sampling()] * len(many)
+            if not _is_list(sampling)
+            else list(sampling)
+        )
+        if len(params) != len(many):
+            raise InvalidRequestError(
+                f"{len(many)} prompts need 1 or {len(many)} SamplingParams, got {len(params)}",
+                param="sampling",
+            )
+        token_ids = [self._encode(prompt) for prompt in many]
+        streams: dict[str, CompletionStream] = {}
+        batches = []
+        for ids, each in zip(token_ids, params, strict=True):
+            batch = make_requests(f"offline-{next(self._counter)}", ids, each, self.model)
+            batches.append(batch)
+        for batch in batches:
+            for index, request in enumerate(batch):
+                streams[request.request_id] = CompletionStream(request, index, self.tokenizer)
+                self._engine.add_request(request)
+        collected: dict[str, _Collected] = {request_id: _Collected() for request_id in streams}
+        with Progress(
+            TextColumn("generating"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[rate]}"),
+            TimeRemainingColumn(),
+            disable=not use_progress,
+            transient=True,
+        ) as progress:
+            task = progress.add_task("", total=len(streams), rate="")
+            for output in self._run(streams):
+                part = collected[output.request_id]
+                part.add(output)
+                if output.finish_reason is not None:
+                    done = sum(len(c.token_ids) for c in collected.values())
+                    elapsed = progress.tasks[0].elapsed or 1e-9
+                    progress.update(task, advance=1, rate=f"{done / elapsed:.0f} tokens/s")
+        return [
+            GenerationOutput(
+                prompt=prompt if isinstance(prompt, str) else None,
+                prompt_token_ids=ids,
+                outputs=[
+                    collected[request.request_id].finish(index)
+                    for index, request in enumerate(batch)
+                ],
+                num_cached_tokens=max(collected[r.request_id].num_cached for r in batch),
+            )
+            for prompt, ids, batch in zip(many, token_ids, batches, strict=True)
+        ]
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling: SamplingParams | None = None,
+        *,
+        use_progress: bool = True,
+    ) -> list[GenerationOutput]:
+        """Answer one conversation or a list of them; see `generate`.
+
+        Args:
+            messages: `[{"role": "user", "content": "Hello"}]`, or a list of such lists.
+        """
+        single = bool(messages) and isinstance(messages[0], dict)
+        conversations: Any = [messages] if single else messages
+        prompts = [self._render(conversation) for conversation in conversations]
+        return self.generate(prompts, sampling, use_progress=use_progress)
+
+    def stream(
+        self, prompt: Prompt | Sequence[Message], sampling: SamplingParams | None = None
+    ) -> Iterator[RequestOutput]:
+        """News of one prompt or conversation as it is generated; closing the iterator aborts it."""
+        is_chat = not isinstance(prompt, str) and bool(prompt) and isinstance(prompt[0], dict)
+        token_ids = self._render(prompt) if is_chat else self._encode(prompt)  # type: ignore[arg-type]
+        requests = make_requests(
+            f"offline-{next(self._counter)}",
+            token_ids,
+            sampling or self.default_sampling(),
+            self.model,
+        )
+        streams = {
+            request.request_id: CompletionStream(request, index, self.tokenizer)
+            for index, request in enumerate(requests)
+        }
+        for request in requests:
+            self._engine.add_request(request)
+        yield from self._run(streams)
+
+    def default_sampling(self, **changes: Any) -> SamplingParams:
+        """The model's own defaults (generation_config.json) with `changes` laid over them."""
+        return msgspec.convert({**self.model.default_sampling, **changes}, SamplingParams)
+
+    def stats(self) -> EngineStats:
+        """The engine's counters."""
+        return self._engine.stats()
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached blocks; False when something runs."""
+        return self._engine.reset_prefix_cache()
+
+    def _run(self, streams: dict[str, CompletionStream]) -> Iterator[RequestOutput]:
+        try:
+            while streams:
+                for news in self._engine.step():
+                    stream = streams.get(news.request_id)
+                    if stream is None:
+                        continue
+                    output = stream.process(news)
+                    if stream.is_finished:
+                        del streams[news.request_id]
+                        if news.finish_reason is None:  # a stop string ended it
+                            self._engine.abort(news.request_id)
+                    yield output
+        finally:
+            for request_id in streams:
+                self._engine.abort(request_id)
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        if not isinstance(prompt, str):
+            return list(prompt)
+        return self._require_tokenizer().encode(prompt)
+
+    def _render(self, messages: Any) -> list[int]:
+        tokenizer = self._require_tokenizer()
+        return tokenizer.encode(tokenizer.apply_chat_template(messages), add_special_tokens=False)
+
+    def _require_tokenizer(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise InvalidRequestError(
+                f"{self.model.name} was loaded without a tokenizer: send token ids, or set "
+                "model.tokenizer",
+                param="prompt",
+            )
+        return self.tokenizer
+
+
+class _Collected:
+    """What one completion has come to so far."""
+
+    def __init__(self) -> None:
+        self.text: list[str] = []
+        self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprobs] = []
+        self.num_cached = 0
+        self.last: RequestOutput | None = None
+
+    def add(self, output: RequestOutput) -> None:
+        self.text.append(output.text_delta)
+        self.token_ids += output.new_token_ids
+        self.logprobs += output.logprobs or []
+        self.num_cached = output.num_cached_tokens
+        self.last = output
+
+    def finish(self, index: int) -> CompletionOutput:
+        assert self.last is not None, "every request ends with an output"
+        return CompletionOutput(
+            index=index,
+            text="".join(self.text),
+            token_ids=self.token_ids,
+            finish_reason=self.last.finish_reason or FinishReason.abort,
+            stop_reason=self.last.stop_reason,
+            logprobs=self.logprobs or None,
+        )
+
+
+def _is_list(sampling: SamplingParams | Sequence[SamplingParams] | None) -> bool:
+    return sampling is not None and not isinstance(sampling, SamplingParams)
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    items = list(prompts)
+    if items and isinstance(items[0], int):
+        return [items]  # type: ignore[list-item]
+    return items  # type: ignore[return-value]

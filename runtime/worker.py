@@ -1,0 +1,159 @@
+"""The engine process: `python -m ostinato.runtime.worker ADDRESS < config.json`.
+
+Reads the resolved configuration from standard input, connects to the client's ZeroMQ socket at ADDRESS,
+builds the engine and runs its loop. Standard input stays open for the life of the client: its end means
+that the client is gone, and the process exits.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import msgspec
+import zmq
+
+from ostinato.conf.root import EngineConfig
+from ostinato.runtime.errors import StartupError
+from ostinato.runtime.messages import (
+    AbortRequests,
+    AddRequest,
+    ClientMessage,
+    EngineFailed,
+    EngineMessage,
+    EngineReady,
+    Phase,
+    ResetPrefixCache,
+    StepNews,
+    client_decoder,
+    encoder,
+)
+
+if TYPE_CHECKING:
+    from ostinato.runtime.engine import Engine
+
+__all__ = ("main", "run_loop")
+
+_LOG = logging.getLogger(__name__)
+_BEAT_S = 0.5  # an idle engine says that it lives this often
+_STATS_S = 0.05  # statistics ride on a step's message at most this often
+
+
+class _Connection:
+    """The socket to the client, typed."""
+
+    def __init__(self, address: str) -> None:
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.PAIR)
+        self._socket.setsockopt(zmq.SNDHWM, 0)  # a slow client must not stop the engine
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.connect(address)
+        self._encoder = encoder()
+
+    def send(self, message: EngineMessage) -> None:
+        self._socket.send(self._encoder.encode(message), copy=True)
+
+    def receive(self, timeout_s: float) -> list[ClientMessage]:
+        """All messages that are there; waits up to `timeout_s` for a first one, without spinning."""
+        messages: list[ClientMessage] = []
+        if timeout_s and not self._socket.poll(int(timeout_s * 1000)):
+            return messages
+        while True:
+            try:
+                messages.append(client_decoder.decode(self._socket.recv(zmq.NOBLOCK)))
+            except zmq.Again:
+                return messages
+
+    def close(self) -> None:
+        self._socket.close(linger=2000)
+        self._context.term()
+
+
+def run_loop(engine: Engine, connection: _Connection) -> None:
+    """Serve until a Shutdown arrives: take messages, step, report."""
+    last_stats = 0.0
+    while True:
+        outputs = []
+        for message in connection.receive(0.0 if engine.has_work else _BEAT_S):
+            if isinstance(message, AddRequest):
+                engine.add_request(message.request)
+            elif isinstance(message, AbortRequests):
+                ended = (engine.abort(request_id) for request_id in message.request_ids)
+                outputs += [output for output in ended if output is not None]
+            elif isinstance(message, ResetPrefixCache):
+                engine.reset_prefix_cache()
+            else:
+                return
+        outputs += engine.step()
+        now = time.monotonic()
+        stats = None
+        if not engine.has_work or now - last_stats >= _STATS_S:
+            stats, last_stats = engine.stats(), now
+        if outputs or stats is not None:
+            connection.send(StepNews(outputs, stats))
+
+
+def _exit_with_client() -> None:
+    """Ends this process when the client's side of standard input closes."""
+
+    def watch() -> None:
+        while os.read(0, 4096):
+            pass
+        os._exit(0)
+
+    threading.Thread(target=watch, name="watch-client", daemon=True).start()
+
+
+def _read_config() -> EngineConfig:
+    """The first line of standard input."""
+    line = b""
+    while not line.endswith(b"\n"):
+        byte = os.read(0, 65536)
+        if not byte:
+            raise StartupError("the engine process got no configuration on standard input")
+        line += byte
+    return msgspec.json.decode(line, type=EngineConfig)
+
+
+def main(address: str) -> int:
+    """Build the engine, report each phase, run. Returns the exit code."""
+    # The terminal's Ctrl-C goes to the whole process group; the client decides when the engine ends.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    config = _read_config()
+    logging.basicConfig(
+        level=config.server.log_level.upper(),
+        format="%(asctime)s %(levelname)s engine: %(message)s",
+    )
+    _exit_with_client()
+    connection = _Connection(address)
+    at_start = True
+    try:
+        begin = time.perf_counter()
+        from ostinato.runtime.build import build_engine
+
+        connection.send(Phase("imports", time.perf_counter() - begin))
+        engine = build_engine(
+            config, report=lambda name, seconds: connection.send(Phase(name, seconds))
+        )
+        connection.send(EngineReady(engine.model, engine.stats()))
+        at_start = False
+        run_loop(engine, connection)
+    except StartupError as error:
+        connection.send(EngineFailed(str(error), at_start=True))
+        return 1
+    except Exception as error:  # the process's boundary: the client must learn why it ends
+        _LOG.exception("the engine failed")
+        connection.send(EngineFailed(f"{type(error).__name__}: {error}", at_start=at_start))
+        return 1
+    finally:
+        connection.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))
