@@ -1,7 +1,7 @@
 """Which step shapes have a prepared program: pure tables, no torch.
 
-A step is looked up by its shape. The smallest bucket that holds it wins; a miss is legal and falls back to
-the compiled program, which takes any shape.
+A step is looked up by its shape. The smallest bucket that holds it wins; a miss is legal and falls
+back to the compiled program, which takes any shape.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ def default_decode_sizes(max_num_seqs: int, *, exact: bool) -> list[int]:
 
     Args:
         max_num_seqs: the largest batch.
-        exact: every size gets its own bucket (the CPU, where a padded row costs real arithmetic); else
-            1, 2, 4, then steps of 8 up to 256, then of 32 (a GPU, where a padded row is nearly free).
+        exact: every size gets its own bucket (the CPU, where a padded row costs real arithmetic);
+            else 1, 2, 4, then steps of 8 up to 256, then of 32 (a GPU, where a padded row is nearly
+            free).
     """
     if exact:
         return list(range(1, max_num_seqs + 1))

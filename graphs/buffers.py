@@ -1,4 +1,5 @@
-"""The static buffers of a step: one piece of host memory, one of device memory, one copy between them.
+"""The static buffers of a step: one piece of host memory, one of device memory, one copy between
+them.
 
 The host side is NumPy views that the batch builder fills; the device side is the tensors that every
 program, captured or not, reads. On a CPU both are the same memory and `upload` does nothing.
@@ -20,7 +21,7 @@ __all__ = ("HostBuffers", "StaticBuffers", "StepBatch")
 
 
 class HostBuffers(NamedTuple):
-    """NumPy views of the host memory; T = max tokens, S = max sequences, B = blocks per sequence."""
+    """NumPy views of the host memory: T tokens, S sequences, B blocks per sequence at most."""
 
     token_ids: np.ndarray  # [T] int64
     positions: np.ndarray  # [T] int64
@@ -61,7 +62,8 @@ class StaticBuffers:
             ((max_num_seqs,), torch.int32),
             ((max_num_seqs, max_blocks_per_seq), torch.int32),
         ]
-        # Every section starts at a multiple of 64 bytes: aligned vector loads, and FlashInfer asks for 16.
+        # Every section starts at a multiple of 64 bytes: aligned vector loads, and FlashInfer asks
+        # for 16.
         sizes = [-(-int(np.prod(shape)) * dtype.itemsize // 64) * 64 for shape, dtype in shapes]
         cuda = device.type == "cuda"
         self._host_memory = torch.zeros(sum(sizes), dtype=torch.uint8, pin_memory=cuda)

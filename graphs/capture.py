@@ -1,8 +1,8 @@
 """Running a step: captured program, compiled program or eager model, chosen by a table.
 
-On CUDA a captured bucket is a CUDA graph over the static buffers. On a CPU it is the program with its
-arguments bound once (no graph API exists there, and the binding is what is left to save). Both are behind
-`Recorder`, so bucket choice, padding and replay are tested without a GPU.
+On CUDA a captured bucket is a CUDA graph over the static buffers. On a CPU it is the program with
+its arguments bound once (no graph API exists there, and the binding is what is left to save). Both
+are behind `Recorder`, so bucket choice, padding and replay are tested without a GPU.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ class Recorder(Protocol):
     """Turns a call over static buffers into something cheap to repeat."""
 
     def capture(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """Returns a replay with `run`'s effects; its output tensor is overwritten by the next replay."""
+        """Returns a replay with `run`'s effects; its output tensor is overwritten by the next
+        replay.
+        """
         ...
 
 
@@ -43,7 +45,9 @@ class StepPlanner(Protocol):
     """Host work that a planned attention kernel (FlashInfer) needs before each run."""
 
     def plan(self, key: GraphKey, host: HostBuffers, handle: Tensor) -> None:
-        """Plan the step in `host`, padded to `key`, and put the plan's handle into `handle` [1] int64."""
+        """Plan the step in `host`, padded to `key`, and put the plan's handle into `handle` [1]
+        int64.
+        """
         ...
 
 
@@ -56,14 +60,17 @@ class BoundRecorder:
 
 
 class CudaRecorder:
-    """CUDA graphs in one memory pool; capture the largest bucket first so that the others fit in it."""
+    """CUDA graphs in one memory pool; capture the largest bucket first so that the others fit in
+    it.
+    """
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream()
 
     def capture(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        # Two runs on the side stream: kernels load lazily, and loading is not allowed while capturing.
+        # Two runs on the side stream: kernels load lazily, and loading is not allowed while
+        # capturing.
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             for _ in range(2):
@@ -119,7 +126,7 @@ class GraphRunner:
         return list(self._replays)
 
     def capture(self, progress: Callable[[GraphKey], None] = lambda key: None) -> None:
-        """Capture every bucket of the table, largest first. The null block is the only one written."""
+        """Capture every bucket of the table, largest first; writes to the null block only."""
         if self._table is None or self._recorder is None:
             return
         gc.collect()
@@ -131,7 +138,9 @@ class GraphRunner:
             progress(key)
 
     def warm_up(self, shapes: Iterable[tuple[int, int]]) -> None:
-        """Run the uncaptured program once at each (num_tokens, num_seqs), so that nothing is lazy later."""
+        """Run the uncaptured program once at each (num_tokens, num_seqs), so that nothing is lazy
+        later.
+        """
         for num_tokens, num_seqs in shapes:
             key = GraphKey(num_tokens, num_seqs, False)
             self._buffers.wait_for_upload()

@@ -1,10 +1,10 @@
 """Tracing a model into compiled programs; the only place that touches dynamo or inductor settings.
 
-Two forms of the same program. `model`: begin, every layer and finish as one graph. `layer`: the decoder
-layer traced once and called for every depth with its weights as arguments, so that compile time does not
-grow with depth. Both are `fullgraph`, dynamic in the token and sequence dimensions, and are called
-without Dynamo's guards: a step's tensors always come from the same static buffers, and evaluating guards
-costs 0.3-2 ms a step.
+Two forms of the same program. `model`: begin, every layer and finish as one graph. `layer`: the
+decoder layer traced once and called for every depth with its weights as arguments, so that compile
+time does not grow with depth. Both are `fullgraph`, dynamic in the token and sequence dimensions,
+and are called without Dynamo's guards: a step's tensors always come from the same static buffers,
+and evaluating guards costs 0.3-2 ms a step.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ def compile_model(
     Args:
         model: weights in their final form and place; they are read at every call, never copied.
         form: whole model or layer by layer.
-        example: a batch of at least 2 tokens and 2 sequences (0 and 1 would be taken for constants). It is
-            traced, not run.
-        kv_cache: the final cache. Compiling against another size first would make its sizes symbolic, and
-            a mutated view with symbolic sizes is miscompiled (docs/design.md).
+        example: a batch of at least 2 tokens and 2 sequences (0 and 1 would be taken for
+            constants). It is traced, not run.
+        kv_cache: the final cache. Compiling against another size first would make its sizes
+            symbolic, and a mutated view with symbolic sizes is miscompiled (docs/design.md).
 
     Returns:
         A program with the same results as `model.forward`.
@@ -69,7 +69,9 @@ def _skeleton(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def _compile(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Callable[..., Any]:
-    """`function` compiled for `arguments`' shapes, marked dimensions free, as a callable without guards."""
+    """`function` compiled for `arguments`' shapes, marked dimensions free, as a callable without
+    guards.
+    """
     compiled = torch.compile(function, fullgraph=True, dynamic=False, options=_INDUCTOR_OPTIONS)
     return compiled.aot_compile((arguments, {})).fn
 
@@ -80,7 +82,7 @@ def _mark_dynamic(tensors: Sequence[Tensor]) -> None:
 
 
 def _fresh(batch: ForwardBatch) -> ForwardBatch:
-    """Own tensors of the same shapes, so that marking them leaves no trace on the static buffers."""
+    """Own tensors of the same shapes: marking them leaves no trace on the static buffers."""
     attention = batch.attention
     return ForwardBatch(
         batch.token_ids.clone(),

@@ -1,7 +1,7 @@
 """Once the engine is ready nothing compiles: the monitor that counts when something does.
 
-Hooks Dynamo (and with it Inductor) and Triton. A late compile is counted and logged with what was compiled;
-the test suite fails on any.
+Hooks Dynamo (and with it Inductor) and Triton. A late compile is counted and logged with what was
+compiled; the test suite fails on any.
 """
 
 from __future__ import annotations

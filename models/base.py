@@ -13,11 +13,14 @@ from ostinato.ops.attention import AttentionMetadata
 __all__ = ("CausalLM", "DecoderLayer", "ForwardBatch", "KVCache", "KVCacheSpec", "StepInputs")
 
 KVCache = list[tuple[Tensor, Tensor]]
-"""Per layer (k_cache, v_cache), each its own base tensor [num_blocks, num_kv_heads, block_size, head_dim]."""
+"""Per layer (k_cache, v_cache), each its own base tensor [num_blocks, num_kv_heads, block_size,
+head_dim].
+"""
 
 
 class ForwardBatch(NamedTuple):
-    """One step's inputs; T tokens. All tensors live on the model's device except `attention.plan`."""
+    """One step's inputs; T tokens. All tensors live on the model's device except `attention.plan`.
+    """
 
     token_ids: Tensor  # [T] int64
     positions: Tensor  # [T] int64
@@ -68,15 +71,17 @@ class DecoderLayer(nn.Module):
         raise NotImplementedError
 
     def static_key(self) -> tuple[Any, ...]:
-        """What the traced program depends on besides tensors; layers with equal keys share one program."""
+        """What the traced program depends on besides tensors; layers with equal keys share one
+        program.
+        """
         raise NotImplementedError
 
 
 class CausalLM(nn.Module):
     """A decoder-only language model, in three stages so that its layers can be compiled once.
 
-    `forward` is begin -> every layer -> finish; nothing else happens in it, so that the whole-model graph
-    and the layer-by-layer form are the same program.
+    `forward` is begin -> every layer -> finish; nothing else happens in it, so that the whole-model
+    graph and the layer-by-layer form are the same program.
     """
 
     layers: nn.ModuleList  # of DecoderLayer

@@ -25,7 +25,9 @@ _CANDIDATES = 512
 
 
 def uniform_number(seed: int, position: int) -> float:
-    """A number in [0, 1) that depends on the seed and the position only (a keyed counter generator)."""
+    """A number in [0, 1) that depends on the seed and the position only (a keyed counter
+    generator).
+    """
     digest = hashlib.blake2b(struct.pack("<qq", seed, position), digest_size=8).digest()
     return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
 

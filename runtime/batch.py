@@ -1,6 +1,7 @@
 """From a scheduler's decision to a step's tensors: fills the static buffers, row state included.
 
-A row is a running sequence's index into persistent arrays (block table, last token). The step's batch is
+A row is a running sequence's index into persistent arrays (block table, last token). The step's
+batch is
 compact: entry i of the scheduler's output is sequence i of the step's metadata.
 """
 

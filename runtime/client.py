@@ -1,7 +1,7 @@
 """The engine as an asynchronous client sees it: a process, a socket, a stream per request.
 
-Imports no torch: this is the API process's side. Detokenisation and stop strings happen here, so that they
-never delay a step.
+Imports no torch: this is the API process's side. Detokenisation and stop strings happen here, so
+that they never delay a step.
 """
 
 from __future__ import annotations
@@ -256,8 +256,8 @@ class EngineClient:
             if data is None:
                 assert self._process is not None, "started above"
                 raise StartupError(
-                    f"the engine process ended with code {self._process.returncode} while starting; "
-                    "its log is above"
+                    f"the engine process ended with code {self._process.returncode} while "
+                    "starting; its log is above"
                 )
             message = engine_decoder.decode(data)
             if isinstance(message, Phase):

@@ -32,8 +32,8 @@ class CompletionStream:
     def process(self, news: SequenceOutput) -> RequestOutput:
         """The client's view of `news`.
 
-        When a stop string ends the completion the output says so before the engine knows: the caller then
-        aborts the request in the engine and ignores later news.
+        When a stop string ends the completion the output says so before the engine knows: the
+        caller then aborts the request in the engine and ignores later news.
         """
         new_token_ids, finish, reason = news.new_token_ids, news.finish_reason, news.stop_reason
         logprobs = news.logprobs

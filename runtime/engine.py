@@ -2,7 +2,8 @@
 
     schedule -> execute -> update
 
-Runs in its own process behind runtime/worker.py, or in-process behind runtime/llm.py; the code is the same.
+Runs in its own process behind runtime/worker.py, or in-process behind runtime/llm.py; the code is
+the same.
 """
 
 from __future__ import annotations
@@ -62,7 +63,9 @@ class Engine:
         return [output for output in outputs if output is not None]
 
     def step(self) -> list[SequenceOutput]:
-        """One step: every scheduled sequence advances. Returns the news, empty when nothing could run."""
+        """One step: every scheduled sequence advances. Returns the news, empty when nothing could
+        run.
+        """
         begin = time.perf_counter()
         output = self._scheduler.schedule()
         if output is None:

@@ -1,4 +1,6 @@
-"""Executes what the scheduler decided: build the batch, run the graph, sample. Knows no request queue."""
+"""Executes what the scheduler decided: build the batch, run the graph, sample. Knows no request
+queue.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ __all__ = ("ModelRunner",)
 class ModelRunner:
     """One device's executor of steps.
 
-    `model_seconds` sums the time between a step's inputs being ready and its tokens being on the host.
+    `model_seconds` sums the time between a step's inputs being ready and its tokens being on the
+    host.
     """
 
     def __init__(self, graphs: GraphRunner, buffers: StaticBuffers, sampler: Sampler) -> None:

@@ -1,4 +1,6 @@
-"""At the door: everything that can be refused is refused here, before a request reaches the scheduler."""
+"""At the door: everything that can be refused is refused here, before a request reaches the
+scheduler.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""From logits to tokens, for the rows of a step: the per-row sampling state and the order of operations.
+"""From logits to tokens, for the rows of a step: the per-row sampling state and the order of
+operations.
 
-Order: log-probabilities from the raw logits; logit bias; penalties; minimum length; temperature; top-k,
-top-p, min-p; one draw keyed by (seed, position).
+Order: log-probabilities from the raw logits; logit bias; penalties; minimum length; temperature;
+    top-k, top-p, min-p; one draw keyed by (seed, position).
 """
 
 from __future__ import annotations

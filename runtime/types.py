@@ -1,6 +1,7 @@
 """One request as data: what crosses the process border and what the scheduler hands to the runner.
 
-Imports neither torch nor transformers; everything here is plain data that a test can write as a literal.
+Imports neither torch nor transformers; everything here is plain data that a test can write as a
+literal.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ def _check(ok: bool, name: str, allowed: str, value: object) -> None:
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How to pick tokens and when to stop. The same names and meanings as in the OpenAI and vLLM APIs.
+    """How to pick tokens and when to stop. The same names and meanings as in the OpenAI and vLLM
+    APIs.
 
     Raises:
         ValueError: a value is out of range; the text names the parameter, the value and the range.
@@ -125,7 +127,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
-    """One sequence to generate. `n` completions of a prompt are n requests that share cached blocks."""
+    """One sequence to generate. `n` completions of a prompt are n requests that share cached
+    blocks.
+    """
 
     request_id: str
     prompt_token_ids: list[int]
@@ -137,7 +141,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=Fal
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Natural-log probabilities at one output position, from the raw logits (before temperature)."""
+    """Natural-log probabilities at one output position, from the raw logits (before temperature).
+    """
 
     logprob: float  # of the sampled token
     rank: int  # 1 = it was the likeliest

@@ -1,8 +1,8 @@
 """The engine process: `python -m ostinato.runtime.worker ADDRESS < config.json`.
 
-Reads the resolved configuration from standard input, connects to the client's ZeroMQ socket at ADDRESS,
-builds the engine and runs its loop. Standard input stays open for the life of the client: its end means
-that the client is gone, and the process exits.
+Reads the resolved configuration from standard input, connects to the client's ZeroMQ socket at
+ADDRESS, builds the engine and runs its loop. Standard input stays open for the life of the client:
+its end means that the client is gone, and the process exits.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ class _Connection:
         self._socket.send(self._encoder.encode(message), copy=True)
 
     def receive(self, timeout_s: float) -> list[ClientMessage]:
-        """All messages that are there; waits up to `timeout_s` for a first one, without spinning."""
+        """All messages that are there; waits up to `timeout_s` for a first one, without spinning.
+        """
         messages: list[ClientMessage] = []
         if timeout_s and not self._socket.poll(int(timeout_s * 1000)):
             return messages
@@ -122,7 +123,8 @@ def _read_config() -> EngineConfig:
 
 def main(address: str) -> int:
     """Build the engine, report each phase, run. Returns the exit code."""
-    # The terminal's Ctrl-C goes to the whole process group; the client decides when the engine ends.
+    # The terminal's Ctrl-C goes to the whole process group; the client decides when the engine
+    # ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     config = _read_config()
     logging.basicConfig(
