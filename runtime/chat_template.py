@@ -1,0 +1,166 @@
+"""Chat templates: a conversation becomes the text that a model was trained to continue.
+
+Templates are Jinja from the model's author, so they run in a sandbox. The environment (filters,
+globals, white space rules, the `generation` tag) is the one that Hugging Face templates are written
+for.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from ostinato.runtime.errors import InvalidRequestError, StartupError
+
+__all__ = ("ChatTemplate",)
+
+_END_OF_MESSAGE = "OSTINATO_END_OF_FINAL_MESSAGE "
+
+
+class _GenerationTag(jinja2.ext.Extension):
+    """`{% generation %}` marks the assistant's text for training; here it just renders its body."""
+
+    tags = {"generation"}  # noqa: RUF012 - the attribute is declared by jinja2
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.exceptions.TemplateError(message)
+
+
+def _tojson(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Jinja's own filter escapes HTML; templates expect plain JSON."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.now().strftime(pattern)  # local time, as the templates' authors expect
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[_GenerationTag, jinja2.ext.loopcontrols],
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+class ChatTemplate:
+    """One compiled template.
+
+    Args:
+        source: the Jinja text.
+        special_tokens: `bos_token`, `eos_token`, ... as the template's variables.
+
+    Raises:
+        StartupError: the template is not valid Jinja.
+    """
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        try:
+            self._template = _environment().from_string(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise StartupError(
+                f"the chat template is not valid Jinja (line {error.lineno}: {error.message});"
+                " give another one with model.chat_template=FILE"
+            ) from error
+        self._special_tokens = dict(special_tokens)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The text to continue.
+
+        Args:
+            messages: `{"role": ..., "content": text}`, oldest first; None values are left out.
+            add_generation_prompt: end with the header of a new assistant message.
+            continue_final_message: leave the last message open, so that the model continues it.
+            variables: further variables of the template (`enable_thinking`, ...).
+
+        Raises:
+            InvalidRequestError: the template refuses the messages, or both modes of ending are
+            asked for.
+        """
+        if add_generation_prompt and continue_final_message:
+            raise InvalidRequestError(
+                "continue_final_message=true needs add_generation_prompt=false: the last message is"
+                " either continued or answered",
+                param="continue_final_message",
+            )
+        conversation = [
+            {key: value for key, value in message.items() if value is not None}
+            for message in messages
+        ]
+        if continue_final_message:
+            _mark_end(conversation)
+        try:
+            text = self._template.render(
+                **self._special_tokens,
+                messages=conversation,
+                tools=None,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                **(variables or {}),
+            )
+        except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
+            raise InvalidRequestError(
+                f"the model's chat template refuses these messages: {error}", param="messages"
+            ) from error
+        return _cut_at_end(text) if continue_final_message else text
+
+
+def _mark_end(conversation: list[dict[str, Any]]) -> None:
+    content = conversation[-1].get("content")
+    if isinstance(content, str):
+        conversation[-1]["content"] = content + _END_OF_MESSAGE
+        return
+    texts = [part for part in content or () if part.get("type") == "text"]
+    if not texts:
+        raise InvalidRequestError(
+            "continue_final_message=true needs a last message with text to continue",
+            param="continue_final_message",
+        )
+    last = texts[-1]
+    conversation[-1]["content"] = [
+        {**part, "text": part["text"] + _END_OF_MESSAGE} if part is last else part
+        for part in content
+    ]
+
+
+def _cut_at_end(text: str) -> str:
+    """The text up to the mark; a template that trims messages has trimmed its space as well."""
+    end = text.rfind(_END_OF_MESSAGE.rstrip())
+    if end < 0:
+        raise InvalidRequestError(
+            "the model's chat template drops the last message, so it can not be continued",
+            param="continue_final_message",
+        )
+    return text[:end] if text.startswith(_END_OF_MESSAGE, end) else text[:end].rstrip()

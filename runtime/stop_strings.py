@@ -1,0 +1,70 @@
+"""Stop strings on a growing text: show what can be shown, hold what may still become a stop.
+
+Only the longest suffix that is a proper prefix of some stop string is held, so text without such a
+suffix is never delayed. The stop that *completes* first wins (on a tie the longer one), which makes
+the result independent of how the text was cut into pieces.
+"""
+
+from __future__ import annotations
+
+__all__ = ("StopStringMatcher",)
+
+
+class StopStringMatcher:
+    """Watches one completion's text for its stop strings.
+
+    Args:
+        stop: the stop strings; none may be empty.
+        include_stop: whether the released text contains the stop string that ended it.
+    """
+
+    def __init__(self, stop: tuple[str, ...], *, include_stop: bool = False) -> None:
+        self._stop = stop
+        self._include_stop = include_stop
+        self._held = ""
+        self.matched: str | None = None
+
+    def feed(self, text: str, *, may_stop: bool = True) -> str:
+        """Takes newly generated text and returns what can be shown now.
+
+        Args:
+            text: the new text; it is ignored once a stop string has been found.
+            may_stop: False while `min_tokens` forbids stopping; a stop string that completes within
+                `text` is then ordinary text.
+        """
+        if self.matched is not None or not text:
+            return ""
+        buffer = self._held + text
+        if may_stop:
+            found = self._first_match(buffer, searched=len(self._held))
+            if found is not None:
+                start, self.matched = found
+                self._held = ""
+                return buffer[: start + len(self.matched)] if self._include_stop else buffer[:start]
+        num_held = self._num_to_hold(buffer)
+        released = len(buffer) - num_held
+        self._held = buffer[released:]
+        return buffer[:released]
+
+    def flush(self) -> str:
+        """The text that was still held back when generation ended for another reason."""
+        held, self._held = self._held, ""
+        return held
+
+    def _first_match(self, buffer: str, *, searched: int) -> tuple[int, str] | None:
+        """Start and string of the match that ends first, among those that end after `searched`."""
+        best: tuple[int, int, str] | None = None
+        for stop in self._stop:
+            start = buffer.find(stop, max(0, searched - len(stop) + 1))
+            if start >= 0 and (best is None or (start + len(stop), start) < best[:2]):
+                best = (start + len(stop), start, stop)
+        return None if best is None else best[1:]
+
+    def _num_to_hold(self, buffer: str) -> int:
+        longest = 0
+        for stop in self._stop:
+            for length in range(min(len(stop) - 1, len(buffer)), longest, -1):
+                if buffer.endswith(stop[:length]):
+                    longest = length
+                    break
+        return longest

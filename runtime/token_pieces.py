@@ -1,0 +1,107 @@
+"""The bytes that each token adds to a text, where a text is simply the bytes of its tokens joined.
+
+That holds for byte-level BPE (GPT-2, Llama 3, Qwen) and for SentencePiece-style vocabularies with
+byte fallback (Llama 1 and 2, Mistral, Gemma): together nearly every model in use. With it,
+incremental detokenisation is a table look-up and an incremental UTF-8 decoder, and
+log-probabilities can name a token that is half a character by its bytes.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import tokenizers
+
+__all__ = ("TokenPieces",)
+
+
+def _byte_of_unicode() -> dict[str, int]:
+    """GPT-2's printable stand-ins for the 256 bytes, inverted: character -> byte."""
+    kept = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    moved = [byte for byte in range(256) if byte not in set(kept)]
+    return {chr(byte): byte for byte in kept} | {
+        chr(256 + index): byte for index, byte in enumerate(moved)
+    }
+
+
+class TokenPieces:
+    """Token id -> bytes, filled as tokens are met; make it with `from_tokenizer`.
+
+    Attributes:
+        strips_leading_space: whether decoding drops one space at the very beginning of a text.
+    """
+
+    def __init__(
+        self,
+        tokenizer: tokenizers.Tokenizer,
+        special_token_ids: frozenset[int],
+        *,
+        byte_level: bool,
+        strips_leading_space: bool,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._byte_of = _byte_of_unicode() if byte_level else None
+        self._pieces: dict[int, bytes] = {}
+        self._special = special_token_ids
+        self.strips_leading_space = strips_leading_space
+
+    @classmethod
+    def from_tokenizer(
+        cls, tokenizer: tokenizers.Tokenizer, special_token_ids: frozenset[int]
+    ) -> TokenPieces | None:
+        """The table for `tokenizer`, or None where its decoder does not simply join bytes."""
+        if tokenizer.decoder is None:
+            return None
+        steps = _flatten(json.loads(tokenizer.decoder.__getstate__()))
+        kinds = [step["type"] for step in steps]
+        if kinds == ["ByteLevel"]:
+            return cls(tokenizer, special_token_ids, byte_level=True, strips_leading_space=False)
+        if kinds[:3] != ["Replace", "ByteFallback", "Fuse"] or not _replaces_underscore(steps[0]):
+            return None
+        if kinds[3:] == []:
+            return cls(tokenizer, special_token_ids, byte_level=False, strips_leading_space=False)
+        if kinds[3:] == ["Strip"] and _strips_one_space(steps[3]):
+            return cls(tokenizer, special_token_ids, byte_level=False, strips_leading_space=True)
+        return None
+
+    def piece(self, token_id: int) -> bytes:
+        """The token's bytes; empty for an id that the tokenizer does not know."""
+        piece = self._pieces.get(token_id)
+        if piece is None:
+            piece = self._pieces[token_id] = self._make(token_id)
+        return piece
+
+    def shown_piece(self, token_id: int) -> bytes:
+        """As `piece`, but empty for special tokens."""
+        return b"" if token_id in self._special else self.piece(token_id)
+
+    def _make(self, token_id: int) -> bytes:
+        token = self._tokenizer.id_to_token(token_id)
+        if token is None:
+            return b""
+        if self._byte_of is not None:
+            if all(character in self._byte_of for character in token):
+                return bytes(self._byte_of[character] for character in token)
+            return token.encode()
+        if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+            try:
+                return bytes([int(token[3:5], 16)])
+            except ValueError:
+                pass
+        return token.replace("▁", " ").encode()
+
+
+def _flatten(decoder: dict[str, Any]) -> list[dict[str, Any]]:
+    if decoder["type"] != "Sequence":
+        return [decoder]
+    return [step for inner in decoder["decoders"] for step in _flatten(inner)]
+
+
+def _replaces_underscore(step: dict[str, Any]) -> bool:
+    return step["pattern"] == {"String": "▁"} and step["content"] == " "
+
+
+def _strips_one_space(step: dict[str, Any]) -> bool:
+    return (step["content"], step["start"], step["stop"]) == (" ", 1, 0)
