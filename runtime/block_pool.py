@@ -1,0 +1,247 @@
+"""Fixed-size KV blocks: who holds them, which are free, and which contents are known by hash.
+
+A block is free when its reference count is 0. Free blocks keep their contents and their hash until
+they are handed out again, so that a later request with the same prefix takes them back: the free
+list is the cache. Its head is reused first. Block 0 is the null block: padding writes there, nobody
+reads it, and it is never handed out.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from hashlib import blake2b
+from typing import NewType
+
+__all__ = ("NULL_BLOCK_ID", "Block", "BlockHash", "BlockPool", "hash_block", "hash_root")
+
+NULL_BLOCK_ID = 0
+_DIGEST_BYTES = 32
+
+BlockHash = NewType("BlockHash", bytes)
+"""Digest of a full block's tokens and of everything before them (parent digest, cache salt)."""
+
+
+def hash_root(cache_salt: str) -> BlockHash:
+    """The parent digest of a sequence's first block; equal salts share blocks, others never do."""
+    return BlockHash(blake2b(cache_salt.encode(), digest_size=_DIGEST_BYTES).digest())
+
+
+@lru_cache(maxsize=8)
+def _packer(num_tokens: int) -> struct.Struct:
+    return struct.Struct(f"<{_DIGEST_BYTES}s{num_tokens}I")
+
+
+def hash_block(parent: BlockHash, token_ids: Sequence[int]) -> BlockHash:
+    """Digest of a block: BLAKE2b over the parent's digest and the tokens as 32-bit integers.
+
+    Args:
+        parent: the previous block's digest, or `hash_root` for a sequence's first block.
+        token_ids: [block_size], each in [0, 2**32).
+
+    Raises:
+        struct.error: a token id is not a 32-bit unsigned integer.
+    """
+    packed = _packer(len(token_ids)).pack(parent, *token_ids)
+    return BlockHash(blake2b(packed, digest_size=_DIGEST_BYTES).digest())
+
+
+class Block:
+    """One block's bookkeeping; outside the free list `prev_free` and `next_free` are itself."""
+
+    __slots__ = ("block_hash", "block_id", "next_free", "prev_free", "ref_count")
+
+    def __init__(self, block_id: int) -> None:
+        self.block_id = block_id
+        self.ref_count = 0
+        self.block_hash: BlockHash | None = None  # set while `get_cached` can find this block
+        self.prev_free = self
+        self.next_free = self
+
+    def __repr__(self) -> str:
+        hashed = self.block_hash is not None
+        return f"Block({self.block_id}, ref_count={self.ref_count}, hashed={hashed})"
+
+
+class BlockPool:
+    """Allocation, sharing and least-recently-used reuse of blocks 1 .. total_blocks - 1.
+
+    Args:
+        total_blocks: blocks in the cache tensors, the null block included.
+
+    Raises:
+        ValueError: there is no usable block.
+    """
+
+    def __init__(self, total_blocks: int) -> None:
+        if total_blocks < 2:
+            raise ValueError(
+                "the KV cache needs at least 2 blocks (the null block and one to use), "
+                f"got {total_blocks}; raise cache.memory_gib or lower cache.block_size"
+            )
+        self._blocks = [Block(block_id) for block_id in range(total_blocks)]
+        self._cached: dict[BlockHash, Block] = {}
+        self._free_ends = Block(-1)  # sentinel of a ring: next_free is the head, prev_free the tail
+        for block in self._blocks[1:]:
+            _insert_free(self._free_ends.prev_free, block)
+        self.num_blocks = total_blocks - 1  # usable, the null block excluded
+        self.num_free = self.num_blocks
+        self.num_evictions = 0  # hashed blocks that were handed out for other contents
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks whose contents a lookup can find, free or in use."""
+        return len(self._cached)
+
+    def allocate(self, num_blocks: int) -> list[int] | None:
+        """Take blocks from the head of the free list, each with one reference and no hash.
+
+        Returns:
+            Their ids, or None (and nothing is taken) when fewer are free.
+        """
+        if num_blocks > self.num_free:
+            return None
+        ends = self._free_ends
+        block = ends.next_free
+        block_ids: list[int] = []
+        for _ in range(num_blocks):
+            block_ids.append(block.block_id)
+            block.ref_count = 1
+            if block.block_hash is not None:
+                del self._cached[block.block_hash]
+                block.block_hash = None
+                self.num_evictions += 1
+            following = block.next_free
+            block.prev_free = block.next_free = block
+            block = following
+        ends.next_free, block.prev_free = block, ends
+        self.num_free -= num_blocks
+        return block_ids
+
+    def touch(self, block_ids: Iterable[int]) -> None:
+        """Add one reference to each block; a free one leaves the free list with its contents."""
+        for block_id in block_ids:
+            block = self._blocks[block_id]
+            if block.ref_count == 0:
+                _remove_free(block)
+                self.num_free -= 1
+            block.ref_count += 1
+
+    def free(self, block_ids: Sequence[int]) -> None:
+        """Drop one reference of each block of a table, last block first.
+
+        Blocks that nobody holds any more join the free list: hashed ones at its tail, so that the
+        end of a prefix is reused before its beginning, the others at its head, where nothing is
+        lost.
+
+        Raises:
+            RuntimeError: a block is freed more often than it was taken.
+        """
+        for block_id in reversed(block_ids):
+            block = self._blocks[block_id]
+            if block.ref_count <= 0 or block_id == NULL_BLOCK_ID:
+                raise RuntimeError(f"block {block_id} is freed but nobody holds it")
+            block.ref_count -= 1
+            if block.ref_count == 0:
+                ends = self._free_ends
+                _insert_free(ends if block.block_hash is None else ends.prev_free, block)
+                self.num_free += 1
+
+    def get_cached(self, block_hash: BlockHash) -> int | None:
+        """The id of a block with these contents, or None."""
+        block = self._cached.get(block_hash)
+        return None if block is None else block.block_id
+
+    def register(self, block_id: int, block_hash: BlockHash) -> bool:
+        """Make a held, full block findable. False when another block has the same contents already.
+
+        The first block with some contents keeps the hash. Tables are append-only, so a duplicate
+        stays where it is, without a hash, and is the first to be reused once it is freed.
+        """
+        block = self._blocks[block_id]
+        assert block.ref_count > 0, f"{block!r} gets a hash while nobody holds it"
+        assert block.block_hash is None, f"{block!r} gets a second hash"
+        if block_hash in self._cached:
+            return False
+        self._cached[block_hash] = block
+        block.block_hash = block_hash
+        return True
+
+    def ref_count(self, block_id: int) -> int:
+        """How many tables hold the block."""
+        return self._blocks[block_id].ref_count
+
+    def num_held_once(self, block_ids: Iterable[int]) -> int:
+        """How many of these blocks become free when their holder lets go."""
+        blocks = self._blocks
+        return sum(1 for block_id in block_ids if blocks[block_id].ref_count == 1)
+
+    def num_unheld(self, block_ids: Iterable[int]) -> int:
+        """How many of these blocks are in the free list."""
+        blocks = self._blocks
+        return sum(1 for block_id in block_ids if blocks[block_id].ref_count == 0)
+
+    def forget_cached(self) -> None:
+        """Drop every hash: no lookup finds a block until new ones are registered."""
+        for block in self._cached.values():
+            block.block_hash = None
+        self._cached.clear()
+
+    def free_block_ids(self) -> list[int]:
+        """The free list, next to be handed out first."""
+        block_ids: list[int] = []
+        block = self._free_ends.next_free
+        while block is not self._free_ends:
+            block_ids.append(block.block_id)
+            block = block.next_free
+        return block_ids
+
+    def check_integrity(self) -> None:
+        """Compare free list, reference counts and hash table with each other. O(blocks).
+
+        Raises:
+            AssertionError: they disagree; the text names the first block at fault.
+        """
+        free = self.free_block_ids()
+        _check(
+            len(free) == self.num_free,
+            f"{len(free)} blocks are listed free, {self.num_free} counted",
+        )
+        _check(len(set(free)) == len(free), "a block is in the free list twice")
+        held = [block for block in self._blocks if block.ref_count > 0]
+        used = len(held)
+        _check(
+            len(free) + used == self.num_blocks,
+            f"{len(free)} free + {used} used blocks are not {self.num_blocks}",
+        )
+        null = self._blocks[NULL_BLOCK_ID]
+        _check(
+            null.ref_count == 0 and null.block_hash is None, f"the null block is in use: {null!r}"
+        )
+        _check(NULL_BLOCK_ID not in free, "the null block is in the free list")
+        for block in self._blocks:
+            _check(block.ref_count >= 0, f"{block!r} was freed too often")
+            if block.block_hash is not None:
+                _check(self._cached.get(block.block_hash) is block, f"{block!r} can not be found")
+        for block in self._cached.values():
+            _check(block.block_hash is not None, f"{block!r} is found by a hash that it lost")
+        for block in held:
+            _check(block.next_free is block.prev_free is block, f"{block!r} is held and free")
+
+
+def _insert_free(after: Block, block: Block) -> None:
+    following = after.next_free
+    block.prev_free, block.next_free = after, following
+    after.next_free = following.prev_free = block
+
+
+def _remove_free(block: Block) -> None:
+    before, following = block.prev_free, block.next_free
+    before.next_free, following.prev_free = following, before
+    block.prev_free = block.next_free = block
+
+
+def _check(ok: bool, message: str) -> None:
+    if not ok:
+        raise AssertionError(f"block pool: {message}")

@@ -1,0 +1,497 @@
+"""Which tokens are computed next: one token budget a step, no phases, plain data in and out.
+
+    schedule() -> SchedulerOutput -> (the runner) -> StepResult -> update() -> [SequenceOutput]
+
+`schedule` may run one step ahead: while step N is on the device, step N+1 is planned as if every
+sequence of N goes on, and its decode rows read N's tokens on the device. What N ends is found by
+`update(N)`; its entry in N+1 is dropped when N+1 comes back. Rows and blocks that a step in flight
+uses are not given away.
+
+Running sequences get at least one token of every step, so a long prompt never stalls a stream.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import deque
+from heapq import heappop, heappush
+from operator import attrgetter
+
+from ostinato.conf.schema import SchedulerConfig, SchedulingPolicy
+from ostinato.runtime.errors import InvalidRequestError
+from ostinato.runtime.kv_cache import KVCacheManager
+from ostinato.runtime.sequence import Sequence, SequenceStatus
+from ostinato.runtime.types import (
+    AdmittedSequence,
+    FinishReason,
+    Request,
+    ScheduledSequence,
+    SchedulerOutput,
+    SequenceOutput,
+    StepResult,
+    TokenLogprobs,
+)
+
+__all__ = ("Scheduler",)
+
+MAX_STEPS_IN_FLIGHT = 2
+
+_RUNNING = SequenceStatus.running
+_PREEMPTED = SequenceStatus.preempted
+_FINISHED = SequenceStatus.finished
+_order = attrgetter("order")
+
+# A policy is the first part of a sequence's order; its arrival is the second.
+_POLICY_RANKS = {
+    SchedulingPolicy.fcfs: lambda request: 0,
+    SchedulingPolicy.priority: lambda request: request.priority,
+}
+
+
+class _Step:
+    """One step: the budget that `schedule` spends, what on, and whose tokens will come back."""
+
+    __slots__ = (
+        "admitted",
+        "is_closed",
+        "is_stalled",
+        "num_grown",
+        "num_samples",
+        "num_tokens_left",
+        "output",
+        "scheduled",
+        "sequences",
+    )
+
+    def __init__(self, num_tokens: int) -> None:
+        self.num_tokens_left = num_tokens
+        self.num_grown = 0  # leading running sequences that have had their turn
+        self.num_samples = 0
+        self.is_closed = False  # nobody else is admitted
+        self.is_stalled = False  # blocks come back with the next update; who needs one waits for it
+        self.scheduled: list[ScheduledSequence] = []
+        self.sequences: list[Sequence] = []  # of `scheduled`, in its order
+        self.admitted: list[AdmittedSequence] = []
+        self.output: SchedulerOutput | None = None
+
+
+class Scheduler:
+    """Continuous batching with chunked prefill, prefix sharing and preemption by recomputation.
+
+    Running sequences are kept in the policy's order. The first can always go on: on a shortage of
+    blocks the last gives up its own and waits again, in its old place in the queue. Nothing is
+    admitted whose known tokens do not fit as a whole, with a block to spare for each sequence ahead
+    of it.
+
+    Args:
+        config: row and token limits, policy.
+        cache: the blocks; not shared with another scheduler.
+        max_model_len: tokens of prompt plus output that one sequence may have.
+
+    Raises:
+        ValueError: one sequence of `max_model_len` tokens does not fit into the cache.
+    """
+
+    def __init__(
+        self, config: SchedulerConfig, cache: KVCacheManager, *, max_model_len: int
+    ) -> None:
+        needed = -(-max_model_len // cache.block_size)
+        if cache.num_blocks < needed:
+            raise ValueError(
+                f"one sequence of max_model_len={max_model_len} tokens needs {needed} blocks of "
+                f"{cache.block_size} tokens, the KV cache has {cache.num_blocks}; lower "
+                f"model.max_model_len to at most {cache.num_blocks * cache.block_size} "
+                "or raise cache.memory_gib"
+            )
+        self.max_model_len = max_model_len
+        self.num_preemptions = 0
+        self.num_prompt_tokens = 0  # computed, prefix hits excluded, recomputation included
+        self.num_output_tokens = 0
+        self._config = config
+        self._cache = cache
+        self._rank = _POLICY_RANKS[config.policy]
+        self._num_arrivals = 0
+        self._sequences: dict[str, Sequence] = {}  # those without a terminal output yet
+        self._waiting: list[Sequence] = []  # in the policy's order; holds neither rows nor blocks
+        self._running: list[Sequence] = []  # in the policy's order
+        self._draining: set[Sequence] = set()  # preempted or finished, but in a step in flight
+        self._free_rows = list(range(config.max_num_seqs))  # heap
+        self._in_flight: deque[_Step] = deque()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request has not ended or a step has not come back."""
+        return bool(self._sequences or self._in_flight)
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that take part in the next step."""
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that wait for a row and blocks, preempted ones included."""
+        return len(self._sequences) - len(self._running)
+
+    def request_ids(self) -> list[str]:
+        """Requests that have not ended, in order of arrival."""
+        return list(self._sequences)
+
+    def add(self, request: Request) -> None:
+        """Queue a request.
+
+        Raises:
+            InvalidRequestError: its id is in use, its prompt is empty or leaves no room for output.
+        """
+        if request.request_id in self._sequences:
+            raise InvalidRequestError(
+                f"request_id {request.request_id!r} is in use; wait for its end or choose another",
+                param="request_id",
+            )
+        if not 1 <= len(request.prompt_token_ids) < self.max_model_len:
+            raise InvalidRequestError(
+                f"the prompt must have 1 to {self.max_model_len - 1} tokens (max_model_len="
+                f"{self.max_model_len}, one is kept for the output), got "
+                f"{len(request.prompt_token_ids)}; shorten it",
+                param="prompt",
+                code="context_length_exceeded",
+            )
+        order = (self._rank(request), self._num_arrivals)
+        self._num_arrivals += 1
+        sequence = Sequence(request, order, self.max_model_len)
+        self._sequences[request.request_id] = sequence
+        insort(self._waiting, sequence, key=_order)
+
+    def abort(self, request_id: str) -> SequenceOutput | None:
+        """End a request now. Its terminal output, or None when it has ended or was never added."""
+        sequence = self._sequences.pop(request_id, None)
+        if sequence is None:
+            return None
+        if sequence.status is _RUNNING:
+            self._running.remove(sequence)
+            self._retire(sequence, _FINISHED)
+        else:
+            if sequence not in self._draining:
+                del self._waiting[bisect_left(self._waiting, sequence.order, key=_order)]
+            sequence.status = _FINISHED
+        return SequenceOutput(request_id, [], FinishReason.abort)
+
+    def fail(self, error: str) -> list[SequenceOutput]:
+        """End every request with an error, after a step that will not come back.
+
+        Cached contents are forgotten too: the blocks of that step may never have been written. The
+        device must be done with all steps in flight.
+        """
+        outputs = [
+            SequenceOutput(request_id, [], FinishReason.error, error=error)
+            for request_id in self._sequences
+        ]
+        for sequence in self._sequences.values():
+            sequence.status = _FINISHED
+        self._in_flight.clear()
+        for sequence in (*self._running, *self._draining):
+            sequence.num_in_flight = 0
+            self._settle(sequence)
+        self._sequences.clear()
+        self._waiting.clear()
+        self._running.clear()
+        self._cache.reset()
+        return outputs
+
+    def schedule(self) -> SchedulerOutput | None:
+        """Plan the next step; it must be executed, and `update` called with its result.
+
+        Returns:
+            None when nothing can run: there is no work, or all of it waits for the step in flight.
+
+        Raises:
+            RuntimeError: two steps are in flight.
+        """
+        if len(self._in_flight) >= MAX_STEPS_IN_FLIGHT:
+            raise RuntimeError(
+                f"{len(self._in_flight)} steps are in flight; call update() with the oldest first"
+            )
+        step = _Step(self._config.max_num_batched_tokens)
+        self._grow_running(step)
+        while self._admit_waiting(step):
+            self._grow_running(step)
+        return self._emit(step)
+
+    def update(self, output: SchedulerOutput, result: StepResult) -> list[SequenceOutput]:
+        """Take in a step's tokens, in the order in which steps were scheduled.
+
+        Returns:
+            One entry per sequence with a new token; with a finish reason for those that end.
+
+        Raises:
+            ValueError: `output` is not the oldest step in flight, or `result` has not one token for
+                each of its entries that sample.
+        """
+        step = self._in_flight[0] if self._in_flight else None
+        if step is None or step.output is not output:
+            raise ValueError("update() needs the oldest step in flight, as schedule() returned it")
+        token_ids, logprobs = result.token_ids, result.logprobs
+        if len(token_ids) != step.num_samples or len(logprobs or token_ids) != step.num_samples:
+            raise ValueError(
+                f"the step samples {step.num_samples} tokens, its result has {len(token_ids)} "
+                f"tokens and {len(logprobs or ())} log-probabilities"
+            )
+        self._in_flight.popleft()
+        outputs: list[SequenceOutput] = []
+        has_ended = False
+        index = 0
+        for entry, sequence in zip(output.scheduled, step.sequences, strict=True):
+            sequence.num_in_flight -= 1
+            if entry.samples:
+                if sequence.status is not _FINISHED:
+                    logprob = logprobs[index] if logprobs else None
+                    outputs.append(self._append_token(sequence, token_ids[index], logprob))
+                index += 1
+            if sequence.status is not _RUNNING:
+                has_ended = True
+                self._settle(sequence)
+        self.num_output_tokens += len(outputs)
+        if has_ended:
+            self._running = [s for s in self._running if s.status is _RUNNING]
+        return outputs
+
+    def check_integrity(self) -> None:
+        """Check rows, queues, tables and blocks against each other. O(blocks): for idle moments.
+
+        Raises:
+            AssertionError: they disagree; the text names the part at fault.
+        """
+        holders = [*self._running, *self._draining]
+        rows = sorted([*self._free_rows, *(sequence.row for sequence in holders)])
+        _check(rows == list(range(self._config.max_num_seqs)), f"rows are lost or doubled: {rows}")
+        for queue in (self._running, self._waiting):
+            orders = [sequence.order for sequence in queue]
+            _check(orders == sorted(orders), f"a queue is out of order: {queue}")
+        for sequence in self._waiting:
+            _check(not sequence.block_table, f"{sequence!r} waits and holds blocks")
+        live = {s.request.request_id for s in (*holders, *self._waiting) if not s.is_finished}
+        _check(live == set(self._sequences), "requests and queues disagree")
+        self._cache.check_integrity(holders)
+        if not self.has_work:
+            num_held = self._cache.num_blocks - self._cache.num_free_blocks
+            _check(num_held == 0, f"{num_held} blocks are held without work")
+
+    def _grow_running(self, step: _Step) -> None:
+        """Plan the next tokens of running sequences that come before the first waiting one."""
+        running, waiting = self._running, self._waiting
+        begin, end = step.num_grown, len(running)
+        if begin < end and waiting and not step.is_closed and waiting[0].order < running[-1].order:
+            end = bisect_left(running, waiting[0].order, lo=begin, key=_order)
+        block_size = self._cache.block_size
+        scheduled, sequences = step.scheduled, step.sequences
+        for index, sequence in enumerate(running[begin:end], begin):
+            if sequence.status is not _RUNNING:
+                break  # it and all behind it gave up their blocks for those before
+            start = sequence.num_computed_tokens
+            if start < sequence.num_given_tokens:
+                num_behind = len(running) - index - 1
+                self._plan_chunk(sequence, step.num_tokens_left - num_behind, [], step)
+                continue
+            if start + 1 >= sequence.max_num_tokens:
+                continue  # its last token is on its way
+            new_block_ids: list[int] | None = []
+            if start == len(sequence.block_table) * block_size:
+                new_block_ids = self._take_block(sequence, step)
+                if new_block_ids is None:
+                    continue
+            sequence.num_computed_tokens = start + 1
+            sequence.num_in_flight += 1
+            step.num_samples += 1
+            step.num_tokens_left -= 1
+            scheduled.append(ScheduledSequence(sequence.row, start, 1, [], new_block_ids, True))
+            sequences.append(sequence)
+        step.num_grown = min(end, len(running))
+
+    def _take_block(self, sequence: Sequence, step: _Step) -> list[int] | None:
+        """One more block for a running sequence; None when it has to wait, or was preempted itself.
+
+        Sequences behind it are preempted, the last first, until there is one. With a step in flight
+        their blocks come back with its update, so the sequence then sits out this step.
+        """
+        cache = self._cache
+        while not step.is_stalled:
+            new_block_ids = cache.allocate(sequence, sequence.num_computed_tokens + 1)
+            if new_block_ids is not None:
+                return new_block_ids
+            if any(cache.num_reclaimable_blocks(s) for s in self._draining):
+                step.is_stalled = step.is_closed = True
+            elif self._preempt_last() is sequence:
+                break
+        return None
+
+    def _admit_waiting(self, step: _Step) -> bool:
+        """Start waiting sequences while rows, tokens and blocks last.
+
+        Returns:
+            Whether running sequences have not had their turn: those that come before the next
+            waiting one, or all that are left when nobody else is admitted.
+        """
+        running, waiting = self._running, self._waiting
+        while waiting and step.num_tokens_left and not step.is_closed:
+            sequence = waiting[0]
+            if step.num_grown < len(running) and running[step.num_grown].order < sequence.order:
+                return True
+            cached_block_ids = self._make_room(sequence, step)
+            limit = step.num_tokens_left - (len(running) - step.num_grown)
+            if cached_block_ids is None or limit < 1:
+                step.is_closed = True
+                break
+            del waiting[0]
+            self._start(sequence, cached_block_ids, limit, step)
+        return step.num_grown < len(running)
+
+    def _make_room(self, sequence: Sequence, step: _Step) -> list[int] | None:
+        """A row and blocks for a waiting sequence, if need be from running ones behind it.
+
+        Returns:
+            Its cached blocks, or None when it has to wait.
+        """
+        behind = self._running[step.num_grown :]
+        if not (self._free_rows or behind):
+            return None
+        cached_block_ids = self._cache.match_prefix(sequence)
+        missing = self._num_missing_blocks(sequence, cached_block_ids, step)
+        if not (self._free_rows and missing <= 0) and behind:
+            self._preempt_behind(behind, missing)
+            missing = self._num_missing_blocks(sequence, cached_block_ids, step)
+        return cached_block_ids if self._free_rows and missing <= 0 else None
+
+    def _num_missing_blocks(
+        self, sequence: Sequence, cached_block_ids: list[int], step: _Step
+    ) -> int:
+        """Free blocks that its admission lacks, with one to spare for each sequence ahead of it.
+
+        Without the spare ones it would be preempted by those within a few steps of its admission.
+        """
+        cache = self._cache
+        needed = cache.num_missing_blocks(sequence.num_tokens, cached_block_ids) + step.num_grown
+        return needed - cache.num_free_blocks
+
+    def _preempt_behind(self, behind: list[Sequence], missing: int) -> None:
+        """Preempt as many of the last of `behind` as it takes to get a row and the missing blocks.
+
+        None of them when even all would not suffice, or when sequences that are draining will.
+        """
+        cache = self._cache
+        missing -= sum(cache.num_reclaimable_blocks(sequence) for sequence in self._draining)
+        needs_row = not (self._free_rows or self._draining)
+        num_victims = 0
+        while (missing > 0 or needs_row) and num_victims < len(behind):
+            num_victims += 1
+            missing -= cache.num_reclaimable_blocks(behind[-num_victims])
+            needs_row = False
+        if missing > 0 or needs_row:
+            return
+        for _ in range(num_victims):
+            self._preempt_last()
+
+    def _start(
+        self, sequence: Sequence, cached_block_ids: list[int], limit: int, step: _Step
+    ) -> None:
+        """Give a waiting sequence a row and blocks; plan its first chunk of up to `limit` tokens."""
+        admitted = self._cache.admit(sequence, cached_block_ids)
+        assert admitted, f"{sequence!r} has room but was not admitted"
+        sequence.row = row = heappop(self._free_rows)
+        sequence.status = _RUNNING
+        sequence.num_given_tokens = sequence.num_tokens
+        self._running.insert(step.num_grown, sequence)
+        step.num_grown += 1
+        output_token_ids = sequence.token_ids[sequence.num_prompt_tokens :]
+        step.admitted.append(AdmittedSequence(row, sequence.request, output_token_ids))
+        self._plan_chunk(sequence, limit, sequence.block_table[:], step)
+
+    def _plan_chunk(
+        self, sequence: Sequence, limit: int, new_block_ids: list[int], step: _Step
+    ) -> None:
+        """Plan up to `limit` of the tokens that the sequence was admitted with."""
+        start = sequence.num_computed_tokens
+        end = min(start + limit, sequence.num_given_tokens)
+        samples = end == sequence.num_given_tokens
+        sequence.num_computed_tokens = end
+        sequence.num_in_flight += 1
+        step.num_samples += samples
+        step.num_tokens_left -= end - start
+        step.scheduled.append(
+            ScheduledSequence(
+                sequence.row,
+                start,
+                end - start,
+                sequence.token_ids[start:end],
+                new_block_ids,
+                samples,
+            )
+        )
+        step.sequences.append(sequence)
+        self.num_prompt_tokens += max(0, min(end, sequence.num_prompt_tokens) - start)
+        self._cache.register(sequence)
+
+    def _emit(self, step: _Step) -> SchedulerOutput | None:
+        if not step.scheduled:
+            return None
+        num_tokens = self._config.max_num_batched_tokens - step.num_tokens_left
+        step.output = SchedulerOutput(step.scheduled, step.admitted, num_tokens)
+        self._in_flight.append(step)
+        return step.output
+
+    def _append_token(
+        self, sequence: Sequence, token_id: int, logprob: TokenLogprobs | None
+    ) -> SequenceOutput:
+        """Take in a sampled token and decide whether it is the last."""
+        sequence.token_ids.append(token_id)
+        num_tokens = len(sequence.token_ids)
+        finish_reason = stop_reason = None
+        if num_tokens >= sequence.min_num_tokens:
+            if token_id in sequence.eos_token_ids:
+                finish_reason = FinishReason.stop
+            elif token_id in sequence.stop_token_ids:
+                finish_reason, stop_reason = FinishReason.stop, token_id
+        if finish_reason is None and num_tokens >= sequence.max_num_tokens:
+            finish_reason = FinishReason.length
+        if sequence.num_computed_tokens // self._cache.block_size > sequence.num_registered_blocks:
+            self._cache.register(sequence)
+        request_id = sequence.request.request_id
+        if finish_reason is not None:
+            sequence.status = _FINISHED
+            del self._sequences[request_id]
+        is_first = num_tokens == sequence.num_prompt_tokens + 1
+        return SequenceOutput(
+            request_id,
+            [token_id],
+            finish_reason,
+            stop_reason,
+            None if logprob is None else [logprob],
+            (sequence.num_cached_tokens or 0) if is_first else 0,
+        )
+
+    def _preempt_last(self) -> Sequence:
+        """Take the last running sequence's row and blocks; it waits again, to be recomputed."""
+        sequence = self._running.pop()
+        sequence.num_preemptions += 1
+        self.num_preemptions += 1
+        self._retire(sequence, _PREEMPTED)
+        return sequence
+
+    def _retire(self, sequence: Sequence, status: SequenceStatus) -> None:
+        sequence.status = status
+        self._settle(sequence)
+
+    def _settle(self, sequence: Sequence) -> None:
+        """Take back a retired sequence's row and blocks, once no step in flight uses them."""
+        if sequence.num_in_flight:
+            self._draining.add(sequence)
+            return
+        self._draining.discard(sequence)
+        self._cache.free(sequence)
+        heappush(self._free_rows, sequence.row)
+        if sequence.status is _PREEMPTED:
+            insort(self._waiting, sequence, key=_order)
+
+
+def _check(ok: bool, message: str) -> None:
+    if not ok:
+        raise AssertionError(f"scheduler: {message}")
