@@ -8,13 +8,12 @@ reads it, and it is never handed out.
 
 from __future__ import annotations
 
-import struct
+from array import array
 from collections.abc import Iterable, Sequence
-from functools import lru_cache
 from hashlib import blake2b
 from typing import NewType
 
-__all__ = ("NULL_BLOCK_ID", "Block", "BlockHash", "BlockPool", "hash_block", "hash_root")
+__all__ = ("NULL_BLOCK_ID", "Block", "BlockHash", "BlockPool", "hash_blocks", "hash_root")
 
 NULL_BLOCK_ID = 0
 _DIGEST_BYTES = 32
@@ -28,23 +27,25 @@ def hash_root(cache_salt: str) -> BlockHash:
     return BlockHash(blake2b(cache_salt.encode(), digest_size=_DIGEST_BYTES).digest())
 
 
-@lru_cache(maxsize=8)
-def _packer(num_tokens: int) -> struct.Struct:
-    return struct.Struct(f"<{_DIGEST_BYTES}s{num_tokens}I")
-
-
-def hash_block(parent: BlockHash, token_ids: Sequence[int]) -> BlockHash:
-    """Digest of a block: BLAKE2b over the parent's digest and the tokens as 32-bit integers.
+def hash_blocks(parent: BlockHash, token_ids: Sequence[int], block_size: int) -> list[BlockHash]:
+    """Digests of consecutive full blocks: BLAKE2b over the parent's digest and 32-bit token ids.
 
     Args:
-        parent: the previous block's digest, or `hash_root` for a sequence's first block.
-        token_ids: [block_size], each in [0, 2**32).
+        parent: the digest of the block before, or `hash_root` at a sequence's beginning.
+        token_ids: [n * block_size], each in [0, 2**32).
+        block_size: tokens per block.
 
     Raises:
-        struct.error: a token id is not a 32-bit unsigned integer.
+        OverflowError: a token id is not a 32-bit unsigned integer.
     """
-    packed = _packer(len(token_ids)).pack(parent, *token_ids)
-    return BlockHash(blake2b(packed, digest_size=_DIGEST_BYTES).digest())
+    packed = array("I", token_ids).tobytes()
+    width = 4 * block_size
+    hashes: list[BlockHash] = []
+    digest: bytes = parent
+    for begin in range(0, len(packed), width):
+        digest = blake2b(digest + packed[begin : begin + width], digest_size=_DIGEST_BYTES).digest()
+        hashes.append(BlockHash(digest))
+    return hashes
 
 
 class Block:

@@ -8,8 +8,9 @@ share it at once. So every scheduled step must be executed; when one was not, th
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import islice
 
-from ostinato.runtime.block_pool import BlockPool, hash_block, hash_root
+from ostinato.runtime.block_pool import BlockPool, hash_blocks, hash_root
 from ostinato.runtime.sequence import Sequence
 
 __all__ = ("KVCacheManager",)
@@ -62,13 +63,12 @@ class KVCacheManager:
         """
         if not self.enable_prefix_caching:
             return []
+        num_blocks = (sequence.num_tokens - 1) // self.block_size
+        self._hash_up_to(sequence, num_blocks)
         get_cached = self._pool.get_cached
-        hashes = sequence.block_hashes
         block_ids: list[int] = []
-        for index in range((sequence.num_tokens - 1) // self.block_size):
-            if index == len(hashes):
-                self._hash_next_block(sequence)
-            block_id = get_cached(hashes[index])
+        for block_hash in islice(sequence.block_hashes, num_blocks):
+            block_id = get_cached(block_hash)
             if block_id is None:
                 break
             block_ids.append(block_id)
@@ -126,11 +126,9 @@ class KVCacheManager:
             return
         known = min(sequence.num_computed_tokens, sequence.num_tokens)
         num_full_blocks = known // self.block_size
-        hashes = sequence.block_hashes
+        self._hash_up_to(sequence, num_full_blocks)
         for index in range(sequence.num_registered_blocks, num_full_blocks):
-            if index == len(hashes):
-                self._hash_next_block(sequence)
-            self._pool.register(sequence.block_table[index], hashes[index])
+            self._pool.register(sequence.block_table[index], sequence.block_hashes[index])
         sequence.num_registered_blocks = max(sequence.num_registered_blocks, num_full_blocks)
 
     def free(self, sequence: Sequence) -> None:
@@ -171,8 +169,10 @@ class KVCacheManager:
                     f"KV cache: block {block_id} has {held} references and is in {listed} tables"
                 )
 
-    def _hash_next_block(self, sequence: Sequence) -> None:
+    def _hash_up_to(self, sequence: Sequence, num_blocks: int) -> None:
+        """Hash as many leading blocks of a sequence as are not hashed yet."""
         hashes, size = sequence.block_hashes, self.block_size
-        begin = len(hashes) * size
-        parent = hashes[-1] if hashes else hash_root(sequence.request.cache_salt)
-        hashes.append(hash_block(parent, sequence.token_ids[begin : begin + size]))
+        if len(hashes) < num_blocks:
+            parent = hashes[-1] if hashes else hash_root(sequence.request.cache_salt)
+            token_ids = sequence.token_ids[len(hashes) * size : num_blocks * size]
+            hashes += hash_blocks(parent, token_ids, size)

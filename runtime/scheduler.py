@@ -117,6 +117,8 @@ class Scheduler:
         self._draining: set[Sequence] = set()  # preempted or finished, but in a step in flight
         self._free_rows = list(range(config.max_num_seqs))  # heap
         self._in_flight: deque[_Step] = deque()
+        self._blocked: Sequence | None = None  # the first waiting one when it last lacked blocks
+        self._blocked_room = 0  # free blocks, less the spare ones, that were not enough for it
 
     @property
     def has_work(self) -> bool:
@@ -354,12 +356,21 @@ class Scheduler:
         behind = self._running[step.num_grown :]
         if not (self._free_rows or behind):
             return None
-        cached_block_ids = self._cache.match_prefix(sequence)
+        cache = self._cache
+        room = cache.num_free_blocks - step.num_grown
+        if sequence is self._blocked and room <= self._blocked_room and not behind:
+            return None  # a long prompt is not looked up again in every step that it waits
+        cached_block_ids = cache.match_prefix(sequence)
         missing = self._num_missing_blocks(sequence, cached_block_ids, step)
         if not (self._free_rows and missing <= 0) and behind:
             self._preempt_behind(behind, missing)
             missing = self._num_missing_blocks(sequence, cached_block_ids, step)
-        return cached_block_ids if self._free_rows and missing <= 0 else None
+        if self._free_rows and missing <= 0:
+            return cached_block_ids
+        if missing > 0:
+            self._blocked = sequence
+            self._blocked_room = cache.num_free_blocks - step.num_grown
+        return None
 
     def _num_missing_blocks(
         self, sequence: Sequence, cached_block_ids: list[int], step: _Step
@@ -393,7 +404,7 @@ class Scheduler:
     def _start(
         self, sequence: Sequence, cached_block_ids: list[int], limit: int, step: _Step
     ) -> None:
-        """Give a waiting sequence a row and blocks; plan its first chunk of up to `limit` tokens."""
+        """Give a waiting sequence a row and blocks; plan its first chunk, up to `limit` tokens."""
         admitted = self._cache.admit(sequence, cached_block_ids)
         assert admitted, f"{sequence!r} has room but was not admitted"
         sequence.row = row = heappop(self._free_rows)
