@@ -313,9 +313,10 @@ def _to_object(config: DictConfig) -> object:
 
 def _one_line(error: BaseException) -> str:
     """The message of Hydra's or OmegaConf's error and of its cause, without hints and paths."""
-    parts = [str(error).strip().splitlines()[0]]
+    lines = str(error).strip().splitlines()
+    parts = lines[:2] if lines[0].endswith(":") else lines[:1]
     if key := getattr(error, "full_key", None):
         parts.insert(0, key)
     if error.__cause__ is not None:
         parts.append(str(error.__cause__).strip().splitlines()[0])
-    return ": ".join(dict.fromkeys(parts))
+    return ": ".join(dict.fromkeys(part.rstrip(":") for part in parts))
