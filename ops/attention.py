@@ -10,19 +10,28 @@ another sequence of the same step fills (prefix sharing among requests that arri
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib import import_module
-from typing import NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
 
 from ostinato.ops.register import register_op
 
+if TYPE_CHECKING:
+    import numpy as np
+
 __all__ = (
     "AttentionBackend",
     "AttentionMetadata",
+    "AttentionPlanner",
     "AttentionSpec",
+    "HostMetadata",
+    "PlanKey",
+    "PlannedBackend",
+    "load_backend",
     "paged_attention",
     "select_backend",
 )
@@ -81,13 +90,87 @@ class AttentionBackend(Protocol):
         ...
 
 
+class PlanKey(Protocol):
+    """A step's shape: T tokens, S sequences. `graphs.buckets.GraphKey` is one."""
+
+    @property
+    def num_tokens(self) -> int: ...
+    @property
+    def num_seqs(self) -> int: ...
+    @property
+    def uniform_decode(self) -> bool:
+        """Every sequence that has query rows has exactly one."""
+        ...
+
+
+class HostMetadata(Protocol):
+    """The host's copy of a step's metadata; rows past the step's own hold anything."""
+
+    @property
+    def query_start_loc(self) -> np.ndarray:
+        """[>= S+1] int32."""
+        ...
+
+    @property
+    def seq_lens(self) -> np.ndarray:
+        """[>= S] int32."""
+        ...
+
+    @property
+    def block_table(self) -> np.ndarray:
+        """[>= S, B] int32."""
+        ...
+
+
+class AttentionPlanner(Protocol):
+    """The host work of a planned backend, one object per engine; not for several threads at once."""
+
+    def plan(self, key: PlanKey, host: HostMetadata, handle: Tensor) -> None:
+        """Plan the step in `host`, padded to `key`, on the current stream, before it is launched.
+
+        Args:
+            key: the step's shape, padding included. A captured key is planned for the first time
+                before its capture.
+            host: may be overwritten as soon as this returns.
+            handle: [1] int64 on the CPU, set to what `AttentionMetadata.plan` must hold.
+        """
+        ...
+
+    def close(self) -> None:
+        """Free all buffers; handles and graphs captured with them are dead from now on."""
+        ...
+
+
+class PlannedBackend(AttentionBackend, Protocol):
+    """A backend that wants to see each step on the host before it runs."""
+
+    def make_planner(
+        self,
+        spec: AttentionSpec,
+        keys: Iterable[PlanKey],
+        *,
+        max_blocks_per_seq: int,
+        sliding_windows: Iterable[int] = (),
+    ) -> AttentionPlanner:
+        """
+        Args:
+            spec: what the model needs; `why_unsupported(spec)` is None.
+            keys: the shapes that will be captured; each gets buffers at fixed addresses.
+            max_blocks_per_seq: B.
+            sliding_windows: all the windows of the model's layers; empty = spec.sliding_window.
+        """
+        ...
+
+
 _BACKENDS = {
     "reference": "ostinato.ops.backends.reference",
     "cpu": "ostinato.ops.backends.cpu",
     "triton": "ostinato.ops.backends.triton",
     "flashinfer": "ostinato.ops.backends.flashinfer",
 }
-_PREFERENCE = {"cpu": ("cpu", "reference"), "cuda": ("flashinfer", "triton", "reference")}
+# triton before flashinfer: it captures mixed batches as well as decode with no host work per step,
+# takes every head size and type, and builds in seconds without a CUDA toolkit.
+_PREFERENCE = {"cpu": ("cpu", "reference"), "cuda": ("triton", "flashinfer", "reference")}
 _loaded: dict[str, AttentionBackend] = {}
 
 
@@ -164,11 +247,16 @@ def _fake(
     return q.new_empty(q.shape)
 
 
-_op = register_op(
-    "paged_attention",
-    {"CPU": _kernel, "CUDA": _kernel},
-    fake=_fake,
-    mutates=("k_cache", "v_cache"),
+# CompositeExplicitAutograd, not "CPU": loading the native library adds its kernel under "CPU".
+# That kernel passes calls for other backends on to the second name, which nothing else calls.
+_op, _ = (
+    register_op(
+        name,
+        {"CompositeExplicitAutograd": _kernel},
+        fake=_fake,
+        mutates=("k_cache", "v_cache"),
+    )
+    for name in ("paged_attention", "paged_attention_in_python")
 )
 
 
@@ -203,6 +291,4 @@ def paged_attention(
     Returns:
         [T, Hq, D] in q's dtype, contiguous. Padding rows hold finite values of no meaning.
     """
-    return _op(
-        q, k, v, k_cache, v_cache, *metadata, scale, sliding_window, soft_cap, backend
-    )
+    return _op(q, k, v, k_cache, v_cache, *metadata, scale, sliding_window, soft_cap, backend)

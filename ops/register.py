@@ -29,7 +29,7 @@ def register_op(
     Args:
         name: op name inside the `ostinato` namespace.
         kernels: dispatch key -> implementation, all with the fake's signature. "CPU" and "CUDA",
-            or "CompositeExplicitAutograd" for every device that has no kernel of its own; an op with
+            or "CompositeExplicitAutograd" for every device without a kernel of its own; an op with
             a C++ kernel (ops/native/build.py) uses the latter, because loading adds the "CPU" one.
         fake: shape propagation; must give the real strides, and its annotations define the schema.
         mutates: names of the arguments that a kernel writes to.

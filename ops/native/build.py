@@ -73,7 +73,6 @@ _FLAGS = (
     "-fno-math-errno",
     "-fno-trapping-math",
     "-ffp-contract=off",
-    "-Wall",
     "-DTORCH_TARGET_VERSION=0x020b000000000000",
 )
 _LOCK_TIMEOUT_S = 300.0
@@ -110,7 +109,9 @@ def detect_isa() -> str:
 
 
 def load(isa: str | None = None) -> NativeLibrary:
-    """Build if the cache holds no intact library, load it, install its kernels; later calls are free.
+    """Build unless the cache holds an intact library, load it, install its kernels.
+
+    Later calls are free.
 
     Args:
         isa: a level of ISA_LEVELS, installed as `torch.ops.ostinato_<isa>`, where an op exists if

@@ -1,0 +1,62 @@
+"""Our own vectorised C++ kernel (ops/native/attention.cpp), for any CPU with a C++ compiler.
+
+Loading the library installs the kernel under the op for CPU tensors, so a call runs no Python;
+`run` serves only the first call of a process that skipped `select_backend`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ostinato.ops.attention import AttentionMetadata, AttentionSpec
+from ostinato.ops.native.build import load
+
+__all__ = ("BACKEND",)
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_MAX_HEAD_DIM = 256
+
+
+class CpuBackend:
+    """Prefill and decode in one call; a row's bits depend on nothing but its own context."""
+
+    name = "cpu"
+
+    def why_unsupported(self, spec: AttentionSpec) -> str | None:
+        """The reason, or None after loading the native library.
+
+        Raises:
+            NativeBuildError: the shapes fit, but the library can not be built on this machine.
+        """
+        if spec.device.type != "cpu":
+            return f"it runs on the CPU, not on {spec.device.type}"
+        if spec.dtype not in _DTYPES:
+            return f"dtype must be float32, bfloat16 or float16, not {spec.dtype}"
+        if spec.head_dim % 8 or not 8 <= spec.head_dim <= _MAX_HEAD_DIM:
+            return f"head_dim must be a multiple of 8 up to {_MAX_HEAD_DIM}, not {spec.head_dim}"
+        if spec.block_size % 8:
+            return f"block_size must be a multiple of 8, not {spec.block_size}"
+        load()
+        return None
+
+    def run(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        metadata: AttentionMetadata,
+        scale: float,
+        sliding_window: int,
+        soft_cap: float,
+    ) -> Tensor:
+        """Load the library, then call the op again: the dispatcher now finds the C++ kernel."""
+        load()
+        return torch.ops.ostinato.paged_attention.default(
+            q, k, v, k_cache, v_cache, *metadata, scale, sliding_window, soft_cap, self.name
+        )
+
+
+BACKEND = CpuBackend()
