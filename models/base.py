@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ostinato.ops.attention import AttentionMetadata
 
-__all__ = ("CausalLM", "DecoderLayer", "ForwardBatch", "KVCache", "KVCacheSpec", "StepInputs")
+__all__ = (
+    "CausalLM",
+    "CheckpointLayout",
+    "DecoderLayer",
+    "ForwardBatch",
+    "KVCache",
+    "KVCacheSpec",
+    "StepInputs",
+)
 
 KVCache = list[tuple[Tensor, Tensor]]
 """Per layer (k_cache, v_cache), each its own base tensor [num_blocks, num_kv_heads, block_size,
@@ -19,8 +27,7 @@ head_dim].
 
 
 class ForwardBatch(NamedTuple):
-    """One step's inputs; T tokens. All tensors live on the model's device except `attention.plan`.
-    """
+    """One step's inputs; T tokens. All lie on the model's device except `attention.plan`."""
 
     token_ids: Tensor  # [T] int64
     positions: Tensor  # [T] int64
@@ -30,8 +37,8 @@ class ForwardBatch(NamedTuple):
 class StepInputs(NamedTuple):
     """What every decoder layer of a step shares, computed once per step."""
 
-    cos: Tensor  # [T, rotary_dim] float32; [T, 0] for models without rotary embedding
-    sin: Tensor  # [T, rotary_dim] float32
+    cos: Tensor  # [T, rotary_dim / 2] float32; [T, 0] for models without rotary embedding
+    sin: Tensor  # [T, rotary_dim / 2] float32
     attention: AttentionMetadata
 
 
@@ -63,6 +70,19 @@ class KVCacheSpec:
         ]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointLayout:
+    """How a checkpoint's tensor names and shapes differ from a model's own."""
+
+    prefixes: tuple[str, ...] = ("model.",)  # dropped from the front of its names
+    head: str = "lm_head.weight"
+    embedding: str = "embed_tokens.weight"  # what a stored head repeats when the model ties it
+    renamed: tuple[tuple[str, str], ...] = ()  # (part of our name, what stands there instead)
+    merged: tuple[tuple[str, tuple[str, ...]], ...] = ()  # (our module, the modules that it stacks)
+    transposed: tuple[str, ...] = ()  # our modules whose weight is stored as [in, out]
+    ignored: tuple[str, ...] = ()  # regular expressions of tensors that are not weights
+
+
 class DecoderLayer(nn.Module):
     """One layer: the unit that is compiled once and reused at every depth."""
 
@@ -83,6 +103,8 @@ class CausalLM(nn.Module):
     `forward` is begin -> every layer -> finish; nothing else happens in it, so that the whole-model
     graph and the layer-by-layer form are the same program.
     """
+
+    checkpoint_layout: ClassVar[CheckpointLayout] = CheckpointLayout()
 
     layers: nn.ModuleList  # of DecoderLayer
 

@@ -1,0 +1,231 @@
+"""The parts that models are made of. Each depends on its parameters, its inputs and what it names
+in `static_key`, on nothing else: no layer index, no context, no global.
+
+Shapes: T tokens of a step, D hidden size, Hq query heads, Hkv key and value heads, d head size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ostinato.models.base import StepInputs
+from ostinato.models.config import ModelConfig
+from ostinato.ops.activation import ACTIVATIONS, gated
+from ostinato.ops.attention import paged_attention
+from ostinato.ops.norm import rms_norm
+from ostinato.ops.rope import Rope, apply_rope, rope_tables
+
+__all__ = (
+    "Attention",
+    "BuildOptions",
+    "Embedding",
+    "GatedMLP",
+    "LayerNorm",
+    "Linear",
+    "MergedLinear",
+    "OutputHead",
+    "RMSNorm",
+    "RotaryEmbedding",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuildOptions:
+    """What a model is built for, besides its configuration."""
+
+    dtype: torch.dtype  # of weights and activations
+    device: torch.device  # "meta" gives shapes without memory
+    attention_backend: str  # a name that ops.attention.select_backend returned
+    max_model_len: int  # positions that it can be asked for
+
+
+def _empty(options: BuildOptions, *shape: int) -> nn.Parameter:
+    """Memory for a weight; nothing is written, so pages are not even mapped before loading."""
+    return nn.Parameter(
+        torch.empty(shape, dtype=options.dtype, device=options.device), requires_grad=False
+    )
+
+
+class Linear(nn.Module):
+    """y = x W^T + b, with W [out_features, in_features]."""
+
+    def __init__(
+        self, in_features: int, out_features: int, options: BuildOptions, *, bias: bool = False
+    ) -> None:
+        super().__init__()
+        self.in_features = in_features
+        self.out_features = out_features
+        self.weight = _empty(options, out_features, in_features)
+        self.bias = _empty(options, out_features) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, in_features] -> [T, out_features]."""
+        return F.linear(x, self.weight, self.bias)
+
+
+class MergedLinear(Linear):
+    """Several projections of one input as a single matrix; `sizes` are their output features."""
+
+    def __init__(
+        self, in_features: int, sizes: tuple[int, ...], options: BuildOptions, *, bias: bool = False
+    ) -> None:
+        super().__init__(in_features, sum(sizes), options, bias=bias)
+        self.sizes = sizes
+
+
+class OutputHead(Linear):
+    """Hidden states to logits."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[S, D] -> [S, vocab_size] float32."""
+        return self(hidden).float()
+
+
+class Embedding(nn.Module):
+    """Rows of a table [num_rows, D]; as an output head too in models that tie the two."""
+
+    def __init__(self, num_rows: int, hidden_size: int, options: BuildOptions) -> None:
+        super().__init__()
+        self.num_rows = num_rows
+        self.weight = _empty(options, num_rows, hidden_size)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """[T] int64 -> [T, D]."""
+        return F.embedding(ids, self.weight)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[S, D] -> [S, num_rows] float32."""
+        return F.linear(hidden, self.weight).float()
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square normalisation of the last dimension."""
+
+    def __init__(self, size: int, eps: float, options: BuildOptions) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = _empty(options, size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps)
+
+
+class LayerNorm(nn.Module):
+    """Mean and variance normalisation of the last dimension."""
+
+    def __init__(self, size: int, eps: float, options: BuildOptions) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = _empty(options, size)
+        self.bias = _empty(options, size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, (x.shape[-1],), self.weight, self.bias, self.eps)
+
+
+class RotaryEmbedding(nn.Module):
+    """The rows of the cosine and sine tables at a step's positions."""
+
+    cos: Tensor  # [max_model_len, rotary_dim / 2] float32
+    sin: Tensor
+
+    def __init__(self, rope: Rope, options: BuildOptions) -> None:
+        super().__init__()
+        cos, sin = rope_tables(rope, options.max_model_len, options.device)
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
+
+    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """[T] int64 -> cos, sin [T, rotary_dim / 2] float32."""
+        return F.embedding(positions, self.cos), F.embedding(positions, self.sin)
+
+
+class Attention(nn.Module):
+    """Causal attention over the paged KV cache, with grouped query heads (arXiv:2305.13245)."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        options: BuildOptions,
+        *,
+        sliding_window: int = 0,
+        qkv_bias: bool = False,
+        out_bias: bool = False,
+        qk_norm: bool = False,
+    ) -> None:
+        super().__init__()
+        self.num_heads = config.num_heads
+        self.num_kv_heads = config.num_kv_heads
+        self.head_dim = config.head_dim
+        self.rotary = config.rope is not None
+        self.sliding_window = sliding_window
+        self.backend = options.attention_backend
+        query_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        self.qkv_proj = MergedLinear(
+            config.hidden_size, (query_size, kv_size, kv_size), options, bias=qkv_bias
+        )
+        self.o_proj = Linear(query_size, config.hidden_size, options, bias=out_bias)
+        # Normalised per head: https://arxiv.org/abs/2010.04245, as in Qwen3.
+        self.q_norm = RMSNorm(self.head_dim, config.norm_eps, options) if qk_norm else None
+        self.k_norm = RMSNorm(self.head_dim, config.norm_eps, options) if qk_norm else None
+
+    def forward(self, x: Tensor, step: StepInputs, k_cache: Tensor, v_cache: Tensor) -> Tensor:
+        """[T, D] -> [T, D]; writes K and V into the caches."""
+        heads = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))  # [T, Hq + 2 Hkv, d]
+        q, k, v = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if self.rotary:
+            q, k = apply_rope(q, step.cos, step.sin), apply_rope(k, step.cos, step.sin)
+        out = paged_attention(
+            q,
+            k,
+            v,
+            k_cache,
+            v_cache,
+            step.attention,
+            scale=self.head_dim**-0.5,
+            sliding_window=self.sliding_window,
+            backend=self.backend,
+        )
+        return self.o_proj(out.flatten(1))
+
+    def static_key(self) -> tuple[object, ...]:
+        """What the traced program depends on besides tensors."""
+        return (
+            "attention",
+            self.num_heads,
+            self.num_kv_heads,
+            self.head_dim,
+            self.rotary,
+            self.sliding_window,
+            self.backend,
+            self.qkv_proj.bias is not None,
+            self.o_proj.bias is not None,
+            None if self.q_norm is None else self.q_norm.eps,
+        )
+
+
+class GatedMLP(nn.Module):
+    """down(activation(gate(x)) * up(x)): the gated linear unit of arXiv:2002.05202."""
+
+    def __init__(self, config: ModelConfig, options: BuildOptions) -> None:
+        super().__init__()
+        hidden_size, intermediate_size = config.hidden_size, config.intermediate_size
+        self.activation = config.activation
+        self.gate_up_proj = MergedLinear(
+            hidden_size, (intermediate_size, intermediate_size), options, bias=config.mlp_bias
+        )
+        self.down_proj = Linear(intermediate_size, hidden_size, options, bias=config.mlp_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, D] -> [T, D]."""
+        return self.down_proj(gated(self.gate_up_proj(x), ACTIVATIONS[self.activation]))
+
+    def static_key(self) -> tuple[object, ...]:
+        """What the traced program depends on besides tensors."""
+        return ("gated mlp", self.activation, self.down_proj.bias is not None)

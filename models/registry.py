@@ -1,0 +1,82 @@
+"""Which class serves which architecture, and how a model is built."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import cast
+
+import torch
+
+from ostinato.models.base import CausalLM
+from ostinato.models.checkpoint import Checkpoint
+from ostinato.models.config import ModelConfig, architecture_of
+from ostinato.models.layers import BuildOptions
+
+__all__ = ("ARCHITECTURES", "build_model", "model_class", "read_model_config")
+
+ARCHITECTURES = {
+    "GPT2LMHeadModel": "ostinato.models.gpt2:GPT2LMHeadModel",
+    "LlamaForCausalLM": "ostinato.models.llama:LlamaForCausalLM",
+    "MistralForCausalLM": "ostinato.models.mistral:MistralForCausalLM",
+    "Qwen2ForCausalLM": "ostinato.models.qwen2:Qwen2ForCausalLM",
+    "Qwen3ForCausalLM": "ostinato.models.qwen3:Qwen3ForCausalLM",
+}
+"""The name under `architectures` in config.json -> module:class."""
+
+
+def model_class(architecture: str) -> type[CausalLM]:
+    """The class that serves `architecture`.
+
+    Raises:
+        ValueError: none does; the text lists those that are known.
+    """
+    if architecture not in ARCHITECTURES:
+        raise ValueError(
+            f"architecture {architecture!r} is not supported; "
+            f"supported are {', '.join(ARCHITECTURES)}"
+        )
+    module, name = ARCHITECTURES[architecture].split(":")
+    return cast(type[CausalLM], getattr(import_module(module), name))
+
+
+def read_model_config(checkpoint: Checkpoint) -> ModelConfig:
+    """The configuration of a checkpoint's model.
+
+    Raises:
+        ValueError: its architecture is unknown, or its config asks for what is not supported.
+    """
+    model_class(architecture_of(checkpoint.hf_config))  # first, as other families have other keys
+    return ModelConfig.from_hf(checkpoint.hf_config, checkpoint.generation_config)
+
+
+def build_model(
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    attention_backend: str,
+    max_model_len: int | None = None,
+) -> CausalLM:
+    """The model with unset weights: memory is reserved but not yet touched.
+
+    Args:
+        config: its hyperparameters.
+        dtype: of weights and activations.
+        device: where the weights live; "meta" gives their shapes without memory.
+        attention_backend: a name that `select_backend` returned.
+        max_model_len: positions that it can be asked for; None = what the model states.
+
+    Raises:
+        ValueError: the architecture is unknown, or `max_model_len` is above what the model states.
+    """
+    length = max_model_len or config.max_model_len
+    if length > config.max_model_len:
+        raise ValueError(
+            f"model.max_model_len must be at most {config.max_model_len}, what the model states, "
+            f"got {length}; a longer context needs rotary scaling (model.config.rope_parameters)"
+        )
+    options = BuildOptions(
+        dtype=dtype, device=device, attention_backend=attention_backend, max_model_len=length
+    )
+    model = model_class(config.architecture)(config, options)
+    return model.eval()

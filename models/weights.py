@@ -1,0 +1,223 @@
+"""Fills a model with weights: streamed from a checkpoint's files, or random ones for benchmarks.
+
+Parameters already have their memory (build_model reserves it), so every tensor is copied from its
+file to its final place and at most one of them exists twice. Names and shapes must fit exactly:
+whatever is missing or left over is an error that names it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+import re
+import zipfile
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from ostinato.models.base import CausalLM, CheckpointLayout
+from ostinato.models.checkpoint import Checkpoint, CheckpointError
+from ostinato.models.layers import LayerNorm, MergedLinear, RMSNorm
+
+__all__ = ("init_dummy_weights", "load_weights")
+
+# Mapped pages count as this process's memory; a file is opened anew after this much of it.
+_REOPEN_BYTES = 1 << 30
+_MAX_NAMED = 5
+# Random numbers that dummy weights repeat; prime, so that rows of a matrix do not repeat with it.
+_POOL_SIZE = 1_048_583
+_DUMMY_STD = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class _Slot:
+    """Where a checkpoint's tensor goes: the whole of a parameter, or some rows of it."""
+
+    parameter: Tensor
+    first_row: int = 0
+    num_rows: int | None = None  # None = all
+    transposed: bool = False
+
+    def target(self) -> Tensor:
+        if self.num_rows is None:
+            return self.parameter
+        return self.parameter[self.first_row : self.first_row + self.num_rows]
+
+
+@torch.no_grad()
+def load_weights(model: CausalLM, checkpoint: Checkpoint, *, progress: bool = False) -> None:
+    """Copy a checkpoint's tensors into the model's parameters, converted to their dtype.
+
+    Args:
+        model: as `build_model` made it, on its device.
+        checkpoint: with a directory.
+        progress: show a bar of bytes on stderr.
+
+    Raises:
+        CheckpointError: a file can not be read; a tensor is missing, unexpected or misshapen.
+    """
+    layout = model.checkpoint_layout
+    slots = _slots(model)
+    files = checkpoint.weight_files()
+    ignored = [re.compile(pattern) for pattern in layout.ignored]
+    loaded: set[str] = set()
+    unexpected: list[str] = []
+    with _progress_bar(shown=progress) as bar:
+        task = bar.add_task("weights", total=sum(file.stat().st_size for file in files))
+        for stored_name, tensor in itertools.chain.from_iterable(map(_tensors, files)):
+            name = _own_name(stored_name, layout, slots)
+            if name in slots:
+                _fill(slots[name], stored_name, tensor, filled=name in loaded)
+                loaded.add(name)
+            elif not any(pattern.search(stored_name) for pattern in ignored):
+                unexpected.append(stored_name)
+            bar.advance(task, tensor.nbytes)
+    prefix = layout.prefixes[0] if layout.prefixes else ""
+    missing = [prefix * (name != layout.head) + name for name in slots if name not in loaded]
+    for what, names in (("lacks", missing), ("has unexpected", unexpected)):
+        if names:
+            raise CheckpointError(f"{checkpoint.directory} {what} {_listed(names)}")
+
+
+@torch.no_grad()
+def init_dummy_weights(model: CausalLM, seed: int) -> None:
+    """Random weights for benchmarks: normal with deviation 0.02, norms 1 and their biases 0.
+
+    Args:
+        model: as `build_model` made it.
+        seed: same seed, same weights, on every device.
+    """
+    pool = torch.randn(_POOL_SIZE, generator=torch.Generator().manual_seed(seed)) * _DUMMY_STD
+    start = 0
+    for module in model.modules():
+        is_norm = isinstance(module, LayerNorm | RMSNorm)
+        for kind, parameter in module.named_parameters(recurse=False):
+            if is_norm:
+                parameter.fill_(1.0 if kind == "weight" else 0.0)
+            else:
+                start = _repeat_pool(parameter.view(-1), pool.to(parameter), start)
+
+
+def _repeat_pool(target: Tensor, pool: Tensor, start: int) -> int:
+    """Fill `target` with the pool from `start` on, around and around; returns where it stopped."""
+    done = 0
+    while done < target.numel():
+        count = min(pool.numel() - start, target.numel() - done)
+        target[done : done + count] = pool[start : start + count]
+        done += count
+        start = (start + count) % pool.numel()
+    return start
+
+
+def _slots(model: CausalLM) -> dict[str, _Slot]:
+    """Every tensor that the checkpoint must have, by its name there without the prefix."""
+    layout = model.checkpoint_layout
+    merged = dict(layout.merged)
+    slots: dict[str, _Slot] = {}
+    for module_name, module in model.named_modules():
+        for kind, parameter in module.named_parameters(recurse=False):
+            parent, _, own = module_name.rpartition(".")
+            parts = merged.get(own)
+            if parts is not None and isinstance(module, MergedLinear):
+                first_row = 0
+                for part, num_rows in zip(parts, module.sizes, strict=True):
+                    name = _renamed(f"{parent}.{part}.{kind}", layout)
+                    slots[name] = _Slot(parameter, first_row, num_rows)
+                    first_row += num_rows
+            else:
+                transposed = kind == "weight" and module_name.endswith(layout.transposed)
+                name = _renamed(f"{module_name}.{kind}", layout)
+                slots[name] = _Slot(parameter, transposed=transposed)
+    return slots
+
+
+def _renamed(name: str, layout: CheckpointLayout) -> str:
+    for ours, theirs in layout.renamed:
+        name = name.replace(ours, theirs)
+    return name
+
+
+def _own_name(stored_name: str, layout: CheckpointLayout, slots: dict[str, _Slot]) -> str:
+    """A stored name without prefix; a head that the model ties is the embedding once more."""
+    for prefix in layout.prefixes:
+        stored_name = stored_name.removeprefix(prefix)
+    return layout.embedding if stored_name == layout.head not in slots else stored_name
+
+
+def _tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
+    """Names and tensors of one file; the tensors are views of the mapped file where possible."""
+    read = _safetensors if file.suffix == ".safetensors" else _pickle
+    try:
+        yield from read(file)
+    except (SafetensorError, OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise CheckpointError(f"{file} is truncated or not a weights file: {reason}") from error
+
+
+def _safetensors(file: Path) -> Iterator[tuple[str, Tensor]]:
+    with safe_open(file, framework="pt") as opened:
+        names = deque(opened.keys())
+    while names:
+        read = 0
+        with safe_open(file, framework="pt") as opened:
+            while names and read < _REOPEN_BYTES:
+                tensor = opened.get_tensor(names[0])
+                read += tensor.nbytes
+                yield names.popleft(), tensor
+
+
+def _pickle(file: Path) -> Iterator[tuple[str, Tensor]]:
+    state = torch.load(
+        file,
+        map_location="cpu",
+        weights_only=True,
+        mmap=zipfile.is_zipfile(file),  # files from before torch 1.6 are not archives
+    )
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{file} must hold tensors by name, got {type(state).__name__}")
+    yield from ((name, value) for name, value in state.items() if isinstance(value, Tensor))
+
+
+def _fill(slot: _Slot, stored_name: str, tensor: Tensor, *, filled: bool) -> None:
+    if not tensor.is_floating_point():
+        raise CheckpointError(
+            f"{stored_name} has dtype {tensor.dtype}; quantized checkpoints are not supported"
+        )
+    target = slot.target()
+    expected = tuple(reversed(target.shape)) if slot.transposed else tuple(target.shape)
+    if tuple(tensor.shape) != expected:
+        raise CheckpointError(
+            f"{stored_name} has shape {list(tensor.shape)}, config.json says {list(expected)}"
+        )
+    value = tensor.t() if slot.transposed else tensor
+    if filled and not torch.equal(target, value.to(target)):
+        raise CheckpointError(
+            f"{stored_name} differs from the embedding that it is tied to; "
+            "set model.config.tie_word_embeddings=false"
+        )
+    target.copy_(value)
+
+
+def _listed(names: list[str]) -> str:
+    """The first few names, then how many more."""
+    more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
+    noun = "tensor" if len(names) == 1 else "tensors"
+    return f"{noun} {', '.join(sorted(names)[:_MAX_NAMED])}{more}"
+
+
+def _progress_bar(*, shown: bool) -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+        console=Console(stderr=True),
+        disable=not shown,
+    )

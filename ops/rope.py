@@ -1,0 +1,138 @@
+"""Rotary position embedding (Su et al., arXiv:2104.09864): its tables, and the rotation.
+
+The tables hold one entry per rotated *pair* of elements. Pairs are the two halves of the rotary
+part of a head, element i with element i + rotary_dim / 2: the layout of Hugging Face checkpoints.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = (
+    "LinearScaling",
+    "Llama3Scaling",
+    "Rope",
+    "YarnScaling",
+    "apply_rope",
+    "inverse_frequencies",
+    "rope_tables",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearScaling:
+    """Position interpolation (arXiv:2306.15595): all positions divided by `factor`."""
+
+    factor: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Llama3Scaling:
+    """Llama 3.1: long wavelengths stretched by `factor`, short ones kept, those between blended."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class YarnScaling:
+    """YaRN (arXiv:2309.00071): blend by the number of turns within the original context."""
+
+    factor: float
+    original_max_position: int
+    attention_factor: float  # on cosines and sines: the temperature of the attention logits
+    beta_fast: float = 32.0  # turns above which a dimension keeps its frequency
+    beta_slow: float = 1.0  # turns below which a dimension is stretched by `factor`
+    truncate: bool = True  # round the borders of the blend to whole dimensions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rope:
+    """The rotary embedding of a model."""
+
+    rotary_dim: int  # leading elements of each head that are rotated; even
+    theta: float
+    scaling: LinearScaling | Llama3Scaling | YarnScaling | None = None
+
+
+def inverse_frequencies(rope: Rope) -> Tensor:
+    """Radians per position of each rotated pair: [rotary_dim / 2] float32 on the CPU."""
+    exponents = torch.arange(0, rope.rotary_dim, 2, dtype=torch.float32, device="cpu")
+    inverse = 1.0 / (rope.theta ** (exponents / rope.rotary_dim))
+    match rope.scaling:
+        case None:
+            return inverse
+        case LinearScaling(factor=factor):
+            return inverse / factor
+        case Llama3Scaling() as scaling:
+            return _llama3(inverse, scaling)
+        case YarnScaling() as scaling:
+            return _yarn(inverse, rope, scaling)
+
+
+def _llama3(inverse: Tensor, scaling: Llama3Scaling) -> Tensor:
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    turns = scaling.original_max_position * inverse / (2 * math.pi)  # within the original context
+    keep = ((turns - low) / (high - low)).clamp(0, 1)
+    return (1 - keep) * inverse / scaling.factor + keep * inverse
+
+
+def _yarn(inverse: Tensor, rope: Rope, scaling: YarnScaling) -> Tensor:
+    def pair_with(turns: float) -> float:
+        """The (fractional) index of the pair that turns this often within the original context."""
+        wavelength_ratio = scaling.original_max_position / (turns * 2 * math.pi)
+        return rope.rotary_dim * math.log(wavelength_ratio) / (2 * math.log(rope.theta))
+
+    low, high = pair_with(scaling.beta_fast), pair_with(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rope.rotary_dim - 1)
+    pairs = torch.arange(inverse.numel(), dtype=torch.float32, device="cpu")
+    stretch = ((pairs - low) / max(high - low, 0.001)).clamp(0, 1)
+    return stretch * inverse / scaling.factor + (1 - stretch) * inverse
+
+
+def rope_tables(
+    rope: Rope, num_positions: int, device: torch.device | None = None
+) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of every position.
+
+    Args:
+        rope: the rotary embedding.
+        num_positions: rows of the tables; positions are 0 to num_positions - 1.
+        device: where to make them; "meta" gives shapes only.
+
+    Returns:
+        cos, sin: [num_positions, rotary_dim / 2] float32 each.
+    """
+    positions = torch.arange(num_positions, dtype=torch.float32, device=device)
+    angles = torch.outer(positions, inverse_frequencies(rope).to(positions.device))
+    scale = rope.scaling.attention_factor if isinstance(rope.scaling, YarnScaling) else 1.0
+    return angles.cos() * scale, angles.sin() * scale
+
+
+def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the leading elements of every head.
+
+    Args:
+        x: [T, H, D].
+        cos: [T, R / 2] float32, table rows at the tokens' positions; R <= D elements are rotated.
+        sin: like `cos`.
+
+    Returns:
+        [T, H, D] in x's dtype, computed in float32.
+    """
+    half = cos.shape[-1]
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    first, second = x[..., :half].float(), x[..., half : 2 * half].float()
+    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    rotated = rotated.to(x.dtype)
+    if 2 * half == x.shape[-1]:
+        return rotated
+    return torch.cat((rotated, x[..., 2 * half :]), dim=-1)

@@ -1,0 +1,130 @@
+"""Small random-weight checkpoints made with transformers, one for each architecture and variant."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+SHARED = {
+    "vocab_size": 199,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.15,
+    "bos_token_id": None,
+    "eos_token_id": 7,
+    "pad_token_id": None,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A configuration, and how its checkpoint is stored."""
+
+    model_type: str
+    settings: dict[str, Any]
+    shard_size: str = "1GB"
+    pickled: bool = False
+
+
+VARIANTS = {
+    "gpt2": Variant(
+        "gpt2",
+        {
+            "vocab_size": 199,
+            "n_embd": 64,
+            "n_layer": 3,
+            "n_head": 4,
+            "n_positions": 256,
+            "initializer_range": 0.15,
+            "bos_token_id": 7,
+            "eos_token_id": 7,
+        },
+    ),
+    "llama-tied": Variant("llama", {**SHARED, "tie_word_embeddings": True}),
+    "llama3": Variant(
+        "llama",
+        {
+            **SHARED,
+            "num_key_value_heads": 2,
+            "tie_word_embeddings": False,
+            "rope_parameters": LLAMA3,
+        },
+        shard_size="60KB",
+    ),
+    "llama-linear-bias": Variant(
+        "llama",
+        {
+            **SHARED,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0},
+        },
+        pickled=True,
+    ),
+    "llama-yarn": Variant("llama", {**SHARED, "rope_parameters": YARN}),
+    "llama-mqa": Variant("llama", {**SHARED, "num_key_value_heads": 1, "head_dim": 32}),
+    "mistral": Variant("mistral", {**SHARED, "num_key_value_heads": 2, "sliding_window": 11}),
+    "qwen2": Variant("qwen2", {**SHARED, "num_key_value_heads": 2}),
+    "qwen2-window": Variant(
+        "qwen2",
+        {
+            **SHARED,
+            "num_key_value_heads": 2,
+            "use_sliding_window": True,
+            "sliding_window": 9,
+            "max_window_layers": 1,
+        },
+    ),
+    "qwen3": Variant(
+        "qwen3",
+        {**SHARED, "num_key_value_heads": 2, "head_dim": 24, "tie_word_embeddings": False},
+    ),
+    "qwen3-tied": Variant(
+        "qwen3",
+        {**SHARED, "num_key_value_heads": 2, "head_dim": 32, "tie_word_embeddings": True},
+    ),
+}
+
+
+def reference_model(variant: Variant) -> Any:
+    """The transformers model: float32, its own plain attention, no weight at its trivial value."""
+    config = transformers.AutoConfig.for_model(variant.model_type, **variant.settings)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:  # norms start at 1 and biases at 0, which would hide mistakes
+                parameter += torch.randn(parameter.shape, generator=generator) * 0.1
+    return model.float().eval()
+
+
+def save(model: Any, variant: Variant, directory: Path) -> Path:
+    """Write the checkpoint as its variant says and return the directory."""
+    model.save_pretrained(directory, max_shard_size=variant.shard_size)
+    if variant.pickled:
+        file = directory / "model.safetensors"
+        torch.save(model.state_dict(), directory / "pytorch_model.bin")
+        file.unlink()
+    return directory

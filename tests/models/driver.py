@@ -1,0 +1,125 @@
+"""Steps a model from plain lists: what the engine does, in few lines that can be checked by eye.
+
+A `Driver` owns a cache and block tables. `step` takes (sequence, number of tokens) pairs and
+computes that many further tokens of each: any mix of whole, chunked and one-token steps is a list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ostinato.models.base import CausalLM, ForwardBatch, KVCache
+from ostinato.models.config import ModelConfig
+from ostinato.ops.attention import AttentionMetadata
+
+Forward = Callable[[ForwardBatch, KVCache], Tensor]
+
+
+class Sequence:
+    """Tokens, how many of them are computed, and the blocks they live in."""
+
+    def __init__(self, token_ids: list[int]) -> None:
+        self.token_ids = list(token_ids)
+        self.num_computed = 0
+        self.block_ids: list[int] = []
+
+
+class Driver:
+    """A model, its cache and the rows of a batch; every step pads to `max_seqs` rows."""
+
+    def __init__(
+        self,
+        model: CausalLM,
+        config: ModelConfig,
+        *,
+        forward: Forward | None = None,
+        block_size: int = 8,
+        num_blocks: int = 64,
+        max_seqs: int = 3,
+        max_len: int = 256,
+        pad_to: int = 2,
+    ) -> None:
+        self.model = model
+        self.forward = forward or model
+        self.block_size = block_size
+        self.max_seqs = max_seqs
+        self.pad_to = pad_to  # fewest rows of a step, as compiled graphs are never traced with one
+        self.max_blocks = -(-max_len // block_size)
+        self.dtype = next(model.parameters()).dtype
+        self.cache = config.kv_cache_spec(block_size, self.dtype).allocate(
+            num_blocks, torch.device("cpu")
+        )
+        # Handed out from the end, so that no sequence sits in the blocks 1, 2, 3, ...
+        self.free_blocks = list(range(1, num_blocks))
+
+    def adopt(self, sequence: Sequence, other: Sequence, num_tokens: int) -> None:
+        """Start `sequence` with the full blocks of `other`'s first tokens: a prefix-cache hit."""
+        assert num_tokens % self.block_size == 0, "only full blocks are shared"
+        assert sequence.token_ids[:num_tokens] == other.token_ids[:num_tokens], "prefixes differ"
+        sequence.block_ids = other.block_ids[: num_tokens // self.block_size]
+        sequence.num_computed = num_tokens
+
+    def batch(self, scheduled: list[tuple[Sequence, int]]) -> ForwardBatch:
+        """The tensors of a step; padding tokens go to block 0."""
+        token_ids: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        starts = [0]
+        lengths: list[int] = []
+        table = torch.zeros(self.max_seqs, self.max_blocks, dtype=torch.int32)
+        for row, (sequence, num_tokens) in enumerate(scheduled):
+            end = sequence.num_computed + num_tokens
+            while len(sequence.block_ids) * self.block_size < end:
+                sequence.block_ids.append(self.free_blocks.pop())
+            table[row, : len(sequence.block_ids)] = torch.tensor(sequence.block_ids)
+            for position in range(sequence.num_computed, end):
+                token_ids.append(sequence.token_ids[position])
+                positions.append(position)
+                block, offset = divmod(position, self.block_size)
+                slots.append(sequence.block_ids[block] * self.block_size + offset)
+            starts.append(len(token_ids))
+            lengths.append(end)
+        padding = max(0, self.pad_to - len(token_ids))
+        starts += [starts[-1]] * (self.max_seqs + 1 - len(starts))
+        lengths += [0] * (self.max_seqs - len(lengths))
+        return ForwardBatch(
+            torch.tensor(token_ids + [0] * padding),
+            torch.tensor(positions + [0] * padding),
+            AttentionMetadata(
+                torch.tensor(starts, dtype=torch.int32),
+                torch.tensor(lengths, dtype=torch.int32),
+                table,
+                torch.tensor(slots + [0] * padding),
+                torch.zeros(1, dtype=torch.int64),
+            ),
+        )
+
+    @torch.no_grad()
+    def step(self, scheduled: list[tuple[Sequence, int]]) -> list[Tensor]:
+        """Compute tokens; logits [num_tokens, vocab_size] for each scheduled sequence."""
+        batch = self.batch(scheduled)
+        hidden = self.forward(batch, self.cache)
+        logits = self.model.compute_logits(hidden)
+        for sequence, num_tokens in scheduled:
+            sequence.num_computed += num_tokens
+        sizes = [num_tokens for _, num_tokens in scheduled]
+        return list(logits[: sum(sizes)].split(sizes))
+
+    def prefill(self, sequence: Sequence, chunks: list[int]) -> Tensor:
+        """Compute the rest of a prompt in steps of these sizes; logits of all its new positions."""
+        todo = len(sequence.token_ids) - sequence.num_computed
+        assert sum(chunks) == todo, f"{chunks} do not add up to {todo} tokens"
+        return torch.cat([self.step([(sequence, size)])[0] for size in chunks])
+
+    def greedy(self, sequence: Sequence, last_logits: Tensor, num_tokens: int) -> list[int]:
+        """Continue with the likeliest token; `last_logits` belong to the last computed position."""
+        generated: list[int] = []
+        for _ in range(num_tokens):
+            token = int(last_logits.argmax())
+            generated.append(token)
+            sequence.token_ids.append(token)
+            last_logits = self.step([(sequence, 1)])[0][-1]
+        return generated
