@@ -22,6 +22,7 @@ from ostinato.runtime.errors import InvalidRequestError, StartupError
 
 __all__ = ("ChatTemplate",)
 
+_RESERVED = ("self", "messages", "tools", "documents", "add_generation_prompt")
 _END_OF_MESSAGE = "OSTINATO_END_OF_FINAL_MESSAGE "
 
 
@@ -119,6 +120,12 @@ class ChatTemplate:
             {key: value for key, value in message.items() if value is not None}
             for message in messages
         ]
+        for name in variables or {}:
+            if name in _RESERVED or name in self._special_tokens:
+                raise InvalidRequestError(
+                    f"chat_template_kwargs can not set {name}, which the server sets",
+                    param="chat_template_kwargs",
+                )
         if continue_final_message:
             _mark_end(conversation)
         try:

@@ -115,6 +115,10 @@ class Tokenizer:
         """The text of a whole sequence; ids that the tokenizer does not know add nothing."""
         return self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
+    def token(self, token_id: int) -> str:
+        """The token as the vocabulary spells it; empty for an unknown id."""
+        return self._backend.id_to_token(token_id) or ""
+
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that one token stands for; they may be a part of a character."""
         if self.pieces is not None:

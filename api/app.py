@@ -1,0 +1,39 @@
+"""The ASGI application: handlers, errors and limits put together."""
+
+from __future__ import annotations
+
+from litestar import Litestar
+from litestar.di import Provide
+from litestar.types import Scope
+
+from ostinato.api.errors import exception_handlers, status_of
+from ostinato.api.openapi import openapi_config
+from ostinato.api.routes import HANDLERS
+from ostinato.api.schemas import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
+from ostinato.api.service import Service
+
+__all__ = ("create_app",)
+
+
+def create_app(service: Service) -> Litestar:
+    """The application that serves `service`; the caller starts and ends the engine."""
+
+    async def count_refusal(error: Exception, _scope: Scope) -> None:
+        service.metrics.count_refusal(status_of(error))
+
+    return Litestar(
+        route_handlers=HANDLERS,
+        dependencies={"service": Provide(lambda: service, sync_to_thread=False)},
+        exception_handlers=exception_handlers(service.server.max_body_mib),
+        after_exception=[count_refusal],
+        request_max_body_size=int(service.server.max_body_mib * (1 << 20)),
+        openapi_config=openapi_config(
+            [ChatCompletionRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest]
+        ),
+        logging_config=None,
+    )

@@ -1,0 +1,190 @@
+"""The chat dialect: `/v1/chat/completions`, from body to engine request and from news to chunks.
+
+Pure functions of plain data; the handler in `routes` joins them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from ostinato.api.generation import (
+    CollectedCompletion,
+    Generation,
+    ReplyHead,
+    check_stream_options,
+    make_generation,
+)
+from ostinato.api.logprobs import TokenBytes, chat_logprobs
+from ostinato.api.schemas import (
+    ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
+    ChatCompletionRequest,
+    ChatDelta,
+    ChatLogprobs,
+    ChatResponse,
+    Message,
+    ReplyMessage,
+    TokenizeRequest,
+    Usage,
+)
+from ostinato.runtime.errors import InvalidRequestError
+from ostinato.runtime.types import RequestOutput, ServedModel
+
+__all__ = (
+    "asks_for_answer",
+    "check",
+    "template_messages",
+    "to_chunks",
+    "to_request",
+    "to_response",
+    "usage_chunk",
+)
+
+
+def check(body: ChatCompletionRequest) -> None:
+    """Refuses what no tokenisation is needed to refuse.
+
+    Raises:
+        InvalidRequestError: two fields contradict each other.
+    """
+    check_stream_options(body)
+    if body.top_logprobs is not None and not body.logprobs:
+        raise InvalidRequestError(
+            "top_logprobs needs logprobs=true", param="top_logprobs", code="invalid_value"
+        )
+    if None not in (body.max_tokens, body.max_completion_tokens) and (
+        body.max_tokens != body.max_completion_tokens
+    ):
+        raise InvalidRequestError(
+            f"max_tokens={body.max_tokens} and max_completion_tokens={body.max_completion_tokens}"
+            " are two names of one limit; give one",
+            param="max_completion_tokens",
+            code="invalid_value",
+        )
+
+
+def asks_for_answer(body: ChatCompletionRequest | TokenizeRequest) -> bool:
+    """Whether a new assistant message follows; by default yes, unless the last is continued."""
+    if body.add_generation_prompt is None:
+        return not body.continue_final_message
+    return body.add_generation_prompt
+
+
+def template_messages(messages: list[Message]) -> list[dict[str, str]]:
+    """The messages as a chat template sees them; text parts are joined by line ends."""
+    rendered = []
+    for message in messages:
+        content = message.content
+        if not isinstance(content, str):
+            content = "\n".join(part.text for part in content)
+        named = {} if message.name is None else {"name": message.name}
+        rendered.append({"role": message.role, "content": content, **named})
+    return rendered
+
+
+def to_request(
+    body: ChatCompletionRequest,
+    prompt_token_ids: list[int],
+    model: ServedModel,
+    *,
+    request_id: str,
+    default_max_tokens: int | None,
+) -> Generation:
+    """What the engine is asked; see `make_generation`."""
+    newer_name = body.max_completion_tokens is not None
+    names: Mapping[str, str] = {
+        "prompt": "messages",
+        "max_tokens": "max_completion_tokens" if newer_name else "max_tokens",
+        "logprobs": "top_logprobs",
+    }
+    return make_generation(
+        body,
+        prompt_token_ids,
+        model,
+        request_id=request_id,
+        max_tokens=body.max_completion_tokens if newer_name else body.max_tokens,
+        default_max_tokens=default_max_tokens,
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        field_names=names,
+    )
+
+
+def to_chunks(
+    head: ReplyHead,
+    output: RequestOutput,
+    token_bytes: TokenBytes,
+    *,
+    num_top_logprobs: int | None,
+    usage: Usage | msgspec.UnsetType | None = msgspec.UNSET,
+) -> list[ChatChunk]:
+    """The chunks for one piece of news: none while its text is held back.
+
+    Args:
+        num_top_logprobs: alternatives per token; None = no log-probabilities.
+        usage: what the chunks' `usage` says; unset = they have none.
+    """
+    choices = []
+    if output.num_output_tokens == len(output.new_token_ids):  # the first news of this completion
+        choices.append(ChatChunkChoice(index=output.index, delta=ChatDelta("assistant", "")))
+    logprobs = None
+    if num_top_logprobs is not None and output.new_token_ids:
+        logprobs = _logprobs(output, token_bytes, num_top_logprobs)
+    only_ends = not output.text_delta and logprobs is None and output.finish_reason is not None
+    if only_ends or output.text_delta or logprobs is not None:
+        choices.append(
+            ChatChunkChoice(
+                index=output.index,
+                delta=ChatDelta(content=None if only_ends else output.text_delta),
+                logprobs=logprobs,
+                finish_reason=output.finish_reason,
+                stop_reason=msgspec.UNSET if output.finish_reason is None else output.stop_reason,
+            )
+        )
+    return [
+        ChatChunk(id=head.id, created=head.created, model=head.model, choices=[choice], usage=usage)
+        for choice in choices
+    ]
+
+
+def usage_chunk(head: ReplyHead, usage: Usage) -> ChatChunk:
+    """The last chunk of a stream with `stream_options.include_usage`."""
+    return ChatChunk(id=head.id, created=head.created, model=head.model, choices=[], usage=usage)
+
+
+def to_response(
+    head: ReplyHead,
+    completions: dict[tuple[int, int], CollectedCompletion],
+    token_bytes: TokenBytes,
+    *,
+    num_top_logprobs: int | None,
+    usage: Usage,
+) -> ChatResponse:
+    """The whole answer to a request without `stream`; `completions` as `collect` fills it."""
+    choices = []
+    for (_, index), one in sorted(completions.items()):
+        assert one.finish_reason is not None, "collected until every completion had ended"
+        logprobs = None
+        if num_top_logprobs is not None:
+            logprobs = chat_logprobs(
+                one.token_ids, one.logprobs, token_bytes, num_top=num_top_logprobs
+            )
+        choices.append(
+            ChatChoice(
+                index=index,
+                message=ReplyMessage("assistant", one.text),
+                logprobs=logprobs,
+                finish_reason=one.finish_reason,
+                stop_reason=one.stop_reason,
+            )
+        )
+    return ChatResponse(
+        id=head.id, created=head.created, model=head.model, choices=choices, usage=usage
+    )
+
+
+def _logprobs(output: RequestOutput, token_bytes: TokenBytes, num_top: int) -> ChatLogprobs:
+    assert output.logprobs is not None, "the engine reports what the request asked for"
+    return chat_logprobs(output.new_token_ids, output.logprobs, token_bytes, num_top=num_top)

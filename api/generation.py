@@ -1,0 +1,206 @@
+"""From a request's fields to what the engine is asked, and the bookkeeping of one reply.
+
+Pure functions and plain data, shared by the chat and the completions dialect.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import msgspec
+
+from ostinato.api.schemas import GenerationFields, PromptTokensDetails, Usage
+from ostinato.runtime.errors import InvalidRequestError
+from ostinato.runtime.requests import resolve_sampling
+from ostinato.runtime.types import (
+    FinishReason,
+    RequestOutput,
+    SamplingParams,
+    ServedModel,
+    TokenLogprobs,
+)
+
+__all__ = (
+    "CollectedCompletion",
+    "Generation",
+    "ReplyHead",
+    "Tally",
+    "check_model",
+    "check_stream_options",
+    "collect",
+    "make_generation",
+    "new_id",
+)
+
+# Sampling fields that a model's generation_config.json may set; the names are the same everywhere.
+_SAMPLING_FIELDS = (
+    "n",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    "seed",
+    "min_tokens",
+)
+
+
+class Generation(msgspec.Struct, frozen=True, kw_only=True):
+    """One prompt for the engine; nothing in it can be refused any more."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling: SamplingParams
+    priority: int = 0
+    cache_salt: str = ""
+
+
+class ReplyHead(msgspec.Struct, frozen=True, kw_only=True):
+    """What every chunk of one reply repeats."""
+
+    id: str
+    created: int  # unix seconds
+    model: str
+
+
+class CollectedCompletion(msgspec.Struct, kw_only=True):
+    """All news of one completion, joined."""
+
+    text: str = ""
+    token_ids: list[int] = []
+    logprobs: list[TokenLogprobs] = []
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+
+
+class Tally:
+    """Tokens of one reply, counted as they come: the prompts once, all completions of each."""
+
+    def __init__(self, generations: Iterable[Generation]) -> None:
+        self.num_prompt_tokens = sum(len(one.prompt_token_ids) for one in generations)
+        self.num_output_tokens = 0
+        self._cached: dict[int, int] = {}
+
+    def add(self, prompt_index: int, output: RequestOutput) -> None:
+        self.num_output_tokens += len(output.new_token_ids)
+        if output.index == 0:  # the others share this one's blocks by design
+            self._cached[prompt_index] = output.num_cached_tokens
+
+    @property
+    def usage(self) -> Usage:
+        return Usage(
+            prompt_tokens=self.num_prompt_tokens,
+            completion_tokens=self.num_output_tokens,
+            total_tokens=self.num_prompt_tokens + self.num_output_tokens,
+            prompt_tokens_details=PromptTokensDetails(sum(self._cached.values())),
+        )
+
+
+def new_id(prefix: str, fields: GenerationFields) -> str:
+    """The reply's id: the caller's `request_id`, or a new one, after the dialect's prefix."""
+    return f"{prefix}-{fields.request_id or secrets.token_hex(16)}"
+
+
+def check_model(name: str | None, model: ServedModel) -> None:
+    """Raises InvalidRequestError (404) when `name` is not the model that is served."""
+    if name is not None and name != model.name:
+        raise InvalidRequestError(
+            f"the model {name[:200]!r} does not exist; this server has {model.name!r}",
+            param="model",
+            code="model_not_found",
+            status=404,
+        )
+
+
+def check_stream_options(fields: GenerationFields) -> None:
+    """Raises InvalidRequestError for `stream_options` without `stream`."""
+    if fields.stream_options is not None and not fields.stream:
+        raise InvalidRequestError(
+            "stream_options needs stream=true", param="stream_options", code="invalid_value"
+        )
+
+
+def make_generation(
+    fields: GenerationFields,
+    prompt_token_ids: list[int],
+    model: ServedModel,
+    *,
+    request_id: str,
+    max_tokens: int | None,
+    default_max_tokens: int | None,
+    logprobs: int | None,
+    field_names: Mapping[str, str],
+) -> Generation:
+    """One prompt with its resolved parameters: the request's, else the model's, else ours.
+
+    Args:
+        max_tokens: what the request asks for; None = `default_max_tokens`.
+        default_max_tokens: `sampling.max_tokens`; None = up to the context's end.
+        logprobs: likeliest tokens to report per position; None = no log-probabilities.
+        field_names: the dialect's names of `prompt` and `max_tokens`, for refusals.
+
+    Raises:
+        InvalidRequestError: a value is out of range, or the prompt does not fit.
+    """
+    if max_tokens is None and default_max_tokens is not None:
+        room = model.max_model_len - len(prompt_token_ids)
+        max_tokens = max(1, min(default_max_tokens, room))
+    try:
+        sampling = _sampling(fields, model, max_tokens, logprobs)
+        sampling = resolve_sampling(prompt_token_ids, sampling, model)
+    except ValueError as error:
+        name = str(error).partition(" must be ")[0]
+        param = field_names.get(name, name)
+        message = param + str(error).removeprefix(name)
+        raise InvalidRequestError(message, param=param, code="invalid_value") from error
+    except InvalidRequestError as error:
+        param = field_names.get(error.param or "", error.param)
+        raise InvalidRequestError(
+            str(error), param=param, code=error.code, status=error.status
+        ) from error
+    return Generation(
+        request_id=request_id,
+        prompt_token_ids=prompt_token_ids,
+        sampling=sampling,
+        priority=fields.priority,
+        cache_salt=fields.cache_salt,
+    )
+
+
+def _sampling(
+    fields: GenerationFields, model: ServedModel, max_tokens: int | None, logprobs: int | None
+) -> SamplingParams:
+    """Raises ValueError when a value is out of its range."""
+    # The defaults crossed the border as floats, top_k among them: hence not strict.
+    defaults = msgspec.convert(model.default_sampling, SamplingParams, strict=False)
+    given: dict[str, Any] = {name: getattr(fields, name) for name in _SAMPLING_FIELDS}
+    return msgspec.structs.replace(
+        defaults,
+        **{name: value for name, value in given.items() if value is not None},
+        max_tokens=max_tokens,
+        stop=(fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop or ()),
+        stop_token_ids=tuple(fields.stop_token_ids or ()),
+        include_stop_str_in_output=fields.include_stop_str_in_output,
+        ignore_eos=fields.ignore_eos,
+        skip_special_tokens=fields.skip_special_tokens,
+        logprobs=logprobs,
+    )
+
+
+def collect(
+    completions: dict[tuple[int, int], CollectedCompletion],
+    prompt_index: int,
+    output: RequestOutput,
+) -> None:
+    """Joins one piece of news to its completion in `completions`, keyed (prompt, index)."""
+    one = completions.setdefault((prompt_index, output.index), CollectedCompletion())
+    one.text += output.text_delta
+    one.token_ids += output.new_token_ids
+    one.logprobs += output.logprobs or ()
+    one.finish_reason = output.finish_reason
+    one.stop_reason = output.stop_reason

@@ -1,0 +1,191 @@
+"""The endpoints: each handler reads, asks and answers in a few lines; the work is elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any, TypeVar
+
+import msgspec
+from litestar import Request, Response, get, post
+from litestar.response import Stream
+
+from ostinato import __version__
+from ostinato.api import chat, completions, replies, tokenization
+from ostinato.api.generation import check_model
+from ostinato.api.metrics import CONTENT_TYPE
+from ostinato.api.openapi import body_of
+from ostinato.api.schemas import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    DetokenizeResponse,
+    ModelCard,
+    ModelList,
+    TokenizeRequest,
+    decode,
+)
+from ostinato.api.service import Service
+from ostinato.api.stream import sse, until_disconnect
+from ostinato.runtime.errors import InvalidRequestError
+
+__all__ = ("HANDLERS",)
+
+T = TypeVar("T")
+HttpRequest = Request[Any, Any, Any]
+
+
+@post("/v1/chat/completions", status_code=200, operation_class=body_of(ChatCompletionRequest))
+async def chat_completions(request: HttpRequest, service: Service) -> Response[bytes] | Stream:
+    """Answer a conversation."""
+    body = await _read(request, ChatCompletionRequest, service)
+    chat.check(body)
+    prompt = await _encode_messages(service, body)
+    reply = replies.ChatReply(service, body, prompt)
+    if body.stream:
+        return _event_stream(reply.chunks())
+    return _json(await until_disconnect(request.receive, reply.response()))
+
+
+@post("/v1/completions", status_code=200, operation_class=body_of(CompletionRequest))
+async def plain_completions(request: HttpRequest, service: Service) -> Response[bytes] | Stream:
+    """Continue one or several prompts."""
+    body = await _read(request, CompletionRequest, service)
+    completions.check(body)
+    prompts = await _encode_prompts(service, body)
+    reply = replies.CompletionReply(service, body, prompts)
+    if body.stream:
+        return _event_stream(reply.chunks())
+    return _json(await until_disconnect(request.receive, reply.response()))
+
+
+@get("/v1/models")
+async def models(service: Service) -> Response[bytes]:
+    """The one model that is served."""
+    return _json(ModelList(data=[_card(service)]))
+
+
+@get("/v1/models/{name:path}")
+async def model(service: Service, name: str) -> Response[bytes]:
+    """One model."""
+    card = _card(service)
+    check_model(name.removeprefix("/"), service.client.model)
+    return _json(card)
+
+
+@post("/tokenize", status_code=200, operation_class=body_of(TokenizeRequest))
+async def tokenize(request: HttpRequest, service: Service) -> Response[bytes]:
+    """Token ids of a text or of a conversation."""
+    body = await _read(request, TokenizeRequest, service)
+    tokenizer = service.tokenizer("prompt")
+    text, add_special_tokens = tokenization.text_to_tokenize(body, tokenizer)
+    (token_ids,) = await service.encode(
+        [text], param="prompt", add_special_tokens=add_special_tokens
+    )
+    return _json(tokenization.to_token_response(body, token_ids, tokenizer, service.client.model))
+
+
+@post("/detokenize", status_code=200, operation_class=body_of(DetokenizeRequest))
+async def detokenize(request: HttpRequest, service: Service) -> Response[bytes]:
+    """The text of token ids."""
+    body = await _read(request, DetokenizeRequest, service)
+    text = tokenization.to_text(body, service.tokenizer("tokens"), service.client.model)
+    return _json(DetokenizeResponse(text))
+
+
+@get("/health")
+async def health(service: Service) -> Response[bytes]:
+    """Whether the engine works: 200, or 503 with the reason."""
+    problem = service.health_problem()
+    status = "ok" if problem is None else "unhealthy"
+    return _status(status, problem)
+
+
+@get("/ready")
+async def ready(service: Service) -> Response[bytes]:
+    """Whether a new request would be admitted: 200, or 503 with the reason."""
+    refusal = service.refusal()
+    return _status("ready" if refusal is None else refusal.code, refusal and str(refusal))
+
+
+@get("/version")
+async def version() -> Response[bytes]:
+    """The server's version."""
+    return _json({"version": __version__})
+
+
+@get("/metrics")
+async def metrics(service: Service) -> Response[bytes]:
+    """Figures for Prometheus."""
+    return Response(service.metrics.render(), media_type=CONTENT_TYPE)
+
+
+HANDLERS = [
+    chat_completions,
+    plain_completions,
+    models,
+    model,
+    tokenize,
+    detokenize,
+    health,
+    ready,
+    version,
+    metrics,
+]
+
+
+async def _read(request: HttpRequest, schema: type[T], service: Service) -> T:
+    """The decoded body, once it is sure that requests are admitted and the model is right."""
+    content_type = request.headers.get("content-type", "application/json")
+    if content_type.partition(";")[0].strip().lower() != "application/json":
+        raise InvalidRequestError(
+            f"Content-Type is {content_type[:100]!r}, it must be application/json"
+            " (curl: -H 'Content-Type: application/json')",
+            code="unsupported_media_type",
+            status=415,
+        )
+    data = await request.body()
+    service.admit()
+    body = decode(data, schema)
+    check_model(getattr(body, "model", None), service.client.model)
+    return body
+
+
+async def _encode_messages(service: Service, body: ChatCompletionRequest) -> list[int]:
+    text = service.tokenizer("messages").apply_chat_template(
+        chat.template_messages(body.messages),
+        add_generation_prompt=chat.asks_for_answer(body),
+        continue_final_message=body.continue_final_message,
+        variables=body.chat_template_kwargs,
+    )
+    (token_ids,) = await service.encode([text], param="messages", add_special_tokens=False)
+    return token_ids
+
+
+async def _encode_prompts(service: Service, body: CompletionRequest) -> list[list[int]]:
+    prompts = completions.prompts(body)
+    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+    if not texts:
+        return [prompt for prompt in prompts if isinstance(prompt, list)]
+    return await service.encode(texts, param="prompt", add_special_tokens=body.add_special_tokens)
+
+
+def _card(service: Service) -> ModelCard:
+    service.check_started()
+    model = service.client.model
+    return ModelCard(id=model.name, created=model.created, max_model_len=model.max_model_len)
+
+
+def _json(value: object) -> Response[bytes]:
+    return Response(msgspec.json.encode(value), media_type="application/json")
+
+
+def _status(status: str, reason: str | None) -> Response[bytes]:
+    body = {"status": status} if reason is None else {"status": status, "reason": reason}
+    code = 200 if reason is None else 503
+    return Response(msgspec.json.encode(body), media_type="application/json", status_code=code)
+
+
+def _event_stream(chunks: AsyncIterator[msgspec.Struct]) -> Stream:
+    # The headers keep proxies from collecting the events.
+    headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+    return Stream(sse(chunks), media_type="text/event-stream", headers=headers)

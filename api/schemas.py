@@ -1,0 +1,380 @@
+"""The bodies of requests and responses, as the OpenAI API spells them.
+
+A field is here exactly when it is honoured. `decode` names the field in every refusal; fields of
+the OpenAI API that ask for something this server can not do are refused by name, unless their value
+asks for nothing (`tools: []`, `response_format: {"type": "text"}`, any null).
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+
+from ostinato.runtime.errors import InvalidRequestError
+
+__all__ = (
+    "ChatChoice",
+    "ChatChunk",
+    "ChatChunkChoice",
+    "ChatCompletionRequest",
+    "ChatDelta",
+    "ChatLogprobs",
+    "ChatResponse",
+    "ChatTokenLogprob",
+    "Completion",
+    "CompletionChoice",
+    "CompletionLogprobs",
+    "CompletionRequest",
+    "DetokenizeRequest",
+    "DetokenizeResponse",
+    "GenerationFields",
+    "Message",
+    "ModelCard",
+    "ModelList",
+    "PromptTokensDetails",
+    "ReplyMessage",
+    "StreamOptions",
+    "TextPart",
+    "TokenizeRequest",
+    "TokenizeResponse",
+    "TopLogprob",
+    "Usage",
+    "decode",
+)
+
+T = TypeVar("T")
+
+Int32 = Annotated[int, msgspec.Meta(ge=-(1 << 31), lt=1 << 31)]
+RequestId = Annotated[str, msgspec.Meta(pattern=r"^[\x21-\x7e]{1,128}$")]
+
+# What the OpenAI API knows and this server does not, with the values that ask for nothing. Null
+# always does.
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "annotations": ([],),
+    "audio": (),
+    "best_of": (1,),
+    "echo": (False,),
+    "function_call": ("none",),
+    "functions": ([],),
+    "metadata": ({},),
+    "modalities": (["text"],),
+    "parallel_tool_calls": (True, False),
+    "prediction": (),
+    "reasoning_effort": (),
+    "refusal": (),
+    "response_format": ({"type": "text"},),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "suffix": ("",),
+    "tool_call_id": (),
+    "tool_calls": ([],),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "verbosity": (),
+    "web_search_options": (),
+}
+
+
+class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    include_usage: bool = False  # a last chunk with the usage of the whole request
+    continuous_usage_stats: bool = False  # every chunk with the usage so far
+
+
+class GenerationFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What chat and plain completions share. Null and absent mean the same: the server's default.
+
+    Ranges are those of `SamplingParams`, which checks them.
+    """
+
+    model: str | None = None  # absent = the model that is served
+    n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Int32 | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
+    seed: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    priority: Int32 = 0  # lower runs first under scheduler.policy=priority
+    cache_salt: Annotated[str, msgspec.Meta(max_length=256)] = ""  # see the prefix cache
+    request_id: RequestId | None = None  # names the reply and its log line
+    user: str | None = None  # the caller's label of an end user; never used for anything
+
+
+class TextPart(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="text"
+):
+    text: str
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart]
+    name: str | None = None  # seen by templates that use it
+
+
+class ChatCompletionRequest(
+    GenerationFields, frozen=True, kw_only=True, forbid_unknown_fields=True
+):
+    """`POST /v1/chat/completions`."""
+
+    messages: Annotated[list[Message], msgspec.Meta(min_length=1)]
+    max_completion_tokens: int | None = None  # the newer name of max_tokens
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    add_generation_prompt: bool | None = None  # absent = unless the last message is continued
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None  # variables of the model's template
+
+
+class CompletionRequest(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`POST /v1/completions`."""
+
+    prompt: str | list[str | int | list[int]]  # text, token ids, or a list of either
+    logprobs: int | None = None
+    add_special_tokens: bool = True  # bos and the like around text prompts
+
+
+class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`POST /tokenize`: either `prompt` or `messages`."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], msgspec.Meta(min_length=1)] | None = None
+    add_special_tokens: bool | None = None  # absent = true for a prompt, false for messages
+    add_generation_prompt: bool | None = None  # absent = unless the last message is continued
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool = False
+
+
+class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`POST /detokenize`."""
+
+    model: str | None = None
+    tokens: list[int]
+
+
+class TokenizeResponse(msgspec.Struct, frozen=True, kw_only=True):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeResponse(msgspec.Struct, frozen=True):
+    prompt: str
+
+
+class PromptTokensDetails(msgspec.Struct, frozen=True):
+    cached_tokens: int
+
+
+class Usage(msgspec.Struct, frozen=True, kw_only=True):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class TopLogprob(msgspec.Struct, frozen=True):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatTokenLogprob(msgspec.Struct, frozen=True):
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(msgspec.Struct, frozen=True):
+    content: list[ChatTokenLogprob]
+
+
+class ReplyMessage(msgspec.Struct, frozen=True):
+    role: Literal["assistant"]
+    content: str
+
+
+class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
+    index: int
+    message: ReplyMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: str
+    stop_reason: int | str | None  # the stop token id or string that ended it, if one did
+
+
+class ChatResponse(msgspec.Struct, frozen=True, kw_only=True):
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class ChatDelta(msgspec.Struct, frozen=True, omit_defaults=True):
+    role: str | None = None
+    content: str | None = None
+
+
+class ChatChunkChoice(msgspec.Struct, frozen=True, kw_only=True):
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | msgspec.UnsetType | None = msgspec.UNSET
+
+
+class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
+    id: str
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
+
+
+class CompletionLogprobs(msgspec.Struct, frozen=True):
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
+class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: str | None
+    stop_reason: int | str | msgspec.UnsetType | None = msgspec.UNSET
+
+
+class Completion(msgspec.Struct, frozen=True, kw_only=True):
+    """A whole response, or one chunk of a stream: the legacy endpoint has one shape for both."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
+
+
+class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "ostinato"
+    max_model_len: int
+
+
+class ModelList(msgspec.Struct, frozen=True, kw_only=True):
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+def decode(body: bytes, schema: type[T]) -> T:
+    """The body as `schema`.
+
+    Raises:
+        InvalidRequestError: not JSON, not UTF-8, a wrong type, an unknown or unsupported field; the
+            text and `param` name the field.
+    """
+    try:
+        return msgspec.json.decode(body, type=schema)
+    except msgspec.ValidationError as error:
+        return _decode_without_neutral(body, schema, error)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidRequestError(
+            f"the body is not valid JSON in UTF-8: {error}", code="invalid_json"
+        ) from error
+
+
+def _decode_without_neutral(body: bytes, schema: type[T], first: msgspec.ValidationError) -> T:
+    """A second try, without the unsupported fields whose value asks for nothing."""
+    try:
+        raw = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidRequestError(
+            f"the body is not valid JSON in UTF-8: {error}", code="invalid_json"
+        ) from error
+    known = {field.encode_name for field in msgspec.structs.fields(schema)}
+    if isinstance(raw, dict):
+        raw = _without_neutral(raw, known)
+        messages = raw.get("messages")
+        if isinstance(messages, list):
+            raw["messages"] = [
+                _without_neutral(message, set()) if isinstance(message, dict) else message
+                for message in messages
+            ]
+    try:
+        return msgspec.json.decode(msgspec.json.encode(raw), type=schema)
+    except msgspec.ValidationError as error:
+        raise _refusal(str(error), known) from first
+
+
+def _without_neutral(fields: dict[str, Any], known: set[str]) -> dict[str, Any]:
+    return {
+        name: value
+        for name, value in fields.items()
+        if name in known
+        or name not in UNSUPPORTED
+        or not (value is None or any(_same(value, neutral) for neutral in UNSUPPORTED[name]))
+    }
+
+
+def _same(value: object, neutral: object) -> bool:
+    return type(value) is type(neutral) and value == neutral
+
+
+_UNKNOWN_FIELD = re.compile(r"Object contains unknown field `(.*)`$", re.DOTALL)
+_MISSING_FIELD = re.compile(r"Object missing required field `(.*)`$", re.DOTALL)
+
+
+def _refusal(text: str, known: set[str]) -> InvalidRequestError:
+    """The 400 for a validation error's text, such as "Expected `int`, got `str` - at `$.n`"."""
+    problem, _, place = text.partition(" - at ")
+    path = place.replace("`key` in ", "").strip("`").removeprefix("$").removeprefix(".")
+    path = path.removesuffix("[...]")
+    if missing := _MISSING_FIELD.match(problem):
+        param = f"{path}.{missing[1]}".lstrip(".")
+        return InvalidRequestError(f"{param} is required", param=param, code="missing_field")
+    if unknown := _UNKNOWN_FIELD.match(problem):
+        return _unknown_field(unknown[1][:100], path, known)
+    if path.endswith(".type") and ".content[" in path:
+        problem += "; the model takes text only: give {'type': 'text', 'text': ...}"
+    subject = path or "the body"
+    return InvalidRequestError(f"{subject}: {problem}", param=path or None, code="invalid_value")
+
+
+def _unknown_field(name: str, path: str, known: set[str]) -> InvalidRequestError:
+    param = f"{path}.{name}".lstrip(".")
+    if name in UNSUPPORTED:
+        return InvalidRequestError(
+            f"{param} is not supported by this server; leave it out",
+            param=param,
+            code="unsupported_parameter",
+        )
+    close = difflib.get_close_matches(name, known, n=1) if not path else []
+    hint = f"; did you mean {close[0]}?" if close else "; leave it out"
+    return InvalidRequestError(
+        f"{param} is not a field of this endpoint{hint}", param=param, code="unknown_parameter"
+    )

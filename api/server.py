@@ -1,0 +1,218 @@
+"""`run serve`: the composition root of the API process.
+
+Binds the port, starts the engine process and the HTTP server side by side (until the model is ready
+requests get 503), and on SIGTERM or SIGINT stops admitting, lets running requests finish, ends the
+engine and exits 0. A second signal cuts them off.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import gc
+import json
+import logging
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
+
+import uvicorn
+
+from ostinato import __version__
+from ostinato.api.app import create_app
+from ostinato.api.service import Service
+from ostinato.conf.root import EngineConfig
+from ostinato.conf.schema import ServerConfig
+from ostinato.runtime.client import EngineClient
+from ostinato.runtime.errors import StartupError
+
+__all__ = ("serve",)
+
+_LOG = logging.getLogger("ostinato.server")
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_FLUSH_S = 3  # how long connections get to take their last bytes
+_KEEP_ALIVE_S = 60
+
+
+def serve(config: EngineConfig) -> int:
+    """Serve until a signal; returns the exit code.
+
+    Raises:
+        StartupError: the port is taken or the engine can not start; one line that says why.
+    """
+    _configure_logging(config.server.log_level)
+    listener = _listen(config.server)
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        return runner.run(_Server(config, listener, sys.stdout.write).run())
+
+
+class _HttpServer(uvicorn.Server):
+    """Uvicorn without its own signal handling: `_Server` decides when it ends."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class _Server:
+    """One run of the server: engine, HTTP and the way down.
+
+    Args:
+        listener: bound and listening.
+        say: writes the start-up report.
+    """
+
+    def __init__(
+        self, config: EngineConfig, listener: socket.socket, say: Callable[[str], object]
+    ) -> None:
+        self._config = config
+        self._listener = listener
+        self._say = say
+        self._url = _url(listener)
+        self._client = EngineClient(config)
+        self._service = Service(self._client, config.server, config.sampling)
+        self._http = _HttpServer(
+            uvicorn.Config(
+                create_app(self._service),
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                lifespan="off",
+                timeout_keep_alive=_KEEP_ALIVE_S,
+                timeout_graceful_shutdown=_FLUSH_S,
+            )
+        )
+        self._first_signal = asyncio.Event()
+        self._second_signal = asyncio.Event()
+        self._exit_code = 0
+
+    async def run(self) -> int:
+        """Returns the exit code; raises StartupError as `serve`."""
+        loop = asyncio.get_running_loop()
+        for number in _SIGNALS:
+            loop.add_signal_handler(number, self._on_signal, number)
+        serving = asyncio.create_task(self._http.serve(sockets=[self._listener]))
+        try:
+            if await self._before_signal(self._start()):
+                await self._first_signal.wait()
+            await self._drain()
+        finally:
+            self._service.is_draining = True
+            await self._client.close()
+            self._http.should_exit = True
+            await serving
+            for number in _SIGNALS:
+                loop.remove_signal_handler(number)
+        return self._exit_code
+
+    def _on_signal(self, number: int) -> None:
+        if self._first_signal.is_set():
+            self._exit_code = 128 + number
+            self._http.force_exit = True
+            self._second_signal.set()
+        self._first_signal.set()
+
+    async def _before_signal(self, work: Coroutine[Any, Any, None]) -> bool:
+        """Whether `work` finished; a signal cancels it."""
+        task = asyncio.create_task(work)
+        stop = asyncio.create_task(self._first_signal.wait())
+        await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
+        stop.cancel()
+        if task.done():
+            task.result()
+            return True
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        return False
+
+    async def _start(self) -> None:
+        begin = time.monotonic()
+        self._say(f"ostinato {__version__}: {self._url} answers 503 until the model is ready\n")
+        self._service.phase = "loading"
+        await self._client.start(self._on_phase)
+        self._service.phase = None
+        gc.collect()
+        gc.freeze()  # what start-up made stays; later collections need not look at it
+        self._say(self._hints(time.monotonic() - begin))
+        sys.stdout.flush()
+
+    def _on_phase(self, name: str, seconds: float) -> None:
+        self._service.phase = f"{name} is done"
+        self._say(f"  {name:<28} {seconds:7.2f} s\n")
+        sys.stdout.flush()
+
+    def _hints(self, seconds: float) -> str:
+        model, tokenizer = self._client.model, self._client.tokenizer
+        if tokenizer is not None and tokenizer.chat_template is not None:
+            path = "/v1/chat/completions"
+            body = {"messages": [{"role": "user", "content": "What is a list?"}]}
+        else:
+            path = "/v1/completions"
+            body = {"prompt": "Once upon a time" if tokenizer else [1], "max_tokens": 40}
+        return (
+            f"ready after {seconds:.1f} s: {model.name}, context {model.max_model_len} tokens\n"
+            f"\n  curl {self._url}{path} -H 'Content-Type: application/json' \\\n"
+            f"    -d '{json.dumps(body)}'\n\n"
+            f"  endpoints {self._url}/schema   metrics {self._url}/metrics   stop with Ctrl-C\n"
+        )
+
+    async def _drain(self) -> None:
+        self._service.is_draining = True
+        timeout_s = self._config.server.drain_timeout_s
+        unfinished = self._client.num_unfinished
+        if not unfinished:
+            return
+        _LOG.info("finishing %d sequences, for at most %g s", unfinished, timeout_s)
+        drain = asyncio.create_task(self._client.drain(timeout_s))
+        cut = asyncio.create_task(self._second_signal.wait())
+        await asyncio.wait({drain, cut}, return_when=asyncio.FIRST_COMPLETED)
+        if self._client.num_unfinished:
+            _LOG.warning("%d sequences are cut off", self._client.num_unfinished)
+        for task in (drain, cut):
+            task.cancel()
+        await asyncio.gather(drain, cut, return_exceptions=True)
+
+
+def _listen(server: ServerConfig) -> socket.socket:
+    """A listening socket: taking the port before the model loads makes a clash show at once."""
+    family = socket.AF_INET6 if ":" in server.host else socket.AF_INET
+    try:
+        return socket.create_server((server.host, server.port), family=family, backlog=2048)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise StartupError(
+                f"server.port={server.port} on {server.host} is in use: stop the program that"
+                f" listens there, or choose another port (server.port=0 takes any free one)"
+            ) from error
+        raise StartupError(
+            f"can not listen on server.host={server.host} server.port={server.port}:"
+            f" {error.strerror or error}"
+        ) from error
+
+
+def _url(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _configure_logging(level: str) -> None:
+    logging.basicConfig(
+        level=level.upper(), format="%(asctime)s %(levelname)s %(message)s", force=True
+    )
+    if level == "info":  # uvicorn's and asyncio's own steps are for debugging
+        for name in ("uvicorn", "asyncio"):
+            logging.getLogger(name).setLevel(logging.WARNING)
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """Uvloop's where it is installed; None = asyncio's own."""
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    return uvloop.new_event_loop

@@ -1,0 +1,268 @@
+"""What the handlers share: the engine's client, whether requests are admitted, and each request's
+timing and log line.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
+from typing import Protocol
+
+from ostinato.api.errors import UnavailableError, status_of
+from ostinato.api.generation import Generation, Tally
+from ostinato.api.metrics import EngineView, Metrics
+from ostinato.conf.schema import SamplingSection, ServerConfig
+from ostinato.runtime.errors import EngineDeadError, EngineError, InvalidRequestError
+from ostinato.runtime.tokenizer import Tokenizer
+from ostinato.runtime.types import FinishReason, RequestOutput, SamplingParams, ServedModel
+
+__all__ = ("Client", "News", "Service")
+
+_LOG = logging.getLogger("ostinato.requests")
+_INLINE_CHARACTERS = 4096  # a longer text is tokenised in a thread
+
+News = tuple[int, RequestOutput]  # (prompt index, what is new)
+
+
+class Client(EngineView, Protocol):
+    """What the API needs of `runtime.client.EngineClient`."""
+
+    model: ServedModel
+    tokenizer: Tokenizer | None
+
+    @property
+    def num_unfinished(self) -> int: ...
+
+    @property
+    def death_reason(self) -> str | None: ...
+
+    def generate(
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        sampling: SamplingParams,
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
+    ) -> AsyncIterator[RequestOutput]: ...
+
+
+class Service:
+    """One server's state.
+
+    Args:
+        client: not necessarily started yet.
+        server: limits and time-outs.
+        sampling: defaults for what a request leaves out.
+
+    Attributes:
+        phase: what the engine's start is busy with; None once it has started.
+        is_draining: whether the server is shutting down and admits nothing new.
+    """
+
+    def __init__(self, client: Client, server: ServerConfig, sampling: SamplingSection) -> None:
+        self.client = client
+        self.server = server
+        self.sampling = sampling
+        self.metrics = Metrics(client)
+        self.phase: str | None = "starting"
+        self.is_draining = False
+
+    def health_problem(self) -> str | None:
+        """Why the engine does not work, or None."""
+        if self.phase is not None:
+            return f"the engine is starting: {self.phase}"
+        if not self.client.is_alive:
+            return f"the engine does not run: {self.client.death_reason}"
+        silence, limit = self.client.seconds_since_step, self.server.health_timeout_s
+        if silence > limit:
+            return (
+                f"no step and no idle beat of the engine for {silence:.0f} s, more than"
+                f" server.health_timeout_s={limit:g}; {self.client.num_unfinished} sequences wait"
+            )
+        return None
+
+    def refusal(self) -> UnavailableError | None:
+        """Why a new request would not be admitted, or None."""
+        if self.is_draining:
+            return UnavailableError("the server is shutting down", code="shutting_down")
+        if self.phase is not None:
+            return self._starting()
+        if not self.client.is_alive:
+            return UnavailableError(
+                f"the engine does not run: {self.client.death_reason}", code="engine_dead"
+            )
+        return None
+
+    def check_started(self) -> None:
+        """Raises UnavailableError while it is not known which model there is."""
+        if self.phase is not None:
+            raise self._starting()
+
+    def admit(self) -> None:
+        """Raises UnavailableError when nothing new is admitted."""
+        refusal = self.refusal()
+        if refusal is not None:
+            raise refusal
+
+    def tokenizer(self, param: str) -> Tokenizer:
+        """The model's tokenizer; raises InvalidRequestError naming `param` when it has none."""
+        if self.client.tokenizer is None:
+            raise InvalidRequestError(
+                "this model was loaded without a tokenizer: send token ids as the prompt of"
+                " /v1/completions, or start the server with model.tokenizer=DIRECTORY",
+                param=param,
+                code="no_tokenizer",
+            )
+        return self.client.tokenizer
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """A token's bytes; its id in words for a model without a tokenizer."""
+        if self.client.tokenizer is None:
+            return f"token_id:{token_id}".encode()
+        return self.client.tokenizer.token_bytes(token_id)
+
+    async def encode(
+        self, texts: Sequence[str], *, param: str, add_special_tokens: bool
+    ) -> list[list[int]]:
+        """Token ids of each text; off the event loop when that takes long."""
+        tokenizer = self.tokenizer(param)
+        if sum(map(len, texts)) <= _INLINE_CHARACTERS:
+            return tokenizer.encode_batch(texts, add_special_tokens=add_special_tokens)
+        return await asyncio.to_thread(
+            tokenizer.encode_batch, texts, add_special_tokens=add_special_tokens
+        )
+
+    def _starting(self) -> UnavailableError:
+        return UnavailableError(f"the engine is starting: {self.phase}", code="starting")
+
+    async def run(self, reply_id: str, generations: Sequence[Generation]) -> AsyncIterator[News]:
+        """News of all completions of all prompts, timed, counted and logged.
+
+        Closing the iterator aborts what has not ended.
+
+        Raises:
+            EngineError: the engine failed, or gave a completion up.
+        """
+        record = _Record(self.metrics, reply_id, generations)
+        try:
+            async with aclosing(_merge(self.client, generations)) as news:
+                async for prompt_index, output in news:
+                    record.add(prompt_index, output)
+                    _raise_for_failure(output)
+                    yield prompt_index, output
+            record.close("done")
+        except EngineDeadError as error:
+            record.close("error 503")
+            if self.is_draining:
+                raise UnavailableError(
+                    "the server is shutting down", code="shutting_down"
+                ) from error
+            raise
+        except Exception as error:
+            record.close(f"error {status_of(error)}")
+            raise
+        except BaseException:
+            record.close("disconnected")
+            raise
+
+
+class _Record:
+    """Timing of one reply; `close` writes its log line (never any text of it)."""
+
+    def __init__(self, metrics: Metrics, reply_id: str, generations: Sequence[Generation]) -> None:
+        self._metrics = metrics
+        self._reply_id = reply_id
+        self._tally = Tally(generations)
+        self._begin = time.monotonic()
+        self._ttft: float | None = None
+        self._last: dict[tuple[int, int], float] = {}
+
+    def add(self, prompt_index: int, output: RequestOutput) -> None:
+        self._tally.add(prompt_index, output)
+        key = (prompt_index, output.index)
+        if output.new_token_ids:
+            now = time.monotonic()
+            last = self._last.get(key)
+            if last is None:
+                self._metrics.ttft.observe(now - self._begin)
+                self._ttft = self._ttft or now - self._begin
+            else:
+                self._metrics.itl.observe(now - last)
+            self._last[key] = now
+        if output.finish_reason is not None:
+            self._metrics.count_completion(output.finish_reason)
+
+    def close(self, outcome: str) -> None:
+        e2e = time.monotonic() - self._begin
+        tally = self._tally
+        if outcome == "done":
+            self._metrics.e2e.observe(e2e)
+            self._metrics.prompt_tokens.observe(tally.num_prompt_tokens)
+            self._metrics.generation_tokens.observe(tally.num_output_tokens)
+        ttft = "-" if self._ttft is None else f"{self._ttft * 1e3:.0f}ms"
+        _LOG.info(
+            "%s %s prompt=%d cached=%d output=%d ttft=%s e2e=%.0fms",
+            self._reply_id,
+            outcome,
+            tally.num_prompt_tokens,
+            tally.usage.prompt_tokens_details.cached_tokens,
+            tally.num_output_tokens,
+            ttft,
+            e2e * 1e3,
+        )
+
+
+def _raise_for_failure(output: RequestOutput) -> None:
+    if output.finish_reason is FinishReason.error:
+        raise EngineError(output.error or "the engine gave this request up")
+    if output.finish_reason is FinishReason.abort:
+        raise UnavailableError("the request was aborted by the server", code="aborted")
+
+
+async def _merge(client: Client, generations: Sequence[Generation]) -> AsyncIterator[News]:
+    """News of several prompts as they come; one prompt takes the direct way."""
+    if len(generations) == 1:
+        async with aclosing(_generate(client, generations[0])) as outputs:
+            async for output in outputs:
+                yield 0, output
+        return
+    queue: asyncio.Queue[News | int | Exception] = asyncio.Queue()
+
+    async def pump(prompt_index: int) -> None:
+        try:
+            async with aclosing(_generate(client, generations[prompt_index])) as outputs:
+                async for output in outputs:
+                    queue.put_nowait((prompt_index, output))
+            queue.put_nowait(prompt_index)
+        except Exception as error:  # handed over to the reader, who raises it
+            queue.put_nowait(error)
+
+    tasks = [asyncio.create_task(pump(index)) for index in range(len(generations))]
+    try:
+        num_running = len(tasks)
+        while num_running:
+            news = await queue.get()
+            if isinstance(news, Exception):
+                raise news
+            if isinstance(news, int):
+                num_running -= 1
+            else:
+                yield news
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _generate(client: Client, one: Generation) -> AsyncIterator[RequestOutput]:
+    return client.generate(
+        one.request_id,
+        one.prompt_token_ids,
+        one.sampling,
+        priority=one.priority,
+        cache_salt=one.cache_salt,
+    )

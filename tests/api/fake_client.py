@@ -1,0 +1,128 @@
+"""A scripted engine client: the same interface, outputs from a list, no process behind it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+
+from ostinato.runtime.errors import EngineDeadError
+from ostinato.runtime.tokenizer import Tokenizer
+from ostinato.runtime.types import (
+    EngineStats,
+    FinishReason,
+    RequestOutput,
+    SamplingParams,
+    ServedModel,
+    TokenLogprobs,
+)
+
+__all__ = ("FakeClient", "news")
+
+
+def news(text: str, token_ids: Sequence[int], **fields: object) -> RequestOutput:
+    """One scripted output; `num_output_tokens` is filled in when it is played."""
+    return RequestOutput(
+        request_id="", index=0, text_delta=text, new_token_ids=list(token_ids), **fields
+    )
+
+
+class FakeClient:
+    """Plays `script` to every request, all completions in turn.
+
+    An exception in the script is raised; None waits until the request is aborted.
+    """
+
+    def __init__(
+        self,
+        script: Sequence[RequestOutput | Exception | None],
+        *,
+        tokenizer: Tokenizer | None = None,
+        **model: object,
+    ) -> None:
+        fields = {
+            "name": "test-model",
+            "max_model_len": 64,
+            "vocab_size": 1000,
+            "eos_token_ids": (0,),
+            "tokenizer": "",
+            "created": 1_700_000_000,
+        }
+        self.model = ServedModel(**(fields | model))
+        self.tokenizer = tokenizer
+        self.script = script
+        self.stats = EngineStats()
+        self.death_reason: str | None = None
+        self.seconds_since_step = 0.0
+        self.num_unfinished = 0
+        self.requests: list[tuple[list[int], SamplingParams, int, str]] = []
+        self.aborted: list[str] = []
+
+    @property
+    def is_alive(self) -> bool:
+        return self.death_reason is None
+
+    async def generate(
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        sampling: SamplingParams,
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
+    ) -> AsyncIterator[RequestOutput]:
+        if self.death_reason is not None:
+            raise EngineDeadError(f"the engine does not run: {self.death_reason}")
+        self.requests.append((prompt_token_ids, sampling, priority, cache_salt))
+        self.num_unfinished += sampling.n
+        counts = [0] * sampling.n
+        ended = False
+        try:
+            for step in self.script:
+                if isinstance(step, Exception):
+                    raise step
+                if step is None:
+                    await asyncio.Event().wait()
+                    continue
+                for index in range(sampling.n):
+                    await asyncio.sleep(0)
+                    counts[index] += len(step.new_token_ids)
+                    yield self._output(step, request_id, index, counts[index], sampling)
+            ended = True
+        finally:
+            self.num_unfinished -= sampling.n
+            if not ended:
+                self.aborted.append(request_id)
+
+    def _output(
+        self,
+        step: RequestOutput,
+        request_id: str,
+        index: int,
+        num_output_tokens: int,
+        sampling: SamplingParams,
+    ) -> RequestOutput:
+        logprobs = None
+        if sampling.logprobs is not None:
+            logprobs = [
+                TokenLogprobs(-0.5, 1, [token, token + 1][: sampling.logprobs], [-0.5, -1.5])
+                for token in step.new_token_ids
+            ]
+        return RequestOutput(
+            request_id=request_id,
+            index=index,
+            text_delta=step.text_delta,
+            new_token_ids=step.new_token_ids,
+            logprobs=logprobs,
+            finish_reason=step.finish_reason,
+            stop_reason=step.stop_reason,
+            num_cached_tokens=step.num_cached_tokens,
+            num_output_tokens=num_output_tokens,
+            error=step.error,
+        )
+
+
+HELLO = (
+    news("Hel", [5], num_cached_tokens=2),
+    news("", [6], num_cached_tokens=2),  # held back
+    news("lo", [7], num_cached_tokens=2, finish_reason=FinishReason.stop),
+)
