@@ -55,7 +55,6 @@ class BoundRecorder:
     """The CPU's form: the call itself, its arguments already sliced."""
 
     def capture(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        run()
         return run
 
 
@@ -130,12 +129,15 @@ class GraphRunner:
         if self._table is None or self._recorder is None:
             return
         gc.collect()
-        gc.freeze()
-        for key in self._table.keys:
-            self._buffers.wait_for_upload()
-            self._fill_with_padding(key)
-            self._replays[key] = self._recorder.capture(self._bind(key))
-            progress(key)
+        gc.disable()  # a collection that frees device memory would break a capture
+        try:
+            for key in self._table.keys:
+                self._buffers.wait_for_upload()
+                self._fill_with_padding(key)
+                self._replays[key] = self._recorder.capture(self._bind(key))
+                progress(key)
+        finally:
+            gc.enable()
 
     def warm_up(self, shapes: Iterable[tuple[int, int]]) -> None:
         """Run the uncaptured program once at each (num_tokens, num_seqs), so that nothing is lazy

@@ -7,6 +7,7 @@ its end means that the client is gone, and the process exits.
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
@@ -59,8 +60,7 @@ class _Connection:
         self._socket.send(self._encoder.encode(message), copy=True)
 
     def receive(self, timeout_s: float) -> list[ClientMessage]:
-        """All messages that are there; waits up to `timeout_s` for a first one, without spinning.
-        """
+        """All messages that are there; waits up to `timeout_s` for a first one, without spinning."""
         messages: list[ClientMessage] = []
         if timeout_s and not self._socket.poll(int(timeout_s * 1000)):
             return messages
@@ -144,6 +144,9 @@ def main(address: str) -> int:
         )
         connection.send(EngineReady(engine.model, engine.stats()))
         at_start = False
+        # What the start left behind lives as long as the process: collections need not look at it.
+        gc.collect()
+        gc.freeze()
         run_loop(engine, connection)
     except StartupError as error:
         connection.send(EngineFailed(str(error), at_start=True))
@@ -153,6 +156,7 @@ def main(address: str) -> int:
         connection.send(EngineFailed(f"{type(error).__name__}: {error}", at_start=at_start))
         return 1
     finally:
+        gc.unfreeze()
         connection.close()
     return 0
 
