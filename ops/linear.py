@@ -1,0 +1,204 @@
+"""Linear layers over packed weights: `ostinato::pack_linear`, `packed_linear`, `packed_rows`.
+
+A decode step reads every weight once and does little else, so weights are laid out once, at load
+time, in the order in which the kernel reads them. The packed tensor replaces the original. It is an
+ordinary contiguous tensor [ceil(N / 32), ceil(K / e), 32, e], e = 2 for bfloat16 and 1 for float32:
+32 rows of the [N, K] matrix make a panel, in which each row's next e values of K lie side by side.
+What lies past N and K is zero.
+
+Every output element is a float32 sum in an order that depends on K alone (fixed per instruction
+set): a row's result is bitwise the same whatever rows stand beside it and however many threads run.
+
+The kernels are ops/native/linear.cpp and linear_pack.cpp; until they are loaded, and on other
+devices, the same ops run as plain torch.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import embedding, pad
+from torch.nn.functional import linear as dense_linear
+
+from ostinato.ops.native.build import load
+from ostinato.ops.register import register_op
+
+__all__ = (
+    "PANEL",
+    "gather_rows",
+    "linear",
+    "pack_linear_weight",
+    "packed_linear",
+    "packed_linear_reference",
+    "packed_rows",
+    "unpack_linear_weight",
+    "why_unpackable",
+)
+
+PANEL = 32  # rows of the matrix, columns of the result, that are stored together
+_ELEMENTS_PER_STEP = {torch.bfloat16: 2, torch.float32: 1}
+
+
+def why_unpackable(weight: Tensor) -> str | None:
+    """Why `weight` can not be packed (its layer then keeps `F.linear`), or None when it can."""
+    if weight.device.type != "cpu":
+        return f"packed weights are read by CPU kernels, the weight is on {weight.device}"
+    if weight.dtype not in _ELEMENTS_PER_STEP:
+        return f"the CPU's matrix kernels take float32 and bfloat16, the weight is {weight.dtype}"
+    if weight.dim() != 2:
+        return f"a linear weight has 2 dimensions, this one {weight.dim()}"
+    if weight.numel() == 0:
+        return f"the weight is empty: {tuple(weight.shape)}"
+    if weight.shape[1] > 1 and weight.stride(1) != 1:
+        return f"rows must be contiguous, the strides are {weight.stride()}"
+    return None
+
+
+def pack_linear_weight(weight: Tensor) -> Tensor:
+    """A packed copy of a linear weight [N, K]; the caller drops the original.
+
+    Builds and loads the native library on first use.
+
+    Raises:
+        ValueError: `why_unpackable(weight)`.
+        NativeBuildError: the kernels can not be built here.
+    """
+    reason = why_unpackable(weight)
+    if reason is not None:
+        raise ValueError(f"this weight can not be packed: {reason}")
+    load()
+    return _pack_linear(weight.detach())
+
+
+def unpack_linear_weight(packed: Tensor, out_features: int, in_features: int) -> Tensor:
+    """The matrix [out_features, in_features] that was packed, bit for bit."""
+    rows = packed.transpose(1, 2).reshape(packed.shape[0] * PANEL, -1)
+    return rows[:out_features, :in_features].contiguous()
+
+
+def packed_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out_features: int,
+    *,
+    float32_output: bool = False,
+) -> Tensor:
+    """x @ W.T + bias with a packed W.
+
+    Args:
+        x: [T, K] in the weight's dtype, last dimension contiguous, any row stride.
+        weight: what `pack_linear_weight` made of W [out_features, K].
+        bias: [out_features] in x's dtype, added in float32 before rounding, or None.
+        out_features: N, which the padding of the packed weight hides.
+        float32_output: return the float32 sums themselves, for logits.
+
+    Returns:
+        [T, out_features] contiguous, in x's dtype or float32.
+
+    Raises:
+        ValueError: a shape, dtype or stride is not as above.
+    """
+    return _packed_linear(x, weight, bias, out_features, float32_output)
+
+
+def packed_rows(weight: Tensor, ids: Tensor, out_features: int, in_features: int) -> Tensor:
+    """Rows of the matrix behind a packed weight: an embedding tied to the output layer.
+
+    Args:
+        weight: what `pack_linear_weight` made of W [out_features, in_features].
+        ids: [T] int64 or int32, 0 <= id < out_features.
+
+    Returns:
+        [T, in_features] contiguous, in the weight's dtype.
+
+    Raises:
+        ValueError: an id is out of range; its index and value are in the text.
+    """
+    return _packed_rows(weight, ids, out_features, in_features)
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out_features: int,
+    *,
+    packed: bool,
+    float32_output: bool = False,
+) -> Tensor:
+    """What a model calls: `packed_linear` for a packed weight, else `torch.nn.functional.linear`.
+
+    Args:
+        x: [T, K].
+        weight: packed, or [out_features, K].
+        bias: [out_features] in x's dtype, or None.
+        out_features: N.
+        packed: which of the two `weight` is; a constant of the compiled graph.
+        float32_output: return float32. Only the packed form skips the rounding to x's dtype.
+    """
+    if packed:
+        return _packed_linear(x, weight, bias, out_features, float32_output)
+    result = dense_linear(x, weight, bias)
+    return result.float() if float32_output else result
+
+
+def gather_rows(
+    ids: Tensor, weight: Tensor, out_features: int, in_features: int, *, packed: bool
+) -> Tensor:
+    """Embeddings [T, in_features] of `ids` [T]: `packed_rows` or a lookup in an ordinary matrix."""
+    if packed:
+        return _packed_rows(weight, ids, out_features, in_features)
+    return embedding(ids, weight)
+
+
+def _pack_reference(weight: Tensor) -> Tensor:
+    elements = _ELEMENTS_PER_STEP[weight.dtype]
+    rows, columns = weight.shape
+    padded = pad(weight, (0, -columns % elements, 0, -rows % PANEL))
+    panels = padded.view(padded.shape[0] // PANEL, PANEL, padded.shape[1] // elements, elements)
+    return panels.transpose(1, 2).contiguous()
+
+
+def _pack_fake(weight: Tensor) -> Tensor:
+    elements = _ELEMENTS_PER_STEP[weight.dtype]
+    rows, columns = weight.shape
+    return weight.new_empty((-(-rows // PANEL), -(-columns // elements), PANEL, elements))
+
+
+def packed_linear_reference(
+    x: Tensor, weight: Tensor, bias: Tensor | None, out_features: int, float32_output: bool
+) -> Tensor:
+    """`packed_linear` in plain torch: unpack, multiply in float32, round once."""
+    matrix = unpack_linear_weight(weight, out_features, x.shape[1]).float()
+    result = dense_linear(x.float(), matrix, None if bias is None else bias.float())
+    return result if float32_output else result.to(x.dtype)
+
+
+def _linear_fake(
+    x: Tensor, weight: Tensor, bias: Tensor | None, out_features: int, float32_output: bool
+) -> Tensor:
+    dtype = torch.float32 if float32_output else x.dtype
+    return x.new_empty((x.shape[0], out_features), dtype=dtype)
+
+
+def _rows_reference(weight: Tensor, ids: Tensor, out_features: int, in_features: int) -> Tensor:
+    if bool(((ids < 0) | (ids >= out_features)).any()):
+        raise ValueError(f"ids must be rows of the weight, 0 to {out_features - 1}, got {ids}")
+    rows = weight[ids // PANEL, :, ids % PANEL]
+    return rows.reshape(ids.shape[0], -1)[:, :in_features].contiguous()
+
+
+def _rows_fake(weight: Tensor, ids: Tensor, out_features: int, in_features: int) -> Tensor:
+    return weight.new_empty((ids.shape[0], in_features))
+
+
+_pack_linear = register_op(
+    "pack_linear", {"CompositeExplicitAutograd": _pack_reference}, fake=_pack_fake
+)
+_packed_linear = register_op(
+    "packed_linear", {"CompositeExplicitAutograd": packed_linear_reference}, fake=_linear_fake
+)
+_packed_rows = register_op(
+    "packed_rows", {"CompositeExplicitAutograd": _rows_reference}, fake=_rows_fake
+)

@@ -1,0 +1,137 @@
+// Writing and gathering packed linear weights: pack_linear re-lays a matrix, packed_rows reads rows back, so
+// that an embedding tied to the output layer needs no second copy.
+#include "linear_layout.h"
+#include "linear_transpose.h"
+
+#include <algorithm>
+#include <atomic>
+
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
+namespace ostinato::linear {
+namespace {
+
+constexpr int64_t kHugePage = 2 << 20;
+constexpr int64_t kBytesPerWorker = 64 << 10;
+
+// Streaming reads of 4 KiB pages lose about 15 % to address translation and to prefetches that stop at
+// page borders. Must precede the first write.
+void prefer_huge_pages(void* data, int64_t bytes) {
+#if defined(__linux__)
+  const auto address = reinterpret_cast<uintptr_t>(data);
+  const uintptr_t first = (address + kHugePage - 1) / kHugePage * kHugePage;
+  const uintptr_t last = (address + bytes) / kHugePage * kHugePage;
+  // refusal (an old kernel, a container's policy) costs speed only
+  if (last > first) (void)madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
+#else
+  (void)data;
+  (void)bytes;
+#endif
+}
+
+int workers_for(int64_t bytes, int64_t tasks) {
+  return static_cast<int>(std::min<int64_t>({bytes / kBytesPerWorker + 1, tasks, num_threads()}));
+}
+
+// One panel from rows [0, columns) of a row-major matrix.
+void pack_panel(const char* rows, int64_t row_bytes, int64_t columns, int64_t in_bytes, int64_t steps,
+                uint32_t* panel) {
+  constexpr int64_t kBlock = 16;
+  const int64_t whole = in_bytes / 4;
+  if (columns < kPanel) std::memset(panel, 0, steps * kPanel * 4);
+  for (int64_t step = 0; step < whole; step += kBlock) {
+    const int units = static_cast<int>(std::min(kBlock, whole - step));
+    for (int64_t column = 0; column < columns; column += kBlock) {
+      const int num_rows = static_cast<int>(std::min(kBlock, columns - column));
+      transpose_to(rows + column * row_bytes + step * 4, row_bytes, num_rows, units,
+                   panel + step * kPanel + column, kPanel);
+    }
+  }
+  if (whole < steps) {
+    for (int64_t column = 0; column < columns; ++column) {
+      uint32_t unit = 0;
+      std::memcpy(&unit, rows + column * row_bytes + whole * 4, in_bytes - whole * 4);
+      panel[whole * kPanel + column] = unit;
+    }
+  }
+}
+
+// pack_linear(Tensor weight) -> Tensor
+void pack_linear(StableIValue* stack, uint64_t, uint64_t) {
+  Call call(stack);
+  const Tensor weight = call.tensor();
+  const int64_t elements = elements_per_step(weight.dtype);
+  OSTINATO_CHECK(elements != 0 && weight.dim == 2 && (weight.sizes[1] <= 1 || weight.strides[1] == 1),
+                 "a weight to pack must be a float32 or bfloat16 matrix with contiguous rows");
+  const int64_t out_features = weight.sizes[0];
+  const int64_t element_bytes = 4 / elements;
+  const int64_t sizes[] = {ceil_divide(out_features, kPanel), ceil_divide(weight.sizes[1], elements), kPanel,
+                           elements};
+  const Tensor packed = empty(sizes, 4, weight.dtype);
+  const int64_t panel_units = sizes[1] * kPanel;
+  const int64_t bytes = sizes[0] * panel_units * 4;
+  prefer_huge_pages(packed.data, bytes);
+  const int64_t row_bytes = weight.strides[0] * element_bytes;
+  const int workers = workers_for(bytes, sizes[0]);
+  on_workers(workers, [&](int worker) {
+    const int64_t last = sizes[0] * (worker + 1) / workers;
+    for (int64_t panel = sizes[0] * worker / workers; panel < last; ++panel) {
+      const int64_t row = panel * kPanel;
+      pack_panel(weight.as<char>() + row * row_bytes, row_bytes, std::min<int64_t>(kPanel, out_features - row),
+                 weight.sizes[1] * element_bytes, sizes[1], packed.as<uint32_t>() + panel * panel_units);
+    }
+  });
+  call.give(packed);
+}
+
+// packed_rows(Tensor weight, Tensor ids, SymInt out_features, SymInt in_features) -> Tensor
+void packed_rows(StableIValue* stack, uint64_t, uint64_t) {
+  Call call(stack);
+  const Tensor weight = call.tensor();
+  const Tensor ids = call.tensor();
+  const int64_t out_features = call.integer();
+  const int64_t in_features = call.integer();
+  const PackedWeight packed(weight, out_features, in_features);
+  const bool wide = ids.dtype == DType::int64;
+  OSTINATO_CHECK(ids.dim == 1 && (wide || ids.dtype == DType::int32), "ids must be an int64 or int32 vector");
+  const int64_t element_bytes = 4 / elements_per_step(weight.dtype);
+  const int64_t row_bytes = in_features * element_bytes;
+  const int64_t whole_steps = row_bytes / 4;
+  const int64_t num_rows = ids.sizes[0];
+  const int64_t sizes[] = {num_rows, in_features};
+  const Tensor out = empty(sizes, 2, weight.dtype);
+  std::atomic<int64_t> wrong_row{-1};
+  const int workers = workers_for(num_rows * packed.steps * 64, num_rows);
+  on_workers(workers, [&](int worker) {
+    const int64_t last = num_rows * (worker + 1) / workers;
+    for (int64_t row = num_rows * worker / workers; row < last; ++row) {
+      const int64_t offset = row * ids.strides[0];
+      const int64_t id = wide ? ids.as<int64_t>()[offset] : ids.as<int32_t>()[offset];
+      if (id < 0 || id >= out_features) {
+        wrong_row = row;
+        return;
+      }
+      const uint32_t* units = packed.panel(id / kPanel) + id % kPanel;
+      char* target = out.as<char>() + row * row_bytes;
+      for (int64_t step = 0; step < whole_steps; ++step) std::memcpy(target + step * 4, units + step * kPanel, 4);
+      std::memcpy(target + whole_steps * 4, units + whole_steps * kPanel, row_bytes - whole_steps * 4);
+    }
+  });
+  if (wrong_row >= 0) {
+    const int64_t offset = wrong_row * ids.strides[0];
+    const int64_t id = wide ? ids.as<int64_t>()[offset] : ids.as<int32_t>()[offset];
+    aoti_torch_delete_tensor_object(out.handle);
+    OSTINATO_CHECK(false, "ids[" + std::to_string(wrong_row) + "] is " + std::to_string(id) +
+                              ", not a row of the weight: 0 to " + std::to_string(out_features - 1));
+  }
+  call.give(out);
+}
+
+}  // namespace
+
+OSTINATO_KERNEL(pack_linear, pack_linear);
+OSTINATO_KERNEL(packed_rows, packed_rows);
+
+}  // namespace ostinato::linear
