@@ -34,6 +34,10 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return self.c_proj(ACTIVATIONS[self.activation](self.c_fc(x)))
 
+    def static_key(self) -> tuple[object, ...]:
+        """What the traced program depends on besides tensors."""
+        return ("mlp", self.activation, self.c_fc.packed, self.c_proj.packed)
+
 
 class GPT2DecoderLayer(DecoderLayer):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
@@ -52,7 +56,7 @@ class GPT2DecoderLayer(DecoderLayer):
         return hidden + self.mlp(self.ln_2(hidden))
 
     def static_key(self) -> tuple[object, ...]:
-        return ("gpt2", self.ln_1.eps, self.mlp.activation, *self.attn.static_key())
+        return ("gpt2", self.ln_1.eps, *self.attn.static_key(), *self.mlp.static_key())
 
 
 class GPT2LMHeadModel(CausalLM):
@@ -72,17 +76,14 @@ class GPT2LMHeadModel(CausalLM):
 
     def __init__(self, config: ModelConfig, options: BuildOptions) -> None:
         super().__init__()
-        self.wte = Embedding(config.vocab_size, config.hidden_size, options)
+        tied = config.tie_word_embeddings
+        self.wte = Embedding(config.vocab_size, config.hidden_size, options, is_head=tied)
         self.wpe = Embedding(config.max_model_len, config.hidden_size, options)
         self.layers = nn.ModuleList(
             GPT2DecoderLayer(config, options, window) for window in config.sliding_windows
         )
         self.ln_f = LayerNorm(config.hidden_size, config.norm_eps, options)
-        self.lm_head = (
-            None
-            if config.tie_word_embeddings
-            else OutputHead(config.hidden_size, config.vocab_size, options)
-        )
+        self.lm_head = None if tied else OutputHead(config.hidden_size, config.vocab_size, options)
 
     def begin(self, batch: ForwardBatch) -> tuple[Tensor, StepInputs]:
         hidden = self.wte(batch.token_ids) + self.wpe(batch.positions)

@@ -16,6 +16,7 @@ from ostinato.models.base import StepInputs
 from ostinato.models.config import ModelConfig
 from ostinato.ops.activation import ACTIVATIONS, gated
 from ostinato.ops.attention import paged_attention
+from ostinato.ops.linear import gather_rows, linear, pack_linear_weight
 from ostinato.ops.norm import rms_norm
 from ostinato.ops.rope import Rope, apply_rope, rope_tables
 
@@ -50,8 +51,12 @@ def _empty(options: BuildOptions, *shape: int) -> nn.Parameter:
     )
 
 
+def _packed(weight: Tensor) -> nn.Parameter:
+    return nn.Parameter(pack_linear_weight(weight), requires_grad=False)
+
+
 class Linear(nn.Module):
-    """y = x W^T + b, with W [out_features, in_features]."""
+    """y = x W^T + b, with W [out_features, in_features] or packed (ops/linear.py)."""
 
     def __init__(
         self, in_features: int, out_features: int, options: BuildOptions, *, bias: bool = False
@@ -61,10 +66,16 @@ class Linear(nn.Module):
         self.out_features = out_features
         self.weight = _empty(options, out_features, in_features)
         self.bias = _empty(options, out_features) if bias else None
+        self.packed = False
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, in_features] -> [T, out_features]."""
-        return F.linear(x, self.weight, self.bias)
+        return linear(x, self.weight, self.bias, self.out_features, packed=self.packed)
+
+    def pack(self) -> None:
+        """Replace the weight by its packed form; `packed` then says so to whoever compiles."""
+        self.weight = _packed(self.weight)
+        self.packed = True
 
 
 class MergedLinear(Linear):
@@ -82,24 +93,43 @@ class OutputHead(Linear):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[S, D] -> [S, vocab_size] float32."""
-        return self(hidden).float()
+        return linear(
+            hidden,
+            self.weight,
+            self.bias,
+            self.out_features,
+            packed=self.packed,
+            float32_output=True,
+        )
 
 
 class Embedding(nn.Module):
-    """Rows of a table [num_rows, D]; as an output head too in models that tie the two."""
+    """Rows of a table [num_rows, D]; with `is_head` the output head reads the same table."""
 
-    def __init__(self, num_rows: int, hidden_size: int, options: BuildOptions) -> None:
+    def __init__(
+        self, num_rows: int, hidden_size: int, options: BuildOptions, *, is_head: bool = False
+    ) -> None:
         super().__init__()
         self.num_rows = num_rows
+        self.hidden_size = hidden_size
+        self.is_head = is_head
         self.weight = _empty(options, num_rows, hidden_size)
+        self.packed = False
 
     def forward(self, ids: Tensor) -> Tensor:
         """[T] int64 -> [T, D]."""
-        return F.embedding(ids, self.weight)
+        return gather_rows(ids, self.weight, self.num_rows, self.hidden_size, packed=self.packed)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[S, D] -> [S, num_rows] float32."""
-        return F.linear(hidden, self.weight).float()
+        return linear(
+            hidden, self.weight, None, self.num_rows, packed=self.packed, float32_output=True
+        )
+
+    def pack(self) -> None:
+        """Replace the table by its packed form: one copy for rows and logits."""
+        self.weight = _packed(self.weight)
+        self.packed = True
 
 
 class RMSNorm(nn.Module):
@@ -206,6 +236,8 @@ class Attention(nn.Module):
             self.backend,
             self.qkv_proj.bias is not None,
             self.o_proj.bias is not None,
+            self.qkv_proj.packed,
+            self.o_proj.packed,
             None if self.q_norm is None else self.q_norm.eps,
         )
 
@@ -228,4 +260,10 @@ class GatedMLP(nn.Module):
 
     def static_key(self) -> tuple[object, ...]:
         """What the traced program depends on besides tensors."""
-        return ("gated mlp", self.activation, self.down_proj.bias is not None)
+        return (
+            "gated mlp",
+            self.activation,
+            self.down_proj.bias is not None,
+            self.gate_up_proj.packed,
+            self.down_proj.packed,
+        )

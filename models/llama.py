@@ -63,18 +63,15 @@ class LlamaForCausalLM(CausalLM):
         super().__init__()
         if config.rope is None:
             raise ValueError(f"{config.architecture} needs max_position_embeddings in config.json")
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, options)
+        tied = config.tie_word_embeddings
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, options, is_head=tied)
         self.rotary = RotaryEmbedding(config.rope, options)
         self.layers = nn.ModuleList(
             LlamaDecoderLayer(config, options, self.build_attention(config, options, window))
             for window in config.sliding_windows
         )
         self.norm = RMSNorm(config.hidden_size, config.norm_eps, options)
-        self.lm_head = (
-            None
-            if config.tie_word_embeddings
-            else OutputHead(config.hidden_size, config.vocab_size, options)
-        )
+        self.lm_head = None if tied else OutputHead(config.hidden_size, config.vocab_size, options)
 
     @staticmethod
     def build_attention(

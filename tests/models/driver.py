@@ -37,7 +37,7 @@ class Driver:
         *,
         forward: Forward | None = None,
         block_size: int = 8,
-        num_blocks: int = 64,
+        num_blocks: int = 128,
         max_seqs: int = 3,
         max_len: int = 256,
         pad_to: int = 2,

@@ -14,10 +14,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from ostinato.conf.schema import ModelSection
+from ostinato.conf.schema import GraphForm, ModelSection
+from ostinato.graphs.compile import compile_model
 from ostinato.models.base import CausalLM
 from ostinato.models.checkpoint import open_checkpoint
 from ostinato.models.config import ModelConfig
+from ostinato.models.packing import pack_model
 from ostinato.models.registry import build_model, read_model_config
 from ostinato.models.weights import load_weights
 from tests.models.checkpoints import VARIANTS, reference_model, save
@@ -27,6 +29,17 @@ TOLERANCE = 1e-4  # float32 sums in another order, over 3 layers
 NUM_PROMPT = 43
 NUM_GREEDY = 64
 PROMPT = [(7 * index * index + 13 * index + 5) % 199 for index in range(NUM_PROMPT)]
+CHUNKINGS = [[16, 16, 11], [5, 1, 17, 20], [42, 1], [1] * NUM_PROMPT]
+COMPILED = [
+    (GraphForm.layer, "gpt2"),
+    (GraphForm.layer, "llama3"),
+    (GraphForm.layer, "mistral"),
+    (GraphForm.layer, "qwen2-window"),  # two kinds of layers
+    (GraphForm.layer, "qwen3-tied"),
+    (GraphForm.model, "gpt2"),
+    (GraphForm.model, "qwen2-window"),
+    (GraphForm.model, "qwen3-tied"),
+]
 
 
 @dataclass(frozen=True)
@@ -34,7 +47,7 @@ class Expected:
     """What transformers computes, and the checkpoint it saved."""
 
     directory: Path
-    prompt_logits: Tensor  # [NUM_PROMPT, vocab]
+    prompt_logits: Tensor  # [NUM_PROMPT, vocab_size]
     greedy: list[int]  # NUM_GREEDY tokens
 
 
@@ -68,15 +81,75 @@ def load(directory: Path, backend: str = "reference") -> tuple[CausalLM, ModelCo
     return model, config
 
 
-def assert_same(driver: Driver, expected: Expected, chunks: list[int]) -> Sequence:
+def check_whole(driver: Driver, expected: Expected) -> Sequence:
+    """One step for the prompt, then one for every token; returns the finished sequence."""
     sequence = Sequence(PROMPT)
-    logits = driver.prefill(sequence, chunks)
+    logits = driver.prefill(sequence, [NUM_PROMPT])
     torch.testing.assert_close(logits, expected.prompt_logits, atol=TOLERANCE, rtol=0)
     assert driver.greedy(sequence, logits[-1], NUM_GREEDY) == expected.greedy
     return sequence
 
 
+def check_chunked(driver: Driver, expected: Expected) -> None:
+    for chunks in CHUNKINGS:
+        logits = driver.prefill(Sequence(PROMPT), chunks)
+        torch.testing.assert_close(logits, expected.prompt_logits, atol=TOLERANCE, rtol=0)
+
+
+def check_cached(driver: Driver, expected: Expected, first: Sequence) -> None:
+    """A second sequence computes only what follows the first one's five full blocks."""
+    sequence = Sequence(PROMPT)
+    driver.adopt(sequence, first, 40)
+    logits = driver.prefill(sequence, [NUM_PROMPT - 40])
+    torch.testing.assert_close(logits, expected.prompt_logits[40:], atol=TOLERANCE, rtol=0)
+    assert driver.greedy(sequence, logits[-1], NUM_GREEDY) == expected.greedy
+    assert sequence.block_ids[:5] == first.block_ids[:5]
+
+
+def check_batched(driver: Driver, expected: Expected) -> None:
+    """Three sequences join one after the other: prefill, chunks and decode share steps."""
+    one, two, three = Sequence(PROMPT), Sequence(PROMPT[:30]), Sequence(PROMPT)
+    driver.step([(one, 42)])
+    want = expected.prompt_logits
+    got = driver.step([(two, 30), (one, 1)])
+    torch.testing.assert_close(got[0], want[:30], atol=TOLERANCE, rtol=0)
+    torch.testing.assert_close(got[1], want[42:], atol=TOLERANCE, rtol=0)
+    one.token_ids.append(expected.greedy[0])
+    two.token_ids.append(PROMPT[30])
+    got = driver.step([(one, 1), (three, 43), (two, 1)])
+    assert int(got[0].argmax()) == expected.greedy[1]
+    torch.testing.assert_close(got[1], want, atol=TOLERANCE, rtol=0)
+    torch.testing.assert_close(got[2], want[30:31], atol=TOLERANCE, rtol=0)
+
+
+def check_all(driver: Driver, expected: Expected) -> None:
+    first = check_whole(driver, expected)
+    check_chunked(driver, expected)
+    check_cached(driver, expected, first)
+    check_batched(driver, expected)
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
 @pytest.mark.parametrize("name", VARIANTS)
-def test_eager_whole_prefill(expected, name: str) -> None:
-    model, config = load(expected(name).directory)
-    assert_same(Driver(model, config), expected(name), [NUM_PROMPT])
+def test_eager(expected, name: str, backend: str) -> None:
+    model, config = load(expected(name).directory, backend)
+    check_all(Driver(model, config), expected(name))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama3", "llama-linear-bias", "qwen3-tied"])
+def test_packed(expected, name: str) -> None:
+    model, config = load(expected(name).directory, "cpu")
+    # A layer has 4 matrices; the output head is the fifth kind, tied or not.
+    assert pack_model(model) == 4 * config.num_layers + 1
+    check_all(Driver(model, config), expected(name))
+
+
+@pytest.mark.parametrize(("form", "name"), COMPILED)
+def test_compiled(expected, form: GraphForm, name: str) -> None:
+    model, config = load(expected(name).directory, "cpu")
+    if name == "qwen3-tied":
+        pack_model(model)
+    driver = Driver(model, config)
+    example = driver.batch([(Sequence(PROMPT), 5), (Sequence(PROMPT), 7)])
+    driver.forward = compile_model(model, form, example, driver.cache)
+    check_all(driver, expected(name))
