@@ -1,0 +1,1 @@
+../../ostinato/__init__.py

@@ -1,0 +1,1 @@
+../../ostinato/__main__.py

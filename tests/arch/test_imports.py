@@ -1,0 +1,124 @@
+"""Who imports whom: the contracts of pyproject.toml, and what an import costs."""
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.arch.tree import FOLDERS, ROOT, name_of, package_files, parse
+
+
+def test_import_contracts_are_kept():
+    # The links in .types put all folders under one package directory, which the linter walks.
+    linter = Path(sys.executable).parent / "lint-imports"
+    done = subprocess.run(
+        [linter, "--no-cache", "--config", ROOT / "pyproject.toml"],
+        cwd=ROOT / ".types",
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    report = done.stdout[done.stdout.find("Contracts") :]
+    assert done.returncode == 0, report + done.stderr
+    assert re.search(r"Contracts: 7 kept, 0 broken", report), report
+
+
+def test_links_for_type_checkers_are_complete_and_relative():
+    links = {link.name: link.readlink().as_posix() for link in (ROOT / ".types/ostinato").iterdir()}
+    assert links == {
+        **{folder: f"../../{folder}" for folder in FOLDERS},
+        "__init__.py": "../../ostinato/__init__.py",
+        "__main__.py": "../../ostinato/__main__.py",
+    }
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "ostinato",
+        "ostinato.conf.compose",
+        "ostinato.api.cli",
+        "ostinato.api.cli_help",
+        "ostinato.api.generate_command",
+        "ostinato.api.chat_command",
+        "ostinato.api.plan_command",
+        "ostinato.api.app",
+        "ostinato.api.server",
+        "ostinato.runtime.client",
+        "ostinato.runtime.scheduler",
+        "ostinato.runtime.memory",
+    ],
+)
+def test_a_light_module_imports_neither_torch_nor_transformers(module: str):
+    code = (
+        f"import sys, {module}; "
+        "print([name for name in ('torch', 'transformers', 'triton') if name in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.stdout, done.stderr) == ("[]\n", "")
+
+
+def test_light_modules_are_enough_to_say_what_is_wrong():
+    code = (
+        "import sys; from ostinato.api.cli import run; code = run(['serve', 'modle=x']); "
+        "print(code, 'torch' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.stdout == "2 False\n"
+
+
+def test_root_folders_are_imported_under_the_packages_name():
+    """`import ops` resolves in a checkout, and would be a second copy of every module in it."""
+    bare = [
+        f"{name_of(file)}: {name}"
+        for file in package_files()
+        for name in imported(file)
+        if name.split(".")[0] in FOLDERS or name.startswith(".")
+    ]
+    assert bare == []
+
+
+def imported(file: Path) -> list[str]:
+    """Every module that a file imports, a relative one with its dots."""
+    names: list[str] = []
+    for node in ast.walk(parse(file)):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names.append("." * node.level + (node.module or ""))
+    return names
+
+
+def test_importing_the_package_changes_no_environment_and_starts_no_thread():
+    code = (
+        "import os, threading; before = dict(os.environ); "
+        "import ostinato.conf.compose, ostinato.api.cli, ostinato.runtime.scheduler; "
+        "print(dict(os.environ) == before, threading.active_count())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.stdout == "True 1\n", done.stderr

@@ -1,0 +1,26 @@
+"""The project's own Python files, for the tests of this folder."""
+
+import ast
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDERS = ("conf", "ops", "models", "graphs", "runtime", "api", "benchmarks")
+
+
+def package_files() -> list[Path]:
+    """Every module of the package, the face included."""
+    return sorted(
+        file
+        for folder in ("ostinato", *FOLDERS)
+        for file in (ROOT / folder).rglob("*.py")
+        if "__pycache__" not in file.parts
+    )
+
+
+def name_of(file: Path) -> str:
+    """Path from the root of the repository, for messages."""
+    return file.relative_to(ROOT).as_posix()
+
+
+def parse(file: Path) -> ast.Module:
+    return ast.parse(file.read_text(encoding="utf-8"), filename=str(file))
