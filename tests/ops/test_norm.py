@@ -1,0 +1,32 @@
+"""rms_norm against transformers' implementation."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from ostinato.ops.norm import rms_norm
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(5, 48), (3, 4, 32)])
+def test_equals_transformers(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(shape, generator=generator).to(dtype) * 3
+    reference = LlamaRMSNorm(shape[-1], eps=1e-5).to(dtype)
+    with torch.no_grad():
+        reference.weight.copy_(torch.randn(shape[-1], generator=generator))
+        result = rms_norm(x, reference.weight, 1e-5)
+        assert result.dtype == dtype
+        assert torch.equal(result, reference(x))
+
+
+def test_by_hand() -> None:
+    x = torch.tensor([[3.0, 4.0]])  # mean square 12.5
+    result = rms_norm(x, torch.tensor([1.0, 2.0]), 0.0)
+    torch.testing.assert_close(result, torch.tensor([[3.0 / 12.5**0.5, 8.0 / 12.5**0.5]]))
+
+
+def test_zeros_stay_finite() -> None:
+    assert rms_norm(torch.zeros(1, 8), torch.ones(8), 1e-6).tolist() == [[0.0] * 8]
