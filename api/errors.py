@@ -102,7 +102,7 @@ def error_response(error: Exception) -> Response[bytes]:
 Handler = Callable[[Request[Any, Any, Any], Exception], Response[bytes]]
 
 
-def exception_handlers(max_body_mib: float) -> dict[type[Exception], Handler]:
+def exception_handlers(max_body_mib: float) -> dict[int | type[Exception], Handler]:
     """What the framework calls when a handler, or the framework itself, raises.
 
     Args:

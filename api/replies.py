@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 import msgspec
@@ -55,7 +55,7 @@ class ChatReply:
         ]
         self._num_top = self._generations[0].sampling.logprobs
 
-    async def chunks(self) -> AsyncIterator[ChatChunk]:
+    async def chunks(self) -> AsyncGenerator[ChatChunk, None]:
         tally = Tally(self._generations)
         async with aclosing(self._service.run(self._head.id, self._generations)) as news:
             async for prompt_index, output in news:
@@ -105,7 +105,7 @@ class CompletionReply:
         self._n = self._generations[0].sampling.n
         self._num_top = self._generations[0].sampling.logprobs
 
-    async def chunks(self) -> AsyncIterator[Completion]:
+    async def chunks(self) -> AsyncGenerator[Completion, None]:
         tally = Tally(self._generations)
         offsets = completions.TextOffsets(self._service.token_bytes)
         async with aclosing(self._service.run(self._head.id, self._generations)) as news:

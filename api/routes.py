@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any, TypeVar
 
 import msgspec
@@ -30,7 +30,7 @@ from ostinato.runtime.errors import InvalidRequestError
 
 __all__ = ("HANDLERS",)
 
-T = TypeVar("T")
+T = TypeVar("T", bound=msgspec.Struct)
 HttpRequest = Request[Any, Any, Any]
 
 
@@ -185,7 +185,7 @@ def _status(status: str, reason: str | None) -> Response[bytes]:
     return Response(msgspec.json.encode(body), media_type="application/json", status_code=code)
 
 
-def _event_stream(chunks: AsyncIterator[msgspec.Struct]) -> Stream:
+def _event_stream(chunks: AsyncGenerator[Any, None]) -> Stream:
     # The headers keep proxies from collecting the events.
     headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
     return Stream(sse(chunks), media_type="text/event-stream", headers=headers)

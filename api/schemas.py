@@ -45,7 +45,7 @@ __all__ = (
     "decode",
 )
 
-T = TypeVar("T")
+T = TypeVar("T", bound=msgspec.Struct)
 
 Int32 = Annotated[int, msgspec.Meta(ge=-(1 << 31), lt=1 << 31)]
 RequestId = Annotated[str, msgspec.Meta(pattern=r"^[\x21-\x7e]{1,128}$")]

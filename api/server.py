@@ -196,7 +196,7 @@ def _listen(server: ServerConfig) -> socket.socket:
 
 def _url(listener: socket.socket) -> str:
     host, port = listener.getsockname()[:2]
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host) or str(host)
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
-from typing import Protocol
+from typing import Protocol, cast
 
 from ostinato.api.errors import UnavailableError, status_of
 from ostinato.api.generation import Generation, Tally
@@ -139,7 +139,9 @@ class Service:
     def _starting(self) -> UnavailableError:
         return UnavailableError(f"the engine is starting: {self.phase}", code="starting")
 
-    async def run(self, reply_id: str, generations: Sequence[Generation]) -> AsyncIterator[News]:
+    async def run(
+        self, reply_id: str, generations: Sequence[Generation]
+    ) -> AsyncGenerator[News, None]:
         """News of all completions of all prompts, timed, counted and logged.
 
         Closing the iterator aborts what has not ended.
@@ -223,7 +225,7 @@ def _raise_for_failure(output: RequestOutput) -> None:
         raise UnavailableError("the request was aborted by the server", code="aborted")
 
 
-async def _merge(client: Client, generations: Sequence[Generation]) -> AsyncIterator[News]:
+async def _merge(client: Client, generations: Sequence[Generation]) -> AsyncGenerator[News, None]:
     """News of several prompts as they come; one prompt takes the direct way."""
     if len(generations) == 1:
         async with aclosing(_generate(client, generations[0])) as outputs:
@@ -258,11 +260,13 @@ async def _merge(client: Client, generations: Sequence[Generation]) -> AsyncIter
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _generate(client: Client, one: Generation) -> AsyncIterator[RequestOutput]:
-    return client.generate(
+def _generate(client: Client, one: Generation) -> AsyncGenerator[RequestOutput, None]:
+    outputs = client.generate(
         one.request_id,
         one.prompt_token_ids,
         one.sampling,
         priority=one.priority,
         cache_salt=one.cache_salt,
     )
+    # Closing it aborts the request: a client's `generate` is a generator.
+    return cast("AsyncGenerator[RequestOutput, None]", outputs)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -19,7 +19,7 @@ T = TypeVar("T")
 _LOG = logging.getLogger("ostinato.api")
 
 
-async def sse(chunks: AsyncIterator[msgspec.Struct]) -> AsyncIterator[bytes]:
+async def sse(chunks: AsyncGenerator[msgspec.Struct, None]) -> AsyncGenerator[bytes, None]:
     """Each chunk as one event, then `[DONE]`; a failure is an event with the error object.
 
     A disconnect, a failure and the end all leave through `aclosing`, which aborts what still runs.

@@ -158,7 +158,7 @@ def _mark_end(conversation: list[dict[str, Any]]) -> None:
     last = texts[-1]
     conversation[-1]["content"] = [
         {**part, "text": part["text"] + _END_OF_MESSAGE} if part is last else part
-        for part in content
+        for part in content or ()
     ]
 
 
