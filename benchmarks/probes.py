@@ -1,0 +1,104 @@
+"""The state of the machine around a figure: memory bandwidth, other programs, peak memory.
+
+Shared machines switch between states within seconds; a decode rate without the bandwidth beside it
+says little.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import psutil
+import torch
+
+__all__ = ("LoadMeter", "PeakMemory", "commit_of", "read_bandwidth")
+
+PROBE_BYTES = 256 << 20
+_PROBE_READS = 3
+_STATUS = Path("/proc/self/status")
+_CLEAR_REFS = Path("/proc/self/clear_refs")
+
+
+def read_bandwidth(device: torch.device) -> float:
+    """GB/s at which `device` reads 256 MiB, best of three; on a CPU with torch's threads."""
+    data = torch.ones(PROBE_BYTES // 4, dtype=torch.float32, device=device)
+    best = float("inf")
+    for _ in range(_PROBE_READS):
+        begin = time.perf_counter()
+        data.sum().item()  # waits for the device
+        best = min(best, time.perf_counter() - begin)
+    return PROBE_BYTES / best / 1e9
+
+
+class LoadMeter:
+    """The share of all cores that other programs used between `start` and `stop`, in [0, 1]."""
+
+    def __init__(self) -> None:
+        self._cores = psutil.cpu_count() or 1
+        self._process = psutil.Process()
+        self.start()
+
+    def start(self) -> Self:
+        self._began, self._busy, self._own = self._now()
+        return self
+
+    def stop(self) -> float:
+        now, busy, own = self._now()
+        others = (busy - self._busy) - (own - self._own)
+        return min(1.0, max(0.0, others / max(now - self._began, 1e-3) / self._cores))
+
+    def _now(self) -> tuple[float, float, float]:
+        times = psutil.cpu_times()
+        busy = sum(times) - times.idle - getattr(times, "iowait", 0.0)
+        # Linux counts a guest's time twice: in itself and in user.
+        busy -= getattr(times, "guest", 0.0) + getattr(times, "guest_nice", 0.0)
+        own = self._process.cpu_times()
+        return time.perf_counter(), busy, own.user + own.system + own.children_user
+
+
+@dataclass(slots=True)
+class PeakMemory:
+    """This process's peak resident memory; without the probes' where the kernel can forget them."""
+
+    _peak: int = 0
+    forgets: bool = True  # False: the kernel's peak could not be reset, and contains the probes
+
+    def note(self) -> None:
+        """Take the peak so far into account; called before a probe."""
+        self._peak = max(self._peak, self._kernel_peak())
+
+    def forget_probe(self) -> None:
+        """Reset the kernel's peak; called after a probe has freed its memory."""
+        try:
+            _CLEAR_REFS.write_text("5")
+        except OSError:
+            self.forgets = False
+
+    @property
+    def mib(self) -> float:
+        """MiB at the highest."""
+        self.note()
+        return self._peak / (1 << 20)
+
+    @staticmethod
+    def _kernel_peak() -> int:
+        try:
+            lines = _STATUS.read_text().splitlines()
+            entry = next(line for line in lines if line.startswith("VmHWM"))
+        except (OSError, StopIteration):
+            return psutil.Process().memory_info().rss
+        return int(entry.split()[1]) << 10
+
+
+def commit_of(directory: Path) -> str | None:
+    """The git commit that `directory` is at, "-dirty" when it has changes; None without git."""
+    command = ["git", "-C", str(directory), "describe", "--always", "--dirty", "--abbrev=40"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
