@@ -72,7 +72,7 @@ def open_checkpoint(section: ModelSection) -> Checkpoint:
         CheckpointError: no such directory, no or invalid config.json, hub unreachable.
     """
     inline = section.load_format is LoadFormat.dummy and "architectures" in section.config
-    if inline and not section.path:
+    if inline and not Path(section.path or "?").expanduser().is_dir():
         return Checkpoint(directory=None, hf_config=dict(section.config), generation_config={})
     directory = resolve_directory(
         section.path, section.revision, weights=section.load_format is not LoadFormat.dummy

@@ -1,0 +1,316 @@
+"""From a configuration to a ready engine: the composition root, one phase after the other.
+
+    open -> plan -> weights -> pack -> cache -> compile -> capture -> seal
+
+Every mistake of configuration or environment that shows on the way is a `StartupError` of one line.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ostinato.conf.root import EngineConfig
+from ostinato.conf.schema import AttentionBackendName, GraphConfig, GraphMode, LoadFormat
+from ostinato.graphs.buckets import BucketTable, default_decode_sizes, default_mixed_sizes
+from ostinato.graphs.buffers import StaticBuffers
+from ostinato.graphs.capture import BoundRecorder, CudaRecorder, GraphRunner
+from ostinato.graphs.compile import compile_model
+from ostinato.graphs.seal import CompileMonitor
+from ostinato.models.base import CausalLM, KVCache
+from ostinato.models.checkpoint import (
+    Checkpoint,
+    CheckpointError,
+    open_checkpoint,
+    resolve_directory,
+)
+from ostinato.models.config import ModelConfig, resolve_dtype
+from ostinato.models.packing import pack_model
+from ostinato.models.registry import build_model, read_model_config
+from ostinato.models.weights import init_dummy_weights, load_weights
+from ostinato.ops.attention import select_backend
+from ostinato.ops.native.build import NativeBuildError
+from ostinato.runtime.device import resolve_device, set_threads
+from ostinato.runtime.engine import Engine
+from ostinato.runtime.errors import StartupError
+from ostinato.runtime.kv_cache import KVCacheManager
+from ostinato.runtime.memory import (
+    GraphFootprint,
+    MemoryPlan,
+    ModelFootprint,
+    free_memory,
+    plan_memory,
+)
+from ostinato.runtime.model_runner import ModelRunner
+from ostinato.runtime.sampler import Sampler
+from ostinato.runtime.scheduler import Scheduler
+from ostinato.runtime.types import ServedModel
+
+__all__ = ("ModelSource", "build_engine", "open_model", "plan_engine")
+
+Report = Callable[[str, float], None]
+"""Called with a finished phase's name and its seconds."""
+
+# generation_config.json's fields that are defaults of a request.
+_SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSource:
+    """A model that was found and understood, but not loaded."""
+
+    checkpoint: Checkpoint
+    config: ModelConfig
+    device: torch.device
+    dtype: torch.dtype
+
+
+def open_model(config: EngineConfig, device: torch.device | None = None) -> ModelSource:
+    """Find the model and read its configuration; loads no weights.
+
+    Args:
+        config: the engine's configuration.
+        device: to plan for a device that is not here; None = the configured one.
+
+    Raises:
+        StartupError: no such model, or one that is not supported.
+    """
+    try:
+        checkpoint = open_checkpoint(config.model)
+        model_config = read_model_config(checkpoint)
+    except ValueError as error:
+        raise StartupError(str(error)) from error
+    return ModelSource(
+        checkpoint=checkpoint,
+        config=model_config,
+        device=device or resolve_device(config.device.name),
+        dtype=resolve_dtype(config.model.dtype, model_config),
+    )
+
+
+def plan_engine(
+    config: EngineConfig, source: ModelSource, *, free_bytes: int | None = None
+) -> MemoryPlan:
+    """The memory plan of an engine; allocates nothing.
+
+    Args:
+        config: the engine's configuration.
+        source: from `open_model`.
+        free_bytes: to plan for another machine; None = what is free on this one.
+
+    Raises:
+        StartupError: it does not fit.
+    """
+    model = source.config
+    is_cpu = source.device.type == "cpu"
+    skeleton = build_model(
+        model, dtype=source.dtype, device=torch.device("meta"), attention_backend="reference"
+    )
+    tensors = [*skeleton.parameters(), *skeleton.buffers()]
+    keys = bucket_table(config, is_cpu=is_cpu).keys
+    return plan_memory(
+        ModelFootprint(
+            weights_bytes=sum(tensor.numel() * tensor.itemsize for tensor in tensors),
+            kv_bytes_per_token=model.kv_cache_spec(1, source.dtype).bytes_per_block,
+            hidden_size=model.hidden_size,
+            intermediate_size=model.intermediate_size,
+            qkv_size=(model.num_heads + 2 * model.num_kv_heads) * model.head_dim,
+            vocab_size=model.vocab_size,
+            dtype_bytes=source.dtype.itemsize,
+            max_model_len=model.max_model_len,
+        ),
+        free_bytes=free_memory(is_cpu=is_cpu).free_bytes if free_bytes is None else free_bytes,
+        is_cpu=is_cpu,
+        device=config.device,
+        cache=config.cache,
+        scheduler=config.scheduler,
+        max_model_len=config.model.max_model_len,
+        graphs=GraphFootprint(
+            num_graphs=len(keys), max_tokens=max((key.num_tokens for key in keys), default=0)
+        ),
+    )
+
+
+def bucket_table(config: EngineConfig, *, is_cpu: bool) -> BucketTable:
+    """The buckets to capture; empty unless graphs.mode=captured."""
+    graphs, scheduler = config.graphs, config.scheduler
+    if graphs.mode is not GraphMode.captured:
+        return BucketTable(decode_sizes=[], mixed_sizes=[], max_num_seqs=scheduler.max_num_seqs)
+    decode_sizes = graphs.capture_sizes or default_decode_sizes(
+        scheduler.max_num_seqs, exact=is_cpu
+    )
+    # On a CPU a mixed bucket would compute its padding, and there is no launch cost to save.
+    mixed_sizes = [] if is_cpu else default_mixed_sizes(scheduler.max_num_batched_tokens)
+    return BucketTable(
+        decode_sizes=decode_sizes, mixed_sizes=mixed_sizes, max_num_seqs=scheduler.max_num_seqs
+    )
+
+
+def build_engine(config: EngineConfig, report: Report = lambda name, seconds: None) -> Engine:
+    """Build everything and return an engine that compiles nothing any more.
+
+    Args:
+        config: the whole configuration; each component is handed its section.
+        report: told of each finished phase.
+
+    Raises:
+        StartupError: the engine can not start as configured; one line with the remedy.
+    """
+    phases: dict[str, float] = {}
+
+    @contextmanager
+    def phase(name: str) -> Iterator[None]:
+        begin = time.perf_counter()
+        yield
+        phases[name] = time.perf_counter() - begin
+        report(name, phases[name])
+
+    monitor = CompileMonitor()
+    set_threads(config.device)
+    with phase("open"):
+        source = open_model(config)
+        plan = plan_engine(config, source)
+        backend = _select_backend(config.graphs.attention, config, source)
+    with torch.inference_mode():
+        with phase("weights"):
+            model = _load(config, source, backend, plan.max_model_len)
+        if config.graphs.pack_weights and source.device.type == "cpu":
+            with phase("pack"):
+                _pack(model)
+        with phase("cache"):
+            spec = source.config.kv_cache_spec(config.cache.block_size, source.dtype)
+            kv_cache = spec.allocate(plan.num_blocks, source.device)
+            buffers = StaticBuffers(
+                max_num_tokens=config.scheduler.max_num_batched_tokens,
+                max_num_seqs=config.scheduler.max_num_seqs,
+                max_blocks_per_seq=-(-plan.max_model_len // config.cache.block_size),
+                block_size=config.cache.block_size,
+                device=source.device,
+            )
+        graphs = _prepare_graphs(config, model, kv_cache, buffers, phase)
+    monitor.seal()
+    cache = KVCacheManager(
+        plan.num_blocks,
+        config.cache.block_size,
+        enable_prefix_caching=config.cache.enable_prefix_caching,
+    )
+    scheduler = Scheduler(config.scheduler, cache, max_model_len=plan.max_model_len)
+    sampler = Sampler(
+        max_num_seqs=config.scheduler.max_num_seqs,
+        vocab_size=source.config.vocab_size,
+        device=source.device,
+    )
+    return Engine(
+        scheduler,
+        cache,
+        ModelRunner(graphs, buffers, sampler),
+        monitor,
+        _served_model(config, source, plan, phases),
+    )
+
+
+def _select_backend(name: AttentionBackendName, config: EngineConfig, source: ModelSource) -> str:
+    spec = source.config.attention_spec(config.cache.block_size, source.dtype, source.device)
+    try:
+        return select_backend(name.value, spec)
+    except ValueError as error:
+        raise StartupError(str(error)) from error
+
+
+def _load(config: EngineConfig, source: ModelSource, backend: str, max_model_len: int) -> CausalLM:
+    model = build_model(
+        source.config,
+        dtype=source.dtype,
+        device=source.device,
+        attention_backend=backend,
+        max_model_len=max_model_len,
+    )
+    if config.model.load_format is LoadFormat.dummy:
+        init_dummy_weights(model, config.model.seed)
+        return model
+    try:
+        load_weights(model, source.checkpoint, progress=True)
+    except CheckpointError as error:
+        raise StartupError(str(error)) from error
+    return model
+
+
+def _pack(model: CausalLM) -> None:
+    try:
+        pack_model(model)
+    except NativeBuildError as error:
+        raise StartupError(str(error)) from error
+
+
+def _prepare_graphs(
+    config: EngineConfig,
+    model: CausalLM,
+    kv_cache: KVCache,
+    buffers: StaticBuffers,
+    phase: Callable[[str], AbstractContextManager[None]],
+) -> GraphRunner:
+    """Compile, run every kind of step once, capture."""
+    graphs: GraphConfig = config.graphs
+    is_cpu = buffers.device.type == "cpu"
+    program = None
+    if graphs.mode is not GraphMode.eager:
+        with phase("compile"):
+            # Any shape of at least 2 will do: the traced program takes every one.
+            tokens = min(16, config.scheduler.max_num_batched_tokens)
+            seqs = min(2, config.scheduler.max_num_seqs)
+            example = buffers.batch(tokens, seqs, seqs).forward
+            program = compile_model(model, graphs.form, example, kv_cache)
+    runner = GraphRunner(
+        model,
+        kv_cache,
+        buffers,
+        program=program,
+        table=bucket_table(config, is_cpu=is_cpu),
+        recorder=BoundRecorder() if is_cpu else CudaRecorder(),
+    )
+    with phase("warm-up"):
+        runner.warm_up([(1, 1), (min(64, config.scheduler.max_num_batched_tokens), 1)])
+    if graphs.mode is GraphMode.captured:
+        with phase("capture"):
+            runner.capture()
+    return runner
+
+
+def _served_model(
+    config: EngineConfig, source: ModelSource, plan: MemoryPlan, phases: dict[str, float]
+) -> ServedModel:
+    section = config.model
+    directory = source.checkpoint.directory
+    generation = source.checkpoint.generation_config
+    defaults = {
+        key: generation[key]
+        for key in _SAMPLING_DEFAULTS
+        if config.sampling.use_generation_config and generation.get(key) is not None
+    }
+    if generation.get("do_sample") is False:
+        defaults = {"temperature": 0.0}
+    # Dummy weights without a directory borrow the demo model's tokenizer: resolve_directory("").
+    tokenizer = directory
+    if section.tokenizer or directory is None:
+        tokenizer = resolve_directory(section.tokenizer, section.revision, weights=False)
+    return ServedModel(
+        name=section.name or _name(section.path, directory),
+        max_model_len=plan.max_model_len,
+        vocab_size=source.config.vocab_size,
+        eos_token_ids=source.config.eos_token_ids,
+        tokenizer=str(tokenizer),
+        default_sampling=defaults,
+        created=int(time.time()),
+        startup_seconds=phases,
+    )
+
+
+def _name(path: str, directory: Path | None) -> str:
+    if not path:
+        return "ostinato-demo" if directory is not None else "dummy"
+    return Path(path).name if Path(path).is_dir() else path
