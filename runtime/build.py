@@ -218,7 +218,7 @@ def _select_backend(name: AttentionBackendName, config: EngineConfig, source: Mo
     spec = source.config.attention_spec(config.cache.block_size, source.dtype, source.device)
     try:
         return select_backend(name.value, spec)
-    except ValueError as error:
+    except (ValueError, NativeBuildError) as error:
         raise StartupError(str(error)) from error
 
 
