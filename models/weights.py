@@ -29,7 +29,7 @@ from ostinato.models.layers import LayerNorm, MergedLinear, RMSNorm
 __all__ = ("init_dummy_weights", "load_weights")
 
 # Mapped pages count as this process's memory; a file is opened anew after this much of it.
-_REOPEN_BYTES = 1 << 30
+_REOPEN_BYTES = 1 << 28
 _MAX_NAMED = 5
 # Random numbers that dummy weights repeat; prime, so that rows of a matrix do not repeat with it.
 _POOL_SIZE = 1_048_583

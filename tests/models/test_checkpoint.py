@@ -1,0 +1,136 @@
+"""Finding a checkpoint: directories, the bundled demo, inline configuration, and what can be wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ostinato.conf.schema import LoadFormat, ModelSection
+from ostinato.models.checkpoint import Checkpoint, CheckpointError, open_checkpoint
+from ostinato.models.registry import read_model_config
+
+
+def write(directory: Path, files: dict[str, object]) -> Path:
+    for name, content in files.items():
+        text = content if isinstance(content, str) else json.dumps(content)
+        (directory / name).write_text(text)
+    return directory
+
+
+def refusal(section: ModelSection) -> str:
+    with pytest.raises(CheckpointError) as error:
+        open_checkpoint(section)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_settings_are_laid_over_the_config(tmp_path: Path) -> None:
+    files = {
+        "config.json": {"vocab_size": 5, "hidden_size": 8},
+        "generation_config.json": {"eos_token_id": [1, 2]},
+    }
+    write(tmp_path, files)
+    checkpoint = open_checkpoint(ModelSection(path=str(tmp_path), config={"hidden_size": 16}))
+    assert checkpoint == Checkpoint(
+        directory=tmp_path,
+        hf_config={"vocab_size": 5, "hidden_size": 16},
+        generation_config={"eos_token_id": [1, 2]},
+    )
+
+
+def test_dummy_with_inline_config_reads_nothing() -> None:
+    config = {"architectures": ["LlamaForCausalLM"], "vocab_size": 7}
+    checkpoint = open_checkpoint(ModelSection(load_format=LoadFormat.dummy, config=config))
+    assert checkpoint == Checkpoint(directory=None, hf_config=config, generation_config={})
+    with pytest.raises(CheckpointError, match=r"model\.path is empty"):
+        checkpoint.weight_files()
+
+
+def test_no_such_directory() -> None:
+    assert refusal(ModelSection(path="/no/such/place")) == (
+        "model.path='/no/such/place': no such directory"
+    )
+
+
+def test_path_is_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    file.write_text("x")
+    assert "is a file" in refusal(ModelSection(path=str(file)))
+
+
+def test_no_config(tmp_path: Path) -> None:
+    assert refusal(ModelSection(path=str(tmp_path))) == (
+        f"no config.json in {tmp_path}: model.path must be a model's directory"
+    )
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", '{"a": 1'])
+def test_invalid_config(tmp_path: Path, text: str) -> None:
+    write(tmp_path, {"config.json": text})
+    assert str(tmp_path / "config.json") in refusal(ModelSection(path=str(tmp_path)))
+
+
+def test_unreachable_hub(tmp_path: Path) -> None:
+    """A hub id whose hub refuses connections: one clear line, soon."""
+    code = (
+        "from ostinato.conf.schema import ModelSection\n"
+        "from ostinato.models.checkpoint import CheckpointError, open_checkpoint\n"
+        "try:\n"
+        "    open_checkpoint(ModelSection(path='someone/some-model', revision='v2'))\n"
+        "except CheckpointError as error:\n"
+        "    print(error)\n"
+    )
+    environment = {**os.environ, "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}
+    environment.pop("HF_HUB_OFFLINE", None)
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert len(result.stdout.splitlines()) == 1
+    assert result.stdout.startswith(
+        "model.path='someone/some-model': no such directory, and the hub did not give it"
+        " at revision 'v2': "
+    )
+
+
+def test_weight_files(tmp_path: Path) -> None:
+    checkpoint = Checkpoint(directory=tmp_path, hf_config={}, generation_config={})
+    with pytest.raises(CheckpointError, match=r"no weights in .*load_format=dummy"):
+        checkpoint.weight_files()
+    write(tmp_path, {"pytorch_model.bin": ""})
+    assert checkpoint.weight_files() == [tmp_path / "pytorch_model.bin"]
+    write(tmp_path, {"model.safetensors": ""})
+    assert checkpoint.weight_files() == [tmp_path / "model.safetensors"]
+    weight_map = {"b": "two.safetensors", "a": "one.safetensors", "c": "two.safetensors"}
+    write(tmp_path, {"model.safetensors.index.json": {"weight_map": weight_map}})
+    write(tmp_path, {"one.safetensors": ""})
+    with pytest.raises(
+        CheckpointError, match=r"names the shard two\.safetensors, which is missing"
+    ):
+        checkpoint.weight_files()
+    write(tmp_path, {"two.safetensors": ""})
+    assert [file.name for file in checkpoint.weight_files()] == [
+        "one.safetensors",
+        "two.safetensors",
+    ]
+    write(tmp_path, {"model.safetensors.index.json": {"weight_map": {}}})
+    with pytest.raises(CheckpointError, match="has no weight_map"):
+        checkpoint.weight_files()
+
+
+def test_unknown_architecture_is_named_before_its_other_keys(tmp_path: Path) -> None:
+    write(tmp_path, {"config.json": {"architectures": ["MambaForCausalLM"], "d_model": 4}})
+    checkpoint = open_checkpoint(ModelSection(path=str(tmp_path)))
+    with pytest.raises(
+        ValueError, match=r"'MambaForCausalLM' is not supported; supported are GPT2"
+    ):
+        read_model_config(checkpoint)

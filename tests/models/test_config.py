@@ -1,0 +1,278 @@
+"""ModelConfig from the config.json forms that are in use, and what it refuses by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from ostinato.conf.schema import DType
+from ostinato.models.config import ModelConfig, resolve_dtype
+from ostinato.models.registry import ARCHITECTURES, build_model
+from ostinato.ops.rope import LinearScaling, Llama3Scaling, Rope, YarnScaling
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+}
+
+
+def read(**changes: Any) -> ModelConfig:
+    settings = {**LLAMA, **changes}
+    return ModelConfig.from_hf({key: value for key, value in settings.items() if value != "absent"})
+
+
+def test_llama_defaults() -> None:
+    assert read() == ModelConfig(
+        architecture="LlamaForCausalLM",
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=96,
+        num_layers=4,
+        num_heads=8,
+        num_kv_heads=8,
+        head_dim=8,
+        max_model_len=2048,
+        norm_eps=1e-5,
+        activation="silu",
+        tie_word_embeddings=False,
+        attention_bias=False,
+        mlp_bias=False,
+        rope=Rope(rotary_dim=8, theta=10_000.0),
+        sliding_windows=(0, 0, 0, 0),
+        dtype=torch.float32,
+        eos_token_ids=(),
+        bos_token_id=None,
+    )
+
+
+def test_gpt2_names() -> None:
+    config = ModelConfig.from_hf(
+        {
+            "architectures": ["GPT2LMHeadModel"],
+            "vocab_size": 50257,
+            "n_embd": 768,
+            "n_layer": 12,
+            "n_head": 12,
+            "n_positions": 1024,
+            "n_inner": None,
+            "activation_function": "gelu_new",
+            "layer_norm_epsilon": 1e-5,
+            "eos_token_id": 50256,
+        }
+    )
+    assert (config.hidden_size, config.intermediate_size, config.head_dim) == (768, 3072, 64)
+    assert (config.num_layers, config.num_heads, config.num_kv_heads) == (12, 12, 12)
+    assert (config.max_model_len, config.rope, config.activation) == (1024, None, "gelu_new")
+    assert config.tie_word_embeddings
+    assert config.eos_token_ids == (50256,)
+
+
+def test_config_is_hashable() -> None:
+    assert hash(read()) == hash(read())
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 5e5, "factor": 2.0}},
+        {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}},
+        {"rope_theta": 5e5, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+    ],
+)
+def test_both_forms_of_rope_settings(settings: dict[str, Any]) -> None:
+    config = read(**settings)
+    assert config.rope == Rope(rotary_dim=8, theta=5e5, scaling=LinearScaling(factor=2.0))
+    assert config.max_model_len == 4096
+
+
+def test_llama3_rope_states_the_stretched_context() -> None:
+    config = read(
+        max_position_embeddings=131072,
+        rope_theta=5e5,
+        rope_scaling={
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+    )
+    assert config.max_model_len == 131072
+    assert config.rope is not None
+    assert config.rope.scaling == Llama3Scaling(
+        factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=8192
+    )
+
+
+def test_yarn_stretches_the_context() -> None:
+    config = read(
+        max_position_embeddings=32768,
+        rope_scaling={
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 32768,
+        },
+    )
+    assert config.max_model_len == 131072
+    assert config.rope is not None
+    assert config.rope.scaling == YarnScaling(
+        factor=4.0, original_max_position=32768, attention_factor=1.138629436111989
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "windows"),
+    [
+        ({"sliding_window": 16}, (16, 16, 16, 16)),  # Mistral
+        ({"sliding_window": None}, (0, 0, 0, 0)),
+        ({"sliding_window": 16, "max_window_layers": 3}, (0, 0, 0, 0)),  # Qwen: off unless on
+        (
+            {"sliding_window": 16, "max_window_layers": 3, "use_sliding_window": True},
+            (0, 0, 0, 16),
+        ),
+        (
+            {
+                "sliding_window": 16,
+                "max_window_layers": 3,
+                "use_sliding_window": True,
+                "layer_types": ["sliding_attention", "full_attention"] * 2,
+            },
+            (16, 0, 16, 0),
+        ),
+        ({"sliding_window": 16, "use_sliding_window": False}, (0, 0, 0, 0)),
+    ],
+)
+def test_sliding_windows(settings: dict[str, Any], windows: tuple[int, ...]) -> None:
+    assert read(**settings).sliding_windows == windows
+
+
+@pytest.mark.parametrize(
+    ("config_ids", "generation_ids", "ids"),
+    [
+        (2, "absent", (2,)),
+        ([2, 7], "absent", (2, 7)),
+        (None, "absent", ()),
+        (2, [128001, 128009], (128001, 128009)),
+        (0, None, (0,)),
+    ],
+)
+def test_eos_token_ids(config_ids: Any, generation_ids: Any, ids: tuple[int, ...]) -> None:
+    generation = {} if generation_ids == "absent" else {"eos_token_id": generation_ids}
+    config = ModelConfig.from_hf({**LLAMA, "eos_token_id": config_ids}, generation)
+    assert config.eos_token_ids == ids
+
+
+@pytest.mark.parametrize(
+    ("settings", "choice", "dtype"),
+    [
+        ({"dtype": "bfloat16"}, DType.auto, torch.bfloat16),
+        ({"torch_dtype": "float16"}, DType.auto, torch.float16),
+        ({"torch_dtype": "bfloat16"}, DType.float32, torch.float32),
+        ({}, DType.auto, torch.float32),
+    ],
+)
+def test_dtype(settings: dict[str, Any], choice: DType, dtype: torch.dtype) -> None:
+    assert resolve_dtype(choice, read(**settings)) == dtype
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"architectures": []}, ["architectures", "[]"]),
+        ({"hidden_size": "absent"}, ["hidden_size", "None"]),
+        ({"num_hidden_layers": 0}, ["num_hidden_layers", "0"]),
+        ({"vocab_size": "many"}, ["vocab_size", "many"]),
+        ({"num_key_value_heads": 3}, ["num_attention_heads=8", "num_key_value_heads=3"]),
+        ({"num_attention_heads": 7}, ["head_dim"]),
+        ({"hidden_act": "mish"}, ["hidden_act='mish'", "silu"]),
+        ({"activation_function": "mish"}, ["activation_function='mish'"]),
+        ({"torch_dtype": "float8_e4m3fn"}, ["float8_e4m3fn", "bfloat16"]),
+        (
+            {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+            ["rope_type='dynamic'", "default, linear, llama3, yarn"],
+        ),
+        ({"rope_parameters": {"rope_type": "longrope"}}, ["rope_type='longrope'"]),
+        ({"rope_scaling": {"type": "linear"}}, ["'linear'", "factor"]),
+        ({"rope_scaling": {"type": "linear", "factor": "two"}}, ["factor", "two"]),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, ["low_freq_factor"]),
+        ({"layer_types": ["full_attention", "mamba"] * 2}, ["layer_types", "mamba"]),
+        ({"layer_types": ["full_attention"]}, ["layer_types", "1 entries for 4 layers"]),
+        ({"quantization_config": {"quant_method": "gptq"}}, ["quant_method='gptq'"]),
+        ({"scale_attn_by_inverse_layer_idx": True}, ["scale_attn_by_inverse_layer_idx=True"]),
+        ({"head_dim": 7}, ["even", "7"]),
+    ],
+)
+def test_refusals_name_the_key(settings: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ValueError) as error:
+        read(**settings)
+    for word in words:
+        assert word in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_kv_cache_and_attention_specs() -> None:
+    config = read(num_key_value_heads=2, sliding_window=16)
+    cache = config.kv_cache_spec(32, torch.bfloat16)
+    assert (cache.num_layers, cache.num_kv_heads, cache.head_dim) == (4, 2, 8)
+    assert cache.bytes_per_block == 4 * 2 * 2 * 32 * 8 * 2
+    spec = config.attention_spec(32, torch.bfloat16, torch.device("cpu"))
+    assert (spec.num_heads, spec.num_kv_heads, spec.sliding_window) == (8, 2, 16)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_built_on_meta_without_memory(architecture: str) -> None:
+    positions = {"n_positions": 2048} if architecture == "GPT2LMHeadModel" else {}
+    config = read(architectures=[architecture], **positions)
+    model = build_model(
+        config,
+        dtype=torch.bfloat16,
+        device=torch.device("meta"),
+        attention_backend="reference",
+        max_model_len=100,
+    )
+    assert {tensor.device.type for tensor in model.state_dict().values()} == {"meta"}
+    assert len(model.layers) == 4
+
+
+def test_layers_with_equal_keys_share_a_program() -> None:
+    config = read(
+        architectures=["Qwen2ForCausalLM"],
+        sliding_window=16,
+        use_sliding_window=True,
+        max_window_layers=2,
+    )
+    model = build_model(
+        config, dtype=torch.float32, device=torch.device("meta"), attention_backend="reference"
+    )
+    keys = [layer.static_key() for layer in model.layers]  # pyright: ignore[reportCallIssue]
+    assert keys[0] == keys[1]
+    assert keys[2] == keys[3]
+    assert keys[0] != keys[2]
+
+
+def test_unknown_architecture_lists_the_known_ones() -> None:
+    config = read(architectures=["FooForCausalLM"])
+    with pytest.raises(ValueError, match=r"'FooForCausalLM' is not supported.*LlamaForCausalLM"):
+        build_model(
+            config, dtype=torch.float32, device=torch.device("meta"), attention_backend="reference"
+        )
+
+
+def test_longer_than_the_model_states() -> None:
+    with pytest.raises(ValueError, match=r"model\.max_model_len must be at most 2048.*got 4096"):
+        build_model(
+            read(),
+            dtype=torch.float32,
+            device=torch.device("meta"),
+            attention_backend="reference",
+            max_model_len=4096,
+        )
