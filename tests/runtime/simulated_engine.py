@@ -1,0 +1,169 @@
+"""Drives a scheduler against the simulated device, one step ahead or not, and checks every step."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from ostinato.conf.schema import SchedulerConfig, SchedulingPolicy
+from ostinato.runtime.kv_cache import KVCacheManager
+from ostinato.runtime.scheduler import Scheduler
+from ostinato.runtime.types import (
+    FinishReason,
+    Request,
+    SchedulerOutput,
+    SequenceOutput,
+    StepResult,
+)
+from tests.runtime.simulated_device import SimulatedDevice, reference_output
+
+
+class SimulatedEngine:
+    """An engine's loop in three parts: `launch` a step, `land` the oldest one in flight, `abort`.
+
+    A step runs on the device when it is launched; its tokens reach the scheduler when it lands.
+    """
+
+    def __init__(
+        self,
+        *,
+        total_blocks: int,
+        block_size: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        policy: SchedulingPolicy = SchedulingPolicy.fcfs,
+        prefix_caching: bool = True,
+    ) -> None:
+        self.config = SchedulerConfig(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            policy=policy,
+        )
+        self.max_model_len = max_model_len
+        self.cache = KVCacheManager(total_blocks, block_size, enable_prefix_caching=prefix_caching)
+        self.scheduler = Scheduler(self.config, self.cache, max_model_len=max_model_len)
+        self.device = SimulatedDevice(total_blocks, block_size)
+        self.requests: dict[str, Request] = {}
+        self.tokens: dict[str, list[int]] = {}
+        self.endings: dict[str, SequenceOutput] = {}
+        self.num_steps = 0
+        self._in_flight: deque[tuple[SchedulerOutput, StepResult]] = deque()
+        self._writers: deque[dict[int, str]] = deque()  # per step in flight: block id -> request
+        self._holders: deque[dict[int, str]] = deque()  # per step in flight: row -> request
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._in_flight)
+
+    def add(self, request: Request) -> None:
+        self.scheduler.add(request)
+        self.requests[request.request_id] = request
+        self.tokens[request.request_id] = []
+
+    def launch(self) -> SchedulerOutput | None:
+        """Schedule a step and run it on the device."""
+        output = self.scheduler.schedule()
+        if output is None:
+            assert self._in_flight or not self.scheduler.has_work, "work, but nothing can ever run"
+            return None
+        self._check_limits(output)
+        self._in_flight.append((output, self.device.execute(output)))
+        self._check_ends(output)
+        self._check_overlap(output)
+        self.num_steps += 1
+        self.scheduler.check_integrity()
+        return output
+
+    def land(self) -> list[SequenceOutput]:
+        """Give the oldest step's tokens to the scheduler."""
+        output, result = self._in_flight.popleft()
+        self._writers.popleft()
+        self._holders.popleft()
+        news = self.scheduler.update(output, result)
+        for item in news:
+            self._record(item)
+        self.scheduler.check_integrity()
+        return news
+
+    def abort(self, request_id: str) -> None:
+        output = self.scheduler.abort(request_id)
+        if request_id in self.endings:
+            assert output is None, "a second terminal output"
+        else:
+            assert output == SequenceOutput(request_id, [], FinishReason.abort)
+            self._record(output)
+        self.scheduler.check_integrity()
+
+    def run(self, *, lookahead: bool) -> None:
+        """Launch and land until all requests have ended, in a number of steps the work bounds."""
+        lengths = [
+            len(request.prompt_token_ids) + (request.sampling.max_tokens or self.max_model_len)
+            for request_id, request in self.requests.items()
+            if request_id not in self.endings
+        ]
+        # The first in order advances at least every other step, and at worst each sequence is
+        # computed twice: once for nothing, and once as the first.
+        last_step = self.num_steps + 4 * sum(lengths) + 10
+        while self.scheduler.has_work:
+            assert self.num_steps <= last_step, f"{self.scheduler.request_ids()} starve"
+            launched = self.launch()
+            if self._in_flight and (not lookahead or launched is None or self.num_in_flight == 2):
+                self.land()
+
+    def check_drained(self) -> None:
+        """Everything ended once, with the tokens that it has alone; nothing is left behind."""
+        assert set(self.endings) == set(self.requests)
+        for request_id, request in self.requests.items():
+            tokens, reason, stop_reason = reference_output(request, self.max_model_len)
+            ending = self.endings[request_id]
+            if ending.finish_reason is FinishReason.abort:
+                assert self.tokens[request_id] == tokens[: len(self.tokens[request_id])]
+                continue
+            assert self.tokens[request_id] == tokens
+            assert (ending.finish_reason, ending.stop_reason) == (reason, stop_reason)
+        assert self.cache.num_free_blocks == self.cache.num_blocks
+        assert (self.scheduler.num_running, self.scheduler.num_waiting) == (0, 0)
+        num_tokens = sum(len(tokens) for tokens in self.tokens.values())
+        assert self.scheduler.num_output_tokens == num_tokens
+        self.scheduler.check_integrity()
+
+    def _record(self, item: SequenceOutput) -> None:
+        assert item.request_id not in self.endings, "news of a request that has ended"
+        is_first = not self.tokens[item.request_id]
+        assert is_first or item.num_cached_tokens == 0
+        self.tokens[item.request_id] += item.new_token_ids
+        if item.finish_reason is not None:
+            self.endings[item.request_id] = item
+
+    def _check_limits(self, output: SchedulerOutput) -> None:
+        rows = [entry.row for entry in output.scheduled]
+        assert rows, "an empty step"
+        assert len(set(rows)) == len(rows) <= self.config.max_num_seqs
+        assert all(0 <= row < self.config.max_num_seqs for row in rows)
+        assert {admitted.row for admitted in output.admitted} <= set(rows)
+        num_tokens = sum(entry.num_new_tokens for entry in output.scheduled)
+        assert num_tokens == output.num_tokens <= self.config.max_num_batched_tokens
+
+    def _check_ends(self, output: SchedulerOutput) -> None:
+        """The last token that a request may have is never computed."""
+        for entry in output.scheduled:
+            request = self.requests[self.device.rows[entry.row].request_id]
+            max_tokens = request.sampling.max_tokens or self.max_model_len
+            limit = min(len(request.prompt_token_ids) + max_tokens, self.max_model_len)
+            assert entry.start + entry.num_new_tokens < limit
+
+    def _check_overlap(self, output: SchedulerOutput) -> None:
+        """No step writes where another request's step in flight writes, nor takes its row."""
+        holders = {entry.row: self.device.rows[entry.row].request_id for entry in output.scheduled}
+        writers: dict[int, str] = {}
+        for entry in output.scheduled:
+            table = self.device.rows[entry.row].block_table
+            for position in range(entry.start, entry.start + entry.num_new_tokens):
+                writers[table[position // self.device.block_size]] = holders[entry.row]
+        for earlier_writers, earlier_holders in zip(self._writers, self._holders, strict=True):
+            for block_id, request_id in writers.items():
+                assert earlier_writers.get(block_id, request_id) == request_id
+            for row, request_id in holders.items():
+                assert earlier_holders.get(row, request_id) == request_id
+        self._writers.append(writers)
+        self._holders.append(holders)
