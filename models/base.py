@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -62,12 +64,21 @@ class KVCacheSpec:
         """The cache itself, zeroed; block 0 is the null block."""
         shape = (num_blocks, self.num_kv_heads, self.block_size, self.head_dim)
         return [
-            (
-                torch.zeros(shape, dtype=self.dtype, device=device),
-                torch.zeros(shape, dtype=self.dtype, device=device),
-            )
+            (_zeros(shape, self.dtype, device), _zeros(shape, self.dtype, device))
             for _ in range(self.num_layers)
         ]
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    # NumPy asks the system for zeroed pages, which are mapped when they are first written: a cache
+    # of gigabytes costs no time at start, and no memory before it is used.
+    return (
+        torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8))
+        .view(dtype)
+        .view(shape)
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
