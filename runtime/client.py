@@ -189,7 +189,7 @@ class EngineClient:
             if streams:
                 for engine_id in streams:
                     self._streams.pop(engine_id, None)
-                with contextlib.suppress(zmq.ZMQError):
+                with contextlib.suppress(zmq.ZMQError, EngineDeadError):
                     await asyncio.shield(self._send(AbortRequests(list(streams))))
 
     async def abort(self, request_id: str) -> None:
@@ -222,7 +222,7 @@ class EngineClient:
                 await self._receiver
             self._receiver = None
         if process is not None and process.returncode is None:
-            with contextlib.suppress(zmq.ZMQError):
+            with contextlib.suppress(zmq.ZMQError, EngineDeadError):
                 await self._send(Shutdown())
             try:
                 await asyncio.wait_for(process.wait(), _CLOSE_S)
@@ -235,7 +235,11 @@ class EngineClient:
         shutil.rmtree(self._directory, ignore_errors=True)
 
     async def _send(self, message: ClientMessage) -> None:
-        await self._socket.send(self._encoder.encode(message))
+        # The queue has no limit, so a send could only ever wait for a peer that is gone: for ever.
+        try:
+            await self._socket.send(self._encoder.encode(message), flags=zmq.NOBLOCK)
+        except zmq.Again as error:
+            raise EngineDeadError("the engine ended: it left its socket") from error
 
     async def _next_message(self) -> bytes | None:
         """The next message, or None when the process ended without one."""
