@@ -1,0 +1,273 @@
+"""The `triton` backend: picks tile shapes and launches the kernels of `triton_kernels`.
+
+A step is at most four launches: write K and V; attend for sequences with few query rows (decode),
+their keys split into partitions; combine those partitions; attend for sequences with many query
+rows (prefill). Which sequence falls where is decided on the device, so the launches depend on
+shapes alone and a captured CUDA graph serves any mix of lengths. A row's result depends on its own
+sequence only, never on its batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ostinato.ops.attention import AttentionMetadata, AttentionSpec, HostMetadata, PlanKey
+from ostinato.ops.backends.triton_kernels import attention_kernel, combine_kernel, write_kv_kernel
+from ostinato.ops.backends.triton_tiles import (
+    MAX_TILE_ROWS,
+    KernelShape,
+    attention_constants,
+    ceil_div,
+    combine_constants,
+    write_constants,
+)
+
+__all__ = ("BACKEND", "TritonBackend", "why_shape_unsupported", "write_kv")
+
+# Few enough that all programs of a decode launch are resident at once, enough to hide latency.
+_PROGRAMS_PER_PROCESSOR = 2
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def _strides(tensor: Tensor) -> tuple[int, int]:
+    """Token and head strides in elements.
+
+    A dimension of size 1 may report any stride; it is replaced by the dense one, so that no odd
+    value asks for another specialisation of a kernel.
+    """
+    num_tokens, num_heads, head_dim = tensor.shape
+    token, head, _ = tensor.stride()
+    return token if num_tokens > 1 else num_heads * head_dim, head if num_heads > 1 else head_dim
+
+
+def _shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that one program may have."""
+    if device.type != "cuda":
+        return 227 * 1024  # the interpreter has no limit: the tiles of compute capability 9.0
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.stride(2) != 1:
+            raise ValueError(
+                f"paged_attention: {name} has strides {tensor.stride()}, its last dimension must "
+                f"be contiguous; call .contiguous() on it"
+            )
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if not cache.is_contiguous():
+            raise ValueError(
+                f"paged_attention: {name} {tuple(cache.shape)} has strides {cache.stride()}, must "
+                f"be contiguous; allocate it as its own tensor"
+            )
+
+
+def write_kv(
+    out: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata
+) -> None:
+    """Store the step's keys and values at `slot_mapping`; zero the padding rows of `out`.
+
+    Args:
+        out: [T, H, D] contiguous.
+        k: [T, Hkv, D], last dimension contiguous.
+        v: like `k`.
+        k_cache: [num_blocks, Hkv, block_size, D] contiguous.
+        v_cache: like `k_cache`.
+        metadata: of the step; reads `query_start_loc` and `slot_mapping`.
+    """
+    num_tokens, num_kv_heads, head_dim = k.shape
+    constants = write_constants(out.shape[1], num_kv_heads, head_dim, k_cache.shape[2])
+    write_kv_kernel[(num_tokens, ceil_div(num_kv_heads, constants["BLOCK_H"]))](
+        out,
+        k,
+        v,
+        k_cache,
+        v_cache,
+        metadata.query_start_loc,
+        metadata.slot_mapping,
+        metadata.seq_lens.shape[0],
+        *_strides(k),
+        *_strides(v),
+        **constants,
+    )
+
+
+class _Planner:
+    """Tells the backend what the host knows of a step: whether every sequence has one query row."""
+
+    def plan(self, key: PlanKey, host: HostMetadata, handle: Tensor) -> None:
+        handle[0] = 1 if key.uniform_decode else 0
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class TritonBackend:
+    """Attention for any lengths with no host work.
+
+    `metadata.plan` holds the most query rows that a sequence of the step can have, or 0 where that
+    is not known; a step of single rows then saves the launch for long query ranges.
+    """
+
+    name = "triton"
+
+    def why_unsupported(self, spec: AttentionSpec) -> str | None:
+        if spec.device.type != "cuda":
+            return f"needs a CUDA device, the model is on {spec.device.type}"
+        if not torch.cuda.is_available():
+            return "needs a CUDA device, none is visible"
+        capability = torch.cuda.get_device_capability(spec.device)
+        if capability < (8, 0):
+            return "needs compute capability 8.0 or newer, the device has {}.{}".format(*capability)
+        return why_shape_unsupported(spec)
+
+    def make_planner(
+        self,
+        spec: AttentionSpec,
+        keys: Iterable[PlanKey],
+        *,
+        max_blocks_per_seq: int,
+        sliding_windows: Iterable[int] = (),
+    ) -> _Planner:
+        return _Planner()
+
+    def run(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        metadata: AttentionMetadata,
+        scale: float,
+        sliding_window: int,
+        soft_cap: float,
+    ) -> Tensor:
+        _check(q, k, v, k_cache, v_cache)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        if q.shape[0] == 0:
+            return out
+        write_kv(out, k, v, k_cache, v_cache, metadata)
+        shape = KernelShape(
+            num_heads=q.shape[1],
+            num_kv_heads=k.shape[1],
+            head_dim=q.shape[2],
+            block_size=k_cache.shape[2],
+            itemsize=q.element_size(),
+            max_context=metadata.block_table.shape[1] * k_cache.shape[2],
+            shared_memory=_shared_memory(q.device),
+        )
+        launch = _Launch(shape, out, q, k_cache, v_cache, metadata, scale, sliding_window, soft_cap)
+        launch.short()
+        max_query = int(metadata.plan[0]) or q.shape[0]
+        if max_query > shape.max_short_query:
+            launch.long()
+        return out
+
+
+def why_shape_unsupported(spec: AttentionSpec) -> str | None:
+    """The reason the kernels can not take `spec`'s shapes and type, whatever the device."""
+    if spec.dtype not in _DTYPES:
+        return f"needs float16, bfloat16 or float32, the model has {spec.dtype}"
+    if not 16 <= spec.head_dim <= 256 or spec.head_dim % 8:
+        return (
+            f"needs a head size in [16, 256] that is a multiple of 8, the model has {spec.head_dim}"
+        )
+    if spec.num_heads // spec.num_kv_heads > MAX_TILE_ROWS:
+        return (
+            f"needs at most {MAX_TILE_ROWS} query heads per KV head, the model has "
+            f"{spec.num_heads // spec.num_kv_heads}"
+        )
+    if spec.block_size & (spec.block_size - 1):
+        return f"needs a block size that is a power of two, cache.block_size is {spec.block_size}"
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Launch:
+    """One call's launches."""
+
+    shape: KernelShape
+    out: Tensor
+    q: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    metadata: AttentionMetadata
+    scale: float
+    sliding_window: int
+    soft_cap: float
+
+    @property
+    def num_seqs(self) -> int:
+        return self.metadata.seq_lens.shape[0]
+
+    def short(self) -> None:
+        """Sequences whose query rows fit one tile."""
+        shape, num_tokens = self.shape, self.q.shape[0]
+        parts = shape.max_partitions
+        rows = shape.partial_rows(num_tokens, self.num_seqs) if parts > 1 else 0
+        partial_shape = (rows, shape.num_heads, parts)
+        partial_lse = torch.empty(partial_shape, dtype=torch.float32, device=self.q.device)
+        partial_out = torch.empty(
+            (*partial_shape, shape.head_dim), dtype=torch.float32, device=self.q.device
+        )
+        items = min(num_tokens, self.num_seqs) * shape.num_kv_heads * parts
+        programs = min(items, self._resident_programs())
+        self._attend(programs, partial_out, partial_lse, is_long=False)
+        if parts > 1:
+            self._combine(rows, partial_out, partial_lse)
+
+    def long(self) -> None:
+        """The other sequences, one program per tile: the hardware balances their unequal cost."""
+        shape, num_tokens = self.shape, self.q.shape[0]
+        block_q = shape.long.block_m // shape.group
+        most_seqs = min(self.num_seqs, num_tokens // (shape.max_short_query + 1))
+        programs = (num_tokens // block_q + most_seqs) * shape.num_kv_heads
+        self._attend(programs, self.out, self.out, is_long=True)
+
+    def _resident_programs(self) -> int:
+        if self.q.device.type != "cuda":
+            return 3  # the interpreter: enough that programs share a list of items
+        device = torch.cuda.get_device_properties(self.q.device)
+        return device.multi_processor_count * _PROGRAMS_PER_PROCESSOR
+
+    def _attend(
+        self, programs: int, partial_out: Tensor, partial_lse: Tensor, *, is_long: bool
+    ) -> None:
+        metadata = self.metadata
+        attention_kernel[(programs,)](
+            self.out,
+            partial_out,
+            partial_lse,
+            self.q,
+            self.k_cache,
+            self.v_cache,
+            metadata.query_start_loc,
+            metadata.seq_lens,
+            metadata.block_table,
+            self.num_seqs,
+            metadata.block_table.stride(0),
+            *_strides(self.q),
+            self.scale,
+            **attention_constants(self.shape, self.sliding_window, self.soft_cap, is_long=is_long),
+        )
+
+    def _combine(self, rows: int, partial_out: Tensor, partial_lse: Tensor) -> None:
+        constants = combine_constants(self.shape, self.sliding_window)
+        items = rows * ceil_div(self.shape.num_heads, constants["BLOCK_H"])
+        combine_kernel[(min(items, self._resident_programs()),)](
+            self.out,
+            partial_out,
+            partial_lse,
+            self.metadata.query_start_loc,
+            self.metadata.seq_lens,
+            self.num_seqs,
+            **constants,
+        )
+
+
+BACKEND = TritonBackend()

@@ -1,0 +1,480 @@
+"""Triton kernels of the `triton` backend: one attention kernel for any mix of prefill and decode.
+
+The kernels read every length from device memory, so a captured CUDA graph serves any batch that
+fits its shapes. A launch works through a list of items that exists only as a prefix sum over the
+sequences: item -> (sequence, query tile, KV partition). Every program computes that sum itself,
+BLOCK_S sequences at a time, and counts the sequences that lie before its item: one memory latency
+where a binary search costs log2(S) of them, and no idle program per sequence.
+
+Sources of the algorithms: FlashAttention-2 (Dao, 2023) for the online softmax, Flash-Decoding (Dao
+et al., 2023) for split-KV, PagedAttention (Kwon et al., 2023) for the block table, FlashInfer (Ye
+et al., 2024) and vLLM's unified Triton kernel for packing the query heads of a group in one tile.
+
+Legend: M rows of a query tile, N keys of a KV tile, D head size, S sequences, P KV partitions, H
+query heads.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+__all__ = ("attention_kernel", "combine_kernel", "write_kv_kernel")
+
+_LOG2_E = tl.constexpr(1.4426950408889634)
+# A masked logit. Finite, so that a row which sees nothing of a tile needs no guard against inf -
+# inf: its weights are finite garbage that the next visible key (or the combination of partitions)
+# scales by exactly 0.
+_MASKED = tl.constexpr(-1.0e38)
+
+_METADATA = ["query_start_loc", "seq_lens", "block_table"]
+
+
+@triton.jit
+def _first_tile(position, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The KV index where the tile begins that holds the first key visible from `position`."""
+    if WINDOW > 0:
+        first = tl.maximum(position - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
+    else:
+        first = position * 0
+    return first
+
+
+@triton.jit
+def _partition_size(
+    first, seq_len, BLOCK_N: tl.constexpr, MAX_PARTS: tl.constexpr, MIN_PART_TILES: tl.constexpr
+):
+    """Keys per partition: from the sequence alone, so that no result depends on the batch."""
+    num_tiles = tl.cdiv(seq_len - first, BLOCK_N)
+    return tl.maximum(tl.cdiv(num_tiles, MAX_PARTS), MIN_PART_TILES) * BLOCK_N
+
+
+@triton.jit
+def _work(
+    query_start_loc,
+    seq_lens,
+    first_seq,
+    num_seqs,
+    MIN_QUERY: tl.constexpr,
+    MAX_QUERY: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    WINDOW: tl.constexpr,
+    MAX_PARTS: tl.constexpr,
+    MIN_PART_TILES: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):
+    """Of BLOCK_S sequences: their (tile, partition) items and their rows with several partitions.
+
+    Sequences whose number of query rows is outside [MIN_QUERY, MAX_QUERY] belong to another launch:
+    0 of both.
+    """
+    seq = first_seq + tl.arange(0, BLOCK_S)
+    begin = tl.load(query_start_loc + seq, mask=seq < num_seqs, other=0)
+    end = tl.load(query_start_loc + seq + 1, mask=seq < num_seqs, other=0)
+    seq_len = tl.load(seq_lens + seq, mask=seq < num_seqs, other=0)
+    query_len = end - begin
+    served = (query_len >= MIN_QUERY) & (query_len <= MAX_QUERY)
+    items = tl.cdiv(query_len, BLOCK_Q)
+    split_rows = tl.zeros([BLOCK_S], tl.int32)
+    if MAX_PARTS > 1:
+        first = _first_tile(seq_len - query_len, WINDOW, BLOCK_N)
+        parts = tl.cdiv(
+            seq_len - first, _partition_size(first, seq_len, BLOCK_N, MAX_PARTS, MIN_PART_TILES)
+        )
+        items = items * parts
+        split_rows = tl.where(served & (parts > 1), query_len, 0)
+    return tl.where(served, items, 0), split_rows
+
+
+@triton.jit
+def _load_tile(pointers, rows_ok, columns_ok, MASK_ROWS: tl.constexpr, MASK_COLUMNS: tl.constexpr):
+    """A [N, D] tile; what is masked reads as 0."""
+    if MASK_ROWS and MASK_COLUMNS:
+        tile = tl.load(pointers, mask=rows_ok[:, None] & columns_ok[None, :], other=0.0)
+    elif MASK_ROWS:
+        tile = tl.load(pointers, mask=rows_ok[:, None], other=0.0)
+    elif MASK_COLUMNS:
+        tile = tl.load(pointers, mask=columns_ok[None, :], other=0.0)
+    else:
+        tile = tl.load(pointers)
+    return tile
+
+
+@triton.jit
+def _logits(dots, scale, SOFT_CAP: tl.constexpr):
+    """Scaled (and capped) logits in units of log2, so that the softmax is one exp2."""
+    if SOFT_CAP > 0.0:
+        # tanh(x) = 1 - 2 / (exp(2 x) + 1), right at both ends in float32.
+        doubled = tl.exp2(dots * (scale * (2.0 * _LOG2_E / SOFT_CAP)))
+        logits = (SOFT_CAP * _LOG2_E) * (1.0 - 2.0 / (doubled + 1.0))
+    else:
+        logits = dots * (scale * _LOG2_E)
+    return logits
+
+
+@triton.jit
+def _cache_rows(
+    table, start, end, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """Row [N] int64 in the cache as [rows, D], at KV head 0, of each key of the tile."""
+    key = start + tl.arange(0, BLOCK_N)
+    if BLOCK_SIZE >= BLOCK_N:  # the tile lies in one block
+        block = tl.load(table + start // BLOCK_SIZE, mask=start < end, other=0)
+    else:
+        block = tl.load(table + key // BLOCK_SIZE, mask=key < end, other=0)
+    return block.to(tl.int64) * (NUM_KV_HEADS * BLOCK_SIZE) + key % BLOCK_SIZE
+
+
+@triton.jit
+def _attend(
+    state,
+    queries,  # [M, D]
+    position,  # [M] of each row in its sequence
+    k_head,  # the cache, advanced to this KV head
+    v_head,
+    table,  # the sequence's row of the block table
+    begin,  # KV range [begin, end), begin a multiple of BLOCK_N
+    end,
+    lowest,  # no row of the tile sees a key below this
+    scale,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    CAUSAL: tl.constexpr,  # False where every row sees every key of the range
+):
+    """Fold the keys [begin, end) into the running softmax: (acc [M, D], peak [M], total [M])."""
+    acc, peak, total = state
+    column = tl.arange(0, BLOCK_D)
+    offset = tl.arange(0, BLOCK_N)
+    masked: tl.constexpr = CAUSAL or WINDOW > 0
+    # Block numbers are read one tile ahead: an address that waits for a load in its own iteration
+    # would leave the software pipeline with one tile in flight.
+    rows = _cache_rows(table, begin, end, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_N)
+    for start in range(begin, end, BLOCK_N):
+        key = start + offset
+        known = (key >= lowest) & (key < end)
+        tile = rows[:, None] * HEAD_DIM + column[None, :]
+        rows = _cache_rows(table, start + BLOCK_N, end, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_N)
+        keys = _load_tile(k_head + tile, known, column < HEAD_DIM, masked, BLOCK_D != HEAD_DIM)
+        dots = tl.dot(queries, tl.trans(keys.to(queries.dtype)), input_precision="ieee")
+        logits = _logits(dots, scale, SOFT_CAP)
+        if CAUSAL:
+            logits = tl.where(key[None, :] <= position[:, None], logits, _MASKED)
+        if WINDOW > 0:
+            logits = tl.where(key[None, :] > position[:, None] - WINDOW, logits, _MASKED)
+        new_peak = tl.maximum(peak, tl.max(logits, 1))
+        decay = tl.exp2(peak - new_peak)
+        weights = tl.exp2(logits - new_peak[:, None])
+        total = total * decay + tl.sum(weights, 1)
+        acc = acc * decay[:, None]
+        # Rows past the context may hold NaN, and 0 * NaN is NaN: they are read as 0.
+        values = _load_tile(v_head + tile, known, column < HEAD_DIM, masked, BLOCK_D != HEAD_DIM)
+        acc = tl.dot(
+            weights.to(queries.dtype), values.to(queries.dtype), acc, input_precision="ieee"
+        )
+        peak = new_peak
+    return acc, peak, total
+
+
+@triton.jit
+def _next_item(done):
+    """This program's first item at or after item `done`: programs take items in turn."""
+    programs = tl.num_programs(0)
+    return done + (tl.program_id(0) - done % programs + programs) % programs
+
+
+@triton.jit
+def _attend_item(
+    pointers,  # (out, partial_out, partial_lse, q, k_cache, v_cache)
+    strides,  # (q_stride_token, q_stride_head)
+    table,  # the sequence's row of the block table
+    begin,  # the sequence's first query row, its number of query rows, its number of keys
+    query_len,
+    seq_len,
+    kv_head,
+    local,  # which tile (or partition, where there are several) of the sequence
+    split_row,  # row of the partial results that the sequence's first query row has
+    scale,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    MAX_PARTS: tl.constexpr,
+    MIN_PART_TILES: tl.constexpr,
+):
+    """One query tile of one KV head against one range of keys: read, attend, store."""
+    out, partial_out, partial_lse, q, k_cache, v_cache = pointers
+    BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
+    NUM_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP
+    row = tl.arange(0, BLOCK_M)
+    column = tl.arange(0, BLOCK_D)
+    # The last tile sees most keys: it starts first.
+    tile = 0 if MAX_PARTS > 1 else tl.cdiv(query_len, BLOCK_Q) - 1 - local
+    member = row // GROUP  # token within the tile
+    token = tile * BLOCK_Q + member
+    row_ok = (member < BLOCK_Q) & (token < query_len)
+    head = kv_head * GROUP + row % GROUP
+    first_row = (begin + tile * BLOCK_Q).to(tl.int64)
+    source = (member * strides[0] + head * strides[1])[:, None] + column[None, :]
+    queries = _load_tile(
+        q + first_row * strides[0] + source, row_ok, column < HEAD_DIM, True, BLOCK_D != HEAD_DIM
+    )
+
+    context = seq_len - query_len + tile * BLOCK_Q  # position of the tile's first token
+    first = _first_tile(context, WINDOW, BLOCK_N)
+    lowest = tl.maximum(context - WINDOW + 1, 0) if WINDOW > 0 else 0
+    last = tl.minimum(context + BLOCK_Q, seq_len)
+    num_parts = 1
+    if MAX_PARTS > 1:
+        part_size = _partition_size(first, seq_len, BLOCK_N, MAX_PARTS, MIN_PART_TILES)
+        num_parts = tl.cdiv(seq_len - first, part_size)
+        first += local * part_size
+        last = tl.minimum(first + part_size, last)
+    state = (
+        tl.zeros([BLOCK_M, BLOCK_D], tl.float32),
+        tl.full([BLOCK_M], _MASKED, tl.float32),
+        tl.zeros([BLOCK_M], tl.float32),
+    )
+    k_head = k_cache + kv_head * (BLOCK_SIZE * HEAD_DIM)
+    v_head = v_cache + kv_head * (BLOCK_SIZE * HEAD_DIM)
+    if MAX_PARTS == 1 and WINDOW == 0:  # long queries: most keys lie below the diagonal
+        diagonal = (context + 1) // BLOCK_N * BLOCK_N
+        state = _attend(
+            state, queries, context + member, k_head, v_head, table, first, diagonal, lowest, scale,
+            NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, WINDOW, SOFT_CAP, BLOCK_N, BLOCK_D, False,
+        )  # fmt: skip
+        first = diagonal
+    acc, peak, total = _attend(
+        state, queries, context + member, k_head, v_head, table, first, last, lowest, scale,
+        NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, WINDOW, SOFT_CAP, BLOCK_N, BLOCK_D, True,
+    )  # fmt: skip
+
+    acc = acc / total[:, None]
+    stored = row_ok[:, None] & (column < HEAD_DIM)[None, :]
+    if num_parts == 1:
+        target = (member * NUM_HEADS + head)[:, None] * HEAD_DIM + column[None, :]
+        tl.store(
+            out + first_row * (NUM_HEADS * HEAD_DIM) + target,
+            acc.to(out.dtype.element_ty),
+            mask=stored,
+        )
+    else:
+        slot = ((split_row + token) * NUM_HEADS + head).to(tl.int64) * MAX_PARTS + local
+        tl.store(partial_lse + slot, peak + tl.log2(total), mask=row_ok)
+        tl.store(partial_out + slot[:, None] * HEAD_DIM + column[None, :], acc, mask=stored)
+
+
+@triton.jit(do_not_specialize=["num_seqs"], do_not_specialize_on_alignment=_METADATA)
+def attention_kernel(
+    out,  # [T, H, D] contiguous
+    partial_out,  # [split rows, H, P, D] float32, used where a sequence has several partitions
+    partial_lse,  # [split rows, H, P] float32, log2 of the softmax denominator
+    q,  # [T, H, D]
+    k_cache,  # [num_blocks, NUM_KV_HEADS, BLOCK_SIZE, D] contiguous
+    v_cache,
+    query_start_loc,  # [S+1] int32
+    seq_lens,  # [S] int32
+    block_table,  # [S, B] int32
+    num_seqs,
+    table_stride,
+    q_stride_token,
+    q_stride_head,
+    scale,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,  # query heads per KV head
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    MIN_QUERY: tl.constexpr,  # sequences with fewer query rows than this, or more than
+    MAX_QUERY: tl.constexpr,  # that, belong to another launch
+    BLOCK_S: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,  # power of two, at least D
+    MAX_PARTS: tl.constexpr,  # above 1 only where MAX_QUERY rows fit one tile
+    MIN_PART_TILES: tl.constexpr,
+):
+    """Attention of every sequence with MIN_QUERY <= query rows <= MAX_QUERY.
+
+    A tile holds BLOCK_M // GROUP consecutive tokens times the GROUP heads that share a KV head.
+    """
+    done = 0  # items and split rows of the sequences before this chunk
+    split_done = 0
+    for first_seq in range(0, num_seqs, BLOCK_S):
+        items, split_rows = _work(
+            query_start_loc, seq_lens, first_seq, num_seqs,
+            MIN_QUERY, MAX_QUERY, BLOCK_M // GROUP, BLOCK_N, WINDOW, MAX_PARTS, MIN_PART_TILES,
+            BLOCK_S,
+        )  # fmt: skip
+        ends = tl.cumsum(items)
+        chunk_end = done + tl.sum(items) * NUM_KV_HEADS
+        for item in range(_next_item(done), chunk_end, tl.num_programs(0)):
+            kv_head = (item - done) % NUM_KV_HEADS
+            index = (item - done) // NUM_KV_HEADS
+            before = ends <= index
+            seq = first_seq + tl.sum(before.to(tl.int32))
+            begin = tl.load(query_start_loc + seq)
+            _attend_item(
+                (out, partial_out, partial_lse, q, k_cache, v_cache),
+                (q_stride_token, q_stride_head),
+                block_table + seq.to(tl.int64) * table_stride,
+                begin,
+                tl.load(query_start_loc + seq + 1) - begin,
+                tl.load(seq_lens + seq),
+                kv_head,
+                index - tl.sum(tl.where(before, items, 0)),
+                split_done + tl.sum(tl.where(before, split_rows, 0)),
+                scale,
+                NUM_KV_HEADS, GROUP, HEAD_DIM, BLOCK_SIZE, WINDOW, SOFT_CAP,
+                BLOCK_M, BLOCK_N, BLOCK_D, MAX_PARTS, MIN_PART_TILES,
+            )  # fmt: skip
+        done = chunk_end
+        split_done += tl.sum(split_rows)
+
+
+@triton.jit
+def _combine_item(
+    out,
+    partial_out,
+    partial_lse,
+    token,  # row of `out`
+    split_row,
+    first_head,
+    num_parts,
+    NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    MAX_PARTS: tl.constexpr,
+):
+    """Join the partitions of one row's BLOCK_H heads, in their order."""
+    part = tl.arange(0, BLOCK_P)
+    column = tl.arange(0, BLOCK_D)
+    head = first_head + tl.arange(0, BLOCK_H)
+    head_ok = head < NUM_HEADS
+    present = head_ok[:, None] & (part < num_parts)[None, :]
+    slot = (split_row.to(tl.int64) * NUM_HEADS + head)[:, None] * MAX_PARTS + part[None, :]
+    lse = tl.load(partial_lse + slot, mask=present, other=_MASKED)  # [H, P]
+    weights = tl.where(present, tl.exp2(lse - tl.max(lse, 1)[:, None]), 0.0)
+    partial = tl.load(
+        partial_out + slot[:, :, None] * HEAD_DIM + column[None, None, :],
+        mask=present[:, :, None] & (column < HEAD_DIM)[None, None, :],
+        other=0.0,
+    )  # [H, P, D]
+    total = tl.where(head_ok, tl.sum(weights, 1), 1.0)
+    joined = tl.sum(partial * weights[:, :, None], 1) / total[:, None]
+    target = (token.to(tl.int64) * NUM_HEADS + head)[:, None] * HEAD_DIM + column[None, :]
+    stored = head_ok[:, None] & (column < HEAD_DIM)[None, :]
+    tl.store(out + target, joined.to(out.dtype.element_ty), mask=stored)
+
+
+@triton.jit(do_not_specialize=["num_seqs"], do_not_specialize_on_alignment=_METADATA)
+def combine_kernel(
+    out,  # [T, H, D] contiguous
+    partial_out,  # as attention_kernel left them
+    partial_lse,
+    query_start_loc,
+    seq_lens,
+    num_seqs,
+    NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    WINDOW: tl.constexpr,
+    MAX_QUERY: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_P: tl.constexpr,  # power of two, at least MAX_PARTS
+    BLOCK_D: tl.constexpr,
+    MAX_PARTS: tl.constexpr,
+    MIN_PART_TILES: tl.constexpr,
+):
+    """Join the partitions of every row that has several; the other rows are finished already."""
+    HEAD_BLOCKS: tl.constexpr = (NUM_HEADS + BLOCK_H - 1) // BLOCK_H
+    done = 0
+    for first_seq in range(0, num_seqs, BLOCK_S):
+        _, split_rows = _work(
+            query_start_loc, seq_lens, first_seq, num_seqs,
+            1, MAX_QUERY, MAX_QUERY, BLOCK_N, WINDOW, MAX_PARTS, MIN_PART_TILES, BLOCK_S,
+        )  # fmt: skip
+        ends = tl.cumsum(split_rows)
+        chunk_end = done + tl.sum(split_rows) * HEAD_BLOCKS
+        for item in range(_next_item(done), chunk_end, tl.num_programs(0)):
+            split_row = item // HEAD_BLOCKS
+            before = ends <= split_row - done // HEAD_BLOCKS
+            seq = first_seq + tl.sum(before.to(tl.int32))
+            begin = tl.load(query_start_loc + seq)
+            seq_len = tl.load(seq_lens + seq)
+            query_len = tl.load(query_start_loc + seq + 1) - begin
+            first = _first_tile(seq_len - query_len, WINDOW, BLOCK_N)
+            part_size = _partition_size(first, seq_len, BLOCK_N, MAX_PARTS, MIN_PART_TILES)
+            token = split_row - done // HEAD_BLOCKS - tl.sum(tl.where(before, split_rows, 0))
+            _combine_item(
+                out, partial_out, partial_lse, begin + token, split_row,
+                item % HEAD_BLOCKS * BLOCK_H, tl.cdiv(seq_len - first, part_size),
+                NUM_HEADS, HEAD_DIM, BLOCK_H, BLOCK_P, BLOCK_D, MAX_PARTS,
+            )  # fmt: skip
+        done = chunk_end
+
+
+@triton.jit(
+    do_not_specialize=["num_seqs"],
+    do_not_specialize_on_alignment=["query_start_loc", "slot_mapping"],
+)
+def write_kv_kernel(
+    out,  # [T, H, D] contiguous: its padding rows are zeroed
+    k,  # [T, NUM_KV_HEADS, D]
+    v,
+    k_cache,  # [num_blocks, NUM_KV_HEADS, BLOCK_SIZE, D] contiguous
+    v_cache,
+    query_start_loc,
+    slot_mapping,  # [T] int64
+    num_seqs,
+    k_stride_token,
+    k_stride_head,
+    v_stride_token,
+    v_stride_head,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Program (token, block of KV heads): store its keys and values in the cache.
+
+    Rows of `out` that no sequence owns would stay unwritten by the attention kernel: they are
+    zeroed here, which saves a launch over the whole of `out`.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    column = tl.arange(0, BLOCK_D)
+    ok = (head < NUM_KV_HEADS)[:, None] & (column < HEAD_DIM)[None, :]
+    slot = tl.load(slot_mapping + token)
+    num_tokens = tl.load(query_start_loc + num_seqs)
+    keys = tl.load(
+        k + token * k_stride_token + head[:, None] * k_stride_head + column[None, :], mask=ok
+    )
+    values = tl.load(
+        v + token * v_stride_token + head[:, None] * v_stride_head + column[None, :], mask=ok
+    )
+    row = (slot // BLOCK_SIZE * NUM_KV_HEADS + head) * BLOCK_SIZE + slot % BLOCK_SIZE
+    target = row[:, None] * HEAD_DIM + column[None, :]
+    tl.store(k_cache + target, keys.to(k_cache.dtype.element_ty), mask=ok)
+    tl.store(v_cache + target, values.to(v_cache.dtype.element_ty), mask=ok)
+    if token >= num_tokens:
+        zeros = tl.zeros([BLOCK_H, BLOCK_D], out.dtype.element_ty)
+        for member in range(GROUP):
+            tile = (token * NUM_KV_HEADS + head)[:, None] * GROUP + member
+            tl.store(out + tile * HEAD_DIM + column[None, :], zeros, mask=ok)

@@ -1,0 +1,196 @@
+"""Tile shapes of the `triton` backend: what its kernels are specialised to, from a model's shape.
+
+Pure arithmetic, so that the programs of any model can be listed and compiled without a device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+__all__ = (
+    "MAX_TILE_ROWS",
+    "KernelShape",
+    "TileShape",
+    "attention_constants",
+    "ceil_div",
+    "combine_constants",
+    "write_constants",
+)
+
+MAX_TILE_ROWS = 128  # query rows of the largest tile, and so query heads per KV head
+_MIN_PARTITION = 256  # keys; shorter partitions cost more in their combination than they win
+_SEQUENCES_PER_CHUNK = 256  # of the work list; a constant, so that no shape needs another program
+_ANY_QUERY = 1 << 30
+_COMBINED_ELEMENTS = 4096  # partial results that a program of the combination holds
+_WRITTEN_ELEMENTS = 2048  # of K, and as many of V, that a program of the write holds
+
+
+def ceil_div(dividend: int, divisor: int) -> int:
+    """The quotient, rounded up."""
+    return -(-dividend // divisor)
+
+
+def _power_of_two(value: int) -> int:
+    """The smallest power of two that is at least `value`."""
+    return 1 << max(0, value - 1).bit_length()
+
+
+@dataclass(frozen=True, slots=True)
+class TileShape:
+    """One launch's tile: BLOCK_M query rows (tokens times grouped heads) against BLOCK_N keys."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True, slots=True)
+class KernelShape:
+    """Everything about a model that the kernels are specialised to.
+
+    Args:
+        num_heads: query heads H.
+        num_kv_heads: KV heads; divides H.
+        head_dim: D.
+        block_size: tokens per cache block.
+        itemsize: bytes of one cache element.
+        max_context: tokens that a block table's row can hold.
+        shared_memory: bytes that one program may use; by default those of capability 9.0.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    itemsize: int
+    max_context: int
+    shared_memory: int = 227 * 1024
+
+    @property
+    def group(self) -> int:
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def block_d(self) -> int:
+        return _power_of_two(self.head_dim)
+
+    @property
+    def short(self) -> TileShape:
+        """The tile for sequences whose rows all fit into it: the least that tensor cores take."""
+        block_m = max(16, _power_of_two(self.group))
+        num_warps = 4 if block_m <= 64 else 8
+        block_n = 32 if self.itemsize == 4 or self.block_d == 256 else 64
+        if self.block_d <= 64 and self.itemsize < 4:
+            block_n = 128
+        return self._deepest(TileShape(block_m, block_n, num_warps, stages) for stages in (3, 2))
+
+    @property
+    def long(self) -> TileShape:
+        """The tile for longer query ranges."""
+        if self.itemsize == 4:
+            block_m = max(32, _power_of_two(self.group))
+            return self._deepest(TileShape(block_m, 32, 4, stages) for stages in (2, 1))
+        block_n = 32 if self.block_d == 256 else 64
+        rows = [(128, 8)] if self.group > 64 else [(128, 8), (64, 4)]
+        return self._deepest(
+            TileShape(block_m, block_n, num_warps, stages)
+            for block_m, num_warps in rows
+            for stages in ((2,) if self.block_d == 256 else (3, 2))
+        )
+
+    def _deepest(self, tiles: Iterable[TileShape]) -> TileShape:
+        """The first tile that fits, from most to least wanted; the last when none does."""
+        tile = None
+        for tile in tiles:
+            keys_and_values = 2 * tile.num_stages * tile.block_n
+            rows = tile.block_m + keys_and_values
+            if rows * self.block_d * self.itemsize <= self.shared_memory:
+                return tile
+        assert tile is not None, "no tile to choose from"
+        return tile
+
+    @property
+    def max_short_query(self) -> int:
+        """The longest query range, in tokens, that the short tile takes."""
+        return self.short.block_m // self.group
+
+    @property
+    def max_partitions(self) -> int:
+        """The most KV partitions of a sequence: times the KV heads, a GPU's worth of programs."""
+        wanted = min(64, max(4, _power_of_two(128 // self.num_kv_heads)))
+        return min(wanted, ceil_div(self.max_context, _MIN_PARTITION))
+
+    def partial_rows(self, num_tokens: int, num_seqs: int) -> int:
+        """Query rows that may have several partitions in one step."""
+        return min(num_tokens, num_seqs * self.max_short_query)
+
+    def workspace_bytes(self, num_tokens: int, num_seqs: int) -> int:
+        """Bytes of partial results that one call allocates (and frees) at this step shape."""
+        if self.max_partitions == 1:
+            return 0
+        rows = self.partial_rows(num_tokens, num_seqs) * self.num_heads * self.max_partitions
+        return rows * (self.head_dim + 1) * 4
+
+
+def attention_constants(
+    shape: KernelShape, sliding_window: int, soft_cap: float, *, is_long: bool
+) -> dict[str, int | float]:
+    """What one launch of `attention_kernel` is specialised to, launch options included."""
+    tile = shape.long if is_long else shape.short
+    return {
+        "NUM_KV_HEADS": shape.num_kv_heads,
+        "GROUP": shape.group,
+        "HEAD_DIM": shape.head_dim,
+        "BLOCK_SIZE": shape.block_size,
+        "WINDOW": sliding_window,
+        "SOFT_CAP": soft_cap,
+        "MIN_QUERY": shape.max_short_query + 1 if is_long else 1,
+        "MAX_QUERY": _ANY_QUERY if is_long else shape.max_short_query,
+        "BLOCK_S": _SEQUENCES_PER_CHUNK,
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+        "BLOCK_D": shape.block_d,
+        "MAX_PARTS": 1 if is_long else shape.max_partitions,
+        "MIN_PART_TILES": _MIN_PARTITION // tile.block_n,
+        "num_warps": tile.num_warps,
+        "num_stages": tile.num_stages,
+    }
+
+
+def combine_constants(shape: KernelShape, sliding_window: int) -> dict[str, int]:
+    """What `combine_kernel` is specialised to, launch options included."""
+    block_p = _power_of_two(shape.max_partitions)
+    block_h = max(1, _COMBINED_ELEMENTS // (block_p * shape.block_d))
+    return {
+        "NUM_HEADS": shape.num_heads,
+        "HEAD_DIM": shape.head_dim,
+        "WINDOW": sliding_window,
+        "MAX_QUERY": shape.max_short_query,
+        "BLOCK_S": _SEQUENCES_PER_CHUNK,
+        "BLOCK_H": min(_power_of_two(shape.num_heads), block_h),
+        "BLOCK_N": shape.short.block_n,
+        "BLOCK_P": block_p,
+        "BLOCK_D": shape.block_d,
+        "MAX_PARTS": shape.max_partitions,
+        "MIN_PART_TILES": _MIN_PARTITION // shape.short.block_n,
+        "num_warps": 4,
+    }
+
+
+def write_constants(
+    num_heads: int, num_kv_heads: int, head_dim: int, block_size: int
+) -> dict[str, int]:
+    """What `write_kv_kernel` is specialised to, launch options included."""
+    block_d = _power_of_two(head_dim)
+    block_h = max(1, _WRITTEN_ELEMENTS // block_d)
+    return {
+        "NUM_KV_HEADS": num_kv_heads,
+        "GROUP": num_heads // num_kv_heads,
+        "HEAD_DIM": head_dim,
+        "BLOCK_SIZE": block_size,
+        "BLOCK_H": min(_power_of_two(num_kv_heads), block_h),
+        "BLOCK_D": block_d,
+        "num_warps": 4,
+    }
