@@ -90,8 +90,9 @@ class SimulatedEngine:
         if request_id in self.endings:
             assert output is None, "a second terminal output"
         else:
-            assert output == SequenceOutput(request_id, [], FinishReason.abort)
-            self._record(output)
+            ending = SequenceOutput(request_id, [], FinishReason.abort)
+            assert output == ending
+            self._record(ending)
         self.scheduler.check_integrity()
 
     def run(self, *, lookahead: bool) -> None:

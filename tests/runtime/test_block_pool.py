@@ -41,9 +41,8 @@ def test_a_shortage_takes_nothing() -> None:
 
 def test_blocks_without_a_hash_are_reused_first() -> None:
     pool = BlockPool(6)
-    block_ids = pool.allocate(3)
-    assert block_ids == [1, 2, 3]
-    pool.free(block_ids)
+    assert pool.allocate(3) == [1, 2, 3]
+    pool.free([1, 2, 3])
     assert pool.free_block_ids() == [1, 2, 3, 4, 5]
 
 
@@ -197,6 +196,7 @@ class PoolMachine(RuleBasedStateMachine):
         if count > len(self.free):
             assert block_ids is None
             return
+        assert block_ids is not None
         assert block_ids == self.free[:count]
         del self.free[:count]
         for block_id in block_ids:
