@@ -131,8 +131,11 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     half = cos.shape[-1]
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     first, second = x[..., :half].float(), x[..., half : 2 * half].float()
-    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-    rotated = rotated.to(x.dtype)
-    if 2 * half == x.shape[-1]:
-        return rotated
-    return torch.cat((rotated, x[..., 2 * half :]), dim=-1)
+    # Each part is rounded by itself, so that a compiler can write it straight to its place.
+    rotated = [
+        (first * cos - second * sin).to(x.dtype),
+        (second * cos + first * sin).to(x.dtype),
+    ]
+    if 2 * half < x.shape[-1]:
+        rotated.append(x[..., 2 * half :])
+    return torch.cat(rotated, dim=-1)
