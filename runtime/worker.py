@@ -123,9 +123,10 @@ def _read_config() -> EngineConfig:
 
 def main(address: str) -> int:
     """Build the engine, report each phase, run. Returns the exit code."""
-    # The terminal's Ctrl-C goes to the whole process group; the client decides when the engine
-    # ends.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # A terminal's Ctrl-C and a supervisor's SIGTERM go to the whole process group; the client
+    # decides when the engine ends, so that it can let requests finish first.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     config = _read_config()
     logging.basicConfig(
         level=config.server.log_level.upper(),
