@@ -7,6 +7,7 @@
 // high-performance matrix multiplication", 2008). Each worker owns a contiguous range of tasks, hence of
 // memory, and takes over others' tasks when it is done. Who computes an element does not change its value.
 #include "linear_tiles.h"
+#include "linear_transpose.h"
 
 #include <algorithm>
 #include <atomic>
@@ -22,22 +23,6 @@ constexpr int64_t kGroupBytes = 384 << 10;     // packed activations of a group,
 constexpr int64_t kMaxGroupRows = 256;
 constexpr int64_t kSlabBytes = 8 << 20;        // packed activations at a time
 constexpr int64_t kBytesPerWorker = 96 << 10;  // of cache traffic that pay for waking one more thread
-
-float to_float(float value) { return value; }
-float to_float(uint16_t value) {
-  const uint32_t bits = static_cast<uint32_t>(value) << 16;
-  float result;
-  std::memcpy(&result, &bits, sizeof result);
-  return result;
-}
-
-void round_to(float value, float* out) { *out = value; }
-void round_to(float value, uint16_t* out) {
-  uint32_t bits;
-  std::memcpy(&bits, &value, sizeof bits);
-  const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-  *out = static_cast<uint16_t>((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded);
-}
 
 // Memory of the calling thread that grows and is kept: fresh pages every step would cost more than the packing.
 float* scratch(int64_t floats) {
@@ -111,22 +96,26 @@ struct RowBlocks {
 template <class Kind>
 void pack_activations(const typename Kind::Element* x, int64_t row_stride, int rows, int64_t in_features,
                       int64_t begin, int64_t end, float* packed) {
-  constexpr int64_t kBlock = 16;
   using Element = typename Kind::Element;
   const int64_t pitch = static_cast<int64_t>(rows) * Kind::kFloats;
-  const int64_t row_bytes = row_stride * static_cast<int64_t>(sizeof(Element));
   const int64_t whole = std::min(end, in_features / Kind::kElements);
-  auto* out = reinterpret_cast<uint32_t*>(packed);
-  for (int64_t step = begin; step < whole; step += kBlock) {
-    const int units = static_cast<int>(std::min(kBlock, whole - step));
-    Kind::pack(x + step * Kind::kElements, row_bytes, rows, units, out + step * pitch, rows);
-  }
+  transpose_units(x + begin * Kind::kElements, row_stride * static_cast<int64_t>(sizeof(Element)), rows,
+                  whole - begin, packed + begin * pitch, pitch);
   if (whole < end) {
-    uint32_t last[kMaxRows] = {};
-    for (int r = 0; r < rows && r < kMaxRows; ++r) {
-      std::memcpy(last + r, x + r * row_stride + in_features - 1, sizeof(Element));
+    for (int r = 0; r < rows; ++r) {
+      packed[whole * pitch + r] = 0.0f;
+      std::memcpy(packed + whole * pitch + r, x + r * row_stride + in_features - 1, sizeof(Element));
     }
-    Kind::pack(last, sizeof last[0], rows, 1, out + whole * pitch, rows);
+  }
+  if constexpr (Kind::kFloats == 2) {
+    for (int64_t step = begin; step < end; ++step) {
+      float* even = packed + step * pitch;
+      for (int r = 0; r < rows; ++r) {
+        const auto pair = bit_cast<uint32_t>(even[r]);
+        even[r] = bit_cast<float>(pair << 16);
+        even[rows + r] = bit_cast<float>(pair & 0xffff0000u);
+      }
+    }
   }
 }
 
@@ -135,7 +124,7 @@ template <class Out>
 void write_rows(const float* sums, int rows, const float* bias, int64_t columns, Out* out, int64_t row_stride) {
   for (int r = 0; r < rows; ++r) {
     Out line[kPanel];
-    for (int c = 0; c < kPanel; ++c) round_to(sums[r * kPanel + c] + bias[c], line + c);
+    for (int c = 0; c < kPanel; ++c) from_float(sums[r * kPanel + c] + bias[c], line + c);
     if (columns == kPanel) {
       std::memcpy(out + r * row_stride, line, sizeof line);
     } else {
@@ -257,9 +246,9 @@ void packed_linear(StableIValue* stack, uint64_t, uint64_t) {
   if (x.dtype == DType::float32) {
     multiply<Float32, float>(problem);
   } else if (float32_output) {
-    multiply<Bfloat16, float>(problem);
+    multiply<BFloat16Pairs, float>(problem);
   } else {
-    multiply<Bfloat16, uint16_t>(problem);
+    multiply<BFloat16Pairs, BFloat16>(problem);
   }
   call.give(out);
 }

@@ -36,21 +36,12 @@ int workers_for(int64_t bytes, int64_t tasks) {
 }
 
 // One panel from rows [0, columns) of a row-major matrix.
-void pack_panel(const char* rows, int64_t row_bytes, int64_t columns, int64_t in_bytes, int64_t steps,
-                uint32_t* panel) {
-  constexpr int64_t kBlock = 16;
+void pack_panel(const char* rows, int64_t row_bytes, int columns, int64_t in_bytes, int64_t steps, uint32_t* panel) {
   const int64_t whole = in_bytes / 4;
   if (columns < kPanel) std::memset(panel, 0, steps * kPanel * 4);
-  for (int64_t step = 0; step < whole; step += kBlock) {
-    const int units = static_cast<int>(std::min(kBlock, whole - step));
-    for (int64_t column = 0; column < columns; column += kBlock) {
-      const int num_rows = static_cast<int>(std::min(kBlock, columns - column));
-      transpose_to(rows + column * row_bytes + step * 4, row_bytes, num_rows, units,
-                   panel + step * kPanel + column, kPanel);
-    }
-  }
+  transpose_units(rows, row_bytes, columns, whole, panel, kPanel);
   if (whole < steps) {
-    for (int64_t column = 0; column < columns; ++column) {
+    for (int column = 0; column < columns; ++column) {
       uint32_t unit = 0;
       std::memcpy(&unit, rows + column * row_bytes + whole * 4, in_bytes - whole * 4);
       panel[whole * kPanel + column] = unit;
@@ -79,8 +70,9 @@ void pack_linear(StableIValue* stack, uint64_t, uint64_t) {
     const int64_t last = sizes[0] * (worker + 1) / workers;
     for (int64_t panel = sizes[0] * worker / workers; panel < last; ++panel) {
       const int64_t row = panel * kPanel;
-      pack_panel(weight.as<char>() + row * row_bytes, row_bytes, std::min<int64_t>(kPanel, out_features - row),
-                 weight.sizes[1] * element_bytes, sizes[1], packed.as<uint32_t>() + panel * panel_units);
+      const int columns = static_cast<int>(std::min<int64_t>(kPanel, out_features - row));
+      pack_panel(weight.as<char>() + row * row_bytes, row_bytes, columns, weight.sizes[1] * element_bytes,
+                 sizes[1], packed.as<uint32_t>() + panel * panel_units);
     }
   });
   call.give(packed);
