@@ -506,6 +506,27 @@ def test_a_sequence_preempted_in_flight_keeps_the_token_that_is_on_its_way() -> 
     assert chunks(resumed) == [(0, 16, 5)]
 
 
+@pytest.mark.parametrize(("num_blocks", "max_num_seqs"), [(100, 2), (10, 4)])
+def test_nobody_is_preempted_for_what_comes_back_anyway(num_blocks: int, max_num_seqs: int) -> None:
+    """An urgent request lacks a row, or blocks, that an aborted one gives back with the next update."""
+    scheduler = make_scheduler(
+        make_request("a", range(10, 22), priority=1),
+        make_request("b", range(30, 42), priority=2),
+        num_blocks=num_blocks,
+        max_num_seqs=max_num_seqs,
+        policy=SchedulingPolicy.priority,
+    )
+    ahead = must_schedule(scheduler)
+    scheduler.abort("b")
+    scheduler.add(make_request("c", range(50, 70), priority=0))
+    latest = must_schedule(scheduler)
+    assert chunks(latest) == [(0, 12, 1)]
+    scheduler.update(ahead, StepResult([5, 6]))
+    assert chunks(must_schedule(scheduler)) == [(1, 0, 20), (0, 13, 1)]
+    assert scheduler.num_preemptions == 0
+    scheduler.check_integrity()
+
+
 def test_at_most_two_steps_are_in_flight() -> None:
     scheduler = make_scheduler(make_request("a", [10]))
     must_schedule(scheduler)
