@@ -35,7 +35,9 @@ _DTYPES = [torch.float32, torch.bfloat16]
 _SHAPES = [(1, 1), (33, 7), (96, 64), (100, 513), (65, 2101)]
 _ROWS = [*range(1, 41), 100, 513]
 
-_ids = {"ids": lambda value: str(value).removeprefix("torch.")}
+
+def _name(value: object) -> str:
+    return str(value).removeprefix("torch.")
 
 
 @pytest.fixture(params=_ISAS)
@@ -81,8 +83,8 @@ def _assert_close(result: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None
     assert bool((excess <= 0).all()), f"worst excess {excess.max()}"
 
 
-@pytest.mark.parametrize("shape", _SHAPES, **_ids)
-@pytest.mark.parametrize("dtype", _DTYPES, **_ids)
+@pytest.mark.parametrize("shape", _SHAPES, ids=_name)
+@pytest.mark.parametrize("dtype", _DTYPES, ids=_name)
 def test_every_number_of_rows_gives_the_same_bits_within_the_error_bound(
     kernels: SimpleNamespace, dtype: torch.dtype, shape: tuple[int, int]
 ) -> None:
@@ -99,7 +101,7 @@ def test_every_number_of_rows_gives_the_same_bits_within_the_error_bound(
 
 
 @pytest.mark.usefixtures("_threads")
-@pytest.mark.parametrize("dtype", _DTYPES, **_ids)
+@pytest.mark.parametrize("dtype", _DTYPES, ids=_name)
 @pytest.mark.parametrize("rows", [1, 9, 150])
 def test_the_number_of_threads_does_not_show(
     kernels: SimpleNamespace, dtype: torch.dtype, rows: int
@@ -116,7 +118,7 @@ def test_the_number_of_threads_does_not_show(
         assert torch.equal(result, results[0][1])
 
 
-@pytest.mark.parametrize("dtype", _DTYPES, **_ids)
+@pytest.mark.parametrize("dtype", _DTYPES, ids=_name)
 def test_more_rows_than_are_packed_at_a_time(kernels: SimpleNamespace, dtype: torch.dtype) -> None:
     # 16 KiB of activations a row or more, 8 MiB at a time: at least two slabs, each of several groups
     x, weight, bias = _problem(560, 33, 8192 if dtype == torch.bfloat16 else 4096, dtype)
@@ -135,7 +137,7 @@ def test_float32_output_is_what_bfloat16_output_rounds(kernels: SimpleNamespace)
     assert torch.equal(sums.bfloat16(), kernels.linear(x, packed, bias, 70, False))
 
 
-@pytest.mark.parametrize("dtype", _DTYPES, **_ids)
+@pytest.mark.parametrize("dtype", _DTYPES, ids=_name)
 def test_no_rows(kernels: SimpleNamespace, dtype: torch.dtype) -> None:
     _, weight, bias = _problem(1, 40, 12, dtype)
     result = kernels.linear(torch.empty(0, 12, dtype=dtype), kernels.pack(weight), bias, 40, False)
@@ -143,7 +145,7 @@ def test_no_rows(kernels: SimpleNamespace, dtype: torch.dtype) -> None:
     assert result.dtype == dtype
 
 
-@pytest.mark.parametrize("dtype", _DTYPES, **_ids)
+@pytest.mark.parametrize("dtype", _DTYPES, ids=_name)
 def test_infinities_and_nans_stay_in_their_row(
     kernels: SimpleNamespace, dtype: torch.dtype
 ) -> None:
@@ -157,8 +159,8 @@ def test_infinities_and_nans_stay_in_their_row(
     _assert_close(result[2:], x[2:], weight, None)
 
 
-@pytest.mark.parametrize("dtype", _DTYPES, **_ids)
-@pytest.mark.parametrize("shape", [*_SHAPES, (32, 2), (256, 34)], **_ids)
+@pytest.mark.parametrize("dtype", _DTYPES, ids=_name)
+@pytest.mark.parametrize("shape", [*_SHAPES, (32, 2), (256, 34)], ids=_name)
 def test_pack_and_unpack_are_exact(
     kernels: SimpleNamespace, dtype: torch.dtype, shape: tuple[int, int]
 ) -> None:
@@ -171,7 +173,7 @@ def test_pack_and_unpack_are_exact(
     assert not bool(everything.any())
 
 
-@pytest.mark.parametrize("dtype", _DTYPES, **_ids)
+@pytest.mark.parametrize("dtype", _DTYPES, ids=_name)
 def test_rows_of_a_wider_matrix_are_packed(kernels: SimpleNamespace, dtype: torch.dtype) -> None:
     wide = torch.randn(50, 90).to(dtype)
     part = wide[3:40, 11:72]
@@ -187,9 +189,9 @@ def test_the_layout_is_panels_of_32_rows_in_pairs() -> None:
     assert packed[1, 0, :4].tolist() == [[96, 97], [99, 100], [0, 0], [0, 0]]
 
 
-@pytest.mark.parametrize("dtype", _DTYPES, **_ids)
-@pytest.mark.parametrize("ids_dtype", [torch.int64, torch.int32], **_ids)
-@pytest.mark.parametrize("shape", _SHAPES, **_ids)
+@pytest.mark.parametrize("dtype", _DTYPES, ids=_name)
+@pytest.mark.parametrize("ids_dtype", [torch.int64, torch.int32], ids=_name)
+@pytest.mark.parametrize("shape", _SHAPES, ids=_name)
 def test_packed_rows_are_embeddings(
     kernels: SimpleNamespace, dtype: torch.dtype, ids_dtype: torch.dtype, shape: tuple[int, int]
 ) -> None:
@@ -286,7 +288,7 @@ def test_the_model_side_functions_agree_packed_or_not(float32_output: bool) -> N
     assert half.dtype == (torch.float32 if float32_output else torch.bfloat16)
 
 
-@pytest.mark.parametrize("dtype", _DTYPES, **_ids)
+@pytest.mark.parametrize("dtype", _DTYPES, ids=_name)
 def test_the_registrations_pass_opcheck(dtype: torch.dtype) -> None:
     x, weight, bias = _problem(5, 45, 21, dtype)
     packed = pack_linear_weight(weight)
