@@ -65,8 +65,8 @@ def open_checkpoint(section: ModelSection) -> Checkpoint:
 
     Args:
         section: its `path` is a local directory, a hub id, or empty for the bundled demo model; its
-            `config` is laid over config.json. With `load_format=dummy`, an empty path and a
-            `config` that names its `architectures`, nothing is read at all.
+            `config` is laid over config.json, nested objects key by key. With `load_format=dummy`,
+            an empty path and a `config` that names its `architectures`, nothing is read at all.
 
     Raises:
         CheckpointError: no such directory, no or invalid config.json, hub unreachable.
@@ -85,7 +85,7 @@ def open_checkpoint(section: ModelSection) -> Checkpoint:
     generation_file = directory / "generation_config.json"
     return Checkpoint(
         directory=directory,
-        hf_config={**_read_json(config_file), **section.config},
+        hf_config=_laid_over(_read_json(config_file), section.config),
         generation_config=_read_json(generation_file) if generation_file.is_file() else {},
     )
 
@@ -135,6 +135,15 @@ def _download(hub_id: str, revision: str, weights: bool) -> Path:
             f"model.path={hub_id!r}: no such directory, and the hub did not give it{at}: {reason}"
         ) from error
     return directory
+
+
+def _laid_over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    """Both, where objects are merged key by key and otherwise `above` wins."""
+    merged = below | above
+    for key in below.keys() & above.keys():
+        if isinstance(below[key], dict) and isinstance(above[key], dict):
+            merged[key] = _laid_over(below[key], above[key])
+    return merged
 
 
 def _read_json(file: Path) -> dict[str, Any]:

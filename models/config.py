@@ -99,7 +99,7 @@ class ModelConfig:
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             max_model_len=_stretched(rope, max_positions),
-            norm_eps=float(_first(hf_config, "rms_norm_eps", "layer_norm_epsilon", default=1e-6)),
+            norm_eps=_norm_eps(hf_config),
             activation=_activation(hf_config),
             tie_word_embeddings=bool(hf_config.get("tie_word_embeddings", learned_positions)),
             attention_bias=bool(hf_config.get("attention_bias", False)),
@@ -168,12 +168,8 @@ def read_rope(hf_config: HFConfig, head_dim: int, max_positions: int) -> Rope:
     Raises:
         ValueError: its type is unknown, or one of its parameters is missing.
     """
-    parameters: dict[str, Any] = {
-        "rope_theta": hf_config.get("rope_theta") or 10_000.0,
-        **(hf_config.get("rope_scaling") or {}),
-        **(hf_config.get("rope_parameters") or {}),
-    }
-    kind = parameters.get("rope_type") or parameters.get("type") or "default"
+    parameters = _rope_parameters(hf_config)
+    kind = parameters.get("rope_type", "default")
     if kind not in _ROPE_TYPES:
         raise ValueError(
             f"config.json: rope_type={kind!r} is not supported; "
@@ -183,6 +179,8 @@ def read_rope(hf_config: HFConfig, head_dim: int, max_positions: int) -> Rope:
         parameters.get("partial_rotary_factor", hf_config.get("partial_rotary_factor")) or 1.0
     )
     rotary_dim = int(head_dim * fraction)
+    if kind == "default" and parameters.get("factor", 1) != 1:
+        raise ValueError(f"config.json: rope factor={parameters['factor']!r} without a rope_type")
     if rotary_dim % 2:
         raise ValueError(f"config.json: the rotary part of a head must be even, got {rotary_dim}")
 
@@ -223,6 +221,32 @@ def read_rope(hf_config: HFConfig, head_dim: int, max_positions: int) -> Rope:
             truncate=bool(parameters.get("truncate", True)),
         )
     return Rope(rotary_dim=rotary_dim, theta=number("rope_theta"), scaling=scaling)
+
+
+def _rope_parameters(hf_config: HFConfig) -> dict[str, Any]:
+    """Both forms as one; where both state a key, they must agree."""
+    older = _typed(hf_config.get("rope_scaling"))
+    if hf_config.get("rope_theta") is not None:
+        older["rope_theta"] = hf_config["rope_theta"]
+    newer = _typed(hf_config.get("rope_parameters"))
+    for key in older.keys() & newer.keys():
+        if older[key] != newer[key]:
+            raise ValueError(
+                f"config.json: rope_parameters has {key}={newer[key]!r}, but rope_scaling and "
+                f"rope_theta say {older[key]!r}; set model.config.rope_parameters alone"
+            )
+    nested = [key for key, value in newer.items() if isinstance(value, Mapping)]
+    if nested:
+        raise ValueError(f"config.json: rope_parameters by layer type ({nested}) is not supported")
+    return {"rope_theta": 10_000.0, **older, **newer}
+
+
+def _typed(parameters: HFConfig | None) -> dict[str, Any]:
+    """Without nulls, and with its type under rope_type, which was called `type` first."""
+    stated = {key: value for key, value in (parameters or {}).items() if value is not None}
+    if stated:
+        stated.setdefault("rope_type", stated.pop("type", "default"))
+    return stated
 
 
 def _yarn_attention(parameters: HFConfig, factor: float) -> float:
@@ -297,6 +321,12 @@ def _first(hf_config: HFConfig, *keys: str, default: Any = None) -> Any:
     return default
 
 
+def _norm_eps(hf_config: HFConfig) -> float:
+    if "n_positions" in hf_config:
+        return float(_first(hf_config, "layer_norm_epsilon", default=1e-5))
+    return float(_first(hf_config, "rms_norm_eps", default=1e-6))
+
+
 def _integer(hf_config: HFConfig, *keys: str, default: int | None = None) -> int:
     value = _first(hf_config, *keys, default=default)
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -309,8 +339,10 @@ def _quotient(hidden_size: int, num_heads: int) -> int | None:
 
 
 def _activation(hf_config: HFConfig) -> str:
-    key = "activation_function" if "activation_function" in hf_config else "hidden_act"
-    name = hf_config.get(key, "silu")
+    key, default = ("activation_function", "gelu_new")
+    if "n_positions" not in hf_config:
+        key, default = "hidden_act", "silu"
+    name = hf_config.get(key, default)
     if name not in ACTIVATIONS:
         raise ValueError(
             f"config.json: {key}={name!r} is not supported; supported are {', '.join(ACTIVATIONS)}"

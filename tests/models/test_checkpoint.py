@@ -31,14 +31,15 @@ def refusal(section: ModelSection) -> str:
 
 def test_settings_are_laid_over_the_config(tmp_path: Path) -> None:
     files = {
-        "config.json": {"vocab_size": 5, "hidden_size": 8},
+        "config.json": {"vocab_size": 5, "hidden_size": 8, "rope_parameters": {"a": 1, "b": 2}},
         "generation_config.json": {"eos_token_id": [1, 2]},
     }
     write(tmp_path, files)
-    checkpoint = open_checkpoint(ModelSection(path=str(tmp_path), config={"hidden_size": 16}))
+    changes = {"hidden_size": 16, "rope_parameters": {"b": 3}}
+    checkpoint = open_checkpoint(ModelSection(path=str(tmp_path), config=changes))
     assert checkpoint == Checkpoint(
         directory=tmp_path,
-        hf_config={"vocab_size": 5, "hidden_size": 16},
+        hf_config={"vocab_size": 5, "hidden_size": 16, "rope_parameters": {"a": 1, "b": 3}},
         generation_config={"eos_token_id": [1, 2]},
     )
 

@@ -86,6 +86,11 @@ def test_config_is_hashable() -> None:
         {"rope_parameters": {"rope_type": "linear", "rope_theta": 5e5, "factor": 2.0}},
         {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}},
         {"rope_theta": 5e5, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+        {
+            "rope_theta": 5e5,
+            "rope_scaling": None,
+            "rope_parameters": {"type": "linear", "factor": 2.0, "rope_theta": 5e5},
+        },
     ],
 )
 def test_both_forms_of_rope_settings(settings: dict[str, Any]) -> None:
@@ -194,7 +199,7 @@ def test_dtype(settings: dict[str, Any], choice: DType, dtype: torch.dtype) -> N
         ({"num_key_value_heads": 3}, ["num_attention_heads=8", "num_key_value_heads=3"]),
         ({"num_attention_heads": 7}, ["head_dim"]),
         ({"hidden_act": "mish"}, ["hidden_act='mish'", "silu"]),
-        ({"activation_function": "mish"}, ["activation_function='mish'"]),
+        ({"n_positions": 8, "activation_function": "mish"}, ["activation_function='mish'"]),
         ({"torch_dtype": "float8_e4m3fn"}, ["float8_e4m3fn", "bfloat16"]),
         (
             {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
@@ -202,6 +207,22 @@ def test_dtype(settings: dict[str, Any], choice: DType, dtype: torch.dtype) -> N
         ),
         ({"rope_parameters": {"rope_type": "longrope"}}, ["rope_type='longrope'"]),
         ({"rope_scaling": {"type": "linear"}}, ["'linear'", "factor"]),
+        ({"rope_scaling": {"factor": 2.0}}, ["factor=2.0 without a rope_type"]),
+        (
+            {"rope_theta": 1e4, "rope_parameters": {"rope_theta": 1e6}},
+            ["rope_parameters has rope_theta=1000000.0", "10000.0"],
+        ),
+        (
+            {
+                "rope_parameters": {"rope_type": "default"},
+                "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+            },
+            ["rope_type='default'", "'linear'", "set model.config.rope_parameters alone"],
+        ),
+        (
+            {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
+            ["by layer type", "full_attention"],
+        ),
         ({"rope_scaling": {"type": "linear", "factor": "two"}}, ["factor", "two"]),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, ["low_freq_factor"]),
         ({"layer_types": ["full_attention", "mamba"] * 2}, ["layer_types", "mamba"]),
