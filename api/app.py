@@ -4,17 +4,12 @@ from __future__ import annotations
 
 from litestar import Litestar
 from litestar.di import Provide
+from litestar.openapi.config import OpenAPIConfig
 from litestar.types import Scope
 
+from ostinato import __version__
 from ostinato.api.errors import exception_handlers, status_of
-from ostinato.api.openapi import openapi_config
 from ostinato.api.routes import HANDLERS
-from ostinato.api.schemas import (
-    ChatCompletionRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    TokenizeRequest,
-)
 from ostinato.api.service import Service
 
 __all__ = ("create_app",)
@@ -32,8 +27,6 @@ def create_app(service: Service) -> Litestar:
         exception_handlers=exception_handlers(service.server.max_body_mib),
         after_exception=[count_refusal],
         request_max_body_size=int(service.server.max_body_mib * (1 << 20)),
-        openapi_config=openapi_config(
-            [ChatCompletionRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest]
-        ),
+        openapi_config=OpenAPIConfig(title="Ostinato", version=__version__),
         logging_config=None,
     )

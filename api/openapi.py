@@ -3,37 +3,29 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import msgspec
-from litestar.openapi.config import OpenAPIConfig
-from litestar.openapi.spec import Components, OpenAPIMediaType, Operation, Reference, RequestBody
+from litestar.openapi.spec import OpenAPIMediaType, Operation, RequestBody, Schema
 
-from ostinato import __version__
-
-__all__ = ("body_of", "openapi_config")
-
-_REFERENCE = "#/components/schemas/{name}"
+__all__ = ("body_of",)
 
 
-def body_of(schema: type[msgspec.Struct]) -> type[Operation]:
-    """An `operation_class` for a handler whose JSON body is `schema`."""
+def body_of(schema: type[msgspec.Struct], path: str) -> type[Operation]:
+    """An `operation_class` for the POST handler of `path` whose JSON body is `schema`.
+
+    The types within it stay beside it, under `$defs`: the framework rewrites the components.
+    """
+    place = f"#/paths/{path.replace('/', '~1')}/post/requestBody/content/application~1json/schema"
+    _, types = msgspec.json.schema_components([schema], ref_template=place + "/$defs/{name}")
+    described: dict[str, Any] = types.pop(schema.__name__)
+    if types:
+        described["$defs"] = types
 
     @dataclass
     class OperationWithBody(Operation):
         def __post_init__(self) -> None:
-            reference = Reference(ref=_REFERENCE.format(name=schema.__name__))
-            self.request_body = RequestBody(
-                content={"application/json": OpenAPIMediaType(schema=reference)}, required=True
-            )
+            content = OpenAPIMediaType(schema=cast("Schema", described))
+            self.request_body = RequestBody(content={"application/json": content}, required=True)
 
     return OperationWithBody
-
-
-def openapi_config(schemas: list[type[msgspec.Struct]]) -> OpenAPIConfig:
-    """The document's frame, with the bodies' schemas as components."""
-    _, components = msgspec.json.schema_components(schemas, ref_template=_REFERENCE)
-    typed: dict[str, Any] = dict(components)
-    return OpenAPIConfig(
-        title="Ostinato", version=__version__, components=Components(schemas=typed)
-    )

@@ -7,6 +7,8 @@ from typing import Any, TypeVar
 
 import msgspec
 from litestar import Request, Response, get, post
+from litestar.di import NamedDependency
+from litestar.params import FromPath
 from litestar.response import Stream
 
 from ostinato import __version__
@@ -32,10 +34,17 @@ __all__ = ("HANDLERS",)
 
 T = TypeVar("T", bound=msgspec.Struct)
 HttpRequest = Request[Any, Any, Any]
+SharedService = NamedDependency[Service]
 
 
-@post("/v1/chat/completions", status_code=200, operation_class=body_of(ChatCompletionRequest))
-async def chat_completions(request: HttpRequest, service: Service) -> Response[bytes] | Stream:
+@post(
+    "/v1/chat/completions",
+    status_code=200,
+    operation_class=body_of(ChatCompletionRequest, "/v1/chat/completions"),
+)
+async def chat_completions(
+    request: HttpRequest, service: SharedService
+) -> Response[bytes] | Stream:
     """Answer a conversation."""
     body = await _read(request, ChatCompletionRequest, service)
     chat.check(body)
@@ -46,8 +55,14 @@ async def chat_completions(request: HttpRequest, service: Service) -> Response[b
     return _json(await until_disconnect(request.receive, reply.response()))
 
 
-@post("/v1/completions", status_code=200, operation_class=body_of(CompletionRequest))
-async def plain_completions(request: HttpRequest, service: Service) -> Response[bytes] | Stream:
+@post(
+    "/v1/completions",
+    status_code=200,
+    operation_class=body_of(CompletionRequest, "/v1/completions"),
+)
+async def plain_completions(
+    request: HttpRequest, service: SharedService
+) -> Response[bytes] | Stream:
     """Continue one or several prompts."""
     body = await _read(request, CompletionRequest, service)
     completions.check(body)
@@ -59,21 +74,21 @@ async def plain_completions(request: HttpRequest, service: Service) -> Response[
 
 
 @get("/v1/models")
-async def models(service: Service) -> Response[bytes]:
+async def models(service: SharedService) -> Response[bytes]:
     """The one model that is served."""
     return _json(ModelList(data=[_card(service)]))
 
 
 @get("/v1/models/{name:path}")
-async def model(service: Service, name: str) -> Response[bytes]:
+async def model(service: SharedService, name: FromPath[str]) -> Response[bytes]:
     """One model."""
     card = _card(service)
     check_model(name.removeprefix("/"), service.client.model)
     return _json(card)
 
 
-@post("/tokenize", status_code=200, operation_class=body_of(TokenizeRequest))
-async def tokenize(request: HttpRequest, service: Service) -> Response[bytes]:
+@post("/tokenize", status_code=200, operation_class=body_of(TokenizeRequest, "/tokenize"))
+async def tokenize(request: HttpRequest, service: SharedService) -> Response[bytes]:
     """Token ids of a text or of a conversation."""
     body = await _read(request, TokenizeRequest, service)
     tokenizer = service.tokenizer("prompt")
@@ -84,8 +99,8 @@ async def tokenize(request: HttpRequest, service: Service) -> Response[bytes]:
     return _json(tokenization.to_token_response(body, token_ids, tokenizer, service.client.model))
 
 
-@post("/detokenize", status_code=200, operation_class=body_of(DetokenizeRequest))
-async def detokenize(request: HttpRequest, service: Service) -> Response[bytes]:
+@post("/detokenize", status_code=200, operation_class=body_of(DetokenizeRequest, "/detokenize"))
+async def detokenize(request: HttpRequest, service: SharedService) -> Response[bytes]:
     """The text of token ids."""
     body = await _read(request, DetokenizeRequest, service)
     text = tokenization.to_text(body, service.tokenizer("tokens"), service.client.model)
@@ -93,7 +108,7 @@ async def detokenize(request: HttpRequest, service: Service) -> Response[bytes]:
 
 
 @get("/health")
-async def health(service: Service) -> Response[bytes]:
+async def health(service: SharedService) -> Response[bytes]:
     """Whether the engine works: 200, or 503 with the reason."""
     problem = service.health_problem()
     status = "ok" if problem is None else "unhealthy"
@@ -101,7 +116,7 @@ async def health(service: Service) -> Response[bytes]:
 
 
 @get("/ready")
-async def ready(service: Service) -> Response[bytes]:
+async def ready(service: SharedService) -> Response[bytes]:
     """Whether a new request would be admitted: 200, or 503 with the reason."""
     refusal = service.refusal()
     return _status("ready" if refusal is None else refusal.code, refusal and str(refusal))
@@ -114,7 +129,7 @@ async def version() -> Response[bytes]:
 
 
 @get("/metrics")
-async def metrics(service: Service) -> Response[bytes]:
+async def metrics(service: SharedService) -> Response[bytes]:
     """Figures for Prometheus."""
     return Response(service.metrics.render(), media_type=CONTENT_TYPE)
 

@@ -1,0 +1,72 @@
+"""An application in this process with a scripted engine behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+from litestar.testing import TestClient
+
+from ostinato.api.app import create_app
+from ostinato.api.service import Service
+from ostinato.conf.schema import SamplingSection, ServerConfig
+from ostinato.runtime.chat_template import ChatTemplate
+from ostinato.runtime.tokenizer import Tokenizer
+from tests.api.fake_client import HELLO, FakeClient
+from tests.runtime import tokenizer_builders
+
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'user' and m.content == 'refuse me' %}"
+    "{{ raise_exception('no') }}{% endif %}"
+    "<|begin|>{{ m.role }}{{ ' ' + m.name if m.name }}\n{{ m.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|begin|>assistant\n{{ prefix or '' }}{% endif %}"
+)
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Tokenizer:
+    return Tokenizer(tokenizer_builders.byte_level_bpe(), {}, ChatTemplate(TEMPLATE, {}))
+
+
+class App:
+    """A test client, the fake engine behind it, and the service between them."""
+
+    def __init__(self, engine: FakeClient, service: Service, http: TestClient[Any]) -> None:
+        self.engine = engine
+        self.service = service
+        self.http = http
+
+    def chat(self, **fields: object) -> Any:
+        body = {"messages": [{"role": "user", "content": "Hi"}], **fields}
+        return self.http.post("/v1/chat/completions", json=body)
+
+    def complete(self, **fields: object) -> Any:
+        return self.http.post("/v1/completions", json={"prompt": "Hi", **fields})
+
+
+@pytest.fixture
+def make_app(tokenizer: Tokenizer) -> Iterator[Callable[..., App]]:
+    """Makes an `App`; keyword arguments but `server` and `sampling` go to `FakeClient`."""
+    with ExitStack() as stack:
+
+        def make(
+            script: Any = HELLO,
+            *,
+            server: ServerConfig | None = None,
+            sampling: SamplingSection | None = None,
+            **fields: Any,
+        ) -> App:
+            engine = FakeClient(script, **({"tokenizer": tokenizer} | fields))
+            service = Service(engine, server or ServerConfig(), sampling or SamplingSection())
+            service.phase = None
+            client = TestClient(create_app(service), raise_server_exceptions=False)
+            return App(engine, service, stack.enter_context(client))
+
+        yield make
+
+
+@pytest.fixture
+def app(make_app: Callable[..., App]) -> App:
+    return make_app()
