@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from ostinato.graphs.buckets import BucketTable, GraphKey
-from ostinato.graphs.buffers import HostBuffers, StaticBuffers, StepBatch
+from ostinato.graphs.buffers import StaticBuffers, StepBatch
 from ostinato.graphs.compile import Program
 from ostinato.models.base import CausalLM, KVCache
+from ostinato.ops.attention import AttentionPlanner
 
-__all__ = ("BoundRecorder", "CudaRecorder", "GraphRunner", "Recorder", "StepKind", "StepPlanner")
+__all__ = ("BoundRecorder", "CudaRecorder", "GraphRunner", "Recorder", "StepKind")
 
 
 class StepKind(StrEnum):
@@ -37,16 +38,6 @@ class Recorder(Protocol):
     def capture(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
         """Returns a replay with `run`'s effects; its output tensor is overwritten by the next
         replay.
-        """
-        ...
-
-
-class StepPlanner(Protocol):
-    """Host work that a planned attention kernel (FlashInfer) needs before each run."""
-
-    def plan(self, key: GraphKey, host: HostBuffers, handle: Tensor) -> None:
-        """Plan the step in `host`, padded to `key`, and put the plan's handle into `handle` [1]
-        int64.
         """
         ...
 
@@ -98,7 +89,7 @@ class GraphRunner:
         program: Program | None = None,
         table: BucketTable | None = None,
         recorder: Recorder | None = None,
-        planner: StepPlanner | None = None,
+        planner: AttentionPlanner | None = None,
     ) -> None:
         """
         Args:
@@ -147,7 +138,7 @@ class GraphRunner:
             key = GraphKey(num_tokens, num_seqs, False)
             self._buffers.wait_for_upload()
             self._fill_with_padding(key)
-            self._plan(key, num_tokens, num_seqs)
+            self._plan(key)
             self._forward(self._buffers.batch(num_tokens, num_seqs, num_seqs), uniform=False)
 
     def run(
@@ -172,11 +163,11 @@ class GraphRunner:
             self._buffers.pad(num_tokens, num_seqs, key)
             self._buffers.host.logits_indices[num_logits : key.num_seqs] = 0
             self._buffers.upload()
-            self._plan(key, num_tokens, num_seqs)
+            self._plan(key)
             self.steps_by_kind[StepKind.captured] += 1
             return replay()[:num_logits]
         self._buffers.upload()
-        self._plan(GraphKey(num_tokens, num_seqs, uniform_decode), num_tokens, num_seqs)
+        self._plan(GraphKey(num_tokens, num_seqs, uniform_decode))
         kind = StepKind.eager if self._program is None else StepKind.compiled
         self.steps_by_kind[kind] += 1
         batch = self._buffers.batch(num_tokens, num_seqs, num_logits)
@@ -190,10 +181,10 @@ class GraphRunner:
 
     def _bind(self, key: GraphKey) -> Callable[[], Tensor]:
         batch = self._buffers.batch(key.num_tokens, key.num_seqs, key.num_seqs)
-        self._plan(key, 0, 0)
+        self._plan(key)
         return lambda: self._forward(batch, uniform=key.uniform_decode)
 
-    def _plan(self, key: GraphKey, num_tokens: int, num_seqs: int) -> None:
+    def _plan(self, key: GraphKey) -> None:
         if self._planner is not None:
             self._planner.plan(key, self._buffers.host, self._buffers.plan)
 

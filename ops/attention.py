@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, NamedTuple, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -123,7 +123,7 @@ class HostMetadata(Protocol):
 
 
 class AttentionPlanner(Protocol):
-    """The host work of a planned backend, one object per engine; not for several threads at once."""
+    """The host work of a planned backend, one object per engine; for one thread at a time."""
 
     def plan(self, key: PlanKey, host: HostMetadata, handle: Tensor) -> None:
         """Plan the step in `host`, padded to `key`, on the current stream, before it is launched.
@@ -141,6 +141,7 @@ class AttentionPlanner(Protocol):
         ...
 
 
+@runtime_checkable
 class PlannedBackend(AttentionBackend, Protocol):
     """A backend that wants to see each step on the host before it runs."""
 

@@ -33,7 +33,7 @@ from ostinato.models.config import ModelConfig, resolve_dtype
 from ostinato.models.packing import pack_model
 from ostinato.models.registry import build_model, read_model_config
 from ostinato.models.weights import init_dummy_weights, load_weights
-from ostinato.ops.attention import select_backend
+from ostinato.ops.attention import AttentionPlanner, PlannedBackend, load_backend, select_backend
 from ostinato.ops.native.build import NativeBuildError
 from ostinato.runtime.device import resolve_device, set_threads
 from ostinato.runtime.engine import Engine
@@ -192,7 +192,8 @@ def build_engine(config: EngineConfig, report: Report = lambda name, seconds: No
                 block_size=config.cache.block_size,
                 device=source.device,
             )
-        graphs = _prepare_graphs(config, model, kv_cache, buffers, phase)
+        planner = _make_planner(config, source, backend, buffers)
+        graphs = _prepare_graphs(config, model, kv_cache, buffers, planner, phase)
     monitor.seal()
     cache = KVCacheManager(
         plan.num_blocks,
@@ -247,11 +248,27 @@ def _pack(model: CausalLM) -> None:
         raise StartupError(str(error)) from error
 
 
+def _make_planner(
+    config: EngineConfig, source: ModelSource, backend: str, buffers: StaticBuffers
+) -> AttentionPlanner | None:
+    """The host side of a backend that plans its steps; None for those that do not."""
+    planned = load_backend(backend)
+    if not isinstance(planned, PlannedBackend):
+        return None
+    return planned.make_planner(
+        source.config.attention_spec(config.cache.block_size, source.dtype, source.device),
+        bucket_table(config, is_cpu=False).keys,
+        max_blocks_per_seq=buffers.host.block_table.shape[1],
+        sliding_windows=set(source.config.sliding_windows),
+    )
+
+
 def _prepare_graphs(
     config: EngineConfig,
     model: CausalLM,
     kv_cache: KVCache,
     buffers: StaticBuffers,
+    planner: AttentionPlanner | None,
     phase: Callable[[str], AbstractContextManager[None]],
 ) -> GraphRunner:
     """Compile, run every kind of step once, capture."""
@@ -272,6 +289,7 @@ def _prepare_graphs(
         program=program,
         table=bucket_table(config, is_cpu=is_cpu),
         recorder=BoundRecorder() if is_cpu else CudaRecorder(),
+        planner=planner,
     )
     with phase("warm-up"):
         runner.warm_up([(1, 1), (min(64, config.scheduler.max_num_batched_tokens), 1)])
