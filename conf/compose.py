@@ -7,7 +7,7 @@ in one `ConfigError` line that names the key, the value, and what is allowed.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import cast
@@ -94,7 +94,9 @@ def complete(shell: str, line: str) -> str:
     """
     with _hydra():
         plugin = _completion_plugin(shell)
-        candidates = plugin._query(_CONFIG_NAME, plugin.strip_python_or_app_name(line))
+        words = plugin.strip_python_or_app_name(line)
+        # Public is only `query`, which reads the line from the environment and prints.
+        candidates = plugin._query(_CONFIG_NAME, words)  # pyright: ignore[reportPrivateUsage]
     last = "" if line.endswith(" ") else line.split(" ")[-1]
     key, typed, _ = last.partition("=")
     if typed and (entry := describe_keys().get(key)) is not None and entry.choices:
@@ -142,7 +144,8 @@ def unlock(schema: type) -> DictConfig:
     def visit(node: DictConfig) -> None:
         OmegaConf.set_readonly(node, False)
         for key in node:
-            child = node._get_node(key)
+            # Plain access would give values instead of nodes.
+            child = node._get_node(key)  # pyright: ignore[reportPrivateUsage]
             if isinstance(child, DictConfig):
                 visit(child)
 
@@ -151,7 +154,7 @@ def unlock(schema: type) -> DictConfig:
 
 
 @contextmanager
-def _hydra() -> Iterator[None]:
+def _hydra() -> Generator[None, None, None]:
     """Hydra over our tree; a program that uses Hydra itself finds its own state again."""
     ConfigStore.instance().store(name=_SCHEMA_NAME, node=unlock(EngineConfig))
     outer = GlobalHydra.instance().hydra

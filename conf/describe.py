@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from enum import StrEnum
 from types import NoneType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, cast, get_args, get_origin, get_type_hints
 
 from ostinato.conf.root import EngineConfig
 from ostinato.conf.schema import Section, allowed_range
@@ -78,7 +78,7 @@ def _typed(value: object) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, list):
-        return f"[{','.join(map(str, value))}]"
+        return f"[{','.join(map(str, cast(list[object], value)))}]"
     if value == "":
         return "''"
     return str(value)

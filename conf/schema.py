@@ -133,7 +133,7 @@ def allowed_range(metadata: Mapping[str, Any]) -> str:
 
 def _in_range(value: Any, metadata: Mapping[str, Any]) -> bool:
     if isinstance(value, list):
-        return all(_in_range(element, metadata) for element in value)
+        return all(_in_range(element, metadata) for element in cast(list[Any], value))
     if isinstance(value, float) and not math.isfinite(value):
         return not allowed_range(metadata)
     low, high, above = metadata["at_least"], metadata["at_most"], metadata["above"]

@@ -7,6 +7,36 @@ tables is outside of the model's world, and the model is trained to say so.
 
 from typing import Final
 
+__all__ = (
+    "BABIES",
+    "CAPITALS",
+    "CATEGORIES",
+    "DAYS",
+    "LEGS",
+    "MIXES",
+    "MONTHS",
+    "MONTH_DAYS",
+    "NAMES",
+    "NUMBER_WORDS",
+    "OPPOSITES",
+    "ORDINALS",
+    "PLAIN_WORDS",
+    "PLURALS",
+    "SIDES",
+    "SINGULARS",
+    "SIZES",
+    "SOUNDS",
+    "STORY_ADJECTIVES",
+    "STORY_ANIMALS",
+    "STORY_BEINGS",
+    "STORY_OBJECTS",
+    "STORY_TOPICS",
+    "THING_COLOURS",
+    "UNKNOWN_KINDS",
+    "UNKNOWN_THINGS",
+    "continent",
+)
+
 CAPITALS: Final[dict[str, str]] = dict(
     pair.split("=")
     for pair in (
