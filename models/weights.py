@@ -94,7 +94,9 @@ def init_dummy_weights(model: CausalLM, seed: int) -> None:
         model: as `build_model` made it.
         seed: same seed, same weights, on every device.
     """
-    pool = torch.randn(_POOL_SIZE, generator=torch.Generator().manual_seed(seed)) * _DUMMY_STD
+    generator = torch.Generator().manual_seed(seed)
+    pool = torch.randn(_POOL_SIZE, generator=generator) * _DUMMY_STD
+    pool = pool.to(next(model.parameters()))
     start = 0
     for module in model.modules():
         is_norm = isinstance(module, LayerNorm | RMSNorm)
@@ -102,7 +104,7 @@ def init_dummy_weights(model: CausalLM, seed: int) -> None:
             if is_norm:
                 parameter.fill_(1.0 if kind == "weight" else 0.0)
             else:
-                start = _repeat_pool(parameter.view(-1), pool.to(parameter), start)
+                start = _repeat_pool(parameter.view(-1), pool, start)
 
 
 def _repeat_pool(target: Tensor, pool: Tensor, start: int) -> int:

@@ -30,13 +30,14 @@ class Sequence:
 class Driver:
     """A model, its cache and the rows of a batch; every step pads to `max_seqs` rows."""
 
+    block_size = 8  # small, so that short prompts fill several blocks
+
     def __init__(
         self,
         model: CausalLM,
         config: ModelConfig,
         *,
         forward: Forward | None = None,
-        block_size: int = 8,
         num_blocks: int = 128,
         max_seqs: int = 3,
         max_len: int = 256,
@@ -44,12 +45,11 @@ class Driver:
     ) -> None:
         self.model = model
         self.forward = forward or model
-        self.block_size = block_size
         self.max_seqs = max_seqs
         self.pad_to = pad_to  # fewest rows of a step, as compiled graphs are never traced with one
-        self.max_blocks = -(-max_len // block_size)
+        self.max_blocks = -(-max_len // self.block_size)
         self.dtype = next(model.parameters()).dtype
-        self.cache = config.kv_cache_spec(block_size, self.dtype).allocate(
+        self.cache = config.kv_cache_spec(self.block_size, self.dtype).allocate(
             num_blocks, torch.device("cpu")
         )
         # Handed out from the end, so that no sequence sits in the blocks 1, 2, 3, ...

@@ -22,6 +22,7 @@ from ostinato.models.config import ModelConfig
 from ostinato.models.packing import pack_model
 from ostinato.models.registry import build_model, read_model_config
 from ostinato.models.weights import load_weights
+from ostinato.ops.attention import select_backend
 from tests.models.checkpoints import VARIANTS, reference_model, save
 from tests.models.driver import Driver, Sequence
 
@@ -71,11 +72,15 @@ def expected(tmp_path_factory: pytest.TempPathFactory):
     return compute
 
 
-def load(directory: Path, backend: str = "reference") -> tuple[CausalLM, ModelConfig]:
+def load(
+    directory: Path, backend: str, dtype: torch.dtype = torch.float32
+) -> tuple[CausalLM, ModelConfig]:
     checkpoint = open_checkpoint(ModelSection(path=str(directory)))
     config = read_model_config(checkpoint)
+    device = torch.device("cpu")
+    spec = config.attention_spec(Driver.block_size, dtype, device)
     model = build_model(
-        config, dtype=torch.float32, device=torch.device("cpu"), attention_backend=backend
+        config, dtype=dtype, device=device, attention_backend=select_backend(backend, spec)
     )
     load_weights(model, checkpoint)
     return model, config
@@ -142,6 +147,20 @@ def test_packed(expected, name: str) -> None:
     # A layer has 4 matrices; the output head is the fifth kind, tied or not.
     assert pack_model(model) == 4 * config.num_layers + 1
     check_all(Driver(model, config), expected(name))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["gpt2", "llama3", "qwen3-tied"])
+def test_half_precision(expected, name: str, dtype: torch.dtype) -> None:
+    """As near to the float32 logits as transformers comes in the same dtype."""
+    model, config = load(expected(name).directory, "cpu", dtype)
+    pack_model(model)  # leaves float16 as it is
+    exact = expected(name).prompt_logits
+    ours = Driver(model, config).prefill(Sequence(PROMPT), [20, NUM_PROMPT - 20])
+    with torch.no_grad():
+        theirs = reference_model(VARIANTS[name]).to(dtype)(torch.tensor([PROMPT])).logits[0]
+    assert ours.dtype == torch.float32
+    assert float((ours - exact).norm()) < 1.25 * float((theirs.float() - exact).norm())
 
 
 @pytest.mark.parametrize(("form", "name"), COMPILED)
