@@ -155,14 +155,9 @@ def make_generation(
         sampling = resolve_sampling(prompt_token_ids, sampling, model)
     except ValueError as error:
         name = str(error).partition(" must be ")[0]
-        param = field_names.get(name, name)
-        message = param + str(error).removeprefix(name)
-        raise InvalidRequestError(message, param=param, code="invalid_value") from error
+        raise _refusal(str(error), name, "invalid_value", field_names) from error
     except InvalidRequestError as error:
-        param = field_names.get(error.param or "", error.param)
-        raise InvalidRequestError(
-            str(error), param=param, code=error.code, status=error.status
-        ) from error
+        raise _refusal(str(error), error.param or "", error.code, field_names) from error
     return Generation(
         request_id=request_id,
         prompt_token_ids=prompt_token_ids,
@@ -170,6 +165,16 @@ def make_generation(
         priority=fields.priority,
         cache_salt=fields.cache_salt,
     )
+
+
+def _refusal(
+    message: str, name: str, code: str | None, field_names: Mapping[str, str]
+) -> InvalidRequestError:
+    """A refusal that begins with a parameter's name, in the dialect's words."""
+    param = field_names.get(name, name)
+    if message.startswith(name):
+        message = param + message.removeprefix(name)
+    return InvalidRequestError(message, param=param or None, code=code)
 
 
 def _sampling(

@@ -8,11 +8,13 @@ from typing import Any, TypeVar
 import msgspec
 from litestar import Request, Response, get, post
 from litestar.di import NamedDependency
+from litestar.exceptions import InternalServerException
 from litestar.params import FromPath
 from litestar.response import Stream
 
 from ostinato import __version__
 from ostinato.api import chat, completions, replies, tokenization
+from ostinato.api.errors import ClientGoneError
 from ostinato.api.generation import check_model
 from ostinato.api.metrics import CONTENT_TYPE
 from ostinato.api.openapi import body_of
@@ -158,7 +160,10 @@ async def _read(request: HttpRequest, schema: type[T], service: Service) -> T:
             code="unsupported_media_type",
             status=415,
         )
-    data = await request.body()
+    try:
+        data = await request.body()
+    except InternalServerException as error:  # the framework's word for a body that breaks off
+        raise ClientGoneError from error
     service.admit()
     body = decode(data, schema)
     check_model(getattr(body, "model", None), service.client.model)

@@ -132,6 +132,7 @@ class _Server:
     async def _start(self) -> None:
         begin = time.monotonic()
         self._say(f"ostinato {__version__}: {self._url} answers 503 until the model is ready\n")
+        sys.stdout.flush()
         self._service.phase = "loading"
         await self._client.start(self._on_phase)
         self._service.phase = None

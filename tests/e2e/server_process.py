@@ -1,0 +1,124 @@
+"""A real `run serve` process on a free port, as a user starts it."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import IO, Self
+
+import httpx
+import psutil
+from prometheus_client.parser import text_string_to_metric_families
+
+__all__ = ("SMALL", "ServerProcess")
+
+_ROOT = Path(__file__).resolve().parents[2]
+_START_S = 120
+# The bundled model, as small and as quick to start as it goes; parity of kernels is tested elsewhere.
+SMALL = (
+    "server.port=0",
+    "graphs.mode=eager",
+    "graphs.attention=reference",
+    "graphs.pack_weights=false",
+    "device.threads=1",
+    "cache.memory_gib=0.05",
+    "model.max_model_len=512",
+)
+
+
+class ServerProcess:
+    """One server; `with ServerProcess(...) as server:` waits until it is ready.
+
+    Attributes:
+        url: where it listens.
+        output: lines of standard output and standard error so far.
+    """
+
+    def __init__(self, *overrides: str) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "ostinato", "serve", *SMALL, *overrides],
+            cwd=_ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            encoding="utf-8",
+            errors="replace",
+        )
+        self.output: list[str] = []
+        self._news = threading.Condition()
+        self._reader = threading.Thread(target=self._read, args=(self._process.stdout,))
+        self._reader.start()
+        self.url = ""
+
+    def __enter__(self) -> Self:
+        self.wait_for_line("ready after")
+        self.url = self.wait_for_line("answers 503 until").split()[2]
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._process.poll() is None:
+            self._process.kill()
+        self._process.wait(30)
+        self._reader.join(30)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def engine(self) -> psutil.Process:
+        """The engine process."""
+        (child,) = [
+            one
+            for one in psutil.Process(self.pid).children()
+            if "ostinato.runtime.worker" in one.cmdline()
+        ]
+        return child
+
+    def wait_for_line(self, text: str) -> str:
+        """The first line with `text`; waits for it while the process runs."""
+
+        def found() -> str | None:
+            return next((line for line in self.output if text in line), None)
+
+        with self._news:
+            self._news.wait_for(lambda: found() or not self._reader.is_alive(), _START_S)
+            line = found()
+        assert line is not None, f"no line with {text!r} in:\n" + "".join(self.output)
+        return line
+
+    def signal(self, number: signal.Signals) -> None:
+        self._process.send_signal(number)
+
+    def wait(self, timeout_s: float = 60) -> int:
+        """The exit code."""
+        code = self._process.wait(timeout_s)
+        self._reader.join(timeout_s)
+        return code
+
+    def metrics(self) -> dict[str, float]:
+        """All samples of `/metrics`; labels stand in the name as Prometheus writes them."""
+        text = httpx.get(f"{self.url}/metrics", timeout=30).text
+        return {
+            sample.name
+            + "".join(f'{{{key}="{value}"}}' for key, value in sample.labels.items()): sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+        }
+
+    def log_of(self, request_id: str) -> str:
+        """The log line of a finished request."""
+        return re.sub(r"^\S+ \S+ \w+ ", "", self.wait_for_line(request_id)).rstrip()
+
+    def _read(self, stream: IO[str] | None) -> None:
+        assert stream is not None, "stdout=PIPE"
+        for line in stream:
+            with self._news:
+                self.output.append(line)
+                self._news.notify_all()
+        with self._news:
+            self._news.notify_all()

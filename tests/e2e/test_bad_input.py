@@ -1,0 +1,295 @@
+"""Everything wrong that a client can send: a 4xx with the OpenAI error object, never a 500 or a hang."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from tests.e2e.server_process import ServerProcess
+
+HI = [{"role": "user", "content": "Hi"}]
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ServerProcess]:
+    with ServerProcess("server.max_body_mib=4") as process:
+        yield process
+        # Whatever was sent, nothing is left and the server still works.
+        assert process.metrics()["ostinato_requests_running"] == 0
+        reply = httpx.post(
+            process.url + COMPLETIONS, json={"prompt": "Hi", "max_tokens": 1}, timeout=30
+        )
+        assert reply.status_code == 200
+        refused = process.metrics()
+        assert not [
+            name for name in refused if name.startswith("ostinato_refused") and "50" in name
+        ]
+
+
+def refuse(
+    server: ServerProcess,
+    path: str,
+    body: bytes | dict,
+    *,
+    status: int = 400,
+    param: str | None = None,
+    code: str | None = None,
+) -> dict:
+    """Sends `body` and checks that the answer is the OpenAI error object with these values."""
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    response = httpx.post(
+        server.url + path, content=data, headers={"Content-Type": "application/json"}, timeout=30
+    )
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/json"
+    (error,) = response.json().values()
+    assert list(response.json()) == ["error"]
+    assert sorted(error) == ["code", "message", "param", "type"]
+    assert error["type"] == "invalid_request_error"
+    assert error["param"] == param
+    if code is not None:
+        assert error["code"] == code
+    if param is not None:
+        assert param.partition("[")[0] in error["message"]
+    return error
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, "/tokenize", "/detokenize"])
+class TestEveryBody:
+    @pytest.mark.parametrize("body", [b"{", b"", b"nonsense", b'{"a": 1,}', b"{} {}"])
+    def test_invalid_json(self, server, path, body):
+        refuse(server, path, body, code="invalid_json")
+
+    def test_non_utf8(self, server, path):
+        refuse(server, path, b'{"prompt": "\xff\xfe"}', code="invalid_json")
+        refuse(server, path, '{"prompt": "Hi"}'.encode("utf-16"), code="invalid_json")
+
+    @pytest.mark.parametrize("body", [b"[]", b"null", b"3"])
+    def test_not_an_object(self, server, path, body):
+        refuse(server, path, body, code="invalid_value")
+
+    def test_10_mb(self, server, path):
+        body = b'{"prompt": "' + b"a" * 10_000_000 + b'"}'
+        refuse(server, path, body, status=413, code="body_too_large")
+
+    def test_unknown_field(self, server, path):
+        refuse(server, path, {"nonsense": 1}, param="nonsense", code="unknown_parameter")
+
+
+class TestModel:
+    @pytest.mark.parametrize(
+        ("path", "body"),
+        [
+            (CHAT, {"messages": HI}),
+            (COMPLETIONS, {"prompt": "Hi"}),
+            ("/tokenize", {"prompt": "Hi"}),
+            ("/detokenize", {"tokens": [1]}),
+        ],
+    )
+    def test_unknown(self, server, path, body):
+        body = {**body, "model": "gpt-9"}
+        refuse(server, path, body, status=404, param="model", code="model_not_found")
+
+
+class TestTypesAndRanges:
+    @pytest.mark.parametrize(
+        ("field", "value"),
+        [
+            ("temperature", 2.5),
+            ("temperature", -1),
+            ("temperature", "hot"),
+            ("temperature", [1]),
+            ("top_p", 0),
+            ("top_p", 1.5),
+            ("top_k", -2),
+            ("top_k", 10**20),
+            ("min_p", 2),
+            ("n", 0),
+            ("n", 10**9),
+            ("n", 1.5),
+            ("max_tokens", 0),
+            ("max_tokens", -5),
+            ("max_tokens", "many"),
+            ("max_tokens", 10**12),
+            ("max_tokens", 512),
+            ("min_tokens", -1),
+            ("presence_penalty", 3),
+            ("frequency_penalty", -3),
+            ("repetition_penalty", 0),
+            ("seed", 10**30),
+            ("seed", "x"),
+            ("stop", ["a"] * 17),
+            ("stop", ""),
+            ("stop", {"a": 1}),
+            ("stop_token_ids", [10**9]),
+            ("stop_token_ids", [-1]),
+            ("logit_bias", {"1": 1000}),
+            ("logit_bias", {"99999999": 1}),
+            ("logit_bias", {"word": 1}),
+            ("logit_bias", [1]),
+            ("stream", "yes"),
+            ("stream_options", {"include_usage": True}),
+            ("user", 5),
+            ("priority", 10**20),
+            ("request_id", "two words"),
+        ],
+    )
+    @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+    def test_a_wrong_value(self, server, path, field, value):
+        body = {"messages": HI} if path == CHAT else {"prompt": "Hi"}
+        refuse(server, path, {**body, field: value}, param=field)
+
+    def test_too_large_max_tokens_says_how_many_fit(self, server):
+        error = refuse(
+            server,
+            CHAT,
+            {"messages": HI, "max_completion_tokens": 600},
+            param="max_completion_tokens",
+            code="context_length_exceeded",
+        )
+        assert "512" in error["message"]
+
+    @pytest.mark.parametrize("value", [True, "3", -1, 21])
+    def test_logprobs_of_completions(self, server, value):
+        refuse(server, COMPLETIONS, {"prompt": "Hi", "logprobs": value}, param="logprobs")
+
+    def test_top_logprobs_of_chat(self, server):
+        body = {"messages": HI, "logprobs": True, "top_logprobs": 21}
+        refuse(server, CHAT, body, param="top_logprobs")
+        refuse(server, CHAT, {"messages": HI, "top_logprobs": 2}, param="top_logprobs")
+
+
+class TestMessages:
+    def test_missing(self, server):
+        refuse(server, CHAT, {}, param="messages", code="missing_field")
+
+    def test_empty(self, server):
+        refuse(server, CHAT, {"messages": []}, param="messages")
+
+    @pytest.mark.parametrize(
+        ("message", "param"),
+        [
+            ({"role": "user"}, "messages[0].content"),
+            ({"content": "Hi"}, "messages[0].role"),
+            ({"role": "wizard", "content": "Hi"}, "messages[0].role"),
+            ({"role": "user", "content": 5}, "messages[0].content"),
+            ({"role": "user", "content": None}, "messages[0].content"),
+            ({"role": "user", "content": "Hi", "age": 5}, "messages[0].age"),
+            ("Hi", "messages[0]"),
+        ],
+    )
+    def test_a_wrong_message(self, server, message, param):
+        refuse(server, CHAT, {"messages": [message]}, param=param)
+
+    @pytest.mark.parametrize("kind", ["image_url", "input_audio", "video"])
+    def test_an_unsupported_content_part(self, server, kind):
+        part = {"type": kind, kind: {"url": "data:image/png;base64,"}}
+        body = {"messages": [{"role": "user", "content": [part]}]}
+        error = refuse(server, CHAT, body, param="messages[0].content[0].type")
+        assert "text only" in error["message"]
+
+    def test_longer_than_the_context(self, server):
+        body = {"messages": [{"role": "user", "content": "a list of words " * 400}]}
+        refuse(server, CHAT, body, param="messages", code="context_length_exceeded")
+
+    @pytest.mark.parametrize(
+        "field", ["tools", "response_format", "audio", "functions", "prediction"]
+    )
+    def test_what_this_server_can_not_do(self, server, field):
+        body = {"messages": HI, field: {"type": "something"}}
+        refuse(server, CHAT, body, param=field, code="unsupported_parameter")
+
+
+class TestPrompts:
+    @pytest.mark.parametrize(
+        "prompt",
+        [None, 5, {}, [], [[]], ["a", 1], [1.5], [[1], "a"], [10**9], [-1], [10**30], "", [True]],
+        ids=str,
+    )
+    def test_a_wrong_prompt(self, server, prompt):
+        error = refuse_any_param(server, {"prompt": prompt, "add_special_tokens": False})
+        assert error["param"].startswith("prompt")
+
+    def test_longer_than_the_context(self, server):
+        body = {"prompt": "a list of words " * 400}
+        refuse(server, COMPLETIONS, body, param="prompt", code="context_length_exceeded")
+
+    def test_megabytes_of_prompt(self, server):
+        body = {"prompt": "a list of words " * 200_000}
+        refuse(server, COMPLETIONS, body, param="prompt", code="context_length_exceeded")
+
+    def test_one_of_many_is_too_long(self, server):
+        body = {"prompt": [[1], [1] * 600]}
+        refuse(server, COMPLETIONS, body, param="prompt", code="context_length_exceeded")
+
+    def test_too_many(self, server):
+        refuse(server, COMPLETIONS, {"prompt": [[1]] * 5000}, param="prompt")
+
+    def test_a_lone_surrogate(self, server):
+        refuse(server, COMPLETIONS, b'{"prompt": "\\ud83d"}', code="invalid_json")
+
+    @pytest.mark.parametrize("field", ["echo", "suffix", "best_of"])
+    def test_what_this_server_can_not_do(self, server, field):
+        value = {"echo": True, "suffix": "end", "best_of": 3}[field]
+        body = {"prompt": "Hi", field: value}
+        refuse(server, COMPLETIONS, body, param=field, code="unsupported_parameter")
+
+    def test_token_ids_to_text(self, server):
+        refuse(server, "/detokenize", {"tokens": [10**9]}, param="tokens")
+        refuse(server, "/detokenize", {"tokens": ["a"]}, param="tokens[0]")
+        refuse(server, "/tokenize", {}, param="prompt")
+
+
+def refuse_any_param(server: ServerProcess, body: dict) -> dict:
+    response = httpx.post(server.url + COMPLETIONS, json=body, timeout=30)
+    assert response.status_code == 400, response.text
+    return response.json()["error"]
+
+
+class TestHttp:
+    def test_no_such_path(self, server):
+        response = httpx.get(server.url + "/v1/nothing", timeout=30)
+        assert response.status_code == 404
+        assert response.json()["error"]["code"] == "not_found"
+
+    @pytest.mark.parametrize("path", [CHAT, COMPLETIONS, "/tokenize"])
+    @pytest.mark.parametrize("method", ["GET", "PUT", "DELETE"])
+    def test_wrong_method(self, server, method, path):
+        response = httpx.request(method, server.url + path, timeout=30)
+        assert response.status_code == 405
+        assert response.json()["error"]["code"] == "method_not_allowed"
+
+    def test_wrong_content_type(self, server):
+        response = httpx.post(server.url + CHAT, data={"messages": "Hi"}, timeout=30)
+        assert response.status_code == 415
+        assert "application/json" in response.json()["error"]["message"]
+
+    def test_a_body_that_never_comes(self, server):
+        """A client that promises a body and leaves does not tie anything up."""
+        host, _, port = server.url.removeprefix("http://").partition(":")
+        with socket.create_connection((host, int(port))) as connection:
+            connection.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+                b"Content-Length: 100\r\n\r\n{"
+            )
+        assert httpx.get(server.url + "/health", timeout=30).status_code == 200
+
+    def test_a_large_body_in_chunks_without_a_length(self, server):
+        def chunks():
+            for _ in range(100):
+                yield b"a" * 100_000
+
+        response = httpx.post(
+            server.url + COMPLETIONS,
+            content=chunks(),
+            headers={"Content-Type": "application/json"},
+            timeout=30,
+        )
+        assert response.status_code == 413
+        assert response.json()["error"]["code"] == "body_too_large"

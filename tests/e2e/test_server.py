@@ -1,0 +1,350 @@
+"""The main job against a real server process: the openai SDK, curl, disconnects, signals, a crash."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+import httpx
+import openai
+import psutil
+import pytest
+
+from tests.e2e.server_process import ServerProcess
+
+MODEL = "ostinato-demo"
+QUESTION = [{"role": "user", "content": "What is a list?"}]
+LONG = {"max_tokens": 400, "ignore_eos": True}  # a request that runs for seconds
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ServerProcess]:
+    with ServerProcess() as process:
+        yield process
+
+
+@pytest.fixture(scope="module")
+def sdk(server: ServerProcess) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def until(condition: Callable[[], bool], timeout_s: float = 30) -> None:
+    """Polls; fails when `condition` does not come true."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come true in time"
+        time.sleep(0.02)
+
+
+class TestSdk:
+    def test_models(self, sdk):
+        assert [model.id for model in sdk.models.list()] == [MODEL]
+        assert sdk.models.retrieve(MODEL).id == MODEL
+
+    def test_chat(self, sdk):
+        reply = sdk.chat.completions.create(
+            model=MODEL, messages=QUESTION, temperature=0, max_tokens=24
+        )
+        (choice,) = reply.choices
+        assert choice.message.role == "assistant"
+        assert choice.message.content
+        assert choice.finish_reason in ("stop", "length")
+        assert reply.usage.total_tokens == reply.usage.prompt_tokens + reply.usage.completion_tokens
+        assert 1 <= reply.usage.completion_tokens <= 24
+
+    def test_a_stream_is_the_same_text(self, sdk):
+        arguments = {"model": MODEL, "messages": QUESTION, "temperature": 0, "max_tokens": 24}
+        whole = sdk.chat.completions.create(**arguments)
+        *chunks, last = sdk.chat.completions.create(
+            **arguments, stream=True, stream_options={"include_usage": True}
+        )
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+        assert text == whole.choices[0].message.content
+        assert chunks[0].choices[0].delta.role == "assistant"
+        assert chunks[-1].choices[0].finish_reason == whole.choices[0].finish_reason
+        assert last.choices == []
+        assert last.usage.completion_tokens == whole.usage.completion_tokens
+
+    def test_many_at_once(self, server, sdk):
+        async def scenario() -> list[str]:
+            async with openai.AsyncOpenAI(
+                base_url=f"{server.url}/v1", api_key="none", max_retries=0
+            ) as client:
+
+                async def one(number: int) -> str:
+                    stream = await client.completions.create(
+                        model=MODEL,
+                        prompt=f"Count to {number}:",
+                        temperature=0,
+                        max_tokens=12,
+                        stream=True,
+                        extra_body={"ignore_eos": True},
+                    )
+                    return "".join([chunk.choices[0].text async for chunk in stream])
+
+                return await asyncio.gather(*map(one, range(8)))
+
+        texts = asyncio.run(scenario())
+        alone = sdk.completions.create(
+            model=MODEL,
+            prompt="Count to 5:",
+            temperature=0,
+            max_tokens=12,
+            extra_body={"ignore_eos": True},
+        )
+        assert texts[5] == alone.choices[0].text
+
+    def test_logprobs_of_chat(self, sdk):
+        reply = sdk.chat.completions.create(
+            model=MODEL,
+            messages=QUESTION,
+            temperature=0,
+            max_tokens=5,
+            logprobs=True,
+            top_logprobs=3,
+        )
+        (choice,) = reply.choices
+        assert len(choice.logprobs.content) == reply.usage.completion_tokens
+        joined = b"".join(bytes(entry.bytes) for entry in choice.logprobs.content)
+        assert joined.decode().startswith(choice.message.content)
+        for entry in choice.logprobs.content:
+            assert len(entry.top_logprobs) == 3
+            # Greedy: the sampled token is the likeliest.
+            assert entry.token == entry.top_logprobs[0].token
+            assert entry.logprob == pytest.approx(entry.top_logprobs[0].logprob)
+            assert entry.logprob <= 0
+
+    def test_logprobs_of_completions(self, sdk):
+        reply = sdk.completions.create(
+            model=MODEL, prompt="A list is", temperature=0, max_tokens=5, logprobs=2
+        )
+        logprobs = reply.choices[0].logprobs
+        assert len(logprobs.tokens) == reply.usage.completion_tokens
+        assert logprobs.text_offset[0] == 0
+        assert all(len(top) == 2 for top in logprobs.top_logprobs)
+
+    def test_n_with_a_seed(self, sdk):
+        arguments = {
+            "model": MODEL,
+            "messages": QUESTION,
+            "n": 3,
+            "seed": 11,
+            "temperature": 1.5,
+            "max_tokens": 12,
+        }
+        first, second = (sdk.chat.completions.create(**arguments) for _ in range(2))
+        texts = [choice.message.content for choice in first.choices]
+        assert texts == [choice.message.content for choice in second.choices]
+        assert len(set(texts)) > 1
+        assert [choice.index for choice in first.choices] == [0, 1, 2]
+
+    def test_stop(self, sdk):
+        arguments = {"model": MODEL, "messages": QUESTION, "temperature": 0, "max_tokens": 24}
+        whole = sdk.chat.completions.create(**arguments).choices[0].message.content
+        word = whole.split()[2]
+        reply = sdk.chat.completions.create(**arguments, stop=[word])
+        assert reply.choices[0].message.content == whole[: whole.index(word)]
+        assert reply.choices[0].finish_reason == "stop"
+        assert reply.choices[0].stop_reason == word
+
+    def test_length(self, sdk):
+        reply = sdk.completions.create(
+            model=MODEL, prompt="Once", max_tokens=3, extra_body={"ignore_eos": True}
+        )
+        assert reply.choices[0].finish_reason == "length"
+        assert reply.usage.completion_tokens == 3
+
+    def test_several_prompts_and_token_ids(self, server, sdk):
+        arguments = {"model": MODEL, "temperature": 0, "max_tokens": 6}
+        texts = sdk.completions.create(prompt=["Once", "A list"], **arguments)
+        token_ids = httpx.post(f"{server.url}/tokenize", json={"prompt": "A list"}).json()["tokens"]
+        same = sdk.completions.create(prompt=token_ids, **arguments)
+        assert [choice.index for choice in texts.choices] == [0, 1]
+        assert same.choices[0].text == texts.choices[1].text
+
+    def test_a_cached_prompt_is_counted(self, sdk):
+        prompt = "The quick brown fox jumps over the lazy dog, and once more. " * 4
+        arguments = {"model": MODEL, "prompt": prompt, "temperature": 0, "max_tokens": 4}
+        cold = sdk.completions.create(**arguments)
+        warm = sdk.completions.create(**arguments)
+        salted = sdk.completions.create(**arguments, extra_body={"cache_salt": "other"})
+        assert warm.choices[0].text == cold.choices[0].text == salted.choices[0].text
+        assert cold.usage.prompt_tokens_details.cached_tokens == 0
+        assert warm.usage.prompt_tokens_details.cached_tokens >= 16
+        assert salted.usage.prompt_tokens_details.cached_tokens == 0
+
+    def test_an_error_is_the_sdks_error(self, sdk):
+        with pytest.raises(openai.BadRequestError) as refused:
+            sdk.chat.completions.create(model=MODEL, messages=QUESTION, temperature=3)
+        assert refused.value.param == "temperature"
+        with pytest.raises(openai.NotFoundError) as missing:
+            sdk.chat.completions.create(model="gpt-9", messages=QUESTION)
+        assert missing.value.code == "model_not_found"
+
+
+class TestCurl:
+    def test_the_hint_that_the_server_prints(self, server):
+        first = next(i for i, line in enumerate(server.output) if line.lstrip().startswith("curl"))
+        command = "".join(server.output[first : first + 2])
+        done = subprocess.run(
+            ["bash", "-c", command.replace("curl", "curl -sS --max-time 60", 1)],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=90,
+        )
+        assert json.loads(done.stdout)["choices"][0]["message"]["content"]
+
+    def test_a_stream_on_the_wire(self, server):
+        body = {"prompt": "Once", "max_tokens": 3, "stream": True, "ignore_eos": True}
+        done = subprocess.run(
+            [
+                *("curl", "-sSN", "--max-time", "60", f"{server.url}/v1/completions"),
+                *("-H", "Content-Type: application/json", "-d", json.dumps(body)),
+            ],
+            capture_output=True,
+            check=True,
+            timeout=90,
+        )
+        *events, end = done.stdout.split(b"\n\n")
+        assert end == b""
+        assert events[-1] == b"data: [DONE]"
+        assert all(event.startswith(b'data: {"id":"cmpl-') for event in events[:-1])
+
+
+class TestDisconnect:
+    @pytest.mark.parametrize("stream", [True, False])
+    def test_ends_the_request(self, server, stream):
+        request_id = f"gone-{stream}"
+        body = {"prompt": "Once", **LONG, "stream": stream, "request_id": request_id}
+        with httpx.Client(timeout=30) as client:
+            request = client.build_request("POST", f"{server.url}/v1/completions", json=body)
+            if stream:
+                response = client.send(request, stream=True)
+                next(response.iter_bytes())
+                response.close()
+            else:
+                with pytest.raises(httpx.ReadTimeout):
+                    client.post(request.url, json=body, timeout=0.5)
+        line = server.log_of(f"cmpl-{request_id}")
+        assert " disconnected " in line
+        assert int(line.partition("output=")[2].split()[0]) < LONG["max_tokens"]
+        until(lambda: server.metrics()["ostinato_requests_running"] == 0)
+        assert server.metrics()["ostinato_requests_waiting"] == 0
+
+
+class TestFigures:
+    def test_metrics_after_work(self, server, sdk):
+        sdk.completions.create(model=MODEL, prompt="Once", max_tokens=3)
+        metrics = server.metrics()
+        assert metrics["ostinato_generation_tokens_total"] >= 1
+        assert metrics["ostinato_time_to_first_token_seconds_count"] >= 1
+        assert metrics["ostinato_kv_cache_blocks"] > 0
+        assert metrics["ostinato_late_compiles_total"] == 0
+        assert metrics['ostinato_steps_total{kind="eager"}'] >= 1
+
+    def test_running_is_seen_while_it_runs(self, server):
+        body = {"prompt": "Once", **LONG, "stream": True}
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=30):
+            until(lambda: server.metrics()["ostinato_requests_running"] >= 1)
+        until(lambda: server.metrics()["ostinato_requests_running"] == 0)
+
+    def test_health(self, server):
+        assert httpx.get(f"{server.url}/health").json() == {"status": "ok"}
+        assert httpx.get(f"{server.url}/ready").json() == {"status": "ready"}
+
+    def test_the_api_process_imports_no_torch(self, server):
+        libraries = {mapping.path for mapping in psutil.Process(server.pid).memory_maps()}
+        assert not [path for path in libraries if "/torch/" in path]
+
+
+def test_port_in_use_is_one_line_before_anything_loads(server):
+    port = server.url.rpartition(":")[2]
+    begin = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-m", "ostinato", "serve", f"server.port={port}"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert f"server.port={port} on 127.0.0.1 is in use" in line
+    assert done.stdout == ""
+    assert time.monotonic() - begin < 30
+
+
+class TestTheWayDown:
+    """Each of these ends its server; signals first, since they leave nothing running."""
+
+    def test_sigterm_finishes_what_runs_and_exits_0(self):
+        with ServerProcess() as server:
+            engine = server.engine
+            body = {"prompt": "Once", "max_tokens": 150, "ignore_eos": True, "stream": True}
+            with httpx.stream(
+                "POST", f"{server.url}/v1/completions", json=body, timeout=60
+            ) as response:
+                lines = response.iter_lines()
+                first = next(lines)
+                server.signal(signal.SIGTERM)
+                server.wait_for_line("finishing 1 sequences")
+                refused = httpx.post(
+                    f"{server.url}/v1/completions", json={"prompt": "x"}, timeout=30
+                )
+                rest = [line for line in lines if line]
+            assert refused.status_code == 503
+            assert refused.headers["retry-after"]
+            assert refused.json()["error"]["code"] == "shutting_down"
+            events = [first, *rest]
+            assert events[-1] == "data: [DONE]"
+            assert json.loads(events[-2][6:])["choices"][0]["finish_reason"] == "length"
+            assert server.wait() == 0
+            assert not engine.is_running()
+
+    def test_a_second_signal_cuts_off(self):
+        with ServerProcess() as server:
+            with httpx.stream(
+                "POST",
+                f"{server.url}/v1/completions",
+                json={"prompt": "Once", **LONG, "stream": True},
+                timeout=60,
+            ) as response:
+                lines = response.iter_lines()
+                next(lines)
+                server.signal(signal.SIGINT)
+                server.wait_for_line("finishing 1 sequences")
+                begin = time.monotonic()
+                server.signal(signal.SIGINT)
+                last = [line for line in lines if line][-1]
+            assert "error" in json.loads(last[6:])
+            assert server.wait() == 128 + signal.SIGINT
+            assert time.monotonic() - begin < 20
+
+    def test_a_killed_engine_is_an_error_not_a_hang(self):
+        with ServerProcess() as server:
+            with httpx.stream(
+                "POST",
+                f"{server.url}/v1/chat/completions",
+                json={"messages": QUESTION, **LONG, "stream": True},
+                timeout=30,
+            ) as response:
+                lines = response.iter_lines()
+                next(lines)
+                server.engine.kill()
+                events = [line for line in lines if line]
+            assert json.loads(events[-1][6:])["error"]["code"] == "engine_dead"
+            health = httpx.get(f"{server.url}/health", timeout=30)
+            assert health.status_code == 503
+            assert health.json()["reason"].startswith("the engine does not run")
+            later = httpx.post(f"{server.url}/v1/completions", json={"prompt": "x"}, timeout=30)
+            assert later.status_code == 503
+            assert later.json()["error"]["code"] == "engine_dead"
+            server.signal(signal.SIGTERM)
+            assert server.wait() == 0
