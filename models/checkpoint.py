@@ -90,13 +90,16 @@ def open_checkpoint(section: ModelSection) -> Checkpoint:
     )
 
 
-def resolve_directory(path: str, revision: str = "", *, weights: bool = True) -> Path:
+def resolve_directory(
+    path: str, revision: str = "", *, weights: bool = True, key: str = "model.path"
+) -> Path:
     """The local directory behind a configured path, downloaded from the hub when it is a hub id.
 
     Args:
         path: a directory, a hub id, or empty for the bundled demo model.
         revision: a hub branch, tag or commit; empty = the default branch.
         weights: False leaves out the weight files of a download.
+        key: the setting that `path` came from, for messages.
 
     Raises:
         CheckpointError: it is neither, or the hub can not be reached.
@@ -107,13 +110,13 @@ def resolve_directory(path: str, revision: str = "", *, weights: bool = True) ->
     if local.is_dir():
         return local
     if local.exists():
-        raise CheckpointError(f"model.path={path!r} is a file; it must be a model's directory")
+        raise CheckpointError(f"{key}={path!r} is a file; it must be a model's directory")
     if not _HUB_ID.fullmatch(path):
-        raise CheckpointError(f"model.path={path!r}: no such directory")
-    return _download(path, revision, weights)
+        raise CheckpointError(f"{key}={path!r}: no such directory")
+    return _download(path, revision, weights, key)
 
 
-def _download(hub_id: str, revision: str, weights: bool) -> Path:
+def _download(hub_id: str, revision: str, weights: bool, key: str) -> Path:
     def fetch(patterns: list[str]) -> Path:
         return Path(
             snapshot_download(
@@ -132,7 +135,7 @@ def _download(hub_id: str, revision: str, weights: bool) -> Path:
         at = f" at revision {revision!r}" if revision else ""
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise CheckpointError(
-            f"model.path={hub_id!r}: no such directory, and the hub did not give it{at}: {reason}"
+            f"{key}={hub_id!r}: no such directory, and the hub did not give it{at}: {reason}"
         ) from error
     return directory
 

@@ -11,7 +11,12 @@ from pathlib import Path
 import pytest
 
 from ostinato.conf.schema import LoadFormat, ModelSection
-from ostinato.models.checkpoint import Checkpoint, CheckpointError, open_checkpoint
+from ostinato.models.checkpoint import (
+    Checkpoint,
+    CheckpointError,
+    open_checkpoint,
+    resolve_directory,
+)
 from ostinato.models.registry import read_model_config
 
 
@@ -56,6 +61,15 @@ def test_no_such_directory() -> None:
     assert refusal(ModelSection(path="/no/such/place")) == (
         "model.path='/no/such/place': no such directory"
     )
+
+
+def test_messages_name_the_setting() -> None:
+    with pytest.raises(CheckpointError, match=r"^model\.tokenizer='/no/such': no such directory$"):
+        resolve_directory("/no/such", key="model.tokenizer")
+
+
+def test_empty_path_is_the_bundled_demo() -> None:
+    assert resolve_directory("").parts[-2:] == ("models", "demo")
 
 
 def test_path_is_a_file(tmp_path: Path) -> None:
