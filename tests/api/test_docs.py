@@ -1,0 +1,51 @@
+"""docs/http-api.md lists what there is: every field, every metric, every endpoint, every error code."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from ostinato.api.schemas import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    Message,
+    StreamOptions,
+    TokenizeRequest,
+)
+
+TEXT = (Path(__file__).parents[2] / "docs" / "http-api.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        ChatCompletionRequest,
+        CompletionRequest,
+        DetokenizeRequest,
+        Message,
+        StreamOptions,
+        TokenizeRequest,
+    ],
+    ids=lambda schema: schema.__name__,
+)
+def test_every_field(schema):
+    names = [field.name for field in msgspec.structs.fields(schema)]
+    assert [name for name in names if f"`{name}`" not in TEXT] == []
+
+
+def test_every_metric(app):
+    families = text_string_to_metric_families(app.http.get("/metrics").text)
+    names = {family.name + ("_total" if family.type == "counter" else "") for family in families}
+    # The library adds a `_created` time beside its own counters and histograms.
+    names = {name for name in names if not name.endswith("_created")}
+    assert len(names) > 15
+    assert [name for name in sorted(names) if f"`{name}" not in TEXT] == []
+
+
+def test_every_endpoint(app):
+    paths = app.http.get("/schema/openapi.json").json()["paths"]
+    assert [path for path in paths if path.replace("{name}", "{id}") not in TEXT] == []
