@@ -22,9 +22,9 @@ namespace ostinato::attention {
 namespace {
 
 constexpr int kPartition = 256;      // keys per partition, a multiple of kTile
-constexpr int kRowsPerItem = 64;     // query rows that share a re-laid tile
+constexpr int kRowsPerItem = 128;     // query rows that share a re-laid tile
 constexpr double kTileCost = 6.0;    // cost of re-laying a key and value, in rows that use it
-constexpr double kWorkerCost = 3e5;  // multiply-adds that are worth waking a thread for
+constexpr double kWorkerCost = 5e4;  // multiply-adds that are worth waking a thread for
 constexpr int kItemsPerWorker = 4;   // items are split until they are at most this share of a worker's part
 constexpr int64_t kParallelWriteBytes = 1 << 18;
 
@@ -169,35 +169,34 @@ class Worker {
     load_queries(tile);
     const State whole = state_at(whole_, rows);
     const State local = state_at(local_, rows);
-    clear(whole, rows, padded_dim_);
-    for (int partition = tile.first_partition; partition < tile.last_partition; ++partition) {
+    run_partition(tile, tile.first_partition, whole);
+    for (int partition = tile.first_partition + 1; partition < tile.last_partition; ++partition) {
       run_partition(tile, partition, local);
       merge(whole, local, rows, padded_dim_);
     }
     write_output(tile, whole);
   }
 
-  // Some partitions, each into its own state: `states` is that of the tile's first partition.
+  // Some partitions, each into its own state; `states` holds those of all the tile's partitions.
   void run_part(const QueryTile& tile, int first_partition, int last_partition, float* states) {
-    const int rows = tile.num_tokens * p_.group;
     load_queries(tile);
     for (int partition = first_partition; partition < last_partition; ++partition) {
-      run_partition(tile, partition, state_of(states, tile, partition, rows));
+      run_partition(tile, partition, state_of(states, tile, partition));
     }
   }
 
+  // What run_whole does after its partitions, in the same order.
   void combine(const QueryTile& tile, float* states) {
-    const int rows = tile.num_tokens * p_.group;
-    const State whole = state_at(whole_, rows);
-    clear(whole, rows, padded_dim_);
-    for (int partition = tile.first_partition; partition < tile.last_partition; ++partition) {
-      merge(whole, state_of(states, tile, partition, rows), rows, padded_dim_);
+    const State whole = state_of(states, tile, tile.first_partition);
+    for (int partition = tile.first_partition + 1; partition < tile.last_partition; ++partition) {
+      merge(whole, state_of(states, tile, partition), tile.num_tokens * p_.group, padded_dim_);
     }
     write_output(tile, whole);
   }
 
  private:
-  State state_of(float* states, const QueryTile& tile, int partition, int rows) const {
+  State state_of(float* states, const QueryTile& tile, int partition) const {
+    const int rows = tile.num_tokens * p_.group;
     return state_at(states + (partition - tile.first_partition) * state_floats(rows, padded_dim_), rows);
   }
 
@@ -213,7 +212,7 @@ class Worker {
   }
 
   TileSource<T> locate(const QueryTile& tile, int first_key) const {
-    TileSource<T> source;
+    TileSource<T> source{};
     const int32_t* blocks = p_.block_table + tile.seq * p_.block_table_stride;
     source.key_stride = p_.k_cache.token_stride;
     source.value_stride = p_.v_cache.token_stride;
@@ -239,8 +238,15 @@ class Worker {
     const int from = begin > tile.first_key ? begin : tile.first_key / kTile * kTile;
     for (int first_key = from; first_key < end; first_key += kTile) {
       const TileSource<T> source = locate(tile, first_key);
-      Layout::keys(source, p_.head_dim, keys_);
-      Layout::values(source, p_.head_dim, values_);
+      Ahead ahead;
+      if (first_key + kTile < tile.last_key) {
+        const TileSource<T> next = locate(tile, first_key + kTile);
+        const int bytes = kGroup * p_.head_dim * static_cast<int>(sizeof(T));
+        for (int i = 0; i * kGroup < next.count; ++i) ahead.add(next.keys[i], bytes);
+        for (int i = 0; i * kGroup < next.count; ++i) ahead.add(next.values[i], bytes);
+      }
+      Layout::keys(source, p_.head_dim, keys_, ahead);
+      Layout::values(source, p_.head_dim, values_, ahead);
       for (int row = 0; row < rows; row += kRowBlock) {
         const int count = rows - row < kRowBlock ? rows - row : kRowBlock;
         run_rows(tile, first_key, row, count, state);
@@ -317,24 +323,28 @@ double cost_of(const Problem& p, const QueryTile& tile) {
   return (tile.num_tokens * p.group + kTileCost) * (tile.last_key - tile.first_key);
 }
 
+// Kv heads outside, so that one head's keys and values stay in cache from tile to tile; last tokens first,
+// because they see the most keys and the shortest items should come last.
 void add_tiles(const Problem& p, int seq, Plan& plan) {
   const int begin = p.query_start_loc[seq];
   const int num_queries = p.query_start_loc[seq + 1] - begin;
   const int length = p.seq_lens[seq];
   const int per_tile = p.group >= kRowsPerItem ? 1 : kRowsPerItem / p.group;
-  // the last tokens see the most keys: the longest items first
-  for (int first = (num_queries - 1) / per_tile * per_tile; first >= 0; first -= per_tile) {
-    QueryTile tile;
-    tile.seq = seq;
-    tile.first_token = begin + first;
-    tile.num_tokens = num_queries - first < per_tile ? num_queries - first : per_tile;
-    tile.first_position = length - num_queries + first;
-    tile.last_key = tile.first_position + tile.num_tokens;
-    tile.first_key = p.window > 0 ? tile.first_position + 1 - p.window : 0;
-    if (tile.first_key < 0) tile.first_key = 0;
-    tile.first_partition = tile.first_key / kPartition;
-    tile.last_partition = (tile.last_key + kPartition - 1) / kPartition;
-    for (tile.kv_head = 0; tile.kv_head < p.num_kv_heads; ++tile.kv_head) plan.tiles.push_back(tile);
+  for (int kv_head = 0; kv_head < p.num_kv_heads; ++kv_head) {
+    for (int first = (num_queries - 1) / per_tile * per_tile; first >= 0; first -= per_tile) {
+      QueryTile tile;
+      tile.seq = seq;
+      tile.kv_head = kv_head;
+      tile.first_token = begin + first;
+      tile.num_tokens = num_queries - first < per_tile ? num_queries - first : per_tile;
+      tile.first_position = length - num_queries + first;
+      tile.last_key = tile.first_position + tile.num_tokens;
+      tile.first_key = p.window > 0 ? tile.first_position + 1 - p.window : 0;
+      if (tile.first_key < 0) tile.first_key = 0;
+      tile.first_partition = tile.first_key / kPartition;
+      tile.last_partition = (tile.last_key + kPartition - 1) / kPartition;
+      plan.tiles.push_back(tile);
+    }
   }
 }
 

@@ -8,6 +8,8 @@
 
 #include "simd.h"
 
+#include <type_traits>
+
 namespace ostinato::attention {
 
 constexpr int kTile = 64;         // keys per tile
@@ -26,6 +28,34 @@ struct TileSource {
   int64_t key_stride;    // elements from one token to the next
   int64_t value_stride;
   int count;             // of kTile; the others are taken as zero
+};
+
+// Memory that the next tile needs, asked for a few cache lines at a time in between the work on this one:
+// blocks lie scattered, so the hardware does not foresee the next, and one burst would fill its queues.
+class Ahead {
+ public:
+  void add(const void* run, int bytes) {
+    runs_[num_runs_] = static_cast<const char*>(run);
+    bytes_ = bytes;
+    ++num_runs_;
+  }
+  OSTINATO_INLINE void fetch(int lines) {
+    for (; lines > 0 && run_ < num_runs_; --lines) {
+      __builtin_prefetch(runs_[run_] + byte_, 0, 2);  // into the second-level cache
+      byte_ += 64;
+      if (byte_ >= bytes_) {
+        byte_ = 0;
+        ++run_;
+      }
+    }
+  }
+
+ private:
+  const char* runs_[2 * kTile / kGroup];
+  int num_runs_ = 0;
+  int bytes_ = 0;
+  int run_ = 0;
+  int byte_ = 0;
 };
 
 alignas(64) inline const uint32_t kZeros[kMaxHeadDim] = {};
@@ -109,7 +139,13 @@ void multiply_columns(int num_rows, int num_vectors, const typename S::Step* lef
                       const typename S::Step* right, int right_stride, int num_steps, float* out,
                       int out_stride, const float* scale) {
   int c = 0;
-#if OSTINATO_ISA >= 2
+#if OSTINATO_ISA < 2
+  // with 16 registers four columns leave room for two rows, which then hide the instruction's latency
+  for (; num_rows <= 2 && c + 4 <= num_vectors; c += 4) {
+    (num_rows == 1 ? multiply<S, 1, 4, kOverwrite> : multiply<S, 2, 4, kOverwrite>)(
+        left, left_stride, right + c * kWidth, right_stride, num_steps, out + c * kWidth, out_stride, scale);
+  }
+#else
   for (; c + 4 <= num_vectors; c += 4) {
     multiply_rows<S, 4, kOverwrite>(num_rows, left, left_stride, right + c * kWidth, right_stride, num_steps,
                                     out + c * kWidth, out_stride, scale);
@@ -144,14 +180,29 @@ struct FloatLayout {
     return kWidth > 8 && remaining < kWidth ? load_8(p) : load(p);
   }
 
-  // out [head_dim][kTile]
-  static void keys(const TileSource<T>& source, int head_dim, Step* out) {
-    for (int first = 0; first < kTile; first += kWidth) {
+  // out [head_dim][kTile]; columns past source.count are left alone, and nobody reads them
+  static void keys(const TileSource<T>& source, int head_dim, Step* out, Ahead& ahead) {
+    constexpr int kBlockLines = (kWidth * kWidth * static_cast<int>(sizeof(T)) + 63) / 64;
+    for (int first = 0; first < source.count; first += kWidth) {
       const T* rows[kWidth];
       for (int i = 0; i < kWidth; ++i) {
         rows[i] = token_row(source.keys, source.key_stride, source.count, first + i);
       }
-      for (int d = 0; d < head_dim; d += kWidth) {
+      int d = 0;
+      if constexpr (std::is_same_v<T, BFloat16>) {
+        for (; d + 2 * kWidth <= head_dim; d += 2 * kWidth) {
+          ahead.fetch(2 * kBlockLines);
+          F32 block[kWidth];
+          for (int i = 0; i < kWidth; ++i) block[i] = load(reinterpret_cast<const float*>(rows[i] + d));
+          transpose(block);
+          for (int i = 0; i < kWidth; ++i) {
+            store(out + (d + 2 * i) * kTile + first, low_of_pairs(block[i]));
+            store(out + (d + 2 * i + 1) * kTile + first, high_of_pairs(block[i]));
+          }
+        }
+      }
+      for (; d < head_dim; d += kWidth) {
+        ahead.fetch(kBlockLines);
         F32 block[kWidth];
         for (int i = 0; i < kWidth; ++i) block[i] = load_some(rows[i] + d, head_dim - d);
         transpose(block);
@@ -161,10 +212,12 @@ struct FloatLayout {
     }
   }
 
-  // out [kTile][padded_dim]
-  static void values(const TileSource<T>& source, int head_dim, Step* out) {
+  // out [kTile][padded_dim]; rows past source.count are left alone
+  static void values(const TileSource<T>& source, int head_dim, Step* out, Ahead& ahead) {
     const int stride = padded_dim(head_dim);
-    for (int token = 0; token < kTile; ++token) {
+    const int row_lines = (head_dim * static_cast<int>(sizeof(T)) + 63) / 64;
+    for (int token = 0; token < source.count; ++token) {
+      ahead.fetch(row_lines);
       const T* row = token_row(source.values, source.value_stride, source.count, token);
       for (int d = 0; d < head_dim; d += kWidth) {
         store(out + token * stride + d, load_some(row + d, head_dim - d));
@@ -207,14 +260,15 @@ struct PairLayout {
     return _mm512_maskz_loadu_epi32((1u << (remaining / 2)) - 1, p);
   }
 
-  // out [head_dim / 2][kTile]
-  static void keys(const TileSource<BFloat16>& source, int head_dim, Step* out) {
-    for (int first = 0; first < kTile; first += 16) {
+  // out [head_dim / 2][kTile]; columns past source.count are left alone, and nobody reads them
+  static void keys(const TileSource<BFloat16>& source, int head_dim, Step* out, Ahead& ahead) {
+    for (int first = 0; first < source.count; first += 16) {
       const BFloat16* rows[16];
       for (int i = 0; i < 16; ++i) {
         rows[i] = token_row(source.keys, source.key_stride, source.count, first + i);
       }
       for (int d = 0; d < head_dim; d += 32) {
+        ahead.fetch(16);  // as many as are read here
         F32 block[16];
 #pragma GCC unroll 16
         for (int i = 0; i < 16; ++i) block[i].v = _mm512_castsi512_ps(load_row(rows[i] + d, head_dim - d));
@@ -225,10 +279,12 @@ struct PairLayout {
     }
   }
 
-  // out [kTile / 2][padded_dim]
-  static void values(const TileSource<BFloat16>& source, int head_dim, Step* out) {
+  // out [kTile / 2][padded_dim]; pairs past source.count are left alone
+  static void values(const TileSource<BFloat16>& source, int head_dim, Step* out, Ahead& ahead) {
     const int stride = padded_dim(head_dim);
-    for (int token = 0; token < kTile; token += 2, out += stride) {
+    const int row_lines = stride / 32;
+    for (int token = 0; token < source.count; token += 2, out += stride) {
+      ahead.fetch(2 * row_lines);
       const BFloat16* even = token_row(source.values, source.value_stride, source.count, token);
       const BFloat16* odd = token_row(source.values, source.value_stride, source.count, token + 1);
       for (int d = 0; d < head_dim; d += 32) {

@@ -247,29 +247,39 @@ OSTINATO_INLINE void transpose(F32* rows) {
 
 typedef float FloatLanes __attribute__((vector_size(16)));
 typedef int32_t IntLanes __attribute__((vector_size(16)));
+typedef uint32_t UintLanes __attribute__((vector_size(16)));
+typedef uint16_t HalfLanes __attribute__((vector_size(8)));
 
 struct F32 {
   static constexpr int width = 4;
   FloatLanes v;
 };
 OSTINATO_INLINE F32 broadcast(float x) { return {FloatLanes{x, x, x, x}}; }
-template <class T>
-OSTINATO_INLINE F32 load(const T* p) {
-  return {FloatLanes{to_float(p[0]), to_float(p[1]), to_float(p[2]), to_float(p[3])}};
-}
 OSTINATO_INLINE F32 load(const float* p) {
   F32 x;
   std::memcpy(&x.v, p, sizeof(x.v));
   return x;
 }
-OSTINATO_INLINE F32 load(const BFloat16* p) {
-  uint16_t bits[4];
-  std::memcpy(bits, p, sizeof(bits));
-  const IntLanes wide = {bits[0], bits[1], bits[2], bits[3]};
-  return {(FloatLanes)(wide << 16)};
+OSTINATO_INLINE UintLanes load_wide(const void* p) {
+  HalfLanes halves;
+  std::memcpy(&halves, p, sizeof(halves));
+  return __builtin_convertvector(halves, UintLanes);
 }
-template <class T>
-OSTINATO_INLINE void store(T* p, F32 x) {
+OSTINATO_INLINE F32 load(const BFloat16* p) { return {(FloatLanes)(load_wide(p) << 16)}; }
+OSTINATO_INLINE F32 load(const Float16* p) {  // as to_float(Float16)
+  const UintLanes bits = load_wide(p);
+  const FloatLanes magnitude = (FloatLanes)((bits & 0x7fff) << 13) * 0x1p112f;
+  const UintLanes infinite = (UintLanes)((bits & 0x7c00) == 0x7c00) & 0x7f800000u;
+  return {(FloatLanes)((UintLanes)magnitude | infinite | ((bits & 0x8000) << 16))};
+}
+OSTINATO_INLINE void store(BFloat16* p, F32 x) {  // as from_float(float, BFloat16*)
+  const UintLanes bits = (UintLanes)x.v;
+  const UintLanes nan = (UintLanes)(x.v != x.v);
+  const UintLanes rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  const HalfLanes halves = __builtin_convertvector((nan & 0x7fc0) | (~nan & rounded), HalfLanes);
+  std::memcpy(p, &halves, sizeof(halves));
+}
+OSTINATO_INLINE void store(Float16* p, F32 x) {
   for (int i = 0; i < 4; ++i) from_float(x.v[i], p + i);
 }
 OSTINATO_INLINE void store(float* p, F32 x) { std::memcpy(p, &x.v, sizeof(x.v)); }
@@ -312,6 +322,28 @@ OSTINATO_INLINE void transpose(F32* rows) {
 }
 
 #endif
+
+// Lanes that hold two bfloat16 each: the earlier (low) and the later (high) one as floats.
+OSTINATO_INLINE F32 low_of_pairs(F32 pairs) {
+#if OSTINATO_ISA >= 2
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(pairs.v), 16))};
+#elif OSTINATO_ISA == 1
+  return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(pairs.v), 16))};
+#else
+  return {(FloatLanes)((UintLanes)pairs.v << 16)};
+#endif
+}
+OSTINATO_INLINE F32 high_of_pairs(F32 pairs) {
+#if OSTINATO_ISA >= 2
+  return {_mm512_castsi512_ps(
+      _mm512_and_si512(_mm512_castps_si512(pairs.v), _mm512_set1_epi32(static_cast<int>(0xffff0000u))))};
+#elif OSTINATO_ISA == 1
+  return {_mm256_castsi256_ps(
+      _mm256_and_si256(_mm256_castps_si256(pairs.v), _mm256_set1_epi32(static_cast<int>(0xffff0000u))))};
+#else
+  return {(FloatLanes)((UintLanes)pairs.v & 0xffff0000u)};
+#endif
+}
 
 #if OSTINATO_ISA < 2
 template <class T>
