@@ -75,6 +75,7 @@ class StaticBuffers:
             host.append(self._host_memory[offset : offset + used].view(dtype).view(shape).numpy())
             on_device.append(self._device_memory[offset : offset + used].view(dtype).view(shape))
             offset += size
+        self._block_tables_begin = offset - sizes[-1]
         self.host = HostBuffers(*host)
         (
             self._token_ids,
@@ -108,10 +109,15 @@ class StaticBuffers:
         if self._copied is not None:
             self._copied.synchronize()
 
-    def upload(self) -> None:
-        """Start the one copy of a step, host to device."""
+    def upload(self, num_seqs: int) -> None:
+        """Start the one copy of a step, host to device.
+
+        The block tables lie last and, for long contexts, outweigh everything else: only those of
+        the first `num_seqs` sequences are copied.
+        """
         if self._copied is not None:
-            self._device_memory.copy_(self._host_memory, non_blocking=True)
+            end = self._block_tables_begin + self.host.block_table[:num_seqs].nbytes
+            self._device_memory[:end].copy_(self._host_memory[:end], non_blocking=True)
             self._copied.record()
 
     def batch(self, num_tokens: int, num_seqs: int, num_logits: int) -> StepBatch:

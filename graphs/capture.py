@@ -51,30 +51,40 @@ class BoundRecorder:
 
 class CudaRecorder:
     """CUDA graphs in one memory pool; capture the largest bucket first so that the others fit in
-    it.
+    it. All graphs put their result into the same tensor: each would keep one of its own otherwise,
+    and logits of large vocabularies add up to gigabytes.
     """
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream()
+        self._output: Tensor | None = None
 
     def capture(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
         # Two runs on the side stream: kernels load lazily, and loading is not allowed while
         # capturing.
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            for _ in range(2):
-                run()
+            run()
+            example = run()
         torch.cuda.current_stream().wait_stream(self._stream)
+        output = self._output_like(example)
+        del example
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
-            output = run()
+            output.copy_(run())
 
         def replay() -> Tensor:
             graph.replay()
             return output
 
         return replay
+
+    def _output_like(self, example: Tensor) -> Tensor:
+        """The first rows of the tensor that graphs write to; a larger one when they are too few."""
+        if self._output is None or len(self._output) < len(example):
+            self._output = torch.empty_like(example)
+        return self._output[: len(example)]
 
 
 class GraphRunner:
@@ -162,11 +172,11 @@ class GraphRunner:
         if key is not None and replay is not None:
             self._buffers.pad(num_tokens, num_seqs, key)
             self._buffers.host.logits_indices[num_logits : key.num_seqs] = 0
-            self._buffers.upload()
+            self._buffers.upload(key.num_seqs)
             self._plan(key)
             self.steps_by_kind[StepKind.captured] += 1
             return replay()[:num_logits]
-        self._buffers.upload()
+        self._buffers.upload(num_seqs)
         self._plan(GraphKey(num_tokens, num_seqs, uniform_decode))
         kind = StepKind.eager if self._program is None else StepKind.compiled
         self.steps_by_kind[kind] += 1
@@ -191,4 +201,4 @@ class GraphRunner:
     def _fill_with_padding(self, key: GraphKey) -> None:
         self._buffers.host.query_start_loc[0] = 0
         self._buffers.pad(0, 0, key)
-        self._buffers.upload()
+        self._buffers.upload(key.num_seqs)

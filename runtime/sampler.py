@@ -63,11 +63,11 @@ class _Row:
         self.counts: Tensor | None = None
         self.in_prompt: Tensor | None = None
         if _has_penalties(params):
-            self.counts = torch.zeros(vocab_size, dtype=torch.int32, device=device)
+            self.counts = torch.bincount(
+                torch.tensor(output_token_ids, dtype=torch.int64), minlength=vocab_size
+            ).to(device, torch.int32)
             self.in_prompt = torch.zeros(vocab_size, dtype=torch.bool, device=device)
             self.in_prompt[torch.tensor(request.prompt_token_ids, device=device)] = True
-            for token_id in output_token_ids:
-                self.counts[token_id] += 1
         self.edits = bool(params.logit_bias) or params.min_tokens > 0 or self.counts is not None
         self.is_plain = params.temperature == 0.0 and not self.edits and params.logprobs is None
 
@@ -109,9 +109,10 @@ class Sampler:
                 self._edit(logits[index], state, positions[index])
         token_ids = logits.argmax(-1)
         self._draw(logits, token_ids, states, positions)
-        for state, token_id in zip(states, token_ids, strict=True):
+        for index, state in enumerate(states):
             if state.counts is not None:
-                state.counts[token_id] += 1
+                # A slice, because indexing by one element would wait for the device.
+                state.counts[token_ids[index : index + 1]] += 1
         logprobs = self._logprobs(raw, token_ids, states)
         return StepResult(token_ids.tolist(), logprobs)  # waits for the device
 
