@@ -30,6 +30,7 @@ __all__ = ("BACKEND", "TritonBackend", "why_shape_unsupported", "write_kv")
 
 # Few enough that all programs of a decode launch are resident at once, enough to hide latency.
 _PROGRAMS_PER_PROCESSOR = 2
+_COMBINING_PROGRAMS_PER_PROCESSOR = 4
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -216,7 +217,7 @@ class _Launch:
             (*partial_shape, shape.head_dim), dtype=torch.float32, device=self.q.device
         )
         items = min(num_tokens, self.num_seqs) * shape.num_kv_heads * parts
-        programs = min(items, self._resident_programs())
+        programs = min(items, self._processors() * _PROGRAMS_PER_PROCESSOR)
         self._attend(programs, partial_out, partial_lse, is_long=False)
         if parts > 1:
             self._combine(rows, partial_out, partial_lse)
@@ -229,11 +230,10 @@ class _Launch:
         programs = (num_tokens // block_q + most_seqs) * shape.num_kv_heads
         self._attend(programs, self.out, self.out, is_long=True)
 
-    def _resident_programs(self) -> int:
+    def _processors(self) -> int:
         if self.q.device.type != "cuda":
-            return 3  # the interpreter: enough that programs share a list of items
-        device = torch.cuda.get_device_properties(self.q.device)
-        return device.multi_processor_count * _PROGRAMS_PER_PROCESSOR
+            return 2  # the interpreter: few, so that programs share a list of items
+        return torch.cuda.get_device_properties(self.q.device).multi_processor_count
 
     def _attend(
         self, programs: int, partial_out: Tensor, partial_lse: Tensor, *, is_long: bool
@@ -259,7 +259,8 @@ class _Launch:
     def _combine(self, rows: int, partial_out: Tensor, partial_lse: Tensor) -> None:
         constants = combine_constants(self.shape, self.sliding_window)
         items = rows * ceil_div(self.shape.num_heads, constants["BLOCK_H"])
-        combine_kernel[(min(items, self._resident_programs()),)](
+        programs = min(items, self._processors() * _COMBINING_PROGRAMS_PER_PROCESSOR)
+        combine_kernel[(programs,)](
             self.out,
             partial_out,
             partial_lse,

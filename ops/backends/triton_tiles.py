@@ -81,17 +81,16 @@ class KernelShape:
         """The tile for sequences whose rows all fit into it: the least that tensor cores take."""
         block_m = max(16, _power_of_two(self.group))
         num_warps = 4 if block_m <= 64 else 8
-        block_n = 32 if self.itemsize == 4 or self.block_d == 256 else 64
-        if self.block_d <= 64 and self.itemsize < 4:
-            block_n = 128
+        block_n = 16 if self.itemsize == 4 else {128: 64, 256: 32}.get(self.block_d, 128)
         return self._deepest(TileShape(block_m, block_n, num_warps, stages) for stages in (3, 2))
 
     @property
     def long(self) -> TileShape:
         """The tile for longer query ranges."""
-        if self.itemsize == 4:
-            block_m = max(32, _power_of_two(self.group))
-            return self._deepest(TileShape(block_m, 32, 4, stages) for stages in (2, 1))
+        if self.itemsize == 4:  # multiplied without tensor cores, in registers
+            rows = 16 if self.block_d == 256 else 32
+            block_m = max(rows, _power_of_two(self.group))
+            return self._deepest(TileShape(block_m, rows, 4, stages) for stages in (2, 1))
         block_n = 32 if self.block_d == 256 else 64
         rows = [(128, 8)] if self.group > 64 else [(128, 8), (64, 4)]
         return self._deepest(
@@ -156,6 +155,7 @@ def attention_constants(
         "MIN_PART_TILES": _MIN_PARTITION // tile.block_n,
         "num_warps": tile.num_warps,
         "num_stages": tile.num_stages,
+        "enable_fp_fusion": True,
     }
 
 
@@ -175,7 +175,8 @@ def combine_constants(shape: KernelShape, sliding_window: int) -> dict[str, int]
         "BLOCK_D": shape.block_d,
         "MAX_PARTS": shape.max_partitions,
         "MIN_PART_TILES": _MIN_PARTITION // shape.short.block_n,
-        "num_warps": 4,
+        "num_warps": 8,
+        "enable_fp_fusion": True,
     }
 
 
@@ -193,4 +194,5 @@ def write_constants(
         "BLOCK_H": min(_power_of_two(num_kv_heads), block_h),
         "BLOCK_D": block_d,
         "num_warps": 4,
+        "enable_fp_fusion": True,
     }

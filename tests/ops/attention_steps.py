@@ -1,0 +1,147 @@
+"""Random attention steps for comparing backends: (query rows, context) per sequence, made hostile.
+
+Whatever a backend must not read is poisoned: the null block, blocks of nobody and the unused ends of
+blocks hold NaN; block-table entries past a context are far out of range.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ostinato.ops.attention import AttentionBackend, AttentionMetadata
+from ostinato.ops.backends.reference import BACKEND as REFERENCE
+
+STALE_BLOCK = 1 << 24
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """What a step's tensors look like besides its lengths."""
+
+    num_heads: int = 8
+    num_kv_heads: int = 2
+    head_dim: int = 32
+    block_size: int = 16
+    dtype: torch.dtype = torch.float32
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    sliding_window: int = 0
+    soft_cap: float = 0.0
+    max_blocks: int = 0  # B; 0 = as few as the longest context needs
+    num_rows: int = 0  # S; 0 = as many as there are sequences
+    num_padding: int = 0  # tokens past the last sequence's
+
+
+class Step(NamedTuple):
+    """One call's tensors."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    metadata: AttentionMetadata
+    num_tokens: int  # padding excluded
+
+
+def blocks_for(length: int, block_size: int) -> int:
+    return -(-length // block_size)
+
+
+def make_step(lengths: list[tuple[int, int]], shape: Shape, seed: int = 0) -> Step:
+    """A step of sequences with (query rows, tokens in context, the query rows included).
+
+    (0, 0) is a row whose sequence is absent.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    size = shape.block_size
+    counts = [blocks_for(context, size) for _, context in lengths]
+    num_blocks = sum(counts) + 3
+    free = (torch.randperm(num_blocks - 1, generator=generator) + 1).tolist()
+    num_rows = shape.num_rows or len(lengths)
+    block_table = torch.full((num_rows, shape.max_blocks or max(counts)), STALE_BLOCK)
+    k_cache, v_cache = (
+        torch.randn(num_blocks, shape.num_kv_heads, size, shape.head_dim, generator=generator)
+        for _ in range(2)
+    )
+    starts, slots = [0], []
+    for row, (query_len, context) in enumerate(lengths):
+        blocks = [free.pop() for _ in range(counts[row])]
+        block_table[row, : len(blocks)] = torch.tensor(blocks)
+        slots += [blocks[p // size] * size + p % size for p in range(context - query_len, context)]
+        starts.append(starts[-1] + query_len)
+        for cache in (k_cache, v_cache):
+            cache[blocks[-1:], :, (context - 1) % size + 1 :] = float("nan")
+    for cache in (k_cache, v_cache):
+        cache[[0, *free]] = float("nan")
+    num_tokens = starts[-1]
+    starts += [num_tokens] * (num_rows - len(lengths))
+    slots += [0] * shape.num_padding
+    seq_lens = [context for _, context in lengths] + [0] * (num_rows - len(lengths))
+    rows = num_tokens + shape.num_padding
+    q, k, v = (
+        torch.randn(rows, heads, shape.head_dim, generator=generator)
+        for heads in (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
+    )
+    floats = [tensor.to(shape.device, shape.dtype) for tensor in (q, k, v, k_cache, v_cache)]
+    metadata = AttentionMetadata(
+        torch.tensor(starts, dtype=torch.int32, device=shape.device),
+        torch.tensor(seq_lens, dtype=torch.int32, device=shape.device),
+        block_table.to(shape.device, torch.int32),
+        torch.tensor(slots, dtype=torch.int64, device=shape.device),
+        torch.zeros(1, dtype=torch.int64),
+    )
+    return Step(*floats, metadata, num_tokens)
+
+
+def run(backend: AttentionBackend, step: Step, shape: Shape) -> tuple[Tensor, Tensor, Tensor]:
+    """(output, k_cache, v_cache) after the call; `step` is left as it was."""
+    k_cache, v_cache = step.k_cache.clone(), step.v_cache.clone()
+    out = backend.run(
+        step.q,
+        step.k,
+        step.v,
+        k_cache,
+        v_cache,
+        step.metadata,
+        shape.head_dim**-0.5,
+        shape.sliding_window,
+        shape.soft_cap,
+    )
+    return out, k_cache, v_cache
+
+
+TOLERANCE = {
+    # Sums in another order, in float32.
+    torch.float32: 5e-6,
+    # Half a unit in the last place of values up to 4, after weights were rounded to the type too.
+    torch.float16: 4e-3,
+    torch.bfloat16: 3e-2,
+}
+
+
+def check(backend: AttentionBackend, lengths: list[tuple[int, int]], shape: Shape) -> Tensor:
+    """Compare `backend` with the reference on a step; returns the backend's output."""
+    step = make_step(lengths, shape)
+    out, k_cache, v_cache = run(backend, step, shape)
+    # The reference sees the same numbers in float32: the only roundings are the backend's own.
+    wide = replace(shape, dtype=torch.float32, device=torch.device("cpu"))
+    floats = [tensor.float().cpu() for tensor in step[:5]]
+    metadata = AttentionMetadata(*(tensor.cpu() for tensor in step.metadata))
+    expected, _, _ = run(REFERENCE, Step(*floats, metadata, step.num_tokens), wide)
+    _, k_expected, v_expected = run(REFERENCE, step, shape)
+    real = slice(0, step.num_tokens)
+    assert out.shape == step.q.shape
+    assert out.dtype == shape.dtype
+    assert out.is_contiguous()
+    tolerance = TOLERANCE[shape.dtype]
+    torch.testing.assert_close(
+        out[real].float().cpu(), expected[real], atol=tolerance, rtol=tolerance
+    )
+    # Block 0 takes what padding tokens write: nobody reads it.
+    for cache, cache_expected in ((k_cache, k_expected), (v_cache, v_expected)):
+        assert torch.equal(cache[1:].nan_to_num(7.0), cache_expected[1:].nan_to_num(7.0))
+    return out

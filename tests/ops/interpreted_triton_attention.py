@@ -1,0 +1,236 @@
+"""The triton backend against the reference, under Triton's interpreter.
+
+Not collected by its name: the interpreter must be chosen before a kernel is decorated, so
+test_triton_attention.py runs this module in a process of its own with TRITON_INTERPRET=1.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import triton.language as tl
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from triton.runtime import interpreter
+
+from ostinato.ops.attention import AttentionMetadata
+from ostinato.ops.backends.reference import BACKEND as REFERENCE
+from ostinato.ops.backends.triton import BACKEND, write_kv
+from tests.ops.attention_steps import Shape, Step, check, make_step, run
+
+FLOAT32, FLOAT16 = torch.float32, torch.float16
+
+# Decode, chunked prefill, whole prefill, the shortest sequence, absent rows: all in one step.
+MIXED = [(1, 700), (37, 37), (4, 300), (20, 90), (1, 1), (5, 5)]
+SHORT = [(1, 100), (13, 40), (2, 2), (9, 64)]  # at most 256 tokens: one partition
+
+
+def shape(
+    heads: int, kv_heads: int, dim: int, size: int, dtype: torch.dtype, **more: float
+) -> Shape:
+    return Shape(
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=dim,
+        block_size=size,
+        dtype=dtype,
+        sliding_window=int(more.get("window", 0)),
+        soft_cap=more.get("cap", 0.0),
+        num_rows=9,
+        num_padding=3,
+    )
+
+
+# Every value of every axis, and the pairs that share code: head layout x type, block x tile width,
+# window x partitions, cap x window.
+GRID = [
+    (MIXED, shape(8, 2, 64, 16, FLOAT32)),
+    (MIXED, shape(8, 2, 64, 16, FLOAT16)),
+    (MIXED, shape(8, 2, 64, 16, FLOAT32, window=100)),
+    (MIXED, shape(8, 2, 64, 16, FLOAT16, window=300, cap=5.0)),
+    (MIXED, shape(4, 4, 32, 8, FLOAT32)),
+    (MIXED, shape(4, 4, 32, 128, FLOAT16, window=17)),
+    (MIXED, shape(6, 2, 80, 64, FLOAT32, cap=30.0)),
+    (MIXED, shape(7, 1, 96, 32, FLOAT16)),
+    (MIXED, shape(5, 1, 16, 128, FLOAT32, window=1)),
+    (SHORT, shape(4, 2, 128, 64, FLOAT16)),
+    (SHORT, shape(4, 1, 128, 8, FLOAT32, window=33)),
+    (SHORT, shape(2, 2, 256, 16, FLOAT32, cap=2.0)),
+    (SHORT, shape(2, 1, 256, 32, FLOAT16)),
+    (SHORT, shape(24, 1, 32, 16, FLOAT16)),
+    (SHORT, shape(16, 1, 32, 16, FLOAT32)),
+]
+
+
+def label(value: object) -> str | None:
+    if isinstance(value, Shape):
+        return (
+            f"{str(value.dtype)[6:]}-{value.num_heads}x{value.num_kv_heads}-d{value.head_dim}"
+            f"-b{value.block_size}-w{value.sliding_window}-c{value.soft_cap}"
+        )
+    return "split" if value is MIXED else "whole"
+
+
+@pytest.mark.parametrize(("lengths", "shape"), GRID, ids=label)
+def test_matches_reference(lengths: list[tuple[int, int]], shape: Shape) -> None:
+    out = check(BACKEND, lengths, shape)
+    assert (out[-3:] == 0).all(), "padding rows are zeros"
+
+
+def test_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter holds bfloat16 as raw 16-bit integers and multiplies those: widen them."""
+    builder = type(interpreter.interpreter_builder)
+    create_dot = builder.create_dot
+
+    def widen(handle: interpreter.TensorHandle) -> interpreter.TensorHandle:
+        if handle.dtype.scalar != tl.bfloat16:
+            return handle
+        bits = handle.data.astype(np.uint32) << 16
+        return interpreter.TensorHandle(bits.view(np.float32), tl.float32)
+
+    monkeypatch.setattr(
+        builder, "create_dot", lambda self, a, b, *rest: create_dot(self, widen(a), widen(b), *rest)
+    )
+    check(BACKEND, MIXED, shape(8, 2, 64, 16, torch.bfloat16))
+
+
+@settings(
+    max_examples=8,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+@given(
+    lengths=st.lists(
+        st.tuples(st.integers(1, 24), st.integers(0, 320)).map(lambda pair: (pair[0], sum(pair))),
+        min_size=1,
+        max_size=5,
+    ),
+    group=st.integers(1, 5),
+    size=st.sampled_from([8, 16, 64]),
+    window=st.sampled_from([0, 0, 5, 200]),
+)
+def test_any_mix_of_lengths(
+    lengths: list[tuple[int, int]], group: int, size: int, window: int
+) -> None:
+    check(BACKEND, lengths, shape(group, 1, 16, size, FLOAT32, window=window))
+
+
+def test_more_rows_than_one_chunk_of_the_work_list() -> None:
+    """Rows are looked at 256 at a time; absent ones may lie anywhere."""
+    absent = (0, 0)
+    lengths = [
+        (1, 3),
+        absent,
+        (2, 300),
+        *[absent] * 250,
+        (19, 30),
+        (1, 2),
+        (1, 9),
+        (1, 600),
+        absent,
+    ]
+    lengths += [(2, 290), (30, 50)]
+    assert len(lengths) == 260
+    check(BACKEND, lengths, Shape(num_heads=2, num_kv_heads=1, head_dim=16))
+
+
+def alone(step: Step, row: int) -> Step:
+    """The same sequence in a step of its own, over the same cache."""
+    begin, end = step.metadata.query_start_loc[row : row + 2].tolist()
+    return Step(
+        step.q[begin:end],
+        step.k[begin:end],
+        step.v[begin:end],
+        step.k_cache,
+        step.v_cache,
+        AttentionMetadata(
+            torch.tensor([0, end - begin], dtype=torch.int32),
+            step.metadata.seq_lens[row : row + 1],
+            step.metadata.block_table[row : row + 1],
+            step.metadata.slot_mapping[begin:end],
+            step.metadata.plan,
+        ),
+        end - begin,
+    )
+
+
+def test_a_sequence_gets_the_same_bits_alone_and_in_a_batch() -> None:
+    case = shape(8, 2, 32, 16, FLOAT16)
+    step = make_step(MIXED, case)
+    together, _, _ = run(BACKEND, step, case)
+    starts = step.metadata.query_start_loc.tolist()
+    for row in range(len(MIXED)):
+        by_itself, _, _ = run(BACKEND, alone(step, row), case)
+        assert torch.equal(by_itself, together[starts[row] : starts[row + 1]]), MIXED[row]
+
+
+def test_partitions_change_only_the_order_of_sums() -> None:
+    lengths = [(1, 250), (3, 199)]
+    case = Shape(num_heads=8, num_kv_heads=2, head_dim=32)
+    whole, _, _ = run(BACKEND, make_step(lengths, case), case)  # B = 16: one partition at most
+    wide = make_step(lengths, Shape(num_heads=8, num_kv_heads=2, head_dim=32, max_blocks=64))
+    allowed, _, _ = run(BACKEND, wide, case)  # several allowed, none needed below 256 tokens
+    torch.testing.assert_close(whole, allowed, atol=1e-6, rtol=1e-6)
+
+
+def test_the_uniform_decode_hint_saves_a_launch_and_changes_nothing() -> None:
+    lengths = [(1, 300), (1, 40), (1, 17), (1, 1), (1, 90), (1, 64)]
+    case = shape(2, 1, 16, 16, FLOAT32)
+    step = make_step(lengths, case)
+    without, _, _ = run(BACKEND, step, case)
+    step.metadata.plan[0] = 1
+    hinted, _, _ = run(BACKEND, step, case)
+    assert torch.equal(without, hinted)
+
+
+def test_views_of_a_fused_projection() -> None:
+    case = shape(8, 2, 32, 16, FLOAT32)
+    step = make_step(MIXED, case)
+    fused = torch.cat([tensor.flatten(1) for tensor in step[:3]], 1)
+    q, k, v = (part.unflatten(1, (-1, 32)) for part in fused.split([256, 64, 64], 1))
+    assert not q.is_contiguous()
+    expected = run(BACKEND, step, case)
+    actual = run(BACKEND, step._replace(q=q, k=k, v=v), case)
+    for one, other in zip(expected, actual, strict=True):
+        assert torch.equal(one.nan_to_num(7.0), other.nan_to_num(7.0))
+
+
+def test_blocks_shared_within_a_step() -> None:
+    """A sequence reads a block that another sequence of the same step fills."""
+    case = Shape(num_heads=2, num_kv_heads=1, head_dim=16)
+    step = make_step([(20, 20), (4, 24)], case)
+    step.metadata.block_table[1, 0] = step.metadata.block_table[0, 0]
+    expected, _, _ = run(REFERENCE, step, case)
+    out, _, _ = run(BACKEND, step, case)
+    torch.testing.assert_close(out, expected, atol=5e-6, rtol=5e-6)
+
+
+def test_write_keeps_every_bit_of_bfloat16() -> None:
+    case = shape(4, 2, 80, 8, torch.bfloat16)
+    step = make_step(SHORT, case)
+    out = torch.full(step.q.shape, float("nan"), dtype=torch.bfloat16)
+    write_kv(out, step.k, step.v, step.k_cache, step.v_cache, step.metadata)
+    slots = step.metadata.slot_mapping[: step.num_tokens]
+    for cache, tensor in ((step.k_cache, step.k), (step.v_cache, step.v)):
+        stored = cache.transpose(1, 2).flatten(0, 1)[slots]
+        assert torch.equal(stored, tensor[: step.num_tokens])
+    assert out[: step.num_tokens].isnan().all(), "rows of sequences are the attention's to write"
+    assert (out[step.num_tokens :] == 0).all()
+
+
+def test_an_empty_step() -> None:
+    case = Shape()
+    step = make_step([(1, 1)], case)
+    empty = Step(*(tensor[:0] for tensor in step[:3]), *step[3:])
+    out, _, _ = run(BACKEND, empty, case)
+    assert out.shape == (0, 8, 32)
+
+
+def test_a_cache_that_is_a_view_is_refused() -> None:
+    case = Shape()
+    step = make_step([(1, 1)], case)
+    view = step.k_cache.transpose(1, 2).contiguous().transpose(1, 2)
+    with pytest.raises(ValueError, match=r"k_cache .* must be contiguous; allocate it as its own"):
+        BACKEND.run(step.q, step.k, step.v, view, step.v_cache, step.metadata, 1.0, 0, 0.0)

@@ -1,0 +1,29 @@
+"""The triton kernels compiled for compute capability 9.0: what a GPU would run, without one."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("triton", reason="triton has wheels for Linux x86-64 only")
+
+from ostinato.benchmarks.kernel_table import Variant, compile_variant, render, variants
+
+VARIANTS = list(variants())
+
+
+@pytest.mark.parametrize(
+    "variant", VARIANTS, ids=lambda variant: f"{variant.model}-{variant.role}-{variant.dtype}"
+)
+def test_compiles_without_spills_within_shared_memory(variant: Variant) -> None:
+    used = compile_variant(variant)
+    print(render([(variant, used)]))  # noqa: T201 - the report, seen with pytest -s
+    assert used.spill_bytes == 0
+    assert used.shared_bytes <= 227 * 1024
+    if variant.uses_tensor_cores:
+        assert used.num_wgmma + used.num_mma > 0
+        # The keys and values of the tiles ahead are under way while one is computed.
+        assert used.num_copies > 0
+    if variant.role == "long" and variant.uses_tensor_cores:
+        assert used.num_wgmma > 0, "tiles of 128 rows are for the wide matrix instructions"
+    if variant.role == "short" and variant.constants["BLOCK_M"] == 16:
+        assert used.programs_per_processor >= 2, "the launch counts on two programs a processor"

@@ -1,0 +1,142 @@
+"""The triton backend on a machine without a GPU: its interpreted tests, and what needs no kernel."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from ostinato.graphs.buckets import GraphKey
+from ostinato.ops.attention import AttentionSpec, load_backend
+from ostinato.ops.backends.triton_tiles import KernelShape, TileShape
+
+pytest.importorskip("triton", reason="triton has wheels for Linux x86-64 only")
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.timeout(1200)  # 45 seconds of one core; a busy machine may give less than one
+def test_under_the_interpreter() -> None:
+    """All of interpreted_triton_attention.py, in a process where no kernel is decorated yet."""
+    environment = os.environ | {
+        "TRITON_INTERPRET": "1",
+        # NumPy multiplies small tiles: more threads only get in each other's way.
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+    }
+    options = ["-x", "-q", "-p", "no:cacheprovider"]
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", *options, "tests/ops/interpreted_triton_attention.py"],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert " passed" in run.stdout
+    assert "skipped" not in run.stdout
+
+
+def spec(**more: object) -> AttentionSpec:
+    values = {
+        "num_heads": 32,
+        "num_kv_heads": 8,
+        "head_dim": 128,
+        "block_size": 16,
+        "dtype": torch.bfloat16,
+        "device": torch.device("cuda"),
+    }
+    return AttentionSpec(**(values | more))  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        ({"device": torch.device("cpu")}, "needs a CUDA device, the model is on cpu"),
+        pytest.param(
+            {},
+            "needs a CUDA device, none is visible",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device"),
+        ),
+    ],
+)
+def test_why_unsupported_names_the_device(more: dict[str, object], reason: str) -> None:
+    assert load_backend("triton").why_unsupported(spec(**more)) == reason
+
+
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        ({}, None),
+        ({"head_dim": 80}, None),
+        ({"dtype": torch.float32}, None),
+        (
+            {"dtype": torch.float64},
+            "needs float16, bfloat16 or float32, the model has torch.float64",
+        ),
+        (
+            {"head_dim": 8},
+            "needs a head size in [16, 256] that is a multiple of 8, the model has 8",
+        ),
+        (
+            {"num_heads": 256, "num_kv_heads": 1},
+            "needs at most 128 query heads per KV head, the model has 256",
+        ),
+        (
+            {"block_size": 24},
+            "needs a block size that is a power of two, cache.block_size is 24",
+        ),
+    ],
+)
+def test_why_a_shape_is_unsupported(more: dict[str, object], reason: str | None) -> None:
+    from ostinato.ops.backends.triton import why_shape_unsupported
+
+    assert why_shape_unsupported(spec(**more)) == reason
+
+
+def test_the_planner_tells_decode_from_the_rest() -> None:
+    from ostinato.ops.backends.triton import BACKEND
+
+    planner = BACKEND.make_planner(spec(), [], max_blocks_per_seq=8)
+    handle = torch.zeros(1, dtype=torch.int64)
+    host = None  # nothing of the step is looked at
+    planner.plan(GraphKey(4, 4, True), host, handle)  # pyright: ignore[reportArgumentType]
+    assert handle.tolist() == [1]
+    planner.plan(GraphKey(64, 4, False), host, handle)  # pyright: ignore[reportArgumentType]
+    assert handle.tolist() == [0]
+
+
+def kernel_shape(heads: int, kv_heads: int, dim: int, **more: int) -> KernelShape:
+    values = {"block_size": 16, "itemsize": 2, "max_context": 1 << 17} | more
+    return KernelShape(num_heads=heads, num_kv_heads=kv_heads, head_dim=dim, **values)
+
+
+def test_tiles_of_the_usual_models() -> None:
+    llama = kernel_shape(32, 8, 128)
+    assert llama.short == TileShape(block_m=16, block_n=64, num_warps=4, num_stages=3)
+    assert llama.long == TileShape(block_m=128, block_n=64, num_warps=8, num_stages=3)
+    assert (llama.max_short_query, llama.max_partitions) == (4, 16)
+    gpt2 = kernel_shape(12, 12, 64)
+    assert (gpt2.max_short_query, gpt2.max_partitions) == (16, 16)
+    falcon = kernel_shape(71, 1, 64)
+    assert falcon.short.block_m == 128
+    assert (falcon.max_short_query, falcon.max_partitions) == (1, 64)
+
+
+def test_tiles_shrink_with_shared_memory() -> None:
+    assert kernel_shape(32, 8, 128, shared_memory=99 * 1024).long.num_stages == 2
+    assert kernel_shape(32, 8, 256, shared_memory=99 * 1024).long.block_m == 64
+
+
+def test_workspace_is_what_a_step_needs_at_most() -> None:
+    llama = kernel_shape(32, 8, 128)
+    # One row per token of a decode step: 64 rows, 32 heads, 16 partitions, 128 values and 1 sum.
+    assert llama.workspace_bytes(64, 64) == 64 * 32 * 16 * 129 * 4
+    # Of a mixed step, the sequences with at most 4 rows.
+    assert llama.workspace_bytes(2048, 64) == 4 * 64 * 32 * 16 * 129 * 4
+    # A context that fits one partition needs none.
+    assert kernel_shape(32, 8, 128, max_context=256).workspace_bytes(64, 64) == 0
