@@ -20,10 +20,13 @@ from ostinato.conf.schema import GraphForm
 from ostinato.models.base import CausalLM, DecoderLayer, ForwardBatch, KVCache, StepInputs
 from ostinato.ops.attention import AttentionMetadata
 
-__all__ = ("Program", "compile_model")
+__all__ = ("Binder", "Program", "compile_model")
 
 Program = Callable[[ForwardBatch, KVCache], Tensor]
 """(batch, kv_cache) -> hidden [T, D], writing K and V into the cache."""
+
+Binder = Callable[[CausalLM], Program]
+"""Gives a compiled program the weights of a model with the traced one's structure."""
 
 # Size asserts would check, on every call of every layer, what the static buffers guarantee.
 _INDUCTOR_OPTIONS = {"size_asserts": False}
@@ -33,11 +36,12 @@ Parameters = list[Tensor]
 
 def compile_model(
     model: CausalLM, form: GraphForm, example: ForwardBatch, kv_cache: KVCache
-) -> Program:
+) -> Binder:
     """Compile `model` for any number of tokens and sequences.
 
     Args:
-        model: weights in their final form and place; they are read at every call, never copied.
+        model: its code and its weights' shapes and layouts are traced. What the weights hold does
+            not matter, so that tracing need not wait for loading.
         form: whole model or layer by layer.
         example: a batch of at least 2 tokens and 2 sequences (0 and 1 would be taken for
             constants). It is traced, not run.
@@ -45,7 +49,9 @@ def compile_model(
             symbolic, and a mutated view with symbolic sizes is miscompiled (docs/design.md).
 
     Returns:
-        A program with the same results as `model.forward`.
+        A function from a loaded model to a program with the results of that model's `forward`. The
+        program reads the weights at every call and never copies them; they must be in their final
+        place when it is bound.
     """
     if form is GraphForm.model:
         return _compile_whole(model, example, kv_cache)
@@ -103,10 +109,10 @@ def _mark_batch(attention: AttentionMetadata, tokens: Sequence[Tensor]) -> None:
     )
 
 
-def _compile_whole(model: CausalLM, example: ForwardBatch, kv_cache: KVCache) -> Program:
+def _compile_whole(model: CausalLM, example: ForwardBatch, kv_cache: KVCache) -> Binder:
     skeleton = _skeleton(model)
     tensors = _tensors(model)
-    names, values = list(tensors), list(tensors.values())
+    names = list(tensors)
 
     def forward(parameters: Parameters, batch: ForwardBatch, cache: KVCache) -> Tensor:
         return torch.func.functional_call(
@@ -115,17 +121,17 @@ def _compile_whole(model: CausalLM, example: ForwardBatch, kv_cache: KVCache) ->
 
     batch = _fresh(example)
     _mark_batch(batch.attention, (batch.token_ids, batch.positions))
-    compiled = _compile(forward, (values, batch, kv_cache))
+    compiled = _compile(forward, (list(tensors.values()), batch, kv_cache))
 
-    def program(batch: ForwardBatch, kv_cache: KVCache) -> Tensor:
-        hidden: Tensor = compiled(values, batch, kv_cache)
-        return hidden
+    def bind(model: CausalLM) -> Program:
+        values = list(_tensors(model).values())
+        return lambda batch, kv_cache: compiled(values, batch, kv_cache)
 
-    return program
+    return bind
 
 
 def _compile_layer(
-    layer: DecoderLayer, hidden: Tensor, step: StepInputs, k_cache: Tensor, v_cache: Tensor
+    layer: torch.nn.Module, hidden: Tensor, step: StepInputs, k_cache: Tensor, v_cache: Tensor
 ) -> Callable[..., Tensor]:
     skeleton = _skeleton(layer)
     names = list(_tensors(layer))
@@ -141,14 +147,12 @@ def _compile_layer(
     return _compile(forward, (list(_tensors(layer).values()), hidden, step, k_cache, v_cache))
 
 
-def _compile_layers(model: CausalLM, example: ForwardBatch, kv_cache: KVCache) -> Program:
+def _compile_layers(model: CausalLM, example: ForwardBatch, kv_cache: KVCache) -> Binder:
     """One compiled function per distinct kind of layer (nearly always one)."""
     hidden, step = model.begin(example)
-    compiled: dict[tuple[Any, ...], Callable[..., Tensor]] = {}
-    calls: list[tuple[Callable[..., Tensor], Parameters]] = []
+    compiled: dict[tuple[object, ...], Callable[..., Tensor]] = {}
     for layer, (k_cache, v_cache) in zip(model.layers, kv_cache, strict=True):
-        assert isinstance(layer, DecoderLayer), f"{type(layer).__name__} is not a DecoderLayer"
-        key = layer.static_key()
+        key = _kind(layer)
         if key not in compiled:
             fresh = StepInputs(
                 step.cos.clone(),
@@ -156,12 +160,21 @@ def _compile_layers(model: CausalLM, example: ForwardBatch, kv_cache: KVCache) -
                 AttentionMetadata(*(tensor.clone() for tensor in step.attention)),
             )
             compiled[key] = _compile_layer(layer, hidden.clone(), fresh, k_cache, v_cache)
-        calls.append((compiled[key], list(_tensors(layer).values())))
 
-    def program(batch: ForwardBatch, kv_cache: KVCache) -> Tensor:
-        hidden, step = model.begin(batch)
-        for (function, parameters), (k_cache, v_cache) in zip(calls, kv_cache, strict=True):
-            hidden = function(parameters, hidden, step, k_cache, v_cache)
-        return model.finish(hidden)
+    def bind(model: CausalLM) -> Program:
+        calls = [(compiled[_kind(layer)], list(_tensors(layer).values())) for layer in model.layers]
 
-    return program
+        def program(batch: ForwardBatch, kv_cache: KVCache) -> Tensor:
+            hidden, step = model.begin(batch)
+            for (function, parameters), (k_cache, v_cache) in zip(calls, kv_cache, strict=True):
+                hidden = function(parameters, hidden, step, k_cache, v_cache)
+            return model.finish(hidden)
+
+        return program
+
+    return bind
+
+
+def _kind(layer: torch.nn.Module) -> tuple[object, ...]:
+    assert isinstance(layer, DecoderLayer), f"{type(layer).__name__} is not a DecoderLayer"
+    return layer.static_key()

@@ -16,7 +16,7 @@ from ostinato.models.base import StepInputs
 from ostinato.models.config import ModelConfig
 from ostinato.ops.activation import ACTIVATIONS, gated
 from ostinato.ops.attention import paged_attention
-from ostinato.ops.linear import gather_rows, linear, pack_linear_weight
+from ostinato.ops.linear import empty_packed, gather_rows, linear, pack_linear_weight
 from ostinato.ops.norm import rms_norm
 from ostinato.ops.rope import Rope, apply_rope, rope_tables
 
@@ -51,8 +51,9 @@ def _empty(options: BuildOptions, *shape: int) -> nn.Parameter:
     )
 
 
-def _packed(weight: Tensor) -> nn.Parameter:
-    return nn.Parameter(pack_linear_weight(weight), requires_grad=False)
+def _packed(weight: Tensor, *, fill: bool) -> nn.Parameter:
+    packed = pack_linear_weight(weight) if fill else empty_packed(weight)
+    return nn.Parameter(packed, requires_grad=False)
 
 
 class Linear(nn.Module):
@@ -72,9 +73,12 @@ class Linear(nn.Module):
         """[T, in_features] -> [T, out_features]."""
         return linear(x, self.weight, self.bias, self.out_features, packed=self.packed)
 
-    def pack(self) -> None:
-        """Replace the weight by its packed form; `packed` then says so to whoever compiles."""
-        self.weight = _packed(self.weight)
+    def pack(self, *, fill: bool = True) -> None:
+        """Replace the weight by its packed form; `packed` then says so to whoever compiles.
+
+        Without `fill` only the form is there, for a model that is traced and never run.
+        """
+        self.weight = _packed(self.weight, fill=fill)
         self.packed = True
 
 
@@ -126,9 +130,9 @@ class Embedding(nn.Module):
             hidden, self.weight, None, self.num_rows, packed=self.packed, float32_output=True
         )
 
-    def pack(self) -> None:
-        """Replace the table by its packed form: one copy for rows and logits."""
-        self.weight = _packed(self.weight)
+    def pack(self, *, fill: bool = True) -> None:
+        """Replace the table by its packed form: one copy for rows and logits; see `Linear.pack`."""
+        self.weight = _packed(self.weight, fill=fill)
         self.packed = True
 
 

@@ -12,7 +12,12 @@ from ostinato.ops.linear import why_unpackable
 __all__ = ("pack_model",)
 
 
-def pack_model(model: nn.Module, on_progress: Callable[[int, int], None] | None = None) -> int:
+def pack_model(
+    model: nn.Module,
+    on_progress: Callable[[int, int], None] | None = None,
+    *,
+    fill: bool = True,
+) -> int:
     """Replace every weight that a matrix product reads by its packed form, one at a time.
 
     An embedding that is also the output head is packed too and stays a single copy; other
@@ -22,6 +27,7 @@ def pack_model(model: nn.Module, on_progress: Callable[[int, int], None] | None 
     Args:
         model: with its final weights, not yet compiled.
         on_progress: called with (bytes done, bytes in total) after each weight.
+        fill: False = give the weights the packed form only, contents unset: a model to trace.
 
     Returns:
         How many weights are packed now.
@@ -39,7 +45,7 @@ def pack_model(model: nn.Module, on_progress: Callable[[int, int], None] | None 
     total, done = sum(module.weight.nbytes for module in targets), 0
     for module in targets:
         done += module.weight.nbytes
-        module.pack()
+        module.pack(fill=fill)
         if on_progress is not None:
             on_progress(done, total)
     return len(targets)

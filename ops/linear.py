@@ -25,6 +25,7 @@ from ostinato.ops.register import register_op
 
 __all__ = (
     "PANEL",
+    "empty_packed",
     "gather_rows",
     "linear",
     "pack_linear_weight",
@@ -68,6 +69,11 @@ def pack_linear_weight(weight: Tensor) -> Tensor:
         raise ValueError(f"this weight can not be packed: {reason}")
     load()
     return _pack_linear(weight.detach())
+
+
+def empty_packed(weight: Tensor) -> Tensor:
+    """Unset memory in the shape of `pack_linear_weight(weight)`, to trace a graph with."""
+    return _pack_fake(weight.detach())
 
 
 def unpack_linear_weight(packed: Tensor, out_features: int, in_features: int) -> Tensor:

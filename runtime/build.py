@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,11 +17,11 @@ from pathlib import Path
 import torch
 
 from ostinato.conf.root import EngineConfig
-from ostinato.conf.schema import AttentionBackendName, GraphConfig, GraphMode, LoadFormat
+from ostinato.conf.schema import GraphMode, LoadFormat
 from ostinato.graphs.buckets import BucketTable, default_decode_sizes, default_mixed_sizes
 from ostinato.graphs.buffers import StaticBuffers
 from ostinato.graphs.capture import BoundRecorder, CudaRecorder, GraphRunner
-from ostinato.graphs.compile import compile_model
+from ostinato.graphs.compile import Binder, compile_model
 from ostinato.graphs.seal import CompileMonitor
 from ostinato.models.base import CausalLM, KVCache
 from ostinato.models.checkpoint import (
@@ -34,7 +35,7 @@ from ostinato.models.packing import pack_model
 from ostinato.models.registry import build_model, read_model_config
 from ostinato.models.weights import init_dummy_weights, load_weights
 from ostinato.ops.attention import AttentionPlanner, PlannedBackend, load_backend, select_backend
-from ostinato.ops.native.build import NativeBuildError
+from ostinato.ops.native import build as native
 from ostinato.runtime.device import resolve_device, set_threads
 from ostinato.runtime.engine import Engine
 from ostinato.runtime.errors import StartupError
@@ -54,7 +55,9 @@ from ostinato.runtime.types import ServedModel
 __all__ = ("ModelSource", "build_engine", "open_model", "plan_engine")
 
 Report = Callable[[str, float], None]
-"""Called with a finished phase's name and its seconds."""
+"""Called with a finished phase's name and its seconds; from two threads, one at a time each."""
+
+Phase = Callable[[str], AbstractContextManager[None]]
 
 # generation_config.json's fields that are defaults of a request.
 _SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -154,6 +157,9 @@ def bucket_table(config: EngineConfig, *, is_cpu: bool) -> BucketTable:
 def build_engine(config: EngineConfig, report: Report = lambda name, seconds: None) -> Engine:
     """Build everything and return an engine that compiles nothing any more.
 
+    The weights are loaded on a thread of their own while the main thread traces and compiles: the
+    one waits for disk and the C++ compiler, the other is Python.
+
     Args:
         config: the whole configuration; each component is handed its section.
         report: told of each finished phase.
@@ -175,25 +181,33 @@ def build_engine(config: EngineConfig, report: Report = lambda name, seconds: No
     with phase("open"):
         source = open_model(config)
         plan = plan_engine(config, source)
-        backend = _select_backend(config.graphs.attention, config, source)
-    with torch.inference_mode():
-        with phase("weights"):
-            model = _load(config, source, backend, plan.max_model_len)
-        if config.graphs.pack_weights and source.device.type == "cpu":
-            with phase("pack"):
-                _pack(model)
-        with phase("cache"):
-            spec = source.config.kv_cache_spec(config.cache.block_size, source.dtype)
-            kv_cache = spec.allocate(plan.num_blocks, source.device)
-            buffers = StaticBuffers(
-                max_num_tokens=config.scheduler.max_num_batched_tokens,
-                max_num_seqs=config.scheduler.max_num_seqs,
-                max_blocks_per_seq=-(-plan.max_model_len // config.cache.block_size),
-                block_size=config.cache.block_size,
-                device=source.device,
-            )
-        planner = _make_planner(config, source, backend, buffers)
-        graphs = _prepare_graphs(config, model, kv_cache, buffers, planner, phase)
+        backend = _select_backend(config, source)
+    with torch.inference_mode(), ThreadPoolExecutor(1, "load") as loader:
+        loading = loader.submit(_load, config, source, backend, plan.max_model_len, phase)
+        spec = source.config.kv_cache_spec(config.cache.block_size, source.dtype)
+        kv_cache = spec.allocate(plan.num_blocks, source.device)
+        buffers = StaticBuffers(
+            max_num_tokens=config.scheduler.max_num_batched_tokens,
+            max_num_seqs=config.scheduler.max_num_seqs,
+            max_blocks_per_seq=-(-plan.max_model_len // config.cache.block_size),
+            block_size=config.cache.block_size,
+            device=source.device,
+        )
+        bind = _compile(config, source, backend, plan.max_model_len, kv_cache, buffers, phase)
+        model = loading.result()
+        graphs = _prepare_graphs(
+            config,
+            GraphRunner(
+                model,
+                kv_cache,
+                buffers,
+                program=None if bind is None else bind(model),
+                table=bucket_table(config, is_cpu=source.device.type == "cpu"),
+                recorder=BoundRecorder() if source.device.type == "cpu" else CudaRecorder(),
+                planner=_make_planner(config, source, backend, buffers),
+            ),
+            phase,
+        )
     monitor.seal()
     cache = KVCacheManager(
         plan.num_blocks,
@@ -215,37 +229,72 @@ def build_engine(config: EngineConfig, report: Report = lambda name, seconds: No
     )
 
 
-def _select_backend(name: AttentionBackendName, config: EngineConfig, source: ModelSource) -> str:
+def _select_backend(config: EngineConfig, source: ModelSource) -> str:
     spec = source.config.attention_spec(config.cache.block_size, source.dtype, source.device)
     try:
-        return select_backend(name.value, spec)
-    except (ValueError, NativeBuildError) as error:
+        return select_backend(config.graphs.attention.value, spec)
+    except ValueError as error:
         raise StartupError(str(error)) from error
 
 
-def _load(config: EngineConfig, source: ModelSource, backend: str, max_model_len: int) -> CausalLM:
-    model = build_model(
+def _build(config: EngineConfig, source: ModelSource, backend: str, max_model_len: int) -> CausalLM:
+    return build_model(
         source.config,
         dtype=source.dtype,
         device=source.device,
         attention_backend=backend,
         max_model_len=max_model_len,
     )
-    if config.model.load_format is LoadFormat.dummy:
-        init_dummy_weights(model, config.model.seed)
-        return model
+
+
+def _packs(config: EngineConfig, source: ModelSource) -> bool:
+    return config.graphs.pack_weights and source.device.type == "cpu"
+
+
+def _load(
+    config: EngineConfig, source: ModelSource, backend: str, max_model_len: int, phase: Phase
+) -> CausalLM:
+    """The model with its weights in their final form, and the kernels that it calls."""
+    packs = _packs(config, source)
     try:
-        load_weights(model, source.checkpoint, progress=True)
-    except CheckpointError as error:
+        if packs or backend == "cpu":
+            with phase("native kernels"):
+                native.load()
+        with phase("weights"), torch.inference_mode():
+            model = _build(config, source, backend, max_model_len)
+            if config.model.load_format is LoadFormat.dummy:
+                init_dummy_weights(model, config.model.seed)
+            else:
+                load_weights(model, source.checkpoint, progress=True)
+        if packs:
+            with phase("pack"), torch.inference_mode():
+                pack_model(model)
+    except (CheckpointError, native.NativeBuildError) as error:
         raise StartupError(str(error)) from error
     return model
 
 
-def _pack(model: CausalLM) -> None:
-    try:
-        pack_model(model)
-    except NativeBuildError as error:
-        raise StartupError(str(error)) from error
+def _compile(
+    config: EngineConfig,
+    source: ModelSource,
+    backend: str,
+    max_model_len: int,
+    kv_cache: KVCache,
+    buffers: StaticBuffers,
+    phase: Phase,
+) -> Binder | None:
+    """The compiled program, from a model whose weights are reserved but never touched."""
+    if config.graphs.mode is GraphMode.eager:
+        return None
+    with phase("compile"):
+        prototype = _build(config, source, backend, max_model_len)
+        if _packs(config, source):
+            pack_model(prototype, fill=False)
+        # Any shape of at least 2 will do: the traced program takes every one.
+        tokens = min(16, config.scheduler.max_num_batched_tokens)
+        seqs = min(2, config.scheduler.max_num_seqs)
+        example = buffers.batch(tokens, seqs, seqs).forward
+        return compile_model(prototype, config.graphs.form, example, kv_cache)
 
 
 def _make_planner(
@@ -263,37 +312,11 @@ def _make_planner(
     )
 
 
-def _prepare_graphs(
-    config: EngineConfig,
-    model: CausalLM,
-    kv_cache: KVCache,
-    buffers: StaticBuffers,
-    planner: AttentionPlanner | None,
-    phase: Callable[[str], AbstractContextManager[None]],
-) -> GraphRunner:
-    """Compile, run every kind of step once, capture."""
-    graphs: GraphConfig = config.graphs
-    is_cpu = buffers.device.type == "cpu"
-    program = None
-    if graphs.mode is not GraphMode.eager:
-        with phase("compile"):
-            # Any shape of at least 2 will do: the traced program takes every one.
-            tokens = min(16, config.scheduler.max_num_batched_tokens)
-            seqs = min(2, config.scheduler.max_num_seqs)
-            example = buffers.batch(tokens, seqs, seqs).forward
-            program = compile_model(model, graphs.form, example, kv_cache)
-    runner = GraphRunner(
-        model,
-        kv_cache,
-        buffers,
-        program=program,
-        table=bucket_table(config, is_cpu=is_cpu),
-        recorder=BoundRecorder() if is_cpu else CudaRecorder(),
-        planner=planner,
-    )
+def _prepare_graphs(config: EngineConfig, runner: GraphRunner, phase: Phase) -> GraphRunner:
+    """Run every kind of step once, capture the buckets."""
     with phase("warm-up"):
         runner.warm_up([(1, 1), (min(64, config.scheduler.max_num_batched_tokens), 1)])
-    if graphs.mode is GraphMode.captured:
+    if config.graphs.mode is GraphMode.captured:
         with phase("capture"):
             runner.capture()
     return runner
@@ -315,7 +338,9 @@ def _served_model(
     # Dummy weights without a directory borrow the demo model's tokenizer: resolve_directory("").
     tokenizer = directory
     if section.tokenizer or directory is None:
-        tokenizer = resolve_directory(section.tokenizer, section.revision, weights=False)
+        tokenizer = resolve_directory(
+            section.tokenizer, section.revision, weights=False, key="model.tokenizer"
+        )
     return ServedModel(
         name=section.name or _name(section.path, directory),
         max_model_len=plan.max_model_len,

@@ -1,7 +1,7 @@
 """Our own vectorised C++ kernel (ops/native/attention.cpp), for any CPU with a C++ compiler.
 
 Loading the library installs the kernel under the op for CPU tensors, so a call runs no Python;
-`run` serves only the first call of a process that skipped `select_backend`.
+`run` serves only the first call of a process that has not loaded it.
 """
 
 from __future__ import annotations
@@ -24,11 +24,7 @@ class CpuBackend:
     name = "cpu"
 
     def why_unsupported(self, spec: AttentionSpec) -> str | None:
-        """The reason, or None after loading the native library.
-
-        Raises:
-            NativeBuildError: the shapes fit, but the library can not be built on this machine.
-        """
+        """The reason, or None. That the library can be built shows when it is loaded."""
         if spec.device.type != "cpu":
             return f"it runs on the CPU, not on {spec.device.type}"
         if spec.dtype not in _DTYPES:
@@ -37,7 +33,6 @@ class CpuBackend:
             return f"head_dim must be a multiple of 8 up to {_MAX_HEAD_DIM}, not {spec.head_dim}"
         if spec.block_size % 8:
             return f"block_size must be a multiple of 8, not {spec.block_size}"
-        load()
         return None
 
     def run(

@@ -31,7 +31,8 @@ def run_steps(program: Program, kv_cache: KVCache) -> list[Tensor]:
 
 
 def compile_toy(model: ToyModel, form: GraphForm, kv_cache: KVCache) -> Program:
-    return compile_model(model, form, make_buffers().batch(16, 3, 3).forward, kv_cache)
+    bind = compile_model(model, form, make_buffers().batch(16, 3, 3).forward, kv_cache)
+    return bind(model)
 
 
 @pytest.mark.parametrize("form", list(GraphForm))

@@ -170,5 +170,5 @@ def test_compiled(expected, form: GraphForm, name: str) -> None:
         pack_model(model)
     driver = Driver(model, config)
     example = driver.batch([(Sequence(PROMPT), 5), (Sequence(PROMPT), 7)])
-    driver.forward = compile_model(model, form, example, driver.cache)
+    driver.forward = compile_model(model, form, example, driver.cache)(model)
     check_all(driver, expected(name))
