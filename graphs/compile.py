@@ -29,7 +29,7 @@ Binder = Callable[[CausalLM], Program]
 """Gives a compiled program the weights of a model with the traced one's structure."""
 
 # Size asserts would check, on every call of every layer, what the static buffers guarantee.
-_INDUCTOR_OPTIONS = {"size_asserts": False}
+_INDUCTOR_OPTIONS: dict[str, str | int | bool | Callable[..., object]] = {"size_asserts": False}
 
 Parameters = list[Tensor]
 
@@ -78,7 +78,9 @@ def _compile(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Callab
     """`function` compiled for `arguments`' shapes, marked dimensions free, as a callable without
     guards.
     """
-    compiled = torch.compile(function, fullgraph=True, dynamic=False, options=_INDUCTOR_OPTIONS)
+    compiled: Any = torch.compile(  # `aot_compile` is not in its declared type
+        function, fullgraph=True, dynamic=False, options=_INDUCTOR_OPTIONS
+    )
     return compiled.aot_compile((arguments, {})).fn
 
 

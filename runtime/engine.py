@@ -17,7 +17,6 @@ from ostinato.runtime.scheduler import Scheduler
 from ostinato.runtime.types import (
     EngineStats,
     Request,
-    SchedulerOutput,
     SequenceOutput,
     ServedModel,
 )
@@ -70,13 +69,10 @@ class Engine:
         output = self._scheduler.schedule()
         if output is None:
             return []
-        news = self._scheduler.update(output, self._execute(output))
+        news = self._scheduler.update(output, self._runner.execute(output))
         self._num_steps += 1
         self._step_seconds += time.perf_counter() - begin
         return news
-
-    def _execute(self, output: SchedulerOutput) -> object:
-        return self._runner.execute(output)
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached blocks; False when sequences still use some."""

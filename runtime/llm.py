@@ -102,11 +102,10 @@ class LLM:
             InvalidRequestError: a prompt or its parameters can not be served; nothing was run.
         """
         many = _as_list(prompts)
-        params = (
-            [sampling or self.default_sampling()] * len(many)
-            if not _is_list(sampling)
-            else list(sampling)
-        )
+        if sampling is None or isinstance(sampling, SamplingParams):
+            params = [sampling or self.default_sampling()] * len(many)
+        else:
+            params = list(sampling)
         if len(params) != len(many):
             raise InvalidRequestError(
                 f"{len(many)} prompts need 1 or {len(many)} SamplingParams, got {len(params)}",
@@ -265,10 +264,6 @@ class _Collected:
             stop_reason=self.last.stop_reason,
             logprobs=self.logprobs or None,
         )
-
-
-def _is_list(sampling: SamplingParams | Sequence[SamplingParams] | None) -> bool:
-    return sampling is not None and not isinstance(sampling, SamplingParams)
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -60,7 +60,7 @@ class _Connection:
         self._socket.send(self._encoder.encode(message), copy=True)
 
     def receive(self, timeout_s: float) -> list[ClientMessage]:
-        """All messages that are there; waits up to `timeout_s` for a first one, without spinning."""
+        """All messages that are there; sleeps up to `timeout_s` for a first one."""
         messages: list[ClientMessage] = []
         if timeout_s and not self._socket.poll(int(timeout_s * 1000)):
             return messages
