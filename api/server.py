@@ -96,6 +96,7 @@ class _Server:
         for number in _SIGNALS:
             loop.add_signal_handler(number, self._on_signal, number)
         serving = asyncio.create_task(self._http.serve(sockets=[self._listener]))
+        serving.add_done_callback(lambda _: self._first_signal.set())
         try:
             if await self._before_signal(self._start()):
                 await self._first_signal.wait()

@@ -130,11 +130,13 @@ class Service:
     ) -> list[list[int]]:
         """Token ids of each text; off the event loop when that takes long."""
         tokenizer = self.tokenizer(param)
+        # One by one: a batch would be spread over threads, and the cores are the engine's.
         if sum(map(len, texts)) <= _INLINE_CHARACTERS:
-            return tokenizer.encode_batch(texts, add_special_tokens=add_special_tokens)
-        return await asyncio.to_thread(
-            tokenizer.encode_batch, texts, add_special_tokens=add_special_tokens
-        )
+            return [tokenizer.encode(text, add_special_tokens=add_special_tokens) for text in texts]
+        return [
+            await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=add_special_tokens)
+            for text in texts
+        ]
 
     def _starting(self) -> UnavailableError:
         return UnavailableError(f"the engine is starting: {self.phase}", code="starting")

@@ -308,6 +308,18 @@ class TestTheWayDown:
             assert server.wait() == 0
             assert not engine.is_running()
 
+    def test_a_signal_while_it_starts(self):
+        server = ServerProcess()
+        try:
+            url = server.wait_for_line("answers 503 until").split()[2]
+            server.wait_for_line("imports")
+            response = httpx.get(f"{url}/ready", timeout=30)
+            assert (response.status_code, response.json()["status"]) == (503, "starting")
+            server.signal(signal.SIGTERM)
+            assert server.wait() == 0
+        finally:
+            server.__exit__()
+
     def test_a_second_signal_cuts_off(self):
         with ServerProcess() as server:
             with httpx.stream(

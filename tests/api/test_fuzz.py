@@ -1,0 +1,120 @@
+"""Whatever JSON a client sends, the answer is a reply or a 4xx with the OpenAI error object."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from ostinato.api.schemas import (
+    UNSUPPORTED,
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
+
+scalars = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-3, 70),
+    st.integers(),
+    st.floats(-3, 3),
+    st.floats(allow_nan=False, allow_infinity=False),
+    st.text(max_size=5),
+    st.sampled_from(["user", "assistant", "text", "test-model", "Hi", "1e999"]),
+)
+values = st.recursive(
+    scalars,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.dictionaries(
+            st.sampled_from(["type", "text", "role", "content", "name", "5", "include_usage", "x"]),
+            inner,
+            max_size=3,
+        ),
+    ),
+    max_leaves=6,
+)
+
+
+def likely(name: str) -> st.SearchStrategy[Any]:
+    """A value that often is right, so that bodies get past the first check."""
+    return {
+        "messages": st.lists(
+            st.fixed_dictionaries(
+                {"role": st.sampled_from(["user", "system"]), "content": st.text(max_size=5)}
+            ),
+            min_size=1,
+            max_size=2,
+        ),
+        "prompt": st.one_of(
+            st.text(max_size=5),
+            st.lists(st.integers(0, 999), max_size=4),
+            st.lists(st.text(max_size=3), max_size=3),
+        ),
+        "tokens": st.lists(st.integers(-1, 1001), max_size=4),
+        "model": st.sampled_from(["test-model", None]),
+    }.get(name, st.one_of(st.none(), st.booleans(), st.integers(0, 5), st.floats(0, 1)))
+
+
+def bodies(schema: type[msgspec.Struct]) -> st.SearchStrategy[dict[str, Any]]:
+    names = [field.name for field in msgspec.structs.fields(schema)]
+    required = [field.name for field in msgspec.structs.fields(schema) if field.required]
+    good = st.fixed_dictionaries(
+        {name: likely(name) for name in required},
+        optional={name: likely(name) for name in names if name not in required},
+    )
+    wild = st.dictionaries(
+        st.one_of(
+            st.sampled_from(names), st.sampled_from(sorted(UNSUPPORTED)), st.text(max_size=3)
+        ),
+        values,
+        max_size=3,
+    )
+    return st.builds(lambda first, second: first | second, good, wild)
+
+
+@pytest.mark.parametrize(
+    ("path", "schema"),
+    [
+        ("/v1/chat/completions", ChatCompletionRequest),
+        ("/v1/completions", CompletionRequest),
+        ("/tokenize", TokenizeRequest),
+        ("/detokenize", DetokenizeRequest),
+    ],
+)
+@given(data=st.data())
+@settings(
+    max_examples=100,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+def test_any_json(app, path, schema, data):
+    body = data.draw(bodies(schema))
+    response = app.http.post(
+        path, content=json.dumps(body), headers={"content-type": "application/json"}
+    )
+    assert 200 <= response.status_code < 500, response.text
+    if response.status_code == 200:
+        return
+    (error,) = response.json().values()
+    assert sorted(error) == ["code", "message", "param", "type"]
+    assert error["type"] == "invalid_request_error"
+    assert error["message"]
+
+
+@given(body=st.binary(max_size=60))
+@settings(
+    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+def test_any_bytes(app, body):
+    response = app.http.post(
+        "/v1/completions", content=body, headers={"content-type": "application/json"}
+    )
+    assert response.status_code == 400
+    assert response.json()["error"]["type"] == "invalid_request_error"
