@@ -1,14 +1,13 @@
 // CPU kernel of ostinato::paged_attention: writes the step's keys and values, then attends.
 //
-// Work is cut into items: a sequence, a kv head, a tile of its query tokens (with all query heads of the
-// group, so that keys and values are read once), and a range of KV partitions. A row's arithmetic is fixed
-// by its own context alone: tiles of 64 keys and partitions of 256 lie at absolute positions, each partition
-// runs its own online softmax, and partitions are merged in order, whether one item walked them all or many
-// threads shared them. Keys that a row does not see leave its state untouched. So a row's result is the same
-// bits in any batch, chunk, tile or number of threads.
+// A row's arithmetic is fixed by its own context alone: tiles of 64 keys and partitions of 256 lie at absolute
+// positions, each partition runs its own online softmax, and partitions are merged in order, whether one
+// item walked them all or many threads shared them. Keys that a row does not see leave its state untouched.
+// So a row's result is the same bits in any batch, chunk, tile or number of threads.
 //
 // Method: Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018); Dao et al.,
 // "FlashAttention" (2022); the partition over keys as in "Flash-Decoding" (2023).
+#include "attention_plan.h"
 #include "attention_tile.h"
 #include "binding.h"
 
@@ -21,52 +20,8 @@
 namespace ostinato::attention {
 namespace {
 
-constexpr int kPartition = 256;      // keys per partition, a multiple of kTile
-constexpr int kRowsPerItem = 128;     // query rows that share a re-laid tile
-constexpr double kTileCost = 6.0;    // cost of re-laying a key and value, in rows that use it
-constexpr double kWorkerCost = 5e4;  // multiply-adds that are worth waking a thread for
-constexpr int kItemsPerWorker = 4;   // items are split until they are at most this share of a worker's part
 constexpr int64_t kParallelWriteBytes = 1 << 18;
-
-struct Cache {
-  char* data;
-  int64_t block_stride, head_stride, token_stride;  // elements
-};
-
-struct Rows {
-  const char* data;
-  int64_t token_stride, head_stride;  // elements
-};
-
-struct Problem {
-  int64_t num_tokens, num_seqs, num_blocks;
-  int num_heads, num_kv_heads, group, head_dim, block_size, element_bytes;
-  Rows q, k, v;
-  Cache k_cache, v_cache;
-  char* out;
-  const int32_t* query_start_loc;
-  const int32_t* seq_lens;
-  const int32_t* block_table;
-  int64_t block_table_stride;
-  const int64_t* slot_mapping;
-  LogitScaling scaling;
-  int window;  // 0 = all
-};
-
-// A tile of query tokens of one sequence and kv head, and the keys that any of its rows sees.
-struct QueryTile {
-  int seq, kv_head;
-  int64_t first_token;  // row of q
-  int num_tokens;
-  int first_position;   // of first_token in its sequence
-  int first_key, last_key;
-  int first_partition, last_partition;
-};
-
-struct Item {
-  int tile;
-  int first_partition, last_partition;
-};
+constexpr int64_t kMaxWindow = 1 << 30;  // longer than any context: no window at all
 
 // One allocation that grows and is kept by its thread.
 class Scratch {
@@ -247,8 +202,8 @@ class Worker {
       }
       Layout::keys(source, p_.head_dim, keys_, ahead);
       Layout::values(source, p_.head_dim, values_, ahead);
-      for (int row = 0; row < rows; row += kRowBlock) {
-        const int count = rows - row < kRowBlock ? rows - row : kRowBlock;
+      for (int row = 0, count; row < rows; row += count) {
+        count = rows_per_block(rows - row);
         run_rows(tile, first_key, row, count, state);
       }
     }
@@ -277,12 +232,12 @@ class Worker {
       }
     }
     alignas(64) float rescale[16];
-    multiply_columns<Multiply, true>(count, num_vectors, queries_ + static_cast<size_t>(row) * num_steps_,
+    multiply_columns<Multiply>(count, num_vectors, queries_ + static_cast<size_t>(row) * num_steps_,
                                      num_steps_, keys_, kTile, num_steps_, scores_, kTile, nullptr);
     softmax_block<Layout>(count, visible, p_.scaling, scores_, weights_, state.maximum + row,
                           totals_ + row * kWidth, rescale);
     const int num_key_steps = (last_seen + Multiply::elements - 1) / Multiply::elements;
-    multiply_columns<Multiply, false>(count, padded_dim_ / kWidth, weights_, kTile / Multiply::elements,
+    multiply_columns<Multiply>(count, padded_dim_ / kWidth, weights_, kTile / Multiply::elements,
                                       values_, padded_dim_, num_key_steps,
                                       state.accumulator + static_cast<size_t>(row) * padded_dim_, padded_dim_,
                                       rescale);
@@ -311,65 +266,7 @@ class Worker {
   float* whole_;    // State
 };
 
-// ---- planning --------------------------------------------------------------------------------------------
-
-struct Plan {
-  std::vector<QueryTile> tiles;
-  std::vector<Item> items;
-  int num_workers = 1;
-};
-
-double cost_of(const Problem& p, const QueryTile& tile) {
-  return (tile.num_tokens * p.group + kTileCost) * (tile.last_key - tile.first_key);
-}
-
-// Kv heads outside, so that one head's keys and values stay in cache from tile to tile; last tokens first,
-// because they see the most keys and the shortest items should come last.
-void add_tiles(const Problem& p, int seq, Plan& plan) {
-  const int begin = p.query_start_loc[seq];
-  const int num_queries = p.query_start_loc[seq + 1] - begin;
-  const int length = p.seq_lens[seq];
-  const int per_tile = p.group >= kRowsPerItem ? 1 : kRowsPerItem / p.group;
-  for (int kv_head = 0; kv_head < p.num_kv_heads; ++kv_head) {
-    for (int first = (num_queries - 1) / per_tile * per_tile; first >= 0; first -= per_tile) {
-      QueryTile tile;
-      tile.seq = seq;
-      tile.kv_head = kv_head;
-      tile.first_token = begin + first;
-      tile.num_tokens = num_queries - first < per_tile ? num_queries - first : per_tile;
-      tile.first_position = length - num_queries + first;
-      tile.last_key = tile.first_position + tile.num_tokens;
-      tile.first_key = p.window > 0 ? tile.first_position + 1 - p.window : 0;
-      if (tile.first_key < 0) tile.first_key = 0;
-      tile.first_partition = tile.first_key / kPartition;
-      tile.last_partition = (tile.last_key + kPartition - 1) / kPartition;
-      plan.tiles.push_back(tile);
-    }
-  }
-}
-
-void make_plan(const Problem& p, int threads, Plan& plan) {
-  plan.tiles.clear();
-  plan.items.clear();
-  for (int seq = 0; seq < p.num_seqs; ++seq) {
-    if (p.query_start_loc[seq + 1] > p.query_start_loc[seq]) add_tiles(p, seq, plan);
-  }
-  double total = 0.0;
-  for (const QueryTile& tile : plan.tiles) total += cost_of(p, tile);
-  const double workers = total * p.head_dim / kWorkerCost;
-  plan.num_workers = workers < 1.0 ? 1 : workers < threads ? static_cast<int>(workers) : threads;
-  const double limit = plan.num_workers == 1 ? total : total / (plan.num_workers * kItemsPerWorker);
-  for (int i = 0; i < static_cast<int>(plan.tiles.size()); ++i) {
-    const QueryTile& tile = plan.tiles[i];
-    const int partitions = tile.last_partition - tile.first_partition;
-    int pieces = static_cast<int>(cost_of(p, tile) / limit + 0.99);
-    pieces = pieces < 1 ? 1 : pieces > partitions ? partitions : pieces;
-    for (int piece = 0; piece < pieces; ++piece) {
-      plan.items.push_back({i, tile.first_partition + partitions * piece / pieces,
-                            tile.first_partition + partitions * (piece + 1) / pieces});
-    }
-  }
-}
+// ---- all workers -----------------------------------------------------------------------------------------
 
 // Split tiles' partial states, and how many of their items are still to finish.
 struct SplitState {
@@ -585,7 +482,8 @@ void paged_attention(StableIValue* stack, uint64_t num_arguments, uint64_t) {
   p.block_table_stride = block_table.strides[0];
   p.slot_mapping = slot_mapping.as<int64_t>();
   p.scaling = scaling_of(scale, soft_cap);
-  p.window = static_cast<int>(window);
+  OSTINATO_CHECK(window >= 0, "paged_attention: sliding_window must be at least 0, got " + std::to_string(window));
+  p.window = window > kMaxWindow ? 0 : static_cast<int>(window);
   check_metadata(p, block_table.sizes[1]);
   const Tensor out = empty(q.sizes, 3, q.dtype);
   p.out = out.as<char>();

@@ -90,9 +90,9 @@ struct PairStep {
 };
 #endif
 
-// out[row][vector] = scale[row] * out[row][vector] + sum over steps of left[row][step] * right[step][vector].
-// With kOverwrite the old value of `out` counts as zero.
-template <class S, int kRows, int kVectors, bool kOverwrite>
+// out[row][vector] = scale[row] * out[row][vector] + sum over steps of left[row][step] * right[step][vector];
+// without `scale` the old value of `out` counts as zero.
+template <class S, int kRows, int kVectors>
 void multiply(const typename S::Step* left, int left_stride, const typename S::Step* right, int right_stride,
               int num_steps, float* out, int out_stride, const float* scale) {
   F32 sum[kRows][kVectors];
@@ -100,7 +100,8 @@ void multiply(const typename S::Step* left, int left_stride, const typename S::S
   for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 8
     for (int c = 0; c < kVectors; ++c) {
-      sum[r][c] = kOverwrite ? broadcast(0.0f) : broadcast(scale[r]) * load(out + r * out_stride + c * kWidth);
+      sum[r][c] = broadcast(0.0f);
+      if (scale != nullptr) sum[r][c] = broadcast(scale[r]) * load(out + r * out_stride + c * kWidth);
     }
   }
   for (int step = 0; step < num_steps; ++step) {
@@ -122,42 +123,43 @@ void multiply(const typename S::Step* left, int left_stride, const typename S::S
   }
 }
 
-template <class S, int kVectors, bool kOverwrite>
-OSTINATO_INLINE void multiply_rows(int num_rows, const typename S::Step* left, int left_stride,
-                                   const typename S::Step* right, int right_stride, int num_steps, float* out,
-                                   int out_stride, const float* scale) {
-  constexpr decltype(&multiply<S, 1, kVectors, kOverwrite>) kernels[kRowBlock] = {
-      multiply<S, 1, kVectors, kOverwrite>, multiply<S, 2, kVectors, kOverwrite>,
-      multiply<S, 3, kVectors, kOverwrite>, multiply<S, 4, kVectors, kOverwrite>,
-      multiply<S, 5, kVectors, kOverwrite>, multiply<S, 6, kVectors, kOverwrite>};
-  kernels[num_rows - 1](left, left_stride, right, right_stride, num_steps, out, out_stride, scale);
+// The largest number of rows that `multiply` is made for and that are not more than `remaining`.
+OSTINATO_INLINE int rows_per_block(int remaining) {
+  return remaining >= kRowBlock ? kRowBlock : remaining >= 4 ? 4 : remaining >= 2 ? 2 : 1;
 }
 
-// `multiply` for any number of vectors: as many columns at once as there are registers for.
-template <class S, bool kOverwrite>
+// `multiply` for 1, 2, 4 or 6 rows and any number of vectors: as many columns at once as registers allow.
+template <class S>
 void multiply_columns(int num_rows, int num_vectors, const typename S::Step* left, int left_stride,
                       const typename S::Step* right, int right_stride, int num_steps, float* out,
                       int out_stride, const float* scale) {
-  int c = 0;
-#if OSTINATO_ISA < 2
-  // with 16 registers four columns leave room for two rows, which then hide the instruction's latency
-  for (; num_rows <= 2 && c + 4 <= num_vectors; c += 4) {
-    (num_rows == 1 ? multiply<S, 1, 4, kOverwrite> : multiply<S, 2, 4, kOverwrite>)(
-        left, left_stride, right + c * kWidth, right_stride, num_steps, out + c * kWidth, out_stride, scale);
+  using Kernel = decltype(&multiply<S, 1, 1>);
+  Kernel four_columns = nullptr;
+  Kernel two_columns = multiply<S, 1, 2>;
+  Kernel one_column = multiply<S, 1, 1>;
+  if (num_rows == 1) {
+    four_columns = multiply<S, 1, 4>;
+  } else if (num_rows == 2) {
+    four_columns = multiply<S, 2, 4>;
+    two_columns = multiply<S, 2, 2>;
+    one_column = multiply<S, 2, 1>;
+  } else if (num_rows == 4) {
+    two_columns = multiply<S, 4, 2>;
+    one_column = multiply<S, 4, 1>;
+  } else {
+    two_columns = multiply<S, 6, 2>;
+    one_column = multiply<S, 6, 1>;
   }
-#else
-  for (; c + 4 <= num_vectors; c += 4) {
-    multiply_rows<S, 4, kOverwrite>(num_rows, left, left_stride, right + c * kWidth, right_stride, num_steps,
-                                    out + c * kWidth, out_stride, scale);
-  }
+#if OSTINATO_ISA >= 2  // 32 registers; with 16, four columns leave room for two rows only
+  if (num_rows == 4) four_columns = multiply<S, 4, 4>;
+  if (num_rows == 6) four_columns = multiply<S, 6, 4>;
 #endif
-  for (; c + 2 <= num_vectors; c += 2) {
-    multiply_rows<S, 2, kOverwrite>(num_rows, left, left_stride, right + c * kWidth, right_stride, num_steps,
-                                    out + c * kWidth, out_stride, scale);
-  }
-  for (; c < num_vectors; ++c) {
-    multiply_rows<S, 1, kOverwrite>(num_rows, left, left_stride, right + c * kWidth, right_stride, num_steps,
-                                    out + c * kWidth, out_stride, scale);
+  for (int c = 0; c < num_vectors;) {
+    const int remaining = num_vectors - c;
+    const int step = remaining >= 4 && four_columns != nullptr ? 4 : remaining >= 2 ? 2 : 1;
+    const Kernel kernel = step == 4 ? four_columns : step == 2 ? two_columns : one_column;
+    kernel(left, left_stride, right + c * kWidth, right_stride, num_steps, out + c * kWidth, out_stride, scale);
+    c += step;
   }
 }
 

@@ -30,6 +30,7 @@ How a C++ kernel becomes the CPU implementation of an op (binding.h holds the wh
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import os
@@ -37,6 +38,7 @@ import platform
 import subprocess
 import sys
 import tempfile
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -91,6 +93,7 @@ class NativeLibrary(NamedTuple):
 
 
 _loaded: dict[str, NativeLibrary] = {}
+_loading = threading.Lock()
 
 
 def detect_isa() -> str:
@@ -122,10 +125,15 @@ def load(isa: str | None = None) -> NativeLibrary:
         ValueError: `isa` is unknown or more than this processor runs.
         NativeBuildError: no compiler was found, or it failed.
     """
-    best = detect_isa()
     namespace = "ostinato" if isa is None else f"ostinato_{isa}"
-    if namespace in _loaded:
+    with _loading:
+        if namespace not in _loaded:
+            _loaded[namespace] = _load(isa, namespace)
         return _loaded[namespace]
+
+
+def _load(isa: str | None, namespace: str) -> NativeLibrary:
+    best = detect_isa()
     level = best if isa is None else isa
     runnable = list(ISA_LEVELS)[list(ISA_LEVELS).index(best) :]
     if level not in runnable:
@@ -139,8 +147,7 @@ def load(isa: str | None = None) -> NativeLibrary:
         raise NativeBuildError(
             f"torch {torch.__version__} refused the kernels of {path}; {_REMEDY}"
         )
-    _loaded[namespace] = NativeLibrary(level, namespace, path)
-    return _loaded[namespace]
+    return NativeLibrary(level, namespace, path)
 
 
 def _define_twins(library: ctypes.CDLL, namespace: str) -> None:
@@ -159,10 +166,16 @@ def _open(isa: str) -> tuple[Path, ctypes.CDLL]:
             return path, ctypes.CDLL(str(path))
         except OSError:  # built against another C++ runtime, for instance in a moved cache
             path.unlink(missing_ok=True)
-    directory.mkdir(parents=True, exist_ok=True)
-    with FileLock(directory / "lock", timeout=_LOCK_TIMEOUT_S):
-        # another process may have built it while this one waited
-        path = next(iter(_intact(directory)), None) or _build(isa, directory)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with FileLock(directory / "lock", timeout=_LOCK_TIMEOUT_S):
+            # another process may have built it while this one waited
+            path = next(iter(_intact(directory)), None) or _build(isa, directory)
+    except OSError as error:  # the lock's timeout is one too
+        raise NativeBuildError(
+            f"the CPU kernels can not be built in {directory}: {error}; set OSTINATO_CACHE_DIR "
+            f"to a writable directory, or graphs.attention=reference graphs.pack_weights=false"
+        ) from error
     try:
         return path, ctypes.CDLL(str(path))
     except OSError as error:
@@ -181,7 +194,12 @@ def _content_key(isa: str) -> str:
 
 def _intact(directory: Path) -> list[Path]:
     """Libraries whose content is what their name promises; a truncated one is not listed."""
-    return [path for path in directory.glob("*.so") if path.stem == _digest(path)]
+    intact = []
+    for path in directory.glob("*.so"):
+        with contextlib.suppress(FileNotFoundError):  # another process just replaced it
+            if path.stem == _digest(path):
+                intact.append(path)
+    return intact
 
 
 def _digest(path: Path) -> str:

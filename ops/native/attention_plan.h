@@ -1,0 +1,118 @@
+// How one call of paged attention is cut into items for the threads.
+//
+// An item is a sequence, a kv head, a tile of its query tokens (with all query heads of the group, so that
+// keys and values are read once), and a range of KV partitions. Which items there are changes with the batch
+// and the number of threads; what they compute does not (see attention.cpp).
+#pragma once
+
+#include "attention_tile.h"
+
+#include <vector>
+
+namespace ostinato::attention {
+
+constexpr int kPartition = 256;      // keys per partition, a multiple of kTile
+constexpr int kRowsPerItem = 128;    // query rows that share a re-laid tile
+constexpr double kTileCost = 6.0;    // cost of re-laying a key and value, in rows that use it
+constexpr double kWorkerCost = 5e4;  // multiply-adds that are worth waking a thread for
+constexpr int kItemsPerWorker = 4;   // items are split until they are at most this share of a worker's part
+
+struct Cache {
+  char* data;
+  int64_t block_stride, head_stride, token_stride;  // elements
+};
+
+struct Rows {
+  const char* data;
+  int64_t token_stride, head_stride;  // elements
+};
+
+struct Problem {
+  int64_t num_tokens, num_seqs, num_blocks;
+  int num_heads, num_kv_heads, group, head_dim, block_size, element_bytes;
+  Rows q, k, v;
+  Cache k_cache, v_cache;
+  char* out;
+  const int32_t* query_start_loc;
+  const int32_t* seq_lens;
+  const int32_t* block_table;
+  int64_t block_table_stride;
+  const int64_t* slot_mapping;
+  LogitScaling scaling;
+  int window;  // 0 = all
+};
+
+// A tile of query tokens of one sequence and kv head, and the keys that any of its rows sees.
+struct QueryTile {
+  int seq, kv_head;
+  int64_t first_token;  // row of q
+  int num_tokens;
+  int first_position;   // of first_token in its sequence
+  int first_key, last_key;
+  int first_partition, last_partition;
+};
+
+struct Item {
+  int tile;
+  int first_partition, last_partition;
+};
+
+struct Plan {
+  std::vector<QueryTile> tiles;
+  std::vector<Item> items;
+  int num_workers = 1;
+};
+
+inline double cost_of(const Problem& p, const QueryTile& tile) {
+  return (tile.num_tokens * p.group + kTileCost) * (tile.last_key - tile.first_key);
+}
+
+// Kv heads outside, so that one head's keys and values stay in cache from tile to tile; last tokens first,
+// because they see the most keys and the shortest items should come last.
+inline void add_tiles(const Problem& p, int seq, Plan& plan) {
+  const int begin = p.query_start_loc[seq];
+  const int num_queries = p.query_start_loc[seq + 1] - begin;
+  const int length = p.seq_lens[seq];
+  const int per_tile = p.group >= kRowsPerItem ? 1 : kRowsPerItem / p.group;
+  for (int kv_head = 0; kv_head < p.num_kv_heads; ++kv_head) {
+    for (int first = (num_queries - 1) / per_tile * per_tile; first >= 0; first -= per_tile) {
+      QueryTile tile;
+      tile.seq = seq;
+      tile.kv_head = kv_head;
+      tile.first_token = begin + first;
+      tile.num_tokens = num_queries - first < per_tile ? num_queries - first : per_tile;
+      tile.first_position = length - num_queries + first;
+      tile.last_key = tile.first_position + tile.num_tokens;
+      tile.first_key = p.window > 0 ? tile.first_position + 1 - p.window : 0;
+      if (tile.first_key < 0) tile.first_key = 0;
+      tile.first_partition = tile.first_key / kPartition;
+      tile.last_partition = (tile.last_key + kPartition - 1) / kPartition;
+      plan.tiles.push_back(tile);
+    }
+  }
+}
+
+inline void make_plan(const Problem& p, int threads, Plan& plan) {
+  plan.tiles.clear();
+  plan.items.clear();
+  for (int seq = 0; seq < p.num_seqs; ++seq) {
+    if (p.query_start_loc[seq + 1] > p.query_start_loc[seq]) add_tiles(p, seq, plan);
+  }
+  double total = 0.0;
+  for (const QueryTile& tile : plan.tiles) total += cost_of(p, tile);
+  const double workers = total * p.head_dim / kWorkerCost;
+  plan.num_workers = workers < 1.0 ? 1 : workers < threads ? static_cast<int>(workers) : threads;
+  const double limit = plan.num_workers == 1 ? total : total / (plan.num_workers * kItemsPerWorker);
+  for (int i = 0; i < static_cast<int>(plan.tiles.size()); ++i) {
+    const QueryTile& tile = plan.tiles[i];
+    const int partitions = tile.last_partition - tile.first_partition;
+    int pieces = static_cast<int>(cost_of(p, tile) / limit + 0.99);
+    pieces = pieces < 1 ? 1 : pieces > partitions ? partitions : pieces;
+    for (int piece = 0; piece < pieces; ++piece) {
+      plan.items.push_back({i, tile.first_partition + partitions * piece / pieces,
+                            tile.first_partition + partitions * (piece + 1) / pieces});
+    }
+  }
+}
+
+}  // namespace ostinato::attention
