@@ -39,7 +39,7 @@ def gpu_names() -> list[str]:
         return []
     try:
         driver = pynvml.nvmlSystemGetDriverVersion()
-        names = []
+        names: list[str] = []
         for index in range(pynvml.nvmlDeviceGetCount()):
             handle = pynvml.nvmlDeviceGetHandleByIndex(index)
             total = pynvml.nvmlDeviceGetMemoryInfo(handle).total

@@ -222,7 +222,7 @@ def _with_length(plan: MemoryPlan, *, is_asked: bool, room: int) -> MemoryPlan:
         return replace(plan, max_model_len=plan.num_tokens, reasons=(*plan.reasons, reason))
     length = plan.max_model_len if is_asked else plan.block_size
     need = (_blocks(length, plan.block_size) + 1) * plan.bytes_per_block
-    remedies = []
+    remedies: list[str] = []
     if plan.num_tokens > 0:
         remedies.append(f"lower model.max_model_len to at most {plan.num_tokens}")
     if need <= room:
