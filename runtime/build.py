@@ -167,6 +167,36 @@ def build_engine(config: EngineConfig, report: Report = lambda name, seconds: No
     Raises:
         StartupError: the engine can not start as configured; one line with the remedy.
     """
+    try:
+        return _build_engine(config, report)
+    except (MemoryError, RuntimeError) as error:
+        if not _is_out_of_memory(error):
+            raise
+        raise StartupError(
+            f"the device ran out of memory while the engine was built ({_first_line(error)}); set "
+            "cache.memory_gib, lower device.memory_fraction or use graphs.mode=compiled"
+        ) from error
+
+
+def _is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether an allocation failed, now or before: a capture that lacked memory raises again when
+    it is closed.
+    """
+    while error is not None:
+        text = str(error).lower()
+        if isinstance(error, MemoryError | torch.OutOfMemoryError) or any(
+            words in text for words in ("out of memory", "can't allocate memory")
+        ):
+            return True
+        error = error.__context__
+    return False
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+def _build_engine(config: EngineConfig, report: Report) -> Engine:
     phases: dict[str, float] = {}
 
     @contextmanager
@@ -182,8 +212,10 @@ def build_engine(config: EngineConfig, report: Report = lambda name, seconds: No
         source = open_model(config)
         plan = plan_engine(config, source)
         backend = _select_backend(config, source)
+        _check_graphs(config, source, backend)
     with torch.inference_mode(), ThreadPoolExecutor(1, "load") as loader:
-        loading = loader.submit(_load, config, source, backend, plan.max_model_len, phase)
+        model = _build(config, source, backend, plan.max_model_len)
+        loading = loader.submit(_load, config, source, model, backend, phase)
         spec = source.config.kv_cache_spec(config.cache.block_size, source.dtype)
         kv_cache = spec.allocate(plan.num_blocks, source.device)
         buffers = StaticBuffers(
@@ -193,8 +225,15 @@ def build_engine(config: EngineConfig, report: Report = lambda name, seconds: No
             block_size=config.cache.block_size,
             device=source.device,
         )
-        bind = _compile(config, source, backend, plan.max_model_len, kv_cache, buffers, phase)
-        model = loading.result()
+        # Packing changes the form of the weights, so what is traced is a model in the final form
+        # whose memory is never touched. A GPU's memory is taken as soon as it is reserved: there
+        # the model itself is traced, while it is filled.
+        prototype = model
+        if _packs(config, source):
+            prototype = _build(config, source, backend, plan.max_model_len)
+            pack_model(prototype, fill=False)
+        bind = _compile(config, prototype, kv_cache, buffers, phase)
+        loading.result()
         graphs = _prepare_graphs(
             config,
             GraphRunner(
@@ -237,6 +276,26 @@ def _select_backend(config: EngineConfig, source: ModelSource) -> str:
         raise StartupError(str(error)) from error
 
 
+def _check_graphs(config: EngineConfig, source: ModelSource, backend: str) -> None:
+    """Refuse what would fail on a GPU late, or give wrong results without a word."""
+    mode, model = config.graphs.mode, source.config
+    if source.device.type == "cpu" or mode is GraphMode.eager:
+        return
+    if backend == "reference" and mode is GraphMode.captured:
+        raise StartupError(
+            "graphs.attention=reference reads lengths on the host, so its steps can not be "
+            "captured; set graphs.mode=compiled"
+        )
+    # Compiled GPU kernels index with 32 bits; programs run without the guard that would notice.
+    qkv_size = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
+    most = ((1 << 31) - 1) // max(model.hidden_size, 2 * model.intermediate_size, qkv_size)
+    if config.scheduler.max_num_batched_tokens > most:
+        raise StartupError(
+            f"scheduler.max_num_batched_tokens={config.scheduler.max_num_batched_tokens}, but "
+            f"compiled kernels of this model take at most {most} tokens a step; lower it"
+        )
+
+
 def _build(config: EngineConfig, source: ModelSource, backend: str, max_model_len: int) -> CausalLM:
     return build_model(
         source.config,
@@ -252,16 +311,15 @@ def _packs(config: EngineConfig, source: ModelSource) -> bool:
 
 
 def _load(
-    config: EngineConfig, source: ModelSource, backend: str, max_model_len: int, phase: Phase
-) -> CausalLM:
-    """The model with its weights in their final form, and the kernels that it calls."""
+    config: EngineConfig, source: ModelSource, model: CausalLM, backend: str, phase: Phase
+) -> None:
+    """Give the model its weights in their final form, and load the kernels that it calls."""
     packs = _packs(config, source)
     try:
         if packs or backend == "cpu":
             with phase("native kernels"):
                 native.load()
         with phase("weights"), torch.inference_mode():
-            model = _build(config, source, backend, max_model_len)
             if config.model.load_format is LoadFormat.dummy:
                 init_dummy_weights(model, config.model.seed)
             else:
@@ -271,25 +329,19 @@ def _load(
                 pack_model(model)
     except (CheckpointError, native.NativeBuildError) as error:
         raise StartupError(str(error)) from error
-    return model
 
 
 def _compile(
     config: EngineConfig,
-    source: ModelSource,
-    backend: str,
-    max_model_len: int,
+    prototype: CausalLM,
     kv_cache: KVCache,
     buffers: StaticBuffers,
     phase: Phase,
 ) -> Binder | None:
-    """The compiled program, from a model whose weights are reserved but never touched."""
+    """The compiled program, from a model whose weights may hold anything."""
     if config.graphs.mode is GraphMode.eager:
         return None
     with phase("compile"):
-        prototype = _build(config, source, backend, max_model_len)
-        if _packs(config, source):
-            pack_model(prototype, fill=False)
         # Any shape of at least 2 will do: the traced program takes every one.
         tokens = min(16, config.scheduler.max_num_batched_tokens)
         seqs = min(2, config.scheduler.max_num_seqs)
@@ -315,7 +367,8 @@ def _make_planner(
 def _prepare_graphs(config: EngineConfig, runner: GraphRunner, phase: Phase) -> GraphRunner:
     """Run every kind of step once, capture the buckets."""
     with phase("warm-up"):
-        runner.warm_up([(1, 1), (min(64, config.scheduler.max_num_batched_tokens), 1)])
+        # The larger one first: GPU kernels are tuned for the first shape that they see.
+        runner.warm_up([(min(64, config.scheduler.max_num_batched_tokens), 1), (1, 1)])
     if config.graphs.mode is GraphMode.captured:
         with phase("capture"):
             runner.capture()
