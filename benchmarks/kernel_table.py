@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,7 +66,7 @@ class Variant:
     role: str  # short | long | combine | write
     dtype: str
     kernel: Any
-    constants: dict[str, int | float]
+    constants: Mapping[str, int | float]
 
     @property
     def uses_tensor_cores(self) -> bool:

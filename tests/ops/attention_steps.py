@@ -86,7 +86,9 @@ def make_step(lengths: list[tuple[int, int]], shape: Shape, seed: int = 0) -> St
         torch.randn(rows, heads, shape.head_dim, generator=generator)
         for heads in (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
     )
-    floats = [tensor.to(shape.device, shape.dtype) for tensor in (q, k, v, k_cache, v_cache)]
+    q, k, v, k_cache, v_cache = (
+        tensor.to(shape.device, shape.dtype) for tensor in (q, k, v, k_cache, v_cache)
+    )
     metadata = AttentionMetadata(
         torch.tensor(starts, dtype=torch.int32, device=shape.device),
         torch.tensor(seq_lens, dtype=torch.int32, device=shape.device),
@@ -94,7 +96,7 @@ def make_step(lengths: list[tuple[int, int]], shape: Shape, seed: int = 0) -> St
         torch.tensor(slots, dtype=torch.int64, device=shape.device),
         torch.zeros(1, dtype=torch.int64),
     )
-    return Step(*floats, metadata, num_tokens)
+    return Step(q, k, v, k_cache, v_cache, metadata, num_tokens)
 
 
 def run(backend: AttentionBackend, step: Step, shape: Shape) -> tuple[Tensor, Tensor, Tensor]:
@@ -129,9 +131,10 @@ def check(backend: AttentionBackend, lengths: list[tuple[int, int]], shape: Shap
     out, k_cache, v_cache = run(backend, step, shape)
     # The reference sees the same numbers in float32: the only roundings are the backend's own.
     wide = replace(shape, dtype=torch.float32, device=torch.device("cpu"))
-    floats = [tensor.float().cpu() for tensor in step[:5]]
+    q, k, v, *caches = (tensor.float().cpu() for tensor in step[:5])
     metadata = AttentionMetadata(*(tensor.cpu() for tensor in step.metadata))
-    expected, _, _ = run(REFERENCE, Step(*floats, metadata, step.num_tokens), wide)
+    widened = Step(q, k, v, caches[0], caches[1], metadata, step.num_tokens)
+    expected, _, _ = run(REFERENCE, widened, wide)
     _, k_expected, v_expected = run(REFERENCE, step, shape)
     real = slice(0, step.num_tokens)
     assert out.shape == step.q.shape

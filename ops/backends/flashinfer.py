@@ -1,0 +1,137 @@
+"""The `flashinfer` backend: FlashInfer's paged decode and prefill kernels behind the op.
+
+FlashInfer is an optional dependency (`pip install ostinato[flashinfer]`) and is imported when a
+planner is made. Its kernels are built with nvcc when they are first planned, unless a prebuilt
+package is installed. Every step must be planned first: `make_planner`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from importlib import import_module
+from importlib.util import find_spec
+from itertools import count
+
+import torch
+from torch import Tensor
+
+from ostinato.ops.attention import AttentionMetadata, AttentionSpec, PlanKey
+from ostinato.ops.backends.flashinfer_plan import FlashInferPlanner, Library, Plan
+from ostinato.ops.backends.triton import write_kv
+
+__all__ = ("BACKEND", "FlashInferBackend", "load_library", "why_shape_unsupported")
+
+_HEAD_DIMS = (64, 128, 256)
+_DTYPES = (torch.float16, torch.bfloat16)
+
+
+def load_library() -> Library:
+    """FlashInfer itself.
+
+    Raises:
+        ImportError: it is not installed.
+    """
+    flashinfer = import_module("flashinfer")
+    return Library(
+        flashinfer.BatchDecodeWithPagedKVCacheWrapper,
+        flashinfer.BatchPrefillWithPagedKVCacheWrapper,
+        flashinfer.fast_decode_plan,
+    )
+
+
+def why_shape_unsupported(spec: AttentionSpec) -> str | None:
+    """The reason the kernels can not take `spec`'s shapes and type, whatever the device."""
+    if spec.dtype not in _DTYPES:
+        return f"needs float16 or bfloat16, the model has {spec.dtype}"
+    if spec.head_dim not in _HEAD_DIMS:
+        return f"needs a head size in {_HEAD_DIMS}, the model has {spec.head_dim}"
+    return None
+
+
+class FlashInferBackend:
+    """Runs the plan whose handle is in `metadata.plan`.
+
+    Live plans are kept here, by handle, from their planner's first use of them to its `close()`:
+    the op's arguments are tensors, so a number is all that a step can carry.
+    """
+
+    name = "flashinfer"
+
+    def __init__(self, library: Library | None = None) -> None:
+        """
+        Args:
+            library: None = import FlashInfer when a planner is made.
+        """
+        self._library = library
+        self._plans: dict[int, Plan] = {}
+        self._handles = count(1)
+
+    def why_unsupported(self, spec: AttentionSpec) -> str | None:
+        if spec.device.type != "cuda":
+            return f"needs a CUDA device, the model is on {spec.device.type}"
+        if not torch.cuda.is_available():
+            return "needs a CUDA device, none is visible"
+        if self._library is None and find_spec("flashinfer") is None:
+            return "flashinfer is not installed; pip install ostinato[flashinfer]"
+        capability = torch.cuda.get_device_capability(spec.device)
+        if capability < (8, 0):
+            return "needs compute capability 8.0 or newer, the device has {}.{}".format(*capability)
+        return why_shape_unsupported(spec)
+
+    def make_planner(
+        self,
+        spec: AttentionSpec,
+        keys: Iterable[PlanKey],
+        *,
+        max_blocks_per_seq: int,
+        sliding_windows: Iterable[int] = (),
+    ) -> FlashInferPlanner:
+        if self._library is None:
+            self._library = load_library()
+        return FlashInferPlanner(
+            self._library,
+            spec,
+            keys,
+            tuple(sliding_windows) or (spec.sliding_window,),
+            max_blocks_per_seq,
+            self._register,
+            self._release,
+        )
+
+    def run(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        metadata: AttentionMetadata,
+        scale: float,
+        sliding_window: int,
+        soft_cap: float,
+    ) -> Tensor:
+        plan = self._plans.get(int(metadata.plan[0]))
+        if plan is None:
+            raise RuntimeError(
+                f"paged_attention: flashinfer has no plan {int(metadata.plan[0])}; call plan() of "
+                f"the planner from make_planner before the step, and none after its close()"
+            )
+        wrapper = plan.wrapper(sliding_window, soft_cap)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        # Our own kernel rather than append_paged_kv_cache: it goes by the slot mapping, where that
+        # one wants the sequence and position of every token, two more tensors per step.
+        write_kv(out, k, v, k_cache, v_cache, metadata)
+        # No programmatic launch: the kernel before it in the stream writes the keys that it reads.
+        wrapper.run(q, (k_cache, v_cache), q_scale=scale, out=out, enable_pdl=False)
+        return out
+
+    def _register(self, plan: Plan) -> int:
+        handle = next(self._handles)
+        self._plans[handle] = plan
+        return handle
+
+    def _release(self, handle: int) -> None:
+        del self._plans[handle]
+
+
+BACKEND = FlashInferBackend()

@@ -1,0 +1,314 @@
+"""Planning for the `flashinfer` backend: page lists built on the host, one plan per captured shape.
+
+FlashInfer divides a step's work among programs on the host ("plan") and runs the division on the
+device. Captured shapes have wrappers with buffers at fixed addresses; planning rewrites what they
+hold. Shapes that are not captured share one wrapper whose buffers are as large as they need.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ostinato.ops.attention import AttentionSpec, HostMetadata, PlanKey
+
+__all__ = ("FlashInferPlanner", "Library", "PageArrays", "Plan", "fill_pages")
+
+_FIRST_WORKSPACE_BYTES = 16 << 20
+_ALIGNMENT = 16  # int32 elements: every section starts at a multiple of 64 bytes
+_MIN_GROUP_FOR_TENSOR_CORES = 4  # query heads per KV head; below, the scalar kernel reads as fast
+
+
+class Library(NamedTuple):
+    """What is used of FlashInfer."""
+
+    decode_wrapper: Callable[..., Any]  # BatchDecodeWithPagedKVCacheWrapper
+    prefill_wrapper: Callable[..., Any]  # BatchPrefillWithPagedKVCacheWrapper
+    fast_decode_plan: Callable[..., None]
+
+
+class PageArrays(NamedTuple):
+    """A step in FlashInfer's form, for N sequences, absent ones last."""
+
+    kv_indptr: np.ndarray  # [N+1] int32, first entry of each sequence in `indices`
+    last_page_len: np.ndarray  # [N] int32, tokens in its last block; 0 = no blocks
+    query_indptr: np.ndarray  # [N+1] int32, first query row of each sequence
+    indices: np.ndarray  # [>= kv_indptr[N]] int32, block ids
+
+
+def fill_pages(arrays: PageArrays, key: PlanKey, host: HostMetadata, block_size: int) -> int:
+    """List the blocks of the sequences that have query rows.
+
+    They are moved to the front. Padding tokens, between the last sequence's and `key.num_tokens`,
+    become the last sequence's: rows over no keys, which FlashInfer answers with zeros.
+
+    Args:
+        arrays: written; N is at least the number of such sequences, plus one for padding tokens.
+        key: the step's shape, padding included.
+        host: the step.
+        block_size: tokens per block.
+
+    Returns:
+        The entries of `arrays.indices` in use.
+    """
+    starts = host.query_start_loc[: key.num_seqs + 1]
+    rows = np.flatnonzero(starts[1:] > starts[:-1])
+    count, num_tokens = rows.size, int(starts[-1])
+    lengths = host.seq_lens[rows]
+    pages = -(-lengths // block_size)
+    arrays.kv_indptr[0] = 0
+    np.cumsum(pages, out=arrays.kv_indptr[1 : count + 1])
+    used = int(arrays.kv_indptr[count])
+    arrays.kv_indptr[count + 1 :] = used
+    arrays.last_page_len[:count] = (lengths - 1) % block_size + 1
+    arrays.last_page_len[count:] = 0
+    arrays.query_indptr[:count] = starts[rows]
+    arrays.query_indptr[count:-1] = num_tokens
+    arrays.query_indptr[-1] = key.num_tokens
+    if count:
+        lists = [host.block_table[row, :n] for row, n in zip(rows, pages.tolist(), strict=True)]
+        np.concatenate(lists, out=arrays.indices[:used])
+    return used
+
+
+class _PageTable:
+    """`PageArrays` in pinned host memory and their copy on the device, made in one transfer."""
+
+    def __init__(self, num_slots: int, max_indices: int, device: torch.device) -> None:
+        sizes = (num_slots + 1, num_slots, num_slots + 1, max(1, max_indices))
+        padded = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]
+        cuda = device.type == "cuda"
+        self.num_slots = num_slots
+        self._host = torch.zeros(sum(padded), dtype=torch.int32, pin_memory=cuda)
+        self._device = torch.zeros(sum(padded), dtype=torch.int32, device=device)
+        self._before_indices = sum(padded[:3])
+        self.on_host, self.on_device = (
+            [part[:size] for part, size in zip(memory.split(padded), sizes, strict=True)]
+            for memory in (self._host, self._device)
+        )
+        self.arrays = PageArrays(*(part.numpy() for part in self.on_host))
+
+    def upload(self, num_indices: int) -> None:
+        """Start the transfer of what is in use, on the current stream."""
+        used = self._before_indices + num_indices
+        self._device[:used].copy_(self._host[:used], non_blocking=True)
+
+
+class _Workspace:
+    """The float workspace that all wrappers share: the kernels of a step run one after another."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._buffer = torch.zeros(_FIRST_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+
+    def at_least(self, num_bytes: int) -> Tensor:
+        """A buffer of that size; a smaller one stays alive in the wrappers that captured it."""
+        if self._buffer.numel() < num_bytes:
+            self._buffer = torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
+        return self._buffer
+
+    def close(self) -> None:
+        self._buffer = self._buffer.new_empty(0)
+
+
+class Plan:
+    """The wrappers of one shape, one per sliding window of the model, over one page table."""
+
+    def __init__(
+        self,
+        library: Library,
+        spec: AttentionSpec,
+        windows: Iterable[int],
+        workspace: _Workspace,
+        key: PlanKey | None,
+        table: _PageTable,
+    ) -> None:
+        """
+        Args:
+            library: FlashInfer.
+            spec: what the model needs.
+            windows: sliding windows of the model's layers, 0 = none.
+            workspace: shared with all other plans.
+            key: the captured shape; None = any shape, never captured.
+            table: with a key, exactly as many slots as the wrapper has sequences.
+        """
+        self._library = library
+        self._spec = spec
+        self._workspace = workspace
+        self._table = table
+        self._is_captured = key is not None
+        self._is_decode = key is not None and key.uniform_decode
+        self._is_sized = False
+        self._planned = torch.cuda.Event() if spec.device.type == "cuda" else None
+        self._wrappers = {window: self._make_wrapper() for window in windows}
+
+    def wrapper(self, sliding_window: int, soft_cap: float) -> Any:
+        """The planned wrapper of a layer.
+
+        Raises:
+            ValueError: no layer with this window or cap was planned for.
+        """
+        if sliding_window not in self._wrappers or soft_cap != self._spec.soft_cap:
+            raise ValueError(
+                f"paged_attention: flashinfer planned sliding windows {sorted(self._wrappers)} and "
+                f"soft cap {self._spec.soft_cap}, a layer asks for {sliding_window} and "
+                f"{soft_cap}; name all windows of the model in make_planner"
+            )
+        return self._wrappers[sliding_window]
+
+    def plan(self, key: PlanKey, host: HostMetadata) -> None:
+        """Plan one step; see `AttentionPlanner.plan`."""
+        if self._planned is not None:
+            # The last transfers out of the pinned memory must be over before it is rewritten. They
+            # lie before the last step's kernels, so this does not wait for those.
+            self._planned.synchronize()
+        num_slots = self._table.num_slots if self._is_captured else key.num_seqs + 1
+        arrays = self._table.arrays
+        used = fill_pages(
+            PageArrays(
+                arrays.kv_indptr[: num_slots + 1],
+                arrays.last_page_len[:num_slots],
+                arrays.query_indptr[: num_slots + 1],
+                arrays.indices,
+            ),
+            key,
+            host,
+            self._spec.block_size,
+        )
+        self._table.upload(used)
+        for window, wrapper in self._wrappers.items():
+            self._plan_wrapper(wrapper, window, num_slots, used)
+        self._is_sized = self._is_captured
+        if self._planned is not None:
+            self._planned.record()
+
+    def _make_wrapper(self) -> Any:
+        kv_indptr, last_page_len, query_indptr, indices = self._table.on_device
+        workspace = self._workspace.at_least(0)
+        if self._is_decode:
+            group = self._spec.num_heads // self._spec.num_kv_heads
+            return self._library.decode_wrapper(
+                workspace,
+                kv_layout="HND",
+                use_cuda_graph=True,
+                use_tensor_cores=group >= _MIN_GROUP_FOR_TENSOR_CORES,
+                paged_kv_indptr_buffer=kv_indptr,
+                paged_kv_indices_buffer=indices,
+                paged_kv_last_page_len_buffer=last_page_len,
+            )
+        # "fa2": the kernel that "auto" takes on Hopper reads the keys once per query head and does
+        # not split them, which is slow for the decode rows of a mixed step.
+        if not self._is_captured:
+            return self._library.prefill_wrapper(workspace, kv_layout="HND", backend="fa2")
+        return self._library.prefill_wrapper(
+            workspace,
+            kv_layout="HND",
+            use_cuda_graph=True,
+            qo_indptr_buf=query_indptr,
+            paged_kv_indptr_buf=kv_indptr,
+            paged_kv_indices_buf=indices,
+            paged_kv_last_page_len_buf=last_page_len,
+            backend="fa2",
+        )
+
+    def _plan_wrapper(self, wrapper: Any, window: int, num_slots: int, used: int) -> None:
+        spec = self._spec
+        kv_indptr, last_page_len, query_indptr, _ = self._table.on_host
+        # The block ids are passed as they lie on the device, where FlashInfer would copy them to
+        # (a copy onto itself does nothing): from the host it would wait for the copy's end.
+        indices = self._table.on_device[3][: max(1, used)]
+        pages = (kv_indptr[: num_slots + 1], indices, last_page_len[:num_slots])
+        shape = (spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.block_size)
+        options: dict[str, Any] = {
+            "window_left": window - 1,
+            "logits_soft_cap": spec.soft_cap,
+            "q_data_type": spec.dtype,
+            "kv_data_type": spec.dtype,
+            "sm_scale": 1.0,  # the op's own scale is given at each run
+        }
+        if self._is_decode and self._is_sized:
+            self._library.fast_decode_plan(
+                wrapper, *pages, *shape, **options, global_override_indptr_cpu=pages[0]
+            )
+            return
+        if not self._is_decode:
+            pages = (query_indptr[: num_slots + 1], *pages)
+            options["causal"] = True
+        if not self._is_sized:
+            self._size_workspaces(wrapper, (*pages, *shape), options)
+        wrapper.plan(*pages, *shape, **options)
+
+    def _size_workspaces(self, wrapper: Any, arguments: tuple[Any, ...], options: Any) -> None:
+        """Give the wrapper what its plans need: a captured shape's is the same in every step."""
+        num_floats, num_ints = wrapper.workspace_size(*arguments, **options)
+        floats = self._workspace.at_least(num_floats)
+        ints = torch.zeros(max(1, num_ints), dtype=torch.uint8, device=self._spec.device)
+        wrapper.reset_workspace_buffer(floats, ints)
+
+
+class FlashInferPlanner:
+    """An engine's plans; see `AttentionPlanner`."""
+
+    def __init__(
+        self,
+        library: Library,
+        spec: AttentionSpec,
+        keys: Iterable[PlanKey],
+        windows: Iterable[int],
+        max_blocks_per_seq: int,
+        register: Callable[[Plan], int],
+        release: Callable[[int], None],
+    ) -> None:
+        self._library = library
+        self._spec = spec
+        self._captured = {_identity(key) for key in keys}
+        self._windows = tuple(sorted(set(windows)))
+        self._max_blocks_per_seq = max_blocks_per_seq
+        self._register = register
+        self._release = release
+        self._workspace = _Workspace(spec.device)
+        self._plans: dict[tuple[int, int, bool] | None, tuple[Plan, int]] = {}
+        self._num_free_slots = 0  # sequences that the plan of all other shapes has room for
+
+    def plan(self, key: PlanKey, host: HostMetadata, handle: Tensor) -> None:
+        identity = _identity(key) if _identity(key) in self._captured else None
+        if identity is None and key.num_seqs + 1 > self._num_free_slots:
+            self._drop(None)
+            self._num_free_slots = key.num_seqs + 1
+        if identity not in self._plans:
+            plan = self._make_plan(key, is_captured=identity is not None)
+            self._plans[identity] = plan, self._register(plan)
+        plan, number = self._plans[identity]
+        plan.plan(key, host)
+        handle[0] = number
+
+    def close(self) -> None:
+        for identity in list(self._plans):
+            self._drop(identity)
+        self._workspace.close()
+
+    def _drop(self, identity: tuple[int, int, bool] | None) -> None:
+        if identity in self._plans:
+            self._release(self._plans.pop(identity)[1])
+
+    def _make_plan(self, key: PlanKey, *, is_captured: bool) -> Plan:
+        num_seqs = min(key.num_seqs, key.num_tokens) if is_captured else key.num_seqs
+        # A decode step has one slot per token; elsewhere the last slot takes the padding tokens.
+        num_slots = key.num_tokens if is_captured and key.uniform_decode else num_seqs + 1
+        table = _PageTable(num_slots, num_seqs * self._max_blocks_per_seq, self._spec.device)
+        return Plan(
+            self._library,
+            self._spec,
+            self._windows,
+            self._workspace,
+            key if is_captured else None,
+            table,
+        )
+
+
+def _identity(key: PlanKey) -> tuple[int, int, bool]:
+    return key.num_tokens, key.num_seqs, key.uniform_decode

@@ -1,0 +1,181 @@
+"""The flashinfer backend without a GPU: page lists, planning over stand-ins, FlashInfer's signatures."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ostinato.graphs.buckets import GraphKey
+from ostinato.ops.attention import AttentionSpec
+from ostinato.ops.backends.flashinfer_plan import Library, PageArrays, fill_pages
+from tests.ops.attention_steps import Shape
+from tests.ops.attention_steps import run as run_step
+from tests.ops.flashinfer_stand_in import bound_to
+from tests.ops.planned_steps import Engine
+
+pytest.importorskip("triton", reason="triton has wheels for Linux x86-64 only")
+ROOT = Path(__file__).parents[2]
+
+
+class Host(NamedTuple):
+    query_start_loc: np.ndarray
+    seq_lens: np.ndarray
+    block_table: np.ndarray
+
+
+def page_arrays(num_slots: int, num_indices: int) -> PageArrays:
+    sizes = (num_slots + 1, num_slots, num_slots + 1, num_indices)
+    return PageArrays(*(np.full(size, -7, dtype=np.int32) for size in sizes))
+
+
+def test_pages_of_a_step() -> None:
+    host = Host(
+        np.array([0, 1, 1, 4, 9999], dtype=np.int32),
+        np.array([17, 0, 32, 9999], dtype=np.int32),
+        np.array([[5, 3, 8], [0, 0, 0], [2, 4, 8], [6, 6, 6]], dtype=np.int32),
+    )
+    arrays = page_arrays(4, 8)
+    assert fill_pages(arrays, GraphKey(6, 3, False), host, block_size=16) == 4
+    assert arrays.kv_indptr.tolist() == [0, 2, 4, 4, 4]
+    assert arrays.last_page_len.tolist() == [1, 16, 0, 0]
+    assert arrays.query_indptr.tolist() == [0, 1, 4, 4, 6]
+    assert arrays.indices.tolist() == [5, 3, 2, 4, -7, -7, -7, -7]
+
+
+def test_pages_of_padding_alone() -> None:
+    host = Host(np.zeros(3, np.int32), np.zeros(2, np.int32), np.zeros((2, 3), np.int32))
+    arrays = page_arrays(2, 3)
+    assert fill_pages(arrays, GraphKey(2, 2, True), host, block_size=16) == 0
+    assert arrays.kv_indptr.tolist() == [0, 0, 0]
+    assert arrays.last_page_len.tolist() == [0, 0]
+    assert arrays.query_indptr.tolist() == [0, 0, 2]
+
+
+@given(
+    rows=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 40)), min_size=1, max_size=6),
+    padding=st.integers(0, 3),
+    block_size=st.sampled_from([8, 16]),
+)
+def test_pages_cover_every_sequence(
+    rows: list[tuple[int, int]], padding: int, block_size: int
+) -> None:
+    lengths = [(query, query + before if query else 0) for query, before in rows]
+    starts = np.cumsum([0, *(query for query, _ in lengths)]).astype(np.int32)
+    table = np.arange(len(rows) * 8, dtype=np.int32).reshape(len(rows), 8)
+    host = Host(starts, np.array([length for _, length in lengths], dtype=np.int32), table)
+    arrays = page_arrays(len(rows) + 1, table.size)
+    key = GraphKey(int(starts[-1]) + padding, len(rows), False)
+    used = fill_pages(arrays, key, host, block_size)
+    present = [(row, *pair) for row, pair in enumerate(lengths) if pair[0]]
+    for slot, (row, query_len, length) in enumerate(present):
+        pages = arrays.indices[arrays.kv_indptr[slot] : arrays.kv_indptr[slot + 1]].tolist()
+        assert pages == table[row, : -(-length // block_size)].tolist()
+        assert (len(pages) - 1) * block_size + arrays.last_page_len[slot] == length
+        assert arrays.query_indptr[slot] == starts[row]
+        assert arrays.query_indptr[slot + 1] - starts[row] >= query_len
+    absent = slice(len(present), None)
+    assert set(np.diff(arrays.kv_indptr)[absent].tolist()) <= {0}
+    assert set(arrays.last_page_len[absent].tolist()) <= {0}
+    assert np.diff(arrays.query_indptr).tolist() == [
+        *(query_len for _, query_len, _ in present),
+        *[0] * (len(rows) - len(present)),
+        padding,
+    ]
+    assert used == sum(-(-length // block_size) for _, _, length in present)
+
+
+@pytest.mark.timeout(600)
+def test_planning_over_stand_ins() -> None:
+    """interpreted_flashinfer.py, in a process where no kernel is decorated yet."""
+    options = ["-x", "-q", "-p", "no:cacheprovider"]
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", *options, "tests/ops/interpreted_flashinfer.py"],
+        cwd=ROOT,
+        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert " passed" in run.stdout
+
+
+def spec(**more: object) -> AttentionSpec:
+    values = {
+        "num_heads": 8,
+        "num_kv_heads": 2,
+        "head_dim": 64,
+        "block_size": 16,
+        "dtype": torch.float16,
+        "device": torch.device("cpu"),
+    }
+    return AttentionSpec(**(values | more))  # pyright: ignore[reportArgumentType]
+
+
+def test_why_unsupported() -> None:
+    from ostinato.ops.backends.flashinfer import BACKEND, why_shape_unsupported
+
+    assert BACKEND.why_unsupported(spec()) == "needs a CUDA device, the model is on cpu"
+    assert why_shape_unsupported(spec()) is None
+    assert why_shape_unsupported(spec(dtype=torch.float32)) == (
+        "needs float16 or bfloat16, the model has torch.float32"
+    )
+    assert why_shape_unsupported(spec(head_dim=80)) == (
+        "needs a head size in (64, 128, 256), the model has 80"
+    )
+
+
+@pytest.fixture
+def flashinfer() -> Library:
+    from ostinato.ops.backends.flashinfer import load_library
+
+    try:
+        return load_library()
+    except ImportError as error:
+        pytest.skip(f"flashinfer is an optional dependency and can not be imported: {error}")
+
+
+def test_every_call_binds_to_flashinfer(
+    flashinfer: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Planning and running decode, mixed and uncaptured steps, each call checked against the real
+    signatures. The kernel that writes keys and values has no part in it and is left out.
+    """
+    from ostinato.ops.backends import flashinfer as module
+
+    monkeypatch.setattr(module, "write_kv", lambda *arguments: None)
+    calls: list[str] = []
+    backend = module.FlashInferBackend(bound_to(flashinfer, calls))
+    keys = [GraphKey(4, 4, True), GraphKey(16, 4, False)]
+    planner = backend.make_planner(spec(), keys, max_blocks_per_seq=12)
+    shape = Shape(head_dim=64, dtype=torch.float16)
+    engine = Engine(shape, max_num_tokens=32, max_num_seqs=4, max_blocks=12)
+    for key in [*keys, *keys, GraphKey(5, 2, False)]:
+        step = engine.load([(1, 30), (1, 40)], key)
+        planner.plan(key, engine.buffers.host, engine.buffers.plan)
+        # The caches' poison is at the slots that are not written here.
+        clean = step._replace(k_cache=step.k_cache.nan_to_num(), v_cache=step.v_cache.nan_to_num())
+        run_step(backend, clean, shape)
+    planner.close()
+    assert sorted(set(calls)) == [
+        "DecodeStandIn.__init__",
+        "DecodeStandIn.plan",
+        "DecodeStandIn.reset_workspace_buffer",
+        "DecodeStandIn.run",
+        "DecodeStandIn.workspace_size",
+        "PrefillStandIn.__init__",
+        "PrefillStandIn.plan",
+        "PrefillStandIn.reset_workspace_buffer",
+        "PrefillStandIn.run",
+        "PrefillStandIn.workspace_size",
+        "fast_decode_plan",
+    ]
