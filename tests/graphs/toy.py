@@ -85,16 +85,18 @@ def make_buffers() -> StaticBuffers:
 def fill(buffers: StaticBuffers, sequences: list[tuple[int, list[int]]]) -> tuple[int, int]:
     """Put (context already computed, new token ids) per sequence into the buffers.
 
-    Sequence i owns blocks 1 + i * MAX_BLOCKS onwards. Returns (num_tokens, num_seqs).
+    Sequence i owns a table's worth of blocks, those of sequence 0 begin with block 1. Returns
+    (num_tokens, num_seqs).
     """
     host, begin = buffers.host, 0
+    block_size, max_blocks = buffers.block_size, host.block_table.shape[1]
     for index, (start, token_ids) in enumerate(sequences):
         end, stop = begin + len(token_ids), start + len(token_ids)
-        first = 1 + index * MAX_BLOCKS
-        host.block_table[index] = range(first, first + MAX_BLOCKS)
+        first = 1 + index * max_blocks
+        host.block_table[index] = range(first, first + max_blocks)
         host.token_ids[begin:end] = token_ids
         host.positions[begin:end] = range(start, stop)
-        host.slot_mapping[begin:end] = range(first * BLOCK_SIZE + start, first * BLOCK_SIZE + stop)
+        host.slot_mapping[begin:end] = range(first * block_size + start, first * block_size + stop)
         host.query_start_loc[index : index + 2] = begin, end
         host.seq_lens[index] = stop
         host.logits_indices[index] = end - 1
