@@ -1,0 +1,430 @@
+"""`ostinato::paged_attention` on the CPU: reference against dense attention, the C++ kernel against it."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ostinato.ops.attention import AttentionMetadata, AttentionSpec, paged_attention, select_backend
+from ostinato.ops.backends.cpu import BACKEND as CPU
+from ostinato.ops.backends.reference import BACKEND as REFERENCE
+from ostinato.ops.native.build import ISA_LEVELS, detect_isa, load
+from tests.ops.attention_steps import Shape, Step, check, make_step, run
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+HEADS = ((4, 4), (8, 4), (8, 2), (8, 1), (7, 1))
+HEAD_DIMS = (16, 32, 64, 72, 80, 96, 128, 256)
+BLOCK_SIZES = (8, 16, 32, 64, 128)
+RUNNABLE = list(ISA_LEVELS)[list(ISA_LEVELS).index(detect_isa()) :]
+MIXED = [(1, 1), (1, 300), (70, 70), (1, 64), (33, 290), (2, 257)]
+
+
+class LevelBackend:
+    """The C++ kernel of one instruction set level."""
+
+    name = "cpu"
+
+    def __init__(self, isa: str) -> None:
+        self._op = getattr(torch.ops, load(isa).namespace).paged_attention.default
+
+    def why_unsupported(self, spec: AttentionSpec) -> str | None:
+        return CPU.why_unsupported(spec)
+
+    def run(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        metadata: AttentionMetadata,
+        scale: float,
+        sliding_window: int,
+        soft_cap: float,
+    ) -> Tensor:
+        return self._op(
+            q, k, v, k_cache, v_cache, *metadata, scale, sliding_window, soft_cap, self.name
+        )
+
+
+@pytest.fixture(scope="module", params=RUNNABLE)
+def level(request: pytest.FixtureRequest) -> LevelBackend:
+    return LevelBackend(request.param)
+
+
+@pytest.fixture(autouse=True)
+def threads():
+    """One thread unless a test asks for more: small steps do not gain from a second."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def sampled(*axes: tuple[object, ...], seed: int = 0) -> list[tuple[object, ...]]:
+    """Combinations in which every pair of values of two axes occurs."""
+    wanted = {
+        (i, j, a, b)
+        for (i, first), (j, second) in itertools.combinations(enumerate(axes), 2)
+        for a in first
+        for b in second
+    }
+    candidates = list(itertools.product(*axes))
+    random.Random(seed).shuffle(candidates)
+    chosen = []
+    for candidate in candidates:
+        pairs = {
+            (i, j, candidate[i], candidate[j])
+            for i, j in itertools.combinations(range(len(axes)), 2)
+        }
+        if pairs & wanted:
+            wanted -= pairs
+            chosen.append(candidate)
+    return chosen
+
+
+def test_sampled_covers_every_pair() -> None:
+    chosen = sampled((1, 2, 3), ("a", "b"), (True, False))
+    assert {(a, b) for a, b, _ in chosen} == set(itertools.product((1, 2, 3), ("a", "b")))
+    assert {(a, c) for a, _, c in chosen} == set(itertools.product((1, 2, 3), (True, False)))
+    assert {(b, c) for _, b, c in chosen} == set(itertools.product(("a", "b"), (True, False)))
+
+
+# ---- the reference itself ----------------------------------------------------------------------
+
+
+def dense(step: Step, shape: Shape, row: int) -> Tensor:
+    """One sequence's output through torch's own attention over gathered, contiguous keys."""
+    starts = step.metadata.query_start_loc.tolist()
+    length = int(step.metadata.seq_lens[row])
+    num_queries = starts[row + 1] - starts[row]
+    positions = range(length)
+    blocks = [int(step.metadata.block_table[row, p // shape.block_size]) for p in positions]
+    offsets = [p % shape.block_size for p in positions]
+    keys, values = (cache[blocks, :, offsets].clone() for cache in (step.k_cache, step.v_cache))
+    keys[length - num_queries :] = step.k[starts[row] : starts[row + 1]]
+    values[length - num_queries :] = step.v[starts[row] : starts[row + 1]]
+    key = torch.arange(length)
+    query = torch.arange(length - num_queries, length)[:, None]
+    seen = key <= query
+    if shape.sliding_window:
+        seen &= key > query - shape.sliding_window
+    out = F.scaled_dot_product_attention(
+        step.q[starts[row] : starts[row + 1]].transpose(0, 1),
+        keys.transpose(0, 1),
+        values.transpose(0, 1),
+        attn_mask=seen,
+        enable_gqa=True,
+    )
+    return out.transpose(0, 1)
+
+
+@pytest.mark.parametrize("window", [0, 1, 19])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), HEADS)
+def test_reference_is_dense_attention(num_heads: int, num_kv_heads: int, window: int) -> None:
+    shape = Shape(num_heads=num_heads, num_kv_heads=num_kv_heads, sliding_window=window)
+    lengths = [(1, 40), (20, 20), (7, 33)]
+    step = make_step(lengths, shape)
+    out, _, _ = run(REFERENCE, step, shape)
+    expected = torch.cat([dense(step, shape, row) for row in range(len(lengths))])
+    torch.testing.assert_close(out, expected, atol=1e-6, rtol=1e-5)
+
+
+def test_reference_soft_cap() -> None:
+    # One head, two keys: the logits 8 and 0 become 2 tanh(4) and 0.
+    shape = Shape(num_heads=1, num_kv_heads=1, head_dim=8, block_size=8, soft_cap=2.0)
+    step = make_step([(2, 2)], shape)
+    step.q[:] = 0.0
+    step.k[:] = 0.0
+    step.q[1, 0, 0], step.k[1, 0, 0] = 8.0, 8.0**0.5
+    out, _, _ = run(REFERENCE, step, shape)
+    weight = torch.sigmoid(2.0 * torch.tanh(torch.tensor(4.0)))
+    torch.testing.assert_close(out[1, 0], step.v[0, 0] * (1 - weight) + step.v[1, 0] * weight)
+
+
+# ---- the C++ kernel ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("dtype", "heads", "head_dim", "block_size"), sampled(DTYPES, HEADS, HEAD_DIMS, BLOCK_SIZES)
+)
+def test_layouts(
+    dtype: torch.dtype, heads: tuple[int, int], head_dim: int, block_size: int
+) -> None:
+    shape = Shape(
+        num_heads=heads[0],
+        num_kv_heads=heads[1],
+        head_dim=head_dim,
+        block_size=block_size,
+        dtype=dtype,
+    )
+    check(CPU, MIXED, shape)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("window", "soft_cap"), [(1, 0.0), (37, 0.0), (256, 0.0), (0, 5.0), (20, 3.0)]
+)
+def test_window_and_soft_cap(dtype: torch.dtype, window: int, soft_cap: float) -> None:
+    check(CPU, MIXED, Shape(dtype=dtype, sliding_window=window, soft_cap=soft_cap))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("head_dim", "window"), [(32, 0), (72, 45), (128, 0)])
+def test_every_instruction_set_level(
+    level: LevelBackend, dtype: torch.dtype, head_dim: int, window: int
+) -> None:
+    shape = Shape(head_dim=head_dim, dtype=dtype, sliding_window=window, num_heads=6)
+    check(level, MIXED, shape)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_threads_and_split_contexts(threads, dtype: torch.dtype, num_threads: int) -> None:
+    shape = Shape(num_heads=4, num_kv_heads=1, head_dim=64, dtype=dtype)
+    lengths = [(1, 3000), (40, 1500), (1, 5)]
+    threads(1)
+    alone = check(CPU, lengths, shape)
+    threads(num_threads)
+    assert torch.equal(check(CPU, lengths, shape), alone)
+
+
+def test_many_heads_share_one_kv_head() -> None:
+    check(CPU, [(3, 80), (1, 300)], Shape(num_heads=160, num_kv_heads=1, dtype=torch.bfloat16))
+
+
+def test_padding_gives_zeros() -> None:
+    shape = Shape(num_rows=7, num_padding=5, max_blocks=40, dtype=torch.bfloat16)
+    step = make_step([(1, 40), (20, 20)], shape)
+    out, _, _ = run(CPU, step, shape)
+    assert torch.equal(out[21:], torch.zeros_like(out[21:]))
+    check(CPU, [(1, 40), (20, 20)], shape)
+
+
+def test_absent_rows_between_others() -> None:
+    check(CPU, [(0, 0), (1, 40), (0, 0), (20, 20), (0, 0)], Shape())
+
+
+def test_a_step_of_padding_alone() -> None:
+    shape = Shape(num_rows=3, num_padding=4)
+    step = make_step([(0, 0)], replace(shape, max_blocks=2))
+    out, _, _ = run(CPU, step, shape)
+    assert torch.equal(out, torch.zeros_like(step.q))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sequences_read_blocks_that_others_write_in_the_same_step(dtype: torch.dtype) -> None:
+    shape = Shape(dtype=dtype)
+    step = make_step([(32, 32), (9, 41)], shape)
+    step.metadata.block_table[1, :2] = step.metadata.block_table[0, :2]
+    out, k_cache, _ = run(CPU, step, shape)
+    expected, k_expected, _ = run(REFERENCE, step, shape)
+    torch.testing.assert_close(
+        out, expected, atol=3e-2 if dtype != torch.float32 else 1e-5, rtol=1e-2
+    )
+    assert torch.equal(k_cache.nan_to_num(7.0), k_expected.nan_to_num(7.0))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_slices_of_a_fused_row(dtype: torch.dtype) -> None:
+    shape = Shape(num_heads=6, num_kv_heads=2, dtype=dtype)
+    step = make_step(MIXED, shape)
+    fused = torch.cat([x.flatten(1) for x in (step.q, step.k, step.v)], dim=1)
+    q, k, v = (x.unflatten(1, (-1, 32)) for x in fused.split([6 * 32, 2 * 32, 2 * 32], dim=1))
+    assert not k.is_contiguous()
+    out, k_cache, v_cache = run(CPU, step._replace(q=q, k=k, v=v), shape)
+    expected = run(CPU, step, shape)
+    assert out.is_contiguous()
+    assert torch.equal(out, expected[0])
+    assert torch.equal(k_cache.nan_to_num(7.0), expected[1].nan_to_num(7.0))
+    assert torch.equal(v_cache.nan_to_num(7.0), expected[2].nan_to_num(7.0))
+
+
+# ---- a row's bits ------------------------------------------------------------------------------
+
+
+def part_of(step: Step, row: int) -> Step:
+    """The step with one of its sequences alone."""
+    begin, end = step.metadata.query_start_loc[row : row + 2].tolist()
+    metadata = AttentionMetadata(
+        torch.tensor([0, end - begin], dtype=torch.int32),
+        step.metadata.seq_lens[row : row + 1],
+        step.metadata.block_table[row : row + 1],
+        step.metadata.slot_mapping[begin:end],
+        step.metadata.plan,
+    )
+    q, k, v = (x[begin:end] for x in (step.q, step.k, step.v))
+    return Step(q, k, v, step.k_cache, step.v_cache, metadata, end - begin)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("window", "soft_cap"), [(0, 0.0), (90, 0.0), (0, 4.0)])
+def test_a_sequence_alone_and_in_a_batch(
+    level: LevelBackend, dtype: torch.dtype, window: int, soft_cap: float
+) -> None:
+    shape = Shape(dtype=dtype, head_dim=64, sliding_window=window, soft_cap=soft_cap)
+    step = make_step(MIXED, shape)
+    out, _, _ = run(level, step, shape)
+    for row in range(len(MIXED)):
+        begin, end = step.metadata.query_start_loc[row : row + 2].tolist()
+        alone, _, _ = run(level, part_of(step, row), shape)
+        assert torch.equal(alone, out[begin:end])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("chunks", [[1] * 5 + [495], [499, 1], [33, 167, 3, 297], [128, 372]])
+@pytest.mark.parametrize("window", [0, 70])
+def test_whole_prefill_and_chunks_of_it(
+    level: LevelBackend, dtype: torch.dtype, chunks: list[int], window: int
+) -> None:
+    shape = Shape(dtype=dtype, head_dim=64, num_heads=6, num_kv_heads=2, sliding_window=window)
+    step = make_step([(500, 500)], shape)
+    whole, k_whole, v_whole = run(level, step, shape)
+    k_cache, v_cache = step.k_cache, step.v_cache
+    done = 0
+    for size in chunks:
+        span = slice(done, done + size)
+        done += size
+        metadata = step.metadata._replace(
+            query_start_loc=torch.tensor([0, size], dtype=torch.int32),
+            seq_lens=torch.tensor([done], dtype=torch.int32),
+            slot_mapping=step.metadata.slot_mapping[span],
+        )
+        part = Step(step.q[span], step.k[span], step.v[span], k_cache, v_cache, metadata, size)
+        out, k_cache, v_cache = run(level, part, shape)
+        assert torch.equal(out, whole[span])
+    assert torch.equal(k_cache.nan_to_num(7.0), k_whole.nan_to_num(7.0))
+    assert torch.equal(v_cache.nan_to_num(7.0), v_whole.nan_to_num(7.0))
+
+
+# ---- any batch ---------------------------------------------------------------------------------
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> tuple[list[tuple[int, int]], Shape]:
+    num_kv_heads = draw(st.integers(1, 3))
+    shape = Shape(
+        num_heads=num_kv_heads * draw(st.integers(1, 9)),
+        num_kv_heads=num_kv_heads,
+        head_dim=8 * draw(st.integers(1, 18)),
+        block_size=draw(st.sampled_from(BLOCK_SIZES)),
+        dtype=draw(st.sampled_from(DTYPES)),
+        sliding_window=draw(st.sampled_from((0, 0, 1, 16, 65))),
+        soft_cap=draw(st.sampled_from((0.0, 0.0, 2.5))),
+        num_padding=draw(st.integers(0, 3)),
+    )
+    lengths = []
+    for _ in range(draw(st.integers(1, 5))):
+        context = draw(st.integers(1, 200))
+        lengths.append((draw(st.integers(1, min(context, 40))), context))
+    return lengths, shape
+
+
+@settings(max_examples=60, deadline=None)
+@given(steps())
+def test_any_batch(drawn: tuple[list[tuple[int, int]], Shape]) -> None:
+    check(CPU, *drawn)
+
+
+# ---- the op ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_opcheck(backend: str) -> None:
+    shape = Shape()
+    step = make_step([(1, 20), (9, 9)], shape)
+    for cache in (step.k_cache, step.v_cache):
+        cache.nan_to_num_(0.0)
+    step.metadata.block_table.clamp_(max=step.k_cache.shape[0] - 1)
+    torch.library.opcheck(
+        torch.ops.ostinato.paged_attention.default,
+        (*step[:5], *step.metadata, 0.2, 0, 0.0, backend),
+        test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_dynamic"),
+    )
+
+
+def test_op_under_compile_writes_the_same_cache() -> None:
+    shape = Shape(dtype=torch.bfloat16)
+    step = make_step(MIXED, shape)
+    expected, k_expected, v_expected = run(CPU, step, shape)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
+        return paged_attention(
+            q, k, v, k_cache, v_cache, step.metadata, scale=32**-0.5, backend="cpu"
+        )
+
+    out = torch.compile(attend, backend="aot_eager", fullgraph=True)(*step[:5])
+    assert torch.equal(out, expected)
+    assert torch.equal(step.k_cache.nan_to_num(7.0), k_expected.nan_to_num(7.0))
+    assert torch.equal(step.v_cache.nan_to_num(7.0), v_expected.nan_to_num(7.0))
+
+
+def spec(**changes: object) -> AttentionSpec:
+    fields = {
+        "num_heads": 8,
+        "num_kv_heads": 2,
+        "head_dim": 64,
+        "block_size": 16,
+        "dtype": torch.bfloat16,
+        "device": torch.device("cpu"),
+    }
+    return AttentionSpec(**(fields | changes))
+
+
+def test_auto_selects_the_kernel() -> None:
+    assert select_backend("auto", spec()) == "cpu"
+
+
+def test_auto_falls_back_to_the_reference() -> None:
+    assert select_backend("auto", spec(head_dim=100)) == "reference"
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"head_dim": 100}, "head_dim must be a multiple of 8 up to 256, not 100"),
+        ({"head_dim": 264}, "head_dim must be a multiple of 8 up to 256, not 264"),
+        ({"block_size": 12}, "block_size must be a multiple of 8, not 12"),
+        ({"dtype": torch.float64}, "dtype must be float32, bfloat16 or float16, not torch.float64"),
+        ({"device": torch.device("cuda")}, "it runs on the CPU, not on cuda"),
+    ],
+)
+def test_why_unsupported(changes: dict[str, object], reason: str) -> None:
+    assert CPU.why_unsupported(spec(**changes)) == reason
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda m: m.slot_mapping.fill_(10**9), "slot_mapping\\[0\\] = 1000000000 is outside"),
+        (lambda m: m.block_table.fill_(-1), "block_table\\[0, 0\\] = -1 is outside"),
+        (lambda m: m.seq_lens.fill_(10**6), "seq_lens\\[0\\] = 1000000 must be in \\[1, 32\\]"),
+        (lambda m: m.seq_lens.fill_(0), "seq_lens\\[0\\] = 0 must be in \\[1, 32\\]"),
+        (lambda m: m.query_start_loc.fill_(1), "query_start_loc must begin with 0"),
+    ],
+)
+def test_metadata_out_of_range_is_refused(damage, message: str) -> None:
+    shape = Shape()
+    step = make_step([(1, 20), (9, 9)], shape)
+    damage(step.metadata)
+    with pytest.raises(ValueError, match=message):
+        run(CPU, step, shape)
+
+
+def test_tensors_that_do_not_fit_are_refused() -> None:
+    shape = Shape()
+    step = make_step([(1, 20)], shape)
+    with pytest.raises(ValueError, match="one dtype"):
+        run(CPU, step._replace(k=step.k.double()), shape)
+    with pytest.raises(ValueError, match="last dimension must be contiguous"):
+        run(CPU, step._replace(q=step.q.repeat(1, 1, 2)[..., ::2]), shape)
+    with pytest.raises(ValueError, match="with q's T and D"):
+        run(CPU, step._replace(v=step.v[..., :16]), shape)

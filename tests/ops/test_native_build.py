@@ -1,0 +1,156 @@
+"""Building the native library: cold, twice at once, after damage, without a compiler, on one thread pool."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ostinato.ops.native.build import ISA_LEVELS, detect_isa, load
+
+LOAD = """
+from ostinato.ops.native.build import load
+print(load().path)
+"""
+
+# torch's own loops and then ours, each large enough for every thread.
+ATTEND = """
+import os, sys, torch
+from ostinato.ops.attention import AttentionMetadata, paged_attention
+from ostinato.ops.native.build import load
+
+torch.set_num_threads(int(sys.argv[1]))
+load()
+before = len(os.listdir("/proc/self/task"))
+cache = torch.zeros(65, 4, 16, 64)
+torch.ones(1000000).mul_(2.0)
+between = len(os.listdir("/proc/self/task"))
+metadata = AttentionMetadata(
+    torch.tensor([0, 1000], dtype=torch.int32),
+    torch.tensor([1000], dtype=torch.int32),
+    torch.arange(1, 64, dtype=torch.int32)[None],
+    torch.arange(16, 1016),
+    torch.zeros(1, dtype=torch.int64),
+)
+q, k, v = torch.ones(1000, 4, 64), torch.ones(1000, 4, 64), torch.ones(1000, 4, 64)
+paged_attention(q, k, v, cache, cache.clone(), metadata, scale=1.0, backend="cpu")
+after = len(os.listdir("/proc/self/task"))
+files = {line.split()[-1] for line in open("/proc/self/maps") if ".so" in line}
+runtimes = [file for file in files if any(name in file for name in ("gomp", "libomp", "iomp"))]
+print(between - before, after - before, len(runtimes))
+"""
+
+
+def start(
+    program: str, *arguments: str, cache: Path | None = None, compiler: str | None = None
+) -> subprocess.Popen[str]:
+    """The program in a process of its own; `cache` None = the user's own cache directory."""
+    environment = dict(os.environ)
+    if cache is not None:
+        environment["OSTINATO_CACHE_DIR"] = str(cache)
+    if compiler is not None:
+        environment["CXX"] = compiler
+    return subprocess.Popen(
+        [sys.executable, "-c", program, *arguments],
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> str:
+    out, err = process.communicate(timeout=250)
+    assert process.returncode == 0, err
+    return out.strip()
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    """A cache directory into which two processes built at the same moment, and what they printed."""
+    cache = tmp_path_factory.mktemp("cache")
+    processes = [start(LOAD, cache=cache) for _ in range(2)]
+    return cache, [finish(process) for process in processes]
+
+
+def test_two_processes_build_at_once_from_nothing(built: tuple[Path, list[str]]) -> None:
+    cache, (first, second) = built
+    assert first == second
+    assert list(cache.rglob("*.so")) == [Path(first)]
+    assert [path.name for path in Path(first).parent.glob("build-*")] == []
+
+
+def test_a_warm_start_needs_no_compiler(built: tuple[Path, list[str]]) -> None:
+    cache, (first, _) = built
+    assert finish(start(LOAD, cache=cache, compiler="no-such-compiler")) == first
+
+
+def test_a_truncated_library_is_rebuilt(built: tuple[Path, list[str]]) -> None:
+    cache, (first, _) = built
+    library = Path(first)
+    whole = library.stat().st_size
+    library.write_bytes(library.read_bytes()[: whole // 2])
+    rebuilt = Path(finish(start(LOAD, cache=cache)))
+    assert list(cache.rglob("*.so")) == [rebuilt]
+    assert rebuilt.stat().st_size > whole // 2
+
+
+def test_a_missing_compiler_is_named_with_the_remedy(tmp_path: Path) -> None:
+    process = start(LOAD, cache=tmp_path, compiler="no-such-compiler")
+    _, err = process.communicate(timeout=120)
+    assert process.returncode != 0
+    assert err.splitlines()[-1] == (
+        "ostinato.ops.native.build.NativeBuildError: the CPU kernels need a C++ compiler and none "
+        "was found (tried no-such-compiler): install g++ or set graphs.attention=reference "
+        "graphs.pack_weights=false"
+    )
+
+
+def test_a_failing_compiler_is_quoted(tmp_path: Path) -> None:
+    compiler = tmp_path / "broken-compiler"
+    compiler.write_text(
+        '#!/bin/sh\n[ "$1" = --version ] && exit 0\necho "out of cheese" >&2\nexit 3\n'
+    )
+    compiler.chmod(0o755)
+    process = start(LOAD, cache=tmp_path / "cache", compiler=str(compiler))
+    _, err = process.communicate(timeout=120)
+    assert process.returncode != 0
+    assert f"NativeBuildError: {compiler} -std=c++20" in err
+    assert "failed with exit code 3; install g++ or set graphs.attention=reference" in err
+    assert err.rstrip().endswith("out of cheese")
+    assert list((tmp_path / "cache").rglob("*.so")) == []
+
+
+def test_a_cache_that_can_not_be_written_is_named(tmp_path: Path) -> None:
+    cache = tmp_path / "a-file"
+    cache.write_text("")
+    process = start(LOAD, cache=cache)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode != 0
+    assert f"NativeBuildError: the CPU kernels can not be built in {cache}/native/" in err
+    assert "set OSTINATO_CACHE_DIR to a writable directory" in err
+
+
+def test_loading_again_gives_the_same_library() -> None:
+    assert load() is load()
+    assert load().isa == detect_isa()
+    assert load().namespace == "ostinato"
+
+
+def test_levels_are_ordered_and_checked() -> None:
+    assert list(ISA_LEVELS) == ["avx512bf16", "avx512", "avx2", "portable"]
+    with pytest.raises(ValueError, match=r"isa must be one of .*portable on this processor"):
+        load("sse9")
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc to count threads")
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_threads_are_torchs_own(num_threads: int) -> None:
+    load()
+    by_torch, by_both, runtimes = finish(start(ATTEND, str(num_threads))).split()
+    assert int(by_torch) == num_threads - 1
+    assert int(by_both) == num_threads - 1
+    assert int(runtimes) == 1
