@@ -28,8 +28,12 @@ Program = Callable[[ForwardBatch, KVCache], Tensor]
 Binder = Callable[[CausalLM], Program]
 """Gives a compiled program the weights of a model with the traced one's structure."""
 
-# Size asserts would check, on every call of every layer, what the static buffers guarantee.
-_INDUCTOR_OPTIONS: dict[str, str | int | bool | Callable[..., object]] = {"size_asserts": False}
+_INDUCTOR_OPTIONS: dict[str, str | int | bool | Callable[..., object]] = {
+    # These would check, on every call of every layer, what the static buffers guarantee.
+    "size_asserts": False,
+    # Ask for the number of threads at every loop, so that graphs/threads.py can change it.
+    "cpp.dynamic_threads": True,
+}
 
 Parameters = list[Tensor]
 

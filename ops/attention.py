@@ -1,11 +1,13 @@
-"""The op `ostinato::paged_attention`: write this step's keys and values, attend over the block table.
+"""The op `ostinato::paged_attention`: write this step's keys and values, attend over the block
+table.
 
-Callers name the op, never a backend module. A backend is chosen once, by `select_backend`, and its name is
-a constant of the compiled graph. Prefill, chunked prefill and decode are one case: sequence `s` owns the
-query rows `query_start_loc[s]:query_start_loc[s+1]`, which are the last of its `seq_lens[s]` tokens.
+Callers name the op, never a backend module. A backend is chosen once, by `select_backend`, and its
+name is a constant of the compiled graph. Prefill, chunked prefill and decode are one case: sequence
+`s` owns the query rows `query_start_loc[s]:query_start_loc[s+1]`, which are the last of its
+`seq_lens[s]` tokens.
 
-All keys and values of the step are written before any row attends, so a sequence may read blocks that
-another sequence of the same step fills (prefix sharing among requests that arrive together).
+All keys and values of the step are written before any row attends, so a sequence may read blocks
+that another sequence of the same step fills (prefix sharing among requests that arrive together).
 """
 
 from __future__ import annotations
@@ -40,8 +42,8 @@ __all__ = (
 class AttentionMetadata(NamedTuple):
     """Where each row of a step belongs. Tensors only; S and B are fixed for an engine's life.
 
-    Rows of absent sequences are padding: an empty query range and `seq_lens` 0. Padding tokens have a slot
-    inside block 0, the null block, whose contents nobody reads.
+    Rows of absent sequences are padding: an empty query range and `seq_lens` 0. Padding tokens have
+    a slot inside block 0, the null block, whose contents nobody reads.
     """
 
     query_start_loc: Tensor  # [S+1] int32, first query row of each sequence, then the total
@@ -188,11 +190,13 @@ def select_backend(name: str, spec: AttentionSpec) -> str:
     """Resolve a configured backend name to one that can serve `spec`.
 
     Args:
-        name: a backend's name, or "auto" for the first that fits of the device's list of preference.
+        name: a backend's name, or "auto" for the first that fits of the device's list of
+            preference.
         spec: what the model needs.
 
     Raises:
-        ValueError: the named backend (or with "auto", every one) does not fit; the reason is in the text.
+        ValueError: the named backend (or with "auto", every one) does not fit; the reason is in the
+            text.
     """
     candidates = _PREFERENCE[spec.device.type] if name == "auto" else (name,)
     reasons: list[str] = []
@@ -280,8 +284,8 @@ def paged_attention(
         q: [T, Hq, D], last dimension contiguous; rows past `query_start_loc[S]` are padding.
         k: [T, Hkv, D], last dimension contiguous.
         v: [T, Hkv, D], last dimension contiguous.
-        k_cache: [num_blocks, Hkv, block_size, D], written in place. Its own base tensor: a view made inside
-            a compiled region would lose its offset (see docs/design.md).
+        k_cache: [num_blocks, Hkv, block_size, D], written in place. Its own base tensor: a view
+            made inside a compiled region would lose its offset (see docs/design.md).
         v_cache: like `k_cache`.
         metadata: where rows belong.
         scale: factor on the logits, usually D ** -0.5.

@@ -7,6 +7,7 @@ Every mistake of configuration or environment that shows on the way is a `Startu
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +24,7 @@ from ostinato.graphs.buffers import StaticBuffers
 from ostinato.graphs.capture import BoundRecorder, CudaRecorder, GraphRunner
 from ostinato.graphs.compile import Binder, compile_model
 from ostinato.graphs.seal import CompileMonitor
+from ostinato.graphs.threads import StepThreads
 from ostinato.models.base import CausalLM, KVCache
 from ostinato.models.checkpoint import (
     Checkpoint,
@@ -58,6 +60,8 @@ Report = Callable[[str, float], None]
 """Called with a finished phase's name and its seconds; from two threads, one at a time each."""
 
 Phase = Callable[[str], AbstractContextManager[None]]
+
+_LOG = logging.getLogger(__name__)
 
 # generation_config.json's fields that are defaults of a request.
 _SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -207,7 +211,7 @@ def _build_engine(config: EngineConfig, report: Report) -> Engine:
         report(name, phases[name])
 
     monitor = CompileMonitor()
-    set_threads(config.device)
+    threads = set_threads(config.device)
     with phase("open"):
         source = open_model(config)
         plan = plan_engine(config, source)
@@ -262,7 +266,7 @@ def _build_engine(config: EngineConfig, report: Report) -> Engine:
     return Engine(
         scheduler,
         cache,
-        ModelRunner(graphs, buffers, sampler),
+        ModelRunner(graphs, buffers, sampler, _step_threads(config, source, threads)),
         monitor,
         _served_model(config, source, plan, phases),
     )
@@ -347,6 +351,16 @@ def _compile(
         seqs = min(2, config.scheduler.max_num_seqs)
         example = buffers.batch(tokens, seqs, seqs).forward
         return compile_model(prototype, config.graphs.form, example, kv_cache)
+
+
+def _step_threads(config: EngineConfig, source: ModelSource, threads: int) -> StepThreads | None:
+    """The switch, where all that is worth several threads in a small step is our own kernels."""
+    if config.graphs.mode is GraphMode.eager or not _packs(config, source):
+        return None
+    if source.dtype is torch.float16:  # not packed: its matrix products are torch's
+        return None
+    native.set_threads(threads)
+    return StepThreads(threads)
 
 
 def _make_planner(

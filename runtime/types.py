@@ -141,8 +141,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=Fal
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Natural-log probabilities at one output position, from the raw logits (before temperature).
-    """
+    """Natural-log probabilities at one output position, from the raw logits (before temperature)."""
 
     logprob: float  # of the sampled token
     rank: int  # 1 = it was the likeliest
@@ -208,7 +207,7 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     tokenizer: str  # directory with the tokenizer's files; empty = none, token ids only
-    default_sampling: dict[str, float] = {}  # from generation_config.json
+    default_sampling: dict[str, int | float] = {}  # from generation_config.json
     created: int = 0  # unix seconds
     startup_seconds: dict[str, float] = {}  # phase -> seconds, in order
 

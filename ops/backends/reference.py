@@ -57,7 +57,9 @@ class ReferenceBackend:
             if sliding_window:
                 hidden |= context <= position - sliding_window
             weights = logits.masked_fill(hidden, float("-inf")).softmax(-1)
-            out[begin:end] = (weights @ values.repeat_interleave(group, 0)).transpose(0, 1).to(q.dtype)
+            out[begin:end] = (
+                (weights @ values.repeat_interleave(group, 0)).transpose(0, 1).to(q.dtype)
+            )
         return out
 
 

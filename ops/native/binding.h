@@ -5,6 +5,7 @@
 // torch.set_num_threads governs every kernel and no second OpenMP runtime is loaded, whatever the compiler.
 #pragma once
 
+#include <dlfcn.h>
 #include <torch/csrc/stable/c/shim.h>
 
 #include <cstdint>
@@ -146,11 +147,43 @@ struct Registration {
 // Makes `kernel` the CPU implementation of `<namespace>::name` when the library is installed.
 #define OSTINATO_KERNEL(name, kernel) static ostinato::Registration registration_of_##name(#name, kernel)
 
+// Threads that kernels may use; 0 = as many as torch has. Set by ostinato_set_threads.
+inline int& thread_setting() {
+  static int count = 0;
+  return count;
+}
+
 inline int num_threads() {
+  if (thread_setting() > 0) return thread_setting();
   uint32_t count;
   require_ok(torch_get_num_threads(&count), "read the number of threads");
   return static_cast<int>(count);
 }
+
+// OpenMP's own number of threads, which torch_parallel_for obeys. The engine sets it to 1 around small steps, so
+// that loops which are not worth a barrier run on one thread; kernels decide for themselves and lift it while they
+// run. The functions are those of the OpenMP runtime that torch has loaded; without one nothing is changed.
+class ThreadsLifted {
+ public:
+  explicit ThreadsLifted(int count) {
+    static const auto get = reinterpret_cast<int (*)()>(dlsym(RTLD_DEFAULT, "omp_get_max_threads"));
+    static const auto set = reinterpret_cast<void (*)(int)>(dlsym(RTLD_DEFAULT, "omp_set_num_threads"));
+    if (get == nullptr || set == nullptr || get() >= count) return;
+    set_ = set;
+    before_ = get();
+    set(count);
+  }
+  ThreadsLifted(const ThreadsLifted&) = delete;
+  ThreadsLifted& operator=(const ThreadsLifted&) = delete;
+
+  ~ThreadsLifted() {
+    if (set_ != nullptr) set_(before_);
+  }
+
+ private:
+  void (*set_)(int) = nullptr;
+  int before_ = 0;
+};
 
 // Runs body(worker) for worker in [0, num_workers) on torch's threads and waits; workers may share a thread,
 // so they must not wait for each other.
@@ -165,6 +198,7 @@ void on_workers(int num_workers, Body&& body) {
       (*static_cast<std::remove_reference_t<Body>*>(context))(static_cast<int>(worker));
     }
   };
+  const ThreadsLifted lifted(num_threads());
   require_ok(torch_parallel_for(0, num_workers, 1, trampoline, &body), "run on its threads");
 }
 

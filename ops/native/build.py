@@ -18,7 +18,7 @@ How a C++ kernel becomes the CPU implementation of an op (binding.h holds the wh
        }
        OSTINATO_KERNEL(scale_rows, scale_rows);
 
-   Throw std::invalid_argument (OSTINATO_CHECK) for bad input; it reaches Python as a RuntimeError.
+   Throw std::invalid_argument (OSTINATO_CHECK) for bad input; it reaches Python as a ValueError.
    Keep heavy headers out: each file is one compiler process, and the whole build has to stay near
    five seconds on two cores.
 3. `load()` once, before the first call that should be fast. The macro OSTINATO_ISA tells the level:
@@ -148,6 +148,15 @@ def _load(isa: str | None, namespace: str) -> NativeLibrary:
             f"torch {torch.__version__} refused the kernels of {path}; {_REMEDY}"
         )
     return NativeLibrary(level, namespace, path)
+
+
+def set_threads(count: int) -> None:
+    """Let the kernels of every loaded library use `count` threads; 0 = as many as torch has.
+
+    Unlike `torch.set_num_threads` this leaves other OpenMP loops alone.
+    """
+    for library in _loaded.values():
+        ctypes.CDLL(str(library.path)).ostinato_set_threads(count)
 
 
 def _define_twins(library: ctypes.CDLL, namespace: str) -> None:

@@ -33,3 +33,6 @@ OSTINATO_EXPORT int ostinato_install(const char* name_space) {
   }
   return 0;
 }
+
+// Kernels use up to `count` threads from now on, whatever OpenMP's own number is; 0 = as many as that.
+OSTINATO_EXPORT void ostinato_set_threads(int count) { ostinato::thread_setting() = count; }
