@@ -18,6 +18,7 @@ pytest.importorskip("triton", reason="triton has wheels for Linux x86-64 only")
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the kernels themselves here")
 @pytest.mark.timeout(1200)  # 45 seconds of one core; a busy machine may give less than one
 def test_under_the_interpreter() -> None:
     """All of interpreted_triton_attention.py, in a process where no kernel is decorated yet."""
