@@ -235,7 +235,8 @@ def _report(record: dict[str, Any], batches: list[int]) -> None:
     console = Console(width=110, highlight=False)
     console.print(
         f"{conditions['model']} {conditions['dtype']}, attention {conditions['attention']}, "
-        f"context {conditions['context']}, on {', '.join(conditions['gpus']) or conditions['cpu']}, "
+        f"context {conditions['context']}, on "
+        f"{', '.join(conditions['gpus']) or conditions['cpu']}, "
         f"{conditions['threads']} threads, torch {torch.__version__}, other programs used "
         f"{conditions['other_cpu']:.0%} of the cores",
         markup=False,
