@@ -33,6 +33,9 @@ _INDUCTOR_OPTIONS: dict[str, str | int | bool | Callable[..., object]] = {
     "size_asserts": False,
     # Ask for the number of threads at every loop, so that graphs/threads.py can change it.
     "cpp.dynamic_threads": True,
+    # Believe the processor's flags: compiling and running a probe for each instruction set costs
+    # ten seconds of a first start.
+    "cpp.vec_isa_ok": True,
 }
 
 Parameters = list[Tensor]
