@@ -1,8 +1,9 @@
 // How a C++ kernel becomes an op's CPU implementation: argument reading, registration, threads.
 //
 // Only the C layer of torch's stable ABI is included (torch >= 2.11): it compiles in half a second where
-// torch/library.h takes more than ten, and a call runs no Python. Threads are torch's own pool, so
-// torch.set_num_threads governs every kernel and no second OpenMP runtime is loaded, whatever the compiler.
+// torch/library.h takes more than ten, and a call runs no Python. Threads are torch's own pool: no second
+// OpenMP runtime is loaded, whatever the compiler, and torch.set_num_threads governs every kernel unless
+// ostinato_set_threads gave the kernels a number of their own.
 #pragma once
 
 #include <dlfcn.h>

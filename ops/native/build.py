@@ -49,7 +49,14 @@ from filelock import FileLock
 from ostinato.conf.environment import cache_dir
 from ostinato.ops.register import define_twin
 
-__all__ = ("ISA_LEVELS", "NativeBuildError", "NativeLibrary", "detect_isa", "load")
+__all__ = (
+    "ISA_LEVELS",
+    "NativeBuildError",
+    "NativeLibrary",
+    "detect_isa",
+    "load",
+    "set_threads",
+)
 
 _SOURCE_DIR = Path(__file__).parent
 _REMEDY = "install g++ or set graphs.attention=reference graphs.pack_weights=false"

@@ -20,10 +20,11 @@ print(load().path)
 ATTEND = """
 import os, sys, torch
 from ostinato.ops.attention import AttentionMetadata, paged_attention
-from ostinato.ops.native.build import load
+from ostinato.ops.native.build import load, set_threads
 
 torch.set_num_threads(int(sys.argv[1]))
 load()
+set_threads(int(sys.argv[2]))
 before = len(os.listdir("/proc/self/task"))
 cache = torch.zeros(65, 4, 16, 64)
 torch.ones(1000000).mul_(2.0)
@@ -147,10 +148,14 @@ def test_levels_are_ordered_and_checked() -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc to count threads")
-@pytest.mark.parametrize("num_threads", [1, 3])
-def test_threads_are_torchs_own(num_threads: int) -> None:
+@pytest.mark.parametrize(
+    ("torch_threads", "kernel_threads", "most"),
+    [(1, 0, 1), (3, 0, 3), (1, 3, 3), (3, 1, 3)],
+)
+def test_threads_are_torchs_own(torch_threads: int, kernel_threads: int, most: int) -> None:
     load()
-    by_torch, by_both, runtimes = finish(start(ATTEND, str(num_threads))).split()
-    assert int(by_torch) == num_threads - 1
-    assert int(by_both) == num_threads - 1
+    output = finish(start(ATTEND, str(torch_threads), str(kernel_threads)))
+    by_torch, by_both, runtimes = output.split()
+    assert int(by_torch) == torch_threads - 1
+    assert int(by_both) == most - 1
     assert int(runtimes) == 1
