@@ -77,7 +77,11 @@ def bench(config: EngineConfig) -> int:
         "peak_rss_mib": round(memory.mib),
         "peak_rss_contains_probes": not memory.forgets,
         "late_compiles": llm.stats().late_compiles,
-        "measurements": [dataclasses.asdict(measured) for measured in measurements],
+        "measurements": [
+            dataclasses.asdict(measured)
+            | {"output_tok_s": measured.output_tok_s, "total_tok_s": measured.total_tok_s}
+            for measured in measurements
+        ],
     }
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")

@@ -64,9 +64,11 @@ def _ms(seconds: float | None) -> float | None:
     return None if seconds is None else seconds * 1000
 
 
-def summary(values: Sequence[float], digits: int) -> str:
-    """Median, and the range when there is one: "42.1 [40.0-43.0]"."""
-    middle = f"{statistics.median(values):,.{digits}f}"
+def summary(values: Sequence[float]) -> str:
+    """Median, and the range when there is one, in about three digits: "42.1 [40.0-43.0]"."""
+    median = statistics.median(values)
+    digits = 0 if median >= 1000 else 1 if median >= 10 else 2
+    middle = f"{median:,.{digits}f}"
     if len(values) == 1:
         return middle
     return f"{middle} [{min(values):,.{digits}f}-{max(values):,.{digits}f}]"
@@ -82,10 +84,11 @@ def print_report(record: dict[str, Any], measurements: Sequence[Measurement], fi
     """
     console = Console(width=_WIDTH, highlight=False)
     conditions = record["conditions"]
+    commit, *changes = (conditions["commit"] or "unknown").split("-")
     console.print(
         f"{conditions['model']} on {', '.join(conditions['gpus']) or conditions['cpu']}, "
         f"{conditions['threads']} threads, torch {conditions['versions'].get('torch')}, "
-        f"commit {(conditions['commit'] or 'unknown')[:12]}",
+        f"commit {'-'.join([commit[:12], *changes])}",
         markup=False,
     )
     console.print(_table(measurements))
@@ -97,6 +100,10 @@ def print_report(record: dict[str, Any], measurements: Sequence[Measurement], fi
         f"{record['peak_rss_mib']} MiB{', probes included' * record['peak_rss_contains_probes']}; "
         f"compilations after the start: {record['late_compiles']}",
         markup=False,
+    )
+    console.print(
+        "overhead: share of the steps' time outside the model; GB/s: memory read beside each "
+        "figure; others: cores' share of other programs, the highest"
     )
     for note in record["notes"]:
         console.print(f"- {note}", markup=False)
@@ -111,21 +118,20 @@ def _table(measurements: Sequence[Measurement]) -> Table:
         ("median [min-max]", "right"),
         ("unit", "left"),
         ("overhead", "right"),
-        ("memory GB/s", "right"),
-        ("other CPU", "right"),
+        ("GB/s", "right"),
+        ("others", "right"),
     ):
         table.add_column(heading, justify=side, no_wrap=True)  # pyright: ignore[reportArgumentType]
     for part in dict.fromkeys(measured.part for measured in measurements):
         repetitions = [measured for measured in measurements if measured.part == part]
         state = (
             f"{statistics.median(m.overhead for m in repetitions):.1%}",
-            summary([m.bandwidth_gb_s for m in repetitions], 0),
+            summary([m.bandwidth_gb_s for m in repetitions]),
             f"{max(m.other_cpu for m in repetitions):.0%}",
         )
         for words, unit, value in _FIGURES.values():
             values = [found for m in repetitions if (found := value(m)) is not None]
             if values:
-                digits = 2 if unit == "s" else 1
-                table.add_row(part, words, summary(values, digits), unit, *state)
+                table.add_row(part, words, summary(values), unit, *state)
                 part, state = "", ("", "", "")
     return table

@@ -1,0 +1,66 @@
+"""The probes beside a figure measure what they say."""
+
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from ostinato.benchmarks.probes import LoadMeter, PeakMemory, commit_of, read_bandwidth
+
+
+def test_bandwidth_is_plausible():
+    assert 0.1 < read_bandwidth(torch.device("cpu")) < 2000  # GB/s of any CPU
+
+
+def test_own_work_is_not_other_programs_work():
+    meter = LoadMeter()
+    data = np.ones(1 << 22)
+    for _ in range(200):
+        data.sum()
+    assert 0.0 <= meter.stop() <= 1.0
+
+
+@pytest.fixture
+def memory() -> PeakMemory:
+    """From a fresh peak: what earlier tests took is forgotten."""
+    memory = PeakMemory()
+    memory.forget_probe()
+    if not memory.forgets:
+        pytest.skip("this kernel does not let a process reset its peak")
+    return memory
+
+
+def test_peak_memory_holds_what_was_freed(memory: PeakMemory):
+    before = memory.mib
+    data = np.ones(128 << 17)  # 128 MiB, written
+    memory.note()
+    del data
+    memory.forget_probe()
+    assert memory.mib >= before + 100
+
+
+def test_peak_memory_without_probes(memory: PeakMemory):
+    before = memory.mib
+    probe = np.ones(128 << 17)
+    del probe
+    memory.forget_probe()
+    assert memory.mib < before + 100
+
+
+def test_commit_and_its_changes(tmp_path: Path):
+    def git(*arguments: str) -> None:
+        command = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
+        subprocess.run([*command, *arguments], check=True, capture_output=True)
+
+    assert commit_of(tmp_path) is None
+    git("init")
+    (tmp_path / "file").write_text("1")
+    git("add", "file")
+    git("commit", "-m", "one")
+    commit = commit_of(tmp_path)
+    assert commit is not None
+    assert len(commit) == 40
+    (tmp_path / "file").write_text("2")
+    assert commit_of(tmp_path) == f"{commit}-dirty"
