@@ -68,7 +68,7 @@ class AttentionSpec:
 
 
 class AttentionBackend(Protocol):
-    """One way to run the op. A backend is a module-level object named `BACKEND` in ops/backends/."""
+    """One way to run the op: a module-level object named `BACKEND` in ops/backends/."""
 
     name: str
 

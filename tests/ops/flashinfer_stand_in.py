@@ -21,9 +21,7 @@ class StandIn:
 
     is_causal = False
 
-    def __init__(
-        self, kv_layout: str, use_cuda_graph: bool, buffers: tuple[Tensor | None, ...]
-    ) -> None:
+    def __init__(self, kv_layout: str, use_cuda_graph: bool, buffers: tuple[Any, ...]) -> None:
         assert kv_layout == "HND"
         self.use_cuda_graph = use_cuda_graph
         self.query_indptr, self.kv_indptr, self.indices, self.last_page_len = buffers
