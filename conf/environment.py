@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-__all__ = ("cache_dir", "completion_line")
+__all__ = ("cache_dir", "completion_line", "without_kernel_pool")
 
 
 def cache_dir() -> Path:
@@ -27,3 +27,13 @@ def cache_dir() -> Path:
 def completion_line() -> str:
     """What the user has typed so far when a shell asks for completions; empty otherwise."""
     return os.environ.get("COMP_LINE", "")
+
+
+def without_kernel_pool() -> None:
+    """Keep torch from starting its pool of processes that compile Triton kernels.
+
+    On a machine without a GPU they import torch twice, seconds of processor time at every start,
+    and are never used. torch has no other switch than its variable `TORCH_WARM_POOL`; a value
+    that the user set is kept.
+    """
+    os.environ.setdefault("TORCH_WARM_POOL", "0")

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ostinato.conf.environment import without_kernel_pool
 from ostinato.conf.schema import GraphForm
 from ostinato.models.base import CausalLM, DecoderLayer, ForwardBatch, KVCache, StepInputs
 from ostinato.ops.attention import AttentionMetadata
@@ -60,6 +61,8 @@ def compile_model(
         program reads the weights at every call and never copies them; they must be in their final
         place when it is bound.
     """
+    if example.token_ids.device.type == "cpu":
+        without_kernel_pool()
     if form is GraphForm.model:
         return _compile_whole(model, example, kv_cache)
     return _compile_layers(model, example, kv_cache)
