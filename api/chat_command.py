@@ -121,6 +121,7 @@ def _lines(interactive: bool) -> Iterator[str]:
         try:
             line = input("> " if interactive else "")
         except EOFError:
+            sys.stdout.write("\n" * interactive)
             return
         except KeyboardInterrupt:
             if not interactive:

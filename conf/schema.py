@@ -359,7 +359,7 @@ class BenchSection(Section):
 
     key = "bench"
     workload: str = setting(
-        "standard", "standard, random, or a JSON file of token ids (format: docs of benchmarks)"
+        "standard", "standard, random, or a JSON file of token ids (see benchmarks/workload.py)"
     )
     parts: list[str] = setting(
         ["single", "ttft", "offline", "prefix"],
