@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = ("LLM", "AsyncEngine", "SamplingParams", "__version__")
 
-# The repository's root folders are the package's subpackages. An installed package maps them through
-# setuptools' package-dir; a plain checkout (no install) finds them here.
+# The repository's root folders are the package's subpackages. An installed package maps them
+# through setuptools' package-dir; a plain checkout (no install) finds them here.
 _ROOT = Path(__file__).resolve().parent.parent
 if not (_ROOT / "ostinato" / "conf").is_dir() and (_ROOT / "conf" / "schema.py").is_file():
     __path__.append(str(_ROOT))
@@ -35,4 +35,5 @@ _PUBLIC = {
 def __getattr__(name: str) -> object:
     if name in _PUBLIC:
         return getattr(import_module(_PUBLIC[name]), name)
-    raise AttributeError(f"module 'ostinato' has no attribute {name!r}; it has {', '.join(__all__)}")
+    known = ", ".join(__all__)
+    raise AttributeError(f"module 'ostinato' has no attribute {name!r}; it has {known}")

@@ -1,9 +1,9 @@
 """Errors that cross module borders.
 
-    EngineError
-    ├── InvalidRequestError   the request can not be served as asked: a 4xx that names the parameter
-    ├── StartupError          the engine can not start: one clear line and a non-zero exit code
-    └── EngineDeadError       the engine process is gone: a 503 for everything in flight
+EngineError
+├── InvalidRequestError   the request can not be served as asked: a 4xx that names the parameter
+├── StartupError          the engine can not start: one clear line and a non-zero exit code
+└── EngineDeadError       the engine process is gone: a 503 for everything in flight
 """
 
 from __future__ import annotations

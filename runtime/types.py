@@ -141,7 +141,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=Fal
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Natural-log probabilities at one output position, from the raw logits (before temperature)."""
+    """Natural-log probabilities at one output position, from the raw logits."""
 
     logprob: float  # of the sampled token
     rank: int  # 1 = it was the likeliest

@@ -161,7 +161,9 @@ def phrase(rng: random.Random) -> str:
         )
     return " ".join(
         rng.choice(
-            rng.choice((lx.PLAIN_WORDS, lx.STORY_ANIMALS, lx.STORY_OBJECTS, lx.NAMES, lx.PLAIN_WORDS))
+            rng.choice(
+                (lx.PLAIN_WORDS, lx.STORY_ANIMALS, lx.STORY_OBJECTS, lx.NAMES, lx.PLAIN_WORDS)
+            )
         )
         for _ in range(rng.choice((2, 3, 4, 5, 6, 8, 12)))
     )
