@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -367,8 +368,8 @@ def test_op_under_compile_writes_the_same_cache() -> None:
     assert torch.equal(step.v_cache.nan_to_num(7.0), v_expected.nan_to_num(7.0))
 
 
-def spec(**changes: object) -> AttentionSpec:
-    fields = {
+def spec(**changes: Any) -> AttentionSpec:
+    fields: dict[str, Any] = {
         "num_heads": 8,
         "num_kv_heads": 2,
         "head_dim": 64,
