@@ -237,7 +237,10 @@ def _build(isa: str, directory: Path) -> Path:
             [compiler, *flags, "-c", str(source), "-o", str(target)]
             for source, target in zip(sources, objects, strict=True)
         ]
-        with ThreadPoolExecutor(max_workers=min(len(commands), os.cpu_count() or 1)) as pool:
+        # One core is left to the thread that traces the model meanwhile (runtime/build.py): it is
+        # what a first start waits for.
+        workers = max(1, min(len(commands), (os.cpu_count() or 1) - 1))
+        with ThreadPoolExecutor(max_workers=workers) as pool:
             list(pool.map(_run, commands))
         linked = Path(scratch) / "ostinato.so"
         libraries = [f"-L{torch_dir / 'lib'}", "-ltorch_cpu"]
