@@ -34,8 +34,10 @@ IM_END: Final = "<|im_end|>"
 SPLIT: Final = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 VOCAB_SIZE: Final = 3072
 MAX_POSITIONS: Final = 2048
+ROPE_THETA: Final = 10000.0
 HELD_OUT_SEED: Final = 10**9
 QUESTION_WEIGHT: Final = 0.1
+ADAMW_SCALE: Final = 0.35  # learning rate of AdamW relative to that of Muon
 SAMPLES: Final = (
     "What is an ostinato?",
     "What is the capital of France?",
@@ -94,6 +96,30 @@ def _row_weights(ids: list[int], im_start: int, im_end: int, assistant: int) -> 
     return weights
 
 
+def drills(*, rows: int, length: int, seed: int) -> Iterator[Batch]:
+    """An endless stream of random tokens that repeat with a period: an ostinato.
+
+    Nothing but looking back helps here, so the model learns within two hundred steps to find what
+    followed the last time and to say it again. The corpus alone teaches that far more slowly, and
+    without it a story forgets the name of its hero.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(low: int, high: int, *shape: int) -> torch.Tensor:
+        return torch.randint(low, high, shape, generator=generator)
+
+    positions = torch.arange(length).expand(rows, length).contiguous()
+    index = torch.arange(length + 1)
+    while True:
+        phrases = draw(3, VOCAB_SIZE, rows, length)
+        periods = draw(4, 40, rows)
+        matrix = torch.stack(
+            [phrase[index % period] for phrase, period in zip(phrases, periods, strict=True)]
+        )
+        weights = (index[None, 1:] >= periods[:, None] + 1).float()
+        yield Batch(matrix[:, :-1].contiguous(), positions, matrix[:, 1:].contiguous(), weights)
+
+
 def batches(
     tokenizer: Tokenizer, *, rows: int, length: int, seed: int, long: bool = False
 ) -> Iterator[Batch]:
@@ -143,7 +169,7 @@ def _model() -> Qwen3ForCausalLM:
         num_key_value_heads=2,
         head_dim=64,
         max_position_embeddings=MAX_POSITIONS,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA},
         tie_word_embeddings=True,
         attention_bias=False,
         use_cache=True,
@@ -152,7 +178,40 @@ def _model() -> Qwen3ForCausalLM:
         pad_token_id=0,
         attn_implementation="sdpa",
     )
-    return Qwen3ForCausalLM(config)
+    model = Qwen3ForCausalLM(config)
+    _look_back(model)
+    return model
+
+
+@torch.no_grad()
+def _look_back(model: Qwen3ForCausalLM) -> None:
+    """Start the model with one attention head that looks at the token before.
+
+    Repeating what was said earlier takes two heads in a row: one that notes at each token which
+    token came before it, and one that searches these notes. Each is of no use without the other,
+    so a short run would hardly find them; given the first one, it finds the second within a
+    two hundred steps of drills. All embeddings get a common part, which the head turns into a query and
+    a key that depend on the position alone: the rotary embedding makes them match at distance one.
+    """
+    embeddings = model.model.embed_tokens.weight  # [V, D]
+    common = torch.full((embeddings.shape[1],), embeddings.shape[1] ** -0.5)
+    embeddings += 0.02
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.weight *= 0.3
+        layer.mlp.down_proj.weight *= 0.3
+    attention = model.model.layers[0].self_attn
+    half = model.config.head_dim // 2
+    num_fast = 6  # the pairs of dimensions that rotate fast enough to tell neighbours apart
+    angles = ROPE_THETA ** (-torch.arange(num_fast) / half)
+    key, query = torch.zeros(2 * half), torch.zeros(2 * half)
+    key[:num_fast] = 1.0
+    query[:num_fast], query[half : half + num_fast] = torch.cos(angles), -torch.sin(angles)
+    for weight, direction in (
+        (attention.k_proj.weight, key),
+        (attention.q_proj.weight, query),
+    ):
+        rows = weight[: 2 * half]  # the first head
+        rows.mul_(0.3).add_(0.6 * direction[:, None] * common)
 
 
 def _loss(model: Qwen3ForCausalLM, batch: Batch) -> torch.Tensor:
@@ -206,6 +265,12 @@ def _save(model: Qwen3ForCausalLM, tokenizer: Tokenizer, out: Path) -> PreTraine
         chat_template=template,
     )
     wrapped.save_pretrained(out)
+    # the library writes a class name here that versions before 5 do not know
+    settings_file = out / "tokenizer_config.json"
+    settings = json.loads(settings_file.read_text())
+    settings.pop("backend", None)
+    settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+    settings_file.write_text(json.dumps(settings, indent=2) + "\n")
     half = Qwen3ForCausalLM(model.config).to(torch.bfloat16)
     half.load_state_dict(model.state_dict())
     half.generation_config = GenerationConfig(
@@ -238,18 +303,23 @@ def _show_samples(out: Path, tokenizer: PreTrainedTokenizerFast) -> None:
 
 
 class Stage(NamedTuple):
-    """A part of the run with its own shape; fraction is its share of all tokens."""
+    """A part of the run with its own shape.
+
+    fraction is its share of all tokens; every `drill_every`-th batch is a drill, 0 for none.
+    """
 
     fraction: float
     rows: int
     length: int
     long: bool
+    drill_every: int
 
 
 STAGES: Final = (
-    Stage(0.78, 8, 256, False),
-    Stage(0.14, 4, 512, False),
-    Stage(0.08, 2, 1024, True),
+    Stage(0.08, 20, 96, long=False, drill_every=1),
+    Stage(0.72, 8, 256, long=False, drill_every=20),
+    Stage(0.12, 4, 512, long=False, drill_every=0),
+    Stage(0.08, 2, 1024, long=True, drill_every=0),
 )
 
 
@@ -293,8 +363,9 @@ class _Run:
             raise RuntimeError(f"loss is {value} after {self.seen} tokens; lower --lr")
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         for optimizer in self.optimizers:
+            scale = 1.0 if isinstance(optimizer, torch.optim.Muon) else ADAMW_SCALE
             for group in optimizer.param_groups:
-                group["lr"] = lr
+                group["lr"] = lr * scale
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         self.seen += batch.input_ids.numel()
@@ -314,6 +385,7 @@ def train(
     """Run all stages and return the model with the figures of the run."""
     torch.manual_seed(seed)
     run = _Run(lr, checkpoint)
+    fast_loss = torch.compile(_loss, dynamic=False) if use_compile else _loss
     num_parameters = sum(p.numel() for p in run.model.parameters())
     print(f"{num_parameters / 1e6:.2f} M parameters, {num_tokens / 1e6:.1f} M tokens", flush=True)
     columns = (
@@ -334,11 +406,13 @@ def train(
                 seed=seed + 1000 * index + run.seen,
                 long=stage.long,
             )
-            # the stages after the first one are too short to pay for a compilation of their own
-            fast = use_compile and index == 0
-            loss_fn = torch.compile(_loss, dynamic=False) if fast else _loss
+            drill = drills(rows=stage.rows, length=stage.length, seed=seed + index)
+            # the other stages are too short to pay for a compilation of their own shape
+            loss_fn = fast_loss if stage.fraction > 0.5 else _loss
             while run.seen < until - stage.rows * stage.length / 2:
-                loss = run.step(next(stream), loss_fn, lr * _schedule(run.seen / num_tokens))
+                is_drill = stage.drill_every and steps % stage.drill_every == 0
+                batch = next(drill if is_drill else stream)
+                loss = run.step(batch, loss_fn, lr * _schedule(run.seen / num_tokens))
                 steps += 1
                 text = f"loss {loss:.3f}, {run.seen / run.seconds:.0f} tok/s"
                 progress.update(bar, completed=run.seen, description=text)
@@ -362,8 +436,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--tokens", type=float, default=2.5e6, help="how many tokens to train on")
-    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--tokens", type=float, default=5e6, help="how many tokens to train on")
+    parser.add_argument("--lr", type=float, default=8e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--checkpoint", type=Path, help="file to save to and to resume from")
