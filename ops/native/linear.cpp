@@ -124,12 +124,9 @@ template <class Out>
 void write_rows(const float* sums, int rows, const float* bias, int64_t columns, Out* out, int64_t row_stride) {
   for (int r = 0; r < rows; ++r) {
     Out line[kPanel];
-    for (int c = 0; c < kPanel; ++c) from_float(sums[r * kPanel + c] + bias[c], line + c);
-    if (columns == kPanel) {
-      std::memcpy(out + r * row_stride, line, sizeof line);
-    } else {
-      std::memcpy(out + r * row_stride, line, columns * sizeof(Out));
-    }
+    Out* target = columns == kPanel ? out + r * row_stride : line;
+    for (int c = 0; c < kPanel; c += F32::width) store(target + c, load(sums + r * kPanel + c) + load(bias + c));
+    if (target == line) std::memcpy(out + r * row_stride, line, columns * sizeof(Out));
   }
 }
 
