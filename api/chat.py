@@ -13,19 +13,20 @@ from ostinato.api.generation import (
     CollectedCompletion,
     Generation,
     ReplyHead,
-    check_stream_options,
+    ReplyOptions,
+    check_fields,
     make_generation,
 )
-from ostinato.api.logprobs import TokenBytes, chat_logprobs
+from ostinato.api.logprobs import TokenBytes, chat_logprobs, prompt_logprobs
 from ostinato.api.schemas import (
     ChatChoice,
     ChatChunk,
     ChatChunkChoice,
     ChatCompletionRequest,
     ChatDelta,
-    ChatLogprobs,
     ChatResponse,
     Message,
+    PromptLogprobs,
     ReplyMessage,
     TokenizeRequest,
     Usage,
@@ -36,6 +37,8 @@ from ostinato.runtime.types import RequestOutput, ServedModel
 __all__ = (
     "asks_for_answer",
     "check",
+    "echo_text",
+    "reply_options",
     "template_messages",
     "to_chunks",
     "to_request",
@@ -50,7 +53,14 @@ def check(body: ChatCompletionRequest) -> None:
     Raises:
         InvalidRequestError: two fields contradict each other.
     """
-    check_stream_options(body)
+    check_fields(body)
+    if body.echo and body.messages[-1].role != "assistant":
+        raise InvalidRequestError(
+            f"echo=true repeats the last message when it is the assistant's, it is the"
+            f" {body.messages[-1].role}'s; leave it out",
+            param="echo",
+            code="invalid_value",
+        )
     if body.top_logprobs is not None and not body.logprobs:
         raise InvalidRequestError(
             "top_logprobs needs logprobs=true", param="top_logprobs", code="invalid_value"
@@ -71,6 +81,21 @@ def asks_for_answer(body: ChatCompletionRequest | TokenizeRequest) -> bool:
     if body.add_generation_prompt is None:
         return not body.continue_final_message
     return body.add_generation_prompt
+
+
+def echo_text(body: ChatCompletionRequest) -> str:
+    """What the answer begins with: the last message, with `echo`."""
+    return template_messages(body.messages[-1:])[0]["content"] if body.echo else ""
+
+
+def reply_options(body: ChatCompletionRequest) -> ReplyOptions:
+    """What the reply shows."""
+    return ReplyOptions(
+        num_top_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        num_prompt_logprobs=body.prompt_logprobs,
+        return_token_ids=body.return_token_ids,
+        as_token_ids=body.return_tokens_as_token_ids,
+    )
 
 
 def template_messages(messages: list[Message]) -> list[dict[str, str]]:
@@ -100,6 +125,7 @@ def to_request(
         "max_tokens": "max_completion_tokens" if newer_name else "max_tokens",
         "logprobs": "top_logprobs",
     }
+    options = reply_options(body)
     return make_generation(
         body,
         prompt_token_ids,
@@ -107,7 +133,10 @@ def to_request(
         request_id=request_id,
         max_tokens=body.max_completion_tokens if newer_name else body.max_tokens,
         default_max_tokens=default_max_tokens,
-        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        reports={
+            "logprobs": options.num_top_logprobs,
+            "prompt_logprobs": options.num_prompt_logprobs,
+        },
         field_names=names,
     )
 
@@ -117,23 +146,32 @@ def to_chunks(
     output: RequestOutput,
     token_bytes: TokenBytes,
     *,
-    num_top_logprobs: int | None,
+    options: ReplyOptions,
+    echo: str = "",
     usage: Usage | msgspec.UnsetType | None = msgspec.UNSET,
 ) -> list[ChatChunk]:
     """The chunks for one piece of news: none while its text is held back.
 
     Args:
-        num_top_logprobs: alternatives per token; None = no log-probabilities.
+        echo: what the first chunk's text is.
         usage: what the chunks' `usage` says; unset = they have none.
     """
     choices = []
     if output.num_output_tokens == len(output.new_token_ids):  # the first news of this completion
-        choices.append(ChatChunkChoice(index=output.index, delta=ChatDelta("assistant", "")))
+        choices.append(ChatChunkChoice(index=output.index, delta=ChatDelta("assistant", echo)))
     logprobs = None
-    if num_top_logprobs is not None and output.new_token_ids:
-        logprobs = _logprobs(output, token_bytes, num_top_logprobs)
-    only_ends = not output.text_delta and logprobs is None and output.finish_reason is not None
-    if only_ends or output.text_delta or logprobs is not None:
+    if options.num_top_logprobs is not None and output.new_token_ids:
+        assert output.logprobs is not None, "the engine reports what the request asked for"
+        logprobs = chat_logprobs(
+            output.new_token_ids,
+            output.logprobs,
+            token_bytes,
+            num_top=options.num_top_logprobs,
+            as_ids=options.as_token_ids,
+        )
+    has_news = logprobs is not None or (options.return_token_ids and output.new_token_ids)
+    only_ends = not output.text_delta and not has_news and output.finish_reason is not None
+    if only_ends or output.text_delta or has_news:
         choices.append(
             ChatChunkChoice(
                 index=output.index,
@@ -141,6 +179,7 @@ def to_chunks(
                 logprobs=logprobs,
                 finish_reason=output.finish_reason,
                 stop_reason=msgspec.UNSET if output.finish_reason is None else output.stop_reason,
+                token_ids=options.token_ids(output.new_token_ids),
             )
         )
     return [
@@ -156,10 +195,12 @@ def usage_chunk(head: ReplyHead, usage: Usage) -> ChatChunk:
 
 def to_response(
     head: ReplyHead,
+    generation: Generation,
     completions: dict[tuple[int, int], CollectedCompletion],
     token_bytes: TokenBytes,
     *,
-    num_top_logprobs: int | None,
+    options: ReplyOptions,
+    echo: str = "",
     usage: Usage,
 ) -> ChatResponse:
     """The whole answer to a request without `stream`; `completions` as `collect` fills it."""
@@ -167,24 +208,38 @@ def to_response(
     for (_, index), one in sorted(completions.items()):
         assert one.finish_reason is not None, "collected until every completion had ended"
         logprobs = None
-        if num_top_logprobs is not None:
+        if options.num_top_logprobs is not None:
             logprobs = chat_logprobs(
-                one.token_ids, one.logprobs, token_bytes, num_top=num_top_logprobs
+                one.token_ids,
+                one.logprobs,
+                token_bytes,
+                num_top=options.num_top_logprobs,
+                as_ids=options.as_token_ids,
             )
         choices.append(
             ChatChoice(
                 index=index,
-                message=ReplyMessage("assistant", one.text),
+                message=ReplyMessage("assistant", echo + one.text),
                 logprobs=logprobs,
                 finish_reason=one.finish_reason,
                 stop_reason=one.stop_reason,
+                token_ids=options.token_ids(one.token_ids),
             )
         )
+    scores: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
+    if options.num_prompt_logprobs is not None:
+        scores = prompt_logprobs(
+            generation.prompt_token_ids,
+            completions[0, 0].prompt_logprobs or (),
+            token_bytes,
+            num_top=options.num_prompt_logprobs,
+        )
     return ChatResponse(
-        id=head.id, created=head.created, model=head.model, choices=choices, usage=usage
+        id=head.id,
+        created=head.created,
+        model=head.model,
+        choices=choices,
+        usage=usage,
+        prompt_token_ids=options.token_ids(generation.prompt_token_ids),
+        prompt_logprobs=scores,
     )
-
-
-def _logprobs(output: RequestOutput, token_bytes: TokenBytes, num_top: int) -> ChatLogprobs:
-    assert output.logprobs is not None, "the engine reports what the request asked for"
-    return chat_logprobs(output.new_token_ids, output.logprobs, token_bytes, num_top=num_top)

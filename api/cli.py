@@ -83,6 +83,9 @@ def _run_command(name: str, command: Command, arguments: list[str]) -> int:
 
         print(command_help(name, command))
         return 0
+    target = command.target
+    if words and (kind := dict(command.kinds).get(words[0])) is not None:
+        target, words = kind, words[1:]
     prompts = [word for word in words if command.takes_prompt and not _is_override(word)]
     overrides = [word for word in words if word not in prompts]
     prompts += [" ".join(after_dashes)] if after_dashes else []
@@ -97,7 +100,7 @@ def _run_command(name: str, command: Command, arguments: list[str]) -> int:
             f"run {name} takes one prompt, got {len(prompts)}: "
             f'run {name} "Once upon a time" [key=value ...]; - reads it from standard input'
         )
-    module, _, function = command.target.partition(":")
+    module, _, function = target.partition(":")
     return getattr(import_module(module), function)(config, *prompts)
 
 

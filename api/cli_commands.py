@@ -22,6 +22,7 @@ class Command:
     sections: tuple[str, ...]  # of the configuration, in the order in which help lists them
     examples: tuple[str, ...]
     takes_prompt: bool = False
+    kinds: tuple[tuple[str, str], ...] = ()  # first word -> target of its own
 
 
 COMMANDS = {
@@ -41,7 +42,7 @@ COMMANDS = {
         sections=("generate", *_ENGINE),
         examples=(
             'run generate "Once upon a time" generate.max_tokens=50',
-            'run generate "What is a list?" generate.chat=true generate.temperature=0',
+            'run generate "What is a block table?" generate.chat=true generate.temperature=0',
             "run generate - model.path=/some/dir < prompt.txt",
         ),
         takes_prompt=True,
@@ -60,6 +61,17 @@ COMMANDS = {
             "run bench model=llama-45m",
             "run bench model=qwen3-0.6b model.load_format=dummy bench.parts=[single,offline]",
             "run bench bench.workload=random bench.input_len=512 bench.output_len=32",
+            "run bench startup model=qwen3-0.6b model.load_format=dummy",
+        ),
+        kinds=(("startup", "ostinato.benchmarks.startup:bench"),),
+    ),
+    "compile": Command(
+        target="ostinato.api.compile_command:compile_bundle",
+        summary="Compile a model ahead of time and keep the bundle that run serve loads.",
+        sections=("model", "device", "cache", "scheduler", "graphs"),
+        examples=(
+            "run compile model.path=/some/dir",
+            "run compile model=qwen3-0.6b model.load_format=dummy graphs.bundle_dir=/some/bundles",
         ),
     ),
     "plan": Command(

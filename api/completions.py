@@ -5,29 +5,42 @@ Pure functions of plain data; the handler in `routes` joins them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from ostinato.api.generation import (
     CollectedCompletion,
     Generation,
     ReplyHead,
-    check_stream_options,
+    ReplyOptions,
+    check_fields,
     make_generation,
 )
-from ostinato.api.logprobs import TokenBytes, completion_logprobs, token_text
+from ostinato.api.logprobs import (
+    TokenBytes,
+    completion_logprobs,
+    prompt_logprobs,
+    token_text,
+)
 from ostinato.api.schemas import (
     Completion,
     CompletionChoice,
+    CompletionLogprobs,
     CompletionRequest,
+    PromptLogprobs,
     Usage,
 )
 from ostinato.runtime.errors import InvalidRequestError
-from ostinato.runtime.types import MAX_N, RequestOutput, ServedModel
+from ostinato.runtime.types import MAX_N, RequestOutput, ServedModel, TokenLogprobs
 
 __all__ = (
+    "Echo",
     "TextOffsets",
     "check",
+    "echo_chunk",
     "prompts",
+    "reply_options",
     "to_chunk",
     "to_requests",
     "to_response",
@@ -43,7 +56,23 @@ def check(body: CompletionRequest) -> None:
     Raises:
         InvalidRequestError: two fields contradict each other.
     """
-    check_stream_options(body)
+    check_fields(body)
+    if body.max_tokens == 0 and not body.echo:
+        raise InvalidRequestError(
+            "max_tokens=0 gives nothing but the prompt, with echo=true; ask for at least 1",
+            param="max_tokens",
+            code="invalid_value",
+        )
+
+
+def reply_options(body: CompletionRequest) -> ReplyOptions:
+    """What the reply shows."""
+    return ReplyOptions(
+        num_top_logprobs=body.logprobs,
+        num_prompt_logprobs=body.prompt_logprobs,
+        return_token_ids=body.return_token_ids,
+        as_token_ids=body.return_tokens_as_token_ids,
+    )
 
 
 def prompts(body: CompletionRequest) -> list[str] | list[list[int]]:
@@ -60,11 +89,11 @@ def prompts(body: CompletionRequest) -> list[str] | list[list[int]]:
     token_ids = [item for item in given if isinstance(item, int)]
     if len(token_ids) == len(given):
         return [token_ids]
-    num_sequences = len(given) * min(body.n or 1, MAX_N)
+    num_sequences = len(given) * min(body.best_of or body.n or 1, MAX_N)
     if num_sequences > _MAX_SEQUENCES:
         raise InvalidRequestError(
-            f"prompt has {len(given)} prompts, {num_sequences} sequences with n; one request may"
-            f" have {_MAX_SEQUENCES}: send several",
+            f"prompt has {len(given)} prompts, {num_sequences} sequences with n and best_of; a"
+            f" request may have {_MAX_SEQUENCES}: send several",
             param="prompt",
         )
     texts = [item for item in given if isinstance(item, str)]
@@ -86,20 +115,54 @@ def to_requests(
     request_id: str,
     default_max_tokens: int | None,
 ) -> list[Generation]:
-    """What the engine is asked, one per prompt; see `make_generation`."""
+    """What the engine is asked, one per prompt; see `make_generation`.
+
+    With `max_tokens=0` it is asked for one token, which the reply leaves out.
+    """
+    scored = [body.prompt_logprobs, body.logprobs if body.echo else None]
+    reports = {
+        "logprobs": body.logprobs,
+        "prompt_logprobs": max((count for count in scored if count is not None), default=None),
+    }
     return [
         make_generation(
             body,
             prompt_token_ids,
             model,
             request_id=request_id if len(prompts_token_ids) == 1 else f"{request_id}-{index}",
-            max_tokens=body.max_tokens,
+            max_tokens=1 if body.max_tokens == 0 else body.max_tokens,
             default_max_tokens=default_max_tokens,
-            logprobs=body.logprobs,
+            reports=reports,
             field_names={},
         )
         for index, prompt_token_ids in enumerate(prompts_token_ids)
     ]
+
+
+class Echo(msgspec.Struct, frozen=True, kw_only=True):
+    """A prompt as a completion that repeats it shows it."""
+
+    text: str
+    token_ids: list[int]
+
+    def logprobs(
+        self,
+        scores: Sequence[TokenLogprobs] | None,
+        token_bytes: TokenBytes,
+        options: ReplyOptions,
+    ) -> CompletionLogprobs | None:
+        """Those of its tokens, when the request asks for log-probabilities."""
+        if options.num_top_logprobs is None:
+            return None
+        assert scores is not None, "the engine reports what the request asked for"
+        return completion_logprobs(
+            self.token_ids,
+            [None, *scores],
+            token_bytes,
+            num_top=options.num_top_logprobs,
+            text_offset=0,
+            as_ids=options.as_token_ids,
+        )
 
 
 class TextOffsets:
@@ -117,13 +180,40 @@ class TextOffsets:
         return begin
 
 
+def echo_chunk(
+    head: ReplyHead,
+    choice: int,
+    echo: Echo,
+    output: RequestOutput,
+    token_bytes: TokenBytes,
+    *,
+    options: ReplyOptions,
+    usage: Usage | msgspec.UnsetType | None = msgspec.UNSET,
+) -> Completion:
+    """The chunk with the prompt, before those of its completion; `output` is its first news."""
+    return Completion(
+        id=head.id,
+        created=head.created,
+        model=head.model,
+        choices=[
+            CompletionChoice(
+                index=choice,
+                text=echo.text,
+                logprobs=echo.logprobs(output.prompt_logprobs, token_bytes, options),
+                finish_reason=None,
+            )
+        ],
+        usage=usage,
+    )
+
+
 def to_chunk(
     head: ReplyHead,
     choice: int,
     output: RequestOutput,
     token_bytes: TokenBytes,
     *,
-    num_top_logprobs: int | None,
+    options: ReplyOptions,
     text_offset: int = 0,
     usage: Usage | msgspec.UnsetType | None = msgspec.UNSET,
 ) -> Completion | None:
@@ -131,21 +221,22 @@ def to_chunk(
 
     Args:
         choice: prompt index * n + completion index.
-        num_top_logprobs: alternatives per token; None = no log-probabilities.
         text_offset: see `TextOffsets`.
         usage: what the chunk's `usage` says; unset = it has none.
     """
     logprobs = None
-    if num_top_logprobs is not None and output.new_token_ids:
+    if options.num_top_logprobs is not None and output.new_token_ids:
         assert output.logprobs is not None, "the engine reports what the request asked for"
         logprobs = completion_logprobs(
             output.new_token_ids,
             output.logprobs,
             token_bytes,
-            num_top=num_top_logprobs,
+            num_top=options.num_top_logprobs,
             text_offset=text_offset,
+            as_ids=options.as_token_ids,
         )
-    if not output.text_delta and logprobs is None and output.finish_reason is None:
+    has_news = logprobs is not None or (options.return_token_ids and output.new_token_ids)
+    if not output.text_delta and not has_news and output.finish_reason is None:
         return None
     return Completion(
         id=head.id,
@@ -158,6 +249,7 @@ def to_chunk(
                 logprobs=logprobs,
                 finish_reason=output.finish_reason,
                 stop_reason=msgspec.UNSET if output.finish_reason is None else output.stop_reason,
+                token_ids=options.token_ids(output.new_token_ids),
             )
         ],
         usage=usage,
@@ -171,30 +263,66 @@ def usage_chunk(head: ReplyHead, usage: Usage) -> Completion:
 
 def to_response(
     head: ReplyHead,
+    generations: Sequence[Generation],
     completions: dict[tuple[int, int], CollectedCompletion],
     token_bytes: TokenBytes,
     *,
-    n: int,
-    num_top_logprobs: int | None,
+    options: ReplyOptions,
+    echoes: Sequence[Echo] = (),
     usage: Usage,
 ) -> Completion:
-    """The whole answer to a request without `stream`; `completions` as `collect` fills it."""
+    """The whole answer to a request without `stream`; `completions` as `collect` fills it.
+
+    Args:
+        echoes: the prompts, when completions repeat them.
+    """
     choices = []
     for (prompt_index, index), one in sorted(completions.items()):
-        logprobs = None
-        if num_top_logprobs is not None:
-            logprobs = completion_logprobs(
-                one.token_ids, one.logprobs, token_bytes, num_top=num_top_logprobs, text_offset=0
-            )
+        generation = generations[prompt_index]
+        token_ids = list(one.token_ids)
+        scores: list[TokenLogprobs | None] = list(one.logprobs)
+        text = one.text
+        if echoes:
+            text = echoes[prompt_index].text + text
+            token_ids = echoes[prompt_index].token_ids + token_ids
+            scores = [None, *(one.prompt_logprobs or ()), *scores]
         choices.append(
             CompletionChoice(
-                index=prompt_index * n + index,
-                text=one.text,
-                logprobs=logprobs,
+                index=prompt_index * generation.sampling.n + index,
+                text=text,
+                logprobs=None
+                if options.num_top_logprobs is None
+                else completion_logprobs(
+                    token_ids,
+                    scores,
+                    token_bytes,
+                    num_top=options.num_top_logprobs,
+                    text_offset=0,
+                    as_ids=options.as_token_ids,
+                ),
                 finish_reason=one.finish_reason,
                 stop_reason=one.stop_reason,
+                token_ids=options.token_ids(one.token_ids),
+                prompt_token_ids=options.token_ids(generation.prompt_token_ids),
+                prompt_logprobs=_prompt_logprobs(generation, one, token_bytes, options),
             )
         )
     return Completion(
         id=head.id, created=head.created, model=head.model, choices=choices, usage=usage
+    )
+
+
+def _prompt_logprobs(
+    generation: Generation,
+    one: CollectedCompletion,
+    token_bytes: TokenBytes,
+    options: ReplyOptions,
+) -> PromptLogprobs | msgspec.UnsetType:
+    if options.num_prompt_logprobs is None:
+        return msgspec.UNSET
+    return prompt_logprobs(
+        generation.prompt_token_ids,
+        one.prompt_logprobs or (),
+        token_bytes,
+        num_top=options.num_prompt_logprobs,
     )

@@ -13,7 +13,7 @@ import msgspec
 
 from ostinato.api.schemas import GenerationFields, PromptTokensDetails, Usage
 from ostinato.runtime.errors import InvalidRequestError
-from ostinato.runtime.requests import resolve_sampling
+from ostinato.runtime.requests import resolve_sampling, truncate
 from ostinato.runtime.types import (
     FinishReason,
     RequestOutput,
@@ -26,9 +26,10 @@ __all__ = (
     "CollectedCompletion",
     "Generation",
     "ReplyHead",
+    "ReplyOptions",
     "Tally",
+    "check_fields",
     "check_model",
-    "check_stream_options",
     "collect",
     "make_generation",
     "new_id",
@@ -37,6 +38,9 @@ __all__ = (
 # Sampling fields that a model's generation_config.json may set; the names are the same everywhere.
 _SAMPLING_FIELDS = (
     "n",
+    "best_of",
+    "length_penalty",
+    "early_stopping",
     "temperature",
     "top_p",
     "top_k",
@@ -47,7 +51,10 @@ _SAMPLING_FIELDS = (
     "logit_bias",
     "seed",
     "min_tokens",
+    "truncate_prompt_tokens",
 )
+
+_FOR_SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 
 
 class Generation(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,12 +75,26 @@ class ReplyHead(msgspec.Struct, frozen=True, kw_only=True):
     model: str
 
 
+class ReplyOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What of the news a reply shows."""
+
+    num_top_logprobs: int | None = None  # alternatives per token; None = no log-probabilities
+    num_prompt_logprobs: int | None = None  # the same for the prompt's tokens
+    return_token_ids: bool = False
+    as_token_ids: bool = False  # log-probabilities name tokens `token_id:N`
+
+    def token_ids(self, token_ids: list[int]) -> list[int] | msgspec.UnsetType:
+        """The ids, when they are asked for."""
+        return token_ids if self.return_token_ids else msgspec.UNSET
+
+
 class CollectedCompletion(msgspec.Struct, kw_only=True):
     """All news of one completion, joined."""
 
     text: str = ""
     token_ids: list[int] = []
     logprobs: list[TokenLogprobs] = []
+    prompt_logprobs: list[TokenLogprobs] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
 
@@ -87,7 +108,7 @@ class Tally:
         self._cached: dict[int, int] = {}
 
     def add(self, prompt_index: int, output: RequestOutput) -> None:
-        self.num_output_tokens += len(output.new_token_ids)
+        self.num_output_tokens += len(output.new_token_ids) + output.num_discarded_tokens
         if output.index == 0:  # the others share this one's blocks by design
             self._cached[prompt_index] = output.num_cached_tokens
 
@@ -117,11 +138,17 @@ def check_model(name: str | None, model: ServedModel) -> None:
         )
 
 
-def check_stream_options(fields: GenerationFields) -> None:
-    """Raises InvalidRequestError for `stream_options` without `stream`."""
+def check_fields(fields: GenerationFields) -> None:
+    """Raises InvalidRequestError for fields of both dialects that contradict each other."""
     if fields.stream_options is not None and not fields.stream:
         raise InvalidRequestError(
             "stream_options needs stream=true", param="stream_options", code="invalid_value"
+        )
+    if fields.prompt_logprobs is not None and fields.stream:
+        raise InvalidRequestError(
+            "prompt_logprobs needs stream=false: chunks have no place for them",
+            param="prompt_logprobs",
+            code="invalid_value",
         )
 
 
@@ -133,7 +160,7 @@ def make_generation(
     request_id: str,
     max_tokens: int | None,
     default_max_tokens: int | None,
-    logprobs: int | None,
+    reports: Mapping[str, int | None],
     field_names: Mapping[str, str],
 ) -> Generation:
     """One prompt with its resolved parameters: the request's, else the model's, else ours.
@@ -141,17 +168,20 @@ def make_generation(
     Args:
         max_tokens: what the request asks for; None = `default_max_tokens`.
         default_max_tokens: `sampling.max_tokens`; None = up to the context's end.
-        logprobs: likeliest tokens to report per position; None = no log-probabilities.
+        reports: `logprobs` and `prompt_logprobs`: likeliest tokens to report per position; None =
+            no log-probabilities.
         field_names: the dialect's names of `prompt` and `max_tokens`, for refusals.
 
     Raises:
         InvalidRequestError: a value is out of range, or the prompt does not fit.
     """
-    if max_tokens is None and default_max_tokens is not None:
-        room = model.max_model_len - len(prompt_token_ids)
-        max_tokens = max(1, min(default_max_tokens, room))
     try:
-        sampling = _sampling(fields, model, max_tokens, logprobs)
+        sampling = _sampling(fields, model, max_tokens, reports)
+        prompt_token_ids = truncate(prompt_token_ids, sampling, model)
+        if max_tokens is None and default_max_tokens is not None:
+            room = model.max_model_len - len(prompt_token_ids)
+            max_tokens = max(1, min(default_max_tokens, room))
+            sampling = _sampling(fields, model, max_tokens, reports)
         sampling = resolve_sampling(prompt_token_ids, sampling, model)
     except ValueError as error:
         name = str(error).partition(" must be ")[0]
@@ -178,22 +208,37 @@ def _refusal(
 
 
 def _sampling(
-    fields: GenerationFields, model: ServedModel, max_tokens: int | None, logprobs: int | None
+    fields: GenerationFields,
+    model: ServedModel,
+    max_tokens: int | None,
+    reports: Mapping[str, int | None],
 ) -> SamplingParams:
     """Raises ValueError when a value is out of its range."""
+    # A beam search does not sample: what the model's author sets for sampling is not for it.
+    model_defaults = {
+        name: value
+        for name, value in model.default_sampling.items()
+        if not (fields.use_beam_search and name in _FOR_SAMPLING)
+    }
     # The defaults crossed the border as floats, top_k among them: hence not strict.
-    defaults = msgspec.convert(model.default_sampling, SamplingParams, strict=False)
+    defaults = msgspec.convert(model_defaults, SamplingParams, strict=False)
     given: dict[str, Any] = {name: getattr(fields, name) for name in _SAMPLING_FIELDS}
     return msgspec.structs.replace(
         defaults,
         **{name: value for name, value in given.items() if value is not None},
+        use_beam_search=fields.use_beam_search,
         max_tokens=max_tokens,
         stop=(fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop or ()),
         stop_token_ids=tuple(fields.stop_token_ids or ()),
         include_stop_str_in_output=fields.include_stop_str_in_output,
         ignore_eos=fields.ignore_eos,
+        allowed_token_ids=(
+            None if fields.allowed_token_ids is None else tuple(fields.allowed_token_ids)
+        ),
+        bad_words=tuple(fields.bad_words or ()),
+        truncation_side=fields.truncation_side,
         skip_special_tokens=fields.skip_special_tokens,
-        logprobs=logprobs,
+        **reports,
     )
 
 
@@ -207,5 +252,7 @@ def collect(
     one.text += output.text_delta
     one.token_ids += output.new_token_ids
     one.logprobs += output.logprobs or ()
+    if output.prompt_logprobs is not None:
+        one.prompt_logprobs = output.prompt_logprobs
     one.finish_reason = output.finish_reason
     one.stop_reason = output.stop_reason

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from ostinato.api.schemas import ChatLogprobs, ChatTokenLogprob, CompletionLogprobs, TopLogprob
+from ostinato.api.schemas import (
+    ChatLogprobs,
+    ChatTokenLogprob,
+    CompletionLogprobs,
+    PromptLogprob,
+    PromptLogprobs,
+    TopLogprob,
+)
 from ostinato.runtime.types import TokenLogprobs
 
-__all__ = ("TokenBytes", "chat_logprobs", "completion_logprobs", "token_text")
+__all__ = ("TokenBytes", "chat_logprobs", "completion_logprobs", "prompt_logprobs", "token_text")
 
 TokenBytes = Callable[[int], bytes]
 
@@ -28,45 +35,92 @@ def chat_logprobs(
     token_bytes: TokenBytes,
     *,
     num_top: int,
+    as_ids: bool = False,
 ) -> ChatLogprobs:
-    """One entry per token, each with its `num_top` likeliest alternatives."""
+    """One entry per token, each with its `num_top` likeliest alternatives.
+
+    Args:
+        as_ids: tokens are named `token_id:N`; their bytes stay what they are.
+    """
     content = []
     for token_id, entry in zip(token_ids, logprobs, strict=True):
-        piece = token_bytes(token_id)
         top = [
-            TopLogprob(token_text(alternative), max(logprob, _LOWEST), list(alternative))
-            for alternative, logprob in zip(
-                map(token_bytes, entry.top_ids[:num_top]), entry.top_logprobs, strict=False
+            TopLogprob(
+                _name(top_id, token_bytes, as_ids), max(logprob, _LOWEST), list(token_bytes(top_id))
             )
+            for top_id, logprob in zip(entry.top_ids[:num_top], entry.top_logprobs, strict=False)
         ]
+        name = _name(token_id, token_bytes, as_ids)
         logprob = max(entry.logprob, _LOWEST)
-        content.append(ChatTokenLogprob(token_text(piece), logprob, list(piece), top))
+        content.append(ChatTokenLogprob(name, logprob, list(token_bytes(token_id)), top))
     return ChatLogprobs(content)
 
 
 def completion_logprobs(
     token_ids: Sequence[int],
-    logprobs: Sequence[TokenLogprobs],
+    logprobs: Sequence[TokenLogprobs | None],
     token_bytes: TokenBytes,
     *,
     num_top: int,
     text_offset: int,
+    as_ids: bool = False,
 ) -> CompletionLogprobs:
     """Four lists of one entry per token.
 
     Args:
+        logprobs: None for a token that nothing comes before.
         num_top: likeliest alternatives per token; the sampled one is added when it is not among
-        them. text_offset: characters of tokens before the first of these.
+            them.
+        text_offset: characters of tokens before the first of these.
+        as_ids: tokens are named `token_id:N`; offsets count the characters of their texts.
     """
-    texts, offsets, tops = [], [], []
+    names, offsets = [], []
+    values: list[float | None] = []
+    tops: list[dict[str, float] | None] = []
     for token_id, entry in zip(token_ids, logprobs, strict=True):
-        text = token_text(token_bytes(token_id))
-        texts.append(text)
+        name = _name(token_id, token_bytes, as_ids)
+        names.append(name)
         offsets.append(text_offset)
-        text_offset += len(text)
-        likeliest = zip(entry.top_ids[:num_top], entry.top_logprobs, strict=False)
-        top = {token_text(token_bytes(top_id)): max(value, _LOWEST) for top_id, value in likeliest}
-        tops.append(top | {text: max(entry.logprob, _LOWEST)})
-    return CompletionLogprobs(
-        texts, [max(entry.logprob, _LOWEST) for entry in logprobs], tops, offsets
-    )
+        text_offset += len(token_text(token_bytes(token_id)))
+        values.append(None if entry is None else max(entry.logprob, _LOWEST))
+        tops.append(
+            None
+            if entry is None
+            else {
+                _name(top_id, token_bytes, as_ids): max(value, _LOWEST)
+                for top_id, value in zip(entry.top_ids[:num_top], entry.top_logprobs, strict=False)
+            }
+            | {name: max(entry.logprob, _LOWEST)}
+        )
+    return CompletionLogprobs(names, values, tops, offsets)
+
+
+def prompt_logprobs(
+    prompt_token_ids: Sequence[int],
+    logprobs: Sequence[TokenLogprobs],
+    token_bytes: TokenBytes,
+    *,
+    num_top: int,
+) -> PromptLogprobs:
+    """Per prompt token its `num_top` likeliest candidates and itself, by token id; None first.
+
+    Args:
+        logprobs: of the tokens after the first.
+    """
+    result: PromptLogprobs = [None]
+    for token_id, entry in zip(prompt_token_ids[1:], logprobs, strict=True):
+        candidates = {
+            str(top_id): PromptLogprob(max(value, _LOWEST), rank, token_text(token_bytes(top_id)))
+            for rank, (top_id, value) in enumerate(
+                zip(entry.top_ids[:num_top], entry.top_logprobs, strict=False), 1
+            )
+        }
+        itself = PromptLogprob(
+            max(entry.logprob, _LOWEST), entry.rank, token_text(token_bytes(token_id))
+        )
+        result.append(candidates | {str(token_id): itself})
+    return result
+
+
+def _name(token_id: int, token_bytes: TokenBytes, as_ids: bool) -> str:
+    return f"token_id:{token_id}" if as_ids else token_text(token_bytes(token_id))

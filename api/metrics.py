@@ -14,6 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from ostinato.graphs.seal import IDLE, CompileKind
 from ostinato.runtime.types import EngineStats
 
 __all__ = ("CONTENT_TYPE", "EngineView", "Metrics")
@@ -31,6 +32,9 @@ class EngineView(Protocol):
 
     @property
     def stats(self) -> EngineStats: ...
+
+    @property
+    def startup_seconds(self) -> dict[str, float]: ...
 
     @property
     def is_alive(self) -> bool: ...
@@ -110,6 +114,19 @@ class _EngineCollector(Collector):
                 used / stats.num_blocks if stats.num_blocks else 0.0,
             ),
             "kv_cache_blocks": ("KV blocks there are.", stats.num_blocks),
+            "max_num_seqs": ("Sequences that may run at once.", stats.max_num_seqs),
+            "max_num_batched_tokens": (
+                "Tokens that one step may compute.",
+                stats.max_num_batched_tokens,
+            ),
+            "predicted_decode_step_seconds": (
+                "Of what decodes now, or of one sequence; 0 without measured step costs.",
+                stats.predicted_step_seconds,
+            ),
+            "predicted_ttft_seconds": (
+                "Of a request of mean length that came now; 0 without measured step costs.",
+                stats.predicted_ttft_seconds,
+            ),
             "engine_up": ("1 while the engine process runs.", int(self._engine.is_alive)),
             "engine_heartbeat_age_seconds": (
                 "Since the engine's last step or idle beat.",
@@ -118,15 +135,23 @@ class _EngineCollector(Collector):
         }
         for name, (text, value) in gauges.items():
             yield GaugeMetricFamily(f"ostinato_{name}", text, value=value)
+        phases = GaugeMetricFamily(
+            "ostinato_startup_seconds",
+            "Phases of the start, some of them side by side; ready is the whole start.",
+            labels=["phase"],
+        )
+        for phase, seconds in self._engine.startup_seconds.items():
+            phases.add_metric([phase], seconds)
+        yield phases
         counters = {
             "prompt_tokens": ("Prompt tokens computed, cache hits excluded.", "num_prompt_tokens"),
             "generation_tokens": ("Output tokens.", "num_output_tokens"),
             "prefix_cache_queries": ("Prompt tokens looked up in the cache.", "prefix_queries"),
             "prefix_cache_hits": ("Prompt tokens found there.", "prefix_hits"),
             "preemptions": ("Sequences put back to wait for blocks.", "num_preemptions"),
-            "late_compiles": ("Programs compiled after start-up; should be 0.", "late_compiles"),
             "step_seconds": ("Time in engine steps.", "step_seconds"),
             "model_seconds": ("Of which in the model and the sampler.", "model_seconds"),
+            "device_seconds": ("Time that steps took on the device.", "device_seconds"),
         }
         for name, (text, field) in counters.items():
             yield CounterMetricFamily(f"ostinato_{name}", text, value=getattr(stats, field))
@@ -136,3 +161,19 @@ class _EngineCollector(Collector):
         for kind in ("captured", "compiled", "eager"):
             by_kind.add_metric([kind], stats.steps_by_kind.get(kind, 0))
         yield by_kind
+        yield _late_compiles(stats)
+
+
+def _late_compiles(stats: EngineStats) -> Metric:
+    """Every kind has a sample from the start, so that a first one shows as an increase."""
+    family = CounterMetricFamily(
+        "ostinato_late_compiles",
+        "Steps, or pauses between steps, in which something was compiled after start-up; "
+        "should be 0.",
+        labels=["what", "shape"],
+    )
+    counts = {(kind.value, IDLE): 0 for kind in CompileKind}
+    counts |= {(late.what, late.shape): late.count for late in stats.late_compiles}
+    for labels, count in counts.items():
+        family.add_metric(labels, count)
+    return family

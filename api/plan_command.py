@@ -32,7 +32,7 @@ def plan(config: EngineConfig) -> int:
     """
     import torch
 
-    from ostinato.runtime.build import open_model, plan_engine
+    from ostinato.runtime.planning import open_model, plan_engine
 
     # Nothing but the model's configuration is needed, so no weights are downloaded for this.
     section = dataclasses.replace(config.model, load_format=LoadFormat.dummy)
@@ -49,6 +49,7 @@ def plan(config: EngineConfig) -> int:
         "model": config.model.name or config.model.path or "bundled demo model",
         "architecture": source.config.architecture,
         "dtype": str(source.dtype).removeprefix("torch."),
+        "cache_dtype": str(source.cache_dtype).removeprefix("torch."),
         "device": device,
     }
     if config.plan.json:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
 import msgspec
@@ -26,7 +26,8 @@ from ostinato.api.schemas import (
     GenerationFields,
     Usage,
 )
-from ostinato.api.service import Service
+from ostinato.api.service import News, Service
+from ostinato.runtime.types import FinishReason, RequestOutput
 
 __all__ = ("ChatReply", "CompletionReply")
 
@@ -44,6 +45,8 @@ class ChatReply:
         self._service = service
         self._head = _head(service, "chatcmpl", body)
         self._usage = _UsageOfChunks(body)
+        self._options = chat.reply_options(body)
+        self._echo = chat.echo_text(body)
         self._generations = [
             chat.to_request(
                 body,
@@ -53,10 +56,11 @@ class ChatReply:
                 default_max_tokens=service.sampling.max_tokens,
             )
         ]
-        self._num_top = self._generations[0].sampling.logprobs
 
     async def chunks(self) -> AsyncGenerator[ChatChunk, None]:
         tally = Tally(self._generations)
+        # The first chunk of all has the prompt's token ids.
+        prompt = self._options.token_ids(self._generations[0].prompt_token_ids)
         async with aclosing(self._service.run(self._head.id, self._generations)) as news:
             async for prompt_index, output in news:
                 tally.add(prompt_index, output)
@@ -64,20 +68,25 @@ class ChatReply:
                     self._head,
                     output,
                     self._service.token_bytes,
-                    num_top_logprobs=self._num_top,
+                    options=self._options,
+                    echo=self._echo,
                     usage=self._usage.of_chunk(tally),
                 ):
-                    yield chunk
+                    yield msgspec.structs.replace(chunk, prompt_token_ids=prompt)
+                    prompt = msgspec.UNSET
         if self._usage.at_end:
             yield chat.usage_chunk(self._head, tally.usage)
 
     async def response(self) -> ChatResponse:
-        collected, tally = await _collect(self._service, self._head, self._generations)
+        news = self._service.run(self._head.id, self._generations)
+        collected, tally = await _collect(news, self._generations)
         return chat.to_response(
             self._head,
+            self._generations[0],
             collected,
             self._service.token_bytes,
-            num_top_logprobs=self._num_top,
+            options=self._options,
+            echo=self._echo,
             usage=tally.usage,
         )
 
@@ -85,16 +94,25 @@ class ChatReply:
 class CompletionReply:
     """The answer to one `/v1/completions`; use `chunks` or `response`, once.
 
+    Args:
+        prompts: as the request gave them, texts or token ids; `echo` repeats texts as they are.
+        prompts_token_ids: their token ids.
+
     Raises:
         InvalidRequestError: a parameter is out of range, or a prompt does not fit.
     """
 
     def __init__(
-        self, service: Service, body: CompletionRequest, prompts_token_ids: list[list[int]]
+        self,
+        service: Service,
+        body: CompletionRequest,
+        prompts: Sequence[str | list[int]],
+        prompts_token_ids: list[list[int]],
     ) -> None:
         self._service = service
         self._head = _head(service, "cmpl", body)
         self._usage = _UsageOfChunks(body)
+        self._options = completions.reply_options(body)
         self._generations = completions.to_requests(
             body,
             prompts_token_ids,
@@ -103,40 +121,91 @@ class CompletionReply:
             default_max_tokens=service.sampling.max_tokens,
         )
         self._n = self._generations[0].sampling.n
-        self._num_top = self._generations[0].sampling.logprobs
+        self._gives_output = body.max_tokens != 0
+        self._echoes = []
+        if body.echo:
+            tokenizer = service.tokenizer("echo")
+            for prompt, one in zip(prompts, self._generations, strict=True):
+                token_ids = one.prompt_token_ids
+                text = tokenizer.decode(token_ids, skip_special_tokens=body.skip_special_tokens)
+                if isinstance(prompt, str) and one.sampling.truncate_prompt_tokens is None:
+                    text = prompt
+                self._echoes.append(completions.Echo(text=text, token_ids=token_ids))
 
     async def chunks(self) -> AsyncGenerator[Completion, None]:
         tally = Tally(self._generations)
-        offsets = completions.TextOffsets(self._service.token_bytes)
-        async with aclosing(self._service.run(self._head.id, self._generations)) as news:
+        token_bytes, options = self._service.token_bytes, self._options
+        offsets = completions.TextOffsets(token_bytes)
+        begun: set[int] = set()  # choices whose first chunk is out
+        async with aclosing(self._run()) as news:
             async for prompt_index, output in news:
                 tally.add(prompt_index, output)
                 choice = prompt_index * self._n + output.index
-                reports = self._num_top is not None
-                chunk = completions.to_chunk(
-                    self._head,
-                    choice,
-                    output,
-                    self._service.token_bytes,
-                    num_top_logprobs=self._num_top,
-                    text_offset=offsets.advance(choice, output.new_token_ids) if reports else 0,
-                    usage=self._usage.of_chunk(tally),
+                usage = self._usage.of_chunk(tally)
+                new = []
+                is_first = output.num_output_tokens == len(output.new_token_ids)
+                if is_first and self._echoes:
+                    echo = self._echoes[prompt_index]
+                    if options.num_top_logprobs is not None:
+                        offsets.advance(choice, echo.token_ids)
+                    new.append(
+                        completions.echo_chunk(
+                            self._head,
+                            choice,
+                            echo,
+                            output,
+                            token_bytes,
+                            options=options,
+                            usage=usage,
+                        )
+                    )
+                text_offset = 0
+                if options.num_top_logprobs is not None:
+                    text_offset = offsets.advance(choice, output.new_token_ids)
+                new.append(
+                    completions.to_chunk(
+                        self._head,
+                        choice,
+                        output,
+                        token_bytes,
+                        options=options,
+                        text_offset=text_offset,
+                        usage=usage,
+                    )
                 )
-                if chunk is not None:
-                    yield chunk
+                for chunk in new:
+                    if chunk is not None:
+                        yield self._with_prompt(chunk, prompt_index, begun)
         if self._usage.at_end:
             yield completions.usage_chunk(self._head, tally.usage)
 
     async def response(self) -> Completion:
-        collected, tally = await _collect(self._service, self._head, self._generations)
+        collected, tally = await _collect(self._run(), self._generations)
         return completions.to_response(
             self._head,
+            self._generations,
             collected,
             self._service.token_bytes,
-            n=self._n,
-            num_top_logprobs=self._num_top,
+            options=self._options,
+            echoes=self._echoes,
             usage=tally.usage,
         )
+
+    async def _run(self) -> AsyncGenerator[News, None]:
+        """The news; with `max_tokens=0` without the token that the engine had to be asked for."""
+        async with aclosing(self._service.run(self._head.id, self._generations)) as news:
+            async for prompt_index, output in news:
+                yield prompt_index, output if self._gives_output else _without_output(output)
+
+    def _with_prompt(self, chunk: Completion, prompt_index: int, begun: set[int]) -> Completion:
+        """The first chunk of each choice has the prompt's token ids, when they are asked for."""
+        choice = chunk.choices[0]
+        if not self._options.return_token_ids or choice.index in begun:
+            return chunk
+        begun.add(choice.index)
+        prompt_token_ids = self._generations[prompt_index].prompt_token_ids
+        choice = msgspec.structs.replace(choice, prompt_token_ids=prompt_token_ids)
+        return msgspec.structs.replace(chunk, choices=[choice])
 
 
 class _UsageOfChunks:
@@ -160,12 +229,24 @@ def _head(service: Service, prefix: str, body: GenerationFields) -> ReplyHead:
     )
 
 
+def _without_output(output: RequestOutput) -> RequestOutput:
+    return msgspec.structs.replace(
+        output,
+        text_delta="",
+        new_token_ids=[],
+        logprobs=None,
+        num_output_tokens=0,
+        finish_reason=output.finish_reason and FinishReason.length,
+        stop_reason=None,
+    )
+
+
 async def _collect(
-    service: Service, head: ReplyHead, generations: list[Generation]
+    news: AsyncGenerator[News, None], generations: list[Generation]
 ) -> tuple[dict[tuple[int, int], CollectedCompletion], Tally]:
     tally = Tally(generations)
     collected: dict[tuple[int, int], CollectedCompletion] = {}
-    async with aclosing(service.run(head.id, generations)) as news:
+    async with aclosing(news):
         async for prompt_index, output in news:
             tally.add(prompt_index, output)
             collect(collected, prompt_index, output)

@@ -30,6 +30,7 @@ from ostinato.api.schemas import (
 )
 from ostinato.api.service import Service
 from ostinato.api.stream import sse, until_disconnect
+from ostinato.api.templates import render
 from ostinato.runtime.errors import InvalidRequestError
 
 __all__ = ("HANDLERS",)
@@ -68,8 +69,9 @@ async def plain_completions(
     """Continue one or several prompts."""
     body = await _read(request, CompletionRequest, service)
     completions.check(body)
-    prompts = await _encode_prompts(service, body)
-    reply = replies.CompletionReply(service, body, prompts)
+    prompts = completions.prompts(body)
+    token_ids = await _encode_prompts(service, body, prompts)
+    reply = replies.CompletionReply(service, body, prompts, token_ids)
     if body.stream:
         return _event_stream(reply.chunks())
     return _json(await until_disconnect(request.receive, reply.response()))
@@ -94,7 +96,11 @@ async def tokenize(request: HttpRequest, service: SharedService) -> Response[byt
     """Token ids of a text or of a conversation."""
     body = await _read(request, TokenizeRequest, service)
     tokenizer = service.tokenizer("prompt")
-    text, add_special_tokens = tokenization.text_to_tokenize(body, tokenizer)
+    tokenization.check(body)
+    text, add_special_tokens = body.prompt or "", body.add_special_tokens is not False
+    if body.messages is not None:
+        text = await render(service, body, body.messages)
+        add_special_tokens = body.add_special_tokens is True
     (token_ids,) = await service.encode(
         [text], param="prompt", add_special_tokens=add_special_tokens
     )
@@ -171,19 +177,19 @@ async def _read(request: HttpRequest, schema: type[T], service: Service) -> T:
 
 
 async def _encode_messages(service: Service, body: ChatCompletionRequest) -> list[int]:
-    text = service.tokenizer("messages").apply_chat_template(
-        chat.template_messages(body.messages),
-        add_generation_prompt=chat.asks_for_answer(body),
-        continue_final_message=body.continue_final_message,
-        variables=body.chat_template_kwargs,
+    text = await render(service, body, body.messages)
+    (token_ids,) = await service.encode(
+        [text], param="messages", add_special_tokens=body.add_special_tokens
     )
-    (token_ids,) = await service.encode([text], param="messages", add_special_tokens=False)
     return token_ids
 
 
-async def _encode_prompts(service: Service, body: CompletionRequest) -> list[list[int]]:
-    prompts = completions.prompts(body)
+async def _encode_prompts(
+    service: Service, body: CompletionRequest, prompts: list[str] | list[list[int]]
+) -> list[list[int]]:
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+    if body.bad_words:
+        service.tokenizer("bad_words")
     if not texts:
         return [prompt for prompt in prompts if isinstance(prompt, list)]
     return await service.encode(texts, param="prompt", add_special_tokens=body.add_special_tokens)

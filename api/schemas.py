@@ -1,8 +1,8 @@
 """The bodies of requests and responses, as the OpenAI API spells them.
 
-A field is here exactly when it is honoured. `decode` names the field in every refusal; fields of
-the OpenAI API that ask for something this server can not do are refused by name, unless their value
-asks for nothing (`tools: []`, `response_format: {"type": "text"}`, any null).
+A field is here exactly when it is honoured. `decode` names the field in every refusal; what is
+known but not honoured (`unsupported`) is refused by name, unless its value asks for nothing
+(`tools: []`, `response_format: {"type": "text"}`, any null).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
+from ostinato.api.unsupported import UNSUPPORTED, is_neutral
 from ostinato.runtime.errors import InvalidRequestError
 
 __all__ = (
@@ -34,6 +35,7 @@ __all__ = (
     "Message",
     "ModelCard",
     "ModelList",
+    "PromptLogprob",
     "PromptTokensDetails",
     "ReplyMessage",
     "StreamOptions",
@@ -50,33 +52,6 @@ T = TypeVar("T", bound=msgspec.Struct)
 Int32 = Annotated[int, msgspec.Meta(ge=-(1 << 31), lt=1 << 31)]
 RequestId = Annotated[str, msgspec.Meta(pattern=r"^[\x21-\x7e]{1,128}$")]
 
-# What the OpenAI API knows and this server does not, with the values that ask for nothing. Null
-# always does.
-UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "annotations": ([],),
-    "audio": (),
-    "best_of": (1,),
-    "echo": (False,),
-    "function_call": ("none",),
-    "functions": ([],),
-    "metadata": ({},),
-    "modalities": (["text"],),
-    "parallel_tool_calls": (True, False),
-    "prediction": (),
-    "reasoning_effort": (),
-    "refusal": (),
-    "response_format": ({"type": "text"},),
-    "service_tier": ("auto", "default"),
-    "store": (False,),
-    "suffix": ("",),
-    "tool_call_id": (),
-    "tool_calls": ([],),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
-    "verbosity": (),
-    "web_search_options": (),
-}
-
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     include_usage: bool = False  # a last chunk with the usage of the whole request
@@ -91,6 +66,10 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
     model: str | None = None  # absent = the model that is served
     n: int | None = None
+    best_of: int | None = None
+    use_beam_search: bool = False
+    length_penalty: float | None = None
+    early_stopping: bool | Literal["never"] | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: Int32 | None = None
@@ -106,7 +85,15 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    truncate_prompt_tokens: int | None = None
+    truncation_side: Literal["left", "right"] = "left"
+    prompt_logprobs: int | None = None  # not with stream
+    echo: bool = False
     skip_special_tokens: bool = True
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     priority: Int32 = 0  # lower runs first under scheduler.policy=priority
@@ -138,7 +125,9 @@ class ChatCompletionRequest(
     top_logprobs: int | None = None
     add_generation_prompt: bool | None = None  # absent = unless the last message is continued
     continue_final_message: bool = False
-    chat_template_kwargs: dict[str, Any] | None = None  # variables of the model's template
+    add_special_tokens: bool = False  # around the text that the template gives
+    chat_template: str | None = None  # instead of the model's own
+    chat_template_kwargs: dict[str, Any] | None = None  # variables of the template
 
 
 class CompletionRequest(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -158,6 +147,7 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     add_special_tokens: bool | None = None  # absent = true for a prompt, false for messages
     add_generation_prompt: bool | None = None  # absent = unless the last message is continued
     continue_final_message: bool = False
+    chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool = False
 
@@ -191,6 +181,18 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens_details: PromptTokensDetails
 
 
+class PromptLogprob(msgspec.Struct, frozen=True):
+    """One candidate at one position of the prompt."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+"""Per prompt token, None for the first: token id -> candidate, the token itself among them."""
+
+
 class TopLogprob(msgspec.Struct, frozen=True):
     token: str
     logprob: float
@@ -219,6 +221,7 @@ class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: ChatLogprobs | None
     finish_reason: str
     stop_reason: int | str | None  # the stop token id or string that ended it, if one did
+    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatResponse(msgspec.Struct, frozen=True, kw_only=True):
@@ -228,6 +231,8 @@ class ChatResponse(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatDelta(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -241,6 +246,7 @@ class ChatChunkChoice(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | msgspec.UnsetType | None = msgspec.UNSET
+    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET  # those since the last chunk
 
 
 class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
@@ -250,12 +256,13 @@ class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     choices: list[ChatChunkChoice]
     usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
+    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET  # in the first chunk
 
 
 class CompletionLogprobs(msgspec.Struct, frozen=True):
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]  # None = the first token of an echoed prompt
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 
@@ -265,6 +272,9 @@ class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: CompletionLogprobs | None
     finish_reason: str | None
     stop_reason: int | str | msgspec.UnsetType | None = msgspec.UNSET
+    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET  # in its first chunk
+    prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
@@ -309,7 +319,7 @@ def decode(body: bytes, schema: type[T]) -> T:
 
 
 def _decode_without_neutral(body: bytes, schema: type[T], first: msgspec.ValidationError) -> T:
-    """A second try, without the unsupported fields whose value asks for nothing."""
+    """A second try, without nulls and the unsupported fields whose value asks for nothing."""
     try:
         raw = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -335,14 +345,8 @@ def _without_neutral(fields: dict[str, Any], known: set[str]) -> dict[str, Any]:
     return {
         name: value
         for name, value in fields.items()
-        if name in known
-        or name not in UNSUPPORTED
-        or not (value is None or any(_same(value, neutral) for neutral in UNSUPPORTED[name]))
+        if (value is not None if name in known else not is_neutral(name, value))
     }
-
-
-def _same(value: object, neutral: object) -> bool:
-    return type(value) is type(neutral) and value == neutral
 
 
 _UNKNOWN_FIELD = re.compile(r"Object contains unknown field `(.*)`$", re.DOTALL)
@@ -369,7 +373,8 @@ def _unknown_field(name: str, path: str, known: set[str]) -> InvalidRequestError
     param = f"{path}.{name}".lstrip(".")
     if name in UNSUPPORTED:
         return InvalidRequestError(
-            f"{param} is not supported by this server; leave it out",
+            f"{param} is not supported: it needs {UNSUPPORTED[name].needs}, which this server does"
+            " not have yet; leave it out",
             param=param,
             code="unsupported_parameter",
         )

@@ -13,22 +13,25 @@ import errno
 import gc
 import json
 import logging
+import os
 import signal
 import socket
 import sys
 import time
 from collections.abc import Callable, Coroutine, Iterator
-from typing import Any
-
-import uvicorn
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from ostinato import __version__
-from ostinato.api.app import create_app
-from ostinato.api.service import Service
 from ostinato.conf.root import EngineConfig
 from ostinato.conf.schema import ServerConfig
 from ostinato.runtime.client import EngineClient
 from ostinato.runtime.errors import StartupError
+
+if TYPE_CHECKING:
+    import uvicorn
+
+    from ostinato.api.service import Service
 
 __all__ = ("serve",)
 
@@ -47,45 +50,43 @@ def serve(config: EngineConfig) -> int:
     _configure_logging(config.server.log_level)
     listener = _listen(config.server)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        return runner.run(_Server(config, listener, sys.stdout.write).run())
+        return runner.run(_serve(config, listener))
 
 
-class _HttpServer(uvicorn.Server):
-    """Uvicorn without its own signal handling: `_Server` decides when it ends."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
+async def _serve(config: EngineConfig, listener: socket.socket) -> int:
+    began = time.monotonic() - _age_s()
+    client = EngineClient(config)
+    await client.spawn()
+    client.startup_seconds["launch"] = time.monotonic() - began
+    # The engine process is under way: only now this one spends its time on the web framework.
+    return await _Server(config, client, listener, sys.stdout.write, began).run()
 
 
 class _Server:
     """One run of the server: engine, HTTP and the way down.
 
     Args:
+        client: its engine process is spawned.
         listener: bound and listening.
         say: writes the start-up report.
+        began: when this process was started, by time.monotonic().
     """
 
     def __init__(
-        self, config: EngineConfig, listener: socket.socket, say: Callable[[str], object]
+        self,
+        config: EngineConfig,
+        client: EngineClient,
+        listener: socket.socket,
+        say: Callable[[str], object],
+        began: float,
     ) -> None:
         self._config = config
         self._listener = listener
         self._say = say
         self._url = _url(listener)
-        self._client = EngineClient(config)
-        self._service = Service(self._client, config.server, config.sampling)
-        self._http = _HttpServer(
-            uvicorn.Config(
-                create_app(self._service),
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                lifespan="off",
-                timeout_keep_alive=_KEEP_ALIVE_S,
-                timeout_graceful_shutdown=_FLUSH_S,
-            )
-        )
+        self._began = began
+        self._client = client
+        self._service, self._http = _http_server(client, config)
         self._first_signal = asyncio.Event()
         self._second_signal = asyncio.Event()
         self._exit_code = 0
@@ -131,15 +132,16 @@ class _Server:
         return False
 
     async def _start(self) -> None:
-        begin = time.monotonic()
         self._say(f"ostinato {__version__}: {self._url} answers 503 until the model is ready\n")
-        sys.stdout.flush()
+        self._on_phase("launch", self._client.startup_seconds["launch"])
         self._service.phase = "loading"
-        await self._client.start(self._on_phase)
+        await self._client.wait_until_ready(self._on_phase)
         self._service.phase = None
         gc.collect()
         gc.freeze()  # what start-up made stays; later collections need not look at it
-        self._say(self._hints(time.monotonic() - begin))
+        seconds = time.monotonic() - self._began
+        self._client.startup_seconds["ready"] = seconds
+        self._say(self._hints(seconds))
         sys.stdout.flush()
 
     def _on_phase(self, name: str, seconds: float) -> None:
@@ -151,7 +153,7 @@ class _Server:
         model, tokenizer = self._client.model, self._client.tokenizer
         if tokenizer is not None and tokenizer.chat_template is not None:
             path = "/v1/chat/completions"
-            body = {"messages": [{"role": "user", "content": "What is a list?"}]}
+            body = {"messages": [{"role": "user", "content": "What is a block table?"}]}
         else:
             path = "/v1/completions"
             body = {"prompt": "Once upon a time" if tokenizer else [1], "max_tokens": 40}
@@ -177,6 +179,47 @@ class _Server:
         for task in (drain, cut):
             task.cancel()
         await asyncio.gather(drain, cut, return_exceptions=True)
+
+
+def _http_server(client: EngineClient, config: EngineConfig) -> tuple[Service, uvicorn.Server]:
+    import uvicorn
+
+    from ostinato.api.app import create_app
+    from ostinato.api.service import Service
+
+    class Server(uvicorn.Server):
+        """Without its own signal handling: `_Server` decides when it ends."""
+
+        @contextlib.contextmanager
+        def capture_signals(self) -> Iterator[None]:
+            yield
+
+    service = Service(client, config.server, config.sampling)
+    http = Server(
+        uvicorn.Config(
+            create_app(service),
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            lifespan="off",
+            timeout_keep_alive=_KEEP_ALIVE_S,
+            timeout_graceful_shutdown=_FLUSH_S,
+        )
+    )
+    return service, http
+
+
+def _age_s() -> float:
+    """Seconds since the system started this process: the interpreter's own start counts too.
+
+    0 where the system does not say: wall-clock times of processes are a second off on Linux.
+    """
+    try:
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        started = int(fields[19]) / os.sysconf("SC_CLK_TCK")  # field 22, counted from the boot
+        return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - started)
+    except (OSError, AttributeError, ValueError, IndexError):
+        return 0.0
 
 
 def _listen(server: ServerConfig) -> socket.socket:

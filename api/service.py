@@ -61,6 +61,7 @@ class Service:
     Attributes:
         phase: what the engine's start is busy with; None once it has started.
         is_draining: whether the server is shutting down and admits nothing new.
+        template_turn: held while a template that came with a request is rendered.
     """
 
     def __init__(self, client: Client, server: ServerConfig, sampling: SamplingSection) -> None:
@@ -70,6 +71,7 @@ class Service:
         self.metrics = Metrics(client)
         self.phase: str | None = "starting"
         self.is_draining = False
+        self.template_turn = asyncio.Semaphore(1)
 
     def health_problem(self) -> str | None:
         """Why the engine does not work, or None."""

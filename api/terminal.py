@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Self
 from rich.console import Console
 
 from ostinato.conf.schema import ChatSection, GenerateSection
+from ostinato.runtime.bundles import prepare_kernels
 from ostinato.runtime.errors import EngineError
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ def start_llm(config: EngineConfig) -> LLM:
     """
     console = Console(stderr=True)
     with console.status("starting: importing torch") as status:
+        prepare_kernels(config.device, config.graphs)
         from ostinato import LLM
 
         status.update("starting: loading the model")

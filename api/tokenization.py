@@ -2,32 +2,18 @@
 
 from __future__ import annotations
 
-from ostinato.api.chat import asks_for_answer, template_messages
 from ostinato.api.schemas import DetokenizeRequest, TokenizeRequest, TokenizeResponse
 from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.tokenizer import Tokenizer
 from ostinato.runtime.types import ServedModel
 
-__all__ = ("text_to_tokenize", "to_text", "to_token_response")
+__all__ = ("check", "to_text", "to_token_response")
 
 
-def text_to_tokenize(body: TokenizeRequest, tokenizer: Tokenizer) -> tuple[str, bool]:
-    """(text, whether special tokens are added around it).
-
-    Raises:
-        InvalidRequestError: not exactly one of `prompt` and `messages`.
-    """
+def check(body: TokenizeRequest) -> None:
+    """Raises InvalidRequestError for not exactly one of `prompt` and `messages`."""
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequestError("give either prompt or messages", param="prompt")
-    if body.prompt is not None:
-        return body.prompt, body.add_special_tokens is not False
-    text = tokenizer.apply_chat_template(
-        template_messages(body.messages or []),
-        add_generation_prompt=asks_for_answer(body),
-        continue_final_message=body.continue_final_message,
-        variables=body.chat_template_kwargs,
-    )
-    return text, body.add_special_tokens is True
 
 
 def to_token_response(

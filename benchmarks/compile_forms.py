@@ -39,10 +39,10 @@ from ostinato.models.packing import pack_model
 from ostinato.models.registry import build_model
 from ostinato.models.weights import init_dummy_weights
 from ostinato.ops.attention import PlannedBackend, load_backend, select_backend
-from ostinato.ops.native.build import load
-from ostinato.runtime.build import open_model
+from ostinato.ops.native.library import load
 from ostinato.runtime.device import set_threads
 from ostinato.runtime.machine import cpu_name, gpu_names, package_versions
+from ostinato.runtime.planning import open_model
 
 __all__ = ("Bench", "compile_once", "step_times")
 

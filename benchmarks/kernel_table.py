@@ -12,7 +12,7 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ _RESERVED_SHARED_MEMORY = 1024  # bytes that the device keeps for itself, per pr
 _SHARED_MEMORY = 228 * 1024  # bytes of a multiprocessor
 _REGISTERS = 64 * 1024  # of a multiprocessor, 32 bits each
 _LAUNCH_OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
-_POINTERS = {"bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32"}
+_POINTERS = {"bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32", "fp8_e4m3": "*fp8e4nv"}
 _METADATA = {
     "query_start_loc": "*i32",
     "seq_lens": "*i32",
@@ -52,7 +52,8 @@ one section per Triton version: versions allocate registers differently. The gat
 instructions in every 16-bit attention kernel.
 
 Columns: *short* is the launch for sequences whose query rows fit one tile (decode), *long* the one
-for the others (prefill). M × N is query rows × keys of a tile. Spills are bytes stored and loaded.
+for the others (prefill). *Cache* is the KV cache's type where it is another (`cache.dtype`); it is
+widened in registers. M × N is query rows × keys of a tile. Spills are bytes stored and loaded.
 Copies are asynchronous copies from global memory, tensor the matrix instructions (`wgmma` on tiles
 of 128 rows, else `mma`), both counted in the PTX. Programs is how many fit one multiprocessor.
 """
@@ -67,6 +68,7 @@ class Variant:
     dtype: str
     kernel: Any
     constants: Mapping[str, int | float]
+    cache_dtype: str = ""  # of the KV cache; empty = dtype
 
     @property
     def uses_tensor_cores(self) -> bool:
@@ -107,16 +109,18 @@ def variants() -> Iterator[Variant]:
         "71/1 heads, D64": (KernelShape(71, 1, 64, 16, 2, 1 << 11), 0, 0.0),
     }
     for model, (shape, window, cap) in models.items():
-        for is_long in (False, True):
-            constants = attention_constants(shape, window, cap, is_long=is_long)
-            role = "long" if is_long else "short"
-            yield Variant(model, role, "bfloat16", attention_kernel, constants)
         combine = combine_constants(shape, window)
         yield Variant(model, "combine", "bfloat16", combine_kernel, combine)
-        write = write_constants(
-            shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.block_size
-        )
-        yield Variant(model, "write", "bfloat16", write_kv_kernel, write)
+        for cache_dtype in ("", "fp8_e4m3"):
+            converting = replace(shape, converts_cache=cache_dtype != "")
+            for is_long in (False, True):
+                constants = attention_constants(converting, window, cap, is_long=is_long)
+                role = "long" if is_long else "short"
+                yield Variant(model, role, "bfloat16", attention_kernel, constants, cache_dtype)
+            write = write_constants(
+                shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.block_size
+            )
+            yield Variant(model, "write", "bfloat16", write_kv_kernel, write, cache_dtype)
     for head_dim in (128, 256):
         single = KernelShape(32, 8, head_dim, 16, 4, 1 << 17)
         for is_long in (False, True):
@@ -165,7 +169,9 @@ def _type_of(name: str, variant: Variant) -> str:
         return _METADATA[name]
     if name.startswith("partial_"):
         return "*fp32"
-    if name in ("out", "q", "k", "v", "k_cache", "v_cache"):
+    if name in ("k_cache", "v_cache"):
+        return _POINTERS[variant.cache_dtype or variant.dtype]
+    if name in ("out", "q", "k", "v"):
         return _POINTERS[variant.dtype]
     return "fp32" if name == "scale" else "i32"
 
@@ -187,9 +193,9 @@ def _assemble(ptx: str) -> str:
 def render(rows: list[tuple[Variant, Resources]]) -> str:
     """The table as Markdown."""
     lines = [
-        "| model | kernel | type | M × N | warps | registers | spills | shared KiB | tensor "
-        "| copies | programs |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        "| model | kernel | type | cache | M × N | warps | registers | spills | shared KiB "
+        "| tensor | copies | programs |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for variant, used in rows:
         constants = variant.constants
@@ -200,6 +206,7 @@ def render(rows: list[tuple[Variant, Resources]]) -> str:
             variant.model,
             variant.role,
             variant.dtype,
+            variant.cache_dtype,
             tile,
             constants["num_warps"],
             used.registers,

@@ -19,6 +19,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 import ostinato
@@ -76,7 +77,7 @@ def bench(config: EngineConfig) -> int:
         "notes": notes,
         "peak_rss_mib": round(memory.mib),
         "peak_rss_contains_probes": not memory.forgets,
-        "late_compiles": llm.stats().late_compiles,
+        "late_compiles": [msgspec.structs.asdict(late) for late in llm.stats().late_compiles],
         "measurements": [
             dataclasses.asdict(measured)
             | {"output_tok_s": measured.output_tok_s, "total_tok_s": measured.total_tok_s}

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from ostinato.benchmarks.probes import LoadMeter
 from ostinato.ops.linear import pack_linear_weight, packed_linear
-from ostinato.ops.native.build import load
+from ostinato.ops.native.library import load
 from ostinato.runtime.machine import cpu_name
 
 __all__ = ("measure_rows",)

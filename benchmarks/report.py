@@ -98,7 +98,7 @@ def print_report(record: dict[str, Any], measurements: Sequence[Measurement], fi
     console.print(
         f"ready in {conditions['startup_s']:.1f} s ({phases}); peak memory "
         f"{record['peak_rss_mib']} MiB{', probes included' * record['peak_rss_contains_probes']}; "
-        f"compilations after the start: {record['late_compiles']}",
+        f"compilations after the start: {_late_compiles(record['late_compiles'])}",
         markup=False,
     )
     console.print(
@@ -108,6 +108,15 @@ def print_report(record: dict[str, Any], measurements: Sequence[Measurement], fi
     for note in record["notes"]:
         console.print(f"- {note}", markup=False)
     console.print(f"every measurement and its conditions: {file}", markup=False, soft_wrap=True)
+
+
+def _late_compiles(entries: Sequence[dict[str, Any]]) -> str:
+    """Steps in which something compiled: "0", or "3 (c++ at tokens=5,seqs=2: 3)"."""
+    total = sum(entry["count"] for entry in entries)
+    if not total:
+        return "0"
+    parts = (f"{entry['what']} at {entry['shape']}: {entry['count']}" for entry in entries)
+    return f"{total} ({'; '.join(parts)})"
 
 
 def _table(measurements: Sequence[Measurement]) -> Table:

@@ -18,6 +18,7 @@ __all__ = (
     "AttentionBackendName",
     "BenchSection",
     "CacheConfig",
+    "CacheDType",
     "ChatSection",
     "DType",
     "DeviceConfig",
@@ -45,6 +46,11 @@ class DType(StrEnum):
     float32 = "float32"
     bfloat16 = "bfloat16"
     float16 = "float16"
+
+
+class CacheDType(StrEnum):
+    auto = "auto"
+    fp8_e4m3 = "fp8_e4m3"
 
 
 class LoadFormat(StrEnum):
@@ -223,6 +229,9 @@ class CacheConfig(Section):
 
     key = "cache"
     block_size: int = setting(16, "tokens per block", one_of=(8, 16, 32, 64, 128))
+    dtype: CacheDType = setting(
+        CacheDType.auto, "of keys and values; auto = the model's own, fp8_e4m3 = half the memory"
+    )
     memory_gib: float | None = setting(
         None, "GiB for KV blocks; null = what the memory plan leaves", above=0
     )
@@ -234,24 +243,40 @@ class SchedulerConfig(Section):
     """One token budget a step; prefill and decode share it."""
 
     key = "scheduler"
-    max_num_seqs: int = setting(64, "sequences that may run at once", at_least=1, at_most=4096)
-    max_num_batched_tokens: int = setting(
-        2048,
-        "tokens computed in one step; at least scheduler.max_num_seqs",
+    max_num_seqs: int | None = setting(
+        None,
+        "sequences that may run at once; null = decided from measured step costs",
+        at_least=1,
+        at_most=4096,
+    )
+    max_num_batched_tokens: int | None = setting(
+        None,
+        "tokens computed in one step, at least scheduler.max_num_seqs; null = decided from "
+        "measured step costs",
         at_least=1,
         at_most=1 << 20,
+    )
+    itl_target_ms: float | None = setting(
+        None,
+        "parts of prompts are cut so that a step with decodes takes at most this long, as measured "
+        "at start; null = no such bound",
+        above=0,
     )
     policy: SchedulingPolicy = setting(
         SchedulingPolicy.fcfs, "fcfs = in order of arrival; priority = the request's priority first"
     )
+    overlap: bool | None = setting(
+        None, "launch a step before the last one's tokens are read; null = on a GPU"
+    )
 
     def __post_init__(self) -> None:
         Section.__post_init__(self)
-        if self.max_num_batched_tokens < self.max_num_seqs:
+        seqs, tokens = self.max_num_seqs, self.max_num_batched_tokens
+        if seqs is not None and tokens is not None and tokens < seqs:
             _refuse(
                 "scheduler.max_num_batched_tokens",
-                f"in [scheduler.max_num_seqs={self.max_num_seqs}, {1 << 20}]",
-                self.max_num_batched_tokens,
+                f"null or in [scheduler.max_num_seqs={seqs}, {1 << 20}]",
+                tokens,
             )
 
 
@@ -266,8 +291,17 @@ class GraphConfig(Section):
         AttentionBackendName.auto, "auto = the first that fits the device and the model"
     )
     pack_weights: bool = setting(True, "re-lay weights for the CPU's matrix kernels when loading")
+    bundle: bool = setting(True, "load what an earlier start compiled, keep what this one compiles")
+    bundle_dir: str = setting("", "where bundles are; empty = in the cache directory")
     capture_sizes: list[int] = setting(
         [], "token counts to capture; empty = chosen from max_num_seqs", at_least=1, at_most=8192
+    )
+    cost_table_budget_s: float | None = setting(
+        None,
+        "seconds to measure step costs in at start; 0 = do not, null = 0.5, or more when one "
+        "step takes long",
+        at_least=0,
+        at_most=600,
     )
 
 

@@ -7,10 +7,17 @@ back to the compiled program, which takes any shape.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
-__all__ = ("BucketTable", "GraphKey", "default_decode_sizes", "default_mixed_sizes")
+__all__ = (
+    "BucketTable",
+    "GraphKey",
+    "default_decode_sizes",
+    "default_mixed_sizes",
+    "name_buckets",
+    "why_incomplete",
+)
 
 
 class GraphKey(NamedTuple):
@@ -46,6 +53,39 @@ def default_mixed_sizes(max_num_batched_tokens: int) -> list[int]:
     return sizes
 
 
+def why_incomplete(capture_sizes: Collection[int], max_num_seqs: int) -> str | None:
+    """What a chosen list of decode sizes means for the batches that it does not fit, or None.
+
+    The list is obeyed: a size that can not occur is left out, and larger batches run in a mixed
+    bucket where one is large enough, else uncaptured.
+    """
+    if not capture_sizes:
+        return None
+    name = f"graphs.capture_sizes={sorted(capture_sizes)}"
+    parts: list[str] = []
+    if above := sorted(size for size in capture_sizes if size > max_num_seqs):
+        parts.append(
+            f"{', '.join(map(str, above))} can not occur with scheduler.max_num_seqs={max_num_seqs}"
+            " and is left out"
+        )
+    largest = max((size for size in capture_sizes if size <= max_num_seqs), default=0)
+    if largest < max_num_seqs:
+        parts.append(
+            f"decode steps of {largest + 1} to {max_num_seqs} sequences have no decode bucket; add "
+            f"{max_num_seqs} to it, or leave it empty, to capture them"
+        )
+    return f"{name}: {'; '.join(parts)}" if parts else None
+
+
+def name_buckets(keys: Collection[GraphKey]) -> str:
+    """In words, largest first: "decode of 16, 8 sequences, mixed of 1024 tokens"."""
+    decode = sorted((key.num_seqs for key in keys if key.uniform_decode), reverse=True)
+    mixed = sorted((key.num_tokens for key in keys if not key.uniform_decode), reverse=True)
+    parts = [f"decode of {', '.join(map(str, decode))} sequences"] if decode else []
+    parts += [f"mixed of {', '.join(map(str, mixed))} tokens"] if mixed else []
+    return ", ".join(parts)
+
+
 class BucketTable:
     """Rounds a step's shape up to a captured one."""
 
@@ -62,6 +102,15 @@ class BucketTable:
         keys = [GraphKey(size, size, True) for size in self.decode_sizes]
         keys += [GraphKey(size, self.max_num_seqs, False) for size in self.mixed_sizes]
         return sorted(keys, reverse=True)
+
+    def without(self, keys: Collection[GraphKey]) -> BucketTable:
+        """The table that lacks these buckets; the next larger ones serve their steps."""
+        kept = [key for key in self.keys if key not in keys]
+        return BucketTable(
+            decode_sizes=[key.num_seqs for key in kept if key.uniform_decode],
+            mixed_sizes=[key.num_tokens for key in kept if not key.uniform_decode],
+            max_num_seqs=self.max_num_seqs,
+        )
 
     def round_up(self, num_tokens: int, num_seqs: int, *, uniform_decode: bool) -> GraphKey | None:
         """The smallest bucket that holds the step, or None when there is none."""

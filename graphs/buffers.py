@@ -23,10 +23,11 @@ __all__ = ("HostBuffers", "StaticBuffers", "StepBatch")
 class HostBuffers(NamedTuple):
     """NumPy views of the host memory: T tokens, S sequences, B blocks per sequence at most."""
 
-    token_ids: np.ndarray  # [T] int64
+    token_ids: np.ndarray  # [T] int64; -1 - row stands for that row's last token (see `feed`)
     positions: np.ndarray  # [T] int64
     slot_mapping: np.ndarray  # [T] int64
     logits_indices: np.ndarray  # [S] int64, the token rows whose hidden state is sampled
+    sampled_rows: np.ndarray  # [S] int64, the sequences' rows that get those tokens
     query_start_loc: np.ndarray  # [S+1] int32
     seq_lens: np.ndarray  # [S] int32
     block_table: np.ndarray  # [S, B] int32
@@ -50,13 +51,25 @@ class StaticBuffers:
         max_blocks_per_seq: int,
         block_size: int,
         device: torch.device,
+        feeds: bool | None = None,
     ) -> None:
+        """
+        Args:
+            max_num_tokens: T.
+            max_num_seqs: S.
+            max_blocks_per_seq: B.
+            block_size: tokens of a block.
+            device: where programs read.
+            feeds: whether a step's tokens stay on the device as the next one's inputs, so that
+                that one can be launched before they are read; None = on a GPU.
+        """
         self.block_size = block_size
         self.device = device
         shapes: list[tuple[tuple[int, ...], torch.dtype]] = [
             ((max_num_tokens,), torch.int64),
             ((max_num_tokens,), torch.int64),
             ((max_num_tokens,), torch.int64),
+            ((max_num_seqs,), torch.int64),
             ((max_num_seqs,), torch.int64),
             ((max_num_seqs + 1,), torch.int32),
             ((max_num_seqs,), torch.int32),
@@ -82,11 +95,14 @@ class StaticBuffers:
             self._positions,
             self._slot_mapping,
             self._logits_indices,
+            self._sampled_rows,
             self._query_start_loc,
             self._seq_lens,
             self._block_table,
         ) = on_device
         self.plan = torch.zeros(1, dtype=torch.int64)
+        self.feeds = cuda if feeds is None else feeds
+        self.last_tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
         self._copied = torch.cuda.Event() if cuda else None
 
     def pad(self, num_tokens: int, num_seqs: int, key: GraphKey) -> None:
@@ -119,6 +135,17 @@ class StaticBuffers:
             end = self._block_tables_begin + self.host.block_table[:num_seqs].nbytes
             self._device_memory[:end].copy_(self._host_memory[:end], non_blocking=True)
             self._copied.record()
+
+    def feed(self, num_tokens: int) -> None:
+        """Put last tokens where the uploaded ids stand for them; nothing to do unless `feeds`."""
+        if self.feeds:
+            ids = self._token_ids[:num_tokens]
+            last = self.last_tokens[(-1 - ids).clamp_min_(0)]
+            ids.copy_(torch.where(ids < 0, last, ids))
+
+    def keep(self, token_ids: Tensor) -> None:
+        """Remember a step's tokens [R], in the order of its `sampled_rows`, as their rows' last."""
+        self.last_tokens.index_copy_(0, self._sampled_rows[: len(token_ids)], token_ids)
 
     def batch(self, num_tokens: int, num_seqs: int, num_logits: int) -> StepBatch:
         """The device tensors cut to a shape; the same shape gives the same addresses."""

@@ -1,16 +1,14 @@
 """Running a step: captured program, compiled program or eager model, chosen by a table.
 
-On CUDA a captured bucket is a CUDA graph over the static buffers. On a CPU it is the program with
-its arguments bound once (no graph API exists there, and the binding is what is left to save). Both
-are behind `Recorder`, so bucket choice, padding and replay are tested without a GPU.
+A captured bucket is a CUDA graph over the static buffers, or on a CPU the program with its
+arguments bound once: what `Recorder` makes of it. A bucket that there is no memory for is left out.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from enum import StrEnum
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,10 +16,12 @@ from torch import Tensor
 from ostinato.graphs.buckets import BucketTable, GraphKey
 from ostinato.graphs.buffers import StaticBuffers, StepBatch
 from ostinato.graphs.compile import Program
+from ostinato.graphs.recorder import Recorder, is_out_of_memory
+from ostinato.graphs.timing import ClockTimer, StepTimer
 from ostinato.models.base import CausalLM, KVCache
 from ostinato.ops.attention import AttentionPlanner
 
-__all__ = ("BoundRecorder", "CudaRecorder", "GraphRunner", "Recorder", "StepKind")
+__all__ = ("GraphRunner", "StepKind")
 
 
 class StepKind(StrEnum):
@@ -30,61 +30,6 @@ class StepKind(StrEnum):
     captured = "captured"
     compiled = "compiled"
     eager = "eager"
-
-
-class Recorder(Protocol):
-    """Turns a call over static buffers into something cheap to repeat."""
-
-    def capture(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """Returns a replay with `run`'s effects; its output tensor is overwritten by the next
-        replay.
-        """
-        ...
-
-
-class BoundRecorder:
-    """The CPU's form: the call itself, its arguments already sliced."""
-
-    def capture(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        return run
-
-
-class CudaRecorder:
-    """CUDA graphs in one memory pool; capture the largest bucket first so that the others fit in
-    it. All graphs put their result into the same tensor: each would keep one of its own otherwise,
-    and logits of large vocabularies add up to gigabytes.
-    """
-
-    def __init__(self) -> None:
-        self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream()
-        self._output: Tensor | None = None
-
-    def capture(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        # Two runs on the side stream: kernels load lazily, and loading is not allowed while
-        # capturing.
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            run()
-            example = run()
-        torch.cuda.current_stream().wait_stream(self._stream)
-        output = self._output_like(example)
-        del example
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
-            output.copy_(run())
-
-        def replay() -> Tensor:
-            graph.replay()
-            return output
-
-        return replay
-
-    def _output_like(self, example: Tensor) -> Tensor:
-        """The first rows of the tensor that graphs write to; a larger one when they are too few."""
-        if self._output is None or len(self._output) < len(example):
-            self._output = torch.empty_like(example)
-        return self._output[: len(example)]
 
 
 class GraphRunner:
@@ -100,6 +45,7 @@ class GraphRunner:
         table: BucketTable | None = None,
         recorder: Recorder | None = None,
         planner: AttentionPlanner | None = None,
+        timer: StepTimer | None = None,
     ) -> None:
         """
         Args:
@@ -110,6 +56,7 @@ class GraphRunner:
             table: the buckets to capture; None = capture nothing.
             recorder: how to capture; needed with a table.
             planner: host planning of the attention backend; None when it needs none.
+            timer: takes the device's time; None = the clock.
         """
         self._model = model
         self._kv_cache = kv_cache
@@ -118,6 +65,7 @@ class GraphRunner:
         self._table = table
         self._recorder = recorder
         self._planner = planner
+        self.timer = timer or ClockTimer()
         self._replays: dict[GraphKey, Callable[[], Tensor]] = {}
         self.steps_by_kind: dict[str, int] = {kind.value: 0 for kind in StepKind}
 
@@ -125,20 +73,44 @@ class GraphRunner:
     def captured_keys(self) -> list[GraphKey]:
         return list(self._replays)
 
-    def capture(self, progress: Callable[[GraphKey], None] = lambda key: None) -> None:
-        """Capture every bucket of the table, largest first; writes to the null block only."""
+    def capture(self, progress: Callable[[GraphKey], None] = lambda key: None) -> list[GraphKey]:
+        """Capture every bucket of the table, largest first; writes to the null block only.
+
+        Args:
+            progress: told of each captured bucket.
+
+        Returns:
+            The buckets that there was no memory for: the next larger one serves their steps, or the
+            uncaptured program.
+        """
+        left_out: list[GraphKey] = []
         if self._table is None or self._recorder is None:
-            return
+            return left_out
         gc.collect()
         gc.disable()  # a collection that frees device memory would break a capture
         try:
             for key in self._table.keys:
                 self._buffers.wait_for_upload()
                 self._fill_with_padding(key)
-                self._replays[key] = self._recorder.capture(self._bind(key))
+                try:
+                    self._replays[key] = self._recorder.capture(self._bind(key))
+                except (MemoryError, RuntimeError) as error:
+                    if not is_out_of_memory(error):
+                        raise
+                    left_out.append(key)
+                    continue
                 progress(key)
         finally:
             gc.enable()
+        self._table = self._table.without(left_out)
+        return left_out
+
+    def plan_buckets(self) -> None:
+        """Let the backend's planner make what it keeps for each bucket."""
+        for key in [] if self._table is None else self._table.keys:
+            self._buffers.wait_for_upload()
+            self._fill_with_padding(key)
+            self._plan(key)
 
     def warm_up(self, shapes: Iterable[tuple[int, int]]) -> None:
         """Run the uncaptured program once at each (num_tokens, num_seqs), so that nothing is lazy
@@ -151,10 +123,21 @@ class GraphRunner:
             self._plan(key)
             self._forward(self._buffers.batch(num_tokens, num_seqs, num_seqs), uniform=False)
 
+    def drop_decode_buckets(self, sizes: Collection[int]) -> None:
+        """Give up the decode buckets of these sizes; the next larger ones serve their steps."""
+        if self._table is None:
+            return
+        keys = [GraphKey(size, size, True) for size in sizes]
+        for key in keys:
+            self._replays.pop(key, None)
+        self._table = self._table.without(keys)
+
     def run(
         self, num_tokens: int, num_seqs: int, num_logits: int, *, uniform_decode: bool
     ) -> Tensor:
         """Run the step whose inputs are in the host buffers.
+
+        Begins the timer's step when the inputs are on their way; who knows its end ends it.
 
         Args:
             num_tokens: real tokens T.
@@ -173,15 +156,52 @@ class GraphRunner:
             self._buffers.pad(num_tokens, num_seqs, key)
             self._buffers.host.logits_indices[num_logits : key.num_seqs] = 0
             self._buffers.upload(key.num_seqs)
+            self._buffers.feed(num_tokens)
             self._plan(key)
             self.steps_by_kind[StepKind.captured] += 1
+            self.timer.begin()
             return replay()[:num_logits]
         self._buffers.upload(num_seqs)
+        self._buffers.feed(num_tokens)
         self._plan(GraphKey(num_tokens, num_seqs, uniform_decode))
         kind = StepKind.eager if self._program is None else StepKind.compiled
         self.steps_by_kind[kind] += 1
         batch = self._buffers.batch(num_tokens, num_seqs, num_logits)
+        self.timer.begin()
         return self._forward(batch, uniform=uniform_decode)
+
+    def run_with_hidden(
+        self, num_tokens: int, num_seqs: int, num_logits: int
+    ) -> tuple[Tensor, Tensor]:
+        """As `run`, but never captured, with every token's final hidden state: (logits, [T, D])."""
+        self._buffers.upload(num_seqs)
+        self._buffers.feed(num_tokens)
+        self._plan(GraphKey(num_tokens, num_seqs, False))
+        kind = StepKind.eager if self._program is None else StepKind.compiled
+        self.steps_by_kind[kind] += 1
+        batch = self._buffers.batch(num_tokens, num_seqs, num_logits)
+        forward = self._model if self._program is None else self._program
+        self.timer.begin()
+        hidden = forward(batch.forward, self._kv_cache)
+        return self._model.compute_logits(hidden[batch.logits_indices]), hidden
+
+    def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
+        """Copy blocks of every layer's cache, (from, to): all are read before any is written."""
+        device = self._kv_cache[0][0].device
+        sources, targets = torch.tensor(copies, device=device).unbind(1)
+        for side in (side for layer in self._kv_cache for side in layer):
+            contents = side.view(torch.uint8)  # not every dtype can be indexed
+            contents[targets] = contents[sources]
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """[R, D] hidden states -> [R, vocab_size] float32 logits."""
+        return self._model.compute_logits(hidden)
+
+    def close(self) -> None:
+        """Free what was captured, then what it was planned with; nothing may run afterwards."""
+        self._replays.clear()
+        if self._planner is not None:
+            self._planner.close()
 
     def _forward(self, batch: StepBatch, *, uniform: bool) -> Tensor:
         forward = self._model if self._program is None else self._program

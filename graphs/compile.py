@@ -5,23 +5,29 @@ decoder layer traced once and called for every depth with its weights as argumen
 time does not grow with depth. Both are `fullgraph`, dynamic in the token and sequence dimensions,
 and are called without Dynamo's guards: a step's tensors always come from the same static buffers,
 and evaluating guards costs 0.3-2 ms a step.
+
+A traced graph that is nothing but our own ops (CPUs) runs as it is (graphs/straight.py); anything
+else goes to Inductor. Either is stored for the next start.
 """
 
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
+import msgspec
 import torch
 from torch import Tensor
 
-from ostinato.conf.environment import without_kernel_pool
+from ostinato.conf.environment import prepare_compiler
 from ostinato.conf.schema import GraphForm
+from ostinato.graphs.straight import StraightProgram, straighten
 from ostinato.models.base import CausalLM, DecoderLayer, ForwardBatch, KVCache, StepInputs
 from ostinato.ops.attention import AttentionMetadata
 
-__all__ = ("Binder", "Program", "compile_model")
+__all__ = ("Binder", "Program", "ProgramStore", "compile_model")
 
 Program = Callable[[ForwardBatch, KVCache], Tensor]
 """(batch, kv_cache) -> hidden [T, D], writing K and V into the cache."""
@@ -40,10 +46,37 @@ _INDUCTOR_OPTIONS: dict[str, str | int | bool | Callable[..., object]] = {
 }
 
 Parameters = list[Tensor]
+Function = Callable[..., Any]
+
+_LOG = logging.getLogger(__name__)
+
+# The first byte of a stored program.
+_STRAIGHT, _INDUCTOR = b"s", b"i"
+_SKELETON = "skeleton"  # what a stored program is given by name: the module without weights
+
+
+class ProgramStore(Protocol):
+    """Keeps compiled programs from one start to the next (graphs/bundle.py)."""
+
+    def get(self, name: str) -> bytes | None:
+        """What was put under this name, None when nothing was."""
+        ...
+
+    def put(self, name: str, data: bytes) -> None:
+        """Keep `data` for the next start."""
+        ...
+
+    def reject(self, reason: str) -> None:
+        """Distrust all that is there."""
+        ...
 
 
 def compile_model(
-    model: CausalLM, form: GraphForm, example: ForwardBatch, kv_cache: KVCache
+    model: CausalLM,
+    form: GraphForm,
+    example: ForwardBatch,
+    kv_cache: KVCache,
+    store: ProgramStore | None = None,
 ) -> Binder:
     """Compile `model` for any number of tokens and sequences.
 
@@ -53,19 +86,18 @@ def compile_model(
         form: whole model or layer by layer.
         example: a batch of at least 2 tokens and 2 sequences (0 and 1 would be taken for
             constants). It is traced, not run.
-        kv_cache: the final cache. Compiling against another size first would make its sizes
-            symbolic, and a mutated view with symbolic sizes is miscompiled (docs/design.md).
+        kv_cache: a cache of any number of blocks. It is traced, not written.
+        store: where programs of an earlier start may be, and this one's are put.
 
     Returns:
         A function from a loaded model to a program with the results of that model's `forward`. The
         program reads the weights at every call and never copies them; they must be in their final
         place when it is bound.
     """
-    if example.token_ids.device.type == "cpu":
-        without_kernel_pool()
+    prepare_compiler(kernel_pool=example.token_ids.device.type != "cpu")
     if form is GraphForm.model:
-        return _compile_whole(model, example, kv_cache)
-    return _compile_layers(model, example, kv_cache)
+        return _compile_whole(model, example, kv_cache, store)
+    return _compile_layers(model, example, kv_cache, store)
 
 
 def _tensors(module: torch.nn.Module) -> dict[str, Tensor]:
@@ -84,14 +116,78 @@ def _skeleton(module: torch.nn.Module) -> torch.nn.Module:
     return copy.deepcopy(module, memo)
 
 
-def _compile(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Callable[..., Any]:
+class _Traced(Exception):
+    """Carries what came of a graph out of the compiler, which has nothing left to do."""
+
+    def __init__(self, program: StraightProgram | None) -> None:
+        super().__init__()
+        self.program = program
+
+
+def _trace_straight(function: Function, arguments: tuple[Any, ...]) -> StraightProgram | None:
+    """`function` as straight-line code, or None when there is something to compile."""
+
+    def backend(graph_module: torch.fx.GraphModule, inputs: list[Any]) -> Function:
+        raise _Traced(straighten(graph_module, function))
+
+    compiled: Any = torch.compile(function, fullgraph=True, dynamic=False, backend=backend)
+    try:
+        compiled.aot_compile((arguments, {}))
+    except _Traced as traced:
+        return traced.program
+    raise AssertionError("the backend always raises")
+
+
+def _compile(
+    function: Function,
+    arguments: tuple[Any, ...],
+    store: ProgramStore | None,
+    name: str,
+    skeleton: torch.nn.Module,
+) -> Function:
     """`function` compiled for `arguments`' shapes, marked dimensions free, as a callable without
     guards.
     """
+    if arguments[0][0].device.type == "cpu":
+        program = _trace_straight(function, arguments)
+        if program is not None:
+            if store is not None:
+                store.put(name, _STRAIGHT + msgspec.msgpack.encode(program))
+            return program.load()
     compiled: Any = torch.compile(  # `aot_compile` is not in its declared type
         function, fullgraph=True, dynamic=False, options=_INDUCTOR_OPTIONS
     )
-    return compiled.aot_compile((arguments, {})).fn
+    result = compiled.aot_compile((arguments, {}))
+    if store is not None:
+        try:
+            data = type(result).serialize(result, {_SKELETON: skeleton}).serialized_data
+            store.put(name, _INDUCTOR + data)
+        except Exception as error:  # torch promises no type; a start without a store still serves
+            _LOG.warning("%s is not kept for the next start: %s", name, error)
+    return result.fn
+
+
+def _load(data: bytes, skeleton: torch.nn.Module) -> Function:
+    """What `_compile` stored."""
+    kind, content = data[:1], data[1:]
+    if kind == _STRAIGHT:
+        return msgspec.msgpack.decode(content, type=StraightProgram).load()
+    if kind != _INDUCTOR:
+        raise ValueError(f"a program begins with {_STRAIGHT!r} or {_INDUCTOR!r}, not {kind!r}")
+    from torch._dynamo.aot_compile import AOTCompiledFunction
+
+    return AOTCompiledFunction.deserialize(content, external_closure_data={_SKELETON: skeleton}).fn
+
+
+def _stored(store: ProgramStore | None, name: str, skeleton: torch.nn.Module) -> Function | None:
+    data = store.get(name) if store is not None else None
+    if store is None or data is None:
+        return None
+    try:
+        return _load(data, skeleton)
+    except Exception as error:  # whatever is wrong with it: it is made anew
+        store.reject(f"{name} does not load: {type(error).__name__}: {error}")
+        return None
 
 
 def _mark_dynamic(tensors: Sequence[Tensor]) -> None:
@@ -121,7 +217,9 @@ def _mark_batch(attention: AttentionMetadata, tokens: Sequence[Tensor]) -> None:
     )
 
 
-def _compile_whole(model: CausalLM, example: ForwardBatch, kv_cache: KVCache) -> Binder:
+def _compile_whole(
+    model: CausalLM, example: ForwardBatch, kv_cache: KVCache, store: ProgramStore | None
+) -> Binder:
     skeleton = _skeleton(model)
     tensors = _tensors(model)
     names = list(tensors)
@@ -131,9 +229,12 @@ def _compile_whole(model: CausalLM, example: ForwardBatch, kv_cache: KVCache) ->
             skeleton, dict(zip(names, parameters, strict=True)), (batch, cache), tie_weights=False
         )
 
-    batch = _fresh(example)
-    _mark_batch(batch.attention, (batch.token_ids, batch.positions))
-    compiled = _compile(forward, (list(tensors.values()), batch, kv_cache))
+    compiled = _stored(store, "model", skeleton)
+    if compiled is None:
+        batch = _fresh(example)
+        _mark_batch(batch.attention, (batch.token_ids, batch.positions))
+        arguments = (list(tensors.values()), batch, kv_cache)
+        compiled = _compile(forward, arguments, store, "model", skeleton)
 
     def bind(model: CausalLM) -> Program:
         values = list(_tensors(model).values())
@@ -143,8 +244,12 @@ def _compile_whole(model: CausalLM, example: ForwardBatch, kv_cache: KVCache) ->
 
 
 def _compile_layer(
-    layer: torch.nn.Module, hidden: Tensor, step: StepInputs, k_cache: Tensor, v_cache: Tensor
-) -> Callable[..., Tensor]:
+    layer: torch.nn.Module,
+    example: Callable[[], tuple[Tensor, StepInputs]],
+    cache: tuple[Tensor, Tensor],
+    store: ProgramStore | None,
+    name: str,
+) -> Function:
     skeleton = _skeleton(layer)
     names = list(_tensors(layer))
 
@@ -155,23 +260,31 @@ def _compile_layer(
             skeleton, dict(zip(names, parameters, strict=True)), (hidden, step, k_cache, v_cache)
         )
 
+    function = _stored(store, name, skeleton)
+    if function is not None:
+        return function
+    hidden, step = example()
     _mark_batch(step.attention, (hidden, step.cos, step.sin))
-    return _compile(forward, (list(_tensors(layer).values()), hidden, step, k_cache, v_cache))
+    arguments = (list(_tensors(layer).values()), hidden, step, *cache)
+    return _compile(forward, arguments, store, name, skeleton)
 
 
-def _compile_layers(model: CausalLM, example: ForwardBatch, kv_cache: KVCache) -> Binder:
+def _compile_layers(
+    model: CausalLM, example: ForwardBatch, kv_cache: KVCache, store: ProgramStore | None
+) -> Binder:
     """One compiled function per distinct kind of layer (nearly always one)."""
-    hidden, step = model.begin(example)
-    compiled: dict[tuple[object, ...], Callable[..., Tensor]] = {}
-    for layer, (k_cache, v_cache) in zip(model.layers, kv_cache, strict=True):
+
+    def layer_inputs() -> tuple[Tensor, StepInputs]:
+        hidden, step = model.begin(_fresh(example))
+        return hidden, step
+
+    compiled: dict[tuple[object, ...], Function] = {}
+    for index, layer in enumerate(model.layers):
         key = _kind(layer)
         if key not in compiled:
-            fresh = StepInputs(
-                step.cos.clone(),
-                step.sin.clone(),
-                AttentionMetadata(*(tensor.clone() for tensor in step.attention)),
+            compiled[key] = _compile_layer(
+                layer, layer_inputs, kv_cache[index], store, f"layer-{index}"
             )
-            compiled[key] = _compile_layer(layer, hidden.clone(), fresh, k_cache, v_cache)
 
     def bind(model: CausalLM) -> Program:
         calls = [(compiled[_kind(layer)], list(_tensors(layer).values())) for layer in model.layers]

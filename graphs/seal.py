@@ -1,69 +1,304 @@
 """Once the engine is ready nothing compiles: the monitor that counts when something does.
 
-Hooks Dynamo (and with it Inductor) and Triton. A late compile is counted and logged with what was
-compiled; the test suite fails on any.
+Python tells an audit hook of every program that the process starts and of all source text that it
+compiles. That shows Dynamo (`aot_compile` included), Inductor's generated modules, Triton kernels,
+and any C++ or CUDA compiler, whoever starts it: our native build, Inductor, FlashInfer's ninja.
+What a library compiles without Python and without a process (NVRTC, the driver's own PTX compiler)
+is not seen.
+
+This module imports neither torch nor Triton: a warm start on a CPU needs neither's compiler.
 """
 
 from __future__ import annotations
 
 import logging
+import os
+import re
+import sys
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from enum import StrEnum
+from pathlib import PurePath
 from typing import Any
 
-import torch
+import msgspec
 
-__all__ = ("CompileMonitor",)
+from ostinato.conf.environment import cxx
+
+__all__ = ("IDLE", "CompileKind", "CompileMonitor", "LateCompile")
 
 _LOG = logging.getLogger(__name__)
 
+IDLE = "idle"
+"""The shape of what compiles between two steps."""
+
+
+class CompileKind(StrEnum):
+    """What compiles."""
+
+    dynamo = "dynamo"  # a traced graph
+    inductor = "inductor"  # a module of generated code
+    triton = "triton"  # a kernel, from Triton's disk cache or not
+    flashinfer = "flashinfer"  # whatever FlashInfer starts
+    cpp = "c++"
+    cuda = "cuda"
+    build = "build"  # a program that runs compilers
+
+
+class LateCompile(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Compilations after the engine was ready."""
+
+    what: str  # a CompileKind
+    shape: str  # of the step that waited, "tokens=17,seqs=3"; IDLE between steps
+    count: int  # steps of this shape, or pauses between steps, in which that happened
+
 
 class CompileMonitor:
-    """Counts compilations; after `seal` each one is late.
+    """Counts compilations of one engine; after `seal` each one is late.
 
-    `compiles` and `late_compiles` grow from zero. `close` removes the hooks.
+    It counts from its construction to `close`. What several engines of a process compile is told
+    apart: work on the thread that runs a step belongs to that step's engine, other work to those
+    that are starting, and if none is, to all.
+
+    Attributes:
+        compiles: sightings before `seal`, by kind.
     """
 
     def __init__(self) -> None:
-        from torch._dynamo.callback import callback_handler
+        self.compiles: Counter[str] = Counter()
+        self._late: Counter[tuple[str, str]] = Counter()
+        self._is_sealed = False
+        self._step: tuple[int, int] | None = None
+        self._thread = 0
+        self._counted: set[str] = set()  # kinds, in this step or pause
+        _PROCESS.add(self)
 
-        self.compiles = 0
-        self.late_compiles = 0
-        self._sealed = False
-        self._dynamo = callback_handler
-        self._dynamo.register_start_callback(self._on_dynamo)
-        self._remove_triton = self._hook_triton()
+    @property
+    def late_compiles(self) -> list[LateCompile]:
+        """What was late, empty when all is well."""
+        return [LateCompile(what, shape, count) for (what, shape), count in self._late.items()]
+
+    @property
+    def is_sealed(self) -> bool:
+        return self._is_sealed
 
     def seal(self) -> None:
         """From now on every compilation is late."""
-        self._sealed = True
+        self._is_sealed = True
+        _PROCESS.listen_to_triton()  # imported meanwhile, perhaps
 
     def close(self) -> None:
-        """Remove the hooks."""
-        self._dynamo.remove_start_callback(self._on_dynamo)
-        self._remove_triton()
+        """Count nothing any more; safe to call twice."""
+        _PROCESS.remove(self)
 
-    def _count(self, what: str) -> None:
-        self.compiles += 1
-        if self._sealed:
-            self.late_compiles += 1
-            _LOG.warning("late compile of %s: the engine is sealed, this step was slow", what)
+    def begin_step(self, num_tokens: int, num_seqs: int) -> None:
+        """This thread runs a step of that shape from now on, until `end_step`."""
+        self._step = (num_tokens, num_seqs)
+        self._thread = threading.get_ident()
+        if self._counted:
+            self._counted.clear()
 
-    def _on_dynamo(self, arguments: Any) -> None:
-        self._count(f"a traced graph ({getattr(arguments, 'callback_trigger', 'dynamo')})")
+    def end_step(self) -> None:
+        """The engine waits for its next step."""
+        self._step = None
+        if self._counted:
+            self._counted.clear()
 
-    def _hook_triton(self) -> Any:
-        if not torch.cuda.is_available():
-            return lambda: None
-        from triton import knobs
+    def runs_step_on(self, thread: int) -> bool:
+        return self._step is not None and self._thread == thread
 
-        previous = knobs.runtime.jit_post_compile_hook
+    def observe(self, kind: CompileKind, detail: str) -> None:
+        """Something compiles: `detail` is what, for people."""
+        if not self._is_sealed:
+            self.compiles[kind.value] += 1
+            return
+        step = self._step
+        shape = IDLE if step is None else f"tokens={step[0]},seqs={step[1]}"
+        if kind in self._counted:
+            return
+        self._counted.add(kind)
+        self._late[kind.value, shape] += 1
+        if self._late[kind.value, shape] == 1:
+            _LOG.warning(
+                "late compile, the engine was ready: what=%s shape=%s: %.200s (further ones are "
+                "counted in ostinato_late_compiles_total)",
+                kind,
+                shape,
+                detail,
+            )
 
-        def hook(*args: Any, **kwargs: Any) -> Any:
-            self._count(f"a Triton kernel ({kwargs.get('repr', '?')})")
-            return previous(*args, **kwargs) if previous else None
 
-        knobs.runtime.jit_post_compile_hook = hook
+class _Process:
+    """The monitors of this process behind its one audit hook, which Python can not remove.
 
-        def remove() -> None:
-            knobs.runtime.jit_post_compile_hook = previous
+    The hook costs a look into a set for events that are of no interest; steps cause few of any.
+    """
 
-        return remove
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # a collection of garbage may compile, too
+        self._monitors: weakref.WeakSet[CompileMonitor] = weakref.WeakSet()
+        self._is_hooked = False
+        self._stop_listening: Callable[[], None] | None = None
+
+    def add(self, monitor: CompileMonitor) -> None:
+        with self._lock:
+            self._monitors.add(monitor)
+            if not self._is_hooked:
+                sys.addaudithook(self._make_hook())
+                sys.audit(_GREETING)
+                if not self._is_hooked:
+                    _LOG.warning("another audit hook forbids ours: late compiles are not seen")
+        self.listen_to_triton()
+
+    def remove(self, monitor: CompileMonitor) -> None:
+        with self._lock:
+            self._monitors.discard(monitor)
+            if not self._monitors and self._stop_listening is not None:
+                self._stop_listening()
+                self._stop_listening = None
+
+    def listen_to_triton(self) -> None:
+        """Have Triton tell of kernels that it takes from its disk cache as well: on another machine
+        they would be compiled.
+        """
+        knobs = sys.modules.get("triton.knobs")
+        with self._lock:
+            if knobs is not None and self._stop_listening is None:
+                self._stop_listening = self._chain_listener(knobs.compilation)
+
+    def observe(self, kind: CompileKind, detail: str) -> None:
+        thread = threading.get_ident()
+        with self._lock:
+            monitors = list(self._monitors)
+            stepping = [monitor for monitor in monitors if monitor.runs_step_on(thread)]
+            starting = [monitor for monitor in monitors if not monitor.is_sealed]
+            for monitor in stepping or starting or monitors:
+                monitor.observe(kind, detail)
+
+    def _make_hook(self) -> Callable[[str, tuple[Any, ...]], None]:
+        def hook(
+            event: str, arguments: tuple[Any, ...], watched: frozenset[str] = _WATCHED
+        ) -> None:
+            if event in watched:
+                self._on_event(event, arguments)
+
+        return hook
+
+    def _on_event(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if event == _GREETING:
+            self._is_hooked = True
+            return
+        if not self._monitors:
+            return
+        try:
+            sighting = _classify(event, arguments)
+            if sighting is not None:
+                self.observe(*sighting)
+        except Exception:  # it would go to whoever caused the event, and stop that work
+            _LOG.exception("the audit event %s was not understood", event)
+
+    def _chain_listener(self, section: Any) -> Callable[[], None]:
+        previous = section.listener
+
+        def listener(**news: Any) -> None:
+            self.observe(CompileKind.triton, f"kernel {getattr(news.get('src'), 'name', '?')}")
+            if previous is not None:
+                previous(**news)
+
+        def stop() -> None:
+            if section.listener is listener:
+                section.listener = previous
+
+        section.listener = listener
+        return stop
+
+
+_GREETING = "ostinato.seal"
+_WATCHED = frozenset(
+    (_GREETING, "code.__new__", "compile", "os.posix_spawn", "os.system", "subprocess.Popen")
+)
+
+# By the name of the program, without its directory. A cross compiler's name begins with its target.
+_PROGRAMS = {
+    CompileKind.cuda: r"nvcc|ptxas|nvlink|fatbinary|cicc|cudafe\+\+|hipcc",
+    CompileKind.cpp: r"(.*-)?([gc]\+\+|g?cc|clang(\+\+)?|cc1(plus)?|icpx|icx|cl|ld|lld)(-[\d.]+)?",
+    CompileKind.build: r"ninja|cmake|g?make",
+}
+_SHELLS = {"sh", "bash", "dash", "zsh"}
+_LAUNCHED_BY = 3  # at most this many words before a compiler's name: `nice -n 5 g++`, `ccache g++`
+
+Sighting = tuple[CompileKind, str]
+
+
+def _classify(event: str, arguments: tuple[Any, ...]) -> Sighting | None:
+    """What an audit event tells of; None when nothing is compiled."""
+    match event, arguments:
+        case "compile", (_, str(file), *_):
+            return _of_source(file)
+        case "code.__new__", _:
+            # Dynamo writes the byte code that calls its graph, or that resumes after one.
+            if next(_callers(), "").startswith("torch._dynamo."):
+                return CompileKind.dynamo, f"a frame of {arguments[1]}"
+        case "os.system", (command, *_):
+            return _of_command(os.fsdecode(command).split())
+        case (("subprocess.Popen" | "os.posix_spawn"), (program, words, *_)):
+            return _of_command(_flat(program, words))
+    return None
+
+
+def _of_source(file: str) -> Sighting | None:
+    """Source text that Python compiles under the name of `file`."""
+    if file.startswith("<eval_with_key>"):  # torch.fx writes a graph as Python
+        if any(module.startswith("torch._dynamo.") for module in _callers()):
+            return CompileKind.dynamo, "a traced graph"
+    elif file == "<unknown>":  # `ast.parse`
+        for module in _callers():
+            if module.startswith("triton."):
+                return CompileKind.triton, "the source of a kernel"
+    elif not file.startswith("<") and next(_callers(), "").startswith("torch._inductor."):
+        return CompileKind.inductor, file
+    return None
+
+
+def _of_command(words: Sequence[str]) -> Sighting | None:
+    """A program that this process starts."""
+    ours = PurePath(cxx()).name
+    for word in words[: _LAUNCHED_BY + 1]:
+        name = PurePath(word).name.removesuffix(".exe")
+        kind = CompileKind.cpp if name == ours else None
+        for each, pattern in _PROGRAMS.items():
+            if re.fullmatch(pattern, name):
+                kind = each
+        if kind is not None:
+            if any(module.split(".")[0] == "flashinfer" for module in _callers()):
+                kind = CompileKind.flashinfer
+            return kind, " ".join(words)
+    return None
+
+
+def _flat(program: object, words: object) -> list[str]:
+    """A command's words; those of the text that a shell is given instead of the shell's."""
+    if isinstance(words, str | bytes):
+        return os.fsdecode(words).split()
+    assert isinstance(words, Sequence), f"a command is a list of words, not {words!r}"
+    texts = [os.fsdecode(word) for word in words]
+    if texts and PurePath(texts[0]).name in _SHELLS and "-c" in texts[:-1]:
+        return texts[texts.index("-c") + 1].split()
+    if program is not None and isinstance(program, str | bytes | os.PathLike):
+        texts[:1] = [os.fsdecode(program)]  # the first word is only what it is told to be called
+    return texts
+
+
+def _callers() -> Iterator[str]:
+    """The modules of the call that caused an audit event, innermost first; none of this file."""
+    frame = sys._getframe()
+    while frame is not None:
+        module = frame.f_globals.get("__name__") or ""
+        if module != __name__:
+            yield module
+        frame = frame.f_back
+
+
+_PROCESS = _Process()

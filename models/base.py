@@ -71,7 +71,12 @@ class KVCacheSpec:
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
+        # As bytes: not every operation knows the 8-bit types.
+        return (
+            torch.zeros(math.prod(shape) * dtype.itemsize, dtype=torch.uint8, device=device)
+            .view(dtype)
+            .view(shape)
+        )
     # NumPy asks the system for zeroed pages, which are mapped when they are first written: a cache
     # of gigabytes costs no time at start, and no memory before it is used.
     return (

@@ -13,13 +13,19 @@ from typing import Any
 
 import torch
 
-from ostinato.conf.schema import DType
+from ostinato.conf.schema import CacheDType, DType
 from ostinato.models.base import KVCacheSpec
 from ostinato.ops.activation import ACTIVATIONS
 from ostinato.ops.attention import AttentionSpec
 from ostinato.ops.rope import LinearScaling, Llama3Scaling, Rope, YarnScaling
 
-__all__ = ("ModelConfig", "read_rope", "read_sliding_windows", "resolve_dtype")
+__all__ = (
+    "ModelConfig",
+    "read_rope",
+    "read_sliding_windows",
+    "resolve_cache_dtype",
+    "resolve_dtype",
+)
 
 HFConfig = Mapping[str, Any]
 """A config.json as parsed."""
@@ -128,9 +134,21 @@ class ModelConfig:
         )
 
     def attention_spec(
-        self, block_size: int, dtype: torch.dtype, device: torch.device
+        self,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        cache_dtype: torch.dtype | None = None,
     ) -> AttentionSpec:
-        """What this model asks of an attention backend (of its sliding layers, when some slide)."""
+        """What this model asks of an attention backend (of its sliding layers, when some slide).
+
+        Args:
+            block_size: tokens per block.
+            dtype: of queries, keys and values.
+            device: where they are.
+            cache_dtype: of the KV cache; None = `dtype`.
+        """
         return AttentionSpec(
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
@@ -139,6 +157,7 @@ class ModelConfig:
             dtype=dtype,
             device=device,
             sliding_window=max(self.sliding_windows, default=0),
+            cache_dtype=cache_dtype or dtype,
         )
 
 
@@ -160,6 +179,11 @@ def architecture_of(hf_config: HFConfig) -> str:
 def resolve_dtype(choice: DType, config: ModelConfig) -> torch.dtype:
     """The dtype of weights and activations: the chosen one, or for `auto` the checkpoint's own."""
     return config.dtype if choice is DType.auto else _DTYPES[choice.value]
+
+
+def resolve_cache_dtype(choice: CacheDType, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of keys and values in the cache; `auto` is the activations'."""
+    return dtype if choice is CacheDType.auto else torch.float8_e4m3fn
 
 
 def read_rope(hf_config: HFConfig, head_dim: int, max_positions: int) -> Rope:

@@ -17,13 +17,13 @@ from ostinato.models.layers import (
     Linear,
     OutputHead,
 )
-from ostinato.ops.activation import ACTIVATIONS
+from ostinato.ops.activation import activate
 
 __all__ = ("GPT2DecoderLayer", "GPT2LMHeadModel")
 
 
 class MLP(nn.Module):
-    """down(activation(up(x)))."""
+    """residual + down(activation(up(x)))."""
 
     def __init__(self, config: ModelConfig, options: BuildOptions) -> None:
         super().__init__()
@@ -31,8 +31,9 @@ class MLP(nn.Module):
         self.c_fc = Linear(config.hidden_size, config.intermediate_size, options, bias=True)
         self.c_proj = Linear(config.intermediate_size, config.hidden_size, options, bias=True)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.c_proj(ACTIVATIONS[self.activation](self.c_fc(x)))
+    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
+        """[T, D] -> [T, D], added to the residual."""
+        return self.c_proj(activate(self.c_fc(x), self.activation), residual)
 
     def static_key(self) -> tuple[object, ...]:
         """What the traced program depends on besides tensors."""
@@ -52,8 +53,8 @@ class GPT2DecoderLayer(DecoderLayer):
         self.mlp = MLP(config, options)
 
     def forward(self, hidden: Tensor, step: StepInputs, k_cache: Tensor, v_cache: Tensor) -> Tensor:
-        hidden = hidden + self.attn(self.ln_1(hidden), step, k_cache, v_cache)
-        return hidden + self.mlp(self.ln_2(hidden))
+        hidden = self.attn(self.ln_1(hidden), step, k_cache, v_cache, hidden)
+        return self.mlp(self.ln_2(hidden), hidden)
 
     def static_key(self) -> tuple[object, ...]:
         return ("gpt2", self.ln_1.eps, *self.attn.static_key(), *self.mlp.static_key())

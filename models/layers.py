@@ -14,11 +14,11 @@ from torch.nn import functional as F
 
 from ostinato.models.base import StepInputs
 from ostinato.models.config import ModelConfig
-from ostinato.ops.activation import ACTIVATIONS, gated
+from ostinato.ops.activation import activate
 from ostinato.ops.attention import paged_attention
 from ostinato.ops.linear import empty_packed, gather_rows, linear, pack_linear_weight
-from ostinato.ops.norm import rms_norm
-from ostinato.ops.rope import Rope, apply_rope, rope_tables
+from ostinato.ops.norm import layer_norm, rms_norm
+from ostinato.ops.rope import Rope, rope_tables, rotate_heads
 
 __all__ = (
     "Attention",
@@ -69,9 +69,11 @@ class Linear(nn.Module):
         self.bias = _empty(options, out_features) if bias else None
         self.packed = False
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[T, in_features] -> [T, out_features]."""
-        return linear(x, self.weight, self.bias, self.out_features, packed=self.packed)
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """[T, in_features] -> [T, out_features], plus a residual of that shape if there is one."""
+        return linear(
+            x, self.weight, self.bias, self.out_features, packed=self.packed, residual=residual
+        )
 
     def pack(self, *, fill: bool = True) -> None:
         """Replace the weight by its packed form; `packed` then says so to whoever compiles.
@@ -158,7 +160,7 @@ class LayerNorm(nn.Module):
         self.bias = _empty(options, size)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.layer_norm(x, (x.shape[-1],), self.weight, self.bias, self.eps)
+        return layer_norm(x, self.weight, self.bias, self.eps)
 
 
 class RotaryEmbedding(nn.Module):
@@ -196,6 +198,8 @@ class Attention(nn.Module):
         self.num_kv_heads = config.num_kv_heads
         self.head_dim = config.head_dim
         self.rotary = config.rope is not None
+        if qk_norm and not self.rotary:
+            raise ValueError("normalised queries and keys are there with rotary positions only")
         self.sliding_window = sliding_window
         self.backend = options.attention_backend
         query_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
@@ -207,14 +211,26 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(self.head_dim, config.norm_eps, options) if qk_norm else None
         self.k_norm = RMSNorm(self.head_dim, config.norm_eps, options) if qk_norm else None
 
-    def forward(self, x: Tensor, step: StepInputs, k_cache: Tensor, v_cache: Tensor) -> Tensor:
-        """[T, D] -> [T, D]; writes K and V into the caches."""
-        heads = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))  # [T, Hq + 2 Hkv, d]
-        q, k, v = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+    def forward(
+        self, x: Tensor, step: StepInputs, k_cache: Tensor, v_cache: Tensor, residual: Tensor
+    ) -> Tensor:
+        """[T, D] -> [T, D], added to the residual; writes K and V into the caches."""
+        # Only views: a graph of ops and views needs no code of a compiler's (graphs/straight.py).
+        num_rotated, num_kv = self.num_heads + self.num_kv_heads, self.num_kv_heads
+        heads = self.qkv_proj(x).view(-1, num_rotated + num_kv, self.head_dim)
+        queries_keys, v = heads.narrow(1, 0, num_rotated), heads.narrow(1, num_rotated, num_kv)
         if self.rotary:
-            q, k = apply_rope(q, step.cos, step.sin), apply_rope(k, step.cos, step.sin)
+            queries_keys = rotate_heads(
+                queries_keys,
+                step.cos,
+                step.sin,
+                self.num_heads,
+                q_weight=None if self.q_norm is None else self.q_norm.weight,
+                k_weight=None if self.k_norm is None else self.k_norm.weight,
+                eps=0.0 if self.q_norm is None else self.q_norm.eps,
+            )
+        q = queries_keys.narrow(1, 0, self.num_heads)
+        k = queries_keys.narrow(1, self.num_heads, num_kv)
         out = paged_attention(
             q,
             k,
@@ -226,7 +242,7 @@ class Attention(nn.Module):
             sliding_window=self.sliding_window,
             backend=self.backend,
         )
-        return self.o_proj(out.flatten(1))
+        return self.o_proj(out.reshape(-1, self.num_heads * self.head_dim), residual)
 
     def static_key(self) -> tuple[object, ...]:
         """What the traced program depends on besides tensors."""
@@ -258,9 +274,9 @@ class GatedMLP(nn.Module):
         )
         self.down_proj = Linear(intermediate_size, hidden_size, options, bias=config.mlp_bias)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[T, D] -> [T, D]."""
-        return self.down_proj(gated(self.gate_up_proj(x), ACTIVATIONS[self.activation]))
+    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
+        """[T, D] -> [T, D], added to the residual."""
+        return self.down_proj(activate(self.gate_up_proj(x), self.activation, gated=True), residual)
 
     def static_key(self) -> tuple[object, ...]:
         """What the traced program depends on besides tensors."""

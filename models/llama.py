@@ -36,8 +36,8 @@ class LlamaDecoderLayer(DecoderLayer):
         self.mlp = GatedMLP(config, options)
 
     def forward(self, hidden: Tensor, step: StepInputs, k_cache: Tensor, v_cache: Tensor) -> Tensor:
-        hidden = hidden + self.self_attn(self.input_layernorm(hidden), step, k_cache, v_cache)
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+        hidden = self.self_attn(self.input_layernorm(hidden), step, k_cache, v_cache, hidden)
+        return self.mlp(self.post_attention_layernorm(hidden), hidden)
 
     def static_key(self) -> tuple[object, ...]:
         return (

@@ -1,4 +1,6 @@
-"""Activation functions by the names that model configurations use."""
+"""Activation functions by the names that model configurations use: `ostinato::activation` on CPUs,
+plain torch elsewhere; see ops/norm.py.
+"""
 
 from __future__ import annotations
 
@@ -8,31 +10,59 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-__all__ = ("ACTIVATIONS", "gated", "quick_gelu")
+from ostinato.ops.register import register_op
 
+__all__ = ("ACTIVATIONS", "activate")
 
-def quick_gelu(x: Tensor) -> Tensor:
-    """x * sigmoid(1.702 x), the cheap approximation of GELU (arXiv:1606.08415)."""
-    return x * torch.sigmoid(1.702 * x)
+ACTIVATIONS = {
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "quick_gelu": "quick_gelu",
+    "relu": "relu",
+    "silu": "silu",
+    "swish": "silu",
+}
+"""Name in a configuration -> what the op calls it."""
 
-
-def _gelu_tanh(x: Tensor) -> Tensor:
-    return F.gelu(x, approximate="tanh")
-
-
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+_PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
-    "gelu_new": _gelu_tanh,
-    "gelu_fast": _gelu_tanh,
-    "gelu_pytorch_tanh": _gelu_tanh,
-    "quick_gelu": quick_gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),  # arXiv:1606.08415
     "relu": F.relu,
     "silu": F.silu,
-    "swish": F.silu,
 }
 
 
-def gated(x: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
-    """activation(gate) * up (arXiv:2002.05202): x [..., 2 I] holds gate and up; gives [..., I]."""
+def activate(x: Tensor, name: str, *, gated: bool = False) -> Tensor:
+    """function(x), or with a gate function(first half of each row) * second half.
+
+    Args:
+        x: [T, I], or [T, 2 I] gate and up (arXiv:2002.05202); last dimension contiguous.
+        name: a key of `ACTIVATIONS`.
+        gated: which of the two.
+
+    Returns:
+        [T, I] contiguous, in x's dtype, computed in float32 on CPUs.
+    """
+    kind = ACTIVATIONS[name]
+    if x.device.type == "cpu":
+        return _activation(x, kind, gated)
+    return _plain_activation(x, kind, gated)
+
+
+def _plain_activation(x: Tensor, kind: str, gated: bool) -> Tensor:
+    if not gated:
+        return _PLAIN[kind](x)
     gate, up = x.chunk(2, dim=-1)
-    return activation(gate) * up
+    return _PLAIN[kind](gate) * up
+
+
+def _activation_fake(x: Tensor, kind: str, gated: bool) -> Tensor:
+    return x.new_empty((x.shape[0], x.shape[1] // 2 if gated else x.shape[1]))
+
+
+_activation = register_op(
+    "activation", {"CompositeExplicitAutograd": _plain_activation}, fake=_activation_fake
+)

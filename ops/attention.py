@@ -36,6 +36,7 @@ __all__ = (
     "load_backend",
     "paged_attention",
     "select_backend",
+    "workspace_bytes",
 )
 
 
@@ -61,10 +62,16 @@ class AttentionSpec:
     num_kv_heads: int
     head_dim: int
     block_size: int
-    dtype: torch.dtype
+    dtype: torch.dtype  # of queries, keys, values and output
     device: torch.device
+    cache_dtype: torch.dtype | None = None  # of the KV cache; None = dtype
     sliding_window: int = 0  # tokens a row sees, itself included; 0 = all
     soft_cap: float = 0.0  # logits = cap * tanh(logits / cap); 0 = none
+
+    @property
+    def converts_cache(self) -> bool:
+        """The cache's type is not that of keys and values."""
+        return self.cache_dtype not in (None, self.dtype)
 
 
 class AttentionBackend(Protocol):
@@ -74,6 +81,12 @@ class AttentionBackend(Protocol):
 
     def why_unsupported(self, spec: AttentionSpec) -> str | None:
         """The reason this backend can not serve `spec` on this machine, or None when it can."""
+        ...
+
+    def workspace_bytes(
+        self, spec: AttentionSpec, *, num_tokens: int, num_seqs: int, max_model_len: int
+    ) -> int:
+        """Device memory that steps up to this size need besides their arguments and result."""
         ...
 
     def run(
@@ -211,6 +224,30 @@ def select_backend(name: str, spec: AttentionSpec) -> str:
     raise ValueError(f"graphs.attention={name} can not serve this model: {'; '.join(reasons)}")
 
 
+def workspace_bytes(
+    name: str, spec: AttentionSpec, *, num_tokens: int, num_seqs: int, max_model_len: int
+) -> int:
+    """What the backend that would be selected needs of device memory, for a plan.
+
+    The device need not be here: with "auto" it is the first of the device's list of preference.
+
+    Args:
+        name: a backend's name, or "auto".
+        spec: what the model needs.
+        num_tokens: of the largest step.
+        num_seqs: of the largest step.
+        max_model_len: tokens of the longest context.
+    """
+    chosen = _PREFERENCE[spec.device.type][0] if name == "auto" else name
+    try:
+        backend = load_backend(chosen)
+    except ImportError:
+        return 0  # selecting it will say why
+    return backend.workspace_bytes(
+        spec, num_tokens=num_tokens, num_seqs=num_seqs, max_model_len=max_model_len
+    )
+
+
 def _kernel(
     q: Tensor,
     k: Tensor,
@@ -284,8 +321,9 @@ def paged_attention(
         q: [T, Hq, D], last dimension contiguous; rows past `query_start_loc[S]` are padding.
         k: [T, Hkv, D], last dimension contiguous.
         v: [T, Hkv, D], last dimension contiguous.
-        k_cache: [num_blocks, Hkv, block_size, D], written in place. Its own base tensor: a view
-            made inside a compiled region would lose its offset (see docs/design.md).
+        k_cache: [num_blocks, Hkv, block_size, D] in k's dtype or float8_e4m3fn, which saturates
+            at 448; written in place. Its own base tensor: a view made inside a compiled region
+            would lose its offset (see docs/design.md).
         v_cache: like `k_cache`.
         metadata: where rows belong.
         scale: factor on the logits, usually D ** -0.5.

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import embedding, pad
 from torch.nn.functional import linear as dense_linear
 
-from ostinato.ops.native.build import load
+from ostinato.ops.native.library import load
 from ostinato.ops.register import register_op
 
 __all__ = (
@@ -88,16 +88,19 @@ def packed_linear(
     bias: Tensor | None,
     out_features: int,
     *,
+    residual: Tensor | None = None,
     float32_output: bool = False,
 ) -> Tensor:
-    """x @ W.T + bias with a packed W.
+    """x @ W.T + bias + residual with a packed W.
 
     Args:
         x: [T, K] in the weight's dtype, last dimension contiguous, any row stride.
         weight: what `pack_linear_weight` made of W [out_features, K].
         bias: [out_features] in x's dtype, added in float32 before rounding, or None.
         out_features: N, which the padding of the packed weight hides.
-        float32_output: return the float32 sums themselves, for logits.
+        residual: [T, out_features] in x's dtype, last dimension contiguous, added in float32 before
+            rounding, or None.
+        float32_output: return the float32 sums themselves, for logits; without a residual.
 
     Returns:
         [T, out_features] contiguous, in x's dtype or float32.
@@ -105,7 +108,7 @@ def packed_linear(
     Raises:
         ValueError: a shape, dtype or stride is not as above.
     """
-    return _packed_linear(x, weight, bias, out_features, float32_output)
+    return _packed_linear(x, weight, bias, out_features, float32_output, residual)
 
 
 def packed_rows(weight: Tensor, ids: Tensor, out_features: int, in_features: int) -> Tensor:
@@ -131,6 +134,7 @@ def linear(
     out_features: int,
     *,
     packed: bool,
+    residual: Tensor | None = None,
     float32_output: bool = False,
 ) -> Tensor:
     """What a model calls: `packed_linear` for a packed weight, else `torch.nn.functional.linear`.
@@ -141,11 +145,14 @@ def linear(
         bias: [out_features] in x's dtype, or None.
         out_features: N.
         packed: which of the two `weight` is; a constant of the compiled graph.
+        residual: [T, out_features] in x's dtype to add, or None.
         float32_output: return float32. Only the packed form skips the rounding to x's dtype.
     """
     if packed:
-        return _packed_linear(x, weight, bias, out_features, float32_output)
+        return _packed_linear(x, weight, bias, out_features, float32_output, residual)
     result = dense_linear(x, weight, bias)
+    if residual is not None:
+        result = result + residual
     return result.float() if float32_output else result
 
 
@@ -173,16 +180,28 @@ def _pack_fake(weight: Tensor) -> Tensor:
 
 
 def packed_linear_reference(
-    x: Tensor, weight: Tensor, bias: Tensor | None, out_features: int, float32_output: bool
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out_features: int,
+    float32_output: bool,
+    residual: Tensor | None = None,
 ) -> Tensor:
     """`packed_linear` in plain torch: unpack, multiply in float32, round once."""
     matrix = unpack_linear_weight(weight, out_features, x.shape[1]).float()
     result = dense_linear(x.float(), matrix, None if bias is None else bias.float())
+    if residual is not None:
+        result = result + residual.float()
     return result if float32_output else result.to(x.dtype)
 
 
 def _linear_fake(
-    x: Tensor, weight: Tensor, bias: Tensor | None, out_features: int, float32_output: bool
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out_features: int,
+    float32_output: bool,
+    residual: Tensor | None = None,
 ) -> Tensor:
     dtype = torch.float32 if float32_output else x.dtype
     return x.new_empty((x.shape[0], out_features), dtype=dtype)

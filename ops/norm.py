@@ -1,25 +1,78 @@
-"""Normalisation as plain torch functions, which Inductor fuses with their neighbours."""
+"""Normalisation: `ostinato::rms_norm` and `layer_norm` on CPUs, plain torch elsewhere.
+
+Plain torch functions are what Inductor fuses with their neighbours, and on a GPU that is best. On
+CPUs each function is one op with a C++ kernel (ops/native/elementwise.cpp), so that a first start
+compiles no C++ of Inductor's, which costs ten seconds; until the kernels are loaded, the ops run as
+plain torch too.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-__all__ = ("rms_norm",)
+from ostinato.ops.register import register_op
+
+__all__ = ("layer_norm", "plain_rms_norm", "rms_norm")
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Divide the last dimension by its root mean square, computed in float32, and scale it.
 
     Args:
-        x: [..., D].
+        x: [T, D], last dimension contiguous.
         weight: [D], in x's dtype.
         eps: added to the mean square.
 
     Returns:
-        [..., D] in x's dtype. Rounded to it before the scale, as the models were trained (Zhang and
-        Sennrich 2019, arXiv:1910.07467).
+        [T, D] in x's dtype (Zhang and Sennrich 2019, arXiv:1910.07467). On CPUs it is rounded once,
+        elsewhere before the scale too, as the models were trained.
     """
+    if x.device.type == "cpu":
+        return _rms_norm(x, weight, eps)
+    return plain_rms_norm(x, weight, eps)
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """Mean and variance normalisation of the last dimension (Ba et al. 2016, arXiv:1607.06450).
+
+    Args:
+        x: [T, D], last dimension contiguous.
+        weight: [D], in x's dtype.
+        bias: [D], in x's dtype.
+        eps: added to the variance.
+
+    Returns:
+        [T, D] in x's dtype, computed in float32.
+    """
+    if x.device.type == "cpu":
+        return _layer_norm(x, weight, bias, eps)
+    return F.layer_norm(x, (x.shape[-1],), weight, bias, eps)
+
+
+def plain_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`rms_norm` of any shape in plain torch."""
     wide = x.float()
     wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return wide.to(x.dtype) * weight
+
+
+def _plain_layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    return F.layer_norm(x, (x.shape[-1],), weight, bias, eps)
+
+
+def _rms_norm_fake(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _layer_norm_fake(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+_rms_norm = register_op(
+    "rms_norm", {"CompositeExplicitAutograd": plain_rms_norm}, fake=_rms_norm_fake
+)
+_layer_norm = register_op(
+    "layer_norm", {"CompositeExplicitAutograd": _plain_layer_norm}, fake=_layer_norm_fake
+)

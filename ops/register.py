@@ -30,7 +30,7 @@ def register_op(
         name: op name inside the `ostinato` namespace.
         kernels: dispatch key -> implementation, all with the fake's signature. "CPU" and "CUDA",
             or "CompositeExplicitAutograd" for every device without a kernel of its own; an op with
-            a C++ kernel (ops/native/build.py) uses the latter, because loading adds the "CPU" one.
+            a C++ kernel uses the latter, because ops/native/library.py adds the "CPU" one.
         fake: shape propagation; must give the real strides, and its annotations define the schema.
         mutates: names of the arguments that a kernel writes to.
     """

@@ -1,4 +1,5 @@
-"""Rotary position embedding (Su et al., arXiv:2104.09864): its tables, and the rotation.
+"""Rotary position embedding (Su et al., arXiv:2104.09864): its tables, and the rotation
+(`ostinato::rotate_heads` on CPUs, plain torch elsewhere; see ops/norm.py).
 
 The tables hold one entry per rotated *pair* of elements. Pairs are the two halves of the rotary
 part of a head, element i with element i + rotary_dim / 2: the layout of Hugging Face checkpoints.
@@ -12,6 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ostinato.ops.norm import plain_rms_norm
+from ostinato.ops.register import register_op
+
 __all__ = (
     "LinearScaling",
     "Llama3Scaling",
@@ -20,6 +24,7 @@ __all__ = (
     "apply_rope",
     "inverse_frequencies",
     "rope_tables",
+    "rotate_heads",
 )
 
 
@@ -111,10 +116,44 @@ def rope_tables(
     Returns:
         cos, sin: [num_positions, rotary_dim / 2] float32 each.
     """
+    if device is not None and device.type == "meta":
+        # Arithmetic on this device imports a compiler's worth of Python, seconds of a start.
+        shape = (num_positions, rope.rotary_dim // 2)
+        cos, sin = (torch.empty(shape, dtype=torch.float32, device=device) for _ in range(2))
+        return cos, sin
     positions = torch.arange(num_positions, dtype=torch.float32, device=device)
     angles = torch.outer(positions, inverse_frequencies(rope).to(positions.device))
     scale = rope.scaling.attention_factor if isinstance(rope.scaling, YarnScaling) else 1.0
     return angles.cos() * scale, angles.sin() * scale
+
+
+def rotate_heads(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    num_q_heads: int,
+    *,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    eps: float = 0.0,
+) -> Tensor:
+    """Rotate the heads of a step's queries and keys, normalising each head first where it is asked.
+
+    Args:
+        x: [T, H, D], last dimension contiguous: query heads, then key heads.
+        cos: [T, R / 2] float32, table rows at the tokens' positions; R <= D elements are rotated.
+        sin: like `cos`.
+        num_q_heads: how many of the H heads are queries.
+        q_weight: [D] in x's dtype, scale of the query heads' RMS norm; None = no norm.
+        k_weight: the same for the keys' heads.
+        eps: of both norms.
+
+    Returns:
+        [T, H, D] contiguous, in x's dtype, computed in float32.
+    """
+    if x.device.type == "cpu":
+        return _rotate_heads(x, cos, sin, q_weight, k_weight, num_q_heads, eps)
+    return _plain_rotate_heads(x, cos, sin, q_weight, k_weight, num_q_heads, eps)
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -139,3 +178,37 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     if 2 * half < x.shape[-1]:
         rotated.append(x[..., 2 * half :])
     return torch.cat(rotated, dim=-1)
+
+
+def _plain_rotate_heads(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    num_q_heads: int,
+    eps: float,
+) -> Tensor:
+    q, k = x[:, :num_q_heads], x[:, num_q_heads:]
+    if q_weight is not None:
+        q = plain_rms_norm(q, q_weight, eps)
+    if k_weight is not None:
+        k = plain_rms_norm(k, k_weight, eps)
+    return torch.cat((apply_rope(q, cos, sin), apply_rope(k, cos, sin)), dim=1)
+
+
+def _rotate_heads_fake(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    num_q_heads: int,
+    eps: float,
+) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+_rotate_heads = register_op(
+    "rotate_heads", {"CompositeExplicitAutograd": _plain_rotate_heads}, fake=_rotate_heads_fake
+)

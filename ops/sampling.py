@@ -13,15 +13,19 @@ import torch
 from torch import Tensor
 
 __all__ = (
+    "MAX_CANDIDATES",
     "apply_penalties",
+    "sample_candidates",
     "sample_filtered",
     "sample_full",
+    "sample_sorted",
     "token_logprobs",
     "uniform_number",
 )
 
-# Candidates that top-p looks at before it falls back to sorting the whole vocabulary.
-_CANDIDATES = 512
+# Candidates that top-p looks at before it falls back to sorting the whole vocabulary, and the most
+# that a top-k may ask for to be served without it.
+MAX_CANDIDATES = 512
 
 
 def uniform_number(seed: int, position: int) -> float:
@@ -83,10 +87,13 @@ def sample_filtered(
 ) -> Tensor:
     """Sample after top-k, then top-p (Holtzman et al. 2020), then min-p (Nguyen et al. 2024).
 
+    Looks at the likeliest tokens and sorts the vocabulary only when those do not suffice, which it
+    asks the device; `sample_sorted` never asks.
+
     Args:
         logits: [R, V] float32, temperature applied.
         uniforms: [R] float64 in [0, 1).
-        top_k: [R] int64; V = off.
+        top_k: [R] whole numbers of any type; V = off.
         top_p: [R] float64 in (0, 1]; 1 = off.
         min_p: [R] float64 in [0, 1]; 0 = off.
 
@@ -95,24 +102,63 @@ def sample_filtered(
     """
     vocabulary = logits.shape[-1]
     limited = top_k < vocabulary
-    width = min(vocabulary, max(_CANDIDATES, int(torch.where(limited, top_k, 0).max())))
+    width = min(vocabulary, max(MAX_CANDIDATES, int(torch.where(limited, top_k, 0).max())))
     values, ids = logits.topk(width, sorted=True)
     total = logits.double().logsumexp(-1, keepdim=True)
-    mass = (values.double() - total).exp()
+    mass = values.double().sub_(total).exp_()
     if width < vocabulary:
         # Rows without top-k need candidates that reach their top-p mass (or min-p threshold).
         enough = limited | (mass.sum(-1) >= top_p) & (top_p < 1.0)
         enough |= (mass[:, -1] < mass[:, 0] * min_p) & (min_p > 0.0)
         if not bool(enough.all()):
             values, ids = logits.sort(-1, descending=True)
-            mass = (values.double() - total).exp()
-    rank = torch.arange(mass.shape[-1], device=logits.device)
-    mass = torch.where(rank < top_k[:, None], mass, 0.0)
+            mass = values.double().sub_(total).exp_()
+    return _draw_ordered(mass, ids, limited, uniforms, top_k, top_p, min_p)
+
+
+def sample_candidates(
+    logits: Tensor, uniforms: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
+) -> Tensor:
+    """`sample_filtered` of rows that all have a top-k of at most MAX_CANDIDATES; asks no device."""
+    values, ids = logits.topk(min(logits.shape[-1], MAX_CANDIDATES), sorted=True)
+    mass = values.softmax(-1, dtype=torch.float64)
+    limited = torch.ones_like(top_k, dtype=torch.bool)
+    return _draw_ordered(mass, ids, limited, uniforms, top_k, top_p, min_p)
+
+
+def sample_sorted(
+    logits: Tensor, uniforms: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
+) -> Tensor:
+    """`sample_filtered` for any row by sorting the vocabulary; shapes only, asks no device."""
+    values, ids = logits.sort(-1, descending=True)
+    mass = values.softmax(-1, dtype=torch.float64)
+    del values
+    limited = top_k < logits.shape[-1]
+    return _draw_ordered(mass, ids, limited, uniforms, top_k, top_p, min_p)
+
+
+def _draw_ordered(
+    mass: Tensor,
+    ids: Tensor,
+    limited: Tensor,
+    uniforms: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+) -> Tensor:
+    """One id of each row of [R, W] candidates, likeliest first; `mass` float64 is used up.
+
+    `limited` [R] says where top-k leaves less than the vocabulary, so that what is left must be
+    divided by its sum before top-p.
+    """
+    rank = torch.arange(mass.shape[-1], device=mass.device)
+    mass.masked_fill_(rank >= top_k[:, None], 0.0)
     mass /= torch.where(limited[:, None], mass.sum(-1, keepdim=True), 1.0)
-    before = mass.cumsum(-1) - mass
-    mass = torch.where((before < top_p[:, None]) | (rank == 0), mass, 0.0)
-    mass = torch.where(mass >= mass[:, :1] * min_p[:, None], mass, 0.0)
-    choice = _invert(mass.cumsum(-1), uniforms)
+    before = mass.cumsum(-1).sub_(mass)
+    mass.masked_fill_((before >= top_p[:, None]) & (rank > 0), 0.0)
+    del before
+    mass.masked_fill_(mass < mass[:, :1] * min_p[:, None], 0.0)
+    choice = _invert(mass.cumsum_(-1), uniforms)
     return ids.gather(-1, choice[:, None]).squeeze(-1)
 
 

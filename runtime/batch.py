@@ -36,7 +36,8 @@ class BatchBuilder:
         self._block_size = buffers.block_size
         self._block_table = np.zeros((max_num_seqs, max_blocks), dtype=np.int32)
         self._num_blocks = [0] * max_num_seqs
-        self.last_token = np.zeros(max_num_seqs, dtype=np.int64)
+        # Of every row; on a CPU this is the device's memory itself.
+        self.last_token = buffers.last_tokens.cpu().numpy()
         self._counting = np.arange(max_num_seqs + 1, dtype=np.int32)
 
     def admit(self, row: int) -> None:
@@ -68,7 +69,10 @@ class BatchBuilder:
         start_list = [entry.start for entry in scheduled]
         rows = np.array(row_list, dtype=np.intp)
         starts = np.array(start_list, dtype=np.int64)
-        np.take(self.last_token, rows, out=host.token_ids[:count])
+        if self._buffers.feeds:
+            host.token_ids[:count] = -1 - rows
+        else:
+            np.take(self.last_token, rows, out=host.token_ids[:count])
         for index, entry in enumerate(scheduled):
             if entry.token_ids:
                 host.token_ids[index] = entry.token_ids[0]
@@ -79,6 +83,7 @@ class BatchBuilder:
         host.query_start_loc[: count + 1] = self._counting[: count + 1]
         host.seq_lens[:count] = starts + 1
         host.logits_indices[:count] = self._counting[:count]
+        host.sampled_rows[:count] = rows
         positions = [start + 1 for start in start_list]
         return StepShape(count, count, row_list, positions, uniform_decode=True)
 
@@ -90,7 +95,10 @@ class BatchBuilder:
         for index, entry in enumerate(scheduled):
             end = begin + entry.num_new_tokens
             row, stop = entry.row, entry.start + entry.num_new_tokens
-            host.token_ids[begin:end] = entry.token_ids or self.last_token[row]
+            if entry.token_ids or not self._buffers.feeds:
+                host.token_ids[begin:end] = entry.token_ids or self.last_token[row]
+            else:
+                host.token_ids[begin:end] = -1 - row
             positions = np.arange(entry.start, stop)
             host.positions[begin:end] = positions
             blocks = self._block_table[row, positions // self._block_size].astype(np.int64)
@@ -100,6 +108,7 @@ class BatchBuilder:
             host.block_table[index] = self._block_table[row]
             if entry.samples:
                 host.logits_indices[len(sampled_rows)] = end - 1
+                host.sampled_rows[len(sampled_rows)] = row
                 sampled_rows.append(row)
                 sampled_positions.append(stop)
             begin = end

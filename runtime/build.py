@@ -11,50 +11,65 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 
 import torch
 
 from ostinato.conf.root import EngineConfig
 from ostinato.conf.schema import GraphMode, LoadFormat
-from ostinato.graphs.buckets import BucketTable, default_decode_sizes, default_mixed_sizes
+from ostinato.graphs.buckets import (
+    GraphKey,
+    name_buckets,
+    why_incomplete,
+)
 from ostinato.graphs.buffers import StaticBuffers
-from ostinato.graphs.capture import BoundRecorder, CudaRecorder, GraphRunner
+from ostinato.graphs.bundle import Bundle
+from ostinato.graphs.capture import GraphRunner
 from ostinato.graphs.compile import Binder, compile_model
+from ostinato.graphs.draw import StaticDrawer
+from ostinato.graphs.recorder import BoundRecorder, CudaRecorder, Recorder, is_out_of_memory
 from ostinato.graphs.seal import CompileMonitor
 from ostinato.graphs.threads import StepThreads
+from ostinato.graphs.timing import make_timer
 from ostinato.models.base import CausalLM, KVCache
 from ostinato.models.checkpoint import (
-    Checkpoint,
     CheckpointError,
-    open_checkpoint,
     resolve_directory,
 )
-from ostinato.models.config import ModelConfig, resolve_dtype
 from ostinato.models.packing import pack_model
-from ostinato.models.registry import build_model, read_model_config
+from ostinato.models.registry import build_model
 from ostinato.models.weights import init_dummy_weights, load_weights
-from ostinato.ops.attention import AttentionPlanner, PlannedBackend, load_backend, select_backend
-from ostinato.ops.native import build as native
-from ostinato.runtime.device import resolve_device, set_threads
+from ostinato.ops.attention import (
+    AttentionPlanner,
+    PlannedBackend,
+    load_backend,
+    select_backend,
+)
+from ostinato.ops.native import library as native
+from ostinato.ops.native.build import NativeBuildError
+from ostinato.runtime.bundles import add_kernels, bundle_root
+from ostinato.runtime.calibrate import CostStore, calibrate, make_scheduler
+from ostinato.runtime.device import set_threads
 from ostinato.runtime.engine import Engine
 from ostinato.runtime.errors import StartupError
 from ostinato.runtime.kv_cache import KVCacheManager
+from ostinato.runtime.measured_memory import CudaMemory, compare_with_plan
 from ostinato.runtime.memory import (
-    GraphFootprint,
     MemoryPlan,
-    ModelFootprint,
-    free_memory,
-    plan_memory,
 )
 from ostinato.runtime.model_runner import ModelRunner
+from ostinato.runtime.planning import (
+    ModelSource,
+    bucket_table,
+    open_model,
+    plan_engine,
+    plan_measured,
+)
 from ostinato.runtime.sampler import Sampler
-from ostinato.runtime.scheduler import Scheduler
 from ostinato.runtime.types import ServedModel
 
-__all__ = ("ModelSource", "build_engine", "open_model", "plan_engine")
+__all__ = ("build_engine",)
 
 Report = Callable[[str, float], None]
 """Called with a finished phase's name and its seconds; from two threads, one at a time each."""
@@ -65,97 +80,6 @@ _LOG = logging.getLogger(__name__)
 
 # generation_config.json's fields that are defaults of a request.
 _SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelSource:
-    """A model that was found and understood, but not loaded."""
-
-    checkpoint: Checkpoint
-    config: ModelConfig
-    device: torch.device
-    dtype: torch.dtype
-
-
-def open_model(config: EngineConfig, device: torch.device | None = None) -> ModelSource:
-    """Find the model and read its configuration; loads no weights.
-
-    Args:
-        config: the engine's configuration.
-        device: to plan for a device that is not here; None = the configured one.
-
-    Raises:
-        StartupError: no such model, or one that is not supported.
-    """
-    try:
-        checkpoint = open_checkpoint(config.model)
-        model_config = read_model_config(checkpoint)
-    except ValueError as error:
-        raise StartupError(str(error)) from error
-    return ModelSource(
-        checkpoint=checkpoint,
-        config=model_config,
-        device=device or resolve_device(config.device.name),
-        dtype=resolve_dtype(config.model.dtype, model_config),
-    )
-
-
-def plan_engine(
-    config: EngineConfig, source: ModelSource, *, free_bytes: int | None = None
-) -> MemoryPlan:
-    """The memory plan of an engine; allocates nothing.
-
-    Args:
-        config: the engine's configuration.
-        source: from `open_model`.
-        free_bytes: to plan for another machine; None = what is free on this one.
-
-    Raises:
-        StartupError: it does not fit.
-    """
-    model = source.config
-    is_cpu = source.device.type == "cpu"
-    skeleton = build_model(
-        model, dtype=source.dtype, device=torch.device("meta"), attention_backend="reference"
-    )
-    tensors = [*skeleton.parameters(), *skeleton.buffers()]
-    keys = bucket_table(config, is_cpu=is_cpu).keys
-    return plan_memory(
-        ModelFootprint(
-            weights_bytes=sum(tensor.numel() * tensor.itemsize for tensor in tensors),
-            kv_bytes_per_token=model.kv_cache_spec(1, source.dtype).bytes_per_block,
-            hidden_size=model.hidden_size,
-            intermediate_size=model.intermediate_size,
-            qkv_size=(model.num_heads + 2 * model.num_kv_heads) * model.head_dim,
-            vocab_size=model.vocab_size,
-            dtype_bytes=source.dtype.itemsize,
-            max_model_len=model.max_model_len,
-        ),
-        free_bytes=free_memory(is_cpu=is_cpu).free_bytes if free_bytes is None else free_bytes,
-        is_cpu=is_cpu,
-        device=config.device,
-        cache=config.cache,
-        scheduler=config.scheduler,
-        max_model_len=config.model.max_model_len,
-        graphs=GraphFootprint(
-            num_graphs=len(keys), max_tokens=max((key.num_tokens for key in keys), default=0)
-        ),
-    )
-
-
-def bucket_table(config: EngineConfig, *, is_cpu: bool) -> BucketTable:
-    """The buckets to capture; empty unless graphs.mode=captured."""
-    graphs, scheduler = config.graphs, config.scheduler
-    if graphs.mode is not GraphMode.captured:
-        return BucketTable(decode_sizes=[], mixed_sizes=[], max_num_seqs=scheduler.max_num_seqs)
-    decode_sizes = graphs.capture_sizes or default_decode_sizes(
-        scheduler.max_num_seqs, exact=is_cpu
-    )
-    # On a CPU a mixed bucket would compute its padding, and there is no launch cost to save.
-    mixed_sizes = [] if is_cpu else default_mixed_sizes(scheduler.max_num_batched_tokens)
-    return BucketTable(
-        decode_sizes=decode_sizes, mixed_sizes=mixed_sizes, max_num_seqs=scheduler.max_num_seqs
-    )
 
 
 def build_engine(config: EngineConfig, report: Report = lambda name, seconds: None) -> Engine:
@@ -172,9 +96,15 @@ def build_engine(config: EngineConfig, report: Report = lambda name, seconds: No
         StartupError: the engine can not start as configured; one line with the remedy.
     """
     try:
-        return _build_engine(config, report)
+        with ExitStack() as undo:
+            monitor = CompileMonitor()
+            undo.callback(monitor.close)
+            engine = _build_engine(config, report, monitor, undo)
+            monitor.seal()
+            undo.pop_all()
+            return engine
     except (MemoryError, RuntimeError) as error:
-        if not _is_out_of_memory(error):
+        if not is_out_of_memory(error):
             raise
         raise StartupError(
             f"the device ran out of memory while the engine was built ({_first_line(error)}); set "
@@ -182,25 +112,13 @@ def build_engine(config: EngineConfig, report: Report = lambda name, seconds: No
         ) from error
 
 
-def _is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether an allocation failed, now or before: a capture that lacked memory raises again when
-    it is closed.
-    """
-    while error is not None:
-        text = str(error).lower()
-        if isinstance(error, MemoryError | torch.OutOfMemoryError) or any(
-            words in text for words in ("out of memory", "can't allocate memory")
-        ):
-            return True
-        error = error.__context__
-    return False
-
-
 def _first_line(error: BaseException) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
-def _build_engine(config: EngineConfig, report: Report) -> Engine:
+def _build_engine(
+    config: EngineConfig, report: Report, monitor: CompileMonitor, undo: ExitStack
+) -> Engine:
     phases: dict[str, float] = {}
 
     @contextmanager
@@ -210,7 +128,6 @@ def _build_engine(config: EngineConfig, report: Report) -> Engine:
         phases[name] = time.perf_counter() - begin
         report(name, phases[name])
 
-    monitor = CompileMonitor()
     threads = set_threads(config.device)
     with phase("open"):
         source = open_model(config)
@@ -220,60 +137,110 @@ def _build_engine(config: EngineConfig, report: Report) -> Engine:
     with torch.inference_mode(), ThreadPoolExecutor(1, "load") as loader:
         model = _build(config, source, backend, plan.max_model_len)
         loading = loader.submit(_load, config, source, model, backend, phase)
-        spec = source.config.kv_cache_spec(config.cache.block_size, source.dtype)
+        buffers = _make_buffers(config, source, plan)
+        planner = _make_planner(config, source, backend, buffers, undo)
+        recorder, drawer = _make_recorder(config, source)
+        if drawer is not None:
+            with phase("measure"):
+                plan = plan_measured(config, source, plan, model, buffers, planner, drawer)
+        spec = source.config.kv_cache_spec(config.cache.block_size, source.cache_dtype)
         kv_cache = spec.allocate(plan.num_blocks, source.device)
-        buffers = StaticBuffers(
-            max_num_tokens=config.scheduler.max_num_batched_tokens,
-            max_num_seqs=config.scheduler.max_num_seqs,
-            max_blocks_per_seq=-(-plan.max_model_len // config.cache.block_size),
-            block_size=config.cache.block_size,
-            device=source.device,
-        )
-        # Packing changes the form of the weights, so what is traced is a model in the final form
-        # whose memory is never touched. A GPU's memory is taken as soon as it is reserved: there
-        # the model itself is traced, while it is filled.
-        prototype = model
-        if _packs(config, source):
-            prototype = _build(config, source, backend, plan.max_model_len)
-            pack_model(prototype, fill=False)
-        bind = _compile(config, prototype, kv_cache, buffers, phase)
+        prototype = _prototype(config, source, backend, model, plan)
+        bundle = _open_bundle(config, source, plan, backend)
+        bind = _compile(config, prototype, kv_cache, buffers, bundle, phase)
         loading.result()
+        cost_store = CostStore(config.graphs, source.limits, threads, bundle)
+        costs = cost_store.load()
         graphs = _prepare_graphs(
             config,
+            source,
+            plan,
+            drawer,
             GraphRunner(
                 model,
                 kv_cache,
                 buffers,
                 program=None if bind is None else bind(model),
-                table=bucket_table(config, is_cpu=source.device.type == "cpu"),
-                recorder=BoundRecorder() if source.device.type == "cpu" else CudaRecorder(),
-                planner=_make_planner(config, source, backend, buffers),
+                table=bucket_table(config, is_cpu=source.device.type == "cpu", costs=costs),
+                recorder=recorder,
+                planner=planner,
+                timer=make_timer(source.device),
             ),
             phase,
         )
-    monitor.seal()
+        runner = _make_runner(config, source, graphs, buffers, drawer, threads)
+        served = _served_model(config, source, plan, phases)
+        if costs is None and cost_store.is_wanted:
+            with phase("cost table"):
+                costs = calibrate(cost_store, runner, kv_cache, plan, served)
+    if bundle is not None:
+        with phase("save bundle"):
+            if source.device.type == "cpu":
+                add_kernels(bundle)
+            bundle.save()
     cache = KVCacheManager(
         plan.num_blocks,
         config.cache.block_size,
         enable_prefix_caching=config.cache.enable_prefix_caching,
     )
-    scheduler = Scheduler(config.scheduler, cache, max_model_len=plan.max_model_len)
+    scheduler = make_scheduler(config.scheduler, cache, plan.max_model_len, source.limits, costs)
+    overlap = _overlaps(config, source)
+    return Engine(
+        scheduler, cache, runner, monitor, served, bundle, overlap=overlap, cost_table=costs
+    )
+
+
+def _overlaps(config: EngineConfig, source: ModelSource) -> bool:
+    """On a CPU the step itself runs on the thread that would schedule meanwhile."""
+    overlap = config.scheduler.overlap
+    return source.device.type != "cpu" if overlap is None else overlap
+
+
+def _prototype(
+    config: EngineConfig, source: ModelSource, backend: str, model: CausalLM, plan: MemoryPlan
+) -> CausalLM:
+    """What is traced: a model with weights in their final form and contents of no matter.
+
+    Packing changes that form, so it is a second model, whose memory is never touched. A GPU's
+    memory is taken as soon as it is reserved: there the model itself is traced while it is filled.
+    """
+    if not _packs(config, source):
+        return model
+    prototype = _build(config, source, backend, plan.max_model_len)
+    pack_model(prototype, fill=False)
+    return prototype
+
+
+def _make_buffers(config: EngineConfig, source: ModelSource, plan: MemoryPlan) -> StaticBuffers:
+    return StaticBuffers(
+        max_num_tokens=source.limits.max_num_batched_tokens,
+        max_num_seqs=source.limits.max_num_seqs,
+        max_blocks_per_seq=-(-plan.max_model_len // config.cache.block_size),
+        block_size=config.cache.block_size,
+        device=source.device,
+        feeds=_overlaps(config, source) or None,
+    )
+
+
+def _make_runner(
+    config: EngineConfig,
+    source: ModelSource,
+    graphs: GraphRunner,
+    buffers: StaticBuffers,
+    drawer: StaticDrawer | None,
+    threads: int,
+) -> ModelRunner:
     sampler = Sampler(
-        max_num_seqs=config.scheduler.max_num_seqs,
+        max_num_seqs=source.limits.max_num_seqs,
         vocab_size=source.config.vocab_size,
         device=source.device,
+        drawer=drawer,
     )
-    return Engine(
-        scheduler,
-        cache,
-        ModelRunner(graphs, buffers, sampler, _step_threads(config, source, threads)),
-        monitor,
-        _served_model(config, source, plan, phases),
-    )
+    return ModelRunner(graphs, buffers, sampler, _step_threads(config, source, threads))
 
 
 def _select_backend(config: EngineConfig, source: ModelSource) -> str:
-    spec = source.config.attention_spec(config.cache.block_size, source.dtype, source.device)
+    spec = source.attention_spec(config.cache.block_size)
     try:
         return select_backend(config.graphs.attention.value, spec)
     except ValueError as error:
@@ -293,9 +260,9 @@ def _check_graphs(config: EngineConfig, source: ModelSource, backend: str) -> No
     # Compiled GPU kernels index with 32 bits; programs run without the guard that would notice.
     qkv_size = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
     most = ((1 << 31) - 1) // max(model.hidden_size, 2 * model.intermediate_size, qkv_size)
-    if config.scheduler.max_num_batched_tokens > most:
+    if source.limits.max_num_batched_tokens > most:
         raise StartupError(
-            f"scheduler.max_num_batched_tokens={config.scheduler.max_num_batched_tokens}, but "
+            f"scheduler.max_num_batched_tokens={source.limits.max_num_batched_tokens}, but "
             f"compiled kernels of this model take at most {most} tokens a step; lower it"
         )
 
@@ -331,7 +298,7 @@ def _load(
         if packs:
             with phase("pack"), torch.inference_mode():
                 pack_model(model)
-    except (CheckpointError, native.NativeBuildError) as error:
+    except (CheckpointError, NativeBuildError) as error:
         raise StartupError(str(error)) from error
 
 
@@ -340,17 +307,46 @@ def _compile(
     prototype: CausalLM,
     kv_cache: KVCache,
     buffers: StaticBuffers,
+    bundle: Bundle | None,
     phase: Phase,
 ) -> Binder | None:
     """The compiled program, from a model whose weights may hold anything."""
     if config.graphs.mode is GraphMode.eager:
         return None
-    with phase("compile"):
+    with phase("load programs" if bundle is not None and bundle.entries else "compile"):
         # Any shape of at least 2 will do: the traced program takes every one.
-        tokens = min(16, config.scheduler.max_num_batched_tokens)
-        seqs = min(2, config.scheduler.max_num_seqs)
+        tokens = min(16, buffers.host.token_ids.size)
+        seqs = min(2, buffers.host.seq_lens.size)
         example = buffers.batch(tokens, seqs, seqs).forward
-        return compile_model(prototype, config.graphs.form, example, kv_cache)
+        return compile_model(prototype, config.graphs.form, example, kv_cache, bundle)
+
+
+def _open_bundle(
+    config: EngineConfig, source: ModelSource, plan: MemoryPlan, backend: str
+) -> Bundle | None:
+    """What earlier starts compiled for this model, device and shape; empty when there is none."""
+    graphs = config.graphs
+    if not graphs.bundle or graphs.mode is GraphMode.eager:
+        return None
+    name = config.model.name or _name(config.model.path, source.checkpoint.directory)
+    device = "cpu"
+    if source.device.type == "cuda":
+        device = torch.cuda.get_device_name(source.device)
+    return Bundle(
+        bundle_root(graphs),
+        f"{name}-{device}",
+        {
+            "model": repr(source.config),
+            "dtype": f"{source.dtype}, cache {source.cache_dtype}",
+            "cache_dtype": str(source.cache_dtype),
+            "device": device,
+            "form": graphs.form.value,
+            "attention": backend,
+            "packed": str(_packs(config, source)),
+            "block_size": str(config.cache.block_size),
+            "max_model_len": str(plan.max_model_len),
+        },
+    )
 
 
 def _step_threads(config: EngineConfig, source: ModelSource, threads: int) -> StepThreads | None:
@@ -364,29 +360,76 @@ def _step_threads(config: EngineConfig, source: ModelSource, threads: int) -> St
 
 
 def _make_planner(
-    config: EngineConfig, source: ModelSource, backend: str, buffers: StaticBuffers
+    config: EngineConfig,
+    source: ModelSource,
+    backend: str,
+    buffers: StaticBuffers,
+    undo: ExitStack,
 ) -> AttentionPlanner | None:
     """The host side of a backend that plans its steps; None for those that do not."""
     planned = load_backend(backend)
     if not isinstance(planned, PlannedBackend):
         return None
-    return planned.make_planner(
-        source.config.attention_spec(config.cache.block_size, source.dtype, source.device),
+    planner = planned.make_planner(
+        source.attention_spec(config.cache.block_size),
         bucket_table(config, is_cpu=False).keys,
         max_blocks_per_seq=buffers.host.block_table.shape[1],
         sliding_windows=set(source.config.sliding_windows),
     )
+    undo.callback(planner.close)
+    return planner
 
 
-def _prepare_graphs(config: EngineConfig, runner: GraphRunner, phase: Phase) -> GraphRunner:
-    """Run every kind of step once, capture the buckets."""
+def _make_recorder(
+    config: EngineConfig, source: ModelSource
+) -> tuple[Recorder, StaticDrawer | None]:
+    """How programs are captured, and the draws of a GPU, whose inputs captured programs write."""
+    if source.device.type == "cpu":
+        return BoundRecorder(), None
+    rows, vocab_size = source.limits.max_num_seqs, source.config.vocab_size
+    logits = torch.zeros(rows, vocab_size, dtype=torch.float32, device=source.device)
+    recorder = CudaRecorder(logits)
+    captured = config.graphs.mode is GraphMode.captured
+    return recorder, StaticDrawer(logits, recorder=recorder.sharing_pool() if captured else None)
+
+
+def _prepare_graphs(
+    config: EngineConfig,
+    source: ModelSource,
+    plan: MemoryPlan,
+    drawer: StaticDrawer | None,
+    runner: GraphRunner,
+    phase: Phase,
+) -> GraphRunner:
+    """Run every kind of step once, capture the buckets; without some of them if memory is short."""
     with phase("warm-up"):
         # The larger one first: GPU kernels are tuned for the first shape that they see.
-        runner.warm_up([(min(64, config.scheduler.max_num_batched_tokens), 1), (1, 1)])
+        runner.warm_up([(min(64, source.limits.max_num_batched_tokens), 1), (1, 1)])
     if config.graphs.mode is GraphMode.captured:
+        if gaps := why_incomplete(config.graphs.capture_sizes, source.limits.max_num_seqs):
+            _LOG.warning("%s", gaps)
         with phase("capture"):
-            runner.capture()
+            memory = None if drawer is None else CudaMemory()
+            free = 0 if memory is None else memory.free()
+            left_out = runner.capture()
+            draws = [] if drawer is None else drawer.capture()
+        if left_out or draws:
+            _LOG.warning("%s", _capture_warning(left_out, len(draws)))
+        if memory is not None:
+            now = memory.free()
+            _LOG.info("%s", compare_with_plan(plan, free_before_capture=free, free_now=now))
     return runner
+
+
+def _capture_warning(left_out: list[GraphKey], num_draws: int) -> str:
+    """What was not captured for lack of memory, and what helps."""
+    parts = [name_buckets(left_out)] if left_out else []
+    parts += [f"{num_draws} of the sampler's"] if num_draws else []
+    return (
+        f"out of memory during capture, buckets left out: {'; '.join(parts)}. Their steps run in "
+        "larger buckets or uncaptured, and take longer; lower cache.memory_gib, "
+        "device.memory_fraction or scheduler.max_num_seqs, or shorten graphs.capture_sizes"
+    )
 
 
 def _served_model(

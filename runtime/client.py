@@ -22,7 +22,7 @@ import zmq
 import zmq.asyncio
 
 from ostinato.conf.root import EngineConfig
-from ostinato.runtime.completion import CompletionStream
+from ostinato.runtime.completion import PromptCompletions
 from ostinato.runtime.errors import EngineDeadError, StartupError
 from ostinato.runtime.messages import (
     AbortRequests,
@@ -78,6 +78,7 @@ class EngineClient:
         self._last_news = time.monotonic()
         self._death: str | None = "it was not started"
         self.stats = EngineStats()
+        self.startup_seconds: dict[str, float] = {}  # finished phases of the start, so far
 
     @property
     def is_alive(self) -> bool:
@@ -102,14 +103,12 @@ class EngineClient:
     async def start(
         self, on_phase: Callable[[str, float], None] = lambda name, seconds: None
     ) -> None:
-        """Start the engine process and wait until it is ready.
+        """`spawn` and `wait_until_ready`."""
+        await self.spawn()
+        await self.wait_until_ready(on_phase)
 
-        Args:
-            on_phase: called with each finished phase of the start and its seconds.
-
-        Raises:
-            StartupError: the engine can not start; one line that says why.
-        """
+    async def spawn(self) -> None:
+        """Start the engine process; it loads the model while the caller does something else."""
         address = f"ipc://{self._directory}/engine"
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.RCVHWM, 0)
@@ -121,8 +120,26 @@ class EngineClient:
         assert self._process.stdin is not None, "stdin=PIPE"
         self._process.stdin.write(msgspec.json.encode(self._config) + b"\n")
         await self._process.stdin.drain()
-        ready = await self._wait_until_ready(on_phase)
+
+    async def wait_until_ready(
+        self, on_phase: Callable[[str, float], None] = lambda name, seconds: None
+    ) -> None:
+        """Wait until the spawned engine serves.
+
+        Args:
+            on_phase: called with each finished phase of the start and its seconds.
+
+        Raises:
+            StartupError: the engine can not start; one line that says why.
+        """
+
+        def note(name: str, seconds: float) -> None:
+            self.startup_seconds[name] = seconds
+            on_phase(name, seconds)
+
+        ready = await self._wait_until_ready(note)
         self.model, self.stats = ready.model, ready.stats
+        begin = time.perf_counter()
         self.tokenizer = (
             Tokenizer.from_directory(
                 ready.model.tokenizer, chat_template_file=self._config.model.chat_template
@@ -130,6 +147,7 @@ class EngineClient:
             if ready.model.tokenizer
             else None
         )
+        note("tokenizer", time.perf_counter() - begin)
         self._death = None
         self._last_news = time.monotonic()
         self._receiver = asyncio.create_task(self._receive())
@@ -145,6 +163,8 @@ class EngineClient:
     ) -> AsyncIterator[RequestOutput]:
         """News of all `sampling.n` completions until each has ended; closing the iterator aborts.
 
+        With `best_of` and beam search there is one piece of news of each, at the end.
+
         Raises:
             InvalidRequestError: before the first news, when the request can not be served.
             EngineDeadError: the engine ended; nothing more will come.
@@ -158,39 +178,35 @@ class EngineClient:
             self.model,
             priority=priority,
             cache_salt=cache_salt,
+            tokenizer=self.tokenizer,
         )
         if self._death is not None:
             raise EngineDeadError(f"the engine does not run: {self._death}")
         queue: asyncio.Queue[tuple[str, News]] = asyncio.Queue()
-        streams = {
-            request.request_id: CompletionStream(request, index, self.tokenizer)
-            for index, request in enumerate(requests)
-        }
-        self._streams.update(dict.fromkeys(streams, queue))
+        completions = PromptCompletions(requests, sampling, self.tokenizer)
+        self._streams.update(dict.fromkeys(completions.unfinished_ids, queue))
         try:
             for request in requests:
                 await self._send(AddRequest(request))
-            while streams:
+            while unfinished := completions.unfinished_ids:
                 engine_id, news = await queue.get()
                 if isinstance(news, EngineDeadError):
                     raise news
-                stream = streams.get(engine_id)
-                if stream is None:  # ended by a stop string a moment ago
-                    continue
-                output = stream.process(news)
-                output.request_id = request_id
-                if stream.is_finished:
-                    del streams[engine_id]
-                    self._streams.pop(engine_id, None)
-                    if news.finish_reason is None:  # a stop string: the engine does not know yet
-                        await self._send(AbortRequests([engine_id]))
-                yield output
+                outputs = completions.process(news)
+                for ended in set(unfinished).difference(completions.unfinished_ids):
+                    self._streams.pop(ended, None)
+                    if ended != engine_id or news.finish_reason is None:
+                        # A stop string, or all end with this one: the engine does not know yet.
+                        await self._send(AbortRequests([ended]))
+                for output in outputs:
+                    output.request_id = request_id
+                    yield output
         finally:
-            if streams:
-                for engine_id in streams:
+            if unfinished := completions.unfinished_ids:
+                for engine_id in unfinished:
                     self._streams.pop(engine_id, None)
                 with contextlib.suppress(zmq.ZMQError, EngineDeadError):
-                    await asyncio.shield(self._send(AbortRequests(list(streams))))
+                    await asyncio.shield(self._send(AbortRequests(unfinished)))
 
     async def abort(self, request_id: str) -> None:
         """End all completions of a request; no-op when it has ended."""

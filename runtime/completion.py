@@ -1,11 +1,21 @@
-"""One completion on the client's side of the border: token news in, text news out."""
+"""Completions on the client's side of the border: token news in, text news out."""
 
 from __future__ import annotations
 
-from ostinato.runtime.detokenizer import IncrementalDetokenizer, TextDecoder
-from ostinato.runtime.types import FinishReason, Request, RequestOutput, SequenceOutput
+from collections.abc import Sequence
 
-__all__ = ("CompletionStream",)
+import msgspec
+
+from ostinato.runtime.detokenizer import IncrementalDetokenizer, TextDecoder
+from ostinato.runtime.types import (
+    FinishReason,
+    Request,
+    RequestOutput,
+    SamplingParams,
+    SequenceOutput,
+)
+
+__all__ = ("CompletionStream", "PromptCompletions")
 
 
 class CompletionStream:
@@ -66,4 +76,120 @@ class CompletionStream:
             num_cached_tokens=self._num_cached_tokens,
             num_output_tokens=self._num_output_tokens,
             error=news.error,
+            prompt_logprobs=news.prompt_logprobs,
+        )
+
+
+class PromptCompletions:
+    """All completions of one prompt: each as it comes, or the n best when all have ended.
+
+    Args:
+        requests: what `make_requests` made of the prompt.
+        sampling: what it was made from; `n`, `best_of` and `logprobs` are read.
+        tokenizer: None = no text, token ids only.
+    """
+
+    def __init__(
+        self, requests: Sequence[Request], sampling: SamplingParams, tokenizer: TextDecoder | None
+    ) -> None:
+        self._requests = requests
+        self._sampling = sampling
+        self._tokenizer = tokenizer
+        self._streams = {
+            request.request_id: CompletionStream(request, index, tokenizer)
+            for index, request in enumerate(requests)
+        }
+        # With more candidates than answers, nobody knows the answers before the end.
+        self._candidates: dict[str, _Candidate] | None = (
+            {request.request_id: _Candidate() for request in requests}
+            if len(requests) > sampling.n
+            else None
+        )
+
+    @property
+    def unfinished_ids(self) -> list[str]:
+        """The engine's requests that have not ended."""
+        return list(self._streams)
+
+    def process(self, news: SequenceOutput) -> list[RequestOutput]:
+        """The client's view of news of one of the requests.
+
+        When a request is not in `unfinished_ids` any more and `news` has no finish reason, a stop
+        string ended it: the caller aborts it in the engine.
+        """
+        stream = self._streams.get(news.request_id)
+        if stream is None:  # ended by a stop string a moment ago
+            return []
+        if news.beams is not None:
+            del self._streams[news.request_id]
+            return self._of_beams(news)
+        output = stream.process(news)
+        if stream.is_finished:
+            del self._streams[news.request_id]
+        if self._candidates is None:
+            return [output]
+        if output.finish_reason in (FinishReason.error, FinishReason.abort):
+            self._streams.clear()
+            return [output]
+        self._candidates[news.request_id].add(output)
+        return [] if self._streams else self._best(self._candidates)
+
+    def _best(self, candidates: dict[str, _Candidate]) -> list[RequestOutput]:
+        """The n candidates with the highest log-probability per token; the first of equals."""
+        ranked = sorted(candidates.values(), key=_Candidate.score, reverse=True)
+        chosen, others = ranked[: self._sampling.n], ranked[self._sampling.n :]
+        outputs = [one.joined(index) for index, one in enumerate(chosen)]
+        outputs[0].num_discarded_tokens = sum(len(one.token_ids) for one in others)
+        if self._sampling.logprobs is None:
+            for output in outputs:
+                output.logprobs = None
+        return outputs
+
+    def _of_beams(self, news: SequenceOutput) -> list[RequestOutput]:
+        (request,) = self._requests
+        outputs: list[RequestOutput] = []
+        for index, beam in enumerate(news.beams or ()):
+            stream = CompletionStream(request, index, self._tokenizer)
+            output = stream.process(
+                SequenceOutput(
+                    news.request_id,
+                    beam.token_ids,
+                    beam.finish_reason,
+                    beam.stop_reason,
+                    beam.logprobs,
+                    news.num_cached_tokens,
+                    prompt_logprobs=news.prompt_logprobs,
+                )
+            )
+            output.score = beam.score
+            outputs.append(output)
+        return outputs
+
+
+class _Candidate:
+    """One completion that may be among the best."""
+
+    def __init__(self) -> None:
+        self._outputs: list[RequestOutput] = []
+        self.token_ids: list[int] = []
+
+    def add(self, output: RequestOutput) -> None:
+        self._outputs.append(output)
+        self.token_ids += output.new_token_ids
+
+    def score(self) -> float:
+        """The mean log-probability of its tokens."""
+        logprobs = [entry.logprob for output in self._outputs for entry in output.logprobs or ()]
+        return sum(logprobs) / max(1, len(logprobs))
+
+    def joined(self, index: int) -> RequestOutput:
+        """All its news as one."""
+        return msgspec.structs.replace(
+            self._outputs[-1],
+            index=index,
+            text_delta="".join(output.text_delta for output in self._outputs),
+            new_token_ids=self.token_ids,
+            logprobs=[entry for output in self._outputs for entry in output.logprobs or ()],
+            prompt_logprobs=self._outputs[0].prompt_logprobs,
+            score=self.score(),
         )

@@ -9,14 +9,19 @@ the same.
 from __future__ import annotations
 
 import time
+from collections import deque
 
+from ostinato.graphs.bundle import Bundle
 from ostinato.graphs.seal import CompileMonitor
+from ostinato.runtime.cost_table import CostTable
+from ostinato.runtime.forecast import predict_ttft
 from ostinato.runtime.kv_cache import KVCacheManager
-from ostinato.runtime.model_runner import ModelRunner
+from ostinato.runtime.model_runner import ModelRunner, PendingStep
 from ostinato.runtime.scheduler import Scheduler
 from ostinato.runtime.types import (
     EngineStats,
     Request,
+    SchedulerOutput,
     SequenceOutput,
     ServedModel,
 )
@@ -34,12 +39,34 @@ class Engine:
         runner: ModelRunner,
         monitor: CompileMonitor,
         model: ServedModel,
+        bundle: Bundle | None = None,
+        *,
+        overlap: bool = False,
+        cost_table: CostTable | None = None,
     ) -> None:
+        """
+        Args:
+            scheduler: decides every step.
+            cache: the scheduler's.
+            runner: executes the steps.
+            monitor: counts late compiles.
+            model: what is served.
+            bundle: what the start has compiled, or None.
+            overlap: launch each step before the last one's tokens are read, so that scheduling and
+                reporting happen while the device works.
+            cost_table: seconds of steps, as measured at the start; None = not measured.
+        """
         self._scheduler = scheduler
         self._cache = cache
         self._runner = runner
         self._monitor = monitor
         self.model = model
+        self.bundle = bundle  # what its start has compiled, or None
+        self._max_in_flight = 2 if overlap else 1
+        self._in_flight: deque[tuple[SchedulerOutput, PendingStep]] = deque()
+        self.cost_table = cost_table
+        self._num_requests = 0
+        self._num_request_tokens = 0  # of their prompts
         self._num_steps = 0
         self._step_seconds = 0.0
 
@@ -51,6 +78,8 @@ class Engine:
     def add_request(self, request: Request) -> None:
         """Queue a request; `step` reports its tokens. It was validated before it came here."""
         self._scheduler.add(request)
+        self._num_requests += 1
+        self._num_request_tokens += len(request.prompt_token_ids)
 
     def abort(self, request_id: str) -> SequenceOutput | None:
         """End a request now; its terminal output, or None when it had ended already."""
@@ -62,15 +91,24 @@ class Engine:
         return [output for output in outputs if output is not None]
 
     def step(self) -> list[SequenceOutput]:
-        """One step: every scheduled sequence advances. Returns the news, empty when nothing could
-        run.
+        """Launch a step, take in the oldest one that is due; every scheduled sequence advances.
+
+        Returns:
+            The news, empty when nothing could run or, with overlap, the first step is under way.
         """
         begin = time.perf_counter()
         output = self._scheduler.schedule()
-        if output is None:
-            return []
-        news = self._scheduler.update(output, self._runner.execute(output))
-        self._num_steps += 1
+        if output is not None:
+            self._monitor.begin_step(output.num_tokens, output.num_seqs)
+            self._in_flight.append((output, self._runner.launch(output)))
+        news: list[SequenceOutput] = []
+        if self._in_flight and (output is None or len(self._in_flight) == self._max_in_flight):
+            oldest, pending = self._in_flight.popleft()
+            if oldest is not output:
+                self._monitor.begin_step(oldest.num_tokens, oldest.num_seqs)
+            news = self._scheduler.update(oldest, self._runner.read(pending))
+            self._num_steps += 1
+        self._monitor.end_step()
         self._step_seconds += time.perf_counter() - begin
         return news
 
@@ -82,9 +120,35 @@ class Engine:
         """Raise AssertionError when block accounting is broken; cheap enough for an idle moment."""
         self._cache.check_integrity()
 
+    def close(self) -> None:
+        """Free what the programs hold and stop watching for late compiles; no step may follow."""
+        self._monitor.close()
+        self._in_flight.clear()
+        self._runner.graphs.close()
+
+    def predict_ttft(self, num_prompt_tokens: int) -> float | None:
+        """Seconds until a request that is added now has its first token; None without step costs.
+
+        O(requests): for admission and statistics, not for every step.
+        """
+        if self.cost_table is None:
+            return None
+        scheduler = self._scheduler
+        return predict_ttft(
+            scheduler.load(),
+            num_prompt_tokens,
+            costs=self.cost_table,
+            limits=scheduler.limits,
+            bound=scheduler.bound,
+        )
+
     def stats(self) -> EngineStats:
         """A snapshot for metrics and health."""
         cache, scheduler = self._cache, self._scheduler
+        step_seconds = 0.0
+        if self.cost_table is not None:
+            load = scheduler.load()
+            step_seconds = self.cost_table.decode_seconds(max(1, load.num_decodes), load.context)
         return EngineStats(
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
@@ -100,4 +164,15 @@ class Engine:
             late_compiles=self._monitor.late_compiles,
             step_seconds=self._step_seconds,
             model_seconds=self._runner.model_seconds,
+            device_seconds=self._runner.device_seconds,
+            max_num_seqs=scheduler.limits.max_num_seqs,
+            max_num_batched_tokens=scheduler.limits.max_num_batched_tokens,
+            predicted_step_seconds=step_seconds,
+            predicted_ttft_seconds=self.predict_ttft(self._mean_prompt_tokens()) or 0.0,
         )
+
+    def _mean_prompt_tokens(self) -> int:
+        """Of the requests so far; before the first, 256 or what a prompt may have."""
+        if not self._num_requests:
+            return min(256, self.model.max_model_len - 1)
+        return round(self._num_request_tokens / self._num_requests)

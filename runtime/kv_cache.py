@@ -58,12 +58,11 @@ class KVCacheManager:
         """Find the longest known prefix of a sequence that holds no blocks. Takes nothing.
 
         Returns:
-            Ids of the blocks with its first tokens. At least one token is left out, because the
-            last one must be computed to get logits.
+            Ids of the blocks with its first tokens, `max_cached_tokens` at most.
         """
         if not self.enable_prefix_caching:
             return []
-        num_blocks = (sequence.num_tokens - 1) // self.block_size
+        num_blocks = sequence.max_cached_tokens // self.block_size
         self._hash_up_to(sequence, num_blocks)
         get_cached = self._pool.get_cached
         block_ids: list[int] = []
@@ -119,6 +118,38 @@ class KVCacheManager:
         if block_ids:
             sequence.block_table += block_ids
         return block_ids
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """Let a sequence with the same tokens hold the same blocks, a partly filled one included.
+
+        Before either writes on, `make_writable` gives it a block of its own.
+        """
+        assert not child.block_table, f"{child!r} is forked while it holds blocks"
+        self._pool.touch(parent.block_table)
+        child.block_table = parent.block_table[:]
+        child.num_registered_blocks = parent.num_registered_blocks
+        child.num_computed_tokens = parent.num_computed_tokens
+
+    def make_writable(self, sequence: Sequence) -> list[tuple[int, int]] | None:
+        """See to it that the next position to compute lies in a block that nobody else holds.
+
+        Returns:
+            The copy (from, to) that must be made before anything is written, if any; None with
+            nothing changed when it takes a block and none is free.
+        """
+        index, offset = divmod(sequence.num_computed_tokens, self.block_size)
+        table = sequence.block_table
+        if index < len(table) and self._pool.ref_count(table[index]) == 1:
+            return []
+        block_ids = self._pool.allocate(1)
+        if block_ids is None:
+            return None
+        if index == len(table):
+            table += block_ids
+            return []
+        shared, table[index] = table[index], block_ids[0]
+        self._pool.free([shared])
+        return [(shared, block_ids[0])] if offset else []
 
     def register(self, sequence: Sequence) -> None:
         """Make its full blocks findable: tokens known, and computed or in a scheduled step."""

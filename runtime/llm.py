@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 from rich.progress import (
@@ -24,7 +24,7 @@ from rich.progress import (
 from ostinato.conf.compose import load_config
 from ostinato.conf.root import EngineConfig
 from ostinato.runtime.build import build_engine
-from ostinato.runtime.completion import CompletionStream
+from ostinato.runtime.completion import PromptCompletions
 from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.requests import make_requests
 from ostinato.runtime.tokenizer import Tokenizer
@@ -46,7 +46,10 @@ Message = dict[str, Any]
 
 
 class LLM:
-    """Generates for lists of prompts, or streams one. Not thread-safe."""
+    """Generates for lists of prompts, or streams one. Not thread-safe.
+
+    It holds its memory until `close`, the end of a `with` block, or its own end.
+    """
 
     def __init__(
         self,
@@ -112,16 +115,20 @@ class LLM:
                 param="sampling",
             )
         token_ids = [self._encode(prompt) for prompt in many]
-        streams: dict[str, CompletionStream] = {}
-        batches = []
-        for ids, each in zip(token_ids, params, strict=True):
-            batch = make_requests(f"offline-{next(self._counter)}", ids, each, self.model)
-            batches.append(batch)
+        batches = [
+            make_requests(
+                f"offline-{next(self._counter)}", ids, each, self.model, tokenizer=self.tokenizer
+            )
+            for ids, each in zip(token_ids, params, strict=True)
+        ]
+        answers = [
+            PromptCompletions(batch, each, self.tokenizer)
+            for batch, each in zip(batches, params, strict=True)
+        ]
         for batch in batches:
-            for index, request in enumerate(batch):
-                streams[request.request_id] = CompletionStream(request, index, self.tokenizer)
+            for request in batch:
                 self._engine.add_request(request)
-        collected: dict[str, _Collected] = {request_id: _Collected() for request_id in streams}
+        collected: list[dict[int, _Collected]] = [{} for _ in batches]
         with Progress(
             TextColumn("generating"),
             BarColumn(),
@@ -131,25 +138,23 @@ class LLM:
             disable=not use_progress,
             transient=True,
         ) as progress:
-            task = progress.add_task("", total=len(streams), rate="")
-            for output in self._run(streams):
-                part = collected[output.request_id]
-                part.add(output)
+            total = sum(each.n for each in params)
+            task = progress.add_task("", total=total, rate="")
+            for which, output in self._run(answers):
+                collected[which].setdefault(output.index, _Collected()).add(output)
                 if output.finish_reason is not None:
-                    done = sum(len(c.token_ids) for c in collected.values())
+                    done = sum(len(c.token_ids) for one in collected for c in one.values())
                     elapsed = progress.tasks[0].elapsed or 1e-9
                     progress.update(task, advance=1, rate=f"{done / elapsed:.0f} tokens/s")
         return [
             GenerationOutput(
                 prompt=prompt if isinstance(prompt, str) else None,
-                prompt_token_ids=ids,
-                outputs=[
-                    collected[request.request_id].finish(index)
-                    for index, request in enumerate(batch)
-                ],
-                num_cached_tokens=max(collected[r.request_id].num_cached for r in batch),
+                prompt_token_ids=batch[0].prompt_token_ids,
+                outputs=[one.finish(index) for index, one in sorted(parts.items())],
+                num_cached_tokens=max(one.num_cached for one in parts.values()),
+                prompt_logprobs=parts[0].prompt_logprobs,
             )
-            for prompt, ids, batch in zip(many, token_ids, batches, strict=True)
+            for prompt, batch, parts in zip(many, batches, collected, strict=True)
         ]
 
     def chat(
@@ -175,19 +180,28 @@ class LLM:
         """News of one prompt or conversation as it is generated; closing the iterator aborts it."""
         is_chat = not isinstance(prompt, str) and bool(prompt) and isinstance(prompt[0], dict)
         token_ids = self._render(prompt) if is_chat else self._encode(prompt)  # type: ignore[arg-type]
+        params = sampling or self.default_sampling()
         requests = make_requests(
             f"offline-{next(self._counter)}",
             token_ids,
-            sampling or self.default_sampling(),
+            params,
             self.model,
+            tokenizer=self.tokenizer,
         )
-        streams = {
-            request.request_id: CompletionStream(request, index, self.tokenizer)
-            for index, request in enumerate(requests)
-        }
         for request in requests:
             self._engine.add_request(request)
-        yield from self._run(streams)
+        for _, output in self._run([PromptCompletions(requests, params, self.tokenizer)]):
+            yield output
+
+    def close(self) -> None:
+        """Free what the engine holds beyond plain memory; nothing may be generated afterwards."""
+        self._engine.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
 
     def default_sampling(self, **changes: Any) -> SamplingParams:
         """The model's own defaults (generation_config.json) with `changes` laid over them."""
@@ -201,21 +215,28 @@ class LLM:
         """Forget all cached blocks; False when something runs."""
         return self._engine.reset_prefix_cache()
 
-    def _run(self, streams: dict[str, CompletionStream]) -> Iterator[RequestOutput]:
+    def _run(self, answers: list[PromptCompletions]) -> Iterator[tuple[int, RequestOutput]]:
+        """Step until all have ended: (which answer, what is new)."""
+        which = {
+            request_id: index
+            for index, answer in enumerate(answers)
+            for request_id in answer.unfinished_ids
+        }
         try:
-            while streams:
+            while which:
                 for news in self._engine.step():
-                    stream = streams.get(news.request_id)
-                    if stream is None:
+                    index = which.get(news.request_id)
+                    if index is None:
                         continue
-                    output = stream.process(news)
-                    if stream.is_finished:
-                        del streams[news.request_id]
-                        if news.finish_reason is None:  # a stop string ended it
-                            self._engine.abort(news.request_id)
-                    yield output
+                    before = answers[index].unfinished_ids
+                    outputs = answers[index].process(news)
+                    for ended in set(before).difference(answers[index].unfinished_ids):
+                        del which[ended]
+                        self._engine.abort(ended)  # for those that a stop string ended
+                    for output in outputs:
+                        yield index, output
         finally:
-            for request_id in streams:
+            for request_id in which:
                 self._engine.abort(request_id)
 
     def _encode(self, prompt: Prompt) -> list[int]:
@@ -245,6 +266,7 @@ class _Collected:
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
         self.num_cached = 0
+        self.prompt_logprobs: list[TokenLogprobs] | None = None
         self.last: RequestOutput | None = None
 
     def add(self, output: RequestOutput) -> None:
@@ -252,6 +274,8 @@ class _Collected:
         self.token_ids += output.new_token_ids
         self.logprobs += output.logprobs or []
         self.num_cached = output.num_cached_tokens
+        if output.prompt_logprobs is not None:
+            self.prompt_logprobs = output.prompt_logprobs
         self.last = output
 
     def finish(self, index: int) -> CompletionOutput:
@@ -263,6 +287,7 @@ class _Collected:
             finish_reason=self.last.finish_reason or FinishReason.abort,
             stop_reason=self.last.stop_reason,
             logprobs=self.logprobs or None,
+            score=self.last.score,
         )
 
 

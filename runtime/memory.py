@@ -1,6 +1,7 @@
 """The memory plan: a ledger of who gets how much, made before anything is allocated.
 
-`plan_memory` is a function of sizes alone; `run plan` prints its result and the engine obeys it.
+`plan_memory` is a function of sizes alone; `run plan` prints its result and the engine obeys it. On
+CUDA the engine plans once more with what it measured (runtime/measured_memory.py).
 `free_memory` says what this machine has left for us, container limits included.
 
     free memory x device.memory_fraction = budget
@@ -23,12 +24,14 @@ from pathlib import Path
 
 import psutil
 
-from ostinato.conf.schema import CacheConfig, DeviceConfig, SchedulerConfig
+from ostinato.conf.schema import CacheConfig, DeviceConfig
 from ostinato.runtime.errors import StartupError
+from ostinato.runtime.limits import StepLimits
 
 __all__ = (
     "FreeMemory",
     "GraphFootprint",
+    "MeasuredMemory",
     "MemoryPlan",
     "ModelFootprint",
     "free_memory",
@@ -41,6 +44,17 @@ CUDA_GRAPH_BYTES = 4 << 20  # of driver state for one captured graph, next to th
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredMemory:
+    """What a device says when the weights have their memory and before the KV cache has, in bytes.
+
+    It takes the place of what the plan estimates from sizes.
+    """
+
+    used_bytes: int  # by weights, static buffers, workspaces and libraries, since `free_bytes`
+    step_bytes: int  # at most, by the largest step while it runs uncaptured
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFootprint:
     """The sizes that a plan needs to know of a model."""
 
@@ -49,9 +63,11 @@ class ModelFootprint:
     hidden_size: int
     intermediate_size: int
     qkv_size: int  # (num_heads + 2 * num_kv_heads) * head_dim
-    vocab_size: int
     dtype_bytes: int  # of activations
     max_model_len: int  # tokens; what the model states
+    sampling_bytes: int = 0  # of the largest step's logits and their sampling
+    workspace_bytes: int = 0  # of the attention backend in the largest step
+    measured: MeasuredMemory | None = None  # what a device said, in place of estimates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +118,7 @@ def plan_memory(
     is_cpu: bool,
     device: DeviceConfig,
     cache: CacheConfig,
-    scheduler: SchedulerConfig,
+    scheduler: StepLimits,
     max_model_len: int | None = None,
     graphs: GraphFootprint | None = None,
 ) -> MemoryPlan:
@@ -127,16 +143,19 @@ def plan_memory(
             f"model.max_model_len={max_model_len}, but the model is made for {model.max_model_len} "
             f"tokens; lower it"
         )
+    measured = model.measured
     length = model.max_model_len if max_model_len is None else max_model_len
     bytes_per_block = model.kv_bytes_per_token * cache.block_size
     plan = MemoryPlan(
         free_bytes=free_bytes,
         budget_bytes=int(free_bytes * device.memory_fraction),
-        weights_bytes=model.weights_bytes,
-        activation_bytes=_activation_bytes(
-            model, scheduler.max_num_batched_tokens, scheduler.max_num_seqs
+        weights_bytes=model.weights_bytes if measured is None else measured.used_bytes,
+        activation_bytes=(
+            _activation_bytes(model, scheduler.max_num_batched_tokens)
+            if measured is None
+            else measured.step_bytes
         ),
-        graph_bytes=0 if graphs is None or is_cpu else _graph_bytes(model, graphs, scheduler),
+        graph_bytes=0 if graphs is None or is_cpu else _graph_bytes(model, graphs),
         kv_bytes=0,
         block_size=cache.block_size,
         bytes_per_block=bytes_per_block,
@@ -238,22 +257,21 @@ def _blocks(num_tokens: int, block_size: int) -> int:
     return -(-num_tokens // block_size)
 
 
-def _graph_bytes(model: ModelFootprint, graphs: GraphFootprint, scheduler: SchedulerConfig) -> int:
+def _graph_bytes(model: ModelFootprint, graphs: GraphFootprint) -> int:
     """The pool that all captured graphs share, and the driver's state of each."""
-    pool = _activation_bytes(model, graphs.max_tokens, scheduler.max_num_seqs)
+    pool = _activation_bytes(model, graphs.max_tokens)
     return pool + graphs.num_graphs * CUDA_GRAPH_BYTES
 
 
-def _activation_bytes(model: ModelFootprint, num_tokens: int, num_seqs: int) -> int:
+def _activation_bytes(model: ModelFootprint, num_tokens: int) -> int:
     """Peak estimate of a step's intermediate tensors.
 
     A layer holds at once, per token: the residual, the normed input and one more of that size, then
     queries, keys and values before and after rotation, or the two halves of the gated MLP with
-    their product. The logits of the rows that sample are float32 [S, vocab_size], and the sampler
-    works on two more of that size.
+    their product. Attention's workspace, and logits with their sampling, come on top.
     """
     layer = 3 * model.hidden_size + max(2 * model.qkv_size, 3 * model.intermediate_size)
-    return num_tokens * layer * model.dtype_bytes + 3 * num_seqs * model.vocab_size * 4
+    return num_tokens * layer * model.dtype_bytes + model.sampling_bytes + model.workspace_bytes
 
 
 def _size(num_bytes: float) -> str:

@@ -5,6 +5,7 @@ queue.
 from __future__ import annotations
 
 import time
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,17 +14,29 @@ from ostinato.graphs.buffers import StaticBuffers
 from ostinato.graphs.capture import GraphRunner
 from ostinato.graphs.threads import StepThreads
 from ostinato.runtime.batch import BatchBuilder, StepShape
-from ostinato.runtime.sampler import Sampler
-from ostinato.runtime.types import SchedulerOutput, StepResult
+from ostinato.runtime.prompt_logprobs import PromptScorer
+from ostinato.runtime.sampler import PendingTokens, Sampler
+from ostinato.runtime.types import SchedulerOutput, StepResult, TokenLogprobs
 
-__all__ = ("ModelRunner",)
+__all__ = ("ModelRunner", "PendingStep")
+
+
+# Rows of logits made at once to score prompts: fewer take longer, more than a draw's take memory.
+_SCORED_ROWS = 16
+
+
+class PendingStep(NamedTuple):
+    """A step that was launched and not read."""
+
+    tokens: PendingTokens | None  # None when no sequence samples
+    prompt_logprobs: list[list[TokenLogprobs]] | None
 
 
 class ModelRunner:
     """One device's executor of steps.
 
     `model_seconds` sums the time between a step's inputs being ready and its tokens being on the
-    host.
+    host, without what the caller does between launching and reading it.
     """
 
     def __init__(
@@ -43,22 +56,68 @@ class ModelRunner:
         self.graphs = graphs
         self._threads = threads
         self._sampler = sampler
+        self._buffers = buffers
         self._batch = BatchBuilder(buffers)
+        self._scorer = PromptScorer(
+            graphs.compute_logits, max_rows=min(_SCORED_ROWS, buffers.host.block_table.shape[0])
+        )
+        self._device_seconds_before = 0.0
         self.model_seconds = 0.0
 
-    @torch.inference_mode()
+    @property
+    def device_seconds(self) -> float:
+        """Of finished steps, by the device's own clock where it has one."""
+        return self.graphs.timer.seconds - self._device_seconds_before
+
+    def reset_counters(self) -> None:
+        """Count from zero again, after steps that were no service."""
+        self.model_seconds = 0.0
+        self._device_seconds_before = self.graphs.timer.seconds
+        self.graphs.steps_by_kind = dict.fromkeys(self.graphs.steps_by_kind, 0)
+
     def execute(self, output: SchedulerOutput) -> StepResult:
         """Run one step and return the sampled tokens, in the order of its sampling rows."""
+        return self.read(self.launch(output))
+
+    @torch.inference_mode()
+    def launch(self, output: SchedulerOutput) -> PendingStep:
+        """Start a step. The next one may be launched before this one is read: what it needs of this
+        one's tokens stays on the device.
+        """
         for admitted in output.admitted:
             self._batch.admit(admitted.row)
             self._sampler.admit(admitted.row, admitted.request, admitted.output_token_ids)
+            self._scorer.admit(admitted.row, admitted.request)
+        if output.block_copies:
+            self.graphs.copy_blocks(output.block_copies)
         step = self._batch.build(output)
         begin = time.perf_counter()
-        logits = self._run(step)
-        result = StepResult([])
         if step.sampled_rows:
-            result = self._sampler.sample(logits, step.sampled_rows, step.sampled_positions)
-            self._batch.last_token[step.sampled_rows] = result.token_ids
+            self._sampler.stage(step.sampled_rows, step.sampled_positions)
+        prompt_logprobs = None
+        if output.num_prompt_logits:
+            logits, hidden = self.graphs.run_with_hidden(
+                step.num_tokens, step.num_seqs, len(step.sampled_rows)
+            )
+            prompt_logprobs = self._scorer.score(hidden, output.scheduled)
+        else:
+            logits = self._run(step)
+        tokens = None
+        if step.sampled_rows:
+            tokens = self._sampler.launch(logits)
+            self._buffers.keep(tokens.token_ids)
+        self.graphs.timer.end()
+        self.model_seconds += time.perf_counter() - begin
+        return PendingStep(tokens, prompt_logprobs)
+
+    @torch.inference_mode()
+    def read(self, pending: PendingStep) -> StepResult:
+        """A launched step's tokens, in the order of its sampling rows; waits for the device. Steps
+        are read in the order in which they were launched.
+        """
+        begin = time.perf_counter()
+        result = StepResult([]) if pending.tokens is None else pending.tokens.read()
+        result.prompt_logprobs = pending.prompt_logprobs
         self.model_seconds += time.perf_counter() - begin
         return result
 

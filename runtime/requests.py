@@ -7,15 +7,81 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Sequence
+from typing import Protocol
 
 import msgspec
 
 from ostinato.runtime.errors import InvalidRequestError
-from ostinato.runtime.types import Request, SamplingParams, ServedModel
+from ostinato.runtime.types import (
+    MAX_BAD_WORD_TOKENS,
+    Request,
+    SamplingParams,
+    ServedModel,
+)
 
-__all__ = ("make_requests", "resolve_sampling")
+__all__ = ("TextEncoder", "bad_words_token_ids", "make_requests", "resolve_sampling", "truncate")
 
 _MASK = (1 << 63) - 1
+
+
+class TextEncoder(Protocol):
+    """What the door needs of a tokenizer."""
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text."""
+        ...
+
+
+def truncate(
+    prompt_token_ids: list[int], sampling: SamplingParams, model: ServedModel
+) -> list[int]:
+    """The part of a prompt that `truncate_prompt_tokens` leaves.
+
+    -1 leaves room for `max_tokens` output tokens, or for one when they are not limited.
+    """
+    limit = sampling.truncate_prompt_tokens
+    if limit is None:
+        return prompt_token_ids
+    if limit == -1:
+        limit = max(1, model.max_model_len - (sampling.max_tokens or 1))
+    if len(prompt_token_ids) <= limit:
+        return prompt_token_ids
+    return (
+        prompt_token_ids[-limit:]
+        if sampling.truncation_side == "left"
+        else prompt_token_ids[:limit]
+    )
+
+
+def bad_words_token_ids(words: Sequence[str], tokenizer: TextEncoder | None) -> list[list[int]]:
+    """The tokens of each word as given, and at the beginning of and within a text.
+
+    Raises:
+        InvalidRequestError: a word has too many tokens, or there is no tokenizer.
+    """
+    if not words:
+        return []
+    if tokenizer is None:
+        raise InvalidRequestError(
+            "bad_words needs a tokenizer, and this model was loaded without one; use logit_bias"
+            " with token ids",
+            param="bad_words",
+            code="no_tokenizer",
+        )
+    found: dict[tuple[int, ...], None] = {}
+    for word in words:
+        bare = word.lstrip()
+        for form in (word, bare, " " + bare):
+            token_ids = tuple(tokenizer.encode(form, add_special_tokens=False))
+            if len(token_ids) > MAX_BAD_WORD_TOKENS:
+                raise InvalidRequestError(
+                    f"bad_words: {word[:40]!r} has {len(token_ids)} tokens, a word may have "
+                    f"{MAX_BAD_WORD_TOKENS}; shorten it",
+                    param="bad_words",
+                )
+            if token_ids:
+                found[token_ids] = None
+    return [list(token_ids) for token_ids in found]
 
 
 def resolve_sampling(
@@ -48,6 +114,7 @@ def resolve_sampling(
     for name, token_ids in (
         ("logit_bias", sampling.logit_bias),
         ("stop_token_ids", sampling.stop_token_ids),
+        ("allowed_token_ids", sampling.allowed_token_ids or ()),
     ):
         for token_id in token_ids:
             if not 0 <= token_id < model.vocab_size:
@@ -56,6 +123,7 @@ def resolve_sampling(
                     f"[0, {model.vocab_size})",
                     param=name,
                 )
+    _check_that_something_is_allowed(sampling, model)
     room = model.max_model_len - length
     if sampling.max_tokens is None:
         return msgspec.structs.replace(sampling, max_tokens=room)
@@ -69,6 +137,18 @@ def resolve_sampling(
     return sampling
 
 
+def _check_that_something_is_allowed(sampling: SamplingParams, model: ServedModel) -> None:
+    if sampling.allowed_token_ids is None or not sampling.min_tokens:
+        return
+    ends = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else model.eos_token_ids)}
+    if ends.issuperset(sampling.allowed_token_ids):
+        raise InvalidRequestError(
+            f"allowed_token_ids={list(sampling.allowed_token_ids)} are all stop tokens, which "
+            f"min_tokens={sampling.min_tokens} forbids; allow another one or set min_tokens=0",
+            param="allowed_token_ids",
+        )
+
+
 def make_requests(
     request_id: str,
     prompt_token_ids: list[int],
@@ -77,29 +157,51 @@ def make_requests(
     *,
     priority: int = 0,
     cache_salt: str = "",
+    tokenizer: TextEncoder | None = None,
 ) -> list[Request]:
-    """The `n` engine requests of one prompt; they share the prompt's cached blocks.
+    """The engine's requests for one prompt: one per candidate, which share the prompt's cached
+    blocks, or one for a beam search.
 
     Every request gets a seed, drawn when the caller gave none, so that it can be replayed.
 
+    Args:
+        tokenizer: needed for `bad_words` only.
+
     Raises:
-        InvalidRequestError: as `resolve_sampling`.
+        InvalidRequestError: as `resolve_sampling` and `bad_words_token_ids`.
     """
+    prompt_token_ids = truncate(prompt_token_ids, sampling, model)
     sampling = resolve_sampling(prompt_token_ids, sampling, model)
     seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
-    arrival = time.monotonic()
+    count, each = sampling.num_candidates, sampling
+    if sampling.use_beam_search:
+        count, each = 1, msgspec.structs.replace(sampling, temperature=0.0)
+    else:
+        # Candidates are chosen by their log-probabilities.
+        ranked = sampling.logprobs is None and count > sampling.n
+        logprobs = 0 if ranked else sampling.logprobs
+        each = msgspec.structs.replace(sampling, n=1, best_of=None, logprobs=logprobs)
+    first = Request(
+        request_id=request_id if count == 1 else f"{request_id}:0",
+        prompt_token_ids=prompt_token_ids,
+        sampling=msgspec.structs.replace(each, seed=seed),
+        eos_token_ids=model.eos_token_ids,
+        arrival_time=time.monotonic(),
+        priority=priority,
+        cache_salt=cache_salt,
+        bad_words_token_ids=bad_words_token_ids(sampling.bad_words, tokenizer),
+    )
     return [
-        Request(
-            request_id=request_id if sampling.n == 1 else f"{request_id}:{index}",
-            prompt_token_ids=prompt_token_ids,
-            # An odd multiplier spreads neighbouring seeds apart; index 0 keeps the caller's seed.
-            sampling=msgspec.structs.replace(
-                sampling, n=1, seed=(seed + index * 0x9E3779B97F4A7C15) & _MASK if index else seed
-            ),
-            eos_token_ids=model.eos_token_ids,
-            arrival_time=arrival,
-            priority=priority,
-            cache_salt=cache_salt,
-        )
-        for index in range(sampling.n)
+        first,
+        *(
+            msgspec.structs.replace(
+                first,
+                request_id=f"{request_id}:{index}",
+                # An odd multiplier spreads neighbouring seeds apart.
+                sampling=msgspec.structs.replace(
+                    each, seed=(seed + index * 0x9E3779B97F4A7C15) & _MASK
+                ),
+            )
+            for index in range(1, count)
+        ),
     ]

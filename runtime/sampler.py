@@ -1,25 +1,25 @@
 """From logits to tokens, for the rows of a step: the per-row sampling state and the order of
 operations.
 
-Order: log-probabilities from the raw logits; logit bias; penalties; minimum length; temperature;
-    top-k, top-p, min-p; one draw keyed by (seed, position).
+Order: log-probabilities from the raw logits; logit bias; penalties; minimum length; allowed tokens
+    and bad words; temperature; top-k, top-p, min-p; one draw keyed by (seed, position).
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from ostinato.ops.sampling import (
-    apply_penalties,
-    sample_filtered,
-    sample_full,
-    token_logprobs,
-    uniform_number,
-)
+from ostinato.graphs.draw import Drawer, RowDrawer
+from ostinato.ops.draw import DrawPath, RowDraw, draw_bytes, draw_path, rows_at_once
+from ostinato.ops.sampling import apply_penalties, token_logprobs, uniform_number
+from ostinato.runtime.beam_search import num_candidates
+from ostinato.runtime.logits import TokenLimits, limits_tokens
 from ostinato.runtime.types import Request, SamplingParams, StepResult, TokenLogprobs
 
-__all__ = ("Sampler",)
+__all__ = ("PendingTokens", "Sampler", "sampling_bytes")
 
 
 class _Row:
@@ -29,13 +29,16 @@ class _Row:
         "bias",
         "counts",
         "edits",
-        "filtered",
         "in_prompt",
-        "is_plain",
+        "is_beam",
+        "is_limited",
         "min_length",
+        "num_reported",
         "params",
+        "path",
         "seed",
         "stop_ids",
+        "top_k",
     )
 
     def __init__(
@@ -44,7 +47,15 @@ class _Row:
         params = request.sampling
         self.params = params
         self.seed = params.seed or 0
-        self.filtered = params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
+        # 0 means that top-k is off; the draws want it as a number of tokens.
+        self.top_k = params.top_k if 0 < params.top_k < vocab_size else vocab_size
+        self.path = draw_path(
+            temperature=params.temperature,
+            top_k=self.top_k,
+            top_p=params.top_p,
+            min_p=params.min_p,
+            vocab_size=vocab_size,
+        )
         self.min_length = len(request.prompt_token_ids) + params.min_tokens
         stop_ids = () if params.ignore_eos else request.eos_token_ids
         self.stop_ids = (
@@ -68,8 +79,26 @@ class _Row:
             ).to(device, torch.int32)
             self.in_prompt = torch.zeros(vocab_size, dtype=torch.bool, device=device)
             self.in_prompt[torch.tensor(request.prompt_token_ids, device=device)] = True
-        self.edits = bool(params.logit_bias) or params.min_tokens > 0 or self.counts is not None
-        self.is_plain = params.temperature == 0.0 and not self.edits and params.logprobs is None
+        self.is_beam = params.use_beam_search
+        # How many of the likeliest tokens are reported; None = no log-probabilities.
+        self.num_reported = num_candidates(request) if self.is_beam else params.logprobs
+        self.is_limited = limits_tokens(request)
+        self.edits = (
+            bool(params.logit_bias)
+            or params.min_tokens > 0
+            or self.counts is not None
+            or self.is_limited
+        )
+
+    def draw(self, position: int) -> RowDraw:
+        """What the draw of the token at `position` depends on."""
+        params = self.params
+        # A greedy row draws nothing, so its number is not worth its hash.
+        greedy = self.path is DrawPath.greedy
+        uniform = 0.0 if greedy else uniform_number(self.seed, position)
+        # Smaller temperatures would overflow to infinity; they are greedy for all purposes.
+        temperature = max(params.temperature, 1e-3)
+        return RowDraw(self.path, temperature, self.top_k, params.top_p, params.min_p, uniform)
 
 
 def _has_penalties(params: SamplingParams) -> bool:
@@ -80,41 +109,133 @@ def _has_penalties(params: SamplingParams) -> bool:
     )
 
 
-class Sampler:
-    """Owns the sampling state of every row."""
+class _PendingLogprobs(NamedTuple):
+    """Log-probabilities on their way to the host."""
 
-    def __init__(self, *, max_num_seqs: int, vocab_size: int, device: torch.device) -> None:
+    columns: list[Tensor]  # the four of `token_logprobs`, for the rows that ask
+    asking: list[int]  # those rows, of the step's
+    wanted: list[int | None]  # how many of the likeliest each of the step's rows asks for
+
+    def read(self) -> list[TokenLogprobs | None]:
+        values, ranks, ids, tops = (column.tolist() for column in self.columns)
+        result: list[TokenLogprobs | None] = [None] * len(self.wanted)
+        for place, index in enumerate(self.asking):
+            count = self.wanted[index] or 0
+            result[index] = TokenLogprobs(
+                values[place], ranks[place], ids[place][:count], tops[place][:count]
+            )
+        return result
+
+
+class PendingTokens:
+    """A step's tokens, which the device may still be working on.
+
+    `token_ids` [R] int64 lies on the device and is overwritten by the next launch; the copy to the
+    host starts at once.
+    """
+
+    def __init__(self, token_ids: Tensor, logprobs: _PendingLogprobs | None) -> None:
+        self.token_ids = token_ids
+        self._logprobs = logprobs
+        self._copied: torch.cuda.Event | None = None
+        if token_ids.device.type == "cpu":
+            self._host = token_ids.clone()
+        else:
+            self._host = torch.empty_like(token_ids, device="cpu", pin_memory=True)
+            self._host.copy_(token_ids, non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+
+    def read(self) -> StepResult:
+        """The tokens; waits for the device."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        logprobs = None if self._logprobs is None else self._logprobs.read()
+        return StepResult(self._host.tolist(), logprobs)
+
+
+class Sampler:
+    """Owns the sampling state of every row.
+
+    A step goes through it twice: `stage` before the model runs, `launch` with its logits.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_num_seqs: int,
+        vocab_size: int,
+        device: torch.device,
+        drawer: Drawer | None = None,
+    ) -> None:
+        """
+        Args:
+            max_num_seqs: rows.
+            vocab_size: V.
+            device: of the logits.
+            drawer: draws the tokens; None = row by row, as a CPU does it best.
+        """
         self._rows: list[_Row | None] = [None] * max_num_seqs
         self._vocab_size = vocab_size
         self._device = device
+        self._limits = TokenLimits(max_num_seqs=max_num_seqs, vocab_size=vocab_size, device=device)
+        self._drawer = drawer or RowDrawer()
+        self._staged: list[_Row] = []
+        self._staged_rows: list[int] = []
+        self._positions: list[int] = []
 
     def admit(self, row: int, request: Request, output_token_ids: list[int]) -> None:
         """A sequence takes the row; `output_token_ids` is not empty when it resumes."""
         self._rows[row] = _Row(request, output_token_ids, self._vocab_size, self._device)
+        self._limits.admit(row, request, output_token_ids)
 
-    def sample(self, logits: Tensor, rows: list[int], positions: list[int]) -> StepResult:
-        """Pick one token per row.
+    def stage(self, rows: list[int], positions: list[int]) -> None:
+        """Take a step's rows, and their parameters to the device.
+
+        Args:
+            rows: the R rows that sample.
+            positions: where in its sequence each new token goes.
+        """
+        self._staged = [self._state(row) for row in rows]
+        self._staged_rows = rows
+        self._positions = positions
+        self._drawer.stage(
+            [state.draw(place) for state, place in zip(self._staged, positions, strict=True)]
+        )
+
+    def launch(self, logits: Tensor) -> PendingTokens:
+        """Pick one token for each staged row, without waiting for the device.
 
         Args:
             logits: [R, V] float32; changed in place.
-            rows: the R rows.
-            positions: where in its sequence each new token goes.
         """
-        states = [self._state(row) for row in rows]
-        if all(state.is_plain for state in states):
-            return StepResult(logits.argmax(-1).tolist())  # waits for the device
+        states = self._staged
         raw = logits.clone() if any(_asks_both(state) for state in states) else logits
         for index, state in enumerate(states):
             if state.edits:
-                self._edit(logits[index], state, positions[index])
-        token_ids = logits.argmax(-1)
-        self._draw(logits, token_ids, states, positions)
+                self._edit(logits[index], state, self._positions[index])
+        limited_rows = None
+        if any(state.is_limited for state in states):
+            limited_rows = torch.tensor(self._staged_rows, device=self._device)
+            self._limits.apply(logits, limited_rows)
+        token_ids = self._drawer.run(logits)
+        if limited_rows is not None:
+            self._limits.advance(limited_rows, token_ids)
         for index, state in enumerate(states):
             if state.counts is not None:
                 # A slice, because indexing by one element would wait for the device.
                 state.counts[token_ids[index : index + 1]] += 1
-        logprobs = self._logprobs(raw, token_ids, states)
-        return StepResult(token_ids.tolist(), logprobs)  # waits for the device
+        if raw is not logits:
+            # A beam search continues with what is likeliest after the edits.
+            for index, state in enumerate(states):
+                if state.is_beam:
+                    raw[index] = logits[index]
+        return PendingTokens(token_ids, _logprobs(raw, token_ids, states))
+
+    def sample(self, logits: Tensor, rows: list[int], positions: list[int]) -> StepResult:
+        """`stage`, `launch` and `read` in one."""
+        self.stage(rows, positions)
+        return self.launch(logits).read()
 
     def _state(self, row: int) -> _Row:
         state = self._rows[row]
@@ -138,63 +259,34 @@ class Sampler:
         if state.stop_ids is not None and position < state.min_length:
             logits[state.stop_ids] = float("-inf")
 
-    def _draw(
-        self, logits: Tensor, token_ids: Tensor, states: list[_Row], positions: list[int]
-    ) -> None:
-        """Overwrite the greedy choice of the rows with a temperature."""
-        for filtered in (False, True):
-            chosen = [
-                index
-                for index, state in enumerate(states)
-                if state.params.temperature > 0.0 and state.filtered is filtered
-            ]
-            if not chosen:
-                continue
-            params = [states[index].params for index in chosen]
-            where = torch.tensor(chosen, device=self._device)
-            uniforms = self._column(
-                [uniform_number(states[index].seed, positions[index]) for index in chosen]
-            )
-            # Smaller temperatures would overflow to infinity; they are greedy for all purposes.
-            temperature = self._column([max(p.temperature, 1e-3) for p in params]).float()
-            scaled = logits[where] / temperature[:, None]
-            if filtered:
-                top_k = [
-                    p.top_k if 0 < p.top_k < self._vocab_size else self._vocab_size for p in params
-                ]
-                token_ids[where] = sample_filtered(
-                    scaled,
-                    uniforms,
-                    torch.tensor(top_k, device=self._device),
-                    self._column([p.top_p for p in params]),
-                    self._column([p.min_p for p in params]),
-                )
-            else:
-                token_ids[where] = sample_full(scaled, uniforms)
 
-    def _column(self, values: list[float]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float64, device=self._device)
+def _logprobs(raw: Tensor, token_ids: Tensor, states: list[_Row]) -> _PendingLogprobs | None:
+    """Of the rows that ask, still on the device."""
+    wanted = [state.num_reported for state in states]
+    asking = [index for index, count in enumerate(wanted) if count is not None]
+    if not asking:
+        return None
+    top = min(max(wanted[index] or 0 for index in asking), raw.shape[-1])
+    where = torch.tensor(asking, device=raw.device)
+    parts = [
+        token_logprobs(raw[rows], token_ids[rows], top)
+        for rows in where.split(rows_at_once(raw.shape[-1]))
+    ]
+    return _PendingLogprobs(
+        [torch.cat(column) for column in zip(*parts, strict=True)], asking, wanted
+    )
 
-    @staticmethod
-    def _logprobs(
-        raw: Tensor, token_ids: Tensor, states: list[_Row]
-    ) -> list[TokenLogprobs | None] | None:
-        asking = [i for i, state in enumerate(states) if state.params.logprobs is not None]
-        if not asking:
-            return None
-        top = max(states[i].params.logprobs or 0 for i in asking)
-        where = torch.tensor(asking, device=raw.device)
-        columns = token_logprobs(raw[where], token_ids[where], top)
-        values, ranks, ids, tops = (column.tolist() for column in columns)
-        result: list[TokenLogprobs | None] = [None] * len(states)
-        for place, index in enumerate(asking):
-            wanted = states[index].params.logprobs or 0
-            result[index] = TokenLogprobs(
-                values[place], ranks[place], ids[place][:wanted], tops[place][:wanted]
-            )
-        return result
+
+def sampling_bytes(max_num_seqs: int, vocab_size: int) -> int:
+    """The most bytes that logits and sampling take at once, when every row asks for everything.
+
+    Per logit: as the head computes it (2), as float32 (4), where sampling reads it (4), as it was
+    before the edits (4); a penalised row's counts (4) and prompt (1); allowed tokens (1, and 2 at
+    work). Besides these, what a draw works on.
+    """
+    return 22 * max_num_seqs * vocab_size + draw_bytes(max_num_seqs, vocab_size)
 
 
 def _asks_both(state: _Row) -> bool:
     """Log-probabilities come from the raw logits, so those must survive the edits."""
-    return state.edits and state.params.logprobs is not None
+    return state.edits and state.num_reported is not None and not state.is_beam

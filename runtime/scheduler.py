@@ -7,20 +7,28 @@ sequence of N goes on, and its decode rows read N's tokens on the device. What N
 `update(N)`; its entry in N+1 is dropped when N+1 comes back. Rows and blocks that a step in flight
 uses are not given away.
 
-Running sequences get at least one token of every step, so a long prompt never stalls a stream.
+Sequences that decode get their token of every step, so a long prompt never stalls a stream; with a
+target for inter-token latency, prompts get no more of a step than that leaves them.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import deque
+from collections.abc import Callable
 from heapq import heappop, heappush
 from operator import attrgetter
+from typing import TypeVar
 
 from ostinato.conf.schema import SchedulerConfig, SchedulingPolicy
+from ostinato.runtime.beam_groups import BeamGroups, is_parked
 from ostinato.runtime.errors import InvalidRequestError
+from ostinato.runtime.forecast import QueueLoad, queue_load
+from ostinato.runtime.itl_bound import ItlBound
 from ostinato.runtime.kv_cache import KVCacheManager
+from ostinato.runtime.limits import StepLimits, upper_limits
 from ostinato.runtime.sequence import Sequence, SequenceStatus
+from ostinato.runtime.step_plan import StepPlan
 from ostinato.runtime.types import (
     AdmittedSequence,
     FinishReason,
@@ -38,41 +46,16 @@ MAX_STEPS_IN_FLIGHT = 2
 
 _RUNNING = SequenceStatus.running
 _PREEMPTED = SequenceStatus.preempted
+_PARKED = SequenceStatus.parked
 _FINISHED = SequenceStatus.finished
 _order = attrgetter("order")
+T = TypeVar("T")
 
 # A policy is the first part of a sequence's order; its arrival is the second.
 _POLICY_RANKS = {
     SchedulingPolicy.fcfs: lambda request: 0,
     SchedulingPolicy.priority: lambda request: request.priority,
 }
-
-
-class _Step:
-    """One step: the budget that `schedule` spends, what on, and whose tokens will come back."""
-
-    __slots__ = (
-        "admitted",
-        "is_closed",
-        "is_stalled",
-        "num_grown",
-        "num_samples",
-        "num_tokens_left",
-        "output",
-        "scheduled",
-        "sequences",
-    )
-
-    def __init__(self, num_tokens: int) -> None:
-        self.num_tokens_left = num_tokens
-        self.num_grown = 0  # leading running sequences that have had their turn
-        self.num_samples = 0
-        self.is_closed = False  # nobody else is admitted
-        self.is_stalled = False  # blocks come back with the next update; who needs one waits for it
-        self.scheduled: list[ScheduledSequence] = []
-        self.sequences: list[Sequence] = []  # of `scheduled`, in its order
-        self.admitted: list[AdmittedSequence] = []
-        self.output: SchedulerOutput | None = None
 
 
 class Scheduler:
@@ -87,13 +70,21 @@ class Scheduler:
         config: row and token limits, policy.
         cache: the blocks; not shared with another scheduler.
         max_model_len: tokens of prompt plus output that one sequence may have.
+        limits: the largest step; None = what the configuration has, or its upper bounds.
+        bound: keeps steps with decodes within a target; None = there is none.
 
     Raises:
         ValueError: one sequence of `max_model_len` tokens does not fit into the cache.
     """
 
     def __init__(
-        self, config: SchedulerConfig, cache: KVCacheManager, *, max_model_len: int
+        self,
+        config: SchedulerConfig,
+        cache: KVCacheManager,
+        *,
+        max_model_len: int,
+        limits: StepLimits | None = None,
+        bound: ItlBound | None = None,
     ) -> None:
         needed = -(-max_model_len // cache.block_size)
         if cache.num_blocks < needed:
@@ -107,16 +98,20 @@ class Scheduler:
         self.num_preemptions = 0
         self.num_prompt_tokens = 0  # computed, prefix hits excluded, recomputation included
         self.num_output_tokens = 0
-        self._config = config
+        self.limits = limits or upper_limits(config)
+        self.bound = bound
         self._cache = cache
         self._rank = _POLICY_RANKS[config.policy]
         self._num_arrivals = 0
+        self._num_ended = 0  # by themselves, not aborted
+        self._num_ended_tokens = 0  # output tokens of those
         self._sequences: dict[str, Sequence] = {}  # those without a terminal output yet
         self._waiting: list[Sequence] = []  # in the policy's order; holds neither rows nor blocks
         self._running: list[Sequence] = []  # in the policy's order
         self._draining: set[Sequence] = set()  # preempted or finished, but in a step in flight
-        self._free_rows = list(range(config.max_num_seqs))  # heap
-        self._in_flight: deque[_Step] = deque()
+        self._free_rows = list(range(self.limits.max_num_seqs))  # heap
+        self._in_flight: deque[StepPlan] = deque()
+        self._beams = BeamGroups(cache, self._place, self._drop)
         self._blocked: Sequence | None = None  # the first waiting one when it last lacked blocks
         self._blocked_room = 0  # free blocks, less the spare ones, that were not enough for it
 
@@ -133,7 +128,13 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Sequences that wait for a row and blocks, preempted ones included."""
-        return len(self._sequences) - len(self._running)
+        return len(self._waiting) + sum(s.status is _PREEMPTED for s in self._draining)
+
+    def load(self) -> QueueLoad:
+        """What a request that comes now finds ahead of it. O(sequences)."""
+        waiting = [*self._waiting, *(s for s in self._draining if s.status is _PREEMPTED)]
+        mean_output = self._num_ended_tokens / self._num_ended if self._num_ended else None
+        return queue_load(self._running, waiting, len(self._free_rows), mean_output)
 
     def request_ids(self) -> list[str]:
         """Requests that have not ended, in order of arrival."""
@@ -162,6 +163,8 @@ class Scheduler:
         self._num_arrivals += 1
         sequence = Sequence(request, order, self.max_model_len)
         self._sequences[request.request_id] = sequence
+        if request.sampling.use_beam_search:
+            self._beams.begin(sequence, self.max_model_len)
         insort(self._waiting, sequence, key=_order)
 
     def abort(self, request_id: str) -> SequenceOutput | None:
@@ -169,13 +172,8 @@ class Scheduler:
         sequence = self._sequences.pop(request_id, None)
         if sequence is None:
             return None
-        if sequence.status is _RUNNING:
-            self._running.remove(sequence)
-            self._retire(sequence, _FINISHED)
-        else:
-            if sequence not in self._draining:
-                del self._waiting[bisect_left(self._waiting, sequence.order, key=_order)]
-            sequence.status = _FINISHED
+        for one in [sequence] if sequence.beam is None else self._beams.end(request_id):
+            self._drop(one)
         return SequenceOutput(request_id, [], FinishReason.abort)
 
     def fail(self, error: str) -> list[SequenceOutput]:
@@ -188,12 +186,14 @@ class Scheduler:
             SequenceOutput(request_id, [], FinishReason.error, error=error)
             for request_id in self._sequences
         ]
-        for sequence in self._sequences.values():
-            sequence.status = _FINISHED
         self._in_flight.clear()
         for sequence in (*self._running, *self._draining):
+            sequence.status = _FINISHED
             sequence.num_in_flight = 0
             self._settle(sequence)
+        for sequence in self._waiting:
+            sequence.status = _FINISHED
+        self._beams.clear()
         self._sequences.clear()
         self._waiting.clear()
         self._running.clear()
@@ -213,10 +213,9 @@ class Scheduler:
             raise RuntimeError(
                 f"{len(self._in_flight)} steps are in flight; call update() with the oldest first"
             )
-        step = _Step(self._config.max_num_batched_tokens)
-        self._grow_running(step)
-        while self._admit_waiting(step):
-            self._grow_running(step)
+        step = self._plan()
+        if not step.scheduled and not self._in_flight and self._release_parked():
+            step = self._plan()
         return self._emit(step)
 
     def update(self, output: SchedulerOutput, result: StepResult) -> list[SequenceOutput]:
@@ -239,14 +238,20 @@ class Scheduler:
                 f"tokens and {len(logprobs or ())} log-probabilities"
             )
         self._in_flight.popleft()
+        if step.num_prompt_logits:
+            step.take_prompt_logprobs(result)
         outputs: list[SequenceOutput] = []
         has_ended = False
         index = 0
         for entry, sequence in zip(output.scheduled, step.sequences, strict=True):
             sequence.num_in_flight -= 1
             if entry.samples:
-                if sequence.status is not _FINISHED:
-                    logprob = logprobs[index] if logprobs else None
+                logprob = logprobs[index] if logprobs else None
+                if sequence.status is _FINISHED:
+                    pass
+                elif sequence.beam is not None:
+                    self._beams.take(sequence, logprob)
+                else:
                     outputs.append(self._append_token(sequence, token_ids[index], logprob))
                 index += 1
             if sequence.status is not _RUNNING:
@@ -255,6 +260,10 @@ class Scheduler:
         self.num_output_tokens += len(outputs)
         if has_ended:
             self._running = [s for s in self._running if s.status is _RUNNING]
+        for ending in self._beams.advance():
+            del self._sequences[ending.request_id]
+            self.num_output_tokens += sum(len(beam.token_ids) for beam in ending.beams or ())
+            outputs.append(ending)
         return outputs
 
     def check_integrity(self) -> None:
@@ -265,7 +274,7 @@ class Scheduler:
         """
         holders = [*self._running, *self._draining]
         rows = sorted([*self._free_rows, *(sequence.row for sequence in holders)])
-        _check(rows == list(range(self._config.max_num_seqs)), f"rows are lost or doubled: {rows}")
+        _check(rows == list(range(self.limits.max_num_seqs)), f"rows are lost or doubled: {rows}")
         for queue in (self._running, self._waiting):
             orders = [sequence.order for sequence in queue]
             _check(orders == sorted(orders), f"a queue is out of order: {queue}")
@@ -278,7 +287,15 @@ class Scheduler:
             num_held = self._cache.num_blocks - self._cache.num_free_blocks
             _check(num_held == 0, f"{num_held} blocks are held without work")
 
-    def _grow_running(self, step: _Step) -> None:
+    def _plan(self) -> StepPlan:
+        allowance = None if self.bound is None else self.bound.open(self._running)
+        step = StepPlan(self.limits.max_num_batched_tokens, allowance)
+        self._grow_running(step)
+        while self._admit_waiting(step):
+            self._grow_running(step)
+        return step
+
+    def _grow_running(self, step: StepPlan) -> None:
         """Plan the next tokens of running sequences that come before the first waiting one."""
         running, waiting = self._running, self._waiting
         begin, end = step.num_grown, len(running)
@@ -291,14 +308,17 @@ class Scheduler:
                 break  # it and all behind it gave up their blocks for those before
             start = sequence.num_computed_tokens
             if start < sequence.num_given_tokens:
-                num_behind = len(running) - index - 1
-                self._plan_chunk(sequence, step.num_tokens_left - num_behind, [], step)
+                num_left = sequence.num_given_tokens - start
+                limit = step.chunk_limit(len(running) - index - 1, num_left, start)
+                self._grow_given(sequence, 1 if sequence.is_decoding else limit, step)
                 continue
+            if sequence.beam is not None:
+                continue  # its candidates wait for those of the others
             if start + 1 >= sequence.max_num_tokens:
                 continue  # its last token is on its way
             new_block_ids: list[int] | None = []
             if start == len(sequence.block_table) * block_size:
-                new_block_ids = self._take_block(sequence, step)
+                new_block_ids = self._take_room(sequence, step, self._next_block)
                 if new_block_ids is None:
                     continue
             sequence.num_computed_tokens = start + 1
@@ -309,24 +329,49 @@ class Scheduler:
             sequences.append(sequence)
         step.num_grown = min(end, len(running))
 
-    def _take_block(self, sequence: Sequence, step: _Step) -> list[int] | None:
-        """One more block for a running sequence; None when it has to wait, or was preempted itself.
+    def _grow_given(self, sequence: Sequence, limit: int, step: StepPlan) -> None:
+        """Plan the next `limit` of the given tokens that a running sequence has left."""
+        if limit < 1:
+            return
+        new_block_ids: list[int] = []
+        beam = sequence.beam
+        if beam is not None:
+            copies = self._take_room(sequence, step, self._cache.make_writable)
+            if copies is None:
+                return
+            step.block_copies += copies
+            if beam.is_moved:
+                # Its tokens and table are other ones than the row's last: the row begins anew.
+                beam.is_moved = False
+                new_block_ids = sequence.block_table[:]
+                self._announce(sequence, step)
+        if not sequence.is_decoding:
+            step.take_chunk(limit, sequence.num_computed_tokens)
+        self._plan_chunk(sequence, limit, new_block_ids, step)
+
+    def _next_block(self, sequence: Sequence) -> list[int] | None:
+        return self._cache.allocate(sequence, sequence.num_computed_tokens + 1)
+
+    def _take_room(
+        self, sequence: Sequence, step: StepPlan, take: Callable[[Sequence], T | None]
+    ) -> T | None:
+        """What `take` gives a running sequence; None when it has to wait, or was preempted itself.
 
         Sequences behind it are preempted, the last first, until there is one. With a step in flight
         their blocks come back with its update, so the sequence then sits out this step.
         """
         cache = self._cache
         while not step.is_stalled:
-            new_block_ids = cache.allocate(sequence, sequence.num_computed_tokens + 1)
-            if new_block_ids is not None:
-                return new_block_ids
+            taken = take(sequence)
+            if taken is not None:
+                return taken
             if any(cache.num_reclaimable_blocks(s) for s in self._draining):
                 step.is_stalled = step.is_closed = True
             elif self._preempt_last() is sequence:
                 break
         return None
 
-    def _admit_waiting(self, step: _Step) -> bool:
+    def _admit_waiting(self, step: StepPlan) -> bool:
         """Start waiting sequences while rows, tokens and blocks last.
 
         Returns:
@@ -334,20 +379,28 @@ class Scheduler:
             waiting one, or all that are left when nobody else is admitted.
         """
         running, waiting = self._running, self._waiting
-        while waiting and step.num_tokens_left and not step.is_closed:
+        step.is_closed = step.is_closed or not step.takes_prompts
+        while waiting and not step.is_closed:
             sequence = waiting[0]
             if step.num_grown < len(running) and running[step.num_grown].order < sequence.order:
                 return True
             cached_block_ids = self._make_room(sequence, step)
-            limit = step.num_tokens_left - (len(running) - step.num_grown)
-            if cached_block_ids is None or limit < 1:
+            if cached_block_ids is None:
+                step.is_closed = True
+                break
+            start = len(cached_block_ids) * self._cache.block_size
+            limit = step.chunk_limit(
+                len(running) - step.num_grown, sequence.num_tokens - start, start
+            )
+            if limit < 1:
                 step.is_closed = True
                 break
             del waiting[0]
             self._start(sequence, cached_block_ids, limit, step)
+            step.is_closed = not step.takes_prompts
         return step.num_grown < len(running)
 
-    def _make_room(self, sequence: Sequence, step: _Step) -> list[int] | None:
+    def _make_room(self, sequence: Sequence, step: StepPlan) -> list[int] | None:
         """A row and blocks for a waiting sequence, if need be from running ones behind it.
 
         Returns:
@@ -373,7 +426,7 @@ class Scheduler:
         return None
 
     def _num_missing_blocks(
-        self, sequence: Sequence, cached_block_ids: list[int], step: _Step
+        self, sequence: Sequence, cached_block_ids: list[int], step: StepPlan
     ) -> int:
         """Free blocks that its admission lacks, with one to spare for each sequence ahead of it.
 
@@ -402,30 +455,40 @@ class Scheduler:
             self._preempt_last()
 
     def _start(
-        self, sequence: Sequence, cached_block_ids: list[int], limit: int, step: _Step
+        self, sequence: Sequence, cached_block_ids: list[int], limit: int, step: StepPlan
     ) -> None:
-        """Give a waiting sequence a row and blocks; plan its first chunk, up to `limit` tokens."""
+        """Give a waiting sequence a row and blocks; plan its first chunk of `limit` tokens."""
         admitted = self._cache.admit(sequence, cached_block_ids)
         assert admitted, f"{sequence!r} has room but was not admitted"
-        sequence.row = row = heappop(self._free_rows)
+        sequence.row = heappop(self._free_rows)
         sequence.status = _RUNNING
         sequence.num_given_tokens = sequence.num_tokens
         self._running.insert(step.num_grown, sequence)
         step.num_grown += 1
-        output_token_ids = sequence.token_ids[sequence.num_prompt_tokens :]
-        step.admitted.append(AdmittedSequence(row, sequence.request, output_token_ids))
+        if sequence.beam is not None:
+            sequence.beam.is_moved = False
+        self._announce(sequence, step)
+        step.take_chunk(limit, sequence.num_computed_tokens)
         self._plan_chunk(sequence, limit, sequence.block_table[:], step)
 
+    @staticmethod
+    def _announce(sequence: Sequence, step: StepPlan) -> None:
+        """Tell the runner whose the row is from this step on."""
+        output_token_ids = sequence.token_ids[sequence.num_prompt_tokens :]
+        step.admitted.append(AdmittedSequence(sequence.row, sequence.request, output_token_ids))
+
     def _plan_chunk(
-        self, sequence: Sequence, limit: int, new_block_ids: list[int], step: _Step
+        self, sequence: Sequence, limit: int, new_block_ids: list[int], step: StepPlan
     ) -> None:
-        """Plan up to `limit` of the tokens that the sequence was admitted with."""
+        """Plan the next `limit` of the tokens that the sequence was admitted with."""
         start = sequence.num_computed_tokens
-        end = min(start + limit, sequence.num_given_tokens)
+        end = start + limit
         samples = end == sequence.num_given_tokens
+        num_prompt_logits = sequence.num_prompt_logits(start, end)
         sequence.num_computed_tokens = end
         sequence.num_in_flight += 1
         step.num_samples += samples
+        step.num_prompt_logits += num_prompt_logits
         step.num_tokens_left -= end - start
         step.scheduled.append(
             ScheduledSequence(
@@ -435,41 +498,35 @@ class Scheduler:
                 sequence.token_ids[start:end],
                 new_block_ids,
                 samples,
+                num_prompt_logits,
             )
         )
         step.sequences.append(sequence)
         self.num_prompt_tokens += max(0, min(end, sequence.num_prompt_tokens) - start)
         self._cache.register(sequence)
 
-    def _emit(self, step: _Step) -> SchedulerOutput | None:
-        if not step.scheduled:
-            return None
-        num_tokens = self._config.max_num_batched_tokens - step.num_tokens_left
-        step.output = SchedulerOutput(step.scheduled, step.admitted, num_tokens)
-        self._in_flight.append(step)
-        return step.output
+    def _emit(self, step: StepPlan) -> SchedulerOutput | None:
+        output = step.close(self.limits.max_num_batched_tokens)
+        if output is not None:
+            self._in_flight.append(step)
+        return output
 
     def _append_token(
         self, sequence: Sequence, token_id: int, logprob: TokenLogprobs | None
     ) -> SequenceOutput:
         """Take in a sampled token and decide whether it is the last."""
         sequence.token_ids.append(token_id)
-        num_tokens = len(sequence.token_ids)
-        finish_reason = stop_reason = None
-        if num_tokens >= sequence.min_num_tokens:
-            if token_id in sequence.eos_token_ids:
-                finish_reason = FinishReason.stop
-            elif token_id in sequence.stop_token_ids:
-                finish_reason, stop_reason = FinishReason.stop, token_id
-        if finish_reason is None and num_tokens >= sequence.max_num_tokens:
-            finish_reason = FinishReason.length
+        finish_reason, stop_reason = sequence.ending() or (None, None)
         if sequence.num_computed_tokens // self._cache.block_size > sequence.num_registered_blocks:
             self._cache.register(sequence)
         request_id = sequence.request.request_id
         if finish_reason is not None:
+            self._num_ended += 1
+            self._num_ended_tokens += sequence.num_output_tokens
             sequence.status = _FINISHED
             del self._sequences[request_id]
-        is_first = num_tokens == sequence.num_prompt_tokens + 1
+        is_first = sequence.num_output_tokens == 1
+        prompt_logprobs, sequence.prompt_logprobs = sequence.prompt_logprobs, None
         return SequenceOutput(
             request_id,
             [token_id],
@@ -477,6 +534,7 @@ class Scheduler:
             stop_reason,
             None if logprob is None else [logprob],
             (sequence.num_cached_tokens or 0) if is_first else 0,
+            prompt_logprobs=prompt_logprobs,
         )
 
     def _preempt_last(self) -> Sequence:
@@ -484,8 +542,43 @@ class Scheduler:
         sequence = self._running.pop()
         sequence.num_preemptions += 1
         self.num_preemptions += 1
-        self._retire(sequence, _PREEMPTED)
+        self._retire(sequence, _PARKED if is_parked(sequence) else _PREEMPTED)
         return sequence
+
+    def _release_parked(self) -> bool:
+        """Take the rows and blocks of beams that wait for others, which may wait for those.
+
+        Returns:
+            Whether there were any.
+        """
+        parked = [sequence for sequence in self._running if is_parked(sequence)]
+        for sequence in parked:
+            self._running.remove(sequence)
+            self._retire(sequence, _PARKED)
+        return bool(parked)
+
+    def _place(self, sequence: Sequence) -> None:
+        """A beam that goes on: it runs when there is a row, or else it waits and is recomputed."""
+        if sequence.status is _RUNNING:
+            return
+        if sequence.block_table and self._free_rows:
+            sequence.row = heappop(self._free_rows)
+            sequence.status = _RUNNING
+            insort(self._running, sequence, key=_order)
+            return
+        self._cache.free(sequence)
+        sequence.status = SequenceStatus.waiting
+        insort(self._waiting, sequence, key=_order)
+
+    def _drop(self, sequence: Sequence) -> None:
+        """End a sequence without news of it."""
+        if sequence.status is _RUNNING:
+            self._running.remove(sequence)
+            self._retire(sequence, _FINISHED)
+            return
+        if sequence.status is not _PARKED and sequence not in self._draining:
+            del self._waiting[bisect_left(self._waiting, sequence.order, key=_order)]
+        sequence.status = _FINISHED
 
     def _retire(self, sequence: Sequence, status: SequenceStatus) -> None:
         sequence.status = status

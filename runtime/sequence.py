@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from enum import Enum
 
+from ostinato.runtime.beam_search import Beam
 from ostinato.runtime.block_pool import BlockHash
-from ostinato.runtime.types import Request
+from ostinato.runtime.types import FinishReason, Request, TokenLogprobs
 
 __all__ = ("Sequence", "SequenceStatus")
 
@@ -20,6 +21,7 @@ class SequenceStatus(Enum):
     waiting = "waiting"
     running = "running"
     preempted = "preempted"
+    parked = "parked"  # a beam without row and blocks, whose candidates are known
     finished = "finished"
 
 
@@ -33,6 +35,7 @@ class Sequence:
     """
 
     __slots__ = (
+        "beam",
         "block_hashes",
         "block_table",
         "eos_token_ids",
@@ -46,6 +49,7 @@ class Sequence:
         "num_prompt_tokens",
         "num_registered_blocks",
         "order",
+        "prompt_logprobs",
         "request",
         "row",
         "status",
@@ -53,7 +57,7 @@ class Sequence:
         "token_ids",
     )
 
-    def __init__(self, request: Request, order: tuple[int, int], max_model_len: int) -> None:
+    def __init__(self, request: Request, order: tuple[int, ...], max_model_len: int) -> None:
         sampling = request.sampling
         self.request = request
         self.order = order
@@ -70,6 +74,10 @@ class Sequence:
         self.num_in_flight = 0  # steps that include it and have not come back
         self.num_cached_tokens: int | None = None  # prefix hits at first admission; None before it
         self.num_preemptions = 0
+        # Of prompt tokens 1, 2, ... as far as they have come back; None = not wanted, or given out.
+        self.prompt_logprobs: list[TokenLogprobs] | None = (
+            None if sampling.prompt_logprobs is None else []
+        )
 
         self.block_table: list[int] = []  # block ids by position // block_size; append-only
         self.block_hashes: list[
@@ -85,6 +93,16 @@ class Sequence:
         self.min_num_tokens = self.num_prompt_tokens + sampling.min_tokens
         self.eos_token_ids = frozenset(() if sampling.ignore_eos else request.eos_token_ids)
         self.stop_token_ids = frozenset(sampling.stop_token_ids)
+        self.beam: Beam | None = None  # which one of a beam search it computes
+
+    def fork(self, order: tuple[int, ...], max_model_len: int) -> Sequence:
+        """A waiting sequence with the same tokens; it holds no blocks yet."""
+        other = Sequence(self.request, order, max_model_len)
+        other.token_ids = self.token_ids[:]
+        other.block_hashes = self.block_hashes[:]
+        other.num_cached_tokens = self.num_cached_tokens
+        other.prompt_logprobs = self.prompt_logprobs
+        return other
 
     @property
     def num_tokens(self) -> int:
@@ -95,6 +113,37 @@ class Sequence:
     def num_output_tokens(self) -> int:
         """Output tokens that have arrived."""
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def max_cached_tokens(self) -> int:
+        """Leading tokens that need no computing when their keys and values are there."""
+        if self.prompt_logprobs is not None:
+            return min(len(self.prompt_logprobs), self.num_tokens - 1)
+        return self.num_tokens - 1  # the last one must be computed to get logits
+
+    def num_prompt_logits(self, start: int, end: int) -> int:
+        """How many of the positions [start, end) predict a prompt token that is to be scored."""
+        if self.prompt_logprobs is None:
+            return 0
+        return max(0, min(end, self.num_prompt_tokens - 1) - start)
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether the next step computes one token of it, that the step before samples."""
+        given, computed = self.num_given_tokens, self.num_computed_tokens
+        if self.beam is not None:  # its last token was given; None is left while it waits
+            return self.num_output_tokens > 0 and given - computed == 1
+        return given <= computed and computed + 1 < self.max_num_tokens
+
+    def ending(self) -> tuple[FinishReason, int | None] | None:
+        """Why it ends with its last token, and the stop token that ends it; None if it goes on."""
+        token_id = self.token_ids[-1]
+        if self.num_tokens >= self.min_num_tokens:
+            if token_id in self.eos_token_ids:
+                return FinishReason.stop, None
+            if token_id in self.stop_token_ids:
+                return FinishReason.stop, token_id
+        return (FinishReason.length, None) if self.num_tokens >= self.max_num_tokens else None
 
     @property
     def is_finished(self) -> bool:

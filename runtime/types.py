@@ -7,16 +7,20 @@ literal.
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
+from ostinato.graphs.seal import LateCompile
+
 __all__ = (
     "AdmittedSequence",
+    "BeamOutput",
     "CompletionOutput",
     "EngineStats",
     "FinishReason",
     "GenerationOutput",
+    "LateCompile",
     "Request",
     "RequestOutput",
     "SamplingParams",
@@ -30,6 +34,8 @@ __all__ = (
 
 MAX_LOGPROBS = 20
 MAX_N = 128
+MAX_BAD_WORDS = 256
+MAX_BAD_WORD_TOKENS = 32
 
 
 class FinishReason(StrEnum):
@@ -55,6 +61,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """
 
     n: int = 1  # completions per prompt; they share the prompt's blocks
+    best_of: int | None = None  # candidates, of which the n likeliest per token are given; null = n
+    # The n best of as many beams as `best_of`: the likeliest sequences as a whole, no sampling.
+    use_beam_search: bool = False
+    length_penalty: float = 1.0  # a beam's score is its log-probability / length ** this
+    early_stopping: bool | Literal["never"] = False  # True = as soon as there are enough beams
     temperature: float = 1.0  # 0 = greedy
     top_p: float = 1.0
     top_k: int = 0  # 0 or -1 = off
@@ -67,6 +78,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     logprobs: int | None = None  # null = none; k = the sampled token's and the k likeliest
+    prompt_logprobs: int | None = None  # as logprobs, of the prompt's tokens after the first
+    allowed_token_ids: tuple[int, ...] | None = None  # nothing else is picked; null = all
+    # Never generated, as their tokens with and without a space before them; only when nothing else
+    # is possible.
+    bad_words: tuple[str, ...] = ()
+    truncate_prompt_tokens: int | None = None  # keep that many; -1 = as many as fit; null = all
+    truncation_side: Literal["left", "right"] = "left"  # where tokens are cut off
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
@@ -75,6 +93,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     def __post_init__(self) -> None:
         _check(1 <= self.n <= MAX_N, "n", f"in [1, {MAX_N}]", self.n)
+        _check(
+            self.best_of is None or self.n <= self.best_of <= MAX_N,
+            "best_of",
+            f"null or in [n={self.n}, {MAX_N}]",
+            self.best_of,
+        )
         _check(0.0 <= self.temperature <= 2.0, "temperature", "in [0, 2]", self.temperature)
         _check(0.0 < self.top_p <= 1.0, "top_p", "in (0, 1]", self.top_p)
         _check(self.top_k >= -1, "top_k", "-1, 0 (both off) or at least 1", self.top_k)
@@ -98,18 +122,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             f"at most max_tokens={self.max_tokens}",
             self.min_tokens,
         )
-        _check(
-            len(self.stop) <= 16 and all(self.stop),
-            "stop",
-            "at most 16 non-empty strings",
-            self.stop,
-        )
-        _check(
-            self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS,
-            "logprobs",
-            f"null or in [0, {MAX_LOGPROBS}]",
-            self.logprobs,
-        )
+        self._check_tokens()
+        for name in ("logprobs", "prompt_logprobs"):
+            count = getattr(self, name)
+            _check(
+                count is None or 0 <= count <= MAX_LOGPROBS,
+                name,
+                f"null or in [0, {MAX_LOGPROBS}]",
+                count,
+            )
         for name in ("presence_penalty", "frequency_penalty"):
             _check(-2.0 <= getattr(self, name) <= 2.0, name, "in [-2, 2]", getattr(self, name))
         _check(
@@ -118,12 +139,77 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             "in (0, 10]",
             self.repetition_penalty,
         )
+        self._check_beam_search()
+
+    @property
+    def num_candidates(self) -> int:
+        """Completions that are generated for `n` that are given."""
+        return self.best_of or self.n
+
+    def _check_tokens(self) -> None:
+        """What names tokens or texts, or counts them."""
+        _check(
+            len(self.stop) <= 16 and all(self.stop),
+            "stop",
+            "at most 16 non-empty strings",
+            self.stop,
+        )
+        _check(
+            self.allowed_token_ids is None or len(self.allowed_token_ids) > 0,
+            "allowed_token_ids",
+            "null or at least one token id",
+            self.allowed_token_ids,
+        )
+        _check(
+            len(self.bad_words) <= MAX_BAD_WORDS and all(map(str.strip, self.bad_words)),
+            "bad_words",
+            f"at most {MAX_BAD_WORDS} words that are not blank",
+            self.bad_words,
+        )
+        _check(
+            self.truncate_prompt_tokens is None
+            or self.truncate_prompt_tokens == -1
+            or self.truncate_prompt_tokens >= 1,
+            "truncate_prompt_tokens",
+            "null, -1 (as many as fit) or at least 1",
+            self.truncate_prompt_tokens,
+        )
         _check(
             all(-100.0 <= bias <= 100.0 for bias in self.logit_bias.values()),
             "logit_bias",
             "biases in [-100, 100]",
             self.logit_bias,
         )
+
+    def _check_beam_search(self) -> None:
+        """Nothing is ignored: a parameter that the chosen way has no use for is refused."""
+        _check(
+            -10.0 <= self.length_penalty <= 10.0,
+            "length_penalty",
+            "in [-10, 10]",
+            self.length_penalty,
+        )
+        _check(
+            self.early_stopping in (True, False, "never"),
+            "early_stopping",
+            "true, false or 'never'",
+            self.early_stopping,
+        )
+        if self.use_beam_search:
+            neutral: dict[str, tuple[object, ...]] = {
+                "temperature": (1.0, 0.0),
+                "top_p": (1.0,),
+                "top_k": (0, -1),
+                "min_p": (0.0,),
+                "stop": ((),),
+            }
+            reason = "with use_beam_search=true, which does not sample and ends at tokens only"
+        else:
+            neutral = {"length_penalty": (1.0,), "early_stopping": (False,)}
+            reason = "without use_beam_search=true"
+        for name, values in neutral.items():
+            value = getattr(self, name)
+            _check(value in values, name, f"{values[0]!r} {reason}", value)
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
@@ -138,12 +224,13 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=Fal
     arrival_time: float = 0.0  # seconds, monotonic clock of the sender
     priority: int = 0  # lower runs first under the priority policy
     cache_salt: str = ""  # requests share cached blocks only with an equal salt
+    bad_words_token_ids: list[list[int]] = []  # of `sampling.bad_words`, none empty
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Natural-log probabilities at one output position, from the raw logits."""
+    """Natural-log probabilities at one position, from the raw logits."""
 
-    logprob: float  # of the sampled token
+    logprob: float  # of the token that stands there
     rank: int  # 1 = it was the likeliest
     top_ids: list[int]
     top_logprobs: list[float]
@@ -166,6 +253,7 @@ class ScheduledSequence(msgspec.Struct, frozen=True, array_like=True):
     token_ids: list[int]  # those positions' tokens; empty = the row's last sampled token
     new_block_ids: list[int]  # appended to the row's block table
     samples: bool  # True when the last position's logits give a token
+    num_prompt_logits: int = 0  # leading positions whose next token, the prompt's, is scored
 
 
 class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True):
@@ -174,6 +262,9 @@ class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True):
     scheduled: list[ScheduledSequence]
     admitted: list[AdmittedSequence]
     num_tokens: int
+    num_prompt_logits: int = 0  # of all entries
+    # (from, to): blocks whose contents are copied before anything is written, all at once.
+    block_copies: list[tuple[int, int]] = []
 
     @property
     def num_seqs(self) -> int:
@@ -185,6 +276,18 @@ class StepResult(msgspec.Struct, array_like=True):
 
     token_ids: list[int]
     logprobs: list[TokenLogprobs | None] | None = None  # None = nobody asked
+    # One list per entry with `num_prompt_logits`, in that order.
+    prompt_logprobs: list[list[TokenLogprobs]] | None = None
+
+
+class BeamOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """One of the sequences that a beam search found."""
+
+    token_ids: list[int]
+    score: float
+    finish_reason: FinishReason
+    stop_reason: int | None = None  # the stop token's id when one ended it
+    logprobs: list[TokenLogprobs] | None = None  # one per token: those that the search compared
 
 
 class SequenceOutput(msgspec.Struct, array_like=True, gc=False):
@@ -197,6 +300,9 @@ class SequenceOutput(msgspec.Struct, array_like=True, gc=False):
     logprobs: list[TokenLogprobs] | None = None  # one per new token
     num_cached_tokens: int = 0  # prompt tokens that were not recomputed at first admission
     error: str | None = None  # text, with finish_reason error
+    # With the first new token: one per prompt token after the first.
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    beams: list[BeamOutput] | None = None  # at the end of a beam search: the n best, best first
 
 
 class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
@@ -226,9 +332,14 @@ class EngineStats(msgspec.Struct, array_like=True, gc=False):
     prefix_queries: int = 0  # prompt tokens looked up in the prefix cache
     prefix_hits: int = 0  # of which found
     num_preemptions: int = 0
-    late_compiles: int = 0
+    late_compiles: list[LateCompile] = []  # empty when all is well
     step_seconds: float = 0.0  # summed over steps
     model_seconds: float = 0.0  # of which in the model's graph and sampler
+    device_seconds: float = 0.0  # of finished steps, by the device's own clock where it has one
+    max_num_seqs: int = 0  # as set, or as decided from measured step costs
+    max_num_batched_tokens: int = 0  # the same
+    predicted_step_seconds: float = 0.0  # of decoding what runs now; 0 = no step costs
+    predicted_ttft_seconds: float = 0.0  # of a request of mean length that comes now
 
 
 class RequestOutput(msgspec.Struct, kw_only=True):
@@ -245,6 +356,9 @@ class RequestOutput(msgspec.Struct, kw_only=True):
     num_cached_tokens: int = 0
     num_output_tokens: int = 0  # so far
     error: str | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None  # with the first token, if asked for
+    num_discarded_tokens: int = 0  # of candidates that were not among the n best
+    score: float | None = None  # what the n best were chosen by, with `best_of` and beam search
 
 
 class CompletionOutput(msgspec.Struct, kw_only=True):
@@ -256,6 +370,7 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
     finish_reason: FinishReason
     stop_reason: int | str | None = None
     logprobs: list[TokenLogprobs] | None = None
+    score: float | None = None  # what it was chosen by, with `best_of` and beam search
 
 
 class GenerationOutput(msgspec.Struct, kw_only=True):
@@ -265,4 +380,5 @@ class GenerationOutput(msgspec.Struct, kw_only=True):
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     num_cached_tokens: int = 0
+    prompt_logprobs: list[TokenLogprobs] | None = None  # of the prompt's tokens after the first
     metrics: dict[str, Any] = {}

@@ -20,6 +20,7 @@ import msgspec
 import zmq
 
 from ostinato.conf.root import EngineConfig
+from ostinato.runtime.bundles import prepare_kernels
 from ostinato.runtime.errors import StartupError
 from ostinato.runtime.messages import (
     AbortRequests,
@@ -133,8 +134,10 @@ def main(address: str) -> int:
         format="%(asctime)s %(levelname)s engine: %(message)s",
     )
     _exit_with_client()
+    prepare_kernels(config.device, config.graphs)
     connection = _Connection(address)
     at_start = True
+    engine: Engine | None = None
     try:
         begin = time.perf_counter()
         from ostinato.runtime.build import build_engine
@@ -149,6 +152,8 @@ def main(address: str) -> int:
         gc.collect()
         gc.freeze()
         run_loop(engine, connection)
+        engine.abort_all()
+        engine.check_integrity()
     except StartupError as error:
         connection.send(EngineFailed(str(error), at_start=True))
         return 1
@@ -157,6 +162,8 @@ def main(address: str) -> int:
         connection.send(EngineFailed(f"{type(error).__name__}: {error}", at_start=at_start))
         return 1
     finally:
+        if engine is not None:
+            engine.close()
         gc.unfreeze()
         connection.close()
     return 0

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ostinato.ops.attention import AttentionMetadata, AttentionSpec
-from ostinato.ops.native.build import load
+from ostinato.ops.native.library import load
 
 __all__ = ("BACKEND",)
 
@@ -29,11 +29,21 @@ class CpuBackend:
             return f"it runs on the CPU, not on {spec.device.type}"
         if spec.dtype not in _DTYPES:
             return f"dtype must be float32, bfloat16 or float16, not {spec.dtype}"
+        if spec.converts_cache:
+            return (
+                f"it keeps keys and values in the model's type {spec.dtype}, cache.dtype asks for "
+                f"{spec.cache_dtype}"
+            )
         if spec.head_dim % 8 or not 8 <= spec.head_dim <= _MAX_HEAD_DIM:
             return f"head_dim must be a multiple of 8 up to {_MAX_HEAD_DIM}, not {spec.head_dim}"
         if spec.block_size % 8:
             return f"block_size must be a multiple of 8, not {spec.block_size}"
         return None
+
+    def workspace_bytes(
+        self, spec: AttentionSpec, *, num_tokens: int, num_seqs: int, max_model_len: int
+    ) -> int:
+        return 0  # a tile or two per thread
 
     def run(
         self,

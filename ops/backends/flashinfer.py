@@ -16,7 +16,12 @@ import torch
 from torch import Tensor
 
 from ostinato.ops.attention import AttentionMetadata, AttentionSpec, PlanKey
-from ostinato.ops.backends.flashinfer_plan import FlashInferPlanner, Library, Plan
+from ostinato.ops.backends.flashinfer_plan import (
+    WORKSPACE_BYTES,
+    FlashInferPlanner,
+    Library,
+    Plan,
+)
 from ostinato.ops.backends.triton import write_kv
 
 __all__ = ("BACKEND", "FlashInferBackend", "load_library", "why_shape_unsupported")
@@ -43,6 +48,11 @@ def why_shape_unsupported(spec: AttentionSpec) -> str | None:
     """The reason the kernels can not take `spec`'s shapes and type, whatever the device."""
     if spec.dtype not in _DTYPES:
         return f"needs float16 or bfloat16, the model has {spec.dtype}"
+    if spec.converts_cache:
+        return (
+            f"keeps keys and values in the model's type {spec.dtype}, cache.dtype asks for "
+            f"{spec.cache_dtype}; graphs.attention=triton serves that"
+        )
     if spec.head_dim not in _HEAD_DIMS:
         return f"needs a head size in {_HEAD_DIMS}, the model has {spec.head_dim}"
     return None
@@ -77,6 +87,13 @@ class FlashInferBackend:
         if capability < (8, 0):
             return "needs compute capability 8.0 or newer, the device has {}.{}".format(*capability)
         return why_shape_unsupported(spec)
+
+    def workspace_bytes(
+        self, spec: AttentionSpec, *, num_tokens: int, num_seqs: int, max_model_len: int
+    ) -> int:
+        # Of one shape; the engine's measurement counts those of every captured one.
+        pages = num_seqs * -(-max_model_len // spec.block_size)
+        return WORKSPACE_BYTES + 4 * (pages + 3 * num_seqs)
 
     def make_planner(
         self,

@@ -16,9 +16,16 @@ from torch import Tensor
 
 from ostinato.ops.attention import AttentionSpec, HostMetadata, PlanKey
 
-__all__ = ("FlashInferPlanner", "Library", "PageArrays", "Plan", "fill_pages")
+__all__ = (
+    "WORKSPACE_BYTES",
+    "FlashInferPlanner",
+    "Library",
+    "PageArrays",
+    "Plan",
+    "fill_pages",
+)
 
-_FIRST_WORKSPACE_BYTES = 16 << 20
+WORKSPACE_BYTES = 16 << 20  # to begin with, for floats
 _ALIGNMENT = 16  # int32 elements: every section starts at a multiple of 64 bytes
 _MIN_GROUP_FOR_TENSOR_CORES = 4  # query heads per KV head; below, the scalar kernel reads as fast
 
@@ -103,7 +110,7 @@ class _Workspace:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._buffer = torch.zeros(_FIRST_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        self._buffer = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
 
     def at_least(self, num_bytes: int) -> Tensor:
         """A buffer of that size; a smaller one stays alive in the wrappers that captured it."""

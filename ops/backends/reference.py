@@ -18,6 +18,11 @@ class ReferenceBackend:
     def why_unsupported(self, spec: AttentionSpec) -> str | None:
         return None
 
+    def workspace_bytes(
+        self, spec: AttentionSpec, *, num_tokens: int, num_seqs: int, max_model_len: int
+    ) -> int:
+        return 0  # not planned with: it is for comparing, and holds weights of whole contexts
+
     def run(
         self,
         q: Tensor,
@@ -32,8 +37,9 @@ class ReferenceBackend:
     ) -> Tensor:
         block_size = k_cache.shape[2]
         block, offset = metadata.slot_mapping // block_size, metadata.slot_mapping % block_size
-        k_cache[block, :, offset] = k.to(k_cache.dtype)
-        v_cache[block, :, offset] = v.to(v_cache.dtype)
+        for cache, tensor in ((k_cache, k), (v_cache, v)):
+            # As bytes where a type has no operations of its own.
+            _stored(cache)[block, :, offset] = _stored(_to_cache(tensor, cache.dtype))
         out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
         starts = metadata.query_start_loc.tolist()
         group = q.shape[1] // k.shape[1]
@@ -44,7 +50,11 @@ class ReferenceBackend:
             blocks = metadata.block_table[row, : -(-length // block_size)].long()
             # [num_blocks, Hkv, block_size, D] -> [Hkv, length, D]
             keys, values = (
-                cache[blocks].transpose(0, 1).flatten(1, 2)[:, :length].float()
+                _stored(cache)[blocks]
+                .view(cache.dtype)
+                .transpose(0, 1)
+                .flatten(1, 2)[:, :length]
+                .float()
                 for cache in (k_cache, v_cache)
             )
             queries = q[begin:end].float().transpose(0, 1)  # [Hq, rows, D]
@@ -61,6 +71,19 @@ class ReferenceBackend:
                 (weights @ values.repeat_interleave(group, 0)).transpose(0, 1).to(q.dtype)
             )
         return out
+
+
+def _stored(tensor: Tensor) -> Tensor:
+    """The tensor, as bytes if it is of a one-byte type."""
+    return tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor
+
+
+def _to_cache(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rounded to the cache's type; what is beyond an 8-bit type's range becomes its largest."""
+    if dtype.itemsize == 1:
+        largest = torch.finfo(dtype).max
+        tensor = tensor.clamp(-largest, largest)
+    return tensor.to(dtype)
 
 
 BACKEND = ReferenceBackend()

@@ -122,9 +122,25 @@ class TritonBackend:
         if not torch.cuda.is_available():
             return "needs a CUDA device, none is visible"
         capability = torch.cuda.get_device_capability(spec.device)
-        if capability < (8, 0):
-            return "needs compute capability 8.0 or newer, the device has {}.{}".format(*capability)
+        needed = (8, 9) if spec.converts_cache else (8, 0)
+        if capability < needed:
+            return "needs compute capability {}.{} or newer, the device has {}.{}".format(
+                *needed, *capability
+            )
         return why_shape_unsupported(spec)
+
+    def workspace_bytes(
+        self, spec: AttentionSpec, *, num_tokens: int, num_seqs: int, max_model_len: int
+    ) -> int:
+        shape = KernelShape(
+            num_heads=spec.num_heads,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            block_size=spec.block_size,
+            itemsize=spec.dtype.itemsize,
+            max_context=max_model_len,
+        )
+        return shape.workspace_bytes(num_tokens, num_seqs)
 
     def make_planner(
         self,
@@ -160,6 +176,7 @@ class TritonBackend:
             block_size=k_cache.shape[2],
             itemsize=q.element_size(),
             max_context=metadata.block_table.shape[1] * k_cache.shape[2],
+            converts_cache=k_cache.dtype != k.dtype,
             shared_memory=_shared_memory(q.device),
         )
         launch = _Launch(shape, out, q, k_cache, v_cache, metadata, scale, sliding_window, soft_cap)
@@ -174,6 +191,8 @@ def why_shape_unsupported(spec: AttentionSpec) -> str | None:
     """The reason the kernels can not take `spec`'s shapes and type, whatever the device."""
     if spec.dtype not in _DTYPES:
         return f"needs float16, bfloat16 or float32, the model has {spec.dtype}"
+    if spec.converts_cache and spec.cache_dtype is not torch.float8_e4m3fn:
+        return f"needs a cache of the model's type or of float8_e4m3fn, not {spec.cache_dtype}"
     if not 16 <= spec.head_dim <= 256 or spec.head_dim % 8:
         return (
             f"needs a head size in [16, 256] that is a multiple of 8, the model has {spec.head_dim}"

@@ -428,6 +428,14 @@ def combine_kernel(
         done = chunk_end
 
 
+@triton.jit
+def _to_cache(tile, dtype: tl.constexpr):
+    """Rounded to the cache's type; what is beyond the range of 8 bits becomes the largest."""
+    if dtype == tl.float8e4nv:
+        tile = tl.clamp(tile.to(tl.float32), -448.0, 448.0)
+    return tile.to(dtype)
+
+
 @triton.jit(
     do_not_specialize=["num_seqs"],
     do_not_specialize_on_alignment=["query_start_loc", "slot_mapping"],
@@ -471,8 +479,8 @@ def write_kv_kernel(
     )
     row = (slot // BLOCK_SIZE * NUM_KV_HEADS + head) * BLOCK_SIZE + slot % BLOCK_SIZE
     target = row[:, None] * HEAD_DIM + column[None, :]
-    tl.store(k_cache + target, keys.to(k_cache.dtype.element_ty), mask=ok)
-    tl.store(v_cache + target, values.to(v_cache.dtype.element_ty), mask=ok)
+    tl.store(k_cache + target, _to_cache(keys, k_cache.dtype.element_ty), mask=ok)
+    tl.store(v_cache + target, _to_cache(values, v_cache.dtype.element_ty), mask=ok)
     if token >= num_tokens:
         zeros = tl.zeros([BLOCK_H, BLOCK_D], out.dtype.element_ty)
         for member in range(GROUP):

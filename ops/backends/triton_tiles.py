@@ -55,8 +55,9 @@ class KernelShape:
         num_kv_heads: KV heads; divides H.
         head_dim: D.
         block_size: tokens per cache block.
-        itemsize: bytes of one cache element.
+        itemsize: bytes of one element of queries, keys and values.
         max_context: tokens that a block table's row can hold.
+        converts_cache: the cache has 8-bit elements, which are widened in registers.
         shared_memory: bytes that one program may use; by default those of capability 9.0.
     """
 
@@ -66,6 +67,7 @@ class KernelShape:
     block_size: int
     itemsize: int
     max_context: int
+    converts_cache: bool = False
     shared_memory: int = 227 * 1024
 
     @property
@@ -81,7 +83,9 @@ class KernelShape:
         """The tile for sequences whose rows all fit into it: the least that tensor cores take."""
         block_m = max(16, _power_of_two(self.group))
         num_warps = 4 if block_m <= 64 else 8
-        block_n = 16 if self.itemsize == 4 else {128: 64, 256: 32}.get(self.block_d, 128)
+        # Keys that are widened in registers leave room for 64 of them at a time.
+        most = 64 if self.converts_cache else 128
+        block_n = 16 if self.itemsize == 4 else {128: 64, 256: 32}.get(self.block_d, most)
         return self._deepest(TileShape(block_m, block_n, num_warps, stages) for stages in (3, 2))
 
     @property
@@ -93,6 +97,8 @@ class KernelShape:
             return self._deepest(TileShape(block_m, rows, 4, stages) for stages in (2, 1))
         block_n = 32 if self.block_d == 256 else 64
         rows = [(128, 8)] if self.group > 64 else [(128, 8), (64, 4)]
+        if self.converts_cache and self.block_d == 256 and self.group <= 64:
+            rows = [(64, 8)]  # the widened keys do not fit the registers beside 128 rows
         return self._deepest(
             TileShape(block_m, block_n, num_warps, stages)
             for block_m, num_warps in rows
@@ -138,6 +144,9 @@ def attention_constants(
 ) -> dict[str, int | float]:
     """What one launch of `attention_kernel` is specialised to, launch options included."""
     tile = shape.long if is_long else shape.short
+    num_stages = tile.num_stages
+    if shape.converts_cache and soft_cap > 0 and not is_long:
+        num_stages = min(num_stages, 2)  # the third stage's registers would spill
     return {
         "NUM_KV_HEADS": shape.num_kv_heads,
         "GROUP": shape.group,
@@ -154,7 +163,7 @@ def attention_constants(
         "MAX_PARTS": 1 if is_long else shape.max_partitions,
         "MIN_PART_TILES": _MIN_PARTITION // tile.block_n,
         "num_warps": tile.num_warps,
-        "num_stages": tile.num_stages,
+        "num_stages": num_stages,
         "enable_fp_fusion": True,
     }
 

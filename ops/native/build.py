@@ -1,4 +1,4 @@
-"""Compiles ops/native/*.cpp on first use, caches the library, installs its kernels under the ops.
+"""Compiles ops/native/*.cpp on first use and caches the library.
 
 How a C++ kernel becomes the CPU implementation of an op (binding.h holds the whole interface):
 
@@ -21,45 +21,44 @@ How a C++ kernel becomes the CPU implementation of an op (binding.h holds the wh
    Throw std::invalid_argument (OSTINATO_CHECK) for bad input; it reaches Python as a ValueError.
    Keep heavy headers out: each file is one compiler process, and the whole build has to stay near
    five seconds on two cores.
-3. `load()` once, before the first call that should be fast. The macro OSTINATO_ISA tells the level:
-   3 avx512bf16, 2 avx512, 1 avx2, 0 portable; above 0 its intrinsics may be used freely.
+3. `load()` of library.py. The macro OSTINATO_ISA tells the level: 3 avx512bf16, 2 avx512, 1 avx2,
+   0 portable; above 0 its intrinsics may be used freely.
 
-`load(isa="avx2")` builds and installs a lesser level beside the default, as
-`torch.ops.ostinato_avx2.*` with the same schemas, so that a test compares levels in one process.
+This module imports no torch, so that an engine process can build while it imports torch.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import hashlib
+import importlib.util
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import tempfile
-import threading
 from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
 from pathlib import Path
-from typing import NamedTuple
 
-import torch
 from filelock import FileLock
 
-from ostinato.conf.environment import cache_dir
-from ostinato.ops.register import define_twin
+from ostinato.conf.environment import cache_dir, cxx
 
 __all__ = (
     "ISA_LEVELS",
+    "REMEDY",
     "NativeBuildError",
-    "NativeLibrary",
+    "adopt",
+    "build",
+    "content_key",
     "detect_isa",
-    "load",
-    "set_threads",
+    "intact_libraries",
 )
 
 _SOURCE_DIR = Path(__file__).parent
-_REMEDY = "install g++ or set graphs.attention=reference graphs.pack_weights=false"
+REMEDY = "install g++ or set graphs.attention=reference graphs.pack_weights=false"
 _AVX2_FLAGS = ("-mavx2", "-mfma", "-mf16c")
 _AVX512_FLAGS = (*_AVX2_FLAGS, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
 _FEATURES_AVX2 = {"avx2", "fma", "f16c"}
@@ -91,18 +90,6 @@ class NativeBuildError(RuntimeError):
     """The C++ kernels can not be built here; the text names the command and the remedy."""
 
 
-class NativeLibrary(NamedTuple):
-    """A loaded library."""
-
-    isa: str  # one of ISA_LEVELS
-    namespace: str  # torch.ops namespace that its kernels implement
-    path: Path
-
-
-_loaded: dict[str, NativeLibrary] = {}
-_loading = threading.Lock()
-
-
 def detect_isa() -> str:
     """The best level of ISA_LEVELS that this machine's processor runs."""
     if platform.machine().lower() not in ("x86_64", "amd64"):
@@ -118,90 +105,54 @@ def detect_isa() -> str:
     return next(name for name, (_, _, needed) in ISA_LEVELS.items() if needed <= features)
 
 
-def load(isa: str | None = None) -> NativeLibrary:
-    """Build unless the cache holds an intact library, load it, install its kernels.
+def build(isa: str) -> Path:
+    """The library for a level of ISA_LEVELS: from the cache when it is intact there, else built.
 
-    Later calls are free.
-
-    Args:
-        isa: a level of ISA_LEVELS, installed as `torch.ops.ostinato_<isa>`, where an op exists if
-            its module was imported before this call; None = the machine's best, installed as the
-            CPU implementation of `torch.ops.ostinato`.
+    Processes and threads that ask at the same time wait for the first.
 
     Raises:
-        ValueError: `isa` is unknown or more than this processor runs.
-        NativeBuildError: no compiler was found, or it failed.
+        NativeBuildError: no compiler was found, or it failed, or the cache can not be written.
     """
-    namespace = "ostinato" if isa is None else f"ostinato_{isa}"
-    with _loading:
-        if namespace not in _loaded:
-            _loaded[namespace] = _load(isa, namespace)
-        return _loaded[namespace]
-
-
-def _load(isa: str | None, namespace: str) -> NativeLibrary:
-    best = detect_isa()
-    level = best if isa is None else isa
-    runnable = list(ISA_LEVELS)[list(ISA_LEVELS).index(best) :]
-    if level not in runnable:
-        raise ValueError(
-            f"isa must be one of {', '.join(runnable)} on this processor, got {level!r}"
-        )
-    path, library = _open(level)
-    if isa is not None:
-        _define_twins(library, namespace)
-    if library.ostinato_install(namespace.encode()) != 0:
-        raise NativeBuildError(
-            f"torch {torch.__version__} refused the kernels of {path}; {_REMEDY}"
-        )
-    return NativeLibrary(level, namespace, path)
-
-
-def set_threads(count: int) -> None:
-    """Let the kernels of every loaded library use `count` threads; 0 = as many as torch has.
-
-    Unlike `torch.set_num_threads` this leaves other OpenMP loops alone.
-    """
-    for library in _loaded.values():
-        ctypes.CDLL(str(library.path)).ostinato_set_threads(count)
-
-
-def _define_twins(library: ctypes.CDLL, namespace: str) -> None:
-    library.ostinato_kernel_name.restype = ctypes.c_char_p
-    index = 0
-    while (name := library.ostinato_kernel_name(index)) is not None:
-        define_twin(namespace, name.decode())
-        index += 1
-
-
-def _open(isa: str) -> tuple[Path, ctypes.CDLL]:
-    """The library for `isa`, from the cache when it is intact and loads, else built."""
-    directory = cache_dir() / "native" / _content_key(isa)
-    for path in _intact(directory):
-        try:
-            return path, ctypes.CDLL(str(path))
-        except OSError:  # built against another C++ runtime, for instance in a moved cache
-            path.unlink(missing_ok=True)
+    directory = _directory(isa)
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with FileLock(directory / "lock", timeout=_LOCK_TIMEOUT_S):
-            # another process may have built it while this one waited
-            path = next(iter(_intact(directory)), None) or _build(isa, directory)
+            return next(iter(_intact(directory)), None) or _build(isa, directory)
     except OSError as error:  # the lock's timeout is one too
         raise NativeBuildError(
             f"the CPU kernels can not be built in {directory}: {error}; set OSTINATO_CACHE_DIR "
             f"to a writable directory, or graphs.attention=reference graphs.pack_weights=false"
         ) from error
-    try:
-        return path, ctypes.CDLL(str(path))
-    except OSError as error:
-        raise NativeBuildError(f"{path} was built but does not load: {error}; {_REMEDY}") from error
 
 
-def _content_key(isa: str) -> str:
+def adopt(isa: str, data: bytes) -> None:
+    """Put a library that was built elsewhere from the same sources into the cache.
+
+    Args:
+        isa: a level of ISA_LEVELS; the caller knows that `content_key(isa)` is the library's.
+        data: the file's content, from where nobody but the user can write.
+    """
+    directory = _directory(isa)
+    with contextlib.suppress(OSError):  # then it is built, and that says what is wrong
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=directory, prefix="build-", delete=False) as file:
+            file.write(data)
+        Path(file.name).replace(directory / f"{hashlib.sha256(data).hexdigest()[:32]}.so")
+
+
+def intact_libraries(isa: str) -> list[Path]:
+    """Libraries for a level of ISA_LEVELS that the cache holds, none or one."""
+    return _intact(_directory(isa))
+
+
+def _directory(isa: str) -> Path:
+    return cache_dir() / "native" / content_key(isa)
+
+
+def content_key(isa: str) -> str:
     """All that the library depends on but the compiler, so that a warm start needs none."""
     digest = hashlib.sha256()
-    parts = (isa, *ISA_LEVELS[isa][1], *_FLAGS, torch.__version__, sys.platform, platform.machine())
+    parts = (isa, *ISA_LEVELS[isa][1], *_FLAGS, version("torch"), sys.platform, platform.machine())
     digest.update("\0".join(parts).encode())
     for source in sorted((*_SOURCE_DIR.glob("*.cpp"), *_SOURCE_DIR.glob("*.h"))):
         digest.update(source.name.encode() + b"\0" + source.read_bytes())
@@ -225,7 +176,7 @@ def _digest(path: Path) -> str:
 def _build(isa: str, directory: Path) -> Path:
     """Compile each source in a process of its own, link, move the result in with one rename."""
     compiler = _find_compiler()
-    torch_dir = Path(torch.__file__).parent
+    torch_dir = _torch_directory()
     number, isa_flags, _ = ISA_LEVELS[isa]
     include = f"-I{torch_dir / 'include'}"
     # the largest first: it decides how long the build takes
@@ -237,9 +188,7 @@ def _build(isa: str, directory: Path) -> Path:
             [compiler, *flags, "-c", str(source), "-o", str(target)]
             for source, target in zip(sources, objects, strict=True)
         ]
-        # One core is left to the thread that traces the model meanwhile (runtime/build.py): it is
-        # what a first start waits for.
-        workers = max(1, min(len(commands), (os.cpu_count() or 1) - 1))
+        workers = min(len(commands), os.cpu_count() or 1)
         with ThreadPoolExecutor(max_workers=workers) as pool:
             list(pool.map(_run, commands))
         linked = Path(scratch) / "ostinato.so"
@@ -252,31 +201,31 @@ def _build(isa: str, directory: Path) -> Path:
     return path
 
 
+def _torch_directory() -> Path:
+    spec = importlib.util.find_spec("torch")  # finds it without importing it
+    assert spec is not None, "torch is installed"
+    assert spec.origin is not None, "torch is a package of files"
+    return Path(spec.origin).parent
+
+
 def _find_compiler() -> str:
-    """The compiler that Inductor uses for its own C++, CXX respected."""
-    from torch._inductor.cpp_builder import (
-        get_cpp_compiler,
-    )  # over a second to import; only to build
-    from torch._inductor.exc import InvalidCxxCompiler
-
-    try:
-        return get_cpp_compiler()
-    except InvalidCxxCompiler as error:
-        from torch._inductor import config
-
-        tried = ", ".join(str(name) for name in config.cpp.cxx if name)
+    """The compiler that Inductor would use for its own C++."""
+    name = cxx()
+    found = shutil.which(name)
+    if found is None:
         raise NativeBuildError(
-            f"the CPU kernels need a C++ compiler and none was found (tried {tried}): {_REMEDY}"
-        ) from error
+            f"the CPU kernels need a C++ compiler and none was found (tried {name}): {REMEDY}"
+        )
+    return found
 
 
 def _run(command: list[str]) -> None:
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     except OSError as error:
-        raise NativeBuildError(f"{' '.join(command)} did not start: {error}; {_REMEDY}") from error
+        raise NativeBuildError(f"{' '.join(command)} did not start: {error}; {REMEDY}") from error
     if done.returncode != 0:
         raise NativeBuildError(
-            f"{' '.join(command)} failed with exit code {done.returncode}; {_REMEDY}\n"
+            f"{' '.join(command)} failed with exit code {done.returncode}; {REMEDY}\n"
             f"{done.stderr[-4000:]}"
         )

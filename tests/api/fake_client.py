@@ -53,6 +53,7 @@ class FakeClient:
         self.stats = EngineStats()
         self.death_reason: str | None = None
         self.seconds_since_step = 0.0
+        self.startup_seconds = {"imports": 1.5, "ready": 3.0}
         self.num_unfinished = 0
         self.requests: list[tuple[list[int], SamplingParams, int, str]] = []
         self.aborted: list[str] = []
@@ -85,8 +86,15 @@ class FakeClient:
                     continue
                 for index in range(sampling.n):
                     await asyncio.sleep(0)
+                    is_first = not counts[index] and step.new_token_ids
                     counts[index] += len(step.new_token_ids)
-                    yield self._output(step, request_id, index, counts[index], sampling)
+                    output = self._output(step, request_id, index, counts[index], sampling)
+                    if is_first and sampling.prompt_logprobs is not None:
+                        output.prompt_logprobs = [
+                            TokenLogprobs(-0.25, 1, [token][: sampling.prompt_logprobs], [-0.25])
+                            for token in prompt_token_ids[1:]
+                        ]
+                    yield output
             ended = True
         finally:
             self.num_unfinished -= sampling.n

@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from ostinato.api.app import create_app
 from ostinato.conf.schema import SamplingSection, ServerConfig
 from ostinato.runtime.errors import EngineDeadError
-from ostinato.runtime.types import EngineStats, FinishReason
+from ostinato.runtime.types import EngineStats, FinishReason, LateCompile
 from tests.api.fake_client import HELLO, news
 
 
@@ -456,9 +456,13 @@ class TestMetrics:
             prefix_queries=40,
             prefix_hits=30,
             num_preemptions=1,
-            late_compiles=2,
+            late_compiles=[
+                LateCompile("dynamo", "tokens=5,seqs=2", 2),
+                LateCompile("c++", "idle", 1),
+            ],
             step_seconds=1.5,
             model_seconds=1.25,
+            device_seconds=1.125,
         )
         samples = self.samples(app)
         expected = {
@@ -473,9 +477,17 @@ class TestMetrics:
             "ostinato_prefix_cache_queries_total": 40,
             "ostinato_prefix_cache_hits_total": 30,
             "ostinato_preemptions_total": 1,
-            "ostinato_late_compiles_total": 2,
+            'ostinato_late_compiles_total{"shape": "tokens=5,seqs=2", "what": "dynamo"}': 2,
+            'ostinato_late_compiles_total{"shape": "idle", "what": "c++"}': 1,
+            'ostinato_late_compiles_total{"shape": "idle", "what": "dynamo"}': 0,
+            'ostinato_late_compiles_total{"shape": "idle", "what": "inductor"}': 0,
+            'ostinato_late_compiles_total{"shape": "idle", "what": "triton"}': 0,
+            'ostinato_late_compiles_total{"shape": "idle", "what": "flashinfer"}': 0,
+            'ostinato_late_compiles_total{"shape": "idle", "what": "cuda"}': 0,
+            'ostinato_late_compiles_total{"shape": "idle", "what": "build"}': 0,
             "ostinato_step_seconds_total": 1.5,
             "ostinato_model_seconds_total": 1.25,
+            "ostinato_device_seconds_total": 1.125,
             'ostinato_steps_total{"kind": "captured"}': 7,
             'ostinato_steps_total{"kind": "compiled"}': 0,
             'ostinato_steps_total{"kind": "eager"}': 1,

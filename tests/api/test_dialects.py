@@ -11,13 +11,20 @@ import pytest
 from ostinato.api import chat, completions, tokenization
 from ostinato.api.generation import (
     CollectedCompletion,
+    Generation,
     ReplyHead,
+    ReplyOptions,
     Tally,
     check_model,
     collect,
     new_id,
 )
-from ostinato.api.logprobs import chat_logprobs, completion_logprobs, token_text
+from ostinato.api.logprobs import (
+    chat_logprobs,
+    completion_logprobs,
+    prompt_logprobs,
+    token_text,
+)
 from ostinato.api.schemas import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -39,6 +46,7 @@ MODEL = ServedModel(
     name="m", max_model_len=20, vocab_size=100, eos_token_ids=(0,), tokenizer="", created=7
 )
 HEAD = ReplyHead(id="chatcmpl-1", created=7, model="m")
+PLAIN = ReplyOptions()
 PIECES = {1: b"a", 2: b" b", 3: b"\xf0\x9f", 4: b"\xa6\x86"}
 
 
@@ -272,9 +280,9 @@ class TestTemplateMessages:
 
 
 class TestChatChunks:
-    def chunks(self, news: RequestOutput, **options: Any) -> list[str]:
-        options = {"num_top_logprobs": None, **options}
-        return [encoded(one) for one in chat.to_chunks(HEAD, news, PIECES.__getitem__, **options)]
+    def chunks(self, news: RequestOutput, options: ReplyOptions = PLAIN, **more: Any) -> list[str]:
+        chunks = chat.to_chunks(HEAD, news, PIECES.__getitem__, options=options, **more)
+        return [encoded(one) for one in chunks]
 
     START = '{"id":"chatcmpl-1","object":"chat.completion.chunk","created":7,"model":"m","choices":'
 
@@ -305,12 +313,24 @@ class TestChatChunks:
 
     def test_logprobs_come_even_when_the_text_is_held_back(self):
         news = output("", [3], 2, logprobs=[TokenLogprobs(-0.5, 1, [3, 1], [-0.5, -1.0])])
-        assert self.chunks(news, num_top_logprobs=1) == [
+        assert self.chunks(news, ReplyOptions(num_top_logprobs=1)) == [
             self.START + '[{"index":0,"delta":{"content":""},"logprobs":{"content":['
             '{"token":"bytes:\\\\xf0\\\\x9f","logprob":-0.5,"bytes":[240,159],"top_logprobs":'
             '[{"token":"bytes:\\\\xf0\\\\x9f","logprob":-0.5,"bytes":[240,159]}]}]},'
             '"finish_reason":null}]}'
         ]
+
+    def test_token_ids_come_even_when_the_text_is_held_back(self):
+        assert self.chunks(output("", [3], 2), ReplyOptions(return_token_ids=True)) == [
+            self.START + '[{"index":0,"delta":{"content":""},"logprobs":null,'
+            '"finish_reason":null,"token_ids":[3]}]}'
+        ]
+
+    def test_an_echo_is_the_first_text(self):
+        first, second = self.chunks(output("a", [1], 1), echo="So ")
+        assert '"delta":{"role":"assistant","content":"So "}' in first
+        assert '"delta":{"content":"a"}' in second
+        assert len(self.chunks(output("a", [1], 2), echo="So ")) == 1
 
     def test_usage(self):
         tally = Tally(
@@ -370,7 +390,12 @@ class TestResponses:
 
     def test_chat(self):
         response = chat.to_response(
-            HEAD, self.collected(), PIECES.__getitem__, num_top_logprobs=None, usage=usage()
+            HEAD,
+            Generation(request_id="r", prompt_token_ids=[1], sampling=SamplingParams(n=2)),
+            self.collected(),
+            PIECES.__getitem__,
+            options=PLAIN,
+            usage=usage(),
         )
         assert msgspec.to_builtins(response) == {
             "id": "chatcmpl-1",
@@ -399,7 +424,12 @@ class TestResponses:
         collected = self.collected()
         collected[(1, 0)] = collected[(0, 0)]
         response = completions.to_response(
-            HEAD, collected, PIECES.__getitem__, n=2, num_top_logprobs=0, usage=usage()
+            HEAD,
+            [Generation(request_id="r", prompt_token_ids=[1], sampling=SamplingParams(n=2))] * 2,
+            collected,
+            PIECES.__getitem__,
+            options=ReplyOptions(num_top_logprobs=0),
+            usage=usage(),
         )
         assert [(choice.index, choice.text) for choice in response.choices] == [
             (0, "a0"),
@@ -417,7 +447,7 @@ class TestResponses:
 class TestCompletionChunks:
     def test_text(self):
         chunk = completions.to_chunk(
-            HEAD, 3, output("a", [1], 1), PIECES.__getitem__, num_top_logprobs=None
+            HEAD, 3, output("a", [1], 1), PIECES.__getitem__, options=PLAIN
         )
         assert encoded(chunk) == (
             '{"id":"chatcmpl-1","object":"text_completion","created":7,"model":"m",'
@@ -426,9 +456,7 @@ class TestCompletionChunks:
 
     def test_held_back(self):
         news = output("", [1], 1)
-        assert (
-            completions.to_chunk(HEAD, 0, news, PIECES.__getitem__, num_top_logprobs=None) is None
-        )
+        assert completions.to_chunk(HEAD, 0, news, PIECES.__getitem__, options=PLAIN) is None
 
     def test_offsets_go_on_from_chunk_to_chunk(self):
         offsets = completions.TextOffsets(PIECES.__getitem__)
@@ -456,24 +484,46 @@ class TestLogprobs:
         assert logprobs.top_logprobs == [{"a": -0.5, " b": -1.0, "bytes:\\xa6\\x86": -3.0}]
         assert logprobs.text_offset == [5]
 
+    def test_tokens_as_ids(self):
+        entry = TokenLogprobs(-0.5, 1, [4, 1], [-0.5, -1.0])
+        logprobs = completion_logprobs(
+            [4], [entry], PIECES.__getitem__, num_top=2, text_offset=0, as_ids=True
+        )
+        assert logprobs.tokens == ["token_id:4"]
+        assert logprobs.top_logprobs == [{"token_id:4": -0.5, "token_id:1": -1.0}]
+        (content,) = chat_logprobs([4], [entry], PIECES.__getitem__, num_top=1, as_ids=True).content
+        assert (content.token, content.bytes) == ("token_id:4", [0xA6, 0x86])
+        assert content.top_logprobs[0].token == "token_id:4"
+
+    def test_nothing_comes_before_the_first_token(self):
+        entry = TokenLogprobs(-0.5, 2, [1], [-0.1])
+        logprobs = completion_logprobs(
+            [1, 2], [None, entry], PIECES.__getitem__, num_top=1, text_offset=0
+        )
+        assert msgspec.to_builtins(logprobs) == {
+            "tokens": ["a", " b"],
+            "token_logprobs": [None, -0.5],
+            "top_logprobs": [None, {"a": -0.1, " b": -0.5}],
+            "text_offset": [0, 1],
+        }
+        scores = prompt_logprobs([1, 2], [entry], PIECES.__getitem__, num_top=1)
+        assert msgspec.to_builtins(scores) == [
+            None,
+            {
+                "1": {"logprob": -0.1, "rank": 1, "decoded_token": "a"},
+                "2": {"logprob": -0.5, "rank": 2, "decoded_token": " b"},
+            },
+        ]
+
 
 class TestTokenization:
-    def test_prompt_or_messages(self, tokenizer):
-        body = decode(b'{"prompt": "Hi"}', TokenizeRequest)
-        assert tokenization.text_to_tokenize(body, tokenizer) == ("Hi", True)
-        body = decode(b'{"messages": [{"role": "user", "content": "Hi"}]}', TokenizeRequest)
-        assert tokenization.text_to_tokenize(body, tokenizer) == (
-            "<|begin|>user\nHi<|end|><|begin|>assistant\n",
-            False,
-        )
-
     @pytest.mark.parametrize(
         "fields", [{}, {"prompt": "a", "messages": [{"role": "user", "content": "a"}]}]
     )
-    def test_not_both_and_not_neither(self, tokenizer, fields):
+    def test_not_both_and_not_neither(self, fields):
         body = decode(json.dumps(fields).encode(), TokenizeRequest)
         with pytest.raises(InvalidRequestError, match="either prompt or messages"):
-            tokenization.text_to_tokenize(body, tokenizer)
+            tokenization.check(body)
 
     def test_ids_outside_of_the_vocabulary(self, tokenizer):
         with pytest.raises(InvalidRequestError, match=r"tokens has id 100, .* \[0, 100\)"):

@@ -16,6 +16,7 @@ from ostinato.api.schemas import (
     StreamOptions,
     TokenizeRequest,
 )
+from ostinato.api.unsupported import UNSUPPORTED
 
 TEXT = (Path(__file__).parents[2] / "docs" / "http-api.md").read_text(encoding="utf-8")
 
@@ -49,3 +50,11 @@ def test_every_metric(app):
 def test_every_endpoint(app):
     paths = app.http.get("/schema/openapi.json").json()["paths"]
     assert [path for path in paths if path.replace("{name}", "{id}") not in TEXT] == []
+
+
+def test_every_field_that_is_refused_by_name():
+    rows = TEXT[TEXT.index("### Refused by name") :]
+    assert [name for name in UNSUPPORTED if f"`{name}`" not in rows] == []
+    for name, field in UNSUPPORTED.items():
+        (row,) = [row for row in rows.splitlines() if row.startswith("|") and f"`{name}`" in row]
+        assert field.needs in row

@@ -11,12 +11,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ostinato.api.schemas import (
-    UNSUPPORTED,
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
     TokenizeRequest,
 )
+from ostinato.api.unsupported import UNSUPPORTED
 
 scalars = st.one_of(
     st.none(),

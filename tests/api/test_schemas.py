@@ -7,13 +7,13 @@ import json
 import pytest
 
 from ostinato.api.schemas import (
-    UNSUPPORTED,
     ChatCompletionRequest,
     CompletionRequest,
     Message,
     TextPart,
     decode,
 )
+from ostinato.api.unsupported import UNSUPPORTED
 from ostinato.runtime.errors import InvalidRequestError
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
@@ -40,7 +40,7 @@ class TestAccepted:
         assert body.messages == [Message(role="user", content=[TextPart("a")])]
 
     def test_null_is_absent(self):
-        assert chat(temperature=None, n=None, stop=None) == chat()
+        assert chat(temperature=None, n=None, stop=None, echo=None, cache_salt=None) == chat()
 
     @pytest.mark.parametrize(
         "prompt", ["a", ["a", "b"], [1, 2], [[1, 2], [3]]], ids=["text", "texts", "ids", "lists"]
@@ -50,7 +50,7 @@ class TestAccepted:
 
     @pytest.mark.parametrize("name", sorted(UNSUPPORTED))
     def test_unsupported_fields_that_ask_for_nothing(self, name):
-        for value in (None, *UNSUPPORTED[name]):
+        for value in (None, *UNSUPPORTED[name].neutral):
             assert chat(**{name: value}) == chat()
 
     def test_the_nulls_that_an_sdk_keeps_in_a_message(self):
@@ -134,18 +134,23 @@ class TestRefused:
             ("response_format", {"type": "json_object"}),
             ("audio", {"voice": "x"}),
             ("store", True),
-            ("best_of", True),  # not the number 1
             ("reasoning_effort", "low"),
+            ("parallel_tool_calls", False),
+            ("structured_outputs", {"choice": ["a"]}),
+            ("stream_interval", True),  # not the number 1
         ],
     )
-    def test_what_openai_can_and_we_can_not(self, name, value):
+    def test_what_is_known_and_not_there_yet(self, name, value):
         error = refusal({"messages": MESSAGES, name: value})
-        assert str(error) == f"{name} is not supported by this server; leave it out"
+        assert str(error) == (
+            f"{name} is not supported: it needs {UNSUPPORTED[name].needs}, which this server does "
+            "not have yet; leave it out"
+        )
         assert (error.param, error.code) == (name, "unsupported_parameter")
 
-    @pytest.mark.parametrize("name", ["echo", "suffix", "best_of"])
+    @pytest.mark.parametrize("name", ["suffix", "prompt_embeds"])
     def test_the_same_for_completions(self, name):
-        value = {"echo": True, "suffix": "a", "best_of": 2}[name]
+        value = {"suffix": "a", "prompt_embeds": "AAAA"}[name]
         error = refusal({"prompt": "a", name: value}, CompletionRequest)
         assert (error.param, error.code) == (name, "unsupported_parameter")
 

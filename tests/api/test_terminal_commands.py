@@ -159,6 +159,14 @@ def test_plan_for_a_gpu_that_is_not_here(capsys: pytest.CaptureFixture[str]):
     assert ledger["kv_bytes"] > 70 << 30
 
 
+def test_plan_counts_a_cache_of_eight_bits(capsys: pytest.CaptureFixture[str]):
+    words = ["plan", *TINY, "plan.free_gib=2", "plan.json=true", "cache.dtype=fp8_e4m3"]
+    assert run(words) == 0
+    ledger = json.loads(capsys.readouterr().out)
+    assert ledger["cache_dtype"] == "float8_e4m3fn"
+    assert ledger["kv_bytes_per_token"] == 2 * 2 * 2 * 8 * 1
+
+
 def test_plan_that_does_not_fit_is_one_line(capsys: pytest.CaptureFixture[str]):
     assert run(["plan", *TINY, "plan.free_gib=0.001"]) == 1
     captured = capsys.readouterr()
@@ -182,7 +190,7 @@ def test_bench_writes_a_table_and_a_record(tmp_path: Path, capsys: pytest.Captur
     assert all(entry["num_cached_tokens"] == 0 for entry in record["measurements"])
     assert all(0 <= entry["overhead"] <= 1 for entry in record["measurements"])
     assert all(entry["bandwidth_gb_s"] > 0 for entry in record["measurements"])
-    assert record["late_compiles"] == 0
+    assert record["late_compiles"] == []
     assert record["peak_rss_mib"] > 50
     conditions = record["conditions"]
     assert conditions["config"]["model"]["config"]["hidden_size"] == 32

@@ -58,7 +58,10 @@ def test_the_table(capsys: pytest.CaptureFixture[str]):
         "notes": ["prefix left out: 1120 tokens, the context holds 512"],
         "peak_rss_mib": 812,
         "peak_rss_contains_probes": False,
-        "late_compiles": 0,
+        "late_compiles": [
+            {"what": "c++", "shape": "tokens=5,seqs=2", "count": 2},
+            {"what": "dynamo", "shape": "idle", "count": 1},
+        ],
     }
     measurements = [
         measurement("single", first_token_s=0.0123, decode_tok_s=391.2, num_output_tokens=128),
@@ -77,6 +80,8 @@ def test_the_table(capsys: pytest.CaptureFixture[str]):
     assert ["offline", "all requests", "2.25 [2.00-2.50]", "s", *state, "50%"] in rows
     assert ["output", "1,192 [1,060-1,325]", "tok/s"] in rows
     text = "\n".join(lines)
+    late = "compilations after the start: 3 (c++ at tokens=5,seqs=2: 2; dynamo at idle: 1)"
+    assert late in " ".join(lines)
     assert "ready in 3.2 s (weights 0.4, compile 2.0); peak memory 812 MiB;" in text
     assert "commit 0123456789ab-dirty\n" in text
     assert "- prefix left out: 1120 tokens, the context holds 512\n" in text

@@ -95,7 +95,7 @@ def test_home_is_expanded():
             "cache.enable_prefix_caching=3.5",
             "cache.enable_prefix_caching must be true or false, got 3.5",
         ),
-        ("scheduler={a: 1}", "there is no key 'scheduler.a'; did you mean scheduler.policy?"),
+        ("scheduler={a: 1}", "there is no key 'scheduler.a'; did you mean scheduler.overlap?"),
         (
             "scheduler=3",
             "scheduler is a section and must be a mapping or have its keys set one by one "

@@ -54,12 +54,22 @@ from ostinato.conf.schema import (
         (
             SchedulerConfig,
             {"max_num_seqs": 0},
-            "scheduler.max_num_seqs must be in [1, 4096], got 0",
+            "scheduler.max_num_seqs must be null or in [1, 4096], got 0",
         ),
         (
             SchedulerConfig,
             {"max_num_seqs": 64, "max_num_batched_tokens": 63},
-            "scheduler.max_num_batched_tokens must be in [scheduler.max_num_seqs=64, 1048576], got 63",
+            "scheduler.max_num_batched_tokens must be null or in [scheduler.max_num_seqs=64, 1048576], got 63",
+        ),
+        (
+            SchedulerConfig,
+            {"itl_target_ms": 0.0},
+            "scheduler.itl_target_ms must be null or above 0, got 0.0",
+        ),
+        (
+            GraphConfig,
+            {"cost_table_budget_s": -1.0},
+            "graphs.cost_table_budget_s must be null or in [0, 600], got -1.0",
         ),
         (
             GraphConfig,

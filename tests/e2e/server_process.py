@@ -64,6 +64,8 @@ class ServerProcess:
             self._process.kill()
         self._process.wait(30)
         self._reader.join(30)
+        late = [line for line in self.output if "late compile" in line]
+        assert not late, "the engine compiled after it was ready:\n" + "".join(late)
 
     @property
     def pid(self) -> int:

@@ -19,7 +19,7 @@ from ostinato.ops.attention import (
     load_backend,
 )
 from ostinato.ops.backends.reference import BACKEND as REFERENCE
-from tests.ops.attention_steps import TOLERANCE, Shape, Step, run
+from tests.ops.attention_steps import TOLERANCE, Shape, Step, known, run
 from tests.ops.planned_steps import Engine
 
 pytestmark = pytest.mark.gpu
@@ -28,6 +28,7 @@ MAX_BLOCKS = 80
 NUM_CACHE_BLOCKS = 512
 CUDA = torch.device("cuda")
 BASE = Shape(num_heads=32, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16, device=CUDA)
+FP8 = torch.float8_e4m3fn
 DECODE, MIXED = GraphKey(16, 16, True), GraphKey(128, 16, False)
 
 # Each step leaves rows behind that the next one must not see.
@@ -54,6 +55,7 @@ def make_spec(shape: Shape) -> AttentionSpec:
         head_dim=shape.head_dim,
         block_size=shape.block_size,
         dtype=shape.dtype,
+        cache_dtype=shape.cache_dtype,
         device=shape.device,
         sliding_window=shape.sliding_window,
         soft_cap=shape.soft_cap,
@@ -78,6 +80,8 @@ def reference(step: Step, shape: Shape) -> tuple[Tensor, Tensor, Tensor]:
     """Output of the same numbers in float32, and the caches in their own type."""
     wide = replace(shape, dtype=torch.float32)
     q, k, v, k_cache, v_cache = (tensor.float() for tensor in step[:5])
+    if shape.cache_dtype is not None:
+        k_cache, v_cache = step.k_cache, step.v_cache
     widened = Step(q, k, v, k_cache, v_cache, step.metadata, step.num_tokens)
     _, k_expected, v_expected = run(REFERENCE, step, shape)
     return run(REFERENCE, widened, wide)[0], k_expected, v_expected
@@ -101,6 +105,11 @@ GRID = [
     *(replace(BASE, sliding_window=window) for window in (1, 50, 300)),
     replace(BASE, soft_cap=30.0),
     replace(BASE, sliding_window=77, soft_cap=5.0, block_size=64),
+    *(
+        replace(BASE, cache_dtype=FP8, num_heads=heads, num_kv_heads=kv_heads, head_dim=dim)
+        for heads, kv_heads, dim in ((32, 8, 128), (12, 12, 64), (16, 8, 256))
+    ),
+    replace(BASE, cache_dtype=FP8, dtype=torch.float16, sliding_window=77, soft_cap=5.0),
 ]
 
 
@@ -108,6 +117,8 @@ def label(shape: Shape) -> str:
     return (
         f"{str(shape.dtype)[6:]}-{shape.num_heads}x{shape.num_kv_heads}-d{shape.head_dim}"
         f"-b{shape.block_size}-w{shape.sliding_window}-c{shape.soft_cap}"
+        + "-fp8"
+        * (shape.cache_dtype is not None)
     )
 
 
@@ -154,7 +165,7 @@ def test_matches_reference(name: str, shape: Shape) -> None:
         expected, k_expected, v_expected = reference(step, shape)
         assert_rows_equal(out, expected, step, shape.dtype)
         for cache, cache_expected in ((k_cache, k_expected), (v_cache, v_expected)):
-            assert torch.equal(cache[1:].nan_to_num(7.0), cache_expected[1:].nan_to_num(7.0))
+            assert torch.equal(known(cache), known(cache_expected))
     planner.close()
 
 
@@ -173,7 +184,8 @@ class CapturedAttention:
         self.q = zeros(key.num_tokens, shape.num_heads, shape.head_dim)
         self.k = zeros(key.num_tokens, shape.num_kv_heads, shape.head_dim)
         self.v = self.k.clone()
-        self.k_cache = zeros(NUM_CACHE_BLOCKS, shape.num_kv_heads, shape.block_size, shape.head_dim)
+        sizes = (NUM_CACHE_BLOCKS, shape.num_kv_heads, shape.block_size, shape.head_dim)
+        self.k_cache = zeros(*sizes).to(shape.cache_dtype or shape.dtype)
         self.v_cache = self.k_cache.clone()
         engine.buffers.host.query_start_loc[0] = 0
         engine.buffers.pad(0, 0, key)
@@ -218,6 +230,7 @@ WINDOW_AND_CAP = replace(BASE, sliding_window=100, soft_cap=20.0)
         ("triton", BASE),
         ("triton", replace(BASE, num_heads=16)),
         ("triton", WINDOW_AND_CAP),
+        ("triton", replace(BASE, cache_dtype=FP8)),
         ("flashinfer", BASE),
         ("flashinfer", replace(BASE, num_heads=16)),
         pytest.param("flashinfer", WINDOW_AND_CAP, marks=SLOW),
@@ -239,7 +252,7 @@ def test_captured_graphs_serve_changed_lengths(name: str, shape: Shape) -> None:
             (captured.k_cache[:count], k_expected),
             (captured.v_cache[:count], v_expected),
         ):
-            assert torch.equal(cache[1:].nan_to_num(7.0), cache_expected[1:].nan_to_num(7.0))
+            assert torch.equal(known(cache), known(cache_expected))
     planner.close()
 
 

@@ -132,12 +132,12 @@ def test_nothing_compiles_after_the_capture(form: GraphForm) -> None:
         graphs = make_graphs(torch.bfloat16, captured=True, form=form)
         graphs.runner.warm_up([(64, 1), (1, 1)])
         graphs.runner.capture()
-        assert monitor.compiles > 0
+        assert monitor.compiles.total() > 0
         monitor.seal()
         numbers = random.Random(0)
         for _ in range(200):
             assert torch.isfinite(graphs.run(random_step(numbers))).all()
-        assert monitor.late_compiles == 0
+        assert monitor.late_compiles == []
         assert graphs.runner.steps_by_kind["captured"] > 0
         assert graphs.runner.steps_by_kind["compiled"] > 0
     finally:

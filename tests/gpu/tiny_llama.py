@@ -11,8 +11,9 @@ from ostinato.conf.root import EngineConfig
 from ostinato.conf.schema import GraphForm
 from ostinato.graphs.buckets import BucketTable
 from ostinato.graphs.buffers import StaticBuffers
-from ostinato.graphs.capture import CudaRecorder, GraphRunner, Recorder
+from ostinato.graphs.capture import GraphRunner
 from ostinato.graphs.compile import compile_model
+from ostinato.graphs.recorder import CudaRecorder, Recorder
 from ostinato.models.base import KVCache
 from ostinato.models.config import ModelConfig
 from ostinato.models.registry import build_model

@@ -1,10 +1,14 @@
 """The bucket table rounds up, prefers the decode bucket, and misses legally."""
 
+import pytest
+
 from ostinato.graphs.buckets import (
     BucketTable,
     GraphKey,
     default_decode_sizes,
     default_mixed_sizes,
+    name_buckets,
+    why_incomplete,
 )
 
 
@@ -53,3 +57,30 @@ def test_default_sizes_cover_the_largest_batch() -> None:
     assert default_decode_sizes(320, exact=False)[-3:] == [256, 288, 320]
     assert default_mixed_sizes(100) == [32, 64]
     assert default_mixed_sizes(1 << 20)[-1] == 1024
+
+
+@pytest.mark.parametrize(
+    ("sizes", "text"),
+    [
+        ([], None),
+        ([1, 2, 8], None),
+        (
+            [4, 2],
+            "graphs.capture_sizes=[2, 4]: decode steps of 5 to 8 sequences have no decode bucket; "
+            "add 8 to it, or leave it empty, to capture them",
+        ),
+        (
+            [8, 32],
+            "graphs.capture_sizes=[8, 32]: 32 can not occur with scheduler.max_num_seqs=8 and is "
+            "left out",
+        ),
+    ],
+)
+def test_a_list_of_sizes_that_does_not_fit_is_explained(sizes: list[int], text: str | None) -> None:
+    assert why_incomplete(sizes, max_num_seqs=8) == text
+
+
+def test_buckets_in_words() -> None:
+    keys = [GraphKey(8, 8, True), GraphKey(64, 8, False), GraphKey(4, 4, True)]
+    assert name_buckets(keys) == "decode of 8, 4 sequences, mixed of 64 tokens"
+    assert name_buckets(keys[1:2]) == "mixed of 64 tokens"

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from ostinato.graphs.buckets import BucketTable, GraphKey
-from ostinato.graphs.capture import BoundRecorder, GraphRunner
+from ostinato.graphs.buckets import BucketTable, GraphKey, name_buckets
+from ostinato.graphs.capture import GraphRunner
+from ostinato.graphs.recorder import BoundRecorder, Recorder
 from tests.graphs.toy import MAX_SEQS, VOCAB, ToyModel, fill, make_buffers, make_cache
 
 
@@ -30,7 +31,7 @@ class StaticRecorder:
         return replay
 
 
-def make_runner(recorder: StaticRecorder | BoundRecorder) -> tuple[GraphRunner, GraphRunner]:
+def make_runner(recorder: Recorder) -> tuple[GraphRunner, GraphRunner]:
     """(captured, eager) over caches and buffers of their own."""
     model = ToyModel()
     table = BucketTable(decode_sizes=[1, 2, 4], mixed_sizes=[16], max_num_seqs=MAX_SEQS)
@@ -61,7 +62,7 @@ def test_buckets_are_captured_largest_first() -> None:
 @pytest.mark.parametrize("recorder", [StaticRecorder(), BoundRecorder()])
 @torch.inference_mode()
 def test_replay_equals_eager_through_joins_and_leaves(
-    recorder: StaticRecorder | BoundRecorder,
+    recorder: Recorder,
 ) -> None:
     """Each step leaves rows behind that the next, smaller one must not see."""
     captured, eager = make_runner(recorder)
@@ -101,6 +102,38 @@ def test_poisoned_rows_past_the_batch_change_nothing() -> None:
     assert host.slot_mapping[3] == 0
 
 
+class ClosingPlanner:
+    """Plans nothing; notes what was captured when it was closed."""
+
+    def __init__(self) -> None:
+        self.runner: GraphRunner | None = None
+        self.captured_at_close: list[list[GraphKey]] = []
+
+    def plan(self, key: object, host: object, handle: Tensor) -> None:
+        pass
+
+    def close(self) -> None:
+        assert self.runner is not None
+        self.captured_at_close.append(self.runner.captured_keys)
+
+
+@torch.inference_mode()
+def test_closing_drops_the_captures_and_then_their_plans() -> None:
+    planner = ClosingPlanner()
+    table = BucketTable(decode_sizes=[1, 2], mixed_sizes=[], max_num_seqs=MAX_SEQS)
+    runner = GraphRunner(
+        *(ToyModel(), make_cache(), make_buffers()),
+        table=table,
+        recorder=BoundRecorder(),
+        planner=planner,
+    )
+    planner.runner = runner
+    runner.capture()
+    assert len(runner.captured_keys) == 2
+    runner.close()
+    assert planner.captured_at_close == [[]]
+
+
 @torch.inference_mode()
 def test_fewer_rows_are_sampled_than_run() -> None:
     """A chunk in mid-prompt has no logits; the others' come first."""
@@ -112,3 +145,66 @@ def test_fewer_rows_are_sampled_than_run() -> None:
         results.append(runner.run(num_tokens, num_seqs, 1, uniform_decode=False))
     assert results[0].shape == (1, VOCAB)
     torch.testing.assert_close(results[0], results[1], atol=1e-5, rtol=1e-5)
+
+
+class ScarceRecorder(StaticRecorder):
+    """Memory for buckets of these token counts only; fails as torch does."""
+
+    def __init__(self, captured: set[int], error: Exception) -> None:
+        super().__init__()
+        self.captured = captured
+        self.error = error
+
+    def capture(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        replay = super().capture(run)
+        if len(replay()) not in self.captured:
+            raise self.error
+        return replay
+
+
+OUT_OF_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
+CLOSED_AFTER = RuntimeError("CUDA error: operation failed due to a previous error during capture")
+CLOSED_AFTER.__context__ = OUT_OF_MEMORY
+
+
+@pytest.mark.parametrize("error", [OUT_OF_MEMORY, CLOSED_AFTER])
+@torch.inference_mode()
+def test_buckets_that_lack_memory_are_left_out(error: Exception) -> None:
+    """Their steps run in the next larger bucket, or uncaptured; the tokens are the same."""
+    recorder = ScarceRecorder({4, 1}, error)  # not the mixed one of 6 rows, nor 2
+    captured, eager = make_runner(recorder)
+    assert captured.captured_keys == [GraphKey(4, 4, True), GraphKey(1, 1, True)]
+    steps: list[tuple[list[tuple[int, list[int]]], str]] = [
+        ([(0, [3, 1, 4]), (0, [1, 5, 9])], "eager"),
+        ([(3, [5]), (3, [3])], "captured"),  # 2 in the bucket of 4
+        ([(4, [5])], "captured"),
+    ]
+    for sequences, kind in steps:
+        before = dict(captured.steps_by_kind)
+        torch.testing.assert_close(
+            run(captured, sequences), run(eager, sequences), atol=1e-5, rtol=1e-5
+        )
+        assert captured.steps_by_kind[kind] == before[kind] + 1, sequences
+
+
+@torch.inference_mode()
+def test_capture_names_what_it_leaves_out() -> None:
+    model = ToyModel()
+    table = BucketTable(decode_sizes=[1, 2, 4], mixed_sizes=[16, 32], max_num_seqs=MAX_SEQS)
+    runner = GraphRunner(
+        model,
+        make_cache(),
+        make_buffers(),
+        table=table,
+        recorder=ScarceRecorder({1, 2}, OUT_OF_MEMORY),
+    )
+    captured: list[GraphKey] = []
+    left_out = runner.capture(captured.append)
+    assert captured == [GraphKey(2, 2, True), GraphKey(1, 1, True)]
+    assert name_buckets(left_out) == "decode of 4 sequences, mixed of 32, 16 tokens"
+
+
+@torch.inference_mode()
+def test_another_error_of_a_capture_is_raised() -> None:
+    with pytest.raises(RuntimeError, match="illegal"):
+        make_runner(ScarceRecorder(set(), RuntimeError("an illegal memory access")))

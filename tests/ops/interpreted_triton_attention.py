@@ -6,6 +6,8 @@ test_triton_attention.py runs this module in a process of its own with TRITON_IN
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -76,6 +78,51 @@ def label(value: object) -> str | None:
 def test_matches_reference(lengths: list[tuple[int, int]], shape: Shape) -> None:
     out = check(BACKEND, lengths, shape)
     assert (out[-3:] == 0).all(), "padding rows are zeros"
+
+
+FP8 = torch.float8_e4m3fn
+FP8_GRID = [
+    (MIXED, shape(8, 2, 64, 16, FLOAT16)),
+    (MIXED, shape(4, 4, 32, 8, FLOAT32)),
+    (SHORT, shape(2, 1, 80, 64, FLOAT16, window=33, cap=5.0)),
+]
+
+
+@pytest.fixture
+def exact_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter rounds to 8 bits without carry into the exponent, and knows no NaN there:
+    convert as torch does, which does it as the hardware does within the type's range.
+    """
+    convert = interpreter._convert_float
+
+    def exact(data: np.ndarray, source: tl.dtype, target: tl.dtype, mode: object) -> np.ndarray:
+        if source == tl.float8e4nv:
+            wide = torch.from_numpy(data.view(np.uint8)).view(FP8).float().numpy()
+            return wide.astype(np.float16 if target == tl.float16 else np.float32)
+        if target == tl.float8e4nv:
+            wide = torch.from_numpy(np.ascontiguousarray(data).astype(np.float32))
+            return wide.to(FP8).view(torch.uint8).numpy()
+        return convert(data, source, target, mode)
+
+    monkeypatch.setattr(interpreter, "_convert_float", exact)
+
+
+@pytest.mark.usefixtures("exact_fp8")
+@pytest.mark.parametrize(("lengths", "shape"), FP8_GRID, ids=label)
+def test_a_cache_of_eight_bits(lengths: list[tuple[int, int]], shape: Shape) -> None:
+    """Outputs over the same rounded cache, and the very bytes that are written to it."""
+    check(BACKEND, lengths, replace(shape, cache_dtype=FP8))
+
+
+@pytest.mark.usefixtures("exact_fp8")
+def test_eight_bits_saturate() -> None:
+    case = Shape(num_heads=2, num_kv_heads=1, head_dim=16, cache_dtype=FP8)
+    step = make_step([(3, 3)], case)
+    step.k[0], step.k[1], step.v[2] = 1e4, -449.0, 463.9
+    _, k_cache, v_cache = run(BACKEND, step, case)
+    block = int(step.metadata.block_table[0, 0])
+    assert k_cache[block, 0, :2, 0].float().tolist() == [448.0, -448.0]
+    assert v_cache[block, 0, 2, 0].float().item() == 448.0
 
 
 def test_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:

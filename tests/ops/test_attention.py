@@ -17,7 +17,8 @@ from torch import Tensor
 from ostinato.ops.attention import AttentionMetadata, AttentionSpec, paged_attention, select_backend
 from ostinato.ops.backends.cpu import BACKEND as CPU
 from ostinato.ops.backends.reference import BACKEND as REFERENCE
-from ostinato.ops.native.build import ISA_LEVELS, detect_isa, load
+from ostinato.ops.native.build import ISA_LEVELS, detect_isa
+from ostinato.ops.native.library import load
 from tests.ops.attention_steps import Shape, Step, check, make_step, run
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -27,7 +27,8 @@ from ostinato.ops.linear import (
     unpack_linear_weight,
     why_unpackable,
 )
-from ostinato.ops.native.build import ISA_LEVELS, detect_isa, load
+from ostinato.ops.native.build import ISA_LEVELS, detect_isa
+from ostinato.ops.native.library import load
 
 _ISAS = list(ISA_LEVELS)[list(ISA_LEVELS).index(detect_isa()) :]
 _DTYPES = [torch.float32, torch.bfloat16]
@@ -120,7 +121,7 @@ def test_the_number_of_threads_does_not_show(
 
 @pytest.mark.parametrize("dtype", _DTYPES, ids=_name)
 def test_more_rows_than_are_packed_at_a_time(kernels: SimpleNamespace, dtype: torch.dtype) -> None:
-    # 16 KiB of activations a row or more, 8 MiB at a time: at least two slabs, each of several groups
+    # 16 KiB of activations a row, 384 KiB at a time: many groups, which workers meet half-way through
     x, weight, bias = _problem(560, 33, 8192 if dtype == torch.bfloat16 else 4096, dtype)
     packed = kernels.pack(weight)
     whole = kernels.linear(x, packed, bias, 33, False)

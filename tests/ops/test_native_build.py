@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from ostinato.ops.native.build import ISA_LEVELS, detect_isa, load
+from ostinato.ops.native.build import ISA_LEVELS, detect_isa
+from ostinato.ops.native.library import load
 
 LOAD = """
-from ostinato.ops.native.build import load
+from ostinato.ops.native.library import load
 print(load().path)
 """
 
@@ -20,7 +21,7 @@ print(load().path)
 ATTEND = """
 import os, sys, torch
 from ostinato.ops.attention import AttentionMetadata, paged_attention
-from ostinato.ops.native.build import load, set_threads
+from ostinato.ops.native.library import load, set_threads
 
 torch.set_num_threads(int(sys.argv[1]))
 load()

@@ -1,4 +1,4 @@
-"""rms_norm against transformers' implementation."""
+"""The norms against transformers' and torch's own."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import pytest
 import torch
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from ostinato.ops.norm import rms_norm
+from ostinato.ops.norm import layer_norm, plain_rms_norm, rms_norm
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", [(5, 48), (3, 4, 32)])
-def test_equals_transformers(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def test_the_plain_form_equals_transformers(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(shape, generator=generator).to(dtype) * 3
     reference = LlamaRMSNorm(shape[-1], eps=1e-5).to(dtype)
     with torch.no_grad():
         reference.weight.copy_(torch.randn(shape[-1], generator=generator))
-        result = rms_norm(x, reference.weight, 1e-5)
+        result = plain_rms_norm(x, reference.weight, 1e-5)
         assert result.dtype == dtype
         assert torch.equal(result, reference(x))
 
@@ -26,6 +26,9 @@ def test_by_hand() -> None:
     x = torch.tensor([[3.0, 4.0]])  # mean square 12.5
     result = rms_norm(x, torch.tensor([1.0, 2.0]), 0.0)
     torch.testing.assert_close(result, torch.tensor([[3.0 / 12.5**0.5, 8.0 / 12.5**0.5]]))
+    x = torch.tensor([[1.0, 3.0]])  # mean 2, variance 1
+    result = layer_norm(x, torch.tensor([2.0, 3.0]), torch.tensor([0.0, 10.0]), 0.0)
+    torch.testing.assert_close(result, torch.tensor([[-2.0, 13.0]]))
 
 
 def test_zeros_stay_finite() -> None:

@@ -131,3 +131,12 @@ def test_meta_device_gives_shapes() -> None:
     cos, _ = rope_tables(Rope(rotary_dim=8, theta=1e4), 1 << 17, torch.device("meta"))
     assert cos.shape == (1 << 17, 4)
     assert cos.device.type == "meta"
+
+
+def test_shapes_without_memory_are_those_of_the_tables() -> None:
+    rope = Rope(rotary_dim=8, theta=1e4)
+    for real, meta in zip(
+        rope_tables(rope, 12), rope_tables(rope, 12, torch.device("meta")), strict=True
+    ):
+        assert meta.device.type == "meta"
+        assert (meta.shape, meta.dtype, meta.stride()) == (real.shape, real.dtype, real.stride())

@@ -18,7 +18,7 @@ UNMARKED = {
 CASES = [
     pytest.param(
         variant,
-        id=f"{variant.model}-{variant.role}-{variant.dtype}",
+        id=f"{variant.model}-{variant.role}-{variant.dtype}-{variant.cache_dtype or 'same'}",
         marks=() if variant.model in UNMARKED else pytest.mark.slow,
     )
     for variant in variants()

@@ -12,14 +12,18 @@ each changes a digest, and with it a token.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
+from ostinato.runtime.beam_search import BeamSearch, num_candidates
 from ostinato.runtime.types import (
+    BeamOutput,
     FinishReason,
     Request,
     ScheduledSequence,
     SchedulerOutput,
     StepResult,
+    TokenLogprobs,
 )
 
 VOCAB_SIZE = 7
@@ -39,6 +43,50 @@ def salt_number(request: Request) -> int:
 def to_token(digest: int) -> int:
     """The greedy token of an output digest."""
     return (digest >> 7) % VOCAB_SIZE
+
+
+def to_score(digest: int, next_token: int) -> TokenLogprobs:
+    """What stands for the log-probability of a prompt token after an output digest."""
+    return TokenLogprobs(float(digest % 1000), next_token, [], [])
+
+
+def reference_prompt_scores(request: Request) -> list[TokenLogprobs] | None:
+    """The scores of all prompt tokens after the first, from a plain list; None = not wanted."""
+    if request.sampling.prompt_logprobs is None:
+        return None
+    first = second = 0
+    scores = []
+    prompt = request.prompt_token_ids
+    for position, token in enumerate(prompt[:-1]):
+        first = mix(first, (token, position, salt_number(request)))
+        second = mix(second, first)
+        scores.append(to_score(second, prompt[position + 1]))
+    return scores
+
+
+def to_candidates(digest: int, count: int) -> TokenLogprobs:
+    """What stands for the likeliest tokens after an output digest, log-probabilities that add up."""
+    weights = [(mix(digest, token) >> 5) % 97 + 1 for token in range(VOCAB_SIZE)]
+    logprobs = [math.log(weight / sum(weights)) for weight in weights]
+    ids = sorted(range(VOCAB_SIZE), key=lambda token: -logprobs[token])[:count]
+    values = [logprobs[token] for token in ids]
+    return TokenLogprobs(values[0], 1, ids, values)
+
+
+def reference_beams(request: Request, max_model_len: int) -> list[BeamOutput]:
+    """What a beam search finds that computes every beam from a plain list."""
+    num_prompt_tokens = len(request.prompt_token_ids)
+    max_tokens = request.sampling.max_tokens or max_model_len
+    search = BeamSearch(request, min(max_tokens, max_model_len - num_prompt_tokens))
+    while not search.is_done:
+        for beam in search.beams:
+            first = second = 0
+            for position, token in enumerate([*request.prompt_token_ids, *beam.token_ids]):
+                first = mix(first, (token, position, salt_number(request)))
+                second = mix(second, first)
+            beam.candidates = to_candidates(second, num_candidates(request))
+        search.beams = [move.beam.continued(move) for move in search.advance()]
+    return search.results()
 
 
 def reference_output(
@@ -75,6 +123,8 @@ class Row:
     block_table: list[int] = field(default_factory=list)
     num_computed_tokens: int | None = None  # None until the first step after its admission
     last_token: int | None = None
+    prompt_token_ids: list[int] = field(default_factory=list)
+    num_candidates: int = 0  # of a beam
 
 
 class SimulatedDevice:
@@ -91,7 +141,13 @@ class SimulatedDevice:
         """One step: the tokens of the rows that sample."""
         for admitted in output.admitted:
             request = admitted.request
-            self.rows[admitted.row] = Row(request.request_id, salt_number(request))
+            self.rows[admitted.row] = Row(
+                request.request_id,
+                salt_number(request),
+                prompt_token_ids=request.prompt_token_ids,
+                num_candidates=(num_candidates(request) if request.sampling.use_beam_search else 0),
+            )
+        self._copy(output.block_copies)
         for entry in output.scheduled:
             self._accept(entry)
         num_written = len(self.written_slots(output))
@@ -102,8 +158,14 @@ class SimulatedDevice:
         for entry in output.scheduled:
             for position, digest in enumerate(digests[entry.row], entry.start):
                 self._second[self._slot(entry.row, position)] = digest
-        token_ids = [self._sample(entry) for entry in output.scheduled if entry.samples]
-        return StepResult(token_ids)
+        sampling = [entry for entry in output.scheduled if entry.samples]
+        token_ids = [self._sample(entry) for entry in sampling]
+        candidates = [self._candidates(entry) for entry in sampling]
+        scores = [self._score(entry) for entry in output.scheduled if entry.num_prompt_logits]
+        assert sum(map(len, scores)) == output.num_prompt_logits
+        return StepResult(
+            token_ids, candidates if any(candidates) else None, prompt_logprobs=scores or None
+        )
 
     def written_slots(self, output: SchedulerOutput) -> set[int]:
         """Slots of the memory that a step writes."""
@@ -119,7 +181,8 @@ class SimulatedDevice:
         assert len(set(row.block_table)) == len(row.block_table), "a block is in a table twice"
         assert all(0 < block_id < self.total_blocks for block_id in row.block_table)
         if row.num_computed_tokens is None:
-            assert entry.start % self.block_size == 0, "a prefix hit ends inside a block"
+            inside = entry.start % self.block_size
+            assert not inside or row.num_candidates, "a prefix hit ends inside a block"
         else:
             assert entry.start == row.num_computed_tokens, "a position is skipped or repeated"
         assert entry.num_new_tokens >= 1
@@ -154,14 +217,39 @@ class SimulatedDevice:
                 digests.append(digest)
         return digests
 
-    def _sample(self, entry: ScheduledSequence) -> int:
+    def _copy(self, copies: list[tuple[int, int]]) -> None:
+        targets = [target for _, target in copies]
+        assert len(set(targets)) == len(targets), "two copies go to one block"
+        size = self.block_size
+        for entries in (self._first, self._second):
+            contents = [entries[source * size : (source + 1) * size] for source, _ in copies]
+            for target, content in zip(targets, contents, strict=True):
+                entries[target * size : (target + 1) * size] = content
+
+    def _candidates(self, entry: ScheduledSequence) -> TokenLogprobs | None:
+        count = self.rows[entry.row].num_candidates
+        if not count:
+            return None
+        digest = self._attend_second(entry.row, entry.start + entry.num_new_tokens)
+        return to_candidates(digest, count)
+
+    def _score(self, entry: ScheduledSequence) -> list[TokenLogprobs]:
+        prompt = self.rows[entry.row].prompt_token_ids
+        return [
+            to_score(self._attend_second(entry.row, position + 1), prompt[position + 1])
+            for position in range(entry.start, entry.start + entry.num_prompt_logits)
+        ]
+
+    def _attend_second(self, row: int, num_tokens: int) -> int:
         digest = 0
-        for position in range(entry.start + entry.num_new_tokens):
-            value = self._second[self._slot(entry.row, position)]
-            assert value is not None, (
-                f"row {entry.row} reads position {position} before it is written"
-            )
+        for position in range(num_tokens):
+            value = self._second[self._slot(row, position)]
+            assert value is not None, f"row {row} reads position {position} before it is written"
             digest = mix(digest, value)
+        return digest
+
+    def _sample(self, entry: ScheduledSequence) -> int:
+        digest = self._attend_second(entry.row, entry.start + entry.num_new_tokens)
         token = to_token(digest)
         self.rows[entry.row].last_token = token
         return token

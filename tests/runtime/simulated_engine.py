@@ -5,16 +5,24 @@ from __future__ import annotations
 from collections import deque
 
 from ostinato.conf.schema import SchedulerConfig, SchedulingPolicy
+from ostinato.runtime.cost_table import Chunk, CostTable
+from ostinato.runtime.itl_bound import ItlBound
 from ostinato.runtime.kv_cache import KVCacheManager
 from ostinato.runtime.scheduler import Scheduler
 from ostinato.runtime.types import (
     FinishReason,
     Request,
+    ScheduledSequence,
     SchedulerOutput,
     SequenceOutput,
     StepResult,
 )
-from tests.runtime.simulated_device import SimulatedDevice, reference_output
+from tests.runtime.simulated_device import (
+    SimulatedDevice,
+    reference_beams,
+    reference_output,
+    reference_prompt_scores,
+)
 
 
 class SimulatedEngine:
@@ -33,7 +41,10 @@ class SimulatedEngine:
         max_model_len: int,
         policy: SchedulingPolicy = SchedulingPolicy.fcfs,
         prefix_caching: bool = True,
+        costs: CostTable | None = None,
+        target_s: float = 0.0,
     ) -> None:
+        """With `costs`, no step with decodes may take longer than `target_s`."""
         self.config = SchedulerConfig(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
@@ -41,12 +52,17 @@ class SimulatedEngine:
         )
         self.max_model_len = max_model_len
         self.cache = KVCacheManager(total_blocks, block_size, enable_prefix_caching=prefix_caching)
-        self.scheduler = Scheduler(self.config, self.cache, max_model_len=max_model_len)
+        self.costs, self.target_s = costs, target_s
+        bound = None if costs is None else ItlBound(costs, target_s, least_chunk=block_size)
+        self.scheduler = Scheduler(
+            self.config, self.cache, max_model_len=max_model_len, bound=bound
+        )
         self.device = SimulatedDevice(total_blocks, block_size)
         self.requests: dict[str, Request] = {}
         self.tokens: dict[str, list[int]] = {}
         self.endings: dict[str, SequenceOutput] = {}
         self.num_steps = 0
+        self.num_copies = 0
         self._in_flight: deque[tuple[SchedulerOutput, StepResult]] = deque()
         self._writers: deque[dict[int, str]] = deque()  # per step in flight: block id -> request
         self._holders: deque[dict[int, str]] = deque()  # per step in flight: row -> request
@@ -68,9 +84,11 @@ class SimulatedEngine:
             return None
         self._check_limits(output)
         self._in_flight.append((output, self.device.execute(output)))
+        self._check_target(output)
         self._check_ends(output)
         self._check_overlap(output)
         self.num_steps += 1
+        self.num_copies += len(output.block_copies)
         self.scheduler.check_integrity()
         return output
 
@@ -98,7 +116,7 @@ class SimulatedEngine:
     def run(self, *, lookahead: bool) -> None:
         """Launch and land until all requests have ended, in a number of steps the work bounds."""
         lengths = [
-            len(request.prompt_token_ids) + (request.sampling.max_tokens or self.max_model_len)
+            _most_tokens(request, self.max_model_len)
             for request_id, request in self.requests.items()
             if request_id not in self.endings
         ]
@@ -115,6 +133,11 @@ class SimulatedEngine:
         """Everything ended once, with the tokens that it has alone; nothing is left behind."""
         assert set(self.endings) == set(self.requests)
         for request_id, request in self.requests.items():
+            if request.sampling.use_beam_search:
+                beams = self.endings[request_id].beams
+                is_aborted = self.endings[request_id].finish_reason is FinishReason.abort
+                assert is_aborted or beams == reference_beams(request, self.max_model_len)
+                continue
             tokens, reason, stop_reason = reference_output(request, self.max_model_len)
             ending = self.endings[request_id]
             if ending.finish_reason is FinishReason.abort:
@@ -130,8 +153,19 @@ class SimulatedEngine:
 
     def _record(self, item: SequenceOutput) -> None:
         assert item.request_id not in self.endings, "news of a request that has ended"
+        if item.beams is not None:
+            scores = reference_prompt_scores(self.requests[item.request_id])
+            assert item.prompt_logprobs == scores
+            self.tokens[item.request_id] = [t for beam in item.beams for t in beam.token_ids]
+            self.endings[item.request_id] = item
+            return
         is_first = not self.tokens[item.request_id]
         assert is_first or item.num_cached_tokens == 0
+        if is_first and item.new_token_ids:
+            scores = reference_prompt_scores(self.requests[item.request_id])
+            assert item.prompt_logprobs == scores
+        else:
+            assert item.prompt_logprobs is None
         self.tokens[item.request_id] += item.new_token_ids
         if item.finish_reason is not None:
             self.endings[item.request_id] = item
@@ -144,6 +178,32 @@ class SimulatedEngine:
         assert {admitted.row for admitted in output.admitted} <= set(rows)
         num_tokens = sum(entry.num_new_tokens for entry in output.scheduled)
         assert num_tokens == output.num_tokens <= self.config.max_num_batched_tokens
+
+    def _check_target(self, output: SchedulerOutput) -> None:
+        """A step of decodes and prompts keeps the target, or has one block's worth of a prompt.
+
+        A beam's decode has its token with it. In a row that is new to it that looks like the last
+        token of a beam that is computed anew; such a one may be counted as either.
+        """
+        costs = self.costs
+        if costs is None:
+            return
+        new_rows = {admitted.row for admitted in output.admitted}
+        decodes = [e for e in output.scheduled if self._is_decode(e)]
+        chunks = [e for e in output.scheduled if not self._is_decode(e)]
+        as_decodes = _mixed_seconds(costs, decodes, chunks)
+        unclear = [e for e in decodes if e.token_ids and e.row in new_rows]
+        certain = [e for e in decodes if e not in unclear]
+        as_chunks = _mixed_seconds(costs, certain, [*unclear, *chunks])
+        if min(as_decodes, as_chunks) > self.target_s + 1e-9:
+            assert len(chunks) <= 1
+            assert all(chunk.num_new_tokens <= self.cache.block_size for chunk in chunks)
+
+    def _is_decode(self, entry: ScheduledSequence) -> bool:
+        request = self.requests[self.device.rows[entry.row].request_id]
+        if not request.sampling.use_beam_search:
+            return not entry.token_ids
+        return entry.start >= len(request.prompt_token_ids) and entry.num_new_tokens == 1
 
     def _check_ends(self, output: SchedulerOutput) -> None:
         """The last token that a request may have is never computed."""
@@ -168,3 +228,23 @@ class SimulatedEngine:
                 assert earlier_holders.get(row, request_id) == request_id
         self._writers.append(writers)
         self._holders.append(holders)
+
+
+def _mixed_seconds(
+    costs: CostTable, decodes: list[ScheduledSequence], chunks: list[ScheduledSequence]
+) -> float:
+    """What the step takes; 0 when it has not both, and so no target."""
+    if not decodes or not chunks:
+        return 0.0
+    context = sum(entry.start for entry in decodes) / len(decodes)
+    sizes = [Chunk(entry.num_new_tokens, entry.start) for entry in chunks]
+    return costs.mixed_seconds(len(decodes), context, sizes)
+
+
+def _most_tokens(request: Request, max_model_len: int) -> int:
+    """Tokens that are computed for a request when nothing is ever computed again."""
+    length = len(request.prompt_token_ids) + (request.sampling.max_tokens or max_model_len)
+    if not request.sampling.use_beam_search:
+        return length
+    # At worst there is room for one beam only, and each is computed anew for each of its tokens.
+    return length * length * request.sampling.num_candidates

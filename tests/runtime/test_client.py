@@ -49,6 +49,7 @@ def run_with_client(scenario: object) -> None:
         try:
             await client.start()
             await scenario(client)  # type: ignore[operator]
+            assert client.stats.late_compiles == []
         finally:
             await client.close()
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ostinato.runtime.completion import CompletionStream
+from ostinato.runtime.completion import CompletionStream, PromptCompletions
+from ostinato.runtime.requests import make_requests
 from ostinato.runtime.token_pieces import TokenPieces
 from ostinato.runtime.types import (
     FinishReason,
@@ -12,6 +13,7 @@ from ostinato.runtime.types import (
     RequestOutput,
     SamplingParams,
     SequenceOutput,
+    ServedModel,
     TokenLogprobs,
 )
 
@@ -92,6 +94,38 @@ def test_a_stop_token_is_not_shown() -> None:
     stream = make_stream()
     output = stream.process(news([1, 6], FinishReason.stop, stop_reason=6))
     assert summary(output) == (" one", [1, 6], "stop", 6)
+
+
+def test_the_best_of_several_are_given_when_all_have_ended() -> None:
+    sampling = SamplingParams(n=2, best_of=3)
+    model = ServedModel(name="m", max_model_len=20, vocab_size=9, eos_token_ids=(6,), tokenizer="")
+    requests = make_requests("r", [1, 2], sampling, model)
+    assert [request.request_id for request in requests] == ["r:0", "r:1", "r:2"]
+    completions = PromptCompletions(requests, sampling, Words())
+
+    def send(index: int, token: int, logprob: float, *, ends: bool) -> list[RequestOutput]:
+        finish = FinishReason.length if ends else None
+        logprobs = [TokenLogprobs(logprob, 1, [], [])]
+        return completions.process(SequenceOutput(f"r:{index}", [token], finish, None, logprobs))
+
+    assert send(0, 1, -1.0, ends=False) == []
+    assert send(0, 2, -2.0, ends=True) == []  # -1.5 a token
+    assert send(1, 3, -3.0, ends=True) == []
+    assert completions.unfinished_ids == ["r:2"]
+    first, second = send(2, 3, -0.5, ends=True)
+    assert (first.index, first.text_delta, first.score, first.logprobs) == (0, " three", -0.5, None)
+    assert (second.index, second.text_delta, second.score) == (1, " one two", -1.5)
+    assert (first.num_discarded_tokens, second.num_discarded_tokens) == (1, 0)
+    assert completions.unfinished_ids == []
+
+
+def test_a_failed_candidate_ends_them_all() -> None:
+    sampling = SamplingParams(best_of=2)
+    model = ServedModel(name="m", max_model_len=20, vocab_size=9, eos_token_ids=(6,), tokenizer="")
+    completions = PromptCompletions(make_requests("r", [1], sampling, model), sampling, None)
+    (output,) = completions.process(SequenceOutput("r:1", [], FinishReason.error, error="no"))
+    assert (output.finish_reason, output.error) == (FinishReason.error, "no")
+    assert completions.unfinished_ids == []
 
 
 def test_without_a_tokenizer_there_are_tokens_only() -> None:

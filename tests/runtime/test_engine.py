@@ -5,10 +5,12 @@ from __future__ import annotations
 import random
 
 import pytest
+import torch
 
 from ostinato import LLM, SamplingParams
+from ostinato.models.base import ForwardBatch
 from ostinato.runtime.errors import InvalidRequestError, StartupError
-from ostinato.runtime.types import FinishReason
+from ostinato.runtime.types import FinishReason, LateCompile
 from tests.runtime.tiny import VOCAB_SIZE, tiny_config
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -83,12 +85,52 @@ def test_compiled_and_captured_equal_eager(form: str, expected: list[list[int]])
     assert stats.steps_by_kind["captured"] > 0
     assert stats.steps_by_kind["compiled"] > 0
     assert stats.steps_by_kind["eager"] == 0
-    assert stats.late_compiles == 0
+    assert stats.late_compiles == []
 
 
 def test_unpacked_weights_give_the_same_tokens(expected: list[list[int]]) -> None:
     plain = LLM(config=tiny_config("graphs.pack_weights=false", "graphs.attention=reference"))
     assert generate(plain, make_prompts()) == expected
+
+
+def test_the_devices_time_is_counted(llm: LLM) -> None:
+    before = llm.stats()
+    generate(llm, make_prompts(3, seed=9))
+    after = llm.stats()
+    model = after.model_seconds - before.model_seconds
+    assert 0.0 < after.device_seconds - before.device_seconds <= model
+
+
+def test_a_cache_of_eight_bits_serves(expected: list[list[int]]) -> None:
+    """Half of the memory or less, the same requests: some tokens differ, the first rarely do."""
+    small = LLM(config=tiny_config("cache.dtype=fp8_e4m3", "graphs.attention=auto"))
+    whole = LLM(config=tiny_config("graphs.attention=reference"))
+    assert small.stats().num_blocks > 3.9 * whole.stats().num_blocks  # 1 byte instead of 4
+    tokens = generate(small, make_prompts())
+    assert [len(each) for each in tokens] == [12] * 10
+    same = sum(one[0] == other[0] for one, other in zip(tokens, expected, strict=True))
+    assert same >= 8
+    assert generate(small, make_prompts()[3:4]) == tokens[3:4]  # cached and alone
+
+
+def test_the_cpu_kernel_refuses_eight_bits_by_name() -> None:
+    with pytest.raises(StartupError, match=r"cache\.dtype asks for torch\.float8_e4m3fn"):
+        LLM(config=tiny_config("cache.dtype=fp8_e4m3", "graphs.attention=cpu"))
+
+
+def test_a_bucket_list_that_ends_too_early_is_said(
+    caplog: pytest.LogCaptureFixture, expected: list[list[int]]
+) -> None:
+    short = LLM(config=tiny_config("graphs.mode=captured", "graphs.capture_sizes=[1,2,16]"))
+    records = [record for record in caplog.records if record.name == "ostinato.runtime.build"]
+    assert [record.getMessage() for record in records] == [
+        "graphs.capture_sizes=[1, 2, 16]: 16 can not occur with scheduler.max_num_seqs=8 and is "
+        "left out; decode steps of 3 to 8 sequences have no decode bucket; add 8 to it, or leave "
+        "it empty, to capture them"
+    ]
+    assert generate(short, make_prompts()) == expected
+    assert short.stats().steps_by_kind["captured"] > 0
+    assert short.stats().late_compiles == []
 
 
 def test_seeded_sampling_does_not_depend_on_the_batch(llm: LLM) -> None:
@@ -156,6 +198,44 @@ def test_a_stream_that_is_closed_aborts(llm: LLM) -> None:
     stats = llm.stats()
     assert (stats.num_running, stats.num_waiting) == (0, 0)
     assert stats.num_free_blocks == stats.num_blocks
+
+
+@pytest.mark.compiles_late
+def test_a_late_compile_is_counted_at_its_steps_shape() -> None:
+    """Something that the model calls is compiled in a step, then something else between steps."""
+    with LLM(config=tiny_config()) as llm:
+        compiled = torch.compile(lambda x: x + 1, backend="eager", dynamic=False)
+        model = llm._engine._runner.graphs._model
+        assert isinstance(model, torch.nn.Module)
+
+        def compile_for_this_size(module: object, inputs: tuple[ForwardBatch, object]) -> None:
+            compiled(inputs[0].token_ids)
+
+        hook = model.register_forward_pre_hook(compile_for_this_size)
+        assert llm.stats().late_compiles == []
+        generate(llm, [[5, 6, 7]])  # a step of 3 tokens, then steps of 1 token
+        hook.remove()
+        in_steps = [
+            LateCompile("dynamo", "tokens=3,seqs=1", 1),
+            LateCompile("dynamo", "tokens=1,seqs=1", 1),
+        ]
+        assert llm.stats().late_compiles == in_steps
+        torch.compile(lambda x: x * 2, backend="eager")(torch.ones(4))
+        assert llm.stats().late_compiles == [*in_steps, LateCompile("dynamo", "idle", 1)]
+
+
+@pytest.mark.compiles_late
+def test_an_engine_that_could_not_start_hides_nothing(llm: LLM) -> None:
+    """Its compilations would not be late; so it must not count as starting for ever."""
+    with pytest.raises(StartupError, match="memory") as caught:
+        LLM(config=tiny_config("cache.memory_gib=0.0000001"))
+    assert caught.value.__traceback__ is not None, "which holds what the start had built"
+    generate(llm, [[5, 6, 7]])  # a pause between steps counts once
+    before = sum(late.count for late in llm.stats().late_compiles)
+    torch.compile(lambda x: x * 5, backend="eager")(torch.ones(4))
+    after = llm.stats().late_compiles
+    assert sum(late.count for late in after) == before + 1
+    assert {late.shape for late in after} == {"idle"}
 
 
 def test_too_little_memory_is_one_clear_line() -> None:

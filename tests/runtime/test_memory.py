@@ -1,16 +1,19 @@
 """The memory plan against hand-computed ledgers, and free memory against written control groups."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ostinato.conf.schema import CacheConfig, DeviceConfig, SchedulerConfig
+from ostinato.conf.schema import CacheConfig, DeviceConfig
 from ostinato.runtime.errors import StartupError
+from ostinato.runtime.limits import StepLimits
 from ostinato.runtime.memory import (
     FreeMemory,
     GraphFootprint,
+    MeasuredMemory,
     MemoryPlan,
     ModelFootprint,
     free_memory,
@@ -26,7 +29,6 @@ QWEN = ModelFootprint(
     hidden_size=1024,
     intermediate_size=3072,
     qkv_size=4096,
-    vocab_size=151_936,
     dtype_bytes=2,
     max_model_len=40_960,
 )
@@ -36,11 +38,12 @@ SMALL = ModelFootprint(
     hidden_size=64,
     intermediate_size=128,
     qkv_size=128,
-    vocab_size=1000,
+    sampling_bytes=700_000,
+    workspace_bytes=68_000,
     dtype_bytes=4,
     max_model_len=512,
 )
-# 2048 tokens x (3*64 + max(2*128, 3*128)) x 4 bytes + 3 x 64 rows x 1000 x 4 bytes
+# 2048 tokens x (3*64 + max(2*128, 3*128)) x 4 bytes + sampling + workspace
 SMALL_ACTIVATIONS = 2048 * 576 * 4 + 768_000
 
 
@@ -60,7 +63,7 @@ def plan(
         is_cpu=is_cpu,
         device=DeviceConfig(memory_fraction=fraction),
         cache=CacheConfig(**cache),
-        scheduler=SchedulerConfig(),
+        scheduler=StepLimits(64, 2048),
         max_model_len=max_model_len,
         graphs=graphs,
     )
@@ -103,6 +106,15 @@ def test_cuda_takes_what_is_left():
     room = 8 * GIB - 100 * MIB - SMALL_ACTIVATIONS - ledger.graph_bytes
     assert ledger.num_blocks == room // 16384
     assert ledger.unplanned_bytes >= 8 * GIB
+
+
+def test_what_was_measured_takes_the_place_of_estimates():
+    graphs = GraphFootprint(num_graphs=10, max_tokens=512)
+    measured = MeasuredMemory(used_bytes=300 * MIB, step_bytes=50 * MIB)
+    ledger = plan(replace(SMALL, measured=measured), is_cpu=False, graphs=graphs)
+    assert (ledger.weights_bytes, ledger.activation_bytes) == (300 * MIB, 50 * MIB)
+    assert ledger.graph_bytes == plan(is_cpu=False, graphs=graphs).graph_bytes
+    assert ledger.num_blocks == (8 * GIB - 350 * MIB - ledger.graph_bytes) // 16384
 
 
 def test_chosen_cache_size_is_obeyed_exactly():

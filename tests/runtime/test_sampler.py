@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+import random
 
 import pytest
 import torch
 
-from ostinato.runtime.sampler import Sampler
+from ostinato.graphs.draw import Drawer, StaticDrawer
+from ostinato.runtime.sampler import Sampler, sampling_bytes
 from ostinato.runtime.types import Request, SamplingParams, StepResult
+from tests.graphs.test_capture import StaticRecorder
+from tests.live_bytes import LiveBytes
 
 VOCAB = 8
 EOS = 0
@@ -120,3 +124,66 @@ def test_a_tiny_temperature_is_greedy() -> None:
     for position in range(1, 20):
         sampler = make_sampler(SamplingParams(temperature=1e-6, seed=3))
         assert sample(sampler, [ROW], position).token_ids == [4]
+
+
+EVERYTHING = [
+    SamplingParams(temperature=1.3, seed=1),
+    SamplingParams(temperature=0.9, seed=2, top_k=5),
+    SamplingParams(temperature=1.0, seed=3, top_p=0.7, min_p=0.01),
+    SamplingParams(temperature=0.0, repetition_penalty=1.5),
+    SamplingParams(temperature=0.0, presence_penalty=1.0, frequency_penalty=0.5),
+    SamplingParams(temperature=1.0, logit_bias={7: 2.0, 6: -3.0}, seed=9, logprobs=1),
+    SamplingParams(temperature=0.8, seed=4, logprobs=3, frequency_penalty=0.3, top_k=700),
+    SamplingParams(temperature=0.0),
+]
+
+
+def sampler_of(params: list[SamplingParams], vocab_size: int, drawer: Drawer | None) -> Sampler:
+    sampler = Sampler(
+        max_num_seqs=len(params),
+        vocab_size=vocab_size,
+        device=torch.device("cpu"),
+        drawer=drawer,
+    )
+    for row, sampling in enumerate(params):
+        request = Request(request_id=str(row), prompt_token_ids=[1, 2], sampling=sampling)
+        sampler.admit(row, request, [3])
+    return sampler
+
+
+@pytest.mark.parametrize("recorder", [None, StaticRecorder()])
+def test_static_draws_give_the_same_results(recorder: StaticRecorder | None) -> None:
+    """Steps of any rows in any order, as they come and go; log-probabilities included."""
+    vocab_size, numbers = 1500, random.Random(0)
+    drawer = StaticDrawer(torch.zeros(len(EVERYTHING), vocab_size), recorder=recorder)
+    drawer.capture()
+    static = sampler_of(EVERYTHING, vocab_size, drawer)
+    plain = sampler_of(EVERYTHING, vocab_size, None)
+    generator = torch.Generator().manual_seed(0)
+    for position in range(3, 40):
+        rows = numbers.sample(range(len(EVERYTHING)), numbers.randint(1, len(EVERYTHING)))
+        logits = torch.randn(len(rows), vocab_size, generator=generator) * 2
+        positions = [position] * len(rows)
+        got = static.sample(logits.clone(), rows, positions)
+        assert got == plain.sample(logits.clone(), rows, positions), rows
+
+
+def test_sampling_stays_within_its_memory() -> None:
+    """Every row asks for everything: what lives at once is planned for."""
+    rows, vocab_size = 3, 2_000_000
+    params = [
+        SamplingParams(
+            temperature=1.0,
+            seed=1,
+            top_p=0.9,
+            logprobs=20,
+            presence_penalty=0.1,
+            allowed_token_ids=list(range(1000)),
+        )
+    ] * rows
+    with LiveBytes() as live:
+        logits = torch.randn(rows, vocab_size)
+        drawer = StaticDrawer(torch.zeros(rows, vocab_size))
+        sampler = sampler_of(params, vocab_size, drawer)
+        sampler.sample(logits, list(range(rows)), [3] * rows)
+    assert 25 * rows * vocab_size < live.peak <= sampling_bytes(rows, vocab_size)

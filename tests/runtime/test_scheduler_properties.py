@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from ostinato.conf.schema import SchedulingPolicy
 from ostinato.runtime.types import FinishReason, Request, SamplingParams
+from tests.runtime.cost_tables import make_table
 from tests.runtime.simulated_device import EOS, VOCAB_SIZE
 from tests.runtime.simulated_engine import SimulatedEngine
 
@@ -28,11 +29,23 @@ def requests(draw: st.DrawFn, request_id: str = "r") -> Request:
     stem = draw(st.sampled_from(STEMS))
     prompt = stem[: draw(st.integers(1, 24))] + draw(st.lists(st.integers(1, 3), max_size=3))
     max_tokens = draw(st.one_of(st.none(), st.integers(1, 12)))
-    sampling = SamplingParams(
+    n = draw(st.integers(1, 3))
+    beams = SamplingParams(
+        use_beam_search=True,
+        n=n,
+        best_of=n + draw(st.integers(0, 2)),
+        max_tokens=draw(st.integers(1, 8)),
+        length_penalty=draw(st.sampled_from([0.0, 1.0, 2.0])),
+        early_stopping=draw(st.sampled_from([True, False, "never"])),
+        ignore_eos=draw(st.booleans()),
+        prompt_logprobs=draw(st.sampled_from([None, None, 0])),
+    )
+    sampling = draw(st.sampled_from([None, None, None, beams])) or SamplingParams(
         max_tokens=max_tokens,
         min_tokens=draw(st.integers(0, min(3, max_tokens or 3))),
         ignore_eos=draw(st.booleans()),
         stop_token_ids=draw(st.sampled_from([(), (), (3,), (EOS, 5)])),
+        prompt_logprobs=draw(st.sampled_from([None, None, None, 0])),
     )
     return Request(
         request_id=request_id,
@@ -57,6 +70,8 @@ def engines(draw: st.DrawFn) -> SimulatedEngine:
         max_model_len=MAX_MODEL_LEN,
         policy=draw(st.sampled_from(POLICIES)),
         prefix_caching=draw(st.sampled_from([True, True, False])),
+        costs=draw(st.sampled_from([None, make_table(pair_us=draw(st.floats(0.0, 20.0)))])),
+        target_s=draw(st.floats(1e-3, 6e-3)),
     )
 
 
@@ -144,6 +159,7 @@ def run_workload(
     max_num_batched_tokens: int,
     policy: SchedulingPolicy = SchedulingPolicy.fcfs,
     prefix_caching: bool = True,
+    target_s: float | None = None,
 ) -> SimulatedEngine:
     """Forty requests of mixed lengths that share beginnings, arriving over time."""
     generator = random.Random(11)
@@ -155,11 +171,21 @@ def run_workload(
         max_model_len=96,
         policy=policy,
         prefix_caching=prefix_caching,
+        costs=None if target_s is None else make_table(),
+        target_s=target_s or 0.0,
     )
     stems = [[generator.randrange(VOCAB_SIZE) for _ in range(60)] for _ in range(4)]
     for index in range(40):
         prompt = generator.choice(stems)[: generator.randint(1, 60 if index % 3 == 0 else 12)]
-        sampling = SamplingParams(max_tokens=generator.randint(1, 60), ignore_eos=index % 4 != 0)
+        sampling = SamplingParams(
+            max_tokens=generator.randint(1, 60),
+            ignore_eos=index % 4 != 0,
+            prompt_logprobs=0 if index % 5 == 0 else None,
+        )
+        if index % 7 == 3:
+            sampling = SamplingParams(
+                use_beam_search=True, n=2, best_of=4, max_tokens=20, early_stopping="never"
+            )
         request = Request(
             request_id=str(index),
             prompt_token_ids=[*prompt, generator.randrange(VOCAB_SIZE)],
@@ -203,12 +229,26 @@ def test_tokens_do_not_depend_on_memory_chunks_sharing_policy_or_lookahead(
     )
 
 
+@pytest.mark.parametrize("lookahead", [False, True])
+@pytest.mark.parametrize("target_s", [0.001, 0.003, 0.004])
+def test_tokens_do_not_depend_on_a_target_for_latency(target_s: float, lookahead: bool) -> None:
+    """The first target is missed by any decode, the others cut prompts."""
+    free = run_workload(lookahead=lookahead, total_blocks=60, max_num_batched_tokens=512)
+    bound = run_workload(
+        lookahead=lookahead, total_blocks=60, max_num_batched_tokens=512, target_s=target_s
+    )
+    assert bound.tokens == free.tokens
+    assert bound.num_steps > free.num_steps
+
+
 def test_the_workload_meets_what_it_is_for() -> None:
     """The twins above would prove little without preemptions, hits and evictions."""
     tight = run_workload(lookahead=True, total_blocks=25, max_num_batched_tokens=19)
     ample = run_workload(lookahead=True, total_blocks=200, max_num_batched_tokens=19)
     assert tight.scheduler.num_preemptions > 10
     assert tight.cache.num_evictions > 100
-    assert ample.scheduler.num_preemptions == 0
-    assert ample.cache.prefix_hits > 300
+    assert tight.num_copies > 10
+    assert ample.num_copies > 50
+    assert ample.scheduler.num_preemptions < 5  # for rows, which beams take from later arrivals
+    assert ample.cache.prefix_hits > 250  # those who ask for scores take none
     assert tight.tokens == ample.tokens

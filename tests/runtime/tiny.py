@@ -31,6 +31,7 @@ def tiny_config(*overrides: str, **values: object) -> EngineConfig:
         [
             "model.load_format=dummy",
             "graphs.mode=eager",
+            "graphs.bundle=false",
             "cache.block_size=8",
             "cache.memory_gib=0.01",
             "scheduler.max_num_seqs=8",

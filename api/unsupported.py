@@ -1,0 +1,87 @@
+"""What the OpenAI API and its usual extensions know and this server does not.
+
+A field moves from here to `schemas` when it is honoured. Until then it is refused by name, unless
+its value asks for nothing; null always does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+__all__ = ("UNSUPPORTED", "Unsupported", "is_neutral")
+
+
+class Unsupported(NamedTuple):
+    """One field."""
+
+    needs: str  # what this server lacks for it, for the refusal
+    neutral: tuple[Any, ...] = ()  # values that ask for nothing
+
+
+_TOOLS = "tool calls"
+_REASONING = "reasoning parsers"
+_GRAMMAR = "structured output"
+_MEDIA = "input other than text"
+_STORE = "stored replies"
+_TRANSFER = "transfer of caches between servers"
+
+UNSUPPORTED: Mapping[str, Unsupported] = {
+    "annotations": Unsupported(_TOOLS, ([],)),
+    "audio": Unsupported(_MEDIA),
+    "documents": Unsupported("retrieval templates", ([],)),
+    "ec_transfer_params": Unsupported(_TRANSFER),
+    "function_call": Unsupported(_TOOLS, ("none",)),
+    "functions": Unsupported(_TOOLS, ([],)),
+    "guided_choice": Unsupported(_GRAMMAR),
+    "guided_decoding_backend": Unsupported(_GRAMMAR),
+    "guided_grammar": Unsupported(_GRAMMAR),
+    "guided_json": Unsupported(_GRAMMAR),
+    "guided_regex": Unsupported(_GRAMMAR),
+    "guided_whitespace_pattern": Unsupported(_GRAMMAR),
+    "include_reasoning": Unsupported(_REASONING, (True,)),
+    "kv_transfer_params": Unsupported(_TRANSFER),
+    "logprob_token_ids": Unsupported("log-probabilities of chosen tokens", ([],)),
+    "media_io_kwargs": Unsupported(_MEDIA),
+    "metadata": Unsupported(_STORE, ({},)),
+    "mm_processor_kwargs": Unsupported(_MEDIA),
+    "modalities": Unsupported("output other than text", (["text"],)),
+    "parallel_tool_calls": Unsupported(_TOOLS, (True,)),
+    "prediction": Unsupported("predicted outputs"),
+    "prompt_cache_key": Unsupported("routing between servers (see cache_salt)"),
+    "prompt_cache_retention": Unsupported("cached prompts that are kept for a time"),
+    "prompt_embeds": Unsupported(_MEDIA),
+    "reasoning_effort": Unsupported(_REASONING),
+    "refusal": Unsupported("refusals apart from the text"),
+    "repetition_detection": Unsupported("a detector of repetition"),
+    "response_format": Unsupported(_GRAMMAR, ({"type": "text"},)),
+    "return_mm_kwargs": Unsupported(_MEDIA, (False,)),
+    "return_prompt_text": Unsupported("the prompt's text in replies (see echo)", (False,)),
+    "return_token_offsets": Unsupported("token offsets (see logprobs)", (False,)),
+    "routed_experts_prompt_start": Unsupported("reports of routed experts"),
+    "safety_identifier": Unsupported("labels of end users (see user)"),
+    "service_tier": Unsupported("tiers of service (see priority)", ("auto", "default")),
+    "session_id": Unsupported("sessions"),
+    "spaces_between_special_tokens": Unsupported("text without those spaces", (True,)),
+    "store": Unsupported(_STORE, (False,)),
+    "stream_interval": Unsupported("chunks of several steps", (1,)),
+    "structured_outputs": Unsupported(_GRAMMAR),
+    "suffix": Unsupported("models that fill in the middle", ("",)),
+    "thinking_token_budget": Unsupported(_REASONING),
+    "tool_call_id": Unsupported(_TOOLS),
+    "tool_calls": Unsupported(_TOOLS, ([],)),
+    "tool_choice": Unsupported(_TOOLS, ("none", "auto")),
+    "tools": Unsupported(_TOOLS, ([],)),
+    "verbosity": Unsupported("models with a setting of it"),
+    "vllm_xargs": Unsupported("plugins for logits"),
+    "web_search_options": Unsupported("web search"),
+}
+
+
+def is_neutral(name: str, value: object) -> bool:
+    """Whether the field is known, not honoured, and `value` asks for nothing."""
+    if name not in UNSUPPORTED:
+        return False
+    # By type too: true is not 1.
+    neutral = UNSUPPORTED[name].neutral
+    return value is None or any(type(value) is type(one) and value == one for one in neutral)

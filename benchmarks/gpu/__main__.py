@@ -1,0 +1,180 @@
+"""Everything there is to know about a GPU, in one command and one JSON file.
+
+    python -m ostinato.benchmarks.gpu --output results.json --budget-s 560
+    python -m ostinato.benchmarks.gpu --stages decode-llama-8b,sampler --output results.json
+    python -m ostinato.benchmarks.gpu --tiny          # any machine, a minute: does it all run?
+
+Correctness comes first, then decode and prefill against the bandwidth and matrix rate measured in
+the same process, the offline workload, the sampler and starts. Every stage is a process of its own:
+one that fails, hangs or breaks the device is recorded, and the next one runs. What an earlier
+command put into the file stays, unless its stage runs again, so a machine that is lent by the
+minute can be used in pieces.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import ostinato
+from ostinato.benchmarks.probes import commit_of
+from ostinato.runtime.machine import cpu_name, gpu_names, package_versions
+
+_LEAST_S = 5.0  # a stage is not begun with less
+
+
+def main(arguments: list[str]) -> int:
+    """Run the chosen stages; 1 when one of them did not end well."""
+    options = _parse(arguments)
+    if options.start:
+        from ostinato.benchmarks.gpu.stages import start
+
+        print(json.dumps(start(options.start, options.tiny)))
+        return 0
+    if options.stage:
+        return _run_here(options.stage, options.tiny, Path(options.output))
+    output = Path(options.output)
+    record = _read(output)
+    record["conditions"] = _conditions(arguments)
+    deadline = time.monotonic() + options.budget_s
+    for name in options.stages:
+        left = deadline - time.monotonic()
+        if left < _LEAST_S:
+            record["stages"].setdefault(name, {"status": "not run", "error": "no time was left"})
+        else:
+            print(f"{name} ...", flush=True)
+            record["stages"][name] = _run_apart(name, options.tiny, left)
+        _write(output, record)
+    _print(record, options.stages)
+    print(f"everything: {output}")
+    return int(any(record["stages"][name]["status"] != "ok" for name in options.stages))
+
+
+def _parse(arguments: list[str]) -> argparse.Namespace:
+    from ostinato.benchmarks.gpu.stages import STAGES
+
+    parser = argparse.ArgumentParser(
+        prog="python -m ostinato.benchmarks.gpu", epilog=f"stages: {', '.join(STAGES)}"
+    )
+    parser.add_argument("--stages", default=",".join(STAGES), help="separated by commas")
+    parser.add_argument("--budget-s", type=float, default=1800.0, help="seconds for all of them")
+    parser.add_argument("--output", default="outputs/bench/gpu.json", help="the JSON file")
+    parser.add_argument("--tiny", action="store_true", help="a small model, for any machine")
+    parser.add_argument("--stage", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--start", default="", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    options.stages = options.stages.split(",")
+    if unknown := [name for name in options.stages if name not in STAGES]:
+        parser.error(f"--stages {','.join(unknown)} must be some of {', '.join(STAGES)}")
+    return options
+
+
+def _run_here(name: str, tiny: bool, output: Path) -> int:
+    """A stage in its own process: whatever happens goes to the file."""
+    from ostinato.benchmarks.gpu.stages import STAGES, StageFailedError
+
+    try:
+        result: dict[str, Any] = {"status": "ok", "result": STAGES[name](tiny)}
+    except StageFailedError as error:
+        result = {"status": "failed", "error": str(error), "result": error.result}
+    except Exception as error:  # the boundary of the process: the others must run
+        text = f"{type(error).__name__}: {error}"
+        result = {"status": "failed", "error": text, "traceback": traceback.format_exc()[-4000:]}
+    output.write_text(json.dumps(result), encoding="utf-8")
+    return 0
+
+
+def _run_apart(name: str, tiny: bool, limit_s: float) -> dict[str, Any]:
+    begin = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        result, log = Path(folder) / "result.json", Path(folder) / "log"
+        command = [sys.executable, "-m", "ostinato.benchmarks.gpu", "--stage", name]
+        command += ["--output", str(result), *["--tiny"] * tiny]
+        with log.open("wb") as stream:
+            # A group of its own, so that what it started ends with it.
+            process = subprocess.Popen(
+                command, stdout=stream, stderr=subprocess.STDOUT, start_new_session=True
+            )
+            try:
+                code: int | None = process.wait(timeout=limit_s)
+            except subprocess.TimeoutExpired:
+                code = None
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        found: dict[str, Any]
+        if result.is_file():
+            found = json.loads(result.read_text(encoding="utf-8"))
+        elif code is None:
+            found = {"status": "timeout", "error": f"not done after {limit_s:.0f} s"}
+        else:
+            found = {"status": "failed", "error": f"its process ended with {code}"}
+        if found["status"] != "ok":
+            found["log"] = log.read_text(encoding="utf-8", errors="replace")[-4000:]
+    found["seconds"] = round(time.monotonic() - begin, 1)
+    return found
+
+
+def _read(output: Path) -> dict[str, Any]:
+    if output.is_file():
+        return json.loads(output.read_text(encoding="utf-8"))
+    return {"conditions": {}, "stages": {}}
+
+
+def _write(output: Path, record: dict[str, Any]) -> None:
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+def _conditions(arguments: list[str]) -> dict[str, Any]:
+    return {
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": arguments,
+        "commit": commit_of(Path(ostinato.__file__).parent),
+        "cpu": cpu_name(),
+        "gpus": gpu_names(),
+        "versions": package_versions(),
+    }
+
+
+def _print(record: dict[str, Any], names: list[str]) -> None:
+    for name in names:
+        stage = record["stages"][name]
+        print(f"{name:<22} {stage['status']:<8} {stage.get('seconds', 0):>6} s", end="  ")
+        print(stage.get("error") or _summary(stage["result"]))
+
+
+def _summary(result: dict[str, Any]) -> str:
+    rows = result.get("rows", [])
+    if rows and "share_of_roofline" in rows[0]:
+        return ", ".join(
+            f"{row['batch']}: {row['tok_s']:.0f} tok/s {row['share_of_roofline']:.0%} "
+            f"gap {row['host_gap']:.0%}"
+            for row in rows
+        )
+    if rows and "mfu" in rows[0]:
+        return ", ".join(f"{row['length']}: mfu {row['mfu']:.0%}" for row in rows)
+    if rows:
+        return ", ".join(f"{row['rows']} {row['path']} {row['us']:.0f} us" for row in rows)
+    names = ("passed", "skipped", "output_tok_s", "copy_bytes_s", "matmul_flop_s")
+    figures = [f"{name} {result[name]:.4g}" for name in names if name in result]
+    figures += [
+        f"{name} {result[name]['ready_s']:.1f} s" for name in ("cold", "warm") if name in result
+    ]
+    return ", ".join(figures)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,166 @@
+"""The stages by name, and those that are not runs of the engine."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import ostinato
+from ostinato.benchmarks.gpu.engine_stages import (
+    decode,
+    offline,
+    prefill,
+    stage_config,
+    startup_once,
+)
+from ostinato.benchmarks.gpu.machine import measure_machine, time_calls
+from ostinato.conf.environment import with_own_caches
+from ostinato.conf.schema import DeviceName
+from ostinato.graphs.draw import StaticDrawer
+from ostinato.graphs.recorder import BoundRecorder, CudaRecorder
+from ostinato.ops.draw import DrawPath, RowDraw
+from ostinato.runtime.device import resolve_device
+
+__all__ = ("STAGES", "Stage", "StageFailedError", "start")
+
+Stage = Callable[[bool], dict[str, Any]]
+"""From whether it is to be tiny to what it measured."""
+
+_WIDE = ["scheduler.max_num_seqs=256", "model.max_model_len=4096"]
+_LONG = ["scheduler.max_num_batched_tokens=8192", "model.max_model_len=16384"]
+
+
+def _machine(tiny: bool) -> dict[str, Any]:
+    device = resolve_device(DeviceName.auto)
+    dtype = torch.float32 if tiny else torch.bfloat16
+    return {
+        "device": str(device),
+        "dtype": str(dtype),
+        **dataclasses.asdict(measure_machine(device, dtype, tiny=tiny)),
+    }
+
+
+def _tests(tiny: bool) -> dict[str, Any]:
+    """The tests that need a GPU; where there is none they are skipped, and counted as that."""
+    root = Path(ostinato.__file__).resolve().parents[1]
+    if not (root / "tests" / "gpu").is_dir():
+        raise FileNotFoundError(f"{root}/tests/gpu: the tests are in a checkout, not in a wheel")
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu and not slow"]
+        command += ["-p", "no:cacheprovider", f"--junitxml={report}", "tests/gpu"]
+        done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+        if not report.is_file():
+            raise RuntimeError(f"pytest made no report: {done.stdout[-2000:]}{done.stderr[-2000:]}")
+        cases = list(ElementTree.parse(report).getroot().iter("testcase"))
+    bad = [case for case in cases if case.find("failure") is not None or _has_error(case)]
+    skipped = [case for case in cases if case.find("skipped") is not None]
+    result: dict[str, Any] = {
+        "passed": len(cases) - len(bad) - len(skipped),
+        "skipped": len(skipped),
+        "failed": [f"{case.get('classname')}.{case.get('name')}" for case in bad],
+        "slowest_s": sorted((float(case.get("time", 0)) for case in cases), reverse=True)[:3],
+    }
+    if bad or done.returncode not in (0, 5):
+        result["output"] = done.stdout[-8000:]
+        raise StageFailedError("tests failed", result)
+    return result
+
+
+class StageFailedError(Exception):
+    """A stage found something wrong, and has figures nevertheless."""
+
+    def __init__(self, text: str, result: dict[str, Any]) -> None:
+        super().__init__(text)
+        self.result = result
+
+
+def _has_error(case: ElementTree.Element) -> bool:
+    return case.find("error") is not None
+
+
+def _sampler(tiny: bool) -> dict[str, Any]:
+    """A draw of every mixture by its rows, captured where the device can."""
+    device = resolve_device(DeviceName.auto)
+    sizes, vocab_size = ((1, 4), 1000) if tiny else ((1, 8, 64, 256), 151_936)
+    logits = torch.randn(max(sizes), vocab_size, device=device) * 3
+    recorder = CudaRecorder() if device.type == "cuda" else BoundRecorder()
+    drawer = StaticDrawer(logits, recorder=recorder)
+    drawer.capture()
+    paths = {
+        DrawPath.greedy: RowDraw(DrawPath.greedy, 1.0, vocab_size, 1.0, 0.0, 0.5),
+        DrawPath.full: RowDraw(DrawPath.full, 1.0, vocab_size, 1.0, 0.0, 0.5),
+        DrawPath.narrow: RowDraw(DrawPath.narrow, 1.0, 20, 0.95, 0.0, 0.5),
+        DrawPath.wide: RowDraw(DrawPath.wide, 1.0, vocab_size, 0.9, 0.0, 0.5),
+    }
+    rows = []
+    for size, (path, draw) in itertools.product(sizes, paths.items()):
+        drawer.stage([draw] * size)
+        seconds = time_calls(partial(drawer.run, logits[:size]), device)
+        rows.append({"rows": size, "path": path.name, "us": seconds * 1e6})
+    return {"vocab_size": vocab_size, "rows": rows}
+
+
+def _startup(model: str, tiny: bool) -> dict[str, Any]:
+    """Two starts in processes of their own: with empty caches, then with what the first left."""
+    result: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "ostinato.benchmarks.gpu", "--start", model]
+        command += ["--tiny"] * tiny
+        environment = with_own_caches(Path(folder))
+        environment["TRITON_CACHE_DIR"] = f"{folder}/triton"
+        for name in ("cold", "warm"):
+            begin = time.perf_counter()
+            done = subprocess.run(
+                command, env=environment, capture_output=True, text=True, check=False
+            )
+            if done.returncode:
+                raise RuntimeError(f"the {name} start failed: {done.stderr[-2000:]}")
+            process_s = time.perf_counter() - begin
+            result[name] = json.loads(_last_line(done.stdout)) | {"process_s": process_s}
+    return result
+
+
+def _last_line(text: str) -> str:
+    return re.split(r"\n", text.strip())[-1]
+
+
+def start(model: str, tiny: bool) -> dict[str, Any]:
+    """One start, for the start-up stage's processes."""
+    return startup_once(stage_config(model, _WIDE, tiny=tiny))
+
+
+def _of(
+    measure: Callable[..., dict[str, Any]], model: str, overrides: list[str]
+) -> Callable[[bool], dict[str, Any]]:
+    return lambda tiny: measure(stage_config(model, overrides, tiny=tiny), tiny=tiny)
+
+
+LLAMA, QWEN = "llama-8b", "qwen3-0.6b"
+# In the order in which they run: what the others lean on first, then by what is worth most.
+STAGES: dict[str, Stage] = {
+    "machine": _machine,
+    "tests": _tests,
+    f"decode-{LLAMA}": _of(decode, LLAMA, _WIDE),
+    f"decode-{QWEN}": _of(decode, QWEN, _WIDE),
+    f"offline-{QWEN}": _of(offline, QWEN, _WIDE),
+    f"prefill-{LLAMA}": _of(prefill, LLAMA, _LONG),
+    f"prefill-{QWEN}": _of(prefill, QWEN, _LONG),
+    "sampler": _sampler,
+    f"decode-fp8-{LLAMA}": _of(decode, LLAMA, [*_WIDE, "cache.dtype=fp8_e4m3"]),
+    f"startup-{QWEN}": partial(_startup, QWEN),
+    f"startup-{LLAMA}": partial(_startup, LLAMA),
+}

@@ -1,0 +1,297 @@
+"""Ours beside its peers on the same token ids, in turns, in one run.
+
+    python -m ostinato.benchmarks.peers --model DIR --dtype bfloat16 \\
+        --vllm VENV/bin/python --openvino VENV/bin/python=IR_DIR --llama-cpp SERVER=GGUF \\
+        --transformers VENV/bin/python --rounds 3 --json FILE
+
+Each peer runs in its own virtual environment at its best settings (the drive_*.py beside this
+file), with the same prompts, numbers of tokens and threads. Engines stay loaded and take turns part
+by part, round by round (A B C, A B C): the memory of shared machines switches between states that
+differ by two, so no ratio from separate runs counts. An engine whose turn it is not is stopped
+(SIGSTOP), so that idle threads of one do not slow another. The read bandwidth is measured before
+each turn.
+
+decode: tokens per second of one stream after its first, from the times for 1 and for 128 tokens.
+ttft: seconds to one token after 512. offline: 32 requests of 64-512 and 32-128 tokens at once.
+prefix: 16 requests that share 1024 of 1088 tokens at once, nothing cached before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+import ostinato
+from ostinato.benchmarks.probes import LoadMeter, commit_of, read_bandwidth
+from ostinato.benchmarks.report import summary
+from ostinato.benchmarks.workload import Part, WorkItem, standard_workload
+from ostinato.conf.environment import environment_with
+from ostinato.runtime.machine import cpu_name, package_versions
+
+__all__ = ("Engine", "measure_part")
+
+_FOLDER = Path(__file__).parent
+_OURS = "ostinato"
+_PARTS = ("decode", "ttft", "offline", "prefix")
+_UNITS = {"decode": "tok/s", "ttft": "ms", "offline": "tok/s", "prefix": "tok/s"}
+_WIDTH = 100
+
+
+class Engine:
+    """One engine's process, loaded once and stopped between its turns.
+
+    Raises:
+        RuntimeError: it ended, or answered with an error; its log is on standard error.
+    """
+
+    def __init__(self, name: str, command: list[str], variables: dict[str, str]) -> None:
+        self.name = name
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=_FOLDER,
+            env=environment_with(**variables),
+        )
+        self.ready_s = self._read()["ready_s"]
+        self.peak_rss_mib = 0.0
+        self._signal(signal.SIGSTOP)
+
+    def run(self, part: Part) -> float:
+        """Seconds until all tokens of a part's requests are there."""
+        self._signal(signal.SIGCONT)
+        assert self._process.stdin is not None, "stdin=PIPE"
+        requests = [{"prompt": item.prompt, "max_tokens": item.max_tokens} for item in part.items]
+        self._process.stdin.write(json.dumps({"requests": requests}) + "\n")
+        self._process.stdin.flush()
+        answer = self._read()
+        self.peak_rss_mib = answer["peak_rss_mib"]
+        self._signal(signal.SIGSTOP)
+        return answer["seconds"]
+
+    def close(self) -> None:
+        """End it and all that it has started."""
+        for process in self._family():
+            process.kill()
+        self._process.wait()
+
+    def _read(self) -> dict[str, Any]:
+        assert self._process.stdout is not None, "stdout=PIPE"
+        line = self._process.stdout.readline()
+        answer = json.loads(line) if line else {"error": f"it ended: {self._process.wait()}"}
+        if "error" in answer:
+            raise RuntimeError(f"{self.name}: {answer['error']}")
+        return answer
+
+    def _family(self) -> list[psutil.Process]:
+        try:
+            root = psutil.Process(self._process.pid)
+            return [root, *root.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            return []
+
+    def _signal(self, number: int) -> None:
+        for process in self._family():
+            process.send_signal(number)
+
+
+def measure_part(engine: Engine, name: str, number: int) -> float:
+    """One figure of one engine.
+
+    Args:
+        engine: whose turn it is.
+        name: decode, ttft, offline or prefix.
+        number: of the repetition; its token ids are its own, so that no cache carries over.
+    """
+    parts = {part.name: part for part in standard_workload()}
+    if name == "decode":
+        single = parts["single"]
+        [item] = single.items
+        one = Part("single", [WorkItem(item.prompt, 1)], shifts=True)
+        first = engine.run(one.repetition(2 * number))
+        whole = engine.run(single.repetition(2 * number + 1))
+        return (item.max_tokens - 1) / (whole - first)
+    part = parts[name].repetition(1000 + number)
+    seconds = engine.run(part)
+    return seconds * 1000 if name == "ttft" else part.num_output_tokens / seconds
+
+
+def _commands(options: argparse.Namespace) -> dict[str, list[str]]:
+    """Name -> command line of its driver."""
+    model, tail = str(Path(options.model).resolve()), [options.dtype, str(options.threads)]
+
+    def drive(python: str, script: str, *arguments: str) -> list[str]:
+        return [python, str(_FOLDER / f"drive_{script}.py"), *arguments]
+
+    commands = {_OURS: drive(sys.executable, "ostinato", model, *tail, *options.overrides)}
+    if options.vllm:
+        commands["vllm"] = drive(options.vllm, "vllm", model, *tail)
+    if options.openvino:
+        python, _, directory = options.openvino.partition("=")
+        commands["openvino"] = drive(python, "openvino", str(Path(directory).resolve()), *tail)
+    if options.llama_cpp:
+        binary, _, gguf = options.llama_cpp.partition("=")
+        paths = (str(Path(binary).resolve()), str(Path(gguf).resolve()))
+        commands["llama.cpp"] = drive(sys.executable, "llamacpp", *paths, str(options.threads))
+    if options.transformers:
+        commands["transformers"] = drive(options.transformers, "transformers", model, *tail)
+    return commands
+
+
+def _measure(
+    engines: list[Engine], parts: list[str], warmup: int, rounds: int
+) -> list[dict[str, Any]]:
+    device = torch.device("cpu")
+    results = []
+    for number in range(warmup + rounds):
+        for part in parts:
+            for engine in engines:
+                bandwidth = read_bandwidth(device)
+                load = LoadMeter()
+                value = measure_part(engine, part, number)
+                if number >= warmup:
+                    results.append(
+                        {
+                            "round": number - warmup,
+                            "part": part,
+                            "engine": engine.name,
+                            "value": value,
+                            "unit": _UNITS[part],
+                            "read_gb_s": bandwidth,
+                            "cores_used": load.stop(),  # the engines are other programs
+                        }
+                    )
+                _show(f"round {number + 1}: {part} of {engine.name}: {value:.1f} {_UNITS[part]}")
+    return results
+
+
+def _show(text: str) -> None:
+    if sys.stderr.isatty():
+        sys.stderr.write(f"\r\x1b[K{text}")
+        sys.stderr.flush()
+
+
+def _print(record: dict[str, Any], names: list[str], parts: list[str]) -> None:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("part")
+    for name in names:
+        table.add_column(name, justify="right")
+    table.add_column("ours to the best peer", justify="right")
+    table.add_column("GB/s", justify="right")
+    for part in parts:
+        results = [result for result in record["results"] if result["part"] == part]
+        values = {
+            name: [result["value"] for result in results if result["engine"] == name]
+            for name in names
+        }
+        bandwidth = statistics.median(result["read_gb_s"] for result in results)
+        table.add_row(
+            f"{part}, {_UNITS[part]}",
+            *(summary(values[name]) for name in names),
+            _ratio(part, values),
+            f"{bandwidth:.0f}",
+        )
+    console = Console(width=_WIDTH, highlight=False)
+    conditions = record["conditions"]
+    console.print(
+        f"{conditions['model']} {conditions['dtype']}, {conditions['threads']} threads, "
+        f"{conditions['cpu']}",
+        markup=False,
+    )
+    console.print(table)
+    console.print(
+        "medians of the rounds with ranges; a ratio above 1 means that ours is faster",
+        markup=False,
+    )
+
+
+def _ratio(part: str, values: dict[str, list[float]]) -> str:
+    """The median over the rounds of ours to that round's best peer."""
+    peers = [name for name in values if name != _OURS]
+    if not peers:
+        return ""
+    best = min if part == "ttft" else max
+    ratios = []
+    for number, ours in enumerate(values[_OURS]):
+        peer = best(values[name][number] for name in peers)
+        ratios.append(peer / ours if part == "ttft" else ours / peer)
+    return summary(ratios)
+
+
+def main(arguments: list[str]) -> None:
+    """Compare what the command line names; see --help."""
+    parser = argparse.ArgumentParser(
+        prog="python -m ostinato.benchmarks.peers",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--model", required=True, help="checkpoint directory, the same for all")
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--vllm", help="python of its environment")
+    parser.add_argument(
+        "--vllm-preload", default="", help="its LD_PRELOAD: libtcmalloc and its own libiomp5.so"
+    )
+    parser.add_argument("--openvino", help="python of its environment=directory of the exported IR")
+    parser.add_argument("--llama-cpp", help="llama-server=file.gguf")
+    parser.add_argument("--transformers", help="python of its environment")
+    parser.add_argument("--parts", nargs="+", default=list(_PARTS), choices=_PARTS)
+    parser.add_argument("--warmup", type=int, default=1, help="rounds that do not count")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--overrides", nargs="+", default=[], help="configuration of ours")
+    parser.add_argument("--json", type=Path, help="write every single figure to this file")
+    options = parser.parse_args(arguments)
+    engines: list[Engine] = []
+    variables = {
+        "VLLM_CPU_OMP_THREADS_BIND": f"0-{options.threads - 1}",
+        "VLLM_CPU_KVCACHE_SPACE": "2",  # GiB
+        "HF_HUB_OFFLINE": "1",
+    }
+    try:
+        for name, command in _commands(options).items():
+            _show(f"loading {name}")
+            preload = options.vllm_preload if name == "vllm" else ""
+            engines.append(
+                Engine(name, command, variables | ({"LD_PRELOAD": preload} if preload else {}))
+            )
+        results = _measure(engines, options.parts, options.warmup, options.rounds)
+        record = {
+            "conditions": {
+                "time": datetime.now(UTC).isoformat(timespec="seconds"),
+                "commit": commit_of(Path(ostinato.__file__).parent),
+                "model": Path(options.model).resolve().name,
+                "dtype": options.dtype,
+                "threads": options.threads,
+                "cpu": cpu_name(),
+                "versions": package_versions(),
+                "ready_s": {engine.name: engine.ready_s for engine in engines},
+                "peak_rss_mib": {engine.name: engine.peak_rss_mib for engine in engines},
+            },
+            "results": results,
+        }
+    finally:
+        for engine in engines:
+            engine.close()
+    _show("")
+    _print(record, [engine.name for engine in engines], options.parts)
+    if options.json is not None:
+        options.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,44 @@
+"""Ours: `drive_ostinato.py MODEL DTYPE THREADS [key=value ...]`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+from driver_loop import Requests, serve
+
+__all__ = ("load",)
+
+
+def load() -> Callable[[Requests], list[int]]:
+    """The engine, as a function from requests to the numbers of tokens that they got."""
+    from ostinato.conf.compose import load_config
+    from ostinato.runtime.bundles import prepare_kernels
+
+    model, dtype, threads, *overrides = sys.argv[1:]
+    config = load_config(
+        [f"model.dtype={dtype}", f"device.threads={threads}", *overrides],
+        values={"model.path": model},
+    )
+    prepare_kernels(config.device, config.graphs)
+    from ostinato.runtime.llm import LLM
+    from ostinato.runtime.types import SamplingParams
+
+    llm = LLM(config=config)
+
+    def run(requests: Requests) -> list[int]:
+        outputs = llm.generate(
+            [prompt for prompt, _ in requests],
+            [
+                SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)
+                for _, count in requests
+            ],
+            use_progress=False,
+        )
+        return [len(output.outputs[0].token_ids) for output in outputs]
+
+    return run
+
+
+if __name__ == "__main__":
+    serve(load)

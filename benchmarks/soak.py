@@ -1,0 +1,379 @@
+"""Hours in minutes: a real `run serve` under traffic of every kind, and what must hold afterwards.
+
+    python -m ostinato.benchmarks.soak
+    python -m ostinato.benchmarks.soak --minutes 60 --seed 1 --json FILE device.threads=1
+
+Clients send prompts of random lengths with random options, several completions and prompts at once,
+bad requests, and go away in the middle of answers. In the end: nothing compiled after the start,
+every block is free and block accounting is whole, no 5xx, no error in the log. Memory is reported;
+the KV cache is so small that sequences wait and are preempted, and all of it is in use soon
+(another model than the demo needs its own `cache.memory_gib`). Needs `httpx`, of the extra `test`.
+Exit code 1 when a check fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import signal
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+from prometheus_client.parser import text_string_to_metric_families
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+import ostinato
+from ostinato.benchmarks.probes import commit_of
+from ostinato.benchmarks.soak_traffic import TEXT, Exchange, Traffic
+from ostinato.runtime.machine import cpu_name, gpu_names, package_versions
+
+__all__ = ("run_soak",)
+
+_OVERRIDES = ("server.port=0", "cache.memory_gib=0.004")
+_START_S = 600.0
+_QUIET_S = 60.0
+_STOP_S = 60.0
+_REPLY_S = 120.0
+_SAMPLE_S = 1.0
+_WARM_SHARE = 0.3  # of the time, before memory is expected to stand still
+
+
+class _Server:
+    """`run serve` in a process of its own, with the lines that it and its engine write."""
+
+    def __init__(self, overrides: Sequence[str]) -> None:
+        self.process = psutil.Popen(
+            [sys.executable, "-m", "ostinato", "serve", *_OVERRIDES, *overrides],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            encoding="utf-8",
+            errors="replace",
+        )
+        self.lines: list[str] = []
+        self._news = threading.Condition()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def wait_until_ready(self) -> str:
+        """Its URL.
+
+        Raises:
+            RuntimeError: it ended, or took too long.
+        """
+
+        def ended() -> bool:
+            return not self._reader.is_alive() or any("ready after" in line for line in self.lines)
+
+        with self._news:
+            self._news.wait_for(ended, _START_S)
+        if not any("ready after" in line for line in self.lines):
+            self.process.kill()
+            raise RuntimeError(f"the server did not start:\n{''.join(self.lines)}")
+        return next(line for line in self.lines if "answers 503 until" in line).split()[2]
+
+    def rss_mib(self) -> dict[str, float]:
+        """Memory of the API process and of the engine process."""
+        sizes = {"api": self.process.memory_info().rss}
+        for child in self.process.children():
+            if "ostinato.runtime.worker" in child.cmdline():
+                sizes["engine"] = child.memory_info().rss
+        return {name: round(size / 2**20, 1) for name, size in sizes.items()}
+
+    def stop(self) -> int:
+        """Ask it to end; its exit code, -9 when it had to be killed."""
+        self.process.send_signal(signal.SIGTERM)
+        try:
+            code = self.process.wait(_STOP_S)
+        except psutil.TimeoutExpired:
+            self.process.kill()
+            code = self.process.wait()
+        self._reader.join(_STOP_S)
+        return code
+
+    def kill(self) -> None:
+        """End it however it is; nothing when it has ended."""
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None, "stdout=PIPE"
+        for line in self.process.stdout:
+            with self._news:
+                self.lines.append(line)
+                self._news.notify_all()
+        with self._news:
+            self._news.notify_all()
+
+
+@dataclass(slots=True)
+class _Counts:
+    """What the clients saw."""
+
+    exchanges: Counter[str] = field(default_factory=Counter)  # answered, refused, hung up
+    statuses: Counter[int] = field(default_factory=Counter)
+    options: Counter[str] = field(default_factory=Counter)
+    wrong: list[str] = field(default_factory=list)  # answers that are not what was to come
+
+    def blame(self, exchange: Exchange, what: str) -> None:
+        self.wrong.append(f"{exchange.path} {what[:500]}: {json.dumps(exchange.body)[:2000]}")
+
+
+async def _exchange(client: httpx.AsyncClient, exchange: Exchange, counts: _Counts) -> None:
+    counts.options.update(exchange.body.keys())
+    try:
+        async with asyncio.timeout(exchange.patience_s):
+            async with client.stream("POST", exchange.path, json=exchange.body) as response:
+                counts.statuses[response.status_code] += 1
+                if response.status_code != exchange.status:
+                    await response.aread()
+                    counts.blame(exchange, f"gave {response.status_code}: {response.text}")
+                elif response.status_code != 200:
+                    await response.aread()
+                    counts.exchanges["refused"] += 1
+                elif exchange.body["stream"]:
+                    await _read_stream(response, exchange, counts)
+                else:
+                    await response.aread()
+                    _check_choices(response.json()["choices"], exchange, counts)
+    except TimeoutError:
+        counts.exchanges["hung up"] += 1
+    except httpx.HTTPError as error:
+        counts.blame(exchange, f"broke: {type(error).__name__}: {error}")
+
+
+async def _read_stream(response: httpx.Response, exchange: Exchange, counts: _Counts) -> None:
+    last, chunks, ended = "", 0, set()
+    if exchange.chunks_read == 0:
+        counts.exchanges["hung up"] += 1
+        return
+    async for line in response.aiter_lines():
+        if not line.startswith("data: "):
+            continue
+        last, chunks = line, chunks + 1
+        if line != "data: [DONE]":
+            chunk = json.loads(line.removeprefix("data: "))
+            for choice in chunk.get("choices", ()):
+                if choice["finish_reason"] is not None:
+                    ended.add((choice["index"], choice["finish_reason"]))
+        if chunks == exchange.chunks_read:
+            counts.exchanges["hung up"] += 1
+            return
+    _check_ends([reason for _, reason in ended], exchange, counts)
+    if last != "data: [DONE]":
+        counts.blame(exchange, f"the stream ended with {last}")
+
+
+def _check_choices(choices: list[dict[str, Any]], exchange: Exchange, counts: _Counts) -> None:
+    _check_ends([choice["finish_reason"] for choice in choices], exchange, counts)
+
+
+def _check_ends(reasons: list[str], exchange: Exchange, counts: _Counts) -> None:
+    counts.exchanges["answered"] += 1
+    if len(reasons) != exchange.num_choices or not set(reasons) <= {"stop", "length"}:
+        counts.blame(exchange, f"{exchange.num_choices} choices ended as {reasons}")
+
+
+async def _drive(
+    url: str, seconds: float, seed: int, num_clients: int, server: _Server
+) -> tuple[_Counts, list[dict[str, float]]]:
+    """Send traffic for that long, then wait until all clients have their last answers.
+
+    Returns:
+        What they saw, and the server's memory once a second: `at` seconds, MiB by process.
+    """
+    counts, memory = _Counts(), []
+    begin = time.monotonic()
+    limits = httpx.Limits(max_connections=num_clients)
+    async with httpx.AsyncClient(base_url=url, timeout=_REPLY_S, limits=limits) as client:
+        model = (await client.get("/v1/models")).json()["data"][0]
+        token_ids = (await client.post("/tokenize", json={"prompt": TEXT})).json()["tokens"]
+
+        async def send(number: int) -> None:
+            traffic = Traffic(seed, number, token_ids, model["max_model_len"])
+            while time.monotonic() - begin < seconds:
+                await _exchange(client, traffic.next(), counts)
+
+        async def sample() -> None:
+            while True:
+                memory.append({"at": round(time.monotonic() - begin, 1), **server.rss_mib()})
+                await asyncio.sleep(_SAMPLE_S)
+
+        sampler = asyncio.create_task(sample())
+        await asyncio.gather(*(send(number) for number in range(num_clients)))
+        sampler.cancel()
+    return counts, memory
+
+
+def _quiet_metrics(url: str) -> dict[str, float]:
+    """`/metrics` by name and labels, as soon as nothing runs; whatever there is after a minute."""
+    deadline = time.monotonic() + _QUIET_S
+    while True:
+        text = httpx.get(f"{url}/metrics", timeout=_REPLY_S).text
+        found = {
+            "".join((sample.name, *(f" {k}={v}" for k, v in sample.labels.items()))): sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+        }
+        unfinished = found["ostinato_requests_running"] + found["ostinato_requests_waiting"]
+        if unfinished == 0 or time.monotonic() > deadline:
+            return found
+        time.sleep(0.2)
+
+
+def _growth(memory: list[dict[str, float]], seconds: float) -> dict[str, dict[str, float]]:
+    """MiB after the warm-up and at the end, medians of a tenth of the time each."""
+    growth = {}
+    for name in ("api", "engine"):
+        series = [(row["at"], row[name]) for row in memory if name in row]
+        begin, tenth = _WARM_SHARE * seconds, seconds / 10
+        early = [mib for at, mib in series if begin <= at <= begin + tenth]
+        late = [mib for at, mib in series if at >= seconds - tenth]
+        if early and late:
+            first, last = statistics.median(early), statistics.median(late)
+            growth[name] = {
+                "warm_mib": first,
+                "end_mib": last,
+                "growth_mib": round(last - first, 1),
+            }
+    return growth
+
+
+def run_soak(
+    seconds: float, *, seed: int, num_clients: int, overrides: Sequence[str] = ()
+) -> dict[str, Any]:
+    """One soak test.
+
+    Args:
+        seconds: how long requests are sent.
+        seed: of all requests. Their order at the server depends on timing.
+        num_clients: clients that send one request after the other.
+        overrides: configuration of the server.
+
+    Returns:
+        A record with `checks` (name → whether it holds), the figures behind them and the
+        conditions.
+
+    Raises:
+        RuntimeError: the server did not start.
+    """
+    server = _Server(overrides)
+    try:
+        url = server.wait_until_ready()
+        counts, memory = asyncio.run(_drive(url, seconds, seed, num_clients, server))
+        metrics = _quiet_metrics(url)
+        code = server.stop()
+    finally:
+        server.kill()
+    late = {
+        name.removeprefix("ostinato_late_compiles_total "): int(value)
+        for name, value in metrics.items()
+        if name.startswith("ostinato_late_compiles_total ") and value
+    }
+    errors = [line.rstrip() for line in server.lines if " ERROR " in line or "Traceback" in line]
+    leaked = metrics["ostinato_kv_cache_usage_ratio"] * metrics["ostinato_kv_cache_blocks"]
+    figures = {
+        name.removeprefix("ostinato_").removesuffix("_total"): value
+        for name, value in metrics.items()
+        if name.startswith(("ostinato_steps", "ostinato_completions_total"))
+        or name.removeprefix("ostinato_").removesuffix("_total")
+        in ("preemptions", "prefix_cache_hits", "prompt_tokens", "generation_tokens")
+    }
+    return {
+        "checks": {
+            "nothing compiled late": not late,
+            "no block leaked": leaked == 0 and metrics["ostinato_requests_running"] == 0,
+            "no 5xx": not any(status >= 500 for status in counts.statuses),
+            "every answer as expected": not counts.wrong,
+            # The engine checks its block accounting when it ends, and logs what is broken.
+            "no error in the log, exit code 0": not errors and code == 0,
+        },
+        "late_compiles": late,
+        "leaked_blocks": leaked,
+        "statuses": {str(status): count for status, count in sorted(counts.statuses.items())},
+        "exchanges": dict(counts.exchanges),
+        "wrong": counts.wrong[:20],
+        "errors": errors[:20],
+        "exit_code": code,
+        "engine": figures,
+        "requests_by_field": dict(sorted(counts.options.items())),
+        "memory": _growth(memory, seconds),
+        "memory_mib": memory[:: max(1, len(memory) // 60)],
+        "conditions": {
+            "time": datetime.now(UTC).isoformat(timespec="seconds"),
+            "commit": commit_of(Path(ostinato.__file__).parent),
+            "seconds": seconds,
+            "seed": seed,
+            "clients": num_clients,
+            "overrides": [*_OVERRIDES, *overrides],
+            "cpu": cpu_name(),
+            "gpus": gpu_names(),
+            "versions": package_versions(),
+        },
+    }
+
+
+def _print(record: dict[str, Any]) -> None:
+    console = Console(width=100, highlight=False)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("check")
+    table.add_column("holds")
+    table.add_column("figures", overflow="fold")
+    exchanges = ", ".join(f"{count} {what}" for what, count in record["exchanges"].items())
+    figures = (
+        record["late_compiles"] or 0,
+        f"{record['leaked_blocks']:g} in use at the end",
+        ", ".join(f"{status}: {count}" for status, count in record["statuses"].items()),
+        f"{exchanges}; {len(record['wrong'])} wrong",
+        f"{len(record['errors'])} errors, exit code {record['exit_code']}",
+    )
+    for (name, holds), text in zip(record["checks"].items(), figures, strict=True):
+        table.add_row(name, "yes" if holds else "NO", str(text))
+    for name, sizes in record["memory"].items():
+        text = f"{sizes['warm_mib']:.0f} -> {sizes['end_mib']:.0f} MiB ({sizes['growth_mib']:+.1f})"
+        table.add_row(f"memory of the {name} process", "", text)
+    console.print(table)
+    engine = record["engine"]
+    console.print(", ".join(f"{name} {value:g}" for name, value in engine.items()), markup=False)
+    for line in (*record["wrong"], *record["errors"]):
+        console.print(f"- {line}", markup=False)
+
+
+def main(arguments: list[str]) -> int:
+    """Run, print the table; the exit code."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--minutes", type=float, default=5.0, help="how long requests are sent")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--clients", type=int, default=12)
+    parser.add_argument("--json", type=Path, help="write the record to this file")
+    parser.add_argument("overrides", nargs="*", help="configuration of the server")
+    options = parser.parse_args(arguments)
+    record = run_soak(
+        60 * options.minutes,
+        seed=options.seed,
+        num_clients=options.clients,
+        overrides=options.overrides,
+    )
+    if options.json is not None:
+        options.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    _print(record)
+    return 0 if all(record["checks"].values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

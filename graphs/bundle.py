@@ -1,0 +1,246 @@
+"""The compiled bundle: what a start has compiled and measured, kept for the next one.
+
+One directory holds everything: compiled programs, the step-cost table, the CPU's kernels. Its name
+says what it is for (model, device, and a digest of all that shapes a program); its manifest says
+which sources and versions made it, and the digest of every file. It can be copied anywhere.
+
+A bundle is code. It is loaded only from a directory that belongs to the user and that nobody else
+can write to. One that is damaged, or was made by other sources or versions, is set aside with one
+line in the log, and a new one is built: never trusted, never fatal.
+
+This module imports no torch, so that an engine process can look for kernels while it imports torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import platform
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+
+import msgspec
+
+__all__ = ("Bundle", "BundleEntry", "made_by", "trusted_directories")
+
+_LOG = logging.getLogger(__name__)
+_MANIFEST = "manifest.json"
+_FORMAT = "1"
+_PACKAGE = Path(__file__).parent.parent
+
+
+class BundleEntry(msgspec.Struct, frozen=True):
+    """A file of a bundle."""
+
+    name: str
+    num_bytes: int
+    sha256: str
+
+
+class _Body(msgspec.Struct, frozen=True):
+    identity: dict[str, str]
+    made_by: dict[str, str]
+    entries: list[BundleEntry]
+
+
+class _Manifest(msgspec.Struct, frozen=True):
+    body: _Body
+    sha256: str  # of the body's JSON
+
+
+class _Unfit(Exception):
+    """Why a bundle is not used; one line."""
+
+
+def made_by() -> dict[str, str]:
+    """The sources and versions that programs and kernels depend on."""
+    digest = hashlib.sha256()
+    for folder in ("graphs", "models", "ops"):
+        for source in sorted((_PACKAGE / folder).rglob("*")):
+            if source.suffix in (".py", ".cpp", ".h"):
+                digest.update(source.name.encode() + b"\0" + source.read_bytes())
+    return {
+        "format": _FORMAT,
+        "sources": digest.hexdigest()[:20],
+        "torch": version("torch"),
+        "python": platform.python_version(),
+        "platform": f"{sys.platform} {platform.machine()}",
+    }
+
+
+class Bundle:
+    """The programs and tables of one model on one device.
+
+    Args:
+        root: directory of bundles; made when something is saved.
+        label: for people, the beginning of the directory's name.
+        identity: all that a program depends on besides sources and versions.
+    """
+
+    def __init__(self, root: Path, label: str, identity: dict[str, str]) -> None:
+        digest = hashlib.sha256(msgspec.json.encode(sorted(identity.items()))).hexdigest()
+        safe_label = re.sub(r"[^\w.-]+", "-", label)
+        self.directory = root / f"{safe_label}-{digest[:16]}"
+        self._identity = identity
+        self._made_by = made_by()
+        self._files: dict[str, bytes] = {}
+        self._is_changed = False
+        self._is_refused = False
+        self._open()
+
+    @property
+    def entries(self) -> list[BundleEntry]:
+        """What it holds now, saved or not."""
+        return [_entry(name, data) for name, data in sorted(self._files.items())]
+
+    def get(self, name: str) -> bytes | None:
+        """A file's content; None when there is none."""
+        return self._files.get(name)
+
+    def put(self, name: str, data: bytes) -> None:
+        """Add or replace a file; `save` writes it."""
+        if self._files.get(name) != data:
+            self._files[name] = data
+            self._is_changed = True
+
+    def reject(self, reason: str) -> None:
+        """Set all that is there aside: something in it is of no use."""
+        self._files.clear()
+        self._set_aside(reason)
+
+    @property
+    def is_saved(self) -> bool:
+        """Whether the directory holds all entries."""
+        return not (self._is_changed or self._is_refused)
+
+    def save(self) -> None:
+        """Write what has changed, in one rename. A directory that can not be written costs a line
+        in the log.
+        """
+        if self._is_refused or not self._is_changed:
+            return
+        root = self.directory.parent
+        try:
+            root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=root, prefix=".new-") as scratch:
+                new = Path(scratch) / "bundle"
+                self._write(new)
+                self._replace(new, Path(scratch) / "old")
+        except OSError as error:
+            _LOG.warning(
+                "the compiled bundle is not kept, the next start compiles again: %s can not be "
+                "written: %s; set graphs.bundle_dir to a directory that can",
+                self.directory,
+                error.strerror or error,
+            )
+            return
+        self._is_changed = False
+
+    def _open(self) -> None:
+        if not self.directory.exists():
+            return
+        reason = _why_not_trusted(self.directory)
+        if reason is not None:
+            self._is_refused = True
+            _LOG.warning("the bundle %s is not loaded: %s", self.directory, reason)
+            return
+        try:
+            self._files = self._read()
+        except _Unfit as unfit:
+            self._set_aside(str(unfit))
+
+    def _read(self) -> dict[str, bytes]:
+        try:
+            manifest = msgspec.json.decode(
+                (self.directory / _MANIFEST).read_bytes(), type=_Manifest
+            )
+        except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise _Unfit(f"its manifest can not be read: {error}") from error
+        body = manifest.body
+        if hashlib.sha256(msgspec.json.encode(body)).hexdigest() != manifest.sha256:
+            raise _Unfit("its manifest is damaged")
+        for what, ours in self._made_by.items():
+            theirs = body.made_by.get(what)
+            if theirs != ours:
+                raise _Unfit(f"it was made by {what} {theirs}, this is {ours}")
+        if body.identity != self._identity:
+            raise _Unfit(f"it is for {body.identity}")
+        files = {}
+        for entry in body.entries:
+            try:
+                data = (self.directory / entry.name).read_bytes()
+            except OSError as error:
+                raise _Unfit(f"{entry.name} can not be read: {error.strerror}") from error
+            if _entry(entry.name, data) != entry:
+                raise _Unfit(f"{entry.name} is damaged")
+            files[entry.name] = data
+        return files
+
+    def _set_aside(self, reason: str) -> None:
+        """Move the directory out of the way; only the last one that was moved is kept."""
+        aside = self.directory.with_name(f"{self.directory.name}.set-aside")
+        _LOG.warning("the bundle %s is set aside and built anew: %s", self.directory, reason)
+        try:
+            shutil.rmtree(aside, ignore_errors=True)
+            self.directory.rename(aside)
+        except OSError as error:
+            _LOG.warning("it can not be moved: %s", error.strerror or error)
+        self._is_changed = True
+
+    def _write(self, directory: Path) -> None:
+        directory.mkdir(mode=0o700)
+        for name, data in self._files.items():
+            (directory / name).write_bytes(data)
+        body = _Body(self._identity, self._made_by, self.entries)
+        digest = hashlib.sha256(msgspec.json.encode(body)).hexdigest()
+        text = msgspec.json.format(msgspec.json.encode(_Manifest(body, digest)))
+        (directory / _MANIFEST).write_bytes(text + b"\n")
+
+    def _replace(self, new: Path, old: Path) -> None:
+        """Two processes may do this at once: whoever comes last wins, both bundles are whole."""
+        for _ in range(10):
+            with contextlib.suppress(FileNotFoundError):
+                self.directory.rename(old)
+            try:
+                new.rename(self.directory)
+            except OSError:  # another process was faster
+                if not self.directory.exists():
+                    raise
+                shutil.rmtree(old, ignore_errors=True)
+                continue
+            return
+
+
+def trusted_directories(root: Path) -> Iterator[Path]:
+    """The bundles below `root` whose files may be loaded, without a word about the others."""
+    with contextlib.suppress(OSError):
+        for directory in sorted(root.iterdir()):
+            if directory.is_dir() and _why_not_trusted(directory) is None:
+                yield directory
+
+
+def _entry(name: str, data: bytes) -> BundleEntry:
+    return BundleEntry(name, len(data), hashlib.sha256(data).hexdigest())
+
+
+def _why_not_trusted(directory: Path) -> str | None:
+    """Why code from this directory is not run, or None."""
+    if not hasattr(os, "geteuid"):
+        return None
+    for path in (directory.parent, directory):
+        status = path.stat()
+        if status.st_uid not in (os.geteuid(), 0):
+            return f"{path} belongs to another user, and a bundle is code; copy it and own it"
+        if status.st_mode & 0o022:
+            return (
+                f"{path} can be written by others (mode {status.st_mode & 0o777:o}), and a bundle "
+                f"is code; chmod go-w {path}"
+            )
+    return None

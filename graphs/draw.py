@@ -1,0 +1,158 @@
+"""Draws as programs: with static inputs and captured on a GPU, row by row on a CPU.
+
+A step stages its rows' parameters before the model runs (one copy to the device) and draws after it
+from the logits. Nothing here waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ostinato.graphs.recorder import Recorder, is_out_of_memory
+from ostinato.ops.draw import DrawInputs, DrawPath, RowDraw, draw_each, draw_rows
+
+__all__ = ("DrawKey", "Drawer", "RowDrawer", "StaticDrawer", "num_draw_graphs")
+
+_FULL, _NARROW, _WIDE = DrawPath.full, DrawPath.narrow, DrawPath.wide
+# The mixtures that have a graph of their own, cheapest first. A step takes the first that has all
+# of its ways: what it has more costs time and changes nothing.
+_MIXTURES: tuple[frozenset[DrawPath], ...] = tuple(
+    map(
+        frozenset,
+        ((), (_NARROW,), (_FULL,), (_FULL, _NARROW), (_WIDE,), (_FULL, _NARROW, _WIDE)),
+    )
+)
+
+
+class Drawer(Protocol):
+    """Draws one token per row, twice told about a step: its parameters, then its logits."""
+
+    def stage(self, draws: Sequence[RowDraw]) -> None:
+        """Take a step's parameters, in the order of its rows; called before the model runs."""
+        ...
+
+    def run(self, logits: Tensor) -> Tensor:
+        """[R, V] float32 logits of the staged rows -> [R] int64 token ids, valid until the next."""
+        ...
+
+
+class RowDrawer:
+    """For devices that are asked at no cost: works on the rows that need it."""
+
+    def __init__(self) -> None:
+        self._draws: Sequence[RowDraw] = ()
+
+    def stage(self, draws: Sequence[RowDraw]) -> None:
+        self._draws = draws
+
+    def run(self, logits: Tensor) -> Tensor:
+        return draw_each(logits, self._draws)
+
+
+class DrawKey(NamedTuple):
+    """What a captured draw was made for."""
+
+    num_rows: int
+    paths: frozenset[DrawPath]
+
+
+class StaticDrawer:
+    """Fixed shapes over static tensors, padded to buckets of rows; captured if it has a recorder.
+
+    Logits that lie elsewhere than in its static tensor are copied there first.
+    """
+
+    def __init__(self, logits: Tensor, *, recorder: Recorder | None = None) -> None:
+        """
+        Args:
+            logits: [rows of the largest step, V] float32, where captured models put theirs.
+            recorder: captures the draws; None = they run as they are.
+        """
+        max_num_seqs, device = len(logits), logits.device
+        cuda = device.type == "cuda"
+        self._recorder = recorder
+        self._logits = logits
+        self._host_memory = torch.ones(
+            len(DrawInputs._fields), max_num_seqs, dtype=torch.float64, pin_memory=cuda
+        )
+        self._host: np.ndarray = self._host_memory.numpy()
+        self._inputs = self._host_memory.to(device) if cuda else self._host_memory
+        self._copied = torch.cuda.Event() if cuda else None
+        self._sizes = _row_sizes(max_num_seqs)
+        self._num_rows = 0
+        self._paths: frozenset[DrawPath] = frozenset()
+        self._replays: dict[DrawKey, Callable[[], Tensor]] = {}
+
+    @property
+    def captured_keys(self) -> list[DrawKey]:
+        return list(self._replays)
+
+    def capture(self) -> list[DrawKey]:
+        """Capture every mixture at every size, largest first.
+
+        Returns:
+            Those that there was no memory for; they run uncaptured.
+        """
+        left_out: list[DrawKey] = []
+        if self._recorder is None:
+            return left_out
+        for size in reversed(self._sizes):
+            for paths in reversed(_MIXTURES):
+                key = DrawKey(size, paths)
+                try:
+                    self._replays[key] = self._recorder.capture(self._bind(key))
+                except (MemoryError, RuntimeError) as error:
+                    if not is_out_of_memory(error):
+                        raise
+                    left_out.append(key)
+        return left_out
+
+    def stage(self, draws: Sequence[RowDraw]) -> None:
+        self._num_rows = len(draws)
+        present = {row.path for row in draws} - {DrawPath.greedy}
+        self._paths = next(mixture for mixture in _MIXTURES if present <= mixture)
+        if not present:
+            return
+        if self._copied is not None:
+            # The copy before lies ahead of the last step's kernels: this does not wait for those.
+            self._copied.synchronize()
+        self._host[:, : len(draws)] = np.array(draws, dtype=np.float64).T
+        if self._copied is not None:
+            self._inputs.copy_(self._host_memory, non_blocking=True)
+            self._copied.record()
+
+    def run_largest(self) -> None:
+        """Run every way of drawing on as many rows as a step can have, for what it allocates."""
+        self._bind(DrawKey(len(self._logits), _MIXTURES[-1]))()
+
+    def run(self, logits: Tensor) -> Tensor:
+        num_rows = self._num_rows
+        assert len(logits) == num_rows, f"{len(logits)} rows of logits, {num_rows} were staged"
+        if logits.data_ptr() != self._logits.data_ptr():
+            self._logits[:num_rows].copy_(logits)
+        size = next(size for size in self._sizes if size >= num_rows)
+        replay = self._replays.get(DrawKey(size, self._paths))
+        if replay is None:
+            return self._bind(DrawKey(num_rows, self._paths))()
+        return replay()[:num_rows]
+
+    def _bind(self, key: DrawKey) -> Callable[[], Tensor]:
+        logits = self._logits[: key.num_rows]
+        inputs = DrawInputs(*self._inputs[:, : key.num_rows].unbind())
+        return lambda: draw_rows(logits, inputs, key.paths)
+
+
+def num_draw_graphs(max_num_seqs: int) -> int:
+    """How many a drawer captures for steps of so many rows."""
+    return len(_row_sizes(max_num_seqs)) * len(_MIXTURES)
+
+
+def _row_sizes(max_num_seqs: int) -> list[int]:
+    """Powers of two, and the most: a draw of idle rows costs little beside a model's step."""
+    sizes = [1 << power for power in range(max_num_seqs.bit_length()) if 1 << power < max_num_seqs]
+    return [*sizes, max_num_seqs]

@@ -1,0 +1,124 @@
+"""Traced graphs that need no code generation: straight-line calls of our own ops.
+
+On a CPU a decoder layer is nine ops with C++ kernels and some views; nothing stands between them
+that a compiler could fuse. Such a graph runs as the Python that it is: a flat function without
+modules, attributes or branches. It is stored as text, so that a warm start needs neither Dynamo nor
+Inductor, whose imports alone take two seconds.
+"""
+
+from __future__ import annotations
+
+import builtins
+import inspect
+import operator
+import re
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import msgspec
+import torch
+from torch.fx import GraphModule, Node
+from torch.nn import functional as F
+
+__all__ = ("StraightProgram", "straighten")
+
+_FUNCTIONS = {F.embedding, F.linear, operator.getitem}
+_METHODS = {"narrow", "reshape", "size", "view"}
+
+# What an input of a traced graph is: an argument, then its fields, items and sizes.
+_SOURCE = re.compile(r"L\['(\w+)'\]((?:\.\w+|\[\d+\]|\.size\(\)\[\d+\])*)")
+
+
+_OP = re.compile(r"torch\.ops\.ostinato\.(\w+)\.default")
+
+
+class StraightProgram(msgspec.Struct, frozen=True):
+    """A graph as text. `source` defines `program`, which has the traced function's arguments."""
+
+    source: str
+    names: dict[str, str]  # global name in the source -> "module" or "module:attribute"
+
+    def load(self) -> Callable[..., Any]:
+        """The function."""
+        names: dict[str, Any] = {}
+        for name, path in self.names.items():
+            module, _, attribute = path.partition(":")
+            value: Any = import_module(module)
+            names[name] = operator.attrgetter(attribute)(value) if attribute else value
+        exec(compile(self.source, "<straight-line program>", "exec"), names)
+        return names["program"]
+
+
+def straighten(graph_module: GraphModule, function: Callable[..., Any]) -> StraightProgram | None:
+    """The program of a graph that Dynamo traced.
+
+    Args:
+        graph_module: traced from `function`; unchanged.
+        function: takes positional arguments and returns one tensor.
+
+    Returns:
+        None when the graph holds anything but our ops, matrix products, lookups and views: then
+        there is something to fuse.
+    """
+    traced = graph_module.graph
+    if not all(_is_plain(node) for node in traced.nodes):
+        return None
+    graph, copies = torch.fx.Graph(), {}
+    graph.output(graph.graph_copy(traced, copies))
+    values = []
+    for node in traced.find_nodes(op="placeholder"):
+        if not node.users:  # a size that nobody asks for
+            graph.erase_node(copies[node])
+            continue
+        value = _expression(node)
+        if value is None:
+            return None
+        values.append(value)
+    code = graph.python_code("graph")
+    body = _OP.sub(r"op_\1", code.src.strip())
+    names = _used(body, code.globals)
+    names |= {f"op_{op}": f"torch:ops.ostinato.{op}.default" for op in _OP.findall(code.src)}
+    arguments = ", ".join(inspect.signature(function).parameters)
+    source = (
+        f"{body}\n\n\ndef program({arguments}):\n    return forward(None, {', '.join(values)})[0]\n"
+    )
+    program = StraightProgram(source, names)
+    program.load()  # it must be whole
+    return program
+
+
+def _is_plain(node: Node) -> bool:
+    if node.op in ("placeholder", "output"):
+        return True
+    if node.op == "call_method":
+        return node.target in _METHODS
+    if node.op != "call_function":
+        return False
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return target.namespace == "ostinato"
+    return target in _FUNCTIONS
+
+
+def _expression(node: Node) -> str | None:
+    """How an input follows from the arguments: `step.attention.seq_lens`, `parameters[3]`."""
+    source = getattr(node, "_dynamo_source", None)
+    if source is None:
+        return None
+    name: Any = source.name  # a method before torch 2.12
+    match = _SOURCE.fullmatch(str(name() if callable(name) else name))
+    return match[1] + match[2] if match else None
+
+
+def _used(source: str, namespace: dict[str, Any]) -> dict[str, str]:
+    """Where the globals that the source reads are to be found."""
+    used: dict[str, str] = {}
+    for name, value in namespace.items():
+        if not re.search(rf"\b{re.escape(name)}\b", source) or name in vars(builtins):
+            continue
+        if inspect.ismodule(value):
+            used[name] = value.__name__
+        else:
+            used[name] = f"{value.__module__}:{value.__qualname__}"
+    return used

@@ -1,0 +1,105 @@
+"""How long steps occupy the device: CUDA events on a GPU, the clock on a CPU.
+
+A step's events are read once the device has passed them, never waited for, so that timing neither
+stops the host nor cares how many steps are in flight.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+__all__ = ("ClockTimer", "CudaTimer", "StepTimer", "TimingEvent", "make_timer")
+
+
+class StepTimer(Protocol):
+    """Sums the device's time between `begin` and `end` of every step."""
+
+    @property
+    def seconds(self) -> float:
+        """Of all steps that have finished."""
+        ...
+
+    def begin(self) -> None:
+        """Call before a step's first work is given to the device."""
+        ...
+
+    def end(self) -> None:
+        """Call after its last."""
+        ...
+
+
+class ClockTimer:
+    """For devices that work while they are called."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._began = 0.0
+        self.seconds = 0.0
+
+    def begin(self) -> None:
+        self._began = self._clock()
+
+    def end(self) -> None:
+        self.seconds += self._clock() - self._began
+
+
+class TimingEvent(Protocol):
+    """What is used of `torch.cuda.Event`."""
+
+    def record(self) -> None: ...
+    def query(self) -> bool: ...
+    def elapsed_time(self, end_event: Any, /) -> float: ...  # milliseconds; of its own kind
+
+
+class CudaTimer:
+    """Two events a step, on the current stream, used again once they were read."""
+
+    def __init__(self, new_event: Callable[[], TimingEvent]) -> None:
+        """
+        Args:
+            new_event: makes an event that takes times.
+        """
+        self._new_event = new_event
+        self._free: list[TimingEvent] = []
+        self._pending: deque[tuple[TimingEvent, TimingEvent]] = deque()
+        self._began: TimingEvent | None = None
+        self._seconds = 0.0
+
+    @property
+    def seconds(self) -> float:
+        self._read()
+        return self._seconds
+
+    def begin(self) -> None:
+        self._read()
+        self._began = self._take()
+        self._began.record()
+
+    def end(self) -> None:
+        assert self._began is not None, "a step's end without its beginning"
+        ended = self._take()
+        ended.record()
+        self._pending.append((self._began, ended))
+        self._began = None
+
+    def _take(self) -> TimingEvent:
+        return self._free.pop() if self._free else self._new_event()
+
+    def _read(self) -> None:
+        """Take in the steps that the device has finished; they finish in order."""
+        while self._pending and self._pending[0][1].query():
+            began, ended = self._pending.popleft()
+            self._seconds += began.elapsed_time(ended) / 1000
+            self._free += (began, ended)
+
+
+def make_timer(device: torch.device) -> StepTimer:
+    """The timer that fits the device."""
+    if device.type != "cuda":
+        return ClockTimer()
+    return CudaTimer(lambda: torch.cuda.Event(enable_timing=True))

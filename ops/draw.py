@@ -1,0 +1,171 @@
+"""One draw per row of logits, rows of a step in any mixture: greedy, or by one of three ways.
+
+Which way a row takes follows from its parameters alone, never from its logits or its neighbours.
+So the host knows it, and the ways that a step needs are a program of fixed shapes that can be
+captured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from enum import IntEnum
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ostinato.ops.sampling import (
+    MAX_CANDIDATES,
+    sample_candidates,
+    sample_filtered,
+    sample_full,
+    sample_sorted,
+)
+
+__all__ = (
+    "DrawInputs",
+    "DrawPath",
+    "RowDraw",
+    "draw_bytes",
+    "draw_each",
+    "draw_path",
+    "draw_rows",
+    "rows_at_once",
+)
+
+# Elements of logits that are worked on at once: what a draw needs besides is some 60 bytes for each
+# of them, which would be gigabytes for a large batch and vocabulary.
+_DRAWN_ELEMENTS = 1 << 22
+_BYTES_PER_ELEMENT = 64
+
+
+class DrawPath(IntEnum):
+    """How a row's token is found."""
+
+    greedy = 0  # the likeliest
+    full = 1  # from the whole vocabulary, unsorted
+    narrow = 2  # from the MAX_CANDIDATES likeliest
+    wide = 3  # from the whole vocabulary in order
+
+
+class RowDraw(NamedTuple):
+    """What one row's draw depends on besides its logits; the fields of `DrawInputs`, in order."""
+
+    path: DrawPath
+    temperature: float  # above 0, of greedy rows too
+    top_k: int  # V = off
+    top_p: float
+    min_p: float
+    uniform: float  # in [0, 1)
+
+
+class DrawInputs(NamedTuple):
+    """The same for R rows, [R] float64 each; paths and top-k are whole numbers."""
+
+    paths: Tensor
+    temperatures: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    uniforms: Tensor
+
+
+def draw_path(
+    *, temperature: float, top_k: int, top_p: float, min_p: float, vocab_size: int
+) -> DrawPath:
+    """The way a row takes; what is off is a `top_k` of V, a `top_p` of 1, a `min_p` of 0."""
+    if temperature == 0.0:
+        return DrawPath.greedy
+    limited = top_k < vocab_size
+    if limited and top_k <= MAX_CANDIDATES:
+        return DrawPath.narrow
+    return DrawPath.wide if limited or top_p < 1.0 or min_p > 0.0 else DrawPath.full
+
+
+def draw_rows(logits: Tensor, inputs: DrawInputs, paths: Iterable[DrawPath]) -> Tensor:
+    """Draw with fixed shapes and no question to the device: a CUDA graph can be made of it.
+
+    Args:
+        logits: [R, V] float32.
+        inputs: of the R rows.
+        paths: all that occur in `inputs.paths`, greedy aside; each costs its work for every row.
+
+    Returns:
+        [R] int64 token ids.
+    """
+    token_ids = logits.argmax(-1)
+    for path in sorted(paths):
+        if path is not DrawPath.greedy:
+            drawn = _in_chunks(_STATIC[path], logits, inputs)
+            token_ids = torch.where(inputs.paths == float(path), drawn, token_ids)
+    return token_ids
+
+
+def draw_each(logits: Tensor, draws: Sequence[RowDraw]) -> Tensor:
+    """Draw with work only for the rows that need it: the CPU's form of `draw_rows`."""
+    token_ids = logits.argmax(-1)
+    for path in (DrawPath.full, DrawPath.narrow, DrawPath.wide):
+        chosen = [index for index, row in enumerate(draws) if row.path is path]
+        if chosen:
+            columns = zip(*(draws[index] for index in chosen), strict=True)
+            inputs = DrawInputs(
+                *(torch.tensor(c, dtype=torch.float64, device=logits.device) for c in columns)
+            )
+            where = torch.tensor(chosen, device=logits.device)
+            token_ids[where] = _in_chunks(_ASKING[path], logits, inputs, where)
+    return token_ids
+
+
+def draw_bytes(num_rows: int, vocab_size: int) -> int:
+    """The most bytes that a draw of so many rows allocates at once."""
+    return _BYTES_PER_ELEMENT * min(num_rows, rows_at_once(vocab_size)) * vocab_size
+
+
+def rows_at_once(vocab_size: int) -> int:
+    """Rows of logits that are worked on at once, to bound the memory that it takes."""
+    return max(1, _DRAWN_ELEMENTS // vocab_size)
+
+
+_Draw = Callable[[Tensor, DrawInputs], Tensor]
+
+
+def _full(logits: Tensor, inputs: DrawInputs) -> Tensor:
+    return sample_full(logits, inputs.uniforms)
+
+
+def _filter_arguments(inputs: DrawInputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return inputs.uniforms, inputs.top_k, inputs.top_p, inputs.min_p
+
+
+def _narrow(logits: Tensor, inputs: DrawInputs) -> Tensor:
+    return sample_candidates(logits, *_filter_arguments(inputs))
+
+
+def _sorted(logits: Tensor, inputs: DrawInputs) -> Tensor:
+    return sample_sorted(logits, *_filter_arguments(inputs))
+
+
+def _filtered(logits: Tensor, inputs: DrawInputs) -> Tensor:
+    return sample_filtered(logits, *_filter_arguments(inputs))
+
+
+_STATIC: dict[DrawPath, _Draw] = {
+    DrawPath.full: _full,
+    DrawPath.narrow: _narrow,
+    DrawPath.wide: _sorted,
+}
+_ASKING = _STATIC | {DrawPath.wide: _filtered}
+
+
+def _in_chunks(
+    draw: _Draw, logits: Tensor, inputs: DrawInputs, where: Tensor | None = None
+) -> Tensor:
+    """`draw` of the logits (of the rows `where`) over their temperatures, so many rows at once."""
+    num_rows, step = len(inputs.paths), rows_at_once(logits.shape[-1])
+    parts = []
+    for begin in range(0, num_rows, step):
+        rows = slice(begin, begin + step)
+        part = DrawInputs(*(column[rows] for column in inputs))
+        scaled = logits[rows] if where is None else logits[where[rows]]
+        parts.append(draw(scaled / part.temperatures[:, None].float(), part))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

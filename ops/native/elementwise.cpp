@@ -1,0 +1,316 @@
+// What stands between a layer's matrices: normalisation, rotary embedding, activation functions. Each is one pass
+// over its rows with float arithmetic and one rounding; rows are independent, so a row's bits do not depend on the
+// rows beside it or on the number of threads.
+#include "binding.h"
+#include "simd.h"
+
+#include <algorithm>
+
+namespace ostinato::elementwise {
+namespace {
+
+constexpr int64_t kBytesPerWorker = 64 << 10;  // of rows that pay for waking one more thread
+constexpr int kMaxHeadDim = 1024;
+
+// Calls body(row) for every row, on as many threads as the rows' bytes are worth.
+template <class Body>
+void for_each_row(int64_t rows, int64_t bytes, const Body& body) {
+  const int64_t worth = std::min<int64_t>(bytes / kBytesPerWorker, rows);
+  const int workers = static_cast<int>(std::max<int64_t>(std::min<int64_t>(worth, num_threads()), 1));
+  on_workers(workers, [&](int worker) {
+    const int64_t last = rows * (worker + 1) / workers;
+    for (int64_t row = rows * worker / workers; row < last; ++row) body(row);
+  });
+}
+
+// Calls kernel(T{}) with the element type that `dtype` names.
+template <class Kernel>
+void with_element(DType dtype, const Kernel& kernel) {
+  if (dtype == DType::float32) return kernel(float{});
+  if (dtype == DType::bfloat16) return kernel(BFloat16{});
+  kernel(Float16{});
+}
+
+int64_t element_bytes(DType dtype) { return dtype == DType::float32 ? 4 : 2; }
+
+void check_element(const Tensor& x) {
+  OSTINATO_CHECK(x.dtype == DType::float32 || x.dtype == DType::bfloat16 || x.dtype == DType::float16,
+                 "x must be float32, bfloat16 or float16");
+}
+
+void check_matrix(const Tensor& x) {
+  check_element(x);
+  OSTINATO_CHECK(x.dim == 2 && (x.sizes[1] <= 1 || x.strides[1] == 1), "x must be a matrix with contiguous rows");
+}
+
+void check_vector(const Tensor& vector, int64_t size, DType dtype, const char* message) {
+  OSTINATO_CHECK(vector.dtype == dtype && vector.dim == 1 && vector.sizes[0] == size &&
+                     (size <= 1 || vector.strides[0] == 1),
+                 message);
+}
+
+// body(column, width): whole vectors first, then single elements (a width of 1).
+template <class Vector, class Single>
+OSTINATO_INLINE void columns(int64_t count, const Vector& vector, const Single& single) {
+  int64_t c = 0;
+  for (; c + F32::width <= count; c += F32::width) vector(c);
+  for (; c < count; ++c) single(c);
+}
+
+// The sum of value(x) over a row, value being given for vectors and for floats.
+template <class T, class Value>
+OSTINATO_INLINE float sum_row(const T* x, int64_t count, const Value& value) {
+  F32 sums[2] = {broadcast(0.0f), broadcast(0.0f)};
+  int64_t c = 0;
+  for (; c + 2 * F32::width <= count; c += 2 * F32::width) {
+    sums[0] = sums[0] + value(load(x + c));
+    sums[1] = sums[1] + value(load(x + c + F32::width));
+  }
+  float rest = 0.0f;
+  for (; c < count; ++c) rest += value(to_float(x[c]));
+  return reduce_sum(sums[0] + sums[1]) + rest;
+}
+
+template <class T>
+OSTINATO_INLINE float inverse_rms(const T* x, int64_t count, float eps) {
+  const float squares = sum_row(x, count, [](auto value) { return value * value; });
+  return 1.0f / std::sqrt(squares / static_cast<float>(count) + eps);
+}
+
+// ---- normalisation ---------------------------------------------------------------------------------------
+
+template <class T>
+void rms_norm_row(const T* x, const T* weight, int64_t count, float eps, T* out) {
+  const float scale = inverse_rms(x, count, eps);
+  columns(
+      count, [&](int64_t c) { store(out + c, load(x + c) * broadcast(scale) * load(weight + c)); },
+      [&](int64_t c) { from_float(to_float(x[c]) * scale * to_float(weight[c]), out + c); });
+}
+
+template <class T>
+void layer_norm_row(const T* x, const T* weight, const T* bias, int64_t count, float eps, T* out) {
+  const float mean = sum_row(x, count, [](auto value) { return value; }) / static_cast<float>(count);
+  struct SquaredDistance {
+    float mean;
+    F32 operator()(F32 x) const { return (x - broadcast(mean)) * (x - broadcast(mean)); }
+    float operator()(float x) const { return (x - mean) * (x - mean); }
+  };
+  const float variance = sum_row(x, count, SquaredDistance{mean}) / static_cast<float>(count);
+  const float scale = 1.0f / std::sqrt(variance + eps);
+  columns(
+      count,
+      [&](int64_t c) {
+        const F32 normal = (load(x + c) - broadcast(mean)) * broadcast(scale);
+        store(out + c, normal * load(weight + c) + load(bias + c));
+      },
+      [&](int64_t c) {
+        from_float((to_float(x[c]) - mean) * scale * to_float(weight[c]) + to_float(bias[c]), out + c);
+      });
+}
+
+// rms_norm(Tensor x, Tensor weight, float eps) -> Tensor
+void rms_norm(StableIValue* stack, uint64_t, uint64_t) {
+  Call call(stack);
+  const Tensor x = call.tensor();
+  const Tensor weight = call.tensor();
+  const auto eps = static_cast<float>(call.number());
+  check_matrix(x);
+  const int64_t count = x.sizes[1];
+  check_vector(weight, count, x.dtype, "weight must be a contiguous vector as long as a row, in x's dtype");
+  const Tensor out = empty(x.sizes, 2, x.dtype);
+  with_element(x.dtype, [&]<class T>(T) {
+    for_each_row(x.sizes[0], x.sizes[0] * count * element_bytes(x.dtype), [&](int64_t row) {
+      rms_norm_row(x.as<T>() + row * x.strides[0], weight.as<T>(), count, eps, out.as<T>() + row * count);
+    });
+  });
+  call.give(out);
+}
+
+// layer_norm(Tensor x, Tensor weight, Tensor bias, float eps) -> Tensor
+void layer_norm(StableIValue* stack, uint64_t, uint64_t) {
+  Call call(stack);
+  const Tensor x = call.tensor();
+  const Tensor weight = call.tensor();
+  const Tensor bias = call.tensor();
+  const auto eps = static_cast<float>(call.number());
+  check_matrix(x);
+  const int64_t count = x.sizes[1];
+  check_vector(weight, count, x.dtype, "weight must be a contiguous vector as long as a row, in x's dtype");
+  check_vector(bias, count, x.dtype, "bias must be a contiguous vector as long as a row, in x's dtype");
+  const Tensor out = empty(x.sizes, 2, x.dtype);
+  with_element(x.dtype, [&]<class T>(T) {
+    for_each_row(x.sizes[0], x.sizes[0] * count * element_bytes(x.dtype), [&](int64_t row) {
+      layer_norm_row(x.as<T>() + row * x.strides[0], weight.as<T>(), bias.as<T>(), count, eps,
+                     out.as<T>() + row * count);
+    });
+  });
+  call.give(out);
+}
+
+// ---- rotary embedding ------------------------------------------------------------------------------------
+
+// One head: normalised when there is a weight, its first 2 * half elements rotated, the others kept.
+template <class T>
+void rotate_head(const T* x, const T* weight, float eps, int64_t head_dim, const float* cos, const float* sin,
+                 int64_t half, T* out) {
+  alignas(64) float head[kMaxHeadDim];
+  columns(
+      head_dim, [&](int64_t c) { store(head + c, load(x + c)); }, [&](int64_t c) { head[c] = to_float(x[c]); });
+  if (weight != nullptr) {
+    const float scale = inverse_rms(head, head_dim, eps);
+    columns(
+        head_dim, [&](int64_t c) { store(head + c, load(head + c) * broadcast(scale) * load(weight + c)); },
+        [&](int64_t c) { head[c] *= scale * to_float(weight[c]); });
+  }
+  const float* second = head + half;
+  columns(
+      half,
+      [&](int64_t c) {
+        const F32 a = load(head + c), b = load(second + c), turn = load(cos + c), lift = load(sin + c);
+        store(out + c, a * turn - b * lift);
+        store(out + half + c, b * turn + a * lift);
+      },
+      [&](int64_t c) {
+        from_float(head[c] * cos[c] - second[c] * sin[c], out + c);
+        from_float(second[c] * cos[c] + head[c] * sin[c], out + half + c);
+      });
+  columns(
+      head_dim - 2 * half, [&](int64_t c) { store(out + 2 * half + c, load(head + 2 * half + c)); },
+      [&](int64_t c) { from_float(head[2 * half + c], out + 2 * half + c); });
+}
+
+// rotate_heads(Tensor x, Tensor cos, Tensor sin, Tensor? q_weight, Tensor? k_weight, int num_q_heads, float eps)
+//   -> Tensor
+void rotate_heads(StableIValue* stack, uint64_t, uint64_t) {
+  Call call(stack);
+  const Tensor x = call.tensor();
+  const Tensor cos = call.tensor();
+  const Tensor sin = call.tensor();
+  const Tensor q_weight = call.optional_tensor();
+  const Tensor k_weight = call.optional_tensor();
+  const int64_t num_q_heads = call.integer();
+  const auto eps = static_cast<float>(call.number());
+  check_element(x);
+  OSTINATO_CHECK(x.dim == 3 && (x.sizes[2] <= 1 || x.strides[2] == 1), "x must be [T, H, D] with contiguous heads");
+  const int64_t tokens = x.sizes[0], heads = x.sizes[1], head_dim = x.sizes[2];
+  OSTINATO_CHECK(head_dim <= kMaxHeadDim, "heads must have at most 1024 elements");
+  for (const Tensor& table : {cos, sin}) {
+    OSTINATO_CHECK(table.dtype == DType::float32 && table.dim == 2 && table.sizes[0] == tokens &&
+                       table.sizes[1] == cos.sizes[1] && 2 * table.sizes[1] <= head_dim &&
+                       (table.sizes[1] <= 1 || table.strides[1] == 1),
+                   "cos and sin must be float32 [T, R / 2] with contiguous rows, R at most the head's size");
+  }
+  for (const Tensor& weight : {q_weight, k_weight}) {
+    if (weight.handle == nullptr) continue;
+    check_vector(weight, head_dim, x.dtype, "a head's weight must be a contiguous vector of its size, in x's dtype");
+  }
+  const Tensor out = empty(x.sizes, 3, x.dtype);
+  with_element(x.dtype, [&]<class T>(T) {
+    for_each_row(tokens, tokens * heads * head_dim * element_bytes(x.dtype), [&](int64_t token) {
+      for (int64_t head = 0; head < heads; ++head) {
+        const Tensor& weight = head < num_q_heads ? q_weight : k_weight;
+        rotate_head(x.as<T>() + token * x.strides[0] + head * x.strides[1], weight.as<T>(), eps, head_dim,
+                    cos.as<float>() + token * cos.strides[0], sin.as<float>() + token * sin.strides[0],
+                    cos.sizes[1], out.as<T>() + (token * heads + head) * head_dim);
+      }
+    });
+  });
+  call.give(out);
+}
+
+// ---- activation ------------------------------------------------------------------------------------------
+
+constexpr float kLog2E = 1.442695041f;
+
+OSTINATO_INLINE F32 sigmoid(F32 x) {
+  const F32 exponent = min(x * broadcast(-kLog2E), broadcast(120.0f));  // exp2 takes no more
+  return broadcast(1.0f) / (broadcast(1.0f) + exp2(exponent));
+}
+
+enum class Activation { silu, gelu_tanh, quick_gelu, gelu, relu };
+
+template <class Function>
+OSTINATO_INLINE void apply(float* x, int64_t count, const Function& function) {
+  for (int64_t c = 0; c < count; c += F32::width) store(x + c, function(load(x + c)));
+}
+
+// In place; `count` is a multiple of the vectors' width.
+void activate(Activation kind, float* x, int64_t count) {
+  switch (kind) {
+    case Activation::silu: return apply(x, count, [](F32 x) { return x * sigmoid(x); });
+    case Activation::quick_gelu: return apply(x, count, [](F32 x) { return x * sigmoid(broadcast(1.702f) * x); });
+    case Activation::gelu_tanh:  // (1 + tanh(u)) / 2 = sigmoid(2 u)
+      return apply(x, count, [](F32 x) {
+        const F32 cube = broadcast(0.044715f) * x * x * x;
+        return x * sigmoid(broadcast(1.5957691216f) * (x + cube));
+      });
+    case Activation::gelu:
+      for (int64_t c = 0; c < count; ++c) x[c] *= 0.5f * (1.0f + std::erf(x[c] * 0.70710678f));
+      return;
+    case Activation::relu: return apply(x, count, [](F32 x) { return max(x, broadcast(0.0f)); });
+  }
+}
+
+Activation activation_named(const std::string& name) {
+  if (name == "silu") return Activation::silu;
+  if (name == "gelu_tanh") return Activation::gelu_tanh;
+  if (name == "quick_gelu") return Activation::quick_gelu;
+  if (name == "gelu") return Activation::gelu;
+  if (name == "relu") return Activation::relu;
+  throw std::invalid_argument("kind must be silu, gelu_tanh, quick_gelu, gelu or relu, got " + name);
+}
+
+// `factor` is null for none.
+template <class T>
+void activate_row(Activation kind, const T* x, const T* factor, int64_t count, T* out) {
+  constexpr int64_t kChunk = 512;
+  alignas(64) float chunk[kChunk];
+  for (int64_t first = 0; first < count; first += kChunk) {
+    const int64_t size = std::min(kChunk, count - first);
+    const int64_t padded = (size + F32::width - 1) / F32::width * F32::width;
+    for (int64_t c = size; c < padded; ++c) chunk[c] = 0.0f;
+    columns(
+        size, [&](int64_t c) { store(chunk + c, load(x + first + c)); },
+        [&](int64_t c) { chunk[c] = to_float(x[first + c]); });
+    activate(kind, chunk, padded);
+    if (factor == nullptr) {
+      columns(
+          size, [&](int64_t c) { store(out + first + c, load(chunk + c)); },
+          [&](int64_t c) { from_float(chunk[c], out + first + c); });
+    } else {
+      columns(
+          size, [&](int64_t c) { store(out + first + c, load(chunk + c) * load(factor + first + c)); },
+          [&](int64_t c) { from_float(chunk[c] * to_float(factor[first + c]), out + first + c); });
+    }
+  }
+}
+
+// activation(Tensor x, str kind, bool gated) -> Tensor
+void activation(StableIValue* stack, uint64_t, uint64_t) {
+  Call call(stack);
+  const Tensor x = call.tensor();
+  const std::string name = call.text();
+  const bool gated = call.boolean();
+  const Activation kind = activation_named(name);
+  check_matrix(x);
+  OSTINATO_CHECK(!gated || x.sizes[1] % 2 == 0, "rows with a gate must have an even number of elements");
+  const int64_t rows = x.sizes[0], count = gated ? x.sizes[1] / 2 : x.sizes[1];
+  const int64_t sizes[] = {rows, count};
+  const Tensor out = empty(sizes, 2, x.dtype);
+  with_element(x.dtype, [&]<class T>(T) {
+    for_each_row(rows, rows * x.sizes[1] * element_bytes(x.dtype), [&](int64_t row) {
+      const T* from = x.as<T>() + row * x.strides[0];
+      activate_row(kind, from, gated ? from + count : nullptr, count, out.as<T>() + row * count);
+    });
+  });
+  call.give(out);
+}
+
+}  // namespace
+
+OSTINATO_KERNEL(rms_norm, rms_norm);
+OSTINATO_KERNEL(layer_norm, layer_norm);
+OSTINATO_KERNEL(rotate_heads, rotate_heads);
+OSTINATO_KERNEL(activation, activation);
+
+}  // namespace ostinato::elementwise

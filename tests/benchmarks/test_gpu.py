@@ -1,0 +1,112 @@
+"""The GPU benchmark: its arithmetic, and all of it in small on whatever machine this is."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from ostinato.benchmarks.gpu.__main__ import _run_apart
+from ostinato.benchmarks.gpu.roofline import Machine, ModelSizes, sizes_of
+from ostinato.conf.compose import load_config
+from ostinato.runtime.planning import open_model
+
+ROOT = Path(__file__).parents[2]
+
+
+def sizes(model: str) -> ModelSizes:
+    config = load_config([f"model={model}", "model.load_format=dummy", "device.name=cpu"])
+    source = open_model(config)
+    return sizes_of(source.config, torch.bfloat16, torch.bfloat16)
+
+
+def test_sizes_of_the_models_that_are_measured() -> None:
+    llama, qwen = sizes("llama-8b"), sizes("qwen3-0.6b")
+    # 8,030,261,248 parameters with an embedding and a head of 128256 x 4096 each.
+    assert llama.body_parameters == 8_030_261_248 - 2 * 525_336_576
+    assert llama.head_parameters == 525_336_576
+    assert llama.kv_bytes_per_token == 32 * 2 * 8 * 128 * 2
+    # 596,049,920 with a table of 151936 x 1024 that is both.
+    assert qwen.body_parameters == 596_049_920 - 155_582_464
+    assert qwen.head_parameters == 155_582_464
+
+
+def test_the_roofline_of_a_step() -> None:
+    small = ModelSizes(
+        body_parameters=1000,
+        head_parameters=200,
+        weight_bytes=2,
+        kv_bytes_per_token=16,
+        attention_size=8,
+    )
+    assert small.decode_bytes(3, 10) == 2400 + 480
+    assert small.decode_flop(3, 10) == 3 * (2400 + 320)
+    # 2 x 4 x 1000, 2 x 200, and 1 + 2 + 3 + 4 keys x 4 x 8 for each of two prompts.
+    assert small.prefill_flop(2, 4) == 2 * (8000 + 400 + 320)
+    machine = Machine(copy_bytes_s=100.0, matmul_flop_s=1000.0)
+    assert machine.least_seconds(2880, 8160) == pytest.approx(28.8)
+    assert machine.least_seconds(288, 8160) == pytest.approx(8.16)
+
+
+def test_a_stage_that_fails_is_recorded() -> None:
+    found = _run_apart("no-such-stage", True, 120.0)
+    assert (found["status"], found["error"]) == ("failed", "KeyError: 'no-such-stage'")
+    assert "Traceback" in found["traceback"]
+
+
+def test_a_stage_that_hangs_is_ended() -> None:
+    found = _run_apart("machine", True, 0.2)
+    assert (found["status"], found["error"]) == ("timeout", "not done after 0 s")
+
+
+STAGES = [
+    *("machine", "tests", "decode-llama-8b", "prefill-qwen3-0.6b", "offline-qwen3-0.6b"),
+    *("sampler", "decode-fp8-llama-8b", "startup-qwen3-0.6b"),
+]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there the command itself is run")
+@pytest.mark.timeout(900)
+def test_all_of_it_in_small(tmp_path: Path) -> None:
+    output = tmp_path / "gpu.json"
+    output.write_text(json.dumps({"conditions": {}, "stages": {"earlier": {"status": "ok"}}}))
+    command = [sys.executable, "-m", "ostinato.benchmarks.gpu", "--tiny"]
+    command += ["--stages", ",".join(STAGES), "--output", str(output)]
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    record = json.loads(output.read_text())
+    assert done.returncode == 0, json.dumps(record["stages"], indent=1)[-6000:] + done.stderr
+    assert list(record["stages"]) == ["earlier", *STAGES]
+    found = {name: record["stages"][name].get("result") for name in STAGES}
+    assert found["tests"]["failed"] == []
+    assert found["tests"]["skipped"] > 60
+    assert [row["batch"] for row in found["decode-llama-8b"]["rows"]] == [1, 2, 8]
+    for row in found["decode-llama-8b"]["rows"]:
+        assert row["tokens_per_step"] == row["batch"], "a step that is not one of decode"
+        assert row["device_step_ms"] <= row["step_ms"]
+    sizes = [found[name]["sizes"]["kv_bytes_per_token"] for name in STAGES if "decode" in name]
+    assert sizes == [512, 128]  # float32 and 8 bits
+    assert found["offline-qwen3-0.6b"]["late_compiles"] == []
+    assert {row["path"] for row in found["sampler"]["rows"]} == {"greedy", "full", "narrow", "wide"}
+    assert set(found["startup-qwen3-0.6b"]) == {"cold", "warm"}
+    assert record["conditions"]["command"] == command[3:]
+
+
+def test_no_time_left_is_recorded(tmp_path: Path) -> None:
+    output = tmp_path / "gpu.json"
+    command = [sys.executable, "-m", "ostinato.benchmarks.gpu", "--tiny", "--budget-s", "1"]
+    done = subprocess.run([*command, "--output", str(output)], cwd=ROOT, check=False)
+    assert done.returncode == 1
+    stages = json.loads(output.read_text())["stages"]
+    assert {stage["status"] for stage in stages.values()} == {"not run"}

@@ -1,0 +1,35 @@
+"""What holds for every test: no engine compiles after it was ready."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+
+class _Collector(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiles_late(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fails a test in which an engine of this process compiles late, whoever looks at its counter.
+
+    Each monitor logs the first compilation of each kind and shape (graphs/seal.py). Engines in
+    processes of their own are looked at where they are started: `ServerProcess`, `test_client.py`.
+    """
+    logger = logging.getLogger("ostinato.graphs.seal")
+    level, collector = logger.level, _Collector()
+    logger.addHandler(collector)
+    logger.setLevel(logging.WARNING)  # whatever `server.log_level` a test sets on the root
+    yield
+    logger.removeHandler(collector)
+    logger.setLevel(level)
+    if request.node.get_closest_marker("compiles_late") is None:
+        assert collector.lines == [], "an engine compiled after it was ready; see graphs/seal.py"

@@ -1,0 +1,61 @@
+"""Captured draws on a CUDA device: the CPU's tokens, no memory kept; what the device says of memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ostinato.graphs.draw import StaticDrawer
+from ostinato.graphs.recorder import CudaRecorder
+from ostinato.graphs.timing import make_timer
+from ostinato.ops.draw import draw_bytes
+from ostinato.runtime.measured_memory import CudaMemory
+from tests.graphs.draw_steps import MAX_SEQS, VOCAB, check_draws
+
+pytestmark = pytest.mark.gpu
+CUDA = torch.device("cuda")
+
+
+@pytest.mark.parametrize("captured", [False, True])
+@torch.inference_mode()
+def test_draws_are_those_of_the_cpu(captured: bool) -> None:
+    static = torch.zeros(MAX_SEQS, VOCAB, device=CUDA)
+    drawer = StaticDrawer(static, recorder=CudaRecorder() if captured else None)
+    assert drawer.capture() == []
+    check_draws(drawer, static, num_steps=100)
+    before = torch.cuda.memory_allocated()
+    check_draws(drawer, static, num_steps=100)
+    assert torch.cuda.memory_allocated() == before
+
+
+@torch.inference_mode()
+def test_a_draw_stays_within_its_memory() -> None:
+    rows, vocab_size = 64, 151_936
+    drawer = StaticDrawer(torch.randn(rows, vocab_size, device=CUDA))
+    drawer.run_largest()  # libraries take theirs
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    drawer.run_largest()
+    torch.cuda.synchronize()
+    assert torch.cuda.max_memory_allocated() - before <= draw_bytes(rows, vocab_size)
+
+
+def test_the_peak_of_a_call() -> None:
+    def call() -> None:
+        torch.empty(64 << 20, dtype=torch.uint8, device=CUDA)
+
+    memory = CudaMemory()
+    free = memory.free()
+    assert 64 << 20 <= memory.peak_of(call) <= 96 << 20
+    assert abs(memory.free() - free) <= 4 << 20  # the call's memory was given back
+
+
+def test_a_timer_reads_the_devices_clock() -> None:
+    timer = make_timer(CUDA)
+    for _ in range(3):
+        timer.begin()
+        torch.cuda._sleep(20_000_000)  # cycles: some 10 ms
+        timer.end()
+    torch.cuda.synchronize()
+    assert 0.015 < timer.seconds < 0.15

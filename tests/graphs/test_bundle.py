@@ -1,0 +1,216 @@
+"""Bundles: kept, moved, damaged, foreign, stale, in directories that can not be trusted or written."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from ostinato.graphs.bundle import Bundle, trusted_directories
+
+FILES = {"layer-0": b"a program" * 50, "cost-table": b"\x00\xff", "empty": b""}
+IDENTITY = {"model": "tiny", "dtype": "float32"}
+
+
+def make(root: Path, files: dict[str, bytes] = FILES) -> Bundle:
+    bundle = Bundle(root, "tiny on a CPU", IDENTITY)
+    for name, data in files.items():
+        bundle.put(name, data)
+    bundle.save()
+    return bundle
+
+
+def contents(bundle: Bundle) -> dict[str, bytes | None]:
+    return {entry.name: bundle.get(entry.name) for entry in bundle.entries}
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name.endswith("bundle")]
+
+
+def test_what_is_saved_is_found_again_also_in_another_place(tmp_path: Path) -> None:
+    first = make(tmp_path / "a")
+    assert first.is_saved
+    again = Bundle(tmp_path / "a", "tiny on a CPU", IDENTITY)
+    assert contents(again) == FILES
+    assert again.is_saved
+    assert again.directory.name.startswith("tiny-on-a-CPU-")
+    shutil.copytree(tmp_path / "a", tmp_path / "elsewhere" / "b")
+    assert contents(Bundle(tmp_path / "elsewhere" / "b", "tiny on a CPU", IDENTITY)) == FILES
+
+
+def test_another_model_has_another_directory(tmp_path: Path) -> None:
+    make(tmp_path)
+    other = Bundle(tmp_path, "tiny on a CPU", IDENTITY | {"dtype": "bfloat16"})
+    assert other.entries == []
+    other.put("layer-0", b"x")
+    other.save()
+    assert contents(Bundle(tmp_path, "tiny on a CPU", IDENTITY)) == FILES
+
+
+def test_saving_replaces_what_was_there(tmp_path: Path) -> None:
+    make(tmp_path)
+    bundle = Bundle(tmp_path, "tiny on a CPU", IDENTITY)
+    bundle.put("layer-0", b"new")
+    assert not bundle.is_saved
+    bundle.save()
+    assert contents(Bundle(tmp_path, "tiny on a CPU", IDENTITY)) == FILES | {"layer-0": b"new"}
+    assert [path.name for path in tmp_path.iterdir()] == [bundle.directory.name]
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_one_altered_byte_anywhere_sets_it_aside(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, data: st.DataObject
+) -> None:
+    directory = make(tmp_path).directory
+    file = data.draw(st.sampled_from(sorted(p for p in directory.iterdir() if p.stat().st_size)))
+    content = bytearray(file.read_bytes())
+    position = data.draw(st.integers(0, len(content) - 1))
+    content[position] ^= data.draw(st.integers(1, 255))
+    file.write_bytes(content)
+    caplog.clear()
+    bundle = Bundle(tmp_path, "tiny on a CPU", IDENTITY)
+    if contents(bundle) == FILES:  # white space of the manifest
+        assert file.name == "manifest.json"
+        assert (
+            bytes(content).split()
+            == make(tmp_path / "other").directory.joinpath("manifest.json").read_bytes().split()
+        )
+        return
+    assert bundle.entries == []
+    (line,) = warnings_of(caplog)
+    assert line.startswith(f"the bundle {directory} is set aside and built anew: ")
+    assert not directory.exists()
+    assert directory.with_name(f"{directory.name}.set-aside").exists()
+
+
+@pytest.mark.parametrize("name", ["layer-0", "manifest.json"])
+def test_a_file_that_is_cut_short_or_gone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    for spoil in (lambda file: file.write_bytes(file.read_bytes()[:-7]), Path.unlink):
+        directory = make(tmp_path).directory
+        spoil(directory / name)
+        caplog.clear()
+        assert Bundle(tmp_path, "tiny on a CPU", IDENTITY).entries == []
+        assert "is set aside and built anew: " in warnings_of(caplog)[0]
+
+
+def rewrite(directory: Path, **changes: object) -> None:
+    """Change the manifest's body and sign it again: an honest bundle from elsewhere."""
+    manifest = msgspec.json.decode((directory / "manifest.json").read_bytes())
+    for key, values in changes.items():
+        manifest["body"][key] |= values
+    body = msgspec.json.encode(manifest["body"])
+    manifest["sha256"] = hashlib.sha256(body).hexdigest()
+    (directory / "manifest.json").write_bytes(msgspec.json.encode(manifest))
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"made_by": {"torch": "1.0"}}, "it was made by torch 1.0, this is "),
+        ({"made_by": {"sources": "0123"}}, "it was made by sources 0123, this is "),
+        ({"made_by": {"platform": "plan9 vax"}}, "it was made by platform plan9 vax, this is "),
+        ({"identity": {"dtype": "float16"}}, "it is for {"),
+    ],
+)
+def test_one_from_other_sources_versions_or_machines(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, changes: dict[str, object], reason: str
+) -> None:
+    directory = make(tmp_path).directory
+    rewrite(directory, **changes)
+    assert Bundle(tmp_path, "tiny on a CPU", IDENTITY).entries == []
+    assert reason in warnings_of(caplog)[0]
+    make(tmp_path)  # built anew, in the same place
+    assert contents(Bundle(tmp_path, "tiny on a CPU", IDENTITY)) == FILES
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o777, 0o702])
+@pytest.mark.parametrize("parent", [False, True])
+def test_code_is_not_loaded_from_where_others_can_write(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, mode: int, parent: bool
+) -> None:
+    root = tmp_path / "root"
+    directory = make(root).directory
+    opened = root if parent else directory
+    opened.chmod(mode)
+    bundle = Bundle(root, "tiny on a CPU", IDENTITY)
+    assert bundle.entries == []
+    (line,) = warnings_of(caplog)
+    assert line.startswith(f"the bundle {directory} is not loaded: {opened} can be written by ")
+    assert line.endswith(f"a bundle is code; chmod go-w {opened}")
+    assert list(trusted_directories(root)) == []
+    bundle.put("layer-0", b"mine")
+    bundle.save()  # must not make it look as if it were ours
+    assert (directory / "layer-0").read_bytes() == FILES["layer-0"]
+    assert not bundle.is_saved
+    opened.chmod(0o700)
+    assert contents(Bundle(root, "tiny on a CPU", IDENTITY)) == FILES
+    assert list(trusted_directories(root)) == [directory]
+
+
+def test_a_place_that_can_not_be_written_costs_a_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = tmp_path / "file"
+    root.write_text("not a directory")
+    bundle = make(root)
+    assert not bundle.is_saved
+    assert contents(bundle) == FILES  # the start itself goes on
+    (line,) = warnings_of(caplog)
+    assert line.startswith("the compiled bundle is not kept, the next start compiles again: ")
+    assert line.endswith("set graphs.bundle_dir to a directory that can")
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs limits of a process")
+def test_a_full_disk_costs_a_line_and_leaves_nothing(tmp_path: Path) -> None:
+    code = (
+        "import logging, resource, signal, sys\n"
+        "from pathlib import Path\n"
+        "from ostinato.graphs.bundle import Bundle\n"
+        "logging.basicConfig()\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))\n"
+        "bundle = Bundle(Path(sys.argv[1]), 'tiny', {})\n"
+        "bundle.put('layer-0', b'x' * 1000)\n"
+        "bundle.save()\n"
+        "print(bundle.is_saved, list(Path(sys.argv[1]).iterdir()))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "False []\n"
+    assert "can not be written: File too large" in done.stderr
+
+
+def test_two_processes_that_save_at_once_leave_a_whole_one(tmp_path: Path) -> None:
+    code = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from ostinato.graphs.bundle import Bundle\n"
+        "for number in range(60):\n"
+        "    bundle = Bundle(Path(sys.argv[1]), 'tiny', {})\n"
+        "    bundle.put('layer-0', sys.argv[2].encode() * (number + 1) * 1000)\n"
+        "    bundle.put('layer-1', sys.argv[2].encode() * (number + 1) * 1000)\n"
+        "    bundle.save()\n"
+        "    assert bundle.is_saved\n"
+    )
+    writers = [
+        subprocess.Popen([sys.executable, "-c", code, str(tmp_path), letter]) for letter in "ab"
+    ]
+    assert [writer.wait(120) for writer in writers] == [0, 0]
+    bundle = Bundle(tmp_path, "tiny", {})
+    assert len(bundle.entries) == 2
+    assert bundle.get("layer-0") == bundle.get("layer-1")
+    leftovers = [p.name for p in tmp_path.iterdir() if p != bundle.directory]
+    assert [name for name in leftovers if not name.endswith(".set-aside")] == []

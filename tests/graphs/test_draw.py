@@ -1,0 +1,124 @@
+"""Draws as programs: the tokens of the row-by-row form, whatever shares the step; no late question."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ostinato.graphs.draw import DrawKey, StaticDrawer
+from ostinato.ops.draw import DrawPath, RowDraw, draw_bytes, draw_path
+from tests.graphs.draw_steps import MAX_SEQS, VOCAB, check_draws
+from tests.graphs.test_capture import StaticRecorder
+from tests.live_bytes import LiveBytes
+
+
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "min_p", "path"),
+    [
+        (VOCAB, 1.0, 0.0, DrawPath.full),
+        (512, 1.0, 0.0, DrawPath.narrow),
+        (20, 0.9, 0.1, DrawPath.narrow),
+        (513, 1.0, 0.0, DrawPath.wide),
+        (VOCAB, 0.9, 0.0, DrawPath.wide),
+        (VOCAB, 1.0, 0.1, DrawPath.wide),
+    ],
+)
+def test_a_rows_way_follows_from_its_parameters(
+    top_k: int, top_p: float, min_p: float, path: DrawPath
+) -> None:
+    given = {"top_k": top_k, "top_p": top_p, "min_p": min_p, "vocab_size": VOCAB}
+    assert draw_path(temperature=0.5, **given) is path
+    assert draw_path(temperature=0.0, **given) is DrawPath.greedy
+
+
+@pytest.mark.parametrize("captured", [False, True])
+@torch.inference_mode()
+def test_static_draws_are_those_of_each_row_alone(captured: bool) -> None:
+    static = torch.zeros(MAX_SEQS, VOCAB)
+    drawer = StaticDrawer(static, recorder=StaticRecorder() if captured else None)
+    drawer.capture()
+    check_draws(drawer, static, num_steps=60)
+
+
+def test_sizes_and_mixtures_that_are_captured() -> None:
+    recorder = StaticRecorder()
+    drawer = StaticDrawer(torch.zeros(6, 10), recorder=recorder)
+    assert drawer.capture() == []
+    full, narrow, wide = DrawPath.full, DrawPath.narrow, DrawPath.wide
+    mixtures = [{full, narrow, wide}, {wide}, {full, narrow}, {full}, {narrow}, set()]
+    assert drawer.captured_keys == [
+        DrawKey(size, frozenset(mixture)) for size in (6, 4, 2, 1) for mixture in mixtures
+    ]
+
+
+class Scarce:
+    """Has no memory for results of more rows than this."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+
+    def capture(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        if len(run()) > self.most:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+        return run
+
+
+def test_draws_that_lack_memory_run_uncaptured() -> None:
+    static = torch.randn(4, 10, generator=torch.Generator().manual_seed(1))
+    drawer = StaticDrawer(static, recorder=Scarce(2))
+    left_out = drawer.capture()
+    assert {key.num_rows for key in left_out} == {4}
+    assert {key.num_rows for key in drawer.captured_keys} == {1, 2}
+    drawer.stage([RowDraw(DrawPath.greedy, 1e-3, 10, 1.0, 0.0, 0.0)] * 3)
+    assert drawer.run(static[:3]).tolist() == static[:3].argmax(-1).tolist()
+
+
+def test_another_error_of_the_capture_is_an_error() -> None:
+    class Broken:
+        def capture(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    with pytest.raises(RuntimeError, match="not permitted"):
+        StaticDrawer(torch.zeros(2, 10), recorder=Broken()).capture()
+
+
+class NoQuestions(TorchDispatchMode):
+    """Refuses what would wait for a device or have a shape that depends on its data."""
+
+    FORBIDDEN = ("_local_scalar_dense", "nonzero", "item", "equal", "is_nonzero", "masked_select")
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.name().removeprefix("aten::").split(".")[0]
+        assert name not in self.FORBIDDEN, f"{name} waits for the device"
+        return func(*args, **(kwargs or {}))
+
+
+@torch.inference_mode()
+def test_static_draws_ask_the_device_nothing() -> None:
+    drawer = StaticDrawer(torch.randn(5, VOCAB))
+    with NoQuestions():
+        drawer.run_largest()
+
+
+def test_memory_of_a_draw_is_bounded() -> None:
+    # 4 Mi elements at once: 27 rows of 152k.
+    assert draw_bytes(1, 151_936) == 64 * 151_936
+    assert draw_bytes(27, 151_936) == draw_bytes(256, 151_936) == 64 * 27 * 151_936
+
+
+@pytest.mark.parametrize("num_rows", [1, 3, 9])
+@torch.inference_mode()
+def test_a_draw_stays_within_its_memory(num_rows: int) -> None:
+    """All ways at once, of few and of more rows than are worked on at once (two of 2 million)."""
+    vocab_size = 2_000_000
+    drawer = StaticDrawer(torch.randn(num_rows, vocab_size))
+    with LiveBytes() as live:
+        drawer.run_largest()
+    # A sort on a GPU takes another copy of values and places beside its result.
+    of_the_sort = 12 * min(num_rows, 2) * vocab_size
+    assert live.peak + of_the_sort <= draw_bytes(num_rows, vocab_size)
+    assert live.peak > 20 * vocab_size
