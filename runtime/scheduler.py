@@ -216,7 +216,10 @@ class Scheduler:
         step = self._plan()
         if not step.scheduled and not self._in_flight and self._release_parked():
             step = self._plan()
-        return self._emit(step)
+        output = step.close(self.limits.max_num_batched_tokens)
+        if output is not None:
+            self._in_flight.append(step)
+        return output
 
     def update(self, output: SchedulerOutput, result: StepResult) -> list[SequenceOutput]:
         """Take in a step's tokens, in the order in which steps were scheduled.
@@ -504,12 +507,6 @@ class Scheduler:
         step.sequences.append(sequence)
         self.num_prompt_tokens += max(0, min(end, sequence.num_prompt_tokens) - start)
         self._cache.register(sequence)
-
-    def _emit(self, step: StepPlan) -> SchedulerOutput | None:
-        output = step.close(self.limits.max_num_batched_tokens)
-        if output is not None:
-            self._in_flight.append(step)
-        return output
 
     def _append_token(
         self, sequence: Sequence, token_id: int, logprob: TokenLogprobs | None
