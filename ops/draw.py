@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ostinato.ops.register import register_op
 from ostinato.ops.sampling import (
     MAX_CANDIDATES,
     sample_candidates,
@@ -102,18 +103,36 @@ def draw_rows(logits: Tensor, inputs: DrawInputs, paths: Iterable[DrawPath]) -> 
 
 
 def draw_each(logits: Tensor, draws: Sequence[RowDraw]) -> Tensor:
-    """Draw with work only for the rows that need it: the CPU's form of `draw_rows`."""
+    """Draw with work only for the rows that need it: the form for devices that are asked at no cost.
+
+    `ostinato::draw_tokens`, which on CPUs is a C++ kernel (ops/native/sampling.cpp). It and plain
+    torch add up likelihoods in another order, so a number within a rounding of the border between
+    two tokens may fall to the other one.
+
+    Args:
+        logits: [R, V] float32.
+        draws: of the R rows.
+
+    Returns:
+        [R] int64 token ids.
+    """
+    columns = torch.tensor(draws, dtype=torch.float64, device=logits.device)
+    return _draw_tokens(logits, columns.t().contiguous())
+
+
+def _plain_draw_tokens(logits: Tensor, inputs: Tensor) -> Tensor:
+    rows = DrawInputs(*inputs)
     token_ids = logits.argmax(-1)
     for path in (DrawPath.full, DrawPath.narrow, DrawPath.wide):
-        chosen = [index for index, row in enumerate(draws) if row.path is path]
-        if chosen:
-            columns = zip(*(draws[index] for index in chosen), strict=True)
-            inputs = DrawInputs(
-                *(torch.tensor(c, dtype=torch.float64, device=logits.device) for c in columns)
-            )
-            where = torch.tensor(chosen, device=logits.device)
-            token_ids[where] = _in_chunks(_ASKING[path], logits, inputs, where)
+        where = (rows.paths == float(path)).nonzero().squeeze(-1)
+        if len(where):
+            chosen = DrawInputs(*(column[where] for column in rows))
+            token_ids[where] = _in_chunks(_ASKING[path], logits, chosen, where)
     return token_ids
+
+
+def _draw_tokens_fake(logits: Tensor, inputs: Tensor) -> Tensor:
+    return logits.new_empty(logits.shape[:1], dtype=torch.int64)
 
 
 def draw_bytes(num_rows: int, vocab_size: int) -> int:
@@ -169,3 +188,8 @@ def _in_chunks(
         scaled = logits[rows] if where is None else logits[where[rows]]
         parts.append(draw(scaled / part.temperatures[:, None].float(), part))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+_draw_tokens = register_op(
+    "draw_tokens", {"CompositeExplicitAutograd": _plain_draw_tokens}, fake=_draw_tokens_fake
+)

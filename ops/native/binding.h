@@ -26,7 +26,16 @@ inline void require_ok(AOTITorchError code, const char* what) {
     if (!(condition)) throw std::invalid_argument(message); \
   } while (0)
 
-enum class DType : int32_t { uint8 = 0, int8 = 1, int32 = 3, int64 = 4, float16 = 5, float32 = 6, bfloat16 = 15 };
+enum class DType : int32_t {
+  uint8 = 0,
+  int8 = 1,
+  int32 = 3,
+  int64 = 4,
+  float16 = 5,
+  float32 = 6,
+  float64 = 7,
+  bfloat16 = 15
+};
 
 // A borrowed tensor; valid while the Call that it was read from lives.
 struct Tensor {

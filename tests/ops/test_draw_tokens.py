@@ -1,0 +1,144 @@
+"""The C++ draw against plain torch and the definitions, on every instruction set of this processor."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ostinato.ops import draw
+from ostinato.ops.draw import DrawPath, RowDraw, draw_path, draw_rows
+from ostinato.ops.native.build import ISA_LEVELS, detect_isa
+from ostinato.ops.native.library import load
+
+_ISAS = list(ISA_LEVELS)[list(ISA_LEVELS).index(detect_isa()) :]
+
+
+def kernel(isa: str) -> Callable[[Tensor, list[RowDraw]], list[int]]:
+    assert hasattr(draw, "__all__")  # the op is defined
+    op = getattr(torch.ops, load(isa).namespace).draw_tokens.default
+
+    def run(logits: Tensor, rows: list[RowDraw]) -> list[int]:
+        return op(logits, torch.tensor(rows, dtype=torch.float64).t().contiguous()).tolist()
+
+    return run
+
+
+def row_draw(
+    uniform: float,
+    vocabulary: int,
+    *,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+) -> RowDraw:
+    limit = top_k or vocabulary
+    path = draw_path(
+        temperature=temperature, top_k=limit, top_p=top_p, min_p=min_p, vocab_size=vocabulary
+    )
+    return RowDraw(path, max(temperature, 1e-3), limit, top_p, min_p, uniform)
+
+
+def plain(logits: Tensor, rows: list[RowDraw]) -> list[int]:
+    inputs = draw.DrawInputs(*torch.tensor(rows, dtype=torch.float64).t().contiguous())
+    return draw_rows(logits, inputs, set(DrawPath)).tolist()
+
+
+@pytest.mark.parametrize("isa", _ISAS)
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 10_000),
+    vocabulary=st.sampled_from([1, 5, 16, 255, 256, 600, 5000]),
+    scale=st.sampled_from([0.1, 3.0, 30.0]),
+    temperature=st.sampled_from([0.0, 0.3, 1.0, 2.0]),
+    top_k=st.sampled_from([0, 1, 7, 50, 700]),
+    top_p=st.sampled_from([1.0, 0.97, 0.5, 0.01]),
+    min_p=st.sampled_from([0.0, 0.05, 0.9]),
+)
+def test_a_draw_is_that_of_plain_torch(
+    isa: str,
+    seed: int,
+    vocabulary: int,
+    scale: float,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+) -> None:
+    """Except where a number lies within a rounding of a border: then it is what plain torch draws
+    for a number a little smaller or larger.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(8, vocabulary + 3, generator=generator)[:, :vocabulary] * scale
+    uniforms = torch.rand(8, generator=generator, dtype=torch.float64).tolist()
+    top_k = top_k if top_k < vocabulary else 0
+
+    def rows(shift: float, slack: float = 0.0) -> list[RowDraw]:
+        return [
+            row_draw(
+                min(max(u + shift, 0.0), 1 - 1e-9),
+                vocabulary,
+                temperature=temperature,
+                top_k=top_k,
+                top_p=min(1.0, max(1e-6, top_p + slack)) if top_p < 1.0 else 1.0,
+                min_p=max(0.0, min_p - slack),
+            )
+            for u in uniforms
+        ]
+
+    drawn = kernel(isa)(logits, rows(0.0))
+    near = [plain(logits, rows(s, slack)) for s in (0, -1e-5, 1e-5) for slack in (0, -1e-6, 1e-6)]
+    for index, token in enumerate(drawn):
+        assert token in {tokens[index] for tokens in near}
+
+
+@pytest.mark.parametrize("isa", _ISAS)
+@pytest.mark.parametrize("vocabulary", [3, 300])
+def test_frequencies_are_likelihoods(isa: str, vocabulary: int) -> None:
+    generator = torch.Generator().manual_seed(1)
+    row = torch.randn(vocabulary, generator=generator)
+    count = 3000
+    rows = [row_draw((i + 0.5) / count, vocabulary, temperature=0.7) for i in range(count)]
+    drawn = torch.tensor(kernel(isa)(row.repeat(count, 1), rows))
+    shares = torch.bincount(drawn, minlength=vocabulary) / count
+    assert torch.allclose(shares, (row / 0.7).softmax(-1), atol=2 / count)
+
+
+@pytest.mark.parametrize("isa", _ISAS)
+@pytest.mark.parametrize("filters", [{}, {"top_k": 2}, {"top_p": 0.9999}, {"min_p": 1e-6}])
+def test_impossible_tokens_are_never_drawn(isa: str, filters: dict[str, float]) -> None:
+    logits = torch.full((2, 500), -math.inf)
+    logits[:, 77], logits[:, 444] = 0.0, -1.0
+    ends = [row_draw(u, 500, **filters) for u in (0.0, math.nextafter(1.0, 0.0))]  # type: ignore[arg-type]
+    assert kernel(isa)(logits, ends) == ([77, 444])
+
+
+@pytest.mark.parametrize("isa", _ISAS)
+def test_the_first_of_equal_logits_is_the_likeliest(isa: str) -> None:
+    logits = torch.zeros(3, 700)
+    logits[1, 40] = logits[1, 699] = 2.0
+    logits[2] = -math.inf
+    assert kernel(isa)(logits, [row_draw(0.5, 700, temperature=0.0)] * 3) == [0, 40, 0]
+
+
+@pytest.mark.parametrize("isa", _ISAS)
+def test_a_row_does_not_depend_on_its_neighbours_or_threads(isa: str) -> None:
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(24, 4000, generator=generator)
+    options: list[dict[str, float]] = [{}, {"top_k": 40}, {"top_p": 0.9}, {"temperature": 0.0}]
+    rows = [row_draw(i / 24, 4000, **options[i % 4]) for i in range(24)]  # type: ignore[arg-type]
+    together = kernel(isa)(logits, rows)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        assert kernel(isa)(logits, rows) == together
+    finally:
+        torch.set_num_threads(threads)
+    alone = [kernel(isa)(logits[i : i + 1], rows[i : i + 1])[0] for i in range(24)]
+    assert alone == together
