@@ -1,0 +1,165 @@
+"""Many replicas behind a router.
+
+With requests that are sent at given times, a replica is only run when somebody asks for its state:
+when a request is routed to it, or when its load may have changed. Replicas that the router fills
+without looking at them (round robin) do not depend on each other and run in several processes.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+
+from ostinato.benchmarks.simulate.engine import EngineSpec
+from ostinato.benchmarks.simulate.outcome import Outcome
+from ostinato.benchmarks.simulate.replica import Arrival, Replica
+from ostinato.benchmarks.simulate.router import RoundRobin, Router, make_router
+
+__all__ = ("Traffic", "simulate_closed", "simulate_open")
+
+Traffic = Callable[[], Iterator[Arrival]]
+"""Makes the same requests, in the order of their times, each time that it is called; must cross a
+process border when several processes are used."""
+
+
+def simulate_open(
+    spec: EngineSpec,
+    traffic: Traffic,
+    *,
+    num_replicas: int = 1,
+    router: str = "round_robin",
+    num_processes: int = 1,
+    leaps: bool = True,
+    on_request: Callable[[int], None] = lambda number: None,
+) -> Outcome:
+    """Send requests at their times, whatever the replicas do, and run all to their ends.
+
+    Args:
+        spec: every replica.
+        traffic: the requests.
+        num_replicas: engines behind the router.
+        router: a key of `ROUTERS`.
+        num_processes: that may be used; a router that looks at the replicas needs them in one.
+        leaps: whether alike decode steps are taken at once.
+        on_request: called now and then with the number of requests that were sent so far.
+    """
+    chosen = make_router(router, num_replicas, spec.block_size)
+    num_processes = min(num_processes, num_replicas)
+    if not isinstance(chosen, RoundRobin) or num_processes == 1:
+        return _run(spec, traffic, chosen, range(num_replicas), leaps, on_request)
+    parts = [range(first, num_replicas, num_processes) for first in range(num_processes)]
+    with ProcessPoolExecutor(num_processes, mp_context=get_context("spawn")) as pool:
+        futures = [
+            pool.submit(_run, spec, traffic, RoundRobin(num_replicas), part, leaps)
+            for part in parts
+        ]
+        outcome = futures[0].result()
+        outcome.merge(future.result() for future in futures[1:])
+    return outcome
+
+
+def _ignore(number: int) -> None:
+    """Nobody wants to know."""
+
+
+def _run(
+    spec: EngineSpec,
+    traffic: Traffic,
+    router: Router,
+    mine: range,
+    leaps: bool,
+    on_request: Callable[[int], None] = _ignore,
+) -> Outcome:
+    """The replicas `mine` of the fleet; requests of others are only counted."""
+    outcome = Outcome()
+    replicas = {index: Replica(spec, outcome, leaps=leaps) for index in mine}
+    watch = _Watch(replicas) if router.looks else None
+    for key, arrival in enumerate(traffic()):
+        if watch is not None:
+            watch.advance(arrival.time_s, router)
+        index = router.choose(arrival)
+        if index in replicas:
+            replica = replicas[index]
+            replica.advance(arrival.time_s)
+            if replica.add(key, arrival):
+                router.note(index, replica.num_live)
+            else:
+                outcome.num_refused += 1
+            if watch is not None:
+                watch.note(index)
+        if key % 256 == 0:
+            on_request(key)
+    for index in list(replicas):
+        replica = replicas.pop(index)
+        replica.advance(math.inf)
+        replica.finish()
+    return outcome
+
+
+class _Watch:
+    """Keeps a router's view of the loads up to date, running no replica that can not have changed.
+
+    A replica whose running requests all need more tokens can not lose one for a while; until then
+    nobody runs it.
+    """
+
+    def __init__(self, replicas: dict[int, Replica]) -> None:
+        self._replicas = replicas
+        self._due: list[tuple[float, int]] = []  # heap: when a replica's load may fall
+        self._when: dict[int, float] = {}
+
+    def note(self, index: int) -> None:
+        """A replica was run or got a request."""
+        when = self._replicas[index].quiet_until
+        if not math.isinf(when):
+            self._when[index] = when
+            heapq.heappush(self._due, (when, index))
+
+    def advance(self, time_s: float, router: Router) -> None:
+        """Run those whose load may have fallen before `time_s`."""
+        due = self._due
+        while due and due[0][0] < time_s:
+            when, index = heapq.heappop(due)
+            if self._when.get(index) != when:
+                continue  # it was run since
+            del self._when[index]
+            replica = self._replicas[index]
+            replica.advance(time_s)
+            router.note(index, replica.num_live)
+            if replica.has_work:
+                # It stands at or after `time_s`, so it is looked at again only for a later request.
+                self._when[index] = max(replica.quiet_until, time_s)
+                heapq.heappush(due, (self._when[index], index))
+
+
+def simulate_closed(
+    spec: EngineSpec,
+    requests: Iterable[Arrival],
+    concurrency: int,
+    *,
+    leaps: bool = True,
+    on_request: Callable[[int], None] = lambda number: None,
+) -> Outcome:
+    """Keep `concurrency` requests with one replica: when one ends the next is sent.
+
+    Args:
+        spec: the engine.
+        requests: their times do not count.
+        concurrency: at least 1.
+        leaps: whether alike decode steps are taken at once.
+        on_request: called with the number of requests that were sent so far.
+    """
+    outcome = Outcome()
+    replica = Replica(spec, outcome, leaps=leaps)
+    for key, request in enumerate(requests):
+        while replica.num_live >= concurrency:
+            replica.advance(math.inf, num_ends=1)
+        if not replica.add(key, request._replace(time_s=replica.now)):
+            outcome.num_refused += 1
+        on_request(key)
+    replica.advance(math.inf)
+    replica.finish()
+    return outcome

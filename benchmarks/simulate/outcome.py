@@ -1,0 +1,148 @@
+"""What a simulation gives: figures of requests, gaps between tokens, steps; in columns.
+
+Columns are arrays of numbers, so that days of traffic fit into memory and cross process borders
+quickly.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+
+import numpy as np
+
+__all__ = ("Outcome", "percentile")
+
+
+def percentile(values: np.ndarray, weights: np.ndarray | None, share: float) -> float:
+    """The value that `share` of the weight lies at or below, linear between neighbours as
+    `numpy.percentile` has it; not a number when there are no values.
+
+    Args:
+        values: [n].
+        weights: [n] whole numbers, how often each value counts; None = once each.
+        share: in [0, 1].
+    """
+    if not len(values):
+        return float("nan")
+    order = np.argsort(values, kind="stable")
+    values = values[order]
+    if weights is None:
+        return float(np.quantile(values, share))
+    ends = np.cumsum(weights[order])  # value i has the ranks [ends[i] - weight, ends[i])
+    rank = share * (ends[-1] - 1)
+    low, high = (int(np.searchsorted(ends, r, side="right")) for r in (int(rank), -int(-rank // 1)))
+    fraction = rank - int(rank)
+    return float(values[low] + fraction * (values[min(high, len(values) - 1)] - values[low]))
+
+
+class Outcome:
+    """Columns; see the properties for units. Outcomes of parts of a fleet add up with `merge`."""
+
+    _COLUMNS = ("keys", "sent_s", "first_s", "last_s", "num_prompt", "num_output", "num_cached")
+
+    def __init__(self) -> None:
+        # One entry a request, in the order in which they end.
+        self.keys = array("q")
+        self.sent_s = array("d")  # seconds since the beginning of the simulation
+        self.first_s = array("d")  # the same: its first token
+        self.last_s = array("d")
+        self.num_prompt = array("q")  # tokens
+        self.num_output = array("q")
+        self.num_cached = array("q")  # prompt tokens that were found in the prefix cache
+        # Gaps between two tokens of one request, and how many there were.
+        self._gap_s = array("d")
+        self._gap_count = array("q")
+        self.num_refused = 0
+        self.num_steps = 0
+        self.busy_s = 0.0  # seconds in steps, over all replicas
+        self._seq_seconds = 0.0
+        self._block_seconds = 0.0
+        self.most_blocks = 0.0  # used at once by one replica
+        self.counters: dict[str, int] = {}
+
+    def add_request(
+        self, key: int, times: tuple[float, float, float], counts: tuple[int, int, int]
+    ) -> None:
+        """A request that has ended.
+
+        Args:
+            key: the caller's.
+            times: seconds at which it was sent, had its first token and its last.
+            counts: prompt, output and cached tokens.
+        """
+        self.keys.append(key)
+        for column, value in zip((self.sent_s, self.first_s, self.last_s), times, strict=True):
+            column.append(value)
+        columns = (self.num_prompt, self.num_output, self.num_cached)
+        for column, value in zip(columns, counts, strict=True):
+            column.append(value)
+
+    def add_gaps(self, seconds: float, count: int) -> None:
+        """So many gaps between tokens."""
+        self._gap_s.append(seconds)
+        self._gap_count.append(count)
+
+    def add_step(
+        self, seconds: float, num_seqs: int, used_blocks: float, *, count: int = 1
+    ) -> None:
+        """Steps of `seconds` in all, with so many sequences and used blocks."""
+        self.num_steps += count
+        self.busy_s += seconds
+        self._seq_seconds += seconds * num_seqs
+        self._block_seconds += seconds * used_blocks
+        self.most_blocks = max(self.most_blocks, used_blocks)
+
+    def count(self, **counters: int) -> None:
+        """Add to counters by name."""
+        for name, value in counters.items():
+            self.counters[name] = self.counters.get(name, 0) + value
+
+    def merge(self, others: Iterable[Outcome]) -> None:
+        """Add what other parts of the fleet gave."""
+        for other in others:
+            for name in (*self._COLUMNS, "_gap_s", "_gap_count"):
+                getattr(self, name).extend(getattr(other, name))
+            self.num_refused += other.num_refused
+            self.num_steps += other.num_steps
+            self.busy_s += other.busy_s
+            self._seq_seconds += other._seq_seconds
+            self._block_seconds += other._block_seconds
+            self.most_blocks = max(self.most_blocks, other.most_blocks)
+            self.count(**other.counters)
+
+    @property
+    def num_ended(self) -> int:
+        return len(self.keys)
+
+    @property
+    def mean_seqs(self) -> float:
+        """Of a step, weighted by its time."""
+        return self._seq_seconds / self.busy_s if self.busy_s else 0.0
+
+    @property
+    def mean_blocks(self) -> float:
+        """Used by a replica while it works."""
+        return self._block_seconds / self.busy_s if self.busy_s else 0.0
+
+    @property
+    def ttft_s(self) -> np.ndarray:
+        """[requests] seconds from a request's sending to its first token."""
+        return np.asarray(self.first_s) - np.asarray(self.sent_s)
+
+    @property
+    def e2e_s(self) -> np.ndarray:
+        """[requests] seconds from a request's sending to its last token."""
+        return np.asarray(self.last_s) - np.asarray(self.sent_s)
+
+    @property
+    def tpot_s(self) -> np.ndarray:
+        """[requests with at least two tokens] mean seconds between a request's tokens."""
+        counts = np.asarray(self.num_output)
+        seconds = np.asarray(self.last_s) - np.asarray(self.first_s)
+        return seconds[counts > 1] / (counts[counts > 1] - 1)
+
+    @property
+    def gaps(self) -> tuple[np.ndarray, np.ndarray]:
+        """Inter-token latencies in seconds, and how often each occurred."""
+        return np.asarray(self._gap_s), np.asarray(self._gap_count)

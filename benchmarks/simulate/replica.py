@@ -1,0 +1,253 @@
+"""One simulated engine: the real scheduler and block pool, and a clock in place of a device."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from ostinato.benchmarks.simulate.engine import EngineSpec, StepClock
+from ostinato.benchmarks.simulate.leaps import LeapingScheduler
+from ostinato.benchmarks.simulate.outcome import Outcome
+from ostinato.runtime.types import Request, SamplingParams, SchedulerOutput, StepResult
+
+__all__ = ("Arrival", "Replica")
+
+# What every simulated step samples. Contents matter for prefix hits only.
+_TOKEN_ID = (1 << 32) - 1
+_MAX_LEAP = 1 << 20
+
+
+class Arrival(NamedTuple):
+    """A request as the simulator sees it."""
+
+    time_s: float  # when the client sends it
+    prompt: Sequence[int]  # token ids, in [0, 2**32)
+    max_tokens: int  # generated in full
+    priority: int = 0
+
+
+class _Live:
+    """A request that has not ended."""
+
+    __slots__ = ("arrival", "first_s", "key", "last_s", "num_cached")
+
+    def __init__(self, key: int, arrival: Arrival) -> None:
+        self.key = key
+        self.arrival = arrival
+        self.first_s = self.last_s = math.nan
+        self.num_cached = 0
+
+
+class Replica:
+    """An engine's loop in simulated time.
+
+    Args:
+        spec: the engine.
+        outcome: gets every figure; may be shared between replicas.
+        leaps: whether alike decode steps are taken at once.
+        on_end: called with a request's key and the time when it ends.
+    """
+
+    def __init__(
+        self,
+        spec: EngineSpec,
+        outcome: Outcome,
+        *,
+        leaps: bool = True,
+        on_end: Callable[[int, float], None] | None = None,
+    ) -> None:
+        self.now = 0.0  # seconds; the engine's loop stands here
+        self.quiet_until = 0.0  # no request ends before, unless one is added
+        self._spec = spec
+        self._outcome = outcome
+        self._leaps = leaps
+        self._on_end = on_end
+        self._clock = StepClock(spec.costs, spec.overheads)
+        self._cache = spec.cache()
+        self._scheduler = LeapingScheduler(
+            spec.scheduler,
+            self._cache,
+            max_model_len=spec.max_model_len,
+            limits=spec.limits,
+            bound=spec.bound(),
+        )
+        self._live: dict[str, _Live] = {}
+        self._pending: deque[tuple[float, Request]] = deque()  # not with the engine yet
+        self._in_flight: deque[tuple[SchedulerOutput, float]] = deque()  # and when it is done
+        self._max_in_flight = 2 if spec.overlap else 1
+        self._device_free = 0.0
+        self._num_alike = 0  # steps like the last one, up to it
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request has not ended."""
+        return bool(self._live)
+
+    @property
+    def num_live(self) -> int:
+        """Requests that have not ended."""
+        return len(self._live)
+
+    def add(self, key: int, arrival: Arrival) -> bool:
+        """Take a request that is sent now: not before any other that was added, and not before
+        steps that have begun.
+
+        Returns:
+            False when the engine refuses it: its prompt leaves no room for output.
+        """
+        if not 1 <= len(arrival.prompt) < self._spec.max_model_len:
+            return False
+        if not self._live:
+            self.now = max(self.now, arrival.time_s)
+        request_id = str(key)
+        request = Request(
+            request_id=request_id,
+            prompt_token_ids=list(arrival.prompt),
+            sampling=SamplingParams(max_tokens=arrival.max_tokens, ignore_eos=True),
+            priority=arrival.priority,
+        )
+        self._live[request_id] = _Live(key, arrival)
+        self._pending.append((arrival.time_s + self._spec.overheads.request_s, request))
+        self.quiet_until = self.now
+        return True
+
+    def advance(self, until: float, *, num_ends: int | None = None) -> None:
+        """Run every step that begins before `until`.
+
+        Args:
+            until: seconds; infinite to run all requests to their ends.
+            num_ends: return after the step in which so many requests have ended, too.
+        """
+        enough = None if num_ends is None else len(self._live) - num_ends
+        while self._live and self.now < until:
+            self._admit()
+            if self._leaps and self._num_alike >= self._max_in_flight:
+                self._leap(until)
+                if self.now >= until:
+                    break
+                self._admit()
+            self._step()
+            if enough is not None and len(self._live) <= enough:
+                break
+        self.quiet_until = self._next_end() if self._live else math.inf
+
+    def finish(self) -> None:
+        """Give the counters of the whole run to the outcome; nothing may follow."""
+        self._outcome.count(
+            preemptions=self._scheduler.num_preemptions,
+            prefix_queries=self._cache.prefix_queries,
+            prefix_hits=self._cache.prefix_hits,
+            prompt_tokens=self._scheduler.num_prompt_tokens,
+        )
+
+    def _admit(self) -> None:
+        pending = self._pending
+        if not self._in_flight and not self._scheduler.has_work and pending:
+            self.now = max(self.now, pending[0][0])  # an idle engine waits for it
+        while pending and pending[0][0] <= self.now:
+            self._scheduler.add(pending.popleft()[1])
+            self._num_alike = 0
+
+    def _step(self) -> None:
+        """What Engine.step does: schedule, launch, take in the oldest step that is due."""
+        output = self._scheduler.schedule()
+        if output is not None:
+            begin = max(self.now, self._device_free)
+            self._device_free = begin + self._clock.step(output)
+            self._in_flight.append((output, self._device_free))
+        if not self._in_flight:
+            # All work waits for requests that are on their way.
+            self.now = self._pending[0][0]
+            return
+        if output is not None and len(self._in_flight) < self._max_in_flight:
+            return
+        oldest, done = self._in_flight.popleft()
+        begin, self.now = self.now, max(self.now, done)
+        num_samples = sum(entry.samples for entry in oldest.scheduled)
+        news = self._scheduler.update(oldest, StepResult([_TOKEN_ID] * num_samples))
+        self._outcome.add_step(self.now - begin, len(oldest.scheduled), self._used_blocks())
+        gaps: dict[float, int] = {}
+        for one in news:
+            live = self._live[one.request_id]
+            if live.first_s != live.first_s:  # not a number: this is its first token
+                live.first_s = self.now
+                live.num_cached = one.num_cached_tokens
+            else:
+                gaps[live.last_s] = gaps.get(live.last_s, 0) + 1
+            live.last_s = self.now
+            if one.finish_reason is not None:
+                self._end(one.request_id, live)
+        for last_s, count in gaps.items():
+            self._outcome.add_gaps(self.now - last_s, count)
+        # With a step in flight, rows and blocks that come back with it are seen one step late: what
+        # was planned before that says nothing of who may join after.
+        is_alike = output is not None and len(oldest.scheduled) == len(output.scheduled)
+        if output is not None and is_alike and self._scheduler.repeats(output):
+            self._num_alike += 1
+        else:
+            self._num_alike = 0
+
+    def _leap(self, until: float) -> None:
+        """Take as many alike steps as are certain to come and begin before `until`."""
+        scheduler, clock = self._scheduler, self._clock
+        if self._pending:
+            until = min(until, self._pending[0][0])
+        num_seqs, contexts = scheduler.num_running, scheduler.contexts
+        first_s = clock.decodes(num_seqs, contexts / num_seqs)
+        room = (until - self.now) / max(first_s, 1e-9) + len(self._in_flight)
+        most = scheduler.num_alike(_MAX_LEAP if room > _MAX_LEAP else math.ceil(room))
+        if most < 2:
+            return
+        # Within a leap a step's seconds grow linearly with the context, by `growth` a step.
+        last_s = clock.decodes(num_seqs, contexts / num_seqs + most - 1)
+        growth = (last_s - first_s) / (most - 1)
+
+        def seconds(count: int) -> float:
+            return count * (first_s + growth * (count - 1) / 2)
+
+        # With a step in flight the loop is one step behind the device.
+        ahead, done = len(self._in_flight), self._device_free if self._in_flight else self.now
+
+        def loop_at(count: int) -> float:
+            return done + seconds(count - ahead) if count else self.now
+
+        while most > 1 and loop_at(most - 1) >= until:
+            most -= 1
+        used = self._used_blocks()
+        scheduler.leap(most, _TOKEN_ID)
+        took = loop_at(most) - self.now
+        self.now += took
+        if ahead:
+            output, _ = self._in_flight.pop()
+            self._device_free = done + seconds(most)
+            self._in_flight.append((output, self._device_free))
+        outcome = self._outcome
+        outcome.add_step(took, num_seqs, (used + self._used_blocks()) / 2, count=most)
+        outcome.add_gaps(took / most, most * num_seqs)
+        for request_id in scheduler.running_ids():
+            self._live[request_id].last_s = self.now
+
+    def _end(self, request_id: str, live: _Live) -> None:
+        del self._live[request_id]
+        arrival = live.arrival
+        self._outcome.add_request(
+            live.key,
+            (arrival.time_s, live.first_s, self.now),
+            (len(arrival.prompt), arrival.max_tokens, live.num_cached),
+        )
+        if self._on_end is not None:
+            self._on_end(live.key, self.now)
+
+    def _used_blocks(self) -> int:
+        return self._cache.num_blocks - self._cache.num_free_blocks
+
+    def _next_end(self) -> float:
+        """No request ends before this, unless one is added."""
+        scheduler = self._scheduler
+        if self._num_alike < self._max_in_flight or not scheduler.num_running:
+            return self.now
+        count = scheduler.num_alike(_MAX_LEAP)
+        context = scheduler.contexts / scheduler.num_running
+        return self.now + count * self._clock.decodes(scheduler.num_running, context)

@@ -1,0 +1,251 @@
+"""The simulator: leaps against single steps, fleets, routers, and figures that can be done by hand."""
+
+from __future__ import annotations
+
+import math
+import random
+from functools import partial
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ostinato.benchmarks.simulate.engine import EngineSpec, Overheads
+from ostinato.benchmarks.simulate.fleet import simulate_closed, simulate_open
+from ostinato.benchmarks.simulate.leaps import LeapingScheduler
+from ostinato.benchmarks.simulate.outcome import Outcome, percentile
+from ostinato.benchmarks.simulate.replica import Arrival
+from ostinato.conf.schema import SchedulerConfig, SchedulingPolicy
+from ostinato.runtime.limits import StepLimits
+from ostinato.runtime.types import Request, SamplingParams, StepResult
+from tests.runtime.cost_tables import make_table
+
+
+def make_spec(**changes) -> EngineSpec:
+    values = {
+        "scheduler": SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64),
+        "upper": StepLimits(8, 64),
+        "num_blocks": 129,
+        "block_size": 8,
+        "max_model_len": 256,
+        "costs": make_table(),
+    }
+    return EngineSpec(**(values | changes))
+
+
+def random_traffic(seed: int, count: int, rate: float, *, shared: int = 0):
+    """Poisson arrivals of prompts that begin with `shared` common tokens."""
+    numbers = random.Random(seed)
+    now = 0.0
+    for key in range(count):
+        now += numbers.expovariate(rate)
+        prompt = [*range(shared), *range(1000 * key, 1000 * key + numbers.randint(1, 90))]
+        yield Arrival(now, prompt, numbers.randint(1, 60), numbers.randint(0, 2))
+
+
+def rows(outcome: Outcome) -> np.ndarray:
+    """[requests, (key, sent, first, last, prompt, output, cached)], by key."""
+    columns = [
+        outcome.keys,
+        outcome.sent_s,
+        outcome.first_s,
+        outcome.last_s,
+        outcome.num_prompt,
+        outcome.num_output,
+        outcome.num_cached,
+    ]
+    table = np.array(columns).T
+    return table[np.argsort(table[:, 0])]
+
+
+def test_one_request_by_hand():
+    # 20 prompt tokens in one step, then four decodes; the table has 2 ms a step, 0.1 ms a token,
+    # 0.05 ms a sequence and 1 us for every pair of a token and a context.
+    outcome = simulate_open(make_spec(), lambda: iter([Arrival(1.0, range(20), 5)]))
+    first = 1.0 + (2.0 + 20 * 0.1 + 0.05) / 1e3
+    decodes = [(2.0 + 0.1 + 0.05) / 1e3 + context * 1e-6 for context in (20, 21, 22, 23)]
+    assert list(outcome.first_s) == pytest.approx([first])
+    assert list(outcome.last_s) == pytest.approx([first + sum(decodes)])
+    assert outcome.num_steps == 5
+    seconds, counts = outcome.gaps
+    assert counts.sum() == 4
+    assert (seconds * counts).sum() == pytest.approx(sum(decodes))
+
+
+def test_overheads_come_on_top():
+    spec = make_spec(overheads=Overheads(scale=2.0, step_s=0.001, token_s=0.0005, request_s=0.25))
+    outcome = simulate_open(spec, lambda: iter([Arrival(1.0, range(20), 1)]))
+    assert list(outcome.first_s) == pytest.approx([1.25 + 2 * 4.05e-3 + 0.0015])
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 1 << 20),
+    rate=st.sampled_from([5.0, 40.0, 400.0]),
+    blocks=st.sampled_from([33, 50, 129]),
+    shared=st.sampled_from([0, 40]),
+    overlap=st.booleans(),
+    policy=st.sampled_from(list(SchedulingPolicy)),
+    target=st.sampled_from([None, 4.0]),
+)
+def test_leaps_give_what_single_steps_give(seed, rate, blocks, shared, overlap, policy, target):
+    spec = make_spec(
+        num_blocks=blocks,
+        overlap=overlap,
+        scheduler=SchedulerConfig(
+            max_num_seqs=8, max_num_batched_tokens=64, policy=policy, itl_target_ms=target
+        ),
+    )
+    traffic = partial(random_traffic, seed, 40, rate, shared=shared)
+    fast, slow = (simulate_open(spec, traffic, leaps=leaps) for leaps in (True, False))
+    assert fast.num_ended == 40
+    assert fast.counters == slow.counters
+    assert fast.num_steps == slow.num_steps
+    assert rows(fast) == pytest.approx(rows(slow), rel=1e-9, abs=1e-9)
+    assert sum(fast.gaps[1]) == sum(slow.gaps[1])
+    for share in (0.5, 0.99):
+        assert percentile(*fast.gaps, share) == pytest.approx(
+            percentile(*slow.gaps, share), rel=0.02
+        )
+
+
+def drive(scheduler: LeapingScheduler, count: int) -> None:
+    """So many single steps, all of which sample."""
+    for _ in range(count):
+        output = scheduler.schedule()
+        assert output is not None
+        scheduler.update(output, StepResult([9] * len(output.scheduled)))
+
+
+def test_a_leap_leaves_the_same_blocks():
+    tables = []
+    for leaps in (True, False):
+        spec = make_spec()
+        cache = spec.cache()
+        scheduler = LeapingScheduler(spec.scheduler, cache, max_model_len=256, limits=spec.limits)
+        for key, length in enumerate((3, 8, 15, 30)):
+            prompt = list(range(100 * key, 100 * key + length))
+            sampling = SamplingParams(max_tokens=80, ignore_eos=True)
+            scheduler.add(Request(request_id=str(key), prompt_token_ids=prompt, sampling=sampling))
+        drive(scheduler, 2)
+        assert scheduler.num_alike(10) == 10
+        assert scheduler.num_alike(1000) == 78 - 1
+        if leaps:
+            scheduler.leap(41, 9)
+        else:
+            drive(scheduler, 41)
+        scheduler.check_integrity()
+        output = scheduler.schedule()
+        assert output is not None
+        tables.append(
+            (
+                [(entry.row, entry.start, entry.new_block_ids) for entry in output.scheduled],
+                [list(sequence.block_table) for sequence in scheduler._running],
+                [list(sequence.block_hashes) for sequence in scheduler._running],
+                cache._pool.free_block_ids(),
+                scheduler.num_output_tokens,
+            )
+        )
+    assert tables[0] == tables[1]
+
+
+def test_no_leap_over_an_end_or_a_shortage():
+    spec = make_spec(num_blocks=33, max_model_len=128)
+    scheduler = LeapingScheduler(
+        spec.scheduler, spec.cache(), max_model_len=128, limits=spec.limits
+    )
+    sampling = SamplingParams(max_tokens=5, ignore_eos=True)
+    scheduler.add(Request(request_id="a", prompt_token_ids=[1, 2], sampling=sampling))
+    drive(scheduler, 1)
+    assert scheduler.num_alike(100) == 3  # the fifth token ends it
+    drive(scheduler, 3)
+    assert scheduler.num_alike(100) == 0
+
+
+@pytest.mark.parametrize("router", ["round_robin", "least_load", "prefix_aware"])
+def test_every_request_ends_once_behind_every_router(router):
+    traffic = partial(random_traffic, 3, 120, 300.0, shared=32)
+    outcome = simulate_open(make_spec(), traffic, num_replicas=5, router=router)
+    assert sorted(outcome.keys) == list(range(120))
+    table = rows(outcome)
+    assert (table[:, 2] > table[:, 1]).all()
+    assert (table[:, 3] >= table[:, 2]).all()
+
+
+def test_a_fleet_of_one_is_one_engine_whatever_the_router():
+    traffic = partial(random_traffic, 5, 60, 100.0, shared=32)
+    alone, *others = (
+        simulate_open(make_spec(), traffic, router=router)
+        for router in ("round_robin", "least_load", "prefix_aware")
+    )
+    for other in others:
+        assert rows(other) == pytest.approx(rows(alone), rel=1e-9)
+
+
+def test_processes_change_nothing():
+    traffic = partial(random_traffic, 7, 60, 200.0)
+    one, two = (
+        simulate_open(make_spec(), traffic, num_replicas=4, num_processes=number)
+        for number in (1, 2)
+    )
+    assert rows(two) == pytest.approx(rows(one), rel=1e-12)
+    assert one.counters == two.counters
+
+
+def test_least_load_beats_round_robin_on_uneven_requests():
+    def traffic():
+        # Every third request is long, so round robin sends all long ones to one of three replicas.
+        for key in range(90):
+            yield Arrival(key * 0.012, range(100 * key, 100 * key + 40), 120 if key % 3 == 0 else 2)
+
+    means = [
+        float(simulate_open(make_spec(), traffic, num_replicas=3, router=router).e2e_s.mean())
+        for router in ("round_robin", "least_load")
+    ]
+    assert means[1] < 0.9 * means[0]
+
+
+def test_prefix_aware_finds_more_prefixes():
+    def traffic():
+        numbers = random.Random(1)
+        for key in range(160):
+            base = 1000 * numbers.randrange(12)
+            yield Arrival(
+                key * 0.01,
+                [*range(base, base + 96), *range(10**6 + 50 * key, 10**6 + 50 * key + 9)],
+                4,
+            )
+
+    hits = [
+        simulate_open(make_spec(num_blocks=65), traffic, num_replicas=4, router=router).counters[
+            "prefix_hits"
+        ]
+        for router in ("round_robin", "prefix_aware")
+    ]
+    assert hits[1] > 1.5 * hits[0]
+
+
+def test_a_closed_loop_keeps_its_concurrency():
+    requests = [Arrival(0.0, range(100 * key, 100 * key + 10), 6) for key in range(12)]
+    outcome = simulate_closed(make_spec(), requests, 3)
+    table = rows(outcome)
+    assert len(table) == 12
+    for time in table[:, 1]:
+        assert ((table[:, 1] <= time) & (table[:, 3] > time)).sum() <= 3
+    assert outcome.mean_seqs == pytest.approx(3, abs=0.3)
+
+
+def test_requests_that_the_engine_would_refuse_are_counted():
+    requests = [Arrival(0.0, range(300), 4), Arrival(0.0, [], 4), Arrival(0.0, range(9), 4)]
+    outcome = simulate_open(make_spec(), lambda: iter(requests))
+    assert (outcome.num_refused, outcome.num_ended) == (2, 1)
+
+
+def test_weighted_percentiles_are_those_of_repeated_values():
+    numbers = np.random.default_rng(2)
+    values, weights = numbers.random(50), numbers.integers(1, 9, 50)
+    repeated = np.repeat(values, weights)
+    for share in (0.0, 0.1, 0.5, 0.9, 0.99, 1.0):
+        assert percentile(values, weights, share) == pytest.approx(np.quantile(repeated, share))
+    assert math.isnan(percentile(np.array([]), None, 0.5))
