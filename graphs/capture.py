@@ -18,7 +18,7 @@ from ostinato.graphs.buffers import StaticBuffers, StepBatch
 from ostinato.graphs.compile import Program
 from ostinato.graphs.recorder import Recorder, is_out_of_memory
 from ostinato.graphs.timing import ClockTimer, StepTimer
-from ostinato.models.base import CausalLM, KVCache
+from ostinato.models.base import LanguageModel, KVCache
 from ostinato.ops.attention import AttentionPlanner
 
 __all__ = ("GraphRunner", "StepKind")
@@ -37,7 +37,7 @@ class GraphRunner:
 
     def __init__(
         self,
-        model: CausalLM,
+        model: LanguageModel,
         kv_cache: KVCache,
         buffers: StaticBuffers,
         *,

@@ -24,7 +24,7 @@ from torch import Tensor
 from ostinato.conf.environment import prepare_compiler
 from ostinato.conf.schema import GraphForm
 from ostinato.graphs.straight import StraightProgram, straighten
-from ostinato.models.base import CausalLM, DecoderLayer, ForwardBatch, KVCache, StepInputs
+from ostinato.models.base import LanguageModel, DecoderLayer, ForwardBatch, KVCache, StepInputs
 from ostinato.ops.attention import AttentionMetadata
 
 __all__ = ("Binder", "Program", "ProgramStore", "compile_model")
@@ -32,7 +32,7 @@ __all__ = ("Binder", "Program", "ProgramStore", "compile_model")
 Program = Callable[[ForwardBatch, KVCache], Tensor]
 """(batch, kv_cache) -> hidden [T, D], writing K and V into the cache."""
 
-Binder = Callable[[CausalLM], Program]
+Binder = Callable[[LanguageModel], Program]
 """Gives a compiled program the weights of a model with the traced one's structure."""
 
 _INDUCTOR_OPTIONS: dict[str, str | int | bool | Callable[..., object]] = {
@@ -72,7 +72,7 @@ class ProgramStore(Protocol):
 
 
 def compile_model(
-    model: CausalLM,
+    model: LanguageModel,
     form: GraphForm,
     example: ForwardBatch,
     kv_cache: KVCache,
@@ -218,7 +218,7 @@ def _mark_batch(attention: AttentionMetadata, tokens: Sequence[Tensor]) -> None:
 
 
 def _compile_whole(
-    model: CausalLM, example: ForwardBatch, kv_cache: KVCache, store: ProgramStore | None
+    model: LanguageModel, example: ForwardBatch, kv_cache: KVCache, store: ProgramStore | None
 ) -> Binder:
     skeleton = _skeleton(model)
     tensors = _tensors(model)
@@ -236,7 +236,7 @@ def _compile_whole(
         arguments = (list(tensors.values()), batch, kv_cache)
         compiled = _compile(forward, arguments, store, "model", skeleton)
 
-    def bind(model: CausalLM) -> Program:
+    def bind(model: LanguageModel) -> Program:
         values = list(_tensors(model).values())
         return lambda batch, kv_cache: compiled(values, batch, kv_cache)
 
@@ -270,7 +270,7 @@ def _compile_layer(
 
 
 def _compile_layers(
-    model: CausalLM, example: ForwardBatch, kv_cache: KVCache, store: ProgramStore | None
+    model: LanguageModel, example: ForwardBatch, kv_cache: KVCache, store: ProgramStore | None
 ) -> Binder:
     """One compiled function per distinct kind of layer (nearly always one)."""
 
@@ -286,7 +286,7 @@ def _compile_layers(
                 layer, layer_inputs, kv_cache[index], store, f"layer-{index}"
             )
 
-    def bind(model: CausalLM) -> Program:
+    def bind(model: LanguageModel) -> Program:
         calls = [(compiled[_kind(layer)], list(_tensors(layer).values())) for layer in model.layers]
 
         def program(batch: ForwardBatch, kv_cache: KVCache) -> Tensor:

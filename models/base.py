@@ -16,9 +16,11 @@ __all__ = (
     "CausalLM",
     "CheckpointLayout",
     "DecoderLayer",
+    "EncoderModel",
     "ForwardBatch",
     "KVCache",
     "KVCacheSpec",
+    "LanguageModel",
     "StepInputs",
 )
 
@@ -70,6 +72,8 @@ class KVCacheSpec:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    if 0 in shape:  # of an encoder; an empty tensor has no other view
+        return torch.empty(shape, dtype=dtype, device=device)
     if device.type != "cpu":
         # As bytes: not every operation knows the 8-bit types.
         return (
@@ -100,7 +104,10 @@ class CheckpointLayout:
 
 
 class DecoderLayer(nn.Module):
-    """One layer: the unit that is compiled once and reused at every depth."""
+    """One layer: the unit that is compiled once and reused at every depth.
+
+    An encoder's layers keep no keys and values: their caches hold no elements.
+    """
 
     def forward(self, hidden: Tensor, step: StepInputs, k_cache: Tensor, v_cache: Tensor) -> Tensor:
         """hidden [T, D] -> hidden [T, D]; writes this step's K and V into the layer's cache."""
@@ -113,8 +120,8 @@ class DecoderLayer(nn.Module):
         raise NotImplementedError
 
 
-class CausalLM(nn.Module):
-    """A decoder-only language model, in three stages so that its layers can be compiled once.
+class LanguageModel(nn.Module):
+    """Tokens to hidden states, in three stages so that its layers can be compiled once.
 
     `forward` is begin -> every layer -> finish; nothing else happens in it, so that the whole-model
     graph and the layer-by-layer form are the same program.
@@ -139,6 +146,24 @@ class CausalLM(nn.Module):
             hidden = layer(hidden, step, k_cache, v_cache)
         return self.finish(hidden)
 
+
+class CausalLM(LanguageModel):
+    """A decoder-only language model: every token sees those before it, through the KV cache."""
+
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """[S, D] hidden states of the rows that sample -> [S, vocab_size] float32 logits."""
+        raise NotImplementedError
+
+
+class EncoderModel(LanguageModel):
+    """Every token sees all of its sequence, which is computed in one step and kept nowhere.
+
+    A token of segment s (the second text of a pair has 1) is given as token id + s * vocab_size:
+    so nothing between the door and the embedding needs to know of segments.
+    """
+
+    def classify(self, pooled: Tensor) -> Tensor:
+        """[P, D] hidden states of first tokens -> [P, num_labels] float32 logits; with a
+        classification head only.
+        """
         raise NotImplementedError

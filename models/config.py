@@ -20,11 +20,16 @@ from ostinato.ops.attention import AttentionSpec
 from ostinato.ops.rope import LinearScaling, Llama3Scaling, Rope, YarnScaling
 
 __all__ = (
+    "HFConfig",
     "ModelConfig",
+    "architecture_of",
+    "read_activation",
+    "read_integer",
     "read_rope",
     "read_sliding_windows",
     "resolve_cache_dtype",
     "resolve_dtype",
+    "stated_dtype",
 )
 
 HFConfig = Mapping[str, Any]
@@ -64,6 +69,13 @@ class ModelConfig:
     dtype: torch.dtype  # the checkpoint's own
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
+    num_segments: int = 0  # kinds of segments that an encoder tells apart; 0 = a decoder
+    num_labels: int = 0  # of a classification head; 0 = there is none
+
+    @property
+    def is_encoder(self) -> bool:
+        """Tokens see those behind them too, and nothing is kept of them."""
+        return self.num_segments > 0
 
     @classmethod
     def from_hf(cls, hf_config: HFConfig, generation_config: HFConfig | None = None) -> ModelConfig:
@@ -77,24 +89,24 @@ class ModelConfig:
             ValueError: a key is missing, or has a value that is not supported; the text names it.
         """
         _refuse_unsupported(hf_config)
-        hidden_size = _integer(hf_config, "hidden_size", "n_embd")
-        num_layers = _integer(hf_config, "num_hidden_layers", "n_layer")
-        num_heads = _integer(hf_config, "num_attention_heads", "n_head")
-        num_kv_heads = _integer(hf_config, "num_key_value_heads", default=num_heads)
-        head_dim = _integer(hf_config, "head_dim", default=_quotient(hidden_size, num_heads))
+        hidden_size = read_integer(hf_config, "hidden_size", "n_embd")
+        num_layers = read_integer(hf_config, "num_hidden_layers", "n_layer")
+        num_heads = read_integer(hf_config, "num_attention_heads", "n_head")
+        num_kv_heads = read_integer(hf_config, "num_key_value_heads", default=num_heads)
+        head_dim = read_integer(hf_config, "head_dim", default=_quotient(hidden_size, num_heads))
         if num_heads % num_kv_heads:
             raise ValueError(
                 f"config.json: num_attention_heads={num_heads} is not a multiple of "
                 f"num_key_value_heads={num_kv_heads}"
             )
         learned_positions = "n_positions" in hf_config
-        max_positions = _integer(hf_config, "max_position_embeddings", "n_positions")
+        max_positions = read_integer(hf_config, "max_position_embeddings", "n_positions")
         rope = None if learned_positions else read_rope(hf_config, head_dim, max_positions)
         return cls(
             architecture=architecture_of(hf_config),
-            vocab_size=_integer(hf_config, "vocab_size"),
+            vocab_size=read_integer(hf_config, "vocab_size"),
             hidden_size=hidden_size,
-            intermediate_size=_integer(
+            intermediate_size=read_integer(
                 hf_config,
                 "intermediate_size",
                 "n_inner",
@@ -106,13 +118,17 @@ class ModelConfig:
             head_dim=head_dim,
             max_model_len=_stretched(rope, max_positions),
             norm_eps=_norm_eps(hf_config),
-            activation=_activation(hf_config),
+            activation=(
+                read_activation(hf_config, "activation_function", "gelu_new")
+                if learned_positions
+                else read_activation(hf_config, "hidden_act", "silu")
+            ),
             tie_word_embeddings=bool(hf_config.get("tie_word_embeddings", learned_positions)),
             attention_bias=bool(hf_config.get("attention_bias", False)),
             mlp_bias=bool(hf_config.get("mlp_bias", False)),
             rope=rope,
             sliding_windows=read_sliding_windows(hf_config, num_layers),
-            dtype=_stated_dtype(hf_config),
+            dtype=stated_dtype(hf_config),
             eos_token_ids=_token_ids(generation_config or {}, "eos_token_id")
             or _token_ids(hf_config, "eos_token_id"),
             bos_token_id=hf_config.get("bos_token_id"),
@@ -127,7 +143,7 @@ class ModelConfig:
         """
         return KVCacheSpec(
             num_layers=self.num_layers,
-            num_kv_heads=self.num_kv_heads,
+            num_kv_heads=0 if self.is_encoder else self.num_kv_heads,
             head_dim=self.head_dim,
             block_size=block_size,
             dtype=dtype,
@@ -351,7 +367,12 @@ def _norm_eps(hf_config: HFConfig) -> float:
     return float(_first(hf_config, "rms_norm_eps", default=1e-6))
 
 
-def _integer(hf_config: HFConfig, *keys: str, default: int | None = None) -> int:
+def read_integer(hf_config: HFConfig, *keys: str, default: int | None = None) -> int:
+    """The first of `keys` that is there.
+
+    Raises:
+        ValueError: there is none and no default, or it is not an integer of at least 1.
+    """
     value = _first(hf_config, *keys, default=default)
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"config.json: {keys[0]} must be an integer of at least 1, got {value!r}")
@@ -362,10 +383,12 @@ def _quotient(hidden_size: int, num_heads: int) -> int | None:
     return hidden_size // num_heads if hidden_size % num_heads == 0 else None
 
 
-def _activation(hf_config: HFConfig) -> str:
-    key, default = ("activation_function", "gelu_new")
-    if "n_positions" not in hf_config:
-        key, default = "hidden_act", "silu"
+def read_activation(hf_config: HFConfig, key: str, default: str) -> str:
+    """The activation function under `key`.
+
+    Raises:
+        ValueError: it is unknown.
+    """
     name = hf_config.get(key, default)
     if name not in ACTIVATIONS:
         raise ValueError(
@@ -374,7 +397,12 @@ def _activation(hf_config: HFConfig) -> str:
     return str(name)
 
 
-def _stated_dtype(hf_config: HFConfig) -> torch.dtype:
+def stated_dtype(hf_config: HFConfig) -> torch.dtype:
+    """The dtype of the checkpoint's weights.
+
+    Raises:
+        ValueError: it is not one that is served.
+    """
     stated = _first(hf_config, "dtype", "torch_dtype", default="float32")
     name = str(stated).removeprefix("torch.")
     if name not in _DTYPES:

@@ -7,14 +7,18 @@ from typing import cast
 
 import torch
 
-from ostinato.models.base import CausalLM
+from ostinato.models.base import EncoderModel, LanguageModel
 from ostinato.models.checkpoint import Checkpoint
 from ostinato.models.config import ModelConfig, architecture_of
+from ostinato.models.encoder_config import read_encoder_config
 from ostinato.models.layers import BuildOptions
 
 __all__ = ("ARCHITECTURES", "build_model", "model_class", "read_model_config")
 
 ARCHITECTURES = {
+    "BertForMaskedLM": "ostinato.models.bert:BertModel",
+    "BertForSequenceClassification": "ostinato.models.bert:BertForSequenceClassification",
+    "BertModel": "ostinato.models.bert:BertModel",
     "GPT2LMHeadModel": "ostinato.models.gpt2:GPT2LMHeadModel",
     "LlamaForCausalLM": "ostinato.models.llama:LlamaForCausalLM",
     "MistralForCausalLM": "ostinato.models.mistral:MistralForCausalLM",
@@ -24,7 +28,7 @@ ARCHITECTURES = {
 """The name under `architectures` in config.json -> module:class."""
 
 
-def model_class(architecture: str) -> type[CausalLM]:
+def model_class(architecture: str) -> type[LanguageModel]:
     """The class that serves `architecture`.
 
     Raises:
@@ -36,7 +40,7 @@ def model_class(architecture: str) -> type[CausalLM]:
             f"supported are {', '.join(ARCHITECTURES)}"
         )
     module, name = ARCHITECTURES[architecture].split(":")
-    return cast(type[CausalLM], getattr(import_module(module), name))
+    return cast(type[LanguageModel], getattr(import_module(module), name))
 
 
 def read_model_config(checkpoint: Checkpoint) -> ModelConfig:
@@ -45,7 +49,10 @@ def read_model_config(checkpoint: Checkpoint) -> ModelConfig:
     Raises:
         ValueError: its architecture is unknown, or its config asks for what is not supported.
     """
-    model_class(architecture_of(checkpoint.hf_config))  # first, as other families have other keys
+    # First, as other families have other keys.
+    family = model_class(architecture_of(checkpoint.hf_config))
+    if issubclass(family, EncoderModel):
+        return read_encoder_config(checkpoint.hf_config)
     return ModelConfig.from_hf(checkpoint.hf_config, checkpoint.generation_config)
 
 
@@ -56,7 +63,7 @@ def build_model(
     device: torch.device,
     attention_backend: str,
     max_model_len: int | None = None,
-) -> CausalLM:
+) -> LanguageModel:
     """The model with unset weights: memory is reserved but not yet touched.
 
     Args:

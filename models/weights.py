@@ -22,7 +22,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ostinato.models.base import CausalLM, CheckpointLayout
+from ostinato.models.base import LanguageModel, CheckpointLayout
 from ostinato.models.checkpoint import Checkpoint, CheckpointError
 from ostinato.models.layers import LayerNorm, MergedLinear, RMSNorm
 
@@ -52,7 +52,7 @@ class _Slot:
 
 
 @torch.no_grad()
-def load_weights(model: CausalLM, checkpoint: Checkpoint, *, progress: bool = False) -> None:
+def load_weights(model: LanguageModel, checkpoint: Checkpoint, *, progress: bool = False) -> None:
     """Copy a checkpoint's tensors into the model's parameters, converted to their dtype.
 
     Args:
@@ -87,7 +87,7 @@ def load_weights(model: CausalLM, checkpoint: Checkpoint, *, progress: bool = Fa
 
 
 @torch.no_grad()
-def init_dummy_weights(model: CausalLM, seed: int) -> None:
+def init_dummy_weights(model: LanguageModel, seed: int) -> None:
     """Random weights for benchmarks: normal with deviation 0.02, norms 1 and their biases 0.
 
     Args:
@@ -118,7 +118,7 @@ def _repeat_pool(target: Tensor, pool: Tensor, start: int) -> int:
     return start
 
 
-def _slots(model: CausalLM) -> dict[str, _Slot]:
+def _slots(model: LanguageModel) -> dict[str, _Slot]:
     """Every tensor that the checkpoint must have, by its name there without the prefix."""
     layout = model.checkpoint_layout
     merged = dict(layout.merged)

@@ -32,7 +32,7 @@ from ostinato.graphs.recorder import BoundRecorder, CudaRecorder, Recorder, is_o
 from ostinato.graphs.seal import CompileMonitor
 from ostinato.graphs.threads import StepThreads
 from ostinato.graphs.timing import make_timer
-from ostinato.models.base import CausalLM, KVCache
+from ostinato.models.base import LanguageModel, KVCache
 from ostinato.models.checkpoint import (
     CheckpointError,
     resolve_directory,
@@ -197,8 +197,8 @@ def _overlaps(config: EngineConfig, source: ModelSource) -> bool:
 
 
 def _prototype(
-    config: EngineConfig, source: ModelSource, backend: str, model: CausalLM, plan: MemoryPlan
-) -> CausalLM:
+    config: EngineConfig, source: ModelSource, backend: str, model: LanguageModel, plan: MemoryPlan
+) -> LanguageModel:
     """What is traced: a model with weights in their final form and contents of no matter.
 
     Packing changes that form, so it is a second model, whose memory is never touched. A GPU's
@@ -267,7 +267,7 @@ def _check_graphs(config: EngineConfig, source: ModelSource, backend: str) -> No
         )
 
 
-def _build(config: EngineConfig, source: ModelSource, backend: str, max_model_len: int) -> CausalLM:
+def _build(config: EngineConfig, source: ModelSource, backend: str, max_model_len: int) -> LanguageModel:
     return build_model(
         source.config,
         dtype=source.dtype,
@@ -282,7 +282,7 @@ def _packs(config: EngineConfig, source: ModelSource) -> bool:
 
 
 def _load(
-    config: EngineConfig, source: ModelSource, model: CausalLM, backend: str, phase: Phase
+    config: EngineConfig, source: ModelSource, model: LanguageModel, backend: str, phase: Phase
 ) -> None:
     """Give the model its weights in their final form, and load the kernels that it calls."""
     packs = _packs(config, source)
@@ -304,7 +304,7 @@ def _load(
 
 def _compile(
     config: EngineConfig,
-    prototype: CausalLM,
+    prototype: LanguageModel,
     kv_cache: KVCache,
     buffers: StaticBuffers,
     bundle: Bundle | None,

