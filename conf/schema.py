@@ -30,6 +30,7 @@ __all__ = (
     "LoadFormat",
     "ModelSection",
     "PlanSection",
+    "PoolingChoice",
     "SamplingSection",
     "SchedulerConfig",
     "SchedulingPolicy",
@@ -56,6 +57,15 @@ class CacheDType(StrEnum):
 class LoadFormat(StrEnum):
     auto = "auto"
     dummy = "dummy"
+
+
+class PoolingChoice(StrEnum):
+    """What a text's embedding is made of: all of its tokens' states, the last's, or the first's."""
+
+    auto = "auto"
+    mean = "mean"
+    last = "last"
+    cls = "cls"
 
 
 class DeviceName(StrEnum):
@@ -202,6 +212,10 @@ class ModelSection(Section):
         None, "tokens of prompt plus output; null = what the model states", at_least=1
     )
     chat_template: str = setting("", "a file with a Jinja template; empty = the tokenizer's own")
+    pooling: PoolingChoice = setting(
+        PoolingChoice.auto,
+        "of embeddings; auto = what the checkpoint says, else cls for encoders and last for others",
+    )
     seed: int = setting(0, "of the random weights of load_format=dummy", at_least=0)
     config: dict[str, Any] = setting({}, "keys laid over the model's config.json")
 

@@ -18,7 +18,7 @@ from ostinato.graphs.buffers import StaticBuffers, StepBatch
 from ostinato.graphs.compile import Program
 from ostinato.graphs.recorder import Recorder, is_out_of_memory
 from ostinato.graphs.timing import ClockTimer, StepTimer
-from ostinato.models.base import LanguageModel, KVCache
+from ostinato.models.base import CausalLM, KVCache, LanguageModel
 from ostinato.ops.attention import AttentionPlanner
 
 __all__ = ("GraphRunner", "StepKind")
@@ -172,8 +172,11 @@ class GraphRunner:
 
     def run_with_hidden(
         self, num_tokens: int, num_seqs: int, num_logits: int
-    ) -> tuple[Tensor, Tensor]:
-        """As `run`, but never captured, with every token's final hidden state: (logits, [T, D])."""
+    ) -> tuple[Tensor | None, Tensor]:
+        """As `run`, but never captured, with every token's final hidden state: (logits, [T, D]).
+
+        Logits are None when no row asks for them.
+        """
         self._buffers.upload(num_seqs)
         self._buffers.feed(num_tokens)
         self._plan(GraphKey(num_tokens, num_seqs, False))
@@ -183,7 +186,9 @@ class GraphRunner:
         forward = self._model if self._program is None else self._program
         self.timer.begin()
         hidden = forward(batch.forward, self._kv_cache)
-        return self._model.compute_logits(hidden[batch.logits_indices]), hidden
+        if not num_logits:
+            return None, hidden
+        return self.compute_logits(hidden[batch.logits_indices]), hidden
 
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         """Copy blocks of every layer's cache, (from, to): all are read before any is written."""
@@ -195,6 +200,7 @@ class GraphRunner:
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """[R, D] hidden states -> [R, vocab_size] float32 logits."""
+        assert isinstance(self._model, CausalLM), "an encoder has no logits"
         return self._model.compute_logits(hidden)
 
     def close(self) -> None:
@@ -206,6 +212,8 @@ class GraphRunner:
     def _forward(self, batch: StepBatch, *, uniform: bool) -> Tensor:
         forward = self._model if self._program is None else self._program
         hidden = forward(batch.forward, self._kv_cache)
+        if not isinstance(self._model, CausalLM):
+            return hidden
         # With one token per sequence the rows are already the ones to sample.
         return self._model.compute_logits(hidden if uniform else hidden[batch.logits_indices])
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from ostinato.conf.environment import prepare_compiler
 from ostinato.conf.schema import GraphForm
 from ostinato.graphs.straight import StraightProgram, straighten
-from ostinato.models.base import LanguageModel, DecoderLayer, ForwardBatch, KVCache, StepInputs
+from ostinato.models.base import DecoderLayer, ForwardBatch, KVCache, LanguageModel, StepInputs
 from ostinato.ops.attention import AttentionMetadata
 
 __all__ = ("Binder", "Program", "ProgramStore", "compile_model")

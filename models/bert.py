@@ -118,9 +118,7 @@ class BertModel(EncoderModel):
         self.position_embeddings = Embedding(config.max_model_len, hidden_size, options)
         self.token_type_embeddings = Embedding(config.num_segments, hidden_size, options)
         self.embedding_norm = LayerNorm(hidden_size, config.norm_eps, options)
-        self.layers = nn.ModuleList(
-            BertLayer(config, options) for _ in range(config.num_layers)
-        )
+        self.layers = nn.ModuleList(BertLayer(config, options) for _ in range(config.num_layers))
 
     def begin(self, batch: ForwardBatch) -> tuple[Tensor, StepInputs]:
         ids = batch.token_ids
@@ -156,4 +154,5 @@ class BertForSequenceClassification(BertModel):
         self.classifier = Linear(config.hidden_size, config.num_labels, options, bias=True)
 
     def classify(self, pooled: Tensor) -> Tensor:
+        pooled = pooled.to(self.embedding_norm.weight.dtype)
         return self.classifier(torch.tanh(self.pooler["dense"](pooled))).float()

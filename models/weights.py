@@ -22,7 +22,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ostinato.models.base import LanguageModel, CheckpointLayout
+from ostinato.models.base import CheckpointLayout, LanguageModel
 from ostinato.models.checkpoint import Checkpoint, CheckpointError
 from ostinato.models.layers import LayerNorm, MergedLinear, RMSNorm
 

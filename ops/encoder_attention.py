@@ -1,11 +1,13 @@
-"""The op `ostinato::encoder_attention`: every token of a sequence attends to all of that sequence.
+"""The op `ostinato::encoder_attention`: every token of a sequence attends to all of it.
 
-An encoder has no use for the paged cache: a sequence is computed in one step, so the keys and values
-that its rows need are those of the step itself. The batch is packed, sequence after sequence, and no
-row sees another sequence.
+An encoder has no use for the paged cache: a sequence is computed in one step, so the keys and
+values that its rows need are those of the step itself. The batch is packed, sequence after
+sequence, and no row sees another sequence.
 """
 
 from __future__ import annotations
+
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -36,13 +38,12 @@ def encoder_attention(
 
 
 def _kernel(q: Tensor, k: Tensor, v: Tensor, query_start_loc: Tensor, scale: float) -> Tensor:
-    # Sequence by sequence: no padding is computed, and a sequence's bits do not depend on the batch.
+    # One by one: no padding is computed, and a sequence's bits do not depend on its batch.
     out = q.new_zeros(q.shape)
-    bounds = query_start_loc.tolist()
-    for begin, end in zip(bounds, bounds[1:], strict=False):
+    for begin, end in pairwise(query_start_loc.tolist()):
         if begin < end:
-            heads = (side[begin:end].transpose(0, 1).unsqueeze(0) for side in (q, k, v))
-            attended = F.scaled_dot_product_attention(*heads, scale=scale)
+            heads = [side[begin:end].transpose(0, 1).unsqueeze(0) for side in (q, k, v)]
+            attended = F.scaled_dot_product_attention(heads[0], heads[1], heads[2], scale=scale)
             out[begin:end] = attended.squeeze(0).transpose(0, 1)
     return out
 

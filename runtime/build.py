@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from ostinato.conf.root import EngineConfig
-from ostinato.conf.schema import GraphMode, LoadFormat
+from ostinato.conf.schema import GraphMode, LoadFormat, PoolingChoice
 from ostinato.graphs.buckets import (
     GraphKey,
     name_buckets,
@@ -32,7 +32,7 @@ from ostinato.graphs.recorder import BoundRecorder, CudaRecorder, Recorder, is_o
 from ostinato.graphs.seal import CompileMonitor
 from ostinato.graphs.threads import StepThreads
 from ostinato.graphs.timing import make_timer
-from ostinato.models.base import LanguageModel, KVCache
+from ostinato.models.base import EncoderModel, KVCache, LanguageModel
 from ostinato.models.checkpoint import (
     CheckpointError,
     resolve_directory,
@@ -66,8 +66,9 @@ from ostinato.runtime.planning import (
     plan_engine,
     plan_measured,
 )
+from ostinato.runtime.pooler import Pooler
 from ostinato.runtime.sampler import Sampler
-from ostinato.runtime.types import ServedModel
+from ostinato.runtime.types import PoolingKind, ServedModel, ServedTask
 
 __all__ = ("build_engine",)
 
@@ -161,16 +162,16 @@ def _build_engine(
                 kv_cache,
                 buffers,
                 program=None if bind is None else bind(model),
-                table=bucket_table(config, is_cpu=source.device.type == "cpu", costs=costs),
+                table=bucket_table(config, source, costs),
                 recorder=recorder,
                 planner=planner,
                 timer=make_timer(source.device),
             ),
             phase,
         )
-        runner = _make_runner(config, source, graphs, buffers, drawer, threads)
+        runner = _make_runner(config, source, model, graphs, buffers, drawer, threads)
         served = _served_model(config, source, plan, phases)
-        if costs is None and cost_store.is_wanted:
+        if costs is None and cost_store.is_wanted and not source.config.is_encoder:
             with phase("cost table"):
                 costs = calibrate(cost_store, runner, kv_cache, plan, served)
     if bundle is not None:
@@ -181,9 +182,16 @@ def _build_engine(
     cache = KVCacheManager(
         plan.num_blocks,
         config.cache.block_size,
-        enable_prefix_caching=config.cache.enable_prefix_caching,
+        enable_prefix_caching=config.cache.enable_prefix_caching and not source.config.is_encoder,
     )
-    scheduler = make_scheduler(config.scheduler, cache, plan.max_model_len, source.limits, costs)
+    scheduler = make_scheduler(
+        config.scheduler,
+        cache,
+        plan.max_model_len,
+        source.limits,
+        costs,
+        whole_prompts=source.config.is_encoder,
+    )
     overlap = _overlaps(config, source)
     return Engine(
         scheduler, cache, runner, monitor, served, bundle, overlap=overlap, cost_table=costs
@@ -225,6 +233,7 @@ def _make_buffers(config: EngineConfig, source: ModelSource, plan: MemoryPlan) -
 def _make_runner(
     config: EngineConfig,
     source: ModelSource,
+    model: LanguageModel,
     graphs: GraphRunner,
     buffers: StaticBuffers,
     drawer: StaticDrawer | None,
@@ -236,10 +245,13 @@ def _make_runner(
         device=source.device,
         drawer=drawer,
     )
-    return ModelRunner(graphs, buffers, sampler, _step_threads(config, source, threads))
+    pooler = Pooler(model.classify if isinstance(model, EncoderModel) else None)
+    return ModelRunner(graphs, buffers, sampler, _step_threads(config, source, threads), pooler)
 
 
 def _select_backend(config: EngineConfig, source: ModelSource) -> str:
+    if source.config.is_encoder:
+        return ""  # its attention is another op, with one kernel
     spec = source.attention_spec(config.cache.block_size)
     try:
         return select_backend(config.graphs.attention.value, spec)
@@ -267,7 +279,9 @@ def _check_graphs(config: EngineConfig, source: ModelSource, backend: str) -> No
         )
 
 
-def _build(config: EngineConfig, source: ModelSource, backend: str, max_model_len: int) -> LanguageModel:
+def _build(
+    config: EngineConfig, source: ModelSource, backend: str, max_model_len: int
+) -> LanguageModel:
     return build_model(
         source.config,
         dtype=source.dtype,
@@ -367,12 +381,14 @@ def _make_planner(
     undo: ExitStack,
 ) -> AttentionPlanner | None:
     """The host side of a backend that plans its steps; None for those that do not."""
+    if not backend:
+        return None
     planned = load_backend(backend)
     if not isinstance(planned, PlannedBackend):
         return None
     planner = planned.make_planner(
         source.attention_spec(config.cache.block_size),
-        bucket_table(config, is_cpu=False).keys,
+        bucket_table(config, source).keys,
         max_blocks_per_seq=buffers.host.block_table.shape[1],
         sliding_windows=set(source.config.sliding_windows),
     )
@@ -384,7 +400,7 @@ def _make_recorder(
     config: EngineConfig, source: ModelSource
 ) -> tuple[Recorder, StaticDrawer | None]:
     """How programs are captured, and the draws of a GPU, whose inputs captured programs write."""
-    if source.device.type == "cpu":
+    if source.device.type == "cpu" or source.config.is_encoder:
         return BoundRecorder(), None
     rows, vocab_size = source.limits.max_num_seqs, source.config.vocab_size
     logits = torch.zeros(rows, vocab_size, dtype=torch.float32, device=source.device)
@@ -460,7 +476,31 @@ def _served_model(
         default_sampling=defaults,
         created=int(time.time()),
         startup_seconds=phases,
+        tasks=_tasks(source),
+        embedding_size=source.config.hidden_size,
+        pooling=_pooling(config, source),
+        normalize=source.pooling.normalize,
+        num_labels=source.config.num_labels,
+        num_segments=source.config.num_segments,
     )
+
+
+def _tasks(source: ModelSource) -> tuple[ServedTask, ...]:
+    if source.config.num_labels:
+        return (ServedTask.classify,)
+    if source.config.is_encoder:
+        return (ServedTask.embed,)
+    return (ServedTask.generate, ServedTask.embed)
+
+
+def _pooling(config: EngineConfig, source: ModelSource) -> PoolingKind:
+    """What was chosen, what the checkpoint says, or what is usual."""
+    if source.config.num_labels:
+        return PoolingKind.cls  # what its head reads
+    stated = source.pooling.mode
+    if config.model.pooling is not PoolingChoice.auto:
+        stated = config.model.pooling.value
+    return PoolingKind(stated or ("cls" if source.config.is_encoder else "last"))
 
 
 def _name(path: str, directory: Path | None) -> str:

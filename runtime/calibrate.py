@@ -129,6 +129,8 @@ def make_scheduler(
     max_model_len: int,
     upper: StepLimits,
     costs: CostTable | None,
+    *,
+    whole_prompts: bool = False,
 ) -> Scheduler:
     """The scheduler with the limits and the bound that the step costs give.
 
@@ -138,6 +140,7 @@ def make_scheduler(
         max_model_len: tokens of one sequence.
         upper: what buffers were made for.
         costs: seconds of steps; None = not measured.
+        whole_prompts: a prompt is never computed in chunks.
 
     Raises:
         StartupError: a target for inter-token latency without step costs.
@@ -166,4 +169,11 @@ def make_scheduler(
                 alone_ms,
                 cache.block_size,
             )
-    return Scheduler(config, cache, max_model_len=max_model_len, limits=decided.limits, bound=bound)
+    return Scheduler(
+        config,
+        cache,
+        max_model_len=max_model_len,
+        limits=decided.limits,
+        bound=bound,
+        whole_prompts=whole_prompts,
+    )

@@ -26,16 +26,29 @@ from ostinato.conf.root import EngineConfig
 from ostinato.runtime.build import build_engine
 from ostinato.runtime.completion import PromptCompletions
 from ostinato.runtime.errors import InvalidRequestError
+from ostinato.runtime.pooling import (
+    check_score_head,
+    cosine,
+    make_pairs,
+    make_pooling_request,
+    numbers,
+    pair_token_ids,
+    require_task,
+)
 from ostinato.runtime.requests import make_requests
 from ostinato.runtime.tokenizer import Tokenizer
 from ostinato.runtime.types import (
     CompletionOutput,
+    EmbeddingOutput,
     EngineStats,
     FinishReason,
     GenerationOutput,
+    PoolingParams,
     RequestOutput,
     SamplingParams,
+    SequenceOutput,
     ServedModel,
+    ServedTask,
     TokenLogprobs,
 )
 
@@ -104,6 +117,7 @@ class LLM:
         Raises:
             InvalidRequestError: a prompt or its parameters can not be served; nothing was run.
         """
+        require_task(self.model, ServedTask.generate)
         many = _as_list(prompts)
         if sampling is None or isinstance(sampling, SamplingParams):
             params = [sampling or self.default_sampling()] * len(many)
@@ -174,10 +188,79 @@ class LLM:
         prompts = [self._render(conversation) for conversation in conversations]
         return self.generate(prompts, sampling, use_progress=use_progress)
 
+    def embed(
+        self, prompts: Prompt | Sequence[Prompt], pooling: PoolingParams | None = None
+    ) -> list[EmbeddingOutput]:
+        """The vector of each text.
+
+        Args:
+            prompts: a text, token ids, or a list of either.
+            pooling: how the vector is made; None = the model's own way.
+
+        Raises:
+            InvalidRequestError: a text can not be served; nothing was run.
+        """
+        params = pooling or self.default_pooling()
+        batch = [self._encode(prompt) for prompt in _as_list(prompts)]
+        return [
+            EmbeddingOutput(
+                prompt_token_ids=token_ids,
+                embedding=numbers(output.pooled or b""),
+                num_cached_tokens=output.num_cached_tokens,
+            )
+            for token_ids, output in zip(batch, self._pool(batch, params), strict=True)
+        ]
+
+    def score(self, first: str | Sequence[str], second: str | Sequence[str]) -> list[float]:
+        """How well each text of `second` fits `first`: by the classification head where the model
+        has one with a single label, else the cosine of their embeddings.
+
+        Args:
+            first: one text for all of `second`, or one for each.
+            second: a text or several.
+
+        Raises:
+            InvalidRequestError: numbers of texts that do not fit, or a text that can not be served.
+        """
+        pairs = make_pairs(_as_texts(first), _as_texts(second))
+        if ServedTask.classify in self.model.tasks:
+            check_score_head(self.model)
+            encode = self._require_tokenizer().encode_pair
+            batch = [pair_token_ids(*encode(a, b), self.model) for a, b in pairs]
+            params = self.default_pooling(classify=True)
+            return [numbers(output.pooled or b"")[0] for output in self._pool(batch, params)]
+        texts = list(dict.fromkeys(text for pair in pairs for text in pair))
+        params = self.default_pooling(normalize=True)
+        outputs = self._pool([self._encode(text) for text in texts], params)
+        vectors = {text: one.pooled or b"" for text, one in zip(texts, outputs, strict=True)}
+        return [cosine(vectors[a], vectors[b]) for a, b in pairs]
+
+    def default_pooling(self, **changes: Any) -> PoolingParams:
+        """The model's own way to make vectors with `changes` laid over it."""
+        defaults = {"kind": self.model.pooling, "normalize": self.model.normalize}
+        return PoolingParams(**{**defaults, **changes})
+
+    def _pool(self, batch: list[list[int]], params: PoolingParams) -> list[SequenceOutput]:
+        requests = [
+            make_pooling_request(f"offline-{next(self._counter)}", token_ids, params, self.model)
+            for token_ids in batch
+        ]
+        ended: dict[str, SequenceOutput] = {}
+        for request in requests:
+            self._engine.add_request(request)
+        try:
+            while len(ended) < len(requests):
+                ended |= {news.request_id: news for news in self._engine.step()}
+        finally:
+            for request in requests:
+                self._engine.abort(request.request_id)  # no-op for those that have ended
+        return [ended[request.request_id] for request in requests]
+
     def stream(
         self, prompt: Prompt | Sequence[Message], sampling: SamplingParams | None = None
     ) -> Iterator[RequestOutput]:
         """News of one prompt or conversation as it is generated; closing the iterator aborts it."""
+        require_task(self.model, ServedTask.generate)
         is_chat = not isinstance(prompt, str) and bool(prompt) and isinstance(prompt[0], dict)
         token_ids = self._render(prompt) if is_chat else self._encode(prompt)  # type: ignore[arg-type]
         params = sampling or self.default_sampling()
@@ -289,6 +372,10 @@ class _Collected:
             logprobs=self.logprobs or None,
             score=self.last.score,
         )
+
+
+def _as_texts(texts: str | Sequence[str]) -> list[str]:
+    return [texts] if isinstance(texts, str) else list(texts)
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -164,6 +164,8 @@ def plan_memory(
         reasons=(f"budget: {device.memory_fraction:g} of {_size(free_bytes)} of free memory",),
     )
     room = _room(plan)
+    if not bytes_per_block:
+        return _without_cache(plan, scheduler)
     sequence_blocks = _blocks(length, cache.block_size)
     kv_bytes, reason = _kv_bytes(
         room,
@@ -180,6 +182,16 @@ def plan_memory(
         reasons=(*plan.reasons, reason),
     )
     return _with_length(plan, is_asked=max_model_len is not None, room=room)
+
+
+def _without_cache(plan: MemoryPlan, scheduler: StepLimits) -> MemoryPlan:
+    """The plan of an encoder. Its blocks take no memory; there are so many that none ever lacks."""
+    per_sequence = _blocks(plan.max_model_len, plan.block_size) + 1  # one to spare at admission
+    return replace(
+        plan,
+        num_blocks=scheduler.max_num_seqs * per_sequence + 1,
+        reasons=(*plan.reasons, "KV cache: none, an encoder keeps no keys and values"),
+    )
 
 
 def _room(plan: MemoryPlan) -> int:

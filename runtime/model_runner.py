@@ -14,6 +14,7 @@ from ostinato.graphs.buffers import StaticBuffers
 from ostinato.graphs.capture import GraphRunner
 from ostinato.graphs.threads import StepThreads
 from ostinato.runtime.batch import BatchBuilder, StepShape
+from ostinato.runtime.pooler import PendingVectors, Pooler
 from ostinato.runtime.prompt_logprobs import PromptScorer
 from ostinato.runtime.sampler import PendingTokens, Sampler
 from ostinato.runtime.types import SchedulerOutput, StepResult, TokenLogprobs
@@ -30,6 +31,7 @@ class PendingStep(NamedTuple):
 
     tokens: PendingTokens | None  # None when no sequence samples
     prompt_logprobs: list[list[TokenLogprobs]] | None
+    vectors: PendingVectors | None = None  # None when nothing is pooled
 
 
 class ModelRunner:
@@ -45,6 +47,7 @@ class ModelRunner:
         buffers: StaticBuffers,
         sampler: Sampler,
         threads: StepThreads | None = None,
+        pooler: Pooler | None = None,
     ) -> None:
         """
         Args:
@@ -52,6 +55,7 @@ class ModelRunner:
             buffers: those that `graphs` reads.
             sampler: picks the tokens.
             threads: switches CPU threads around a step; None = leave them alone.
+            pooler: makes vectors; None = one for a model without a classification head.
         """
         self.graphs = graphs
         self._threads = threads
@@ -61,6 +65,7 @@ class ModelRunner:
         self._scorer = PromptScorer(
             graphs.compute_logits, max_rows=min(_SCORED_ROWS, buffers.host.block_table.shape[0])
         )
+        self._pooler = pooler or Pooler()
         self._device_seconds_before = 0.0
         self.model_seconds = 0.0
 
@@ -88,27 +93,32 @@ class ModelRunner:
             self._batch.admit(admitted.row)
             self._sampler.admit(admitted.row, admitted.request, admitted.output_token_ids)
             self._scorer.admit(admitted.row, admitted.request)
+            self._pooler.admit(admitted.row, admitted.request)
         if output.block_copies:
             self.graphs.copy_blocks(output.block_copies)
         step = self._batch.build(output)
         begin = time.perf_counter()
         if step.sampled_rows:
             self._sampler.stage(step.sampled_rows, step.sampled_positions)
-        prompt_logprobs = None
-        if output.num_prompt_logits:
+        prompt_logprobs, vectors = None, None
+        if output.num_prompt_logits or output.num_pooled:
             logits, hidden = self.graphs.run_with_hidden(
                 step.num_tokens, step.num_seqs, len(step.sampled_rows)
             )
-            prompt_logprobs = self._scorer.score(hidden, output.scheduled)
+            if output.num_prompt_logits:
+                prompt_logprobs = self._scorer.score(hidden, output.scheduled)
+            if output.num_pooled:
+                vectors = self._pooler.pool(hidden, output.scheduled)
         else:
             logits = self._run(step)
         tokens = None
         if step.sampled_rows:
+            assert logits is not None, "rows that sample have logits"
             tokens = self._sampler.launch(logits)
             self._buffers.keep(tokens.token_ids)
         self.graphs.timer.end()
         self.model_seconds += time.perf_counter() - begin
-        return PendingStep(tokens, prompt_logprobs)
+        return PendingStep(tokens, prompt_logprobs, vectors)
 
     @torch.inference_mode()
     def read(self, pending: PendingStep) -> StepResult:
@@ -118,6 +128,8 @@ class ModelRunner:
         begin = time.perf_counter()
         result = StepResult([]) if pending.tokens is None else pending.tokens.read()
         result.prompt_logprobs = pending.prompt_logprobs
+        if pending.vectors is not None:
+            result.pooled = pending.vectors.read()
         self.model_seconds += time.perf_counter() - begin
         return result
 

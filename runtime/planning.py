@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from ostinato.conf.root import EngineConfig
-from ostinato.conf.schema import GraphMode
+from ostinato.conf.schema import GraphMode, PoolingChoice
 from ostinato.graphs.buckets import BucketTable, default_decode_sizes, default_mixed_sizes
 from ostinato.graphs.buffers import StaticBuffers
 from ostinato.graphs.capture import GraphRunner
@@ -19,6 +19,7 @@ from ostinato.graphs.draw import StaticDrawer, num_draw_graphs
 from ostinato.models.base import LanguageModel
 from ostinato.models.checkpoint import Checkpoint, open_checkpoint
 from ostinato.models.config import ModelConfig, resolve_cache_dtype, resolve_dtype
+from ostinato.models.pooling_files import PoolingFiles, read_pooling_files
 from ostinato.models.registry import build_model, read_model_config
 from ostinato.ops.attention import AttentionPlanner, AttentionSpec, workspace_bytes
 from ostinato.runtime.cost_table import CostTable
@@ -49,6 +50,7 @@ class ModelSource:
     dtype: torch.dtype  # of weights and activations
     cache_dtype: torch.dtype  # of keys and values in the cache
     limits: StepLimits  # that buffers, buckets and memory are sized for
+    pooling: PoolingFiles  # what the checkpoint says of embeddings
 
     def attention_spec(self, block_size: int) -> AttentionSpec:
         """What the model asks of an attention backend."""
@@ -70,18 +72,46 @@ def open_model(config: EngineConfig, device: torch.device | None = None) -> Mode
     try:
         checkpoint = open_checkpoint(config.model)
         model_config = read_model_config(checkpoint)
+        pooling = read_pooling_files(checkpoint.directory)
     except ValueError as error:
         raise StartupError(str(error)) from error
+    if pooling.unsupported is not None and config.model.pooling is PoolingChoice.auto:
+        raise StartupError(f"{pooling.unsupported}; choose one with model.pooling")
     dtype = resolve_dtype(config.model.dtype, model_config)
     device = device or resolve_device(config.device.name)
+    limits = upper_limits(config.scheduler, is_cpu=device.type == "cpu")
+    if model_config.is_encoder:
+        length = config.model.max_model_len or pooling.max_seq_length or model_config.max_model_len
+        limits = _encoder_limits(config, limits, length)
     return ModelSource(
         checkpoint=checkpoint,
         config=model_config,
         device=device,
         dtype=dtype,
         cache_dtype=resolve_cache_dtype(config.cache.dtype, dtype),
-        limits=upper_limits(config.scheduler, is_cpu=device.type == "cpu"),
+        limits=limits,
+        pooling=pooling,
     )
+
+
+def _encoder_limits(config: EngineConfig, limits: StepLimits, max_model_len: int) -> StepLimits:
+    """Room in a step for a whole text.
+
+    Raises:
+        StartupError: too small a step was asked for, or a bound that means nothing here.
+    """
+    if config.scheduler.itl_target_ms is not None:
+        raise StartupError("scheduler.itl_target_ms is for models that generate; leave it null")
+    if config.scheduler.max_num_batched_tokens is None:
+        most = max(limits.max_num_batched_tokens, max_model_len)
+        return limits._replace(max_num_batched_tokens=most)
+    if limits.max_num_batched_tokens < max_model_len:
+        raise StartupError(
+            f"scheduler.max_num_batched_tokens={limits.max_num_batched_tokens}, but an encoder "
+            f"computes a whole text in one step, up to model.max_model_len={max_model_len} tokens; "
+            "raise the one or lower the other"
+        )
+    return limits
 
 
 def plan_engine(
@@ -108,7 +138,7 @@ def plan_engine(
         model, dtype=source.dtype, device=torch.device("meta"), attention_backend="reference"
     )
     tensors = [*skeleton.parameters(), *skeleton.buffers()]
-    keys = bucket_table(config, is_cpu=is_cpu).keys
+    keys = bucket_table(config, source).keys
     num_seqs, num_tokens = source.limits
     return plan_memory(
         ModelFootprint(
@@ -119,8 +149,10 @@ def plan_engine(
             qkv_size=(model.num_heads + 2 * model.num_kv_heads) * model.head_dim,
             dtype_bytes=source.dtype.itemsize,
             max_model_len=model.max_model_len,
-            sampling_bytes=sampling_bytes(num_seqs, model.vocab_size),
-            workspace_bytes=workspace_bytes(
+            sampling_bytes=0 if model.is_encoder else sampling_bytes(num_seqs, model.vocab_size),
+            workspace_bytes=0
+            if model.is_encoder
+            else workspace_bytes(
                 config.graphs.attention.value,
                 source.attention_spec(config.cache.block_size),
                 num_tokens=num_tokens,
@@ -134,7 +166,7 @@ def plan_engine(
         device=config.device,
         cache=config.cache,
         scheduler=source.limits,
-        max_model_len=config.model.max_model_len,
+        max_model_len=config.model.max_model_len or source.pooling.max_seq_length,
         graphs=GraphFootprint(
             num_graphs=len(keys) + num_draw_graphs(num_seqs) if keys else 0,
             max_tokens=max((key.num_tokens for key in keys), default=0),
@@ -143,17 +175,18 @@ def plan_engine(
 
 
 def bucket_table(
-    config: EngineConfig, *, is_cpu: bool, costs: CostTable | None = None
+    config: EngineConfig, source: ModelSource, costs: CostTable | None = None
 ) -> BucketTable:
-    """The buckets to capture; empty unless graphs.mode=captured.
+    """The buckets to capture; empty unless graphs.mode=captured, and for an encoder, whose steps
+    all have other shapes.
 
     Args:
         config: the engine's configuration.
-        is_cpu: every size of a decode has its bucket there, which costs nothing.
+        source: on a CPU every size of a decode has its bucket, which costs nothing.
         costs: of an earlier start; leaves out the buckets that brought nothing on a GPU.
     """
-    graphs, scheduler = config.graphs, upper_limits(config.scheduler, is_cpu=is_cpu)
-    if graphs.mode is not GraphMode.captured:
+    graphs, scheduler, is_cpu = config.graphs, source.limits, source.device.type == "cpu"
+    if graphs.mode is not GraphMode.captured or source.config.is_encoder:
         return BucketTable(decode_sizes=[], mixed_sizes=[], max_num_seqs=scheduler.max_num_seqs)
     chosen = [size for size in graphs.capture_sizes if size <= scheduler.max_num_seqs]
     if not graphs.capture_sizes:
@@ -194,7 +227,7 @@ def plan_measured(
         StartupError: it does not fit.
     """
     spec = source.config.kv_cache_spec(config.cache.block_size, source.cache_dtype)
-    table = bucket_table(config, is_cpu=False)
+    table = bucket_table(config, source)
 
     def largest_step() -> None:
         null_block = spec.allocate(1, source.device)

@@ -27,7 +27,7 @@ from ostinato.runtime.forecast import QueueLoad, queue_load
 from ostinato.runtime.itl_bound import ItlBound
 from ostinato.runtime.kv_cache import KVCacheManager
 from ostinato.runtime.limits import StepLimits, upper_limits
-from ostinato.runtime.sequence import Sequence, SequenceStatus
+from ostinato.runtime.sequence import Sequence, SequenceStatus, check_prompt_length
 from ostinato.runtime.step_plan import StepPlan
 from ostinato.runtime.types import (
     AdmittedSequence,
@@ -72,6 +72,7 @@ class Scheduler:
         max_model_len: tokens of prompt plus output that one sequence may have.
         limits: the largest step; None = what the configuration has, or its upper bounds.
         bound: keeps steps with decodes within a target; None = there is none.
+        whole_prompts: a prompt is never computed in chunks, as encoders need it.
 
     Raises:
         ValueError: one sequence of `max_model_len` tokens does not fit into the cache.
@@ -85,6 +86,7 @@ class Scheduler:
         max_model_len: int,
         limits: StepLimits | None = None,
         bound: ItlBound | None = None,
+        whole_prompts: bool = False,
     ) -> None:
         needed = -(-max_model_len // cache.block_size)
         if cache.num_blocks < needed:
@@ -100,6 +102,7 @@ class Scheduler:
         self.num_output_tokens = 0
         self.limits = limits or upper_limits(config)
         self.bound = bound
+        self._whole_prompts = whole_prompts
         self._cache = cache
         self._rank = _POLICY_RANKS[config.policy]
         self._num_arrivals = 0
@@ -151,14 +154,7 @@ class Scheduler:
                 f"request_id {request.request_id!r} is in use; wait for its end or choose another",
                 param="request_id",
             )
-        if not 1 <= len(request.prompt_token_ids) < self.max_model_len:
-            raise InvalidRequestError(
-                f"the prompt must have 1 to {self.max_model_len - 1} tokens (max_model_len="
-                f"{self.max_model_len}, one is kept for the output), got "
-                f"{len(request.prompt_token_ids)}; shorten it",
-                param="prompt",
-                code="context_length_exceeded",
-            )
+        check_prompt_length(request, self.max_model_len)
         order = (self._rank(request), self._num_arrivals)
         self._num_arrivals += 1
         sequence = Sequence(request, order, self.max_model_len)
@@ -243,6 +239,7 @@ class Scheduler:
         self._in_flight.popleft()
         if step.num_prompt_logits:
             step.take_prompt_logprobs(result)
+        endings = step.take_pooled(result) if step.num_pooled else []
         outputs: list[SequenceOutput] = []
         has_ended = False
         index = 0
@@ -263,7 +260,7 @@ class Scheduler:
         self.num_output_tokens += len(outputs)
         if has_ended:
             self._running = [s for s in self._running if s.status is _RUNNING]
-        for ending in self._beams.advance():
+        for ending in (*endings, *self._beams.advance()):
             del self._sequences[ending.request_id]
             self.num_output_tokens += sum(len(beam.token_ids) for beam in ending.beams or ())
             outputs.append(ending)
@@ -395,7 +392,7 @@ class Scheduler:
             limit = step.chunk_limit(
                 len(running) - step.num_grown, sequence.num_tokens - start, start
             )
-            if limit < 1:
+            if limit < (sequence.num_tokens - start if self._whole_prompts else 1):
                 step.is_closed = True
                 break
             del waiting[0]
@@ -486,11 +483,13 @@ class Scheduler:
         """Plan the next `limit` of the tokens that the sequence was admitted with."""
         start = sequence.num_computed_tokens
         end = start + limit
-        samples = end == sequence.num_given_tokens
+        is_pooled = sequence.request.pooling is not None
+        samples = end == sequence.num_given_tokens and not is_pooled
         num_prompt_logits = sequence.num_prompt_logits(start, end)
         sequence.num_computed_tokens = end
         sequence.num_in_flight += 1
         step.num_samples += samples
+        step.num_pooled += is_pooled
         step.num_prompt_logits += num_prompt_logits
         step.num_tokens_left -= end - start
         step.scheduled.append(
@@ -502,6 +501,7 @@ class Scheduler:
                 new_block_ids,
                 samples,
                 num_prompt_logits,
+                is_pooled,
             )
         )
         step.sequences.append(sequence)

@@ -10,9 +10,10 @@ from enum import Enum
 
 from ostinato.runtime.beam_search import Beam
 from ostinato.runtime.block_pool import BlockHash
+from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.types import FinishReason, Request, TokenLogprobs
 
-__all__ = ("Sequence", "SequenceStatus")
+__all__ = ("Sequence", "SequenceStatus", "check_prompt_length")
 
 
 class SequenceStatus(Enum):
@@ -23,6 +24,19 @@ class SequenceStatus(Enum):
     preempted = "preempted"
     parked = "parked"  # a beam without row and blocks, whose candidates are known
     finished = "finished"
+
+
+def check_prompt_length(request: Request, max_model_len: int) -> None:
+    """Raises InvalidRequestError for an empty prompt, or one that leaves no room for output."""
+    kept = 1 if request.pooling is None else 0
+    if not 1 <= len(request.prompt_token_ids) <= max_model_len - kept:
+        raise InvalidRequestError(
+            f"the prompt must have 1 to {max_model_len - kept} tokens (max_model_len="
+            f"{max_model_len}{', one is kept for the output' if kept else ''}), got "
+            f"{len(request.prompt_token_ids)}; shorten it",
+            param="prompt",
+            code="context_length_exceeded",
+        )
 
 
 class Sequence:
@@ -119,6 +133,9 @@ class Sequence:
         """Leading tokens that need no computing when their keys and values are there."""
         if self.prompt_logprobs is not None:
             return min(len(self.prompt_logprobs), self.num_tokens - 1)
+        pooling = self.request.pooling
+        if pooling is not None and pooling.needs_all_tokens:
+            return 0
         return self.num_tokens - 1  # the last one must be computed to get logits
 
     def num_prompt_logits(self, start: int, end: int) -> int:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from ostinato.runtime.itl_bound import StepAllowance
-from ostinato.runtime.sequence import Sequence
+from ostinato.runtime.sequence import Sequence, SequenceStatus
 from ostinato.runtime.types import (
     AdmittedSequence,
+    FinishReason,
     ScheduledSequence,
     SchedulerOutput,
+    SequenceOutput,
     StepResult,
 )
 
@@ -24,6 +26,7 @@ class StepPlan:
         "is_closed",
         "is_stalled",
         "num_grown",
+        "num_pooled",
         "num_prompt_logits",
         "num_samples",
         "num_tokens_left",
@@ -38,6 +41,7 @@ class StepPlan:
         self.num_grown = 0  # leading running sequences that have had their turn
         self.num_samples = 0
         self.num_prompt_logits = 0
+        self.num_pooled = 0
         self.is_closed = False  # nobody else is admitted
         self.is_stalled = False  # blocks come back with the next update; who needs one waits for it
         self.scheduled: list[ScheduledSequence] = []
@@ -78,8 +82,37 @@ class StepPlan:
                 max_num_tokens - self.num_tokens_left,
                 self.num_prompt_logits,
                 self.block_copies,
+                self.num_pooled,
             )
         return self.output
+
+    def take_pooled(self, result: StepResult) -> list[SequenceOutput]:
+        """End the sequences whose vectors are there; their terminal outputs.
+
+        Raises:
+            ValueError: `result` has not one for each prompt that ends in this step.
+        """
+        vectors = iter(result.pooled or ())
+        outputs: list[SequenceOutput] = []
+        for entry, sequence in zip(self.scheduled, self.sequences, strict=True):
+            is_end = entry.start + entry.num_new_tokens == sequence.num_prompt_tokens
+            if not (entry.is_pooled and is_end):
+                continue
+            vector = next(vectors, None)
+            if vector is None:
+                raise ValueError(f"row {entry.row} ends a pooled prompt, the result has no vector")
+            if sequence.status is SequenceStatus.running:
+                sequence.status = SequenceStatus.finished
+                outputs.append(
+                    SequenceOutput(
+                        sequence.request.request_id,
+                        [],
+                        FinishReason.stop,
+                        num_cached_tokens=sequence.num_cached_tokens or 0,
+                        pooled=vector,
+                    )
+                )
+        return outputs
 
     def take_prompt_logprobs(self, result: StepResult) -> None:
         """Hand log-probabilities of prompt tokens to their sequences.

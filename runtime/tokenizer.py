@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import tokenizers
 
@@ -101,6 +101,26 @@ class Tokenizer:
                 output of a chat template, which contains them already.
         """
         return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def encode_pair(self, first: str, second: str) -> tuple[list[int], list[int]]:
+        """Two texts as one input, with the special tokens that go around and between them.
+
+        Returns:
+            Token ids, and of each the segment that it belongs to: 0 or 1.
+        """
+        encoding = self._backend.encode(first, second)
+        return encoding.ids, encoding.type_ids
+
+    def encode_at_most(self, text: str, limit: int, *, keep: Literal["start", "end"]) -> list[int]:
+        """As `encode`, cut to `limit` tokens; the special tokens around the text stay.
+
+        Args:
+            keep: which part of the text is kept.
+        """
+        encoding = self._backend.encode(text, add_special_tokens=False)
+        room = max(0, limit - self._backend.num_special_tokens_to_add(is_pair=False))
+        encoding.truncate(room, direction="right" if keep == "start" else "left")
+        return self._backend.post_process(encoding).ids[:limit]
 
     def encode_batch(
         self, texts: Sequence[str], *, add_special_tokens: bool = True

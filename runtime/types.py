@@ -17,10 +17,14 @@ __all__ = (
     "AdmittedSequence",
     "BeamOutput",
     "CompletionOutput",
+    "EmbeddingOutput",
     "EngineStats",
     "FinishReason",
     "GenerationOutput",
     "LateCompile",
+    "PooledOutput",
+    "PoolingKind",
+    "PoolingParams",
     "Request",
     "RequestOutput",
     "SamplingParams",
@@ -28,6 +32,7 @@ __all__ = (
     "SchedulerOutput",
     "SequenceOutput",
     "ServedModel",
+    "ServedTask",
     "StepResult",
     "TokenLogprobs",
 )
@@ -212,9 +217,34 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             _check(value in values, name, f"{values[0]!r} {reason}", value)
 
 
+class PoolingKind(StrEnum):
+    """Which of a text's hidden states make its vector."""
+
+    mean = "mean"  # all, averaged
+    last = "last"
+    cls = "cls"  # the first
+
+
+class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What becomes of a prompt that nothing is generated for."""
+
+    kind: PoolingKind = PoolingKind.last
+    normalize: bool = True  # to length 1
+    dimensions: int | None = None  # the vector's first so many, before it is normalised; null = all
+    # Instead of the vector itself the classification head's answer to it: a sigmoid for one label,
+    # a softmax for several, or with `raw_scores` the logits.
+    classify: bool = False
+    raw_scores: bool = False
+
+    @property
+    def needs_all_tokens(self) -> bool:
+        """Whether every token must be computed: what is cached has no hidden state."""
+        return self.kind is not PoolingKind.last
+
+
 class Request(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
-    """One sequence to generate. `n` completions of a prompt are n requests that share cached
-    blocks.
+    """One sequence to generate, or with `pooling` one to make a vector of. `n` completions of a
+    prompt are n requests that share cached blocks.
     """
 
     request_id: str
@@ -225,6 +255,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=Fal
     priority: int = 0  # lower runs first under the priority policy
     cache_salt: str = ""  # requests share cached blocks only with an equal salt
     bad_words_token_ids: list[list[int]] = []  # of `sampling.bad_words`, none empty
+    pooling: PoolingParams | None = None  # nothing is generated; `sampling` is not read
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -254,6 +285,7 @@ class ScheduledSequence(msgspec.Struct, frozen=True, array_like=True):
     new_block_ids: list[int]  # appended to the row's block table
     samples: bool  # True when the last position's logits give a token
     num_prompt_logits: int = 0  # leading positions whose next token, the prompt's, is scored
+    is_pooled: bool = False  # the positions' hidden states go into a vector
 
 
 class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True):
@@ -265,6 +297,7 @@ class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True):
     num_prompt_logits: int = 0  # of all entries
     # (from, to): blocks whose contents are copied before anything is written, all at once.
     block_copies: list[tuple[int, int]] = []
+    num_pooled: int = 0  # entries with `is_pooled`
 
     @property
     def num_seqs(self) -> int:
@@ -278,6 +311,7 @@ class StepResult(msgspec.Struct, array_like=True):
     logprobs: list[TokenLogprobs | None] | None = None  # None = nobody asked
     # One list per entry with `num_prompt_logits`, in that order.
     prompt_logprobs: list[list[TokenLogprobs]] | None = None
+    pooled: list[bytes] | None = None  # one per entry that is the end of a pooled prompt
 
 
 class BeamOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -303,6 +337,15 @@ class SequenceOutput(msgspec.Struct, array_like=True, gc=False):
     # With the first new token: one per prompt token after the first.
     prompt_logprobs: list[TokenLogprobs] | None = None
     beams: list[BeamOutput] | None = None  # at the end of a beam search: the n best, best first
+    pooled: bytes | None = None  # little-endian float32, of a pooled request
+
+
+class ServedTask(StrEnum):
+    """What a model can do."""
+
+    generate = "generate"
+    embed = "embed"
+    classify = "classify"
 
 
 class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
@@ -316,6 +359,12 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     default_sampling: dict[str, int | float] = {}  # from generation_config.json
     created: int = 0  # unix seconds
     startup_seconds: dict[str, float] = {}  # phase -> seconds, in order
+    tasks: tuple[ServedTask, ...] = (ServedTask.generate,)
+    embedding_size: int = 0  # numbers of a vector
+    pooling: PoolingKind = PoolingKind.last  # of a request that names none
+    normalize: bool = True  # the same
+    num_labels: int = 0  # of the classification head; 0 = there is none
+    num_segments: int = 0  # that an encoder tells apart; 0 = not an encoder
 
 
 class EngineStats(msgspec.Struct, array_like=True, gc=False):
@@ -359,6 +408,23 @@ class RequestOutput(msgspec.Struct, kw_only=True):
     prompt_logprobs: list[TokenLogprobs] | None = None  # with the first token, if asked for
     num_discarded_tokens: int = 0  # of candidates that were not among the n best
     score: float | None = None  # what the n best were chosen by, with `best_of` and beam search
+
+
+class PooledOutput(msgspec.Struct, frozen=True, kw_only=True):
+    """The vector of one pooled request."""
+
+    request_id: str
+    data: bytes  # little-endian float32
+    num_prompt_tokens: int
+    num_cached_tokens: int = 0
+
+
+class EmbeddingOutput(msgspec.Struct, frozen=True, kw_only=True):
+    """One text's result of `LLM.embed`."""
+
+    prompt_token_ids: list[int]
+    embedding: list[float]
+    num_cached_tokens: int = 0
 
 
 class CompletionOutput(msgspec.Struct, kw_only=True):

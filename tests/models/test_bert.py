@@ -125,7 +125,9 @@ def test_the_second_text_of_a_pair_is_a_segment_of_its_own(tiny):
     given = ids[:-second] + [token + config.vocab_size for token in ids[-second:]]
     with torch.inference_mode():
         hidden = model(pack([given]), no_cache(config))
-    torch.testing.assert_close(hidden, reference_states(reference, ids, second), atol=2e-5, rtol=1e-4)
+    torch.testing.assert_close(
+        hidden, reference_states(reference, ids, second), atol=2e-5, rtol=1e-4
+    )
 
 
 def test_classification(tmp_path):
