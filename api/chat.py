@@ -5,12 +5,12 @@ Pure functions of plain data; the handler in `routes` joins them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from ostinato.api.answers import AnswerNews, CollectedAnswer
 from ostinato.api.generation import (
-    CollectedCompletion,
     Generation,
     ReplyHead,
     ReplyOptions,
@@ -18,6 +18,7 @@ from ostinato.api.generation import (
     make_generation,
 )
 from ostinato.api.logprobs import TokenBytes, chat_logprobs, prompt_logprobs
+from ostinato.api.parsing.events import CallBegins, Content, Event, Reasoning
 from ostinato.api.schemas import (
     ChatChoice,
     ChatChunk,
@@ -25,22 +26,25 @@ from ostinato.api.schemas import (
     ChatCompletionRequest,
     ChatDelta,
     ChatResponse,
-    Message,
+    FunctionDelta,
     PromptLogprobs,
+    ReplyFunction,
     ReplyMessage,
+    ReplyToolCall,
     TokenizeRequest,
+    ToolCallDelta,
     Usage,
 )
 from ostinato.runtime.errors import InvalidRequestError
-from ostinato.runtime.types import RequestOutput, ServedModel
+from ostinato.runtime.types import ServedModel
 
 __all__ = (
     "asks_for_answer",
     "check",
     "echo_text",
     "reply_options",
-    "template_messages",
     "to_chunks",
+    "to_delta",
     "to_request",
     "to_response",
     "usage_chunk",
@@ -85,7 +89,7 @@ def asks_for_answer(body: ChatCompletionRequest | TokenizeRequest) -> bool:
 
 def echo_text(body: ChatCompletionRequest) -> str:
     """What the answer begins with: the last message, with `echo`."""
-    return template_messages(body.messages[-1:])[0]["content"] if body.echo else ""
+    return (body.messages[-1].text or "") if body.echo else ""
 
 
 def reply_options(body: ChatCompletionRequest) -> ReplyOptions:
@@ -96,18 +100,6 @@ def reply_options(body: ChatCompletionRequest) -> ReplyOptions:
         return_token_ids=body.return_token_ids,
         as_token_ids=body.return_tokens_as_token_ids,
     )
-
-
-def template_messages(messages: list[Message]) -> list[dict[str, str]]:
-    """The messages as a chat template sees them; text parts are joined by line ends."""
-    rendered = []
-    for message in messages:
-        content = message.content
-        if not isinstance(content, str):
-            content = "\n".join(part.text for part in content)
-        named = {} if message.name is None else {"name": message.name}
-        rendered.append({"role": message.role, "content": content, **named})
-    return rendered
 
 
 def to_request(
@@ -143,7 +135,7 @@ def to_request(
 
 def to_chunks(
     head: ReplyHead,
-    output: RequestOutput,
+    news: AnswerNews,
     token_bytes: TokenBytes,
     *,
     options: ReplyOptions,
@@ -156,6 +148,7 @@ def to_chunks(
         echo: what the first chunk's text is.
         usage: what the chunks' `usage` says; unset = they have none.
     """
+    output = news.output
     choices = []
     if output.num_output_tokens == len(output.new_token_ids):  # the first news of this completion
         choices.append(ChatChunkChoice(index=output.index, delta=ChatDelta("assistant", echo)))
@@ -170,14 +163,16 @@ def to_chunks(
             as_ids=options.as_token_ids,
         )
     has_news = logprobs is not None or (options.return_token_ids and output.new_token_ids)
-    only_ends = not output.text_delta and not has_news and output.finish_reason is not None
-    if only_ends or output.text_delta or has_news:
+    delta = to_delta(news.events)
+    if delta != ChatDelta() or has_news or news.finish_reason is not None:
+        if delta == ChatDelta() and has_news:
+            delta = ChatDelta(content="")
         choices.append(
             ChatChunkChoice(
                 index=output.index,
-                delta=ChatDelta(content=None if only_ends else output.text_delta),
+                delta=delta,
                 logprobs=logprobs,
-                finish_reason=output.finish_reason,
+                finish_reason=news.finish_reason,
                 stop_reason=msgspec.UNSET if output.finish_reason is None else output.stop_reason,
                 token_ids=options.token_ids(output.new_token_ids),
             )
@@ -188,6 +183,35 @@ def to_chunks(
     ]
 
 
+def to_delta(events: Sequence[Event]) -> ChatDelta:
+    """The events of one piece of news as one delta."""
+    content = "".join(event.text for event in events if isinstance(event, Content))
+    reasoning = "".join(event.text for event in events if isinstance(event, Reasoning)) or None
+    calls: dict[int, ToolCallDelta] = {}
+    for event in events:
+        if isinstance(event, CallBegins):
+            calls[event.index] = ToolCallDelta(
+                index=event.index,
+                id=event.id,
+                type="function",
+                function=FunctionDelta(event.name, ""),
+            )
+        elif not isinstance(event, Content | Reasoning):
+            before = calls.get(event.index)
+            if before is None:
+                before = ToolCallDelta(index=event.index, function=FunctionDelta())
+            text = (before.function.arguments or "") + event.text
+            calls[event.index] = msgspec.structs.replace(
+                before, function=FunctionDelta(before.function.name, text)
+            )
+    return ChatDelta(
+        content=content or None,
+        reasoning=reasoning,
+        reasoning_content=reasoning,
+        tool_calls=list(calls.values()) or None,
+    )
+
+
 def usage_chunk(head: ReplyHead, usage: Usage) -> ChatChunk:
     """The last chunk of a stream with `stream_options.include_usage`."""
     return ChatChunk(id=head.id, created=head.created, model=head.model, choices=[], usage=usage)
@@ -196,17 +220,18 @@ def usage_chunk(head: ReplyHead, usage: Usage) -> ChatChunk:
 def to_response(
     head: ReplyHead,
     generation: Generation,
-    completions: dict[tuple[int, int], CollectedCompletion],
+    answers: Mapping[int, CollectedAnswer],
     token_bytes: TokenBytes,
     *,
     options: ReplyOptions,
     echo: str = "",
     usage: Usage,
 ) -> ChatResponse:
-    """The whole answer to a request without `stream`; `completions` as `collect` fills it."""
+    """The whole answer to a request without `stream`; `answers` by the choice's index."""
     choices = []
-    for (_, index), one in sorted(completions.items()):
-        assert one.finish_reason is not None, "collected until every completion had ended"
+    for index, answer in sorted(answers.items()):
+        one = answer.completion
+        assert answer.finish_reason is not None, "collected until every completion had ended"
         logprobs = None
         if options.num_top_logprobs is not None:
             logprobs = chat_logprobs(
@@ -219,9 +244,9 @@ def to_response(
         choices.append(
             ChatChoice(
                 index=index,
-                message=ReplyMessage("assistant", echo + one.text),
+                message=_reply_message(answer, echo),
                 logprobs=logprobs,
-                finish_reason=one.finish_reason,
+                finish_reason=answer.finish_reason,
                 stop_reason=one.stop_reason,
                 token_ids=options.token_ids(one.token_ids),
             )
@@ -230,7 +255,7 @@ def to_response(
     if options.num_prompt_logprobs is not None:
         scores = prompt_logprobs(
             generation.prompt_token_ids,
-            completions[0, 0].prompt_logprobs or (),
+            answers[0].completion.prompt_logprobs or (),
             token_bytes,
             num_top=options.num_prompt_logprobs,
         )
@@ -242,4 +267,20 @@ def to_response(
         usage=usage,
         prompt_token_ids=options.token_ids(generation.prompt_token_ids),
         prompt_logprobs=scores,
+    )
+
+
+def _reply_message(answer: CollectedAnswer, echo: str) -> ReplyMessage:
+    message = answer.message
+    content = echo + message.content
+    calls = [
+        ReplyToolCall(id=call.id or "", function=ReplyFunction(call.name, call.arguments))
+        for call in message.calls
+    ]
+    return ReplyMessage(
+        "assistant",
+        content if content or not calls else None,
+        reasoning=message.reasoning or msgspec.UNSET,
+        reasoning_content=message.reasoning or msgspec.UNSET,
+        tool_calls=calls or msgspec.UNSET,
     )

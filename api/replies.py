@@ -9,6 +9,7 @@ from contextlib import aclosing
 import msgspec
 
 from ostinato.api import chat, completions
+from ostinato.api.answers import AnswerNews, answer_news, collect_answers
 from ostinato.api.generation import (
     CollectedCompletion,
     Generation,
@@ -27,6 +28,7 @@ from ostinato.api.schemas import (
     Usage,
 )
 from ostinato.api.service import News, Service
+from ostinato.api.templates import ChatPrompt
 from ostinato.runtime.types import FinishReason, RequestOutput
 
 __all__ = ("ChatReply", "CompletionReply")
@@ -39,18 +41,17 @@ class ChatReply:
         InvalidRequestError: a parameter is out of range, or the prompt does not fit.
     """
 
-    def __init__(
-        self, service: Service, body: ChatCompletionRequest, prompt_token_ids: list[int]
-    ) -> None:
+    def __init__(self, service: Service, body: ChatCompletionRequest, prompt: ChatPrompt) -> None:
         self._service = service
+        self._form = prompt.form
         self._head = _head(service, "chatcmpl", body)
         self._usage = _UsageOfChunks(body)
         self._options = chat.reply_options(body)
         self._echo = chat.echo_text(body)
         self._generations = [
             chat.to_request(
-                body,
-                prompt_token_ids,
+                msgspec.structs.replace(body, skip_special_tokens=prompt.skip_special_tokens),
+                prompt.token_ids,
                 service.client.model,
                 request_id=self._head.id,
                 default_max_tokens=service.sampling.max_tokens,
@@ -61,12 +62,12 @@ class ChatReply:
         tally = Tally(self._generations)
         # The first chunk of all has the prompt's token ids.
         prompt = self._options.token_ids(self._generations[0].prompt_token_ids)
-        async with aclosing(self._service.run(self._head.id, self._generations)) as news:
-            async for prompt_index, output in news:
-                tally.add(prompt_index, output)
+        async with aclosing(self._news()) as news:
+            async for one in news:
+                tally.add(0, one.output)
                 for chunk in chat.to_chunks(
                     self._head,
-                    output,
+                    one,
                     self._service.token_bytes,
                     options=self._options,
                     echo=self._echo,
@@ -78,17 +79,20 @@ class ChatReply:
             yield chat.usage_chunk(self._head, tally.usage)
 
     async def response(self) -> ChatResponse:
-        news = self._service.run(self._head.id, self._generations)
-        collected, tally = await _collect(news, self._generations)
+        tally = Tally(self._generations)
+        answers = await collect_answers(self._news(), tally)
         return chat.to_response(
             self._head,
             self._generations[0],
-            collected,
+            answers,
             self._service.token_bytes,
             options=self._options,
             echo=self._echo,
             usage=tally.usage,
         )
+
+    def _news(self) -> AsyncGenerator[AnswerNews, None]:
+        return answer_news(self._service.run(self._head.id, self._generations), self._form)
 
 
 class CompletionReply:

@@ -30,7 +30,7 @@ from ostinato.api.schemas import (
 )
 from ostinato.api.service import Service
 from ostinato.api.stream import sse, until_disconnect
-from ostinato.api.templates import render
+from ostinato.api.templates import prepare, render
 from ostinato.runtime.errors import InvalidRequestError
 
 __all__ = ("HANDLERS",)
@@ -51,7 +51,7 @@ async def chat_completions(
     """Answer a conversation."""
     body = await _read(request, ChatCompletionRequest, service)
     chat.check(body)
-    prompt = await _encode_messages(service, body)
+    prompt = await prepare(service, body)
     reply = replies.ChatReply(service, body, prompt)
     if body.stream:
         return _event_stream(reply.chunks())
@@ -174,14 +174,6 @@ async def _read(request: HttpRequest, schema: type[T], service: Service) -> T:
     body = decode(data, schema)
     check_model(getattr(body, "model", None), service.client.model)
     return body
-
-
-async def _encode_messages(service: Service, body: ChatCompletionRequest) -> list[int]:
-    text = await render(service, body, body.messages)
-    (token_ids,) = await service.encode(
-        [text], param="messages", add_special_tokens=body.add_special_tokens
-    )
-    return token_ids
 
 
 async def _encode_prompts(

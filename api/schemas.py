@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
+from ostinato.api.conversation import Message, NamedToolChoice, ReasoningEffort, Tool
 from ostinato.api.unsupported import UNSUPPORTED, is_neutral
 from ostinato.runtime.errors import InvalidRequestError
 
@@ -31,17 +32,19 @@ __all__ = (
     "CompletionRequest",
     "DetokenizeRequest",
     "DetokenizeResponse",
+    "FunctionDelta",
     "GenerationFields",
-    "Message",
     "ModelCard",
     "ModelList",
     "PromptLogprob",
     "PromptTokensDetails",
+    "ReplyFunction",
     "ReplyMessage",
+    "ReplyToolCall",
     "StreamOptions",
-    "TextPart",
     "TokenizeRequest",
     "TokenizeResponse",
+    "ToolCallDelta",
     "TopLogprob",
     "Usage",
     "decode",
@@ -102,18 +105,6 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     user: str | None = None  # the caller's label of an end user; never used for anything
 
 
-class TextPart(
-    msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="text"
-):
-    text: str
-
-
-class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
-    name: str | None = None  # seen by templates that use it
-
-
 class ChatCompletionRequest(
     GenerationFields, frozen=True, kw_only=True, forbid_unknown_fields=True
 ):
@@ -128,6 +119,11 @@ class ChatCompletionRequest(
     add_special_tokens: bool = False  # around the text that the template gives
     chat_template: str | None = None  # instead of the model's own
     chat_template_kwargs: dict[str, Any] | None = None  # variables of the template
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
+    parallel_tool_calls: bool | None = None  # false = at most one call in an answer
+    reasoning_effort: ReasoningEffort | None = None  # reaches the template
+    include_reasoning: bool = True  # false = reasoning is left out of the answer
 
 
 class CompletionRequest(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -149,6 +145,7 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     continue_final_message: bool = False
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[Tool] | None = None
     return_token_strs: bool = False
 
 
@@ -210,9 +207,23 @@ class ChatLogprobs(msgspec.Struct, frozen=True):
     content: list[ChatTokenLogprob]
 
 
+class ReplyFunction(msgspec.Struct, frozen=True):
+    name: str
+    arguments: str
+
+
+class ReplyToolCall(msgspec.Struct, frozen=True, kw_only=True):
+    id: str
+    type: Literal["function"] = "function"
+    function: ReplyFunction
+
+
 class ReplyMessage(msgspec.Struct, frozen=True):
     role: Literal["assistant"]
-    content: str
+    content: str | None  # null beside calls without a text
+    reasoning: str | msgspec.UnsetType = msgspec.UNSET
+    reasoning_content: str | msgspec.UnsetType = msgspec.UNSET  # the same under its other name
+    tool_calls: list[ReplyToolCall] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
@@ -235,9 +246,24 @@ class ChatResponse(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
 
 
+class FunctionDelta(msgspec.Struct, frozen=True, omit_defaults=True):
+    name: str | None = None
+    arguments: str | None = None
+
+
+class ToolCallDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    index: int
+    id: str | None = None  # with the first piece of a call
+    type: str | None = None
+    function: FunctionDelta
+
+
 class ChatDelta(msgspec.Struct, frozen=True, omit_defaults=True):
     role: str | None = None
     content: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None  # the same under its other name
+    tool_calls: list[ToolCallDelta] | None = None
 
 
 class ChatChunkChoice(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,40 +1,142 @@
-"""A conversation as text: through the model's template, or one that came with the request."""
+"""A conversation as text, through the model's template or one that came with the request, and what
+the answers to it may contain.
+"""
 
 from __future__ import annotations
 
-from ostinato.api.chat import asks_for_answer, template_messages
-from ostinato.api.schemas import ChatCompletionRequest, Message, TokenizeRequest
+from typing import Any
+
+import msgspec
+
+from ostinato.api.chat import asks_for_answer
+from ostinato.api.conversation import Message
+from ostinato.api.parsing.answers import AnswerForm
+from ostinato.api.parsing.recognise import TemplateTraits, traits
+from ostinato.api.schemas import ChatCompletionRequest, TokenizeRequest
 from ostinato.api.service import Service
+from ostinato.api.tools import ToolUse, explained, template_messages, tool_use
+from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.template_process import render_apart
+from ostinato.runtime.tokenizer import Tokenizer
 
-__all__ = ("render",)
+__all__ = ("ChatPrompt", "prepare", "render")
 
 
-async def render(
-    service: Service, body: ChatCompletionRequest | TokenizeRequest, messages: list[Message]
-) -> str:
+class ChatPrompt(msgspec.Struct, frozen=True, kw_only=True):
+    """A conversation ready to be continued."""
+
+    token_ids: list[int]
+    form: AnswerForm  # of its answers
+    skip_special_tokens: bool  # false where a marker of the form is one
+
+
+async def prepare(service: Service, body: ChatCompletionRequest) -> ChatPrompt:
+    """The prompt of a chat request.
+
+    Raises:
+        InvalidRequestError: as `render`; or the template has no setting of `reasoning_effort`.
+    """
+    tokenizer = service.tokenizer("messages")
+    use = tool_use(body.tools, body.tool_choice, body.parallel_tool_calls)
+    found = _traits(service, tokenizer, body)
+    text = await _render(service, body, body.messages, use, found)
+    (token_ids,) = await service.encode(
+        [text], param="messages", add_special_tokens=body.add_special_tokens
+    )
+    form = AnswerForm(
+        reasoning=found.reasoning,
+        reasoning_is_open=_ends_in_reasoning(text, body, found),
+        shows_reasoning=body.include_reasoning,
+        calls=found.calls if use.tools else None,
+        tool_names=use.names,
+        max_calls=None if use.parallel else 1,
+    )
+    return ChatPrompt(
+        token_ids=token_ids,
+        form=form,
+        skip_special_tokens=body.skip_special_tokens
+        and not any(tokenizer.is_special(marker) for marker in form.markers),
+    )
+
+
+async def render(service: Service, body: TokenizeRequest, messages: list[Message]) -> str:
     """The text that the model continues.
 
     Raises:
         InvalidRequestError: there is no template, it refuses the messages, or one that came with
-            the request takes too much time or memory.
+            the request takes too much time or memory; a message is not complete; tools are offered
+            and no parser reads this model's calls.
     """
+    found = _traits(service, service.tokenizer("messages"), body)
+    return await _render(service, body, messages, tool_use(body.tools, None, None), found)
+
+
+def _traits(
+    service: Service, tokenizer: Tokenizer, body: ChatCompletionRequest | TokenizeRequest
+) -> TemplateTraits:
+    own = "" if tokenizer.chat_template is None else tokenizer.chat_template.source
+    return traits(own if body.chat_template is None else body.chat_template, service.server)
+
+
+async def _render(
+    service: Service,
+    body: ChatCompletionRequest | TokenizeRequest,
+    messages: list[Message],
+    use: ToolUse,
+    found: TemplateTraits,
+) -> str:
     tokenizer = service.tokenizer("messages")
-    conversation = template_messages(messages)
-    if body.chat_template is None:
-        return tokenizer.apply_chat_template(
-            conversation,
-            add_generation_prompt=asks_for_answer(body),
-            continue_final_message=body.continue_final_message,
-            variables=body.chat_template_kwargs,
+    conversation, tools = template_messages(messages), use.for_template
+    if tools and found.calls is None:
+        raise InvalidRequestError(
+            f"tools can not be offered: server.tool_parser={service.server.tool_parser.value} has"
+            " no parser for the calls that this model's chat template describes; start the server"
+            " with server.tool_parser set to hermes, llama3_json, mistral or json",
+            param="tools",
+            code="unsupported_parameter",
         )
+    if not found.knows_tools and found.calls is not None:
+        conversation, tools = explained(conversation, tools, found.calls), []
+    settings: dict[str, Any] = {
+        "add_generation_prompt": asks_for_answer(body),
+        "continue_final_message": body.continue_final_message,
+        "variables": _variables(body, found),
+        "tools": tools,
+    }
+    if body.chat_template is None:
+        return tokenizer.apply_chat_template(conversation, **settings)
     # One at a time: whatever such templates cost, the other cores are the engine's.
     async with service.template_turn:
         return await render_apart(
-            body.chat_template,
-            tokenizer.special_tokens,
-            conversation,
-            add_generation_prompt=asks_for_answer(body),
-            continue_final_message=body.continue_final_message,
-            variables=body.chat_template_kwargs,
+            body.chat_template, tokenizer.special_tokens, conversation, **settings
         )
+
+
+def _variables(
+    body: ChatCompletionRequest | TokenizeRequest, found: TemplateTraits
+) -> dict[str, Any]:
+    """The template's variables; `chat_template_kwargs` has the last word."""
+    given = body.chat_template_kwargs or {}
+    effort = body.reasoning_effort if isinstance(body, ChatCompletionRequest) else None
+    if effort is None:
+        return given
+    if found.has_reasoning_effort:
+        return {"reasoning_effort": effort, **given}
+    if found.has_enable_thinking:
+        return {"enable_thinking": effort != "none", **given}
+    raise InvalidRequestError(
+        "reasoning_effort is not supported: the chat template of this model has no setting of it;"
+        " leave it out",
+        param="reasoning_effort",
+        code="unsupported_parameter",
+    )
+
+
+def _ends_in_reasoning(text: str, body: ChatCompletionRequest, found: TemplateTraits) -> bool:
+    """Whether the answer begins within reasoning that the prompt has opened."""
+    if found.reasoning is None:
+        return False
+    if body.continue_final_message:  # only the assistant's own words count
+        last = body.messages[-1].text or ""
+        return last.rfind(found.reasoning.begin) > last.rfind(found.reasoning.end)
+    return text.rstrip().endswith(found.reasoning.begin)

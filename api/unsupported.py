@@ -19,15 +19,14 @@ class Unsupported(NamedTuple):
     neutral: tuple[Any, ...] = ()  # values that ask for nothing
 
 
-_TOOLS = "tool calls"
-_REASONING = "reasoning parsers"
+_TOOLS = "the older form of tool calls (see tools)"
 _GRAMMAR = "structured output"
 _MEDIA = "input other than text"
 _STORE = "stored replies"
 _TRANSFER = "transfer of caches between servers"
 
 UNSUPPORTED: Mapping[str, Unsupported] = {
-    "annotations": Unsupported(_TOOLS, ([],)),
+    "annotations": Unsupported("citations in messages", ([],)),
     "audio": Unsupported(_MEDIA),
     "documents": Unsupported("retrieval templates", ([],)),
     "ec_transfer_params": Unsupported(_TRANSFER),
@@ -39,19 +38,16 @@ UNSUPPORTED: Mapping[str, Unsupported] = {
     "guided_json": Unsupported(_GRAMMAR),
     "guided_regex": Unsupported(_GRAMMAR),
     "guided_whitespace_pattern": Unsupported(_GRAMMAR),
-    "include_reasoning": Unsupported(_REASONING, (True,)),
     "kv_transfer_params": Unsupported(_TRANSFER),
     "logprob_token_ids": Unsupported("log-probabilities of chosen tokens", ([],)),
     "media_io_kwargs": Unsupported(_MEDIA),
     "metadata": Unsupported(_STORE, ({},)),
     "mm_processor_kwargs": Unsupported(_MEDIA),
     "modalities": Unsupported("output other than text", (["text"],)),
-    "parallel_tool_calls": Unsupported(_TOOLS, (True,)),
     "prediction": Unsupported("predicted outputs"),
     "prompt_cache_key": Unsupported("routing between servers (see cache_salt)"),
     "prompt_cache_retention": Unsupported("cached prompts that are kept for a time"),
     "prompt_embeds": Unsupported(_MEDIA),
-    "reasoning_effort": Unsupported(_REASONING),
     "refusal": Unsupported("refusals apart from the text"),
     "repetition_detection": Unsupported("a detector of repetition"),
     "response_format": Unsupported(_GRAMMAR, ({"type": "text"},)),
@@ -67,11 +63,7 @@ UNSUPPORTED: Mapping[str, Unsupported] = {
     "stream_interval": Unsupported("chunks of several steps", (1,)),
     "structured_outputs": Unsupported(_GRAMMAR),
     "suffix": Unsupported("models that fill in the middle", ("",)),
-    "thinking_token_budget": Unsupported(_REASONING),
-    "tool_call_id": Unsupported(_TOOLS),
-    "tool_calls": Unsupported(_TOOLS, ([],)),
-    "tool_choice": Unsupported(_TOOLS, ("none", "auto")),
-    "tools": Unsupported(_TOOLS, ([],)),
+    "thinking_token_budget": Unsupported("a limit on reasoning (see reasoning_effort)"),
     "verbosity": Unsupported("models with a setting of it"),
     "vllm_xargs": Unsupported("plugins for logits"),
     "web_search_options": Unsupported("web search"),

@@ -31,10 +31,12 @@ __all__ = (
     "ModelSection",
     "PlanSection",
     "PoolingChoice",
+    "ReasoningParserName",
     "SamplingSection",
     "SchedulerConfig",
     "SchedulingPolicy",
     "ServerConfig",
+    "ToolParserName",
     "allowed_range",
     "setting",
 )
@@ -85,6 +87,26 @@ class AttentionBackendName(StrEnum):
 class SchedulingPolicy(StrEnum):
     fcfs = "fcfs"
     priority = "priority"
+
+
+class ToolParserName(StrEnum):
+    """The form in which a model writes tool calls."""
+
+    auto = "auto"
+    none = "none"
+    hermes = "hermes"
+    llama3_json = "llama3_json"
+    mistral = "mistral"
+    json = "json"
+
+
+class ReasoningParserName(StrEnum):
+    """The markers between which a model reasons."""
+
+    auto = "auto"
+    none = "none"
+    think = "think"
+    mistral = "mistral"
 
 
 class GraphMode(StrEnum):
@@ -343,6 +365,14 @@ class ServerConfig(Section):
     )
     health_timeout_s: float = setting(
         30.0, "/health fails when there is work and no step for this long", above=0
+    )
+    tool_parser: ToolParserName = setting(
+        ToolParserName.auto,
+        "the form of the model's tool calls; auto = recognised from the chat template",
+    )
+    reasoning_parser: ReasoningParserName = setting(
+        ReasoningParserName.auto,
+        "the marks around the model's reasoning; auto = recognised from the chat template",
     )
     log_level: str = setting(
         "info", "of the log on stderr", one_of=("debug", "info", "warning", "error")

@@ -70,7 +70,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 class ChatTemplate:
-    """One compiled template.
+    """One compiled template; `source` is its text.
 
     Args:
         source: the Jinja text.
@@ -89,6 +89,7 @@ class ChatTemplate:
                 " give another one with model.chat_template=FILE"
             ) from error
         self._special_tokens = dict(special_tokens)
+        self.source = source
 
     def render(
         self,
@@ -97,6 +98,7 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
         """The text to continue.
 
@@ -105,6 +107,7 @@ class ChatTemplate:
             add_generation_prompt: end with the header of a new assistant message.
             continue_final_message: leave the last message open, so that the model continues it.
             variables: further variables of the template (`enable_thinking`, ...).
+            tools: the functions that may be called, `{"type": "function", "function": ...}`.
 
         Raises:
             InvalidRequestError: the template refuses the messages, or both modes of ending are
@@ -132,7 +135,7 @@ class ChatTemplate:
             text = self._template.render(
                 **self._special_tokens,
                 messages=conversation,
-                tools=None,
+                tools=[dict(tool) for tool in tools] if tools else None,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
                 **(variables or {}),

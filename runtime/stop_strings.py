@@ -2,12 +2,26 @@
 
 Only the longest suffix that is a proper prefix of some stop string is held, so text without such a
 suffix is never delayed. The stop that *completes* first wins (on a tie the longer one), which makes
-the result independent of how the text was cut into pieces.
+the result independent of how the text was cut into pieces. The parsers of reasoning and tool calls
+(`api/parsing`) work in the same way, on the text that leaves here.
 """
 
 from __future__ import annotations
 
-__all__ = ("StopStringMatcher",)
+from collections.abc import Iterable
+
+__all__ = ("StopStringMatcher", "num_held")
+
+
+def num_held(text: str, markers: Iterable[str]) -> int:
+    """Length of the longest suffix of `text` that is a proper prefix of one of `markers`."""
+    longest = 0
+    for marker in markers:
+        for length in range(min(len(marker) - 1, len(text)), longest, -1):
+            if text.endswith(marker[:length]):
+                longest = length
+                break
+    return longest
 
 
 class StopStringMatcher:
@@ -41,8 +55,7 @@ class StopStringMatcher:
                 start, self.matched = found
                 self._held = ""
                 return buffer[: start + len(self.matched)] if self._include_stop else buffer[:start]
-        num_held = self._num_to_hold(buffer)
-        released = len(buffer) - num_held
+        released = len(buffer) - num_held(buffer, self._stop)
         self._held = buffer[released:]
         return buffer[:released]
 
@@ -59,12 +72,3 @@ class StopStringMatcher:
             if start >= 0 and (best is None or (start + len(stop), start) < best[:2]):
                 best = (start + len(stop), start, stop)
         return None if best is None else best[1:]
-
-    def _num_to_hold(self, buffer: str) -> int:
-        longest = 0
-        for stop in self._stop:
-            for length in range(min(len(stop) - 1, len(buffer)), longest, -1):
-                if buffer.endswith(stop[:length]):
-                    longest = length
-                    break
-        return longest

@@ -36,6 +36,7 @@ class TemplateJob(msgspec.Struct, frozen=True, kw_only=True):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     variables: dict[str, Any] = {}
+    tools: list[dict[str, Any]] = []
 
 
 class _Answer(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,6 +53,7 @@ async def render_apart(
     add_generation_prompt: bool,
     continue_final_message: bool,
     variables: Mapping[str, Any] | None,
+    tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> str:
     """The text to continue; see `ChatTemplate.render`.
 
@@ -66,6 +68,7 @@ async def render_apart(
         add_generation_prompt=add_generation_prompt,
         continue_final_message=continue_final_message,
         variables=dict(variables or {}),
+        tools=[dict(tool) for tool in tools or ()],
     )
     process = await asyncio.create_subprocess_exec(
         sys.executable,
@@ -105,6 +108,7 @@ def _render(job: TemplateJob) -> _Answer:
             add_generation_prompt=job.add_generation_prompt,
             continue_final_message=job.continue_final_message,
             variables=job.variables,
+            tools=job.tools,
         )
     except StartupError as error:  # its remedy is for whoever starts a server
         return _Answer(error=str(error).partition(";")[0], param="chat_template")

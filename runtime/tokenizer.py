@@ -93,6 +93,10 @@ class Tokenizer:
         """The id of exactly this token, None when there is none."""
         return self._backend.token_to_id(token)
 
+    def is_special(self, token: str) -> bool:
+        """Whether this is a special token, which `skip_special_tokens` leaves out of a text."""
+        return self.token_id(token) in self.special_token_ids
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`; special tokens written in it are recognised.
 
@@ -152,6 +156,7 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
         """The conversation as text; see `ChatTemplate.render`. Encode it without special tokens.
 
@@ -170,6 +175,7 @@ class Tokenizer:
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             variables=variables,
+            tools=tools,
         )
 
 

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from ostinato.api import chat, completions, tokenization
+from ostinato.api.answers import AnswerNews, CollectedAnswer
 from ostinato.api.generation import (
     CollectedCompletion,
     Generation,
@@ -25,6 +26,14 @@ from ostinato.api.logprobs import (
     prompt_logprobs,
     token_text,
 )
+from ostinato.api.parsing.events import (
+    CallArguments,
+    CallBegins,
+    Content,
+    Message,
+    Reasoning,
+    ToolCall,
+)
 from ostinato.api.schemas import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -33,6 +42,7 @@ from ostinato.api.schemas import (
     Usage,
     decode,
 )
+from ostinato.api.tools import template_messages
 from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.types import (
     FinishReason,
@@ -261,7 +271,7 @@ class TestTemplateMessages:
                 },
             ]
         )
-        assert chat.template_messages(body.messages) == [
+        assert template_messages(body.messages) == [
             {"role": "system", "content": "s"},
             {"role": "user", "content": "a\nb", "name": "Ada"},
         ]
@@ -279,9 +289,15 @@ class TestTemplateMessages:
         assert chat.asks_for_answer(chat_body(**fields)) is expected
 
 
+def parsed(news: RequestOutput) -> AnswerNews:
+    """News of an answer that is nothing but content."""
+    events = [Content(news.text_delta)] if news.text_delta else []
+    return AnswerNews(news, events, news.finish_reason and news.finish_reason.value)
+
+
 class TestChatChunks:
     def chunks(self, news: RequestOutput, options: ReplyOptions = PLAIN, **more: Any) -> list[str]:
-        chunks = chat.to_chunks(HEAD, news, PIECES.__getitem__, options=options, **more)
+        chunks = chat.to_chunks(HEAD, parsed(news), PIECES.__getitem__, options=options, **more)
         return [encoded(one) for one in chunks]
 
     START = '{"id":"chatcmpl-1","object":"chat.completion.chunk","created":7,"model":"m","choices":'
@@ -346,6 +362,63 @@ class TestChatChunks:
         assert self.chunks(output("a", [1], 2), usage=None)[0].endswith('}],"usage":null}')
 
 
+class TestDeltas:
+    def test_everything_in_one_piece_of_news(self):
+        events = [
+            Reasoning("so "),
+            Reasoning("it is"),
+            Content("a"),
+            CallBegins(0, "f", "call_1"),
+            CallArguments(0, '{"x":'),
+            CallArguments(0, " 1}"),
+            CallBegins(1, "g", "call_2"),
+            CallArguments(1, "{}"),
+        ]
+        assert encoded(chat.to_delta(events)) == (
+            '{"content":"a","reasoning":"so it is","reasoning_content":"so it is","tool_calls":['
+            '{"index":0,"id":"call_1","type":"function","function":'
+            '{"name":"f","arguments":"{\\"x\\": 1}"}},'
+            '{"index":1,"id":"call_2","type":"function","function":{"name":"g","arguments":"{}"}}]}'
+        )
+
+    def test_a_call_that_goes_on(self):
+        assert encoded(chat.to_delta([CallArguments(1, "2}")])) == (
+            '{"tool_calls":[{"index":1,"function":{"arguments":"2}"}}]}'
+        )
+
+    def test_nothing(self):
+        assert encoded(chat.to_delta([])) == "{}"
+
+
+class TestReplyMessages:
+    def message(self, **fields: Any) -> str:
+        one = CollectedCompletion(text="", token_ids=[1], finish_reason=FinishReason.stop)
+        answer = CollectedAnswer(
+            completion=one, message=Message(**fields), finish_reason="tool_calls"
+        )
+        response = chat.to_response(
+            HEAD,
+            Generation(request_id="r", prompt_token_ids=[1], sampling=SamplingParams()),
+            {0: answer},
+            PIECES.__getitem__,
+            options=PLAIN,
+            usage=usage(),
+        )
+        assert response.choices[0].finish_reason == "tool_calls"
+        return encoded(response.choices[0].message)
+
+    def test_calls_without_content(self):
+        assert self.message(calls=[ToolCall(name="f", arguments="{}", id="call_1")]) == (
+            '{"role":"assistant","content":null,"tool_calls":[{"id":"call_1","type":"function",'
+            '"function":{"name":"f","arguments":"{}"}}]}'
+        )
+
+    def test_reasoning_under_both_names(self):
+        assert self.message(content="a", reasoning="so") == (
+            '{"role":"assistant","content":"a","reasoning":"so","reasoning_content":"so"}'
+        )
+
+
 class TestTally:
     def test_prompts_count_once_and_completions_all(self):
         requests = completions.to_requests(
@@ -392,7 +465,12 @@ class TestResponses:
         response = chat.to_response(
             HEAD,
             Generation(request_id="r", prompt_token_ids=[1], sampling=SamplingParams(n=2)),
-            self.collected(),
+            {
+                index: CollectedAnswer(
+                    completion=one, message=Message(content=one.text), finish_reason="stop"
+                )
+                for (_, index), one in self.collected().items()
+            },
             PIECES.__getitem__,
             options=PLAIN,
             usage=usage(),

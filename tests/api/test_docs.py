@@ -8,11 +8,11 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from ostinato.api.conversation import Message
 from ostinato.api.schemas import (
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
-    Message,
     StreamOptions,
     TokenizeRequest,
 )

@@ -1,0 +1,91 @@
+"""What an answer's text turns into: pieces of reasoning, of content and of tool calls."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+__all__ = (
+    "CallArguments",
+    "CallBegins",
+    "Content",
+    "Event",
+    "Message",
+    "Reasoning",
+    "ToolCall",
+    "merge",
+)
+
+
+class Reasoning(msgspec.Struct, frozen=True, gc=False):
+    """What the model thinks before it answers."""
+
+    text: str
+
+
+class Content(msgspec.Struct, frozen=True, gc=False):
+    """What the reader sees."""
+
+    text: str
+
+
+class CallBegins(msgspec.Struct, frozen=True, gc=False):
+    """A tool call; its arguments follow, as JSON text in one or several pieces."""
+
+    index: int  # counted from 0 in one answer
+    name: str
+    id: str | None = None  # when the model wrote one
+
+
+class CallArguments(msgspec.Struct, frozen=True, gc=False):
+    index: int
+    text: str
+
+
+Event = Reasoning | Content | CallBegins | CallArguments
+
+
+class ToolCall(msgspec.Struct, kw_only=True):
+    """One call, whole."""
+
+    name: str
+    arguments: str
+    id: str | None = None
+
+
+class Message(msgspec.Struct, kw_only=True):
+    """All events of one answer, joined."""
+
+    content: str = ""
+    reasoning: str = ""
+    calls: list[ToolCall] = []
+
+    def add(self, events: Iterable[Event]) -> None:
+        for event in events:
+            if isinstance(event, Content):
+                self.content += event.text
+            elif isinstance(event, Reasoning):
+                self.reasoning += event.text
+            elif isinstance(event, CallBegins):
+                self.calls.append(ToolCall(name=event.name, arguments="", id=event.id))
+            else:
+                self.calls[event.index].arguments += event.text
+
+
+def merge(events: Iterable[Event]) -> list[Event]:
+    """The same with neighbours of one kind joined, so that it does not show how text came."""
+    merged: list[Event] = []
+    for event in events:
+        last = merged[-1] if merged else None
+        if isinstance(event, Content | Reasoning) and type(last) is type(event):
+            merged[-1] = type(event)(last.text + event.text)  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
+        elif (
+            isinstance(event, CallArguments)
+            and isinstance(last, CallArguments)
+            and last.index == event.index
+        ):
+            merged[-1] = CallArguments(event.index, last.text + event.text)
+        else:
+            merged.append(event)
+    return merged

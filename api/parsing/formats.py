@@ -1,0 +1,184 @@
+"""The forms in which models write tool calls, and how the body of one is read.
+
+A form says what opens a call, what may close it, and what stands between. Forms without an opening
+marker begin a call with a bracket, but only at the beginning of an answer or behind another call.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from enum import Enum
+from typing import Any, NoReturn, Protocol
+
+import msgspec
+
+from ostinato.api.parsing.events import ToolCall
+from ostinato.api.parsing.json_scanner import JsonScanner, JsonState
+
+__all__ = ("FORMATS", "BodyReader", "CallFormat", "Calls", "NotACall")
+
+_ARGUMENT_KEYS = ("arguments", "parameters")
+_KEYS = ("name", "id", "type", *_ARGUMENT_KEYS)
+_LIST_OF_OTHERS = re.compile(r"\s*\[\s*[^\s{]")
+
+
+class NotACall(Enum):
+    """What a reader says of a body that is not, or not yet, a call."""
+
+    unfinished = "unfinished"
+    malformed = "malformed"
+
+
+class Calls(msgspec.Struct, frozen=True):
+    """A body that was read."""
+
+    calls: list[ToolCall]
+    end: int  # length of the body
+
+
+class BodyReader(Protocol):
+    """Reads one body; text is only ever added to what the last call was given."""
+
+    def read(self, body: str) -> Calls | NotACall: ...
+
+
+class CallFormat(msgspec.Struct, frozen=True, kw_only=True):
+    """One form of tool calls."""
+
+    openings: tuple[str, ...] = ()  # markers that open a call wherever they stand
+    brackets: str = ""  # open one without a marker
+    closings: tuple[str, ...] = ()  # behind a call; not content
+    reader: Callable[[], BodyReader]
+    inner: tuple[str, ...] = ()  # further markers, within a body
+    written: str = "CALL"  # a call as a model that must be told of the form writes it
+    short_ids: bool = False  # templates want ids of nine letters and digits
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        return self.openings + self.closings + self.inner
+
+
+class JsonBody:
+    """`{"name": ..., "arguments": {...}}`, or a list of such objects."""
+
+    def __init__(self) -> None:
+        self._scanner = JsonScanner()
+
+    def read(self, body: str) -> Calls | NotACall:
+        state = self._scanner.scan(body)
+        key = self._scanner.first_key
+        # An answer that is some other JSON need not be held back to its end.
+        if _LIST_OF_OTHERS.match(body) or (
+            key is not None and body[key[0] + 1 : key[1] - 1] not in _KEYS
+        ):
+            return NotACall.malformed
+        if state is not JsonState.done:
+            return NotACall.unfinished if state is JsonState.open else NotACall.malformed
+        value = _load(body[: self._scanner.end])
+        items = value if isinstance(value, list) else [value]
+        calls = [_call(item) for item in items]
+        good = [call for call in calls if call is not None]
+        if not good or len(good) < len(calls):
+            return NotACall.malformed
+        return Calls(good, self._scanner.end)
+
+
+_MISTRAL_NAME = re.compile(
+    r"\s*([\w.-]{1,128})\s*(?:\[CALL_ID\]\s*(\w+)\s*)?(?:\[ARGS\]\s*)?(?=\{)"
+)
+_MISTRAL_BEGINNING = re.compile(r"\s*[\w.-]{0,128}\s*(?:\[[\w\]]{0,128}\s*)*")
+
+
+class MistralBody:
+    """A list of calls, or `name{...}`, with `[CALL_ID]id` and `[ARGS]` where the model has them."""
+
+    def __init__(self) -> None:
+        self._list = JsonBody()
+        self._scanner = JsonScanner()
+
+    def read(self, body: str) -> Calls | NotACall:
+        text = body.lstrip()
+        if text.startswith("["):
+            outcome = self._list.read(text)
+            if isinstance(outcome, Calls):
+                return Calls(outcome.calls, outcome.end + len(body) - len(text))
+            return outcome
+        name = _MISTRAL_NAME.match(body)
+        if name is None:
+            may_become = "{" not in body and _MISTRAL_BEGINNING.fullmatch(body)
+            return NotACall.unfinished if may_become else NotACall.malformed
+        state = self._scanner.scan(body[name.end() :])
+        if state is not JsonState.done:
+            return NotACall.unfinished if state is JsonState.open else NotACall.malformed
+        end = name.end() + self._scanner.end
+        arguments = _arguments(_load(body[name.end() : end]))
+        if arguments is None:
+            return NotACall.malformed
+        return Calls([ToolCall(name=name[1], arguments=arguments, id=name[2])], end)
+
+
+FORMATS: Mapping[str, CallFormat] = {
+    "hermes": CallFormat(
+        openings=("<tool_call>",),
+        closings=("</tool_call>",),
+        reader=JsonBody,
+        written="<tool_call>\nCALL\n</tool_call>",
+    ),
+    "llama3_json": CallFormat(
+        openings=("<|python_tag|>",), brackets="{", closings=(";",), reader=JsonBody
+    ),
+    "mistral": CallFormat(
+        openings=("[TOOL_CALLS]",),
+        reader=MistralBody,
+        inner=("[ARGS]", "[CALL_ID]"),
+        written="[TOOL_CALLS][CALL]",
+        short_ids=True,
+    ),
+    "json": CallFormat(openings=("```json",), brackets="{[", closings=("```",), reader=JsonBody),
+}
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _load(text: str) -> Any:
+    """The value, or None where the text can not be one."""
+    try:
+        return json.loads(text, strict=False, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _call(item: Any) -> ToolCall | None:
+    """The call that an object describes, or None."""
+    if not isinstance(item, dict) or not isinstance(item.get("name"), str):
+        return None
+    given = [item[key] for key in _ARGUMENT_KEYS if key in item]
+    if len(given) > 1:
+        return None
+    arguments = _arguments(given[0] if given else {})
+    call_id = item.get("id")
+    if arguments is None:
+        return None
+    return ToolCall(
+        name=item["name"],
+        arguments=arguments,
+        id=call_id if isinstance(call_id, str) and call_id else None,
+    )
+
+
+def _arguments(value: Any) -> str | None:
+    """An object as JSON text; some models write that text themselves, within a string."""
+    if isinstance(value, str):
+        value = _load(value)
+    if not isinstance(value, dict):
+        return None
+    try:
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        text.encode()  # half of a surrogate pair is no text
+    except (ValueError, RecursionError):
+        return None
+    return text

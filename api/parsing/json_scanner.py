@@ -1,0 +1,133 @@
+"""Where a JSON value that comes in pieces ends, and whether it still can be one."""
+
+from __future__ import annotations
+
+import re
+from enum import Enum
+
+__all__ = ("JsonScanner", "JsonState")
+
+MAX_DEPTH = 64
+_SPACE = re.compile(r"[ \t\n\r]*")
+# Control characters are let through, because models write line ends into strings.
+_IN_STRING = re.compile(r'(?:[^"\\]++|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*+')
+_OPEN_ESCAPE = re.compile(r"\\(?:u[0-9a-fA-F]{0,3})?")
+_WORD = re.compile(r"[-+.0-9A-Za-z]+")
+_WHOLE_WORD = re.compile(r"true|false|null|-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
+
+
+class JsonState(Enum):
+    open = "open"  # more text is needed
+    done = "done"
+    broken = "broken"  # no text that follows makes it JSON
+
+
+class _Next(Enum):
+    """What may stand next."""
+
+    any_value = "value"
+    value_or_end = "value or ]"
+    key = "key"
+    key_or_end = "key or }"
+    colon = "colon"
+    comma_or_end = "comma or closing bracket"
+
+
+_VALUES = (_Next.any_value, _Next.value_or_end)
+
+
+class JsonScanner:
+    """Scans one JSON object or array at the beginning of a growing text.
+
+    Attributes:
+        end: the position behind the value, once `scan` has said that it is done.
+        first_key: position and end of the first key with its quotes, None before it is whole.
+    """
+
+    def __init__(self) -> None:
+        self.end = 0
+        self.first_key: tuple[int, int] | None = None
+        self._stack: list[str] = []  # the closing bracket of every open one
+        self._next = _Next.any_value
+        self._string_end = 0  # how far an open string has been looked at
+
+    def scan(self, text: str) -> JsonState:
+        """Goes on where the last call stopped.
+
+        Args:
+            text: all the text so far; it begins with what earlier calls were given.
+        """
+        while True:
+            match = _SPACE.match(text, self.end)
+            position = match.end() if match else self.end
+            if position == len(text):
+                return JsonState.open
+            begin = position
+            token_end = self._token(text, begin)
+            if token_end is None:
+                return JsonState.broken
+            if token_end < 0:
+                return JsonState.open
+            self.end = token_end
+            if not self._take(text[begin], begin):
+                return JsonState.broken
+            if not self._stack:
+                return JsonState.done
+
+    def _token(self, text: str, begin: int) -> int | None:
+        """Where the token at `begin` ends; -1 = it is not whole yet; None = there is none."""
+        character = text[begin]
+        if character in "{}[]:,":
+            return begin + 1
+        if character == '"':
+            return self._string(text, begin)
+        word = _WORD.match(text, begin)
+        if word is None:
+            return None
+        if word.end() == len(text):
+            return -1
+        return word.end() if _WHOLE_WORD.fullmatch(word[0]) else None
+
+    def _string(self, text: str, begin: int) -> int | None:
+        """As `_token`, for a string; an open one is not looked at twice."""
+        match = _IN_STRING.match(text, max(begin + 1, self._string_end))
+        end = match.end() if match else begin + 1
+        if end == len(text) or _OPEN_ESCAPE.fullmatch(text, end):
+            self._string_end = end
+            return -1
+        return end + 1 if text[end] == '"' else None
+
+    def _take(self, character: str, begin: int) -> bool:
+        """Whether a token that begins with `character` may stand here."""
+        expected = self._next
+        if character in "{[":
+            if (
+                expected not in (_Next.any_value, _Next.value_or_end)
+                or len(self._stack) >= MAX_DEPTH
+            ):
+                return False
+            self._stack.append("}" if character == "{" else "]")
+            self._next = _Next.key_or_end if character == "{" else _Next.value_or_end
+            return True
+        if not self._stack:
+            return False
+        if character in "}]":
+            wanted = _Next.key_or_end if character == "}" else _Next.value_or_end
+            if character != self._stack[-1] or expected not in (wanted, _Next.comma_or_end):
+                return False
+            self._stack.pop()
+            self._next = _Next.comma_or_end
+            return True
+        if character == ",":
+            self._next = _Next.key if self._stack[-1] == "}" else _Next.any_value
+            return expected is _Next.comma_or_end
+        if character == ":":
+            self._next = _Next.any_value
+            return expected is _Next.colon
+        if expected in (_Next.key, _Next.key_or_end):
+            if self.first_key is None:
+                self.first_key = (begin, self.end)
+            self._next = _Next.colon
+            return character == '"'
+        self._next = _Next.comma_or_end
+        return expected in _VALUES

@@ -1,0 +1,100 @@
+"""Reasoning between two markers at the beginning of an answer, split from what follows it.
+
+Whitespace next to a marker belongs to the marker. Text is held back while it may still be a part
+of one, so the result does not depend on how the text was cut into pieces.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from ostinato.api.parsing.events import Content, Event, Reasoning
+from ostinato.runtime.stop_strings import num_held
+
+__all__ = ("MISTRAL", "THINK", "ReasoningMarkers", "ReasoningSplitter")
+
+
+class ReasoningMarkers(msgspec.Struct, frozen=True):
+    begin: str
+    end: str
+
+
+THINK = ReasoningMarkers("<think>", "</think>")  # Qwen3, DeepSeek R1, and most others
+MISTRAL = ReasoningMarkers("[THINK]", "[/THINK]")
+
+
+class ReasoningSplitter:
+    """Splits one answer; `feed` its text, then `finish`.
+
+    Args:
+        markers: what reasoning stands between.
+        is_open: the prompt ended with the first marker, so the answer begins within reasoning.
+    """
+
+    def __init__(self, markers: ReasoningMarkers, *, is_open: bool) -> None:
+        self._markers = markers
+        self._state = self._after_begin if is_open else self._at_start
+        self._buffer = ""
+
+    def feed(self, text: str) -> list[Event]:
+        """What new text adds."""
+        self._buffer += text
+        events: list[Event] = []
+        while self._state(events):
+            pass
+        return events
+
+    def finish(self) -> list[Event]:
+        """What was still held back at the end."""
+        text, self._buffer = self._buffer, ""
+        if not text or self._state == self._after_end:
+            return []
+        inside = self._state in (self._after_begin, self._inside)
+        return [Reasoning(text) if inside else Content(text)]
+
+    # Each state takes what it can from the buffer and says whether another has its turn.
+
+    def _at_start(self, events: list[Event]) -> bool:
+        text = self._buffer.lstrip()
+        begin = self._markers.begin
+        if text.startswith(begin):
+            self._buffer = text[len(begin) :]
+            self._state = self._after_begin
+            return True
+        if begin.startswith(text):
+            return False
+        self._state = self._outside
+        return True
+
+    def _after_begin(self, events: list[Event]) -> bool:
+        self._buffer = self._buffer.lstrip()
+        if self._buffer:
+            self._state = self._inside
+        return bool(self._buffer)
+
+    def _inside(self, events: list[Event]) -> bool:
+        end = self._markers.end
+        position = self._buffer.find(end)
+        if position >= 0:
+            shown, self._buffer = self._buffer[:position].rstrip(), self._buffer[position:]
+            self._buffer = self._buffer[len(end) :]
+            self._state = self._after_end
+        else:
+            kept = len(self._buffer) - num_held(self._buffer, (end,))
+            kept = len(self._buffer[:kept].rstrip())
+            shown, self._buffer = self._buffer[:kept], self._buffer[kept:]
+        if shown:
+            events.append(Reasoning(shown))
+        return position >= 0
+
+    def _after_end(self, events: list[Event]) -> bool:
+        self._buffer = self._buffer.lstrip()
+        if self._buffer:
+            self._state = self._outside
+        return bool(self._buffer)
+
+    def _outside(self, events: list[Event]) -> bool:
+        if self._buffer:
+            events.append(Content(self._buffer))
+            self._buffer = ""
+        return False

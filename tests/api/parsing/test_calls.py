@@ -1,0 +1,195 @@
+"""Tool calls in each format: what is a call, what is content, and that pieces do not matter."""
+
+from __future__ import annotations
+
+import json
+import time
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ostinato.api.parsing.answers import AnswerForm
+from ostinato.api.parsing.events import CallArguments, CallBegins, Content, Event, Message, merge
+from ostinato.api.parsing.formats import FORMATS
+from ostinato.api.parsing.reasoning import THINK
+
+NAMES = frozenset({"add", "get_weather"})
+
+
+def parse(name: str, *pieces: str, **fields: object) -> list[Event]:
+    parser = AnswerForm(calls=FORMATS[name], tool_names=NAMES, **fields).parser()
+    events = [event for piece in pieces for event in parser.feed(piece)]
+    return merge(events + parser.finish())
+
+
+def add(index: int, arguments: str, call_id: str | None = None) -> list[Event]:
+    return [CallBegins(index, "add", call_id), CallArguments(index, arguments)]
+
+
+ADD = '{"name": "add", "arguments": {"a": 1}}'
+HERMES = [
+    (f"<tool_call>\n{ADD}\n</tool_call>", add(0, '{"a": 1}')),
+    (
+        f"Let me see.\n\n<tool_call>{ADD}</tool_call>\n",
+        [Content("Let me see."), *add(0, '{"a": 1}')],
+    ),
+    (
+        f"<tool_call>\n{ADD}\n</tool_call>\n<tool_call>\n{ADD}\n</tool_call>",
+        add(0, '{"a": 1}') + add(1, '{"a": 1}'),
+    ),
+    (f"<tool_call>{ADD}", add(0, '{"a": 1}')),  # the end-of-sequence token came first
+    (f"<tool_call>{ADD}</tool_call> done", [*add(0, '{"a": 1}'), Content("done")]),
+    (f"<tool_call>{ADD}</tool_", [*add(0, '{"a": 1}'), Content("</tool_")]),
+    ('<tool_call>{"name": "add"}</tool_call>', add(0, "{}")),
+    (
+        '<tool_call>{"arguments": {"a": "</tool_call>"}, "name": "add"}',
+        add(0, '{"a": "</tool_call>"}'),
+    ),
+    ('<tool_call>{"name": "add", "parameters": {"a": "x\ny"}}', add(0, '{"a": "x\\ny"}')),
+    ('<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}', add(0, '{"a": 1}')),
+    (f"a <tool_call>{{oops <tool_call>{ADD}", [Content("a <tool_call>{oops"), *add(0, '{"a": 1}')]),
+]
+MALFORMED_HERMES = [
+    "<tool_call>{broken}</tool_call>",
+    '<tool_call>\n{"name": "add", "arguments": {"a": 1}\n</tool_call>',
+    '<tool_call>{"name": "add", "arguments": {"a": 1',
+    '<tool_call>{"name": "add", "arguments": [1]}</tool_call>',
+    '<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>',
+    '<tool_call>{"name": "add", "arguments": {"a": 1e999}}</tool_call>',
+    '<tool_call>{"name": "add", "arguments": {"a": "\\ud800"}}</tool_call>',
+    '<tool_call>{"name": "add", "arguments": {}, "parameters": {}}</tool_call>',
+    '<tool_call>{"name": 5, "arguments": {}}</tool_call>',
+    '<tool_call>{"name": "unknown", "arguments": {}}</tool_call>',
+    "<tool_call>[]</tool_call>",
+    "<tool_call>",
+    "<tool_call>\n",
+    "x <tool_c",
+    "plain, with {braces} and [brackets] \n",
+]
+LLAMA = [
+    ('{"name": "add", "parameters": {"a": 1}}', add(0, '{"a": 1}')),
+    ('<|python_tag|>{"name": "add", "parameters": {"a": 1}}', add(0, '{"a": 1}')),
+    (
+        '{"name": "add", "parameters": {"a": 1}}; {"name": "add", "parameters": {"a": 2}}',
+        add(0, '{"a": 1}') + add(1, '{"a": 2}'),
+    ),
+    ('{"answer": 1}', [Content('{"answer": 1}')]),
+    (
+        'Here: {"name": "add", "parameters": {}}',
+        [Content('Here: {"name": "add", "parameters": {}}')],
+    ),
+    ('{"name": "Ada"}', [Content('{"name": "Ada"}')]),
+]
+MISTRAL = [
+    (
+        '[TOOL_CALLS][{"name": "add", "arguments": {"a": 1}, "id": "abcdefghi"}]',
+        add(0, '{"a": 1}', "abcdefghi"),
+    ),
+    (
+        '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}, {"name": "add"}]',
+        add(0, '{"a": 1}') + add(1, "{}"),
+    ),
+    ('[TOOL_CALLS]add[ARGS]{"a": 1}', add(0, '{"a": 1}')),
+    ('[TOOL_CALLS]add{"a": 1}[TOOL_CALLS]add{"a": 2}', add(0, '{"a": 1}') + add(1, '{"a": 2}')),
+    ('[TOOL_CALLS]add[CALL_ID]abcdefghi[ARGS]{"a": 1}', add(0, '{"a": 1}', "abcdefghi")),
+    ("[TOOL_CALLS]I think so.", [Content("[TOOL_CALLS]I think so.")]),
+    (
+        '[TOOL_CALLS][{"name": "add"}, {"name": "other"}]',
+        [Content('[TOOL_CALLS][{"name": "add"}, {"name": "other"}]')],
+    ),
+    ("[TOOL_CALLS]add[ARGS][1]", [Content("[TOOL_CALLS]add[ARGS][1]")]),
+]
+JSON = [
+    (ADD, add(0, '{"a": 1}')),
+    (f"[{ADD}, {ADD}]", add(0, '{"a": 1}') + add(1, '{"a": 1}')),
+    (f"```json\n{ADD}\n```", add(0, '{"a": 1}')),
+    ("[1, 2]", [Content("[1, 2]")]),
+    ('```json\n{"x": 1}\n```', [Content('```json\n{"x": 1}\n```')]),
+]
+CASES = [
+    *(("hermes", *case) for case in HERMES),
+    *(("hermes", text, [Content(text)]) for text in MALFORMED_HERMES),
+    *(("llama3_json", *case) for case in LLAMA),
+    *(("mistral", *case) for case in MISTRAL),
+    *(("json", *case) for case in JSON),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "events"), CASES)
+def test_whole_answers(name, text, events):
+    assert parse(name, text) == events
+    assert parse(name, *text) == events
+
+
+def test_one_call_where_parallel_ones_are_not_wanted():
+    text = f"ok <tool_call>{ADD}</tool_call><tool_call>{ADD}</tool_call> more"
+    assert parse("hermes", text, max_calls=1) == [Content("ok"), *add(0, '{"a": 1}')]
+    assert parse("json", f"[{ADD}, {ADD}]", max_calls=1) == add(0, '{"a": 1}')
+
+
+def test_calls_within_reasoning_are_thoughts():
+    text = f"<think>maybe <tool_call>{ADD}</tool_call></think>\n<tool_call>{ADD}</tool_call>"
+    message = Message()
+    message.add(parse("hermes", text, reasoning=THINK))
+    assert message.reasoning == f"maybe <tool_call>{ADD}</tool_call>"
+    assert (message.content, [one.arguments for one in message.calls]) == ("", ['{"a": 1}'])
+
+
+def test_reasoning_may_be_left_out():
+    text = "<think>maybe</think>yes"
+    assert parse("hermes", text, reasoning=THINK, shows_reasoning=False) == [Content("yes")]
+
+
+def test_other_json_is_shown_as_it_comes():
+    parser = AnswerForm(calls=FORMATS["json"], tool_names=NAMES).parser()
+    assert merge(parser.feed('{"city": "Oslo", "t')) == [Content('{"city": "Oslo", "t')]
+
+
+PIECES = st.sampled_from(
+    [
+        "<think>", "</think>", "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>",
+        ADD, '{"name": "add", ', '"arguments": {"a": "é"}}', "```json", "```", "{", "}", "[", "]", '"', ";", ",",
+        "add", "\n", " ", "\\", "word", "<", "</", "😀",
+    ]
+)  # fmt: skip
+
+
+@given(
+    data=st.data(),
+    name=st.sampled_from(sorted(FORMATS)),
+    is_open=st.booleans(),
+    texts=st.lists(PIECES, max_size=10),
+)
+@settings(max_examples=500, deadline=None)
+def test_any_pieces_of_one_text_give_one_answer(data, name, is_open, texts):
+    text = "".join(texts)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=10)))
+    edges = [0, *cuts, len(text)]
+    pieces = [text[begin:end] for begin, end in pairwise(edges)]
+    form = {"reasoning": THINK, "reasoning_is_open": is_open}
+    assert parse(name, *pieces, **form) == parse(name, text, **form) == parse(name, *text, **form)
+
+
+@given(name=st.sampled_from(sorted(FORMATS)), text=st.lists(PIECES, max_size=10).map("".join))
+@settings(max_examples=300, deadline=None)
+def test_nothing_is_lost_and_arguments_are_json(name, text):
+    message = Message()
+    message.add(parse(name, text))
+    for call in message.calls:
+        assert call.name in NAMES
+        assert isinstance(json.loads(call.arguments), dict)
+    if not message.calls:
+        assert message.content == text
+
+
+@pytest.mark.parametrize("filler", ["x", '\\"', "<tool_call>", '<tool_call>{"', "[", " "])
+def test_a_long_answer_costs_no_more_than_its_length(filler):
+    text = '<tool_call>{"name": "add", "arguments": {"a": "' + filler * 40_000
+    parser = AnswerForm(calls=FORMATS["hermes"], tool_names=NAMES).parser()
+    begin = time.process_time()
+    for position in range(0, len(text), 8):
+        parser.feed(text[position : position + 8])
+    parser.finish()
+    assert time.process_time() - begin < 10
