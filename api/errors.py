@@ -45,7 +45,7 @@ class UnavailableError(EngineError):
 
     Args:
         message: what is the case.
-        code: `starting`, `shutting_down`, `engine_dead` or `aborted`.
+        code: `starting`, `restarting`, `shutting_down`, `engine_dead` or `aborted`.
         retry_after_s: what the `Retry-After` header suggests.
     """
 

@@ -6,7 +6,7 @@ requests. docs/http-api.md lists the names.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -15,6 +15,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from ostinato.graphs.seal import IDLE, CompileKind
+from ostinato.runtime.restarts import DeathReason
 from ostinato.runtime.types import EngineStats
 
 __all__ = ("CONTENT_TYPE", "EngineView", "Metrics")
@@ -41,6 +42,9 @@ class EngineView(Protocol):
 
     @property
     def seconds_since_step(self) -> float: ...
+
+    @property
+    def restarts(self) -> Mapping[str, int]: ...
 
 
 class Metrics:
@@ -161,6 +165,14 @@ class _EngineCollector(Collector):
         for kind in ("captured", "compiled", "eager"):
             by_kind.add_metric([kind], stats.steps_by_kind.get(kind, 0))
         yield by_kind
+        restarts = CounterMetricFamily(
+            "ostinato_engine_restarts",
+            "Starts of a new engine process, by what the last one died of.",
+            labels=["reason"],
+        )
+        for reason in DeathReason:
+            restarts.add_metric([reason.value], self._engine.restarts.get(reason.value, 0))
+        yield restarts
         yield _late_compiles(stats)
 
 

@@ -125,8 +125,8 @@ async def health(service: SharedService) -> Response[bytes]:
 
 @get("/ready")
 async def ready(service: SharedService) -> Response[bytes]:
-    """Whether a new request would be admitted: 200, or 503 with the reason."""
-    refusal = service.refusal()
+    """Whether a new request would be served now: 200, or 503 with the reason."""
+    refusal = service.unreadiness()
     return _status("ready" if refusal is None else refusal.code, refusal and str(refusal))
 
 

@@ -39,6 +39,9 @@ class Client(EngineView, Protocol):
     @property
     def death_reason(self) -> str | None: ...
 
+    @property
+    def restart_reason(self) -> str | None: ...
+
     def generate(
         self,
         request_id: str,
@@ -77,6 +80,8 @@ class Service:
         """Why the engine does not work, or None."""
         if self.phase is not None:
             return f"the engine is starting: {self.phase}"
+        if self.client.restart_reason is not None:
+            return f"the engine is started again: {self.client.restart_reason}"
         if not self.client.is_alive:
             return f"the engine does not run: {self.client.death_reason}"
         silence, limit = self.client.seconds_since_step, self.server.health_timeout_s
@@ -93,11 +98,23 @@ class Service:
             return UnavailableError("the server is shutting down", code="shutting_down")
         if self.phase is not None:
             return self._starting()
-        if not self.client.is_alive:
+        if self.client.death_reason is not None:
             return UnavailableError(
                 f"the engine does not run: {self.client.death_reason}", code="engine_dead"
             )
         return None
+
+    def unreadiness(self) -> UnavailableError | None:
+        """Why a new request would not be served now, or None.
+
+        While the engine is started again requests are admitted, and wait for it.
+        """
+        refusal = self.refusal()
+        if refusal is None and self.client.restart_reason is not None:
+            return UnavailableError(
+                f"the engine is started again: {self.client.restart_reason}", code="restarting"
+            )
+        return refusal
 
     def check_started(self) -> None:
         """Raises UnavailableError while it is not known which model there is."""

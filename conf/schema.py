@@ -374,6 +374,17 @@ class ServerConfig(Section):
         ReasoningParserName.auto,
         "the marks around the model's reasoning; auto = recognised from the chat template",
     )
+    max_restarts: int = setting(
+        5, "of a dead engine within server.restart_window_s; 0 = never", at_least=0, at_most=1000
+    )
+    restart_window_s: float = setting(600.0, "after which a restart is forgotten", above=0)
+    restart_backoff_s: float = setting(
+        0.5,
+        "wait before the second restart within the window, doubled for each further; the first "
+        "comes at once",
+        at_least=0,
+        at_most=30,
+    )
     log_level: str = setting(
         "info", "of the log on stderr", one_of=("debug", "info", "warning", "error")
     )

@@ -69,11 +69,6 @@ class BeamGroups:
         """Forget a search; its sequences, which the caller ends."""
         return self._groups.pop(request_id).sequences
 
-    def clear(self) -> None:
-        """Forget all searches."""
-        self._groups.clear()
-        self._ready.clear()
-
     def take(self, sequence: Sequence, candidates: TokenLogprobs | None) -> None:
         """Keep what a step found to continue a beam with."""
         assert sequence.beam is not None, "a sequence of a beam search"

@@ -1,7 +1,8 @@
 """The engine as an asynchronous client sees it: a process, a socket, a stream per request.
 
 Imports no torch: this is the API process's side. Detokenisation and stop strings happen here, so
-that they never delay a step.
+that they never delay a step. When the engine process dies a new one is started and the open streams
+go on in it; docs/reliability.md says how.
 """
 
 from __future__ import annotations
@@ -11,36 +12,35 @@ import contextlib
 import itertools
 import logging
 import shutil
-import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
-import zmq
 import zmq.asyncio
 
 from ostinato.conf.root import EngineConfig
 from ostinato.runtime.completion import PromptCompletions
+from ostinato.runtime.engine_process import EngineProcess
 from ostinato.runtime.errors import EngineDeadError, StartupError
+from ostinato.runtime.flights import Flights, given_up_news
 from ostinato.runtime.messages import (
     AbortRequests,
     AddRequest,
     ClientMessage,
     EngineFailed,
-    EngineReady,
-    Phase,
     ResetPrefixCache,
-    Shutdown,
+    StepBegins,
     StepNews,
-    encoder,
-    engine_decoder,
 )
 from ostinato.runtime.requests import make_requests
+from ostinato.runtime.restarts import Death, DeathReason, RestartPolicy, death_of
 from ostinato.runtime.tokenizer import Tokenizer
 from ostinato.runtime.types import (
     EngineStats,
+    FinishReason,
     RequestOutput,
     SamplingParams,
     SequenceOutput,
@@ -50,13 +50,13 @@ from ostinato.runtime.types import (
 __all__ = ("EngineClient",)
 
 _LOG = logging.getLogger(__name__)
-_CLOSE_S = 5.0  # how long a closing engine process gets before it is killed
 
 News = SequenceOutput | EngineDeadError
+Reader = asyncio.Queue[tuple[str, News]]
 
 
 class EngineClient:
-    """Starts, feeds and ends one engine process.
+    """Starts, feeds and ends one engine process, and its successors when it dies.
 
     All methods run on one event loop. `model`, `tokenizer` are set once `start` has returned.
     """
@@ -66,34 +66,52 @@ class EngineClient:
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
-        self._encoder = encoder()
         self._directory = Path(tempfile.mkdtemp(prefix="ostinato-"))  # mode 0700
         self._context = zmq.asyncio.Context()
-        self._socket = self._context.socket(zmq.PAIR)
-        self._process: asyncio.subprocess.Process | None = None
-        self._ended: asyncio.Task[int] | None = None
-        self._streams: dict[str, asyncio.Queue[tuple[str, News]]] = {}
-        self._receiver: asyncio.Task[None] | None = None
+        self._engines = itertools.count()  # numbers of engine processes
+        self._engine: EngineProcess | None = None
+        self._flights: Flights[Reader] = Flights()
+        self._supervisor: asyncio.Task[None] | None = None
         self._counter = itertools.count()
         self._last_news = time.monotonic()
         self._death: str | None = "it was not started"
+        self._restarting: str | None = None
+        server = config.server
+        self._restarts = RestartPolicy(
+            server.max_restarts, server.restart_window_s, server.restart_backoff_s
+        )
         self.stats = EngineStats()
-        self.startup_seconds: dict[str, float] = {}  # finished phases of the start, so far
+        self.startup_seconds: dict[str, float] = {}  # finished phases of the first start, so far
 
     @property
     def is_alive(self) -> bool:
         """Whether the engine process runs and is ready."""
-        return self._death is None
+        return self._death is None and self._restarting is None
 
     @property
     def death_reason(self) -> str | None:
-        """Why the engine does not run, or None."""
+        """Why the engine does not run and will not be started again, or None."""
         return self._death
+
+    @property
+    def restart_reason(self) -> str | None:
+        """What the last engine died of while the next one starts; None when none does."""
+        return self._restarting
+
+    @property
+    def restarts(self) -> Mapping[str, int]:
+        """Restarts so far by `DeathReason`."""
+        return self._restarts.counts
+
+    @property
+    def engine_pid(self) -> int | None:
+        """Process id of the engine, or None when there is none."""
+        return None if self._engine is None else self._engine.pid
 
     @property
     def num_unfinished(self) -> int:
         """Engine requests without a terminal output yet; a prompt with n completions counts n."""
-        return len(self._streams)
+        return len(self._flights)
 
     @property
     def seconds_since_step(self) -> float:
@@ -109,17 +127,9 @@ class EngineClient:
 
     async def spawn(self) -> None:
         """Start the engine process; it loads the model while the caller does something else."""
-        address = f"ipc://{self._directory}/engine"
-        self._socket.setsockopt(zmq.SNDHWM, 0)
-        self._socket.setsockopt(zmq.RCVHWM, 0)
-        self._socket.bind(address)
-        self._process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "ostinato.runtime.worker", address, stdin=asyncio.subprocess.PIPE
-        )
-        self._ended = asyncio.create_task(self._process.wait())
-        assert self._process.stdin is not None, "stdin=PIPE"
-        self._process.stdin.write(msgspec.json.encode(self._config) + b"\n")
-        await self._process.stdin.drain()
+        path = self._directory / f"engine-{next(self._engines)}"
+        self._engine = EngineProcess(self._context, path)
+        await self._engine.spawn(msgspec.json.encode(self._config))
 
     async def wait_until_ready(
         self, on_phase: Callable[[str, float], None] = lambda name, seconds: None
@@ -132,12 +142,13 @@ class EngineClient:
         Raises:
             StartupError: the engine can not start; one line that says why.
         """
+        assert self._engine is not None, "spawned"
 
         def note(name: str, seconds: float) -> None:
             self.startup_seconds[name] = seconds
             on_phase(name, seconds)
 
-        ready = await self._wait_until_ready(note)
+        ready = await self._engine.wait_until_ready(note)
         self.model, self.stats = ready.model, ready.stats
         begin = time.perf_counter()
         self.tokenizer = (
@@ -148,9 +159,12 @@ class EngineClient:
             else None
         )
         note("tokenizer", time.perf_counter() - begin)
+        # The next engine must take whatever this one has taken.
+        section = replace(self._config.model, max_model_len=ready.model.max_model_len)
+        self._config = replace(self._config, model=section)
         self._death = None
         self._last_news = time.monotonic()
-        self._receiver = asyncio.create_task(self._receive())
+        self._supervisor = asyncio.create_task(self._supervise())
 
     async def generate(
         self,
@@ -163,11 +177,12 @@ class EngineClient:
     ) -> AsyncIterator[RequestOutput]:
         """News of all `sampling.n` completions until each has ended; closing the iterator aborts.
 
-        With `best_of` and beam search there is one piece of news of each, at the end.
+        With `best_of` and beam search there is one piece of news of each, at the end. While the
+        engine is started again the news pause.
 
         Raises:
             InvalidRequestError: before the first news, when the request can not be served.
-            EngineDeadError: the engine ended; nothing more will come.
+            EngineDeadError: the engine ended and is not started again; nothing more will come.
         """
         # The engine's ids are unique even when a client sends one id twice.
         unique_id = f"{request_id}#{next(self._counter)}"
@@ -182,37 +197,38 @@ class EngineClient:
         )
         if self._death is not None:
             raise EngineDeadError(f"the engine does not run: {self._death}")
-        queue: asyncio.Queue[tuple[str, News]] = asyncio.Queue()
+        reader: Reader = asyncio.Queue()
         completions = PromptCompletions(requests, sampling, self.tokenizer)
-        self._streams.update(dict.fromkeys(completions.unfinished_ids, queue))
+        for request in requests:
+            self._flights.add(request, reader)
         try:
-            for request in requests:
-                await self._send(AddRequest(request))
+            await self._board()
             while unfinished := completions.unfinished_ids:
-                engine_id, news = await queue.get()
+                _, news = await reader.get()
                 if isinstance(news, EngineDeadError):
                     raise news
                 outputs = completions.process(news)
-                for ended in set(unfinished).difference(completions.unfinished_ids):
-                    self._streams.pop(ended, None)
-                    if ended != engine_id or news.finish_reason is None:
-                        # A stop string, or all end with this one: the engine does not know yet.
-                        await self._send(AbortRequests([ended]))
+                # By a stop string, or because all end with this one: the engine does not know yet.
+                await self._leave(set(unfinished).difference(completions.unfinished_ids))
                 for output in outputs:
                     output.request_id = request_id
                     yield output
         finally:
             if unfinished := completions.unfinished_ids:
-                for engine_id in unfinished:
-                    self._streams.pop(engine_id, None)
-                with contextlib.suppress(zmq.ZMQError, EngineDeadError):
-                    await asyncio.shield(self._send(AbortRequests(unfinished)))
+                await asyncio.shield(self._leave(unfinished))
 
     async def abort(self, request_id: str) -> None:
         """End all completions of a request; no-op when it has ended."""
-        engine_ids = [key for key in self._streams if key.rsplit("#", 1)[0] == request_id]
-        if engine_ids:
-            await self._send(AbortRequests(engine_ids))
+        found = [key for key in self._flights.ids() if key.rsplit("#", 1)[0] == request_id]
+        aboard = []
+        for engine_id in found:
+            flight = self._flights.get(engine_id)
+            if flight is not None and flight.is_aboard:
+                aboard.append(engine_id)
+            else:
+                self._route(SequenceOutput(engine_id, [], FinishReason.abort))
+        if aboard:
+            await self._send(AbortRequests(aboard))
 
     async def reset_prefix_cache(self) -> None:
         """Forget cached blocks that no sequence uses."""
@@ -221,7 +237,7 @@ class EngineClient:
     async def drain(self, timeout_s: float) -> bool:
         """Wait until nothing is unfinished; False when `timeout_s` was not enough."""
         deadline = time.monotonic() + timeout_s
-        while self._streams and self._death is None:
+        while self._flights and self._death is None:
             if time.monotonic() >= deadline:
                 return False
             await asyncio.sleep(0.02)
@@ -229,94 +245,120 @@ class EngineClient:
 
     async def close(self) -> None:
         """End the engine process and free everything; safe to call twice."""
-        process, self._process = self._process, None
         if self._death is None:
             self._mark_dead("it was closed")
-        if self._receiver is not None:
-            self._receiver.cancel()
+        if self._supervisor is not None:
+            self._supervisor.cancel()
             with contextlib.suppress(asyncio.CancelledError):
-                await self._receiver
-            self._receiver = None
-        if process is not None and process.returncode is None:
-            with contextlib.suppress(zmq.ZMQError, EngineDeadError):
-                await self._send(Shutdown())
-            try:
-                await asyncio.wait_for(process.wait(), _CLOSE_S)
-            except TimeoutError:
-                process.kill()
-                await process.wait()
-        if not self._socket.closed:
-            self._socket.close(linger=0)
+                await self._supervisor
+            self._supervisor = None
+        if self._engine is not None:
+            await self._engine.close()
+            self._engine = None
+        if not self._context.closed:
             self._context.term()
         shutil.rmtree(self._directory, ignore_errors=True)
 
+    async def _board(self) -> None:
+        """Send the engine what it may have now."""
+        if not self.is_alive:
+            return
+        for request in self._flights.board():
+            await self._send(AddRequest(request))
+
+    async def _leave(self, engine_ids: set[str] | list[str]) -> None:
+        """Forget requests, and tell the engine of those that it works on."""
+        if aboard := self._flights.remove(engine_ids):
+            await self._send(AbortRequests(aboard))
+        await self._board()
+
     async def _send(self, message: ClientMessage) -> None:
-        # The queue has no limit, so a send could only ever wait for a peer that is gone: for ever.
-        try:
-            await self._socket.send(self._encoder.encode(message), flags=zmq.NOBLOCK)
-        except zmq.Again as error:
-            raise EngineDeadError("the engine ended: it left its socket") from error
+        """Send to the engine; nothing happens when it has just died, which `_supervise` handles."""
+        if self._engine is not None:
+            with contextlib.suppress(EngineDeadError):
+                await self._engine.send(message)
 
-    async def _next_message(self) -> bytes | None:
-        """The next message, or None when the process ended without one."""
-        assert self._ended is not None, "called between start and close"
-        receive = asyncio.ensure_future(self._socket.recv())
-        try:
-            await asyncio.wait({receive, self._ended}, return_when=asyncio.FIRST_COMPLETED)
-            # A dying process's last words are in the socket before its end is seen.
-            if not receive.done():
-                await asyncio.wait({receive}, timeout=0.2)
-            return bytes(receive.result()) if receive.done() else None
-        finally:
-            receive.cancel()
-
-    async def _wait_until_ready(self, on_phase: Callable[[str, float], None]) -> EngineReady:
+    async def _supervise(self) -> None:
+        """Route news, and start the engine again when it dies, until there are no more tries."""
         while True:
-            data = await self._next_message()
-            if data is None:
-                assert self._process is not None, "started above"
-                raise StartupError(
-                    f"the engine process ended with code {self._process.returncode} while "
-                    "starting; its log is above"
-                )
-            message = engine_decoder.decode(data)
-            if isinstance(message, Phase):
-                on_phase(message.name, message.seconds)
-            elif isinstance(message, EngineReady):
-                return message
-            elif isinstance(message, EngineFailed):
-                raise StartupError(message.message)
-
-    async def _receive(self) -> None:
-        """Routes news to their streams until the engine ends."""
-        while True:
-            data = await self._next_message()
-            if data is None:
-                self._mark_dead("its process ended unexpectedly")
+            death = await self._receive()
+            if not await self._restart(death):
                 return
-            message = engine_decoder.decode(data)
+
+    async def _receive(self) -> Death:
+        """Routes news to their readers until the engine ends; how it ended."""
+        engine, last_words = self._engine, None
+        assert engine is not None, "started"
+        while (message := await engine.next_message()) is not None:
             self._last_news = time.monotonic()
             if isinstance(message, StepNews):
                 if message.stats is not None:
                     self.stats = message.stats
                 for news in message.outputs:
                     self._route(news)
+                await self._board()
+            elif isinstance(message, StepBegins):
+                self._flights.begin(message.request_ids)
             elif isinstance(message, EngineFailed):
-                self._mark_dead(message.message)
-                return
+                last_words = message.message
+        return death_of(engine.return_code, last_words)
+
+    async def _restart(self, death: Death) -> bool:
+        """Whether a new engine serves; the flights are then under way again."""
+        self._restarting = death.text
+        given_up = self._flights.crashed(death.num_allowed_crashes)
+        for flight in given_up:
+            request = flight.request
+            news = given_up_news(request, flight.num_crashes, death.text)
+            _LOG.error("%s", news.error)
+            flight.reader.put_nowait((request.request_id, news))
+        while True:
+            delay = self._restarts.next_delay(death.reason, time.monotonic())
+            if delay is None:
+                self._mark_dead(f"{death.text}; {self._limit_text()}")
+                return False
+            _LOG.error(
+                "the engine died: %s; it is started again %s with %d unfinished sequences",
+                death.text,
+                f"in {delay:g} s" if delay else "now",
+                len(self._flights),
+            )
+            await asyncio.sleep(delay)
+            begin = time.monotonic()
+            assert self._engine is not None, "there was one"
+            await self._engine.close()
+            try:
+                await self.spawn()
+                ready = await self._engine.wait_until_ready(lambda name, seconds: None)
+            except StartupError as error:
+                death = Death(DeathReason.start, f"it did not start again: {error}")
+                continue
+            self.stats = ready.stats
+            self._last_news = time.monotonic()
+            self._restarting = None
+            _LOG.warning("the engine serves again after %.1f s", time.monotonic() - begin)
+            await self._board()
+            return True
+
+    def _limit_text(self) -> str:
+        server = self._config.server
+        if not server.max_restarts:
+            return "server.max_restarts=0 forbids to start it again"
+        return (
+            f"it was started again server.max_restarts={server.max_restarts} times within "
+            f"server.restart_window_s={server.restart_window_s:g} s, which is the limit"
+        )
 
     def _route(self, news: SequenceOutput) -> None:
-        queue = self._streams.get(news.request_id)
-        if queue is None:  # aborted a moment ago
-            return
-        if news.finish_reason is not None:
-            del self._streams[news.request_id]
-        queue.put_nowait((news.request_id, news))
+        flight = self._flights.take(news)
+        if flight is not None:  # else it was aborted a moment ago
+            flight.reader.put_nowait((news.request_id, news))
 
     def _mark_dead(self, reason: str) -> None:
-        self._death = reason
-        if self._streams:
-            _LOG.error("the engine ended with %d requests: %s", len(self._streams), reason)
-        for engine_id, queue in self._streams.items():
-            queue.put_nowait((engine_id, EngineDeadError(f"the engine ended: {reason}")))
-        self._streams.clear()
+        self._death, self._restarting = reason, None
+        flights = self._flights.clear()
+        if flights:
+            _LOG.error("the engine ended with %d requests: %s", len(flights), reason)
+        for flight in flights:
+            error = EngineDeadError(f"the engine ended: {reason}")
+            flight.reader.put_nowait((flight.request.request_id, error))

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 
 from ostinato.graphs.bundle import Bundle
 from ostinato.graphs.seal import CompileMonitor
-from ostinato.runtime.cost_table import CostTable
+from ostinato.runtime.cost_table import Chunk, CostTable
 from ostinato.runtime.forecast import predict_ttft
 from ostinato.runtime.kv_cache import KVCacheManager
 from ostinato.runtime.model_runner import ModelRunner, PendingStep
@@ -69,6 +70,8 @@ class Engine:
         self._num_request_tokens = 0  # of their prompts
         self._num_steps = 0
         self._step_seconds = 0.0
+        self._num_admitted = 0
+        self._queue_seconds = 0.0
 
     @property
     def has_work(self) -> bool:
@@ -90,8 +93,15 @@ class Engine:
         outputs = (self._scheduler.abort(i) for i in self._scheduler.request_ids())
         return [output for output in outputs if output is not None]
 
-    def step(self) -> list[SequenceOutput]:
+    def step(
+        self, announce: Callable[[list[str], float], object] | None = None
+    ) -> list[SequenceOutput]:
         """Launch a step, take in the oldest one that is due; every scheduled sequence advances.
+
+        Args:
+            announce: called before a step that admits requests, or computes more than one token
+                of a sequence, with the ids of the former and the seconds that it should take (0
+                without step costs).
 
         Returns:
             The news, empty when nothing could run or, with overlap, the first step is under way.
@@ -99,6 +109,11 @@ class Engine:
         begin = time.perf_counter()
         output = self._scheduler.schedule()
         if output is not None:
+            if output.admitted:
+                self._count_admitted(output)
+            if announce is not None and (output.admitted or output.num_tokens > output.num_seqs):
+                ids = [admitted.request.request_id for admitted in output.admitted]
+                announce(ids, self._predicted_seconds(output))
             self._monitor.begin_step(output.num_tokens, output.num_seqs)
             self._in_flight.append((output, self._runner.launch(output)))
         news: list[SequenceOutput] = []
@@ -117,8 +132,8 @@ class Engine:
         return self._cache.reset()
 
     def check_integrity(self) -> None:
-        """Raise AssertionError when block accounting is broken; cheap enough for an idle moment."""
-        self._cache.check_integrity()
+        """Raise AssertionError when rows, queues or blocks disagree. O(blocks), for idle times."""
+        self._scheduler.check_integrity()
 
     def close(self) -> None:
         """Free what the programs hold and stop watching for late compiles; no step may follow."""
@@ -161,6 +176,9 @@ class Engine:
             prefix_queries=cache.prefix_queries,
             prefix_hits=cache.prefix_hits,
             num_preemptions=scheduler.num_preemptions,
+            num_evictions=cache.num_evictions,
+            num_admitted=self._num_admitted,
+            queue_seconds=self._queue_seconds,
             late_compiles=self._monitor.late_compiles,
             step_seconds=self._step_seconds,
             model_seconds=self._runner.model_seconds,
@@ -170,6 +188,24 @@ class Engine:
             predicted_step_seconds=step_seconds,
             predicted_ttft_seconds=self.predict_ttft(self._mean_prompt_tokens()) or 0.0,
         )
+
+    def _predicted_seconds(self, output: SchedulerOutput) -> float:
+        if self.cost_table is None:
+            return 0.0
+        chunks = [
+            Chunk(s.num_new_tokens, s.start) for s in output.scheduled if s.num_new_tokens > 1
+        ]
+        contexts = [s.start for s in output.scheduled if s.num_new_tokens == 1]
+        mean = sum(contexts) / max(1, len(contexts))
+        return self.cost_table.mixed_seconds(len(contexts), mean, chunks)
+
+    def _count_admitted(self, output: SchedulerOutput) -> None:
+        # The sender's clock is this machine's; what resumes has waited before.
+        now = time.monotonic()
+        for admitted in output.admitted:
+            if not admitted.output_token_ids:
+                self._num_admitted += 1
+                self._queue_seconds += max(0.0, now - admitted.request.arrival_time)
 
     def _mean_prompt_tokens(self) -> int:
         """Of the requests so far; before the first, 256 or what a prompt may have."""

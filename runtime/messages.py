@@ -16,6 +16,7 @@ __all__ = (
     "Phase",
     "ResetPrefixCache",
     "Shutdown",
+    "StepBegins",
     "StepNews",
     "client_decoder",
     "encoder",
@@ -68,7 +69,14 @@ class EngineFailed(msgspec.Struct, frozen=True, array_like=True, tag=4, gc=False
     at_start: bool
 
 
-EngineMessage = Phase | EngineReady | StepNews | EngineFailed
+class StepBegins(msgspec.Struct, frozen=True, array_like=True, tag=5, gc=False):
+    """Before a step that admits requests or may take long: what it is, if it should be the last."""
+
+    request_ids: list[str]  # that take part for the first time
+    seconds: float  # that it should take by the step-cost table; 0 = not known, or not long
+
+
+EngineMessage = Phase | EngineReady | StepNews | EngineFailed | StepBegins
 
 encoder = msgspec.msgpack.Encoder
 client_decoder = msgspec.msgpack.Decoder(ClientMessage)

@@ -172,30 +172,6 @@ class Scheduler:
             self._drop(one)
         return SequenceOutput(request_id, [], FinishReason.abort)
 
-    def fail(self, error: str) -> list[SequenceOutput]:
-        """End every request with an error, after a step that will not come back.
-
-        Cached contents are forgotten too: the blocks of that step may never have been written. The
-        device must be done with all steps in flight.
-        """
-        outputs = [
-            SequenceOutput(request_id, [], FinishReason.error, error=error)
-            for request_id in self._sequences
-        ]
-        self._in_flight.clear()
-        for sequence in (*self._running, *self._draining):
-            sequence.status = _FINISHED
-            sequence.num_in_flight = 0
-            self._settle(sequence)
-        for sequence in self._waiting:
-            sequence.status = _FINISHED
-        self._beams.clear()
-        self._sequences.clear()
-        self._waiting.clear()
-        self._running.clear()
-        self._cache.reset()
-        return outputs
-
     def schedule(self) -> SchedulerOutput | None:
         """Plan the next step; it must be executed, and `update` called with its result.
 

@@ -76,8 +76,9 @@ class Sequence:
         self.request = request
         self.order = order
         self.status = SequenceStatus.waiting
-        self.token_ids = list(request.prompt_token_ids)  # prompt, then the output that has arrived
-        self.num_prompt_tokens = len(self.token_ids)
+        # Prompt, then the output that has arrived.
+        self.token_ids = [*request.prompt_token_ids, *request.output_token_ids]
+        self.num_prompt_tokens = len(request.prompt_token_ids)
         self.row = -1  # index into the runner's buffers; set while it is part of steps
 
         # Positions below are computed, or will be by a step that is in flight.
@@ -90,7 +91,7 @@ class Sequence:
         self.num_preemptions = 0
         # Of prompt tokens 1, 2, ... as far as they have come back; None = not wanted, or given out.
         self.prompt_logprobs: list[TokenLogprobs] | None = (
-            None if sampling.prompt_logprobs is None else []
+            None if sampling.prompt_logprobs is None or request.output_token_ids else []
         )
 
         self.block_table: list[int] = []  # block ids by position // block_size; append-only

@@ -256,6 +256,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=Fal
     cache_salt: str = ""  # requests share cached blocks only with an equal salt
     bad_words_token_ids: list[list[int]] = []  # of `sampling.bad_words`, none empty
     pooling: PoolingParams | None = None  # nothing is generated; `sampling` is not read
+    output_token_ids: list[int] = []  # given before, by an engine that is gone; it goes on there
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -389,6 +390,9 @@ class EngineStats(msgspec.Struct, array_like=True, gc=False):
     max_num_batched_tokens: int = 0  # the same
     predicted_step_seconds: float = 0.0  # of decoding what runs now; 0 = no step costs
     predicted_ttft_seconds: float = 0.0  # of a request of mean length that comes now
+    num_evictions: int = 0  # cached blocks that were reused for other contents
+    num_admitted: int = 0  # sequences that left the queue for the first time
+    queue_seconds: float = 0.0  # that those waited, summed
 
 
 class RequestOutput(msgspec.Struct, kw_only=True):

@@ -21,7 +21,7 @@ import zmq
 
 from ostinato.conf.root import EngineConfig
 from ostinato.runtime.bundles import prepare_kernels
-from ostinato.runtime.errors import StartupError
+from ostinato.runtime.errors import InvalidRequestError, StartupError
 from ostinato.runtime.messages import (
     AbortRequests,
     AddRequest,
@@ -31,10 +31,12 @@ from ostinato.runtime.messages import (
     EngineReady,
     Phase,
     ResetPrefixCache,
+    StepBegins,
     StepNews,
     client_decoder,
     encoder,
 )
+from ostinato.runtime.types import FinishReason, Request, SequenceOutput
 
 if TYPE_CHECKING:
     from ostinato.runtime.engine import Engine
@@ -43,6 +45,8 @@ __all__ = ("main", "run_loop")
 
 _LOG = logging.getLogger(__name__)
 _BEAT_S = 0.5  # an idle engine says that it lives this often
+_BEATS_BEFORE_CHECK = 4  # in a row: then nobody is likely to wait for the check
+_LONG_STEP_S = 0.25  # the client hears of a step that should take longer before it begins
 _STATS_S = 0.05  # statistics ride on a step's message at most this often
 
 
@@ -78,12 +82,22 @@ class _Connection:
 
 def run_loop(engine: Engine, connection: _Connection) -> None:
     """Serve until a Shutdown arrives: take messages, step, report."""
+
+    def announce(request_ids: list[str], seconds: float) -> None:
+        if request_ids or seconds >= _LONG_STEP_S:
+            connection.send(StepBegins(request_ids, seconds))
+
     last_stats = 0.0
+    idle_beats = 0
     while True:
         outputs = []
-        for message in connection.receive(0.0 if engine.has_work else _BEAT_S):
+        messages = connection.receive(0.0 if engine.has_work else _BEAT_S)
+        idle_beats = 0 if messages or engine.has_work else idle_beats + 1
+        if idle_beats == _BEATS_BEFORE_CHECK:
+            engine.check_integrity()  # a broken one is better started again now than in use
+        for message in messages:
             if isinstance(message, AddRequest):
-                engine.add_request(message.request)
+                outputs += _add(engine, message.request)
             elif isinstance(message, AbortRequests):
                 ended = (engine.abort(request_id) for request_id in message.request_ids)
                 outputs += [output for output in ended if output is not None]
@@ -91,13 +105,22 @@ def run_loop(engine: Engine, connection: _Connection) -> None:
                 engine.reset_prefix_cache()
             else:
                 return
-        outputs += engine.step()
+        outputs += engine.step(announce)
         now = time.monotonic()
         stats = None
         if not engine.has_work or now - last_stats >= _STATS_S:
             stats, last_stats = engine.stats(), now
         if outputs or stats is not None:
             connection.send(StepNews(outputs, stats))
+
+
+def _add(engine: Engine, request: Request) -> list[SequenceOutput]:
+    """What can be refused was refused by the client: a refusal here is one request's end."""
+    try:
+        engine.add_request(request)
+    except InvalidRequestError as error:
+        return [SequenceOutput(request.request_id, [], FinishReason.error, error=str(error))]
+    return []
 
 
 def _exit_with_client() -> None:

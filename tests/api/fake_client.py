@@ -52,6 +52,8 @@ class FakeClient:
         self.script = script
         self.stats = EngineStats()
         self.death_reason: str | None = None
+        self.restart_reason: str | None = None
+        self.restarts: dict[str, int] = {}
         self.seconds_since_step = 0.0
         self.startup_seconds = {"imports": 1.5, "ready": 3.0}
         self.num_unfinished = 0
@@ -60,7 +62,7 @@ class FakeClient:
 
     @property
     def is_alive(self) -> bool:
-        return self.death_reason is None
+        return self.death_reason is None and self.restart_reason is None
 
     async def generate(
         self,

@@ -345,6 +345,21 @@ class TestHealth:
         assert response.status_code == 503
         assert error_of(response)["code"] == "engine_dead"
 
+    def test_restarting(self, app):
+        app.engine.restart_reason = "its process died of SIGSEGV"
+        for path, status in (("/health", "unhealthy"), ("/ready", "restarting")):
+            response = app.http.get(path)
+            assert (response.status_code, response.json()["status"]) == (503, status)
+            assert "SIGSEGV" in response.json()["reason"]
+        # It waits for the engine, which a script does not need.
+        assert app.chat().status_code == 200
+
+    def test_restarts_are_counted(self, app):
+        app.engine.restarts = {"killed": 2}
+        text = app.http.get("/metrics").text
+        assert 'ostinato_engine_restarts_total{reason="killed"} 2.0' in text
+        assert 'ostinato_engine_restarts_total{reason="hang"} 0.0' in text
+
     def test_frozen(self, app):
         app.engine.seconds_since_step = 29.0
         assert app.http.get("/health").status_code == 200

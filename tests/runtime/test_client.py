@@ -39,13 +39,13 @@ async def until(condition: object, timeout_s: float = 20.0) -> None:
 
 
 def engine_pid(client: EngineClient) -> int:
-    assert client._process is not None
-    return client._process.pid
+    assert client.engine_pid is not None
+    return client.engine_pid
 
 
-def run_with_client(scenario: object) -> None:
+def run_with_client(scenario: object, *overrides: str) -> None:
     async def main() -> None:
-        client = EngineClient(tiny_config())
+        client = EngineClient(tiny_config(*overrides))
         try:
             await client.start()
             await scenario(client)  # type: ignore[operator]
@@ -122,7 +122,7 @@ def test_a_refused_request_reaches_no_engine() -> None:
     run_with_client(scenario)
 
 
-def test_a_killed_engine_ends_every_stream_with_an_error() -> None:
+def test_a_killed_engine_that_stays_down_ends_every_stream_with_an_error() -> None:
     async def scenario(client: EngineClient) -> None:
         async def consume(index: int) -> None:
             async for _ in client.generate(f"r{index}", [5 + index], ENDLESS):
@@ -138,7 +138,7 @@ def test_a_killed_engine_ends_every_stream_with_an_error() -> None:
         with pytest.raises(EngineDeadError):
             await collect(client, "late", [5])
 
-    run_with_client(scenario)
+    run_with_client(scenario, "server.max_restarts=0")
 
 
 def test_a_frozen_engine_shows_in_the_heartbeat() -> None:
@@ -185,7 +185,7 @@ from ostinato.runtime.client import EngineClient
 async def main():
     client = EngineClient(msgspec.json.decode({msgspec.json.encode(tiny_config())!r}, type=EngineConfig))
     await client.start()
-    print(client._process.pid, flush=True)
+    print(client.engine_pid, flush=True)
     await asyncio.sleep(1000)
 asyncio.run(main())
 """

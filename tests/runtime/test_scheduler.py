@@ -578,25 +578,6 @@ def test_abort_of_a_waiting_request_leaves_the_others_in_place() -> None:
     assert admitted == ["a", "c", "d"]
 
 
-def test_failure_ends_everything_and_forgets_the_cache() -> None:
-    scheduler = make_scheduler(
-        make_request("a", range(10, 18)),
-        make_request("b", [11]),
-        make_request("c", [12]),
-        max_num_seqs=2,
-    )
-    step(scheduler, 5, 6)
-    must_schedule(scheduler)
-    must_schedule(scheduler)
-    assert scheduler.fail("out of memory") == [
-        SequenceOutput(name, [], FinishReason.error, error="out of memory") for name in "abc"
-    ]
-    assert not scheduler.has_work
-    scheduler.check_integrity()
-    scheduler.add(make_request("a", range(10, 18)))
-    assert chunks(step(scheduler, 5)) == [(0, 0, 8)]
-
-
 @pytest.mark.parametrize("num_tokens", [0, 40])
 def test_a_prompt_must_leave_room_for_a_token(num_tokens: int) -> None:
     with pytest.raises(InvalidRequestError, match=f"1 to 39 tokens .* got {num_tokens}") as caught:
