@@ -174,6 +174,8 @@ def test_nobody_is_lost_or_doubled_whatever_happens(data: st.DataObject) -> None
                 aboard.discard(name)
                 del given[name]
     # With an engine that lives, everybody gets there.
+    for name in aboard:
+        give(made, name, 1)
     for _ in range(2 * len(given) + 1):
         for one in made.board():
             aboard.add(one.request_id)
