@@ -93,7 +93,7 @@ class Bench:
     def compile(self, form: GraphForm) -> tuple[GraphRunner, float]:
         """The model's runner in this form, and the seconds of compiling and binding."""
         begin = time.perf_counter()
-        example = self.buffers.batch(16, 2, 2).forward
+        example = self.buffers.batch(16, 2, 2)
         program = compile_model(self.model, form, example, self.kv_cache)(self.model)
         seconds = time.perf_counter() - begin
         planned, planner = load_backend(self.backend), None

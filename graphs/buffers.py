@@ -17,7 +17,7 @@ from ostinato.graphs.buckets import GraphKey
 from ostinato.models.base import ForwardBatch
 from ostinato.ops.attention import AttentionMetadata
 
-__all__ = ("HostBuffers", "StaticBuffers", "StepBatch")
+__all__ = ("HostBuffers", "StaticBuffers")
 
 
 class HostBuffers(NamedTuple):
@@ -31,13 +31,6 @@ class HostBuffers(NamedTuple):
     query_start_loc: np.ndarray  # [S+1] int32
     seq_lens: np.ndarray  # [S] int32
     block_table: np.ndarray  # [S, B] int32
-
-
-class StepBatch(NamedTuple):
-    """What a step's program reads: the model's batch and the rows to make logits for."""
-
-    forward: ForwardBatch
-    logits_indices: Tensor  # [S] int64
 
 
 class StaticBuffers:
@@ -103,6 +96,7 @@ class StaticBuffers:
         self.plan = torch.zeros(1, dtype=torch.int64)
         self.feeds = cuda if feeds is None else feeds
         self.last_tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
+        self._all_rows = torch.arange(max_num_tokens, device=device)
         self._copied = torch.cuda.Event() if cuda else None
 
     def pad(self, num_tokens: int, num_seqs: int, key: GraphKey) -> None:
@@ -147,19 +141,27 @@ class StaticBuffers:
         """Remember a step's tokens [R], in the order of its `sampled_rows`, as their rows' last."""
         self.last_tokens.index_copy_(0, self._sampled_rows[: len(token_ids)], token_ids)
 
-    def batch(self, num_tokens: int, num_seqs: int, num_logits: int) -> StepBatch:
-        """The device tensors cut to a shape; the same shape gives the same addresses."""
-        return StepBatch(
-            ForwardBatch(
-                self._token_ids[:num_tokens],
-                self._positions[:num_tokens],
-                AttentionMetadata(
-                    self._query_start_loc[: num_seqs + 1],
-                    self._seq_lens[:num_seqs],
-                    self._block_table[:num_seqs],
-                    self._slot_mapping[:num_tokens],
-                    self.plan,
-                ),
+    def batch(self, num_tokens: int, num_seqs: int, num_logits: int | None) -> ForwardBatch:
+        """The device tensors cut to a shape; the same shape gives the same addresses.
+
+        Args:
+            num_tokens: T.
+            num_seqs: S.
+            num_logits: how many of `logits_indices` are the wanted rows; None = all T tokens are.
+        """
+        if num_logits is None:
+            rows = self._all_rows[:num_tokens]
+        else:
+            rows = self._logits_indices[:num_logits]
+        return ForwardBatch(
+            self._token_ids[:num_tokens],
+            self._positions[:num_tokens],
+            AttentionMetadata(
+                self._query_start_loc[: num_seqs + 1],
+                self._seq_lens[:num_seqs],
+                self._block_table[:num_seqs],
+                self._slot_mapping[:num_tokens],
+                self.plan,
             ),
-            self._logits_indices[:num_logits],
+            rows,
         )

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from ostinato.graphs.buckets import BucketTable, GraphKey
-from ostinato.graphs.buffers import StaticBuffers, StepBatch
+from ostinato.graphs.buffers import StaticBuffers
 from ostinato.graphs.compile import Program
 from ostinato.graphs.recorder import Recorder, is_out_of_memory
 from ostinato.graphs.timing import ClockTimer, StepTimer
-from ostinato.models.base import CausalLM, KVCache, LanguageModel
+from ostinato.models.base import CausalLM, ForwardBatch, KVCache, LanguageModel
 from ostinato.ops.attention import AttentionPlanner
 
 __all__ = ("GraphRunner", "StepKind")
@@ -121,7 +121,8 @@ class GraphRunner:
             self._buffers.wait_for_upload()
             self._fill_with_padding(key)
             self._plan(key)
-            self._forward(self._buffers.batch(num_tokens, num_seqs, num_seqs), uniform=False)
+            batch = self._buffers.batch(num_tokens, num_seqs, num_seqs)
+            self._result(batch)
 
     def drop_decode_buckets(self, sizes: Collection[int]) -> None:
         """Give up the decode buckets of these sizes; the next larger ones serve their steps."""
@@ -161,14 +162,17 @@ class GraphRunner:
             self.steps_by_kind[StepKind.captured] += 1
             self.timer.begin()
             return replay()[:num_logits]
+        if num_logits == 0:
+            # One row that nobody reads: programs are for at least one.
+            self._buffers.host.logits_indices[0] = 0
         self._buffers.upload(num_seqs)
         self._buffers.feed(num_tokens)
         self._plan(GraphKey(num_tokens, num_seqs, uniform_decode))
         kind = StepKind.eager if self._program is None else StepKind.compiled
         self.steps_by_kind[kind] += 1
-        batch = self._buffers.batch(num_tokens, num_seqs, num_logits)
+        batch = self._buffers.batch(num_tokens, num_seqs, max(num_logits, 1))
         self.timer.begin()
-        return self._forward(batch, uniform=uniform_decode)
+        return self._result(batch, num_logits)
 
     def run_with_hidden(
         self, num_tokens: int, num_seqs: int, num_logits: int
@@ -182,13 +186,11 @@ class GraphRunner:
         self._plan(GraphKey(num_tokens, num_seqs, False))
         kind = StepKind.eager if self._program is None else StepKind.compiled
         self.steps_by_kind[kind] += 1
-        batch = self._buffers.batch(num_tokens, num_seqs, num_logits)
-        forward = self._model if self._program is None else self._program
+        sampled = self._buffers.batch(num_tokens, num_seqs, num_logits).rows
+        batch = self._buffers.batch(num_tokens, num_seqs, None)
         self.timer.begin()
-        hidden = forward(batch.forward, self._kv_cache)
-        if not num_logits:
-            return None, hidden
-        return self.compute_logits(hidden[batch.logits_indices]), hidden
+        hidden = self._hidden(batch)
+        return (self.compute_logits(hidden[sampled]) if num_logits else None), hidden
 
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         """Copy blocks of every layer's cache, (from, to): all are read before any is written."""
@@ -209,18 +211,19 @@ class GraphRunner:
         if self._planner is not None:
             self._planner.close()
 
-    def _forward(self, batch: StepBatch, *, uniform: bool) -> Tensor:
+    def _hidden(self, batch: ForwardBatch) -> Tensor:
         forward = self._model if self._program is None else self._program
-        hidden = forward(batch.forward, self._kv_cache)
-        if not isinstance(self._model, CausalLM):
-            return hidden
-        # With one token per sequence the rows are already the ones to sample.
-        return self._model.compute_logits(hidden if uniform else hidden[batch.logits_indices])
+        return forward(batch, self._kv_cache)
+
+    def _result(self, batch: ForwardBatch, num_rows: int | None = None) -> Tensor:
+        """Logits of the batch's first rows; of a model without a head their hidden states."""
+        hidden = self._hidden(batch)[:num_rows]
+        return self.compute_logits(hidden) if isinstance(self._model, CausalLM) else hidden
 
     def _bind(self, key: GraphKey) -> Callable[[], Tensor]:
         batch = self._buffers.batch(key.num_tokens, key.num_seqs, key.num_seqs)
         self._plan(key)
-        return lambda: self._forward(batch, uniform=key.uniform_decode)
+        return lambda: self._result(batch)
 
     def _plan(self, key: GraphKey) -> None:
         if self._planner is not None:

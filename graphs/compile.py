@@ -30,7 +30,7 @@ from ostinato.ops.attention import AttentionMetadata
 __all__ = ("Binder", "Program", "ProgramStore", "compile_model")
 
 Program = Callable[[ForwardBatch, KVCache], Tensor]
-"""(batch, kv_cache) -> hidden [T, D], writing K and V into the cache."""
+"""(batch, kv_cache) -> hidden [R, D] of `batch.rows`; writes K and V of all tokens."""
 
 Binder = Callable[[LanguageModel], Program]
 """Gives a compiled program the weights of a model with the traced one's structure."""
@@ -198,17 +198,20 @@ def _mark_dynamic(tensors: Sequence[Tensor]) -> None:
 def _fresh(batch: ForwardBatch) -> ForwardBatch:
     """Own tensors of the same shapes: marking them leaves no trace on the static buffers."""
     attention = batch.attention
+    # Sizes that are equal here would be taken for one and the same.
+    num_rows = len(batch.token_ids) + len(attention.seq_lens) + 2
     return ForwardBatch(
         batch.token_ids.clone(),
         batch.positions.clone(),
         AttentionMetadata(*(tensor.clone() for tensor in attention)),
+        batch.rows.new_zeros(num_rows),
     )
 
 
-def _mark_batch(attention: AttentionMetadata, tokens: Sequence[Tensor]) -> None:
+def _mark_batch(attention: AttentionMetadata, others: Sequence[Tensor]) -> None:
     _mark_dynamic(
         (
-            *tokens,
+            *others,
             attention.slot_mapping,
             attention.query_start_loc,
             attention.seq_lens,
@@ -232,7 +235,7 @@ def _compile_whole(
     compiled = _stored(store, "model", skeleton)
     if compiled is None:
         batch = _fresh(example)
-        _mark_batch(batch.attention, (batch.token_ids, batch.positions))
+        _mark_batch(batch.attention, (batch.token_ids, batch.positions, batch.rows))
         arguments = (list(tensors.values()), batch, kv_cache)
         compiled = _compile(forward, arguments, store, "model", skeleton)
 
@@ -245,54 +248,78 @@ def _compile_whole(
 
 def _compile_layer(
     layer: torch.nn.Module,
-    example: Callable[[], tuple[Tensor, StepInputs]],
+    example: Callable[[], tuple[Tensor, StepInputs, Tensor]],
     cache: tuple[Tensor, Tensor],
     store: ProgramStore | None,
     name: str,
+    *,
+    is_last: bool,
 ) -> Function:
     skeleton = _skeleton(layer)
     names = list(_tensors(layer))
 
-    def forward(
+    def every(
         parameters: Parameters, hidden: Tensor, step: StepInputs, k_cache: Tensor, v_cache: Tensor
     ) -> Tensor:
         return torch.func.functional_call(
             skeleton, dict(zip(names, parameters, strict=True)), (hidden, step, k_cache, v_cache)
         )
 
+    def some(
+        parameters: Parameters,
+        hidden: Tensor,
+        step: StepInputs,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        rows: Tensor,
+    ) -> Tensor:
+        return torch.func.functional_call(
+            skeleton,
+            dict(zip(names, parameters, strict=True)),
+            (hidden, step, k_cache, v_cache, rows),
+        )
+
     function = _stored(store, name, skeleton)
     if function is not None:
         return function
-    hidden, step = example()
+    hidden, step, rows = example()
     _mark_batch(step.attention, (hidden, step.cos, step.sin))
     arguments = (list(_tensors(layer).values()), hidden, step, *cache)
-    return _compile(forward, arguments, store, name, skeleton)
+    if not is_last:
+        return _compile(every, arguments, store, name, skeleton)
+    _mark_dynamic((rows,))
+    return _compile(some, (*arguments, rows), store, name, skeleton)
 
 
 def _compile_layers(
     model: LanguageModel, example: ForwardBatch, kv_cache: KVCache, store: ProgramStore | None
 ) -> Binder:
-    """One compiled function per distinct kind of layer (nearly always one)."""
+    """One compiled function per distinct kind of layer (nearly always one), one for the last."""
 
-    def layer_inputs() -> tuple[Tensor, StepInputs]:
-        hidden, step = model.begin(_fresh(example))
-        return hidden, step
+    def layer_inputs() -> tuple[Tensor, StepInputs, Tensor]:
+        batch = _fresh(example)
+        return *model.begin(batch), batch.rows
 
     compiled: dict[tuple[object, ...], Function] = {}
+    last = len(model.layers) - 1
     for index, layer in enumerate(model.layers):
-        key = _kind(layer)
+        key = (index == last, *_kind(layer))
         if key not in compiled:
             compiled[key] = _compile_layer(
-                layer, layer_inputs, kv_cache[index], store, f"layer-{index}"
+                layer, layer_inputs, kv_cache[index], store, f"layer-{index}", is_last=index == last
             )
 
     def bind(model: LanguageModel) -> Program:
-        calls = [(compiled[_kind(layer)], list(_tensors(layer).values())) for layer in model.layers]
+        *calls, (finish, last_parameters) = [
+            (compiled[(index == last, *_kind(layer))], list(_tensors(layer).values()))
+            for index, layer in enumerate(model.layers)
+        ]
 
         def program(batch: ForwardBatch, kv_cache: KVCache) -> Tensor:
             hidden, step = model.begin(batch)
-            for (function, parameters), (k_cache, v_cache) in zip(calls, kv_cache, strict=True):
+            for (function, parameters), (k_cache, v_cache) in zip(calls, kv_cache, strict=False):
                 hidden = function(parameters, hidden, step, k_cache, v_cache)
+            hidden = finish(last_parameters, hidden, step, *kv_cache[-1], batch.rows)
             return model.finish(hidden)
 
         return program

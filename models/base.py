@@ -36,6 +36,7 @@ class ForwardBatch(NamedTuple):
     token_ids: Tensor  # [T] int64
     positions: Tensor  # [T] int64
     attention: AttentionMetadata
+    rows: Tensor  # [R] int64, the tokens whose final hidden state is wanted
 
 
 class StepInputs(NamedTuple):
@@ -109,8 +110,19 @@ class DecoderLayer(nn.Module):
     An encoder's layers keep no keys and values: their caches hold no elements.
     """
 
-    def forward(self, hidden: Tensor, step: StepInputs, k_cache: Tensor, v_cache: Tensor) -> Tensor:
-        """hidden [T, D] -> hidden [T, D]; writes this step's K and V into the layer's cache."""
+    def forward(
+        self,
+        hidden: Tensor,
+        step: StepInputs,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        rows: Tensor | None = None,
+    ) -> Tensor:
+        """hidden [T, D] -> hidden [T, D]; writes this step's K and V into the layer's cache.
+
+        With `rows` [R] only those tokens' hidden states [R, D]. The last layer of a model is asked
+        for the few that will be sampled: a prompt's other tokens are there for their K and V.
+        """
         raise NotImplementedError
 
     def static_key(self) -> tuple[Any, ...]:
@@ -136,14 +148,17 @@ class LanguageModel(nn.Module):
         raise NotImplementedError
 
     def finish(self, hidden: Tensor) -> Tensor:
-        """The final norm: [T, D] -> [T, D]."""
+        """The final norm: [R, D] -> [R, D]."""
         raise NotImplementedError
 
     def forward(self, batch: ForwardBatch, kv_cache: KVCache) -> Tensor:
-        """[T] tokens -> final hidden states [T, D]; writes K and V into `kv_cache`."""
+        """[T] tokens -> final hidden states [R, D] of `batch.rows`; writes K and V of all."""
         hidden, step = self.begin(batch)
-        for layer, (k_cache, v_cache) in zip(self.layers, kv_cache, strict=True):
-            hidden = layer(hidden, step, k_cache, v_cache)
+        last = len(self.layers) - 1
+        for index, (layer, (k_cache, v_cache)) in enumerate(
+            zip(self.layers, kv_cache, strict=True)
+        ):
+            hidden = layer(hidden, step, k_cache, v_cache, batch.rows if index == last else None)
         return self.finish(hidden)
 
 
@@ -151,7 +166,7 @@ class CausalLM(LanguageModel):
     """A decoder-only language model: every token sees those before it, through the KV cache."""
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """[S, D] hidden states of the rows that sample -> [S, vocab_size] float32 logits."""
+        """[R, D] final hidden states -> [R, vocab_size] float32 logits."""
         raise NotImplementedError
 
 

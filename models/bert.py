@@ -10,6 +10,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from ostinato.models.base import (
     CheckpointLayout,
@@ -60,8 +61,8 @@ class BertAttention(nn.Module):
         self.qkv_proj = MergedLinear(config.hidden_size, (size, size, size), options, bias=True)
         self.o_proj = Linear(size, config.hidden_size, options, bias=True)
 
-    def forward(self, x: Tensor, step: StepInputs) -> Tensor:
-        """[T, D] -> [T, D], added to the input."""
+    def forward(self, x: Tensor, step: StepInputs, rows: Tensor | None) -> Tensor:
+        """[T, D] -> [T, D] (of `rows` only: [R, D]), added to the input."""
         # Only views: a graph of ops and views needs no code of a compiler's (graphs/straight.py).
         count = self.num_heads
         heads = self.qkv_proj(x).view(-1, 3 * count, self.head_dim)
@@ -72,7 +73,10 @@ class BertAttention(nn.Module):
             step.attention.query_start_loc,
             scale=self.head_dim**-0.5,
         )
-        return self.o_proj(out.reshape(-1, count * self.head_dim), x)
+        out = out.reshape(-1, count * self.head_dim)
+        if rows is not None:
+            out, x = F.embedding(rows, out), F.embedding(rows, x)
+        return self.o_proj(out, x)
 
 
 class BertLayer(DecoderLayer):
@@ -88,8 +92,15 @@ class BertLayer(DecoderLayer):
         self.down_proj = Linear(intermediate_size, hidden_size, options, bias=True)
         self.output_norm = LayerNorm(hidden_size, config.norm_eps, options)
 
-    def forward(self, hidden: Tensor, step: StepInputs, k_cache: Tensor, v_cache: Tensor) -> Tensor:
-        hidden = self.attention_norm(self.attention(hidden, step))
+    def forward(
+        self,
+        hidden: Tensor,
+        step: StepInputs,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        rows: Tensor | None = None,
+    ) -> Tensor:
+        hidden = self.attention_norm(self.attention(hidden, step, rows))
         inner = activate(self.up_proj(hidden), self.activation)
         return self.output_norm(self.down_proj(inner, hidden))
 

@@ -52,8 +52,16 @@ class GPT2DecoderLayer(DecoderLayer):
         self.ln_2 = LayerNorm(config.hidden_size, config.norm_eps, options)
         self.mlp = MLP(config, options)
 
-    def forward(self, hidden: Tensor, step: StepInputs, k_cache: Tensor, v_cache: Tensor) -> Tensor:
-        hidden = self.attn(self.ln_1(hidden), step, k_cache, v_cache, hidden)
+    def forward(
+        self,
+        hidden: Tensor,
+        step: StepInputs,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        rows: Tensor | None = None,
+    ) -> Tensor:
+        normal = self.ln_1(hidden)
+        hidden = self.attn(normal, step, k_cache, v_cache, hidden, rows)
         return self.mlp(self.ln_2(hidden), hidden)
 
     def static_key(self) -> tuple[object, ...]:

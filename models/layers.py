@@ -212,9 +212,17 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(self.head_dim, config.norm_eps, options) if qk_norm else None
 
     def forward(
-        self, x: Tensor, step: StepInputs, k_cache: Tensor, v_cache: Tensor, residual: Tensor
+        self,
+        x: Tensor,
+        step: StepInputs,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        residual: Tensor,
+        rows: Tensor | None,
     ) -> Tensor:
-        """[T, D] -> [T, D], added to the residual; writes K and V into the caches."""
+        """[T, D] -> [T, D] (of `rows` only: [R, D]), added to the residual; writes K and V into the
+        caches.
+        """
         # Only views: a graph of ops and views needs no code of a compiler's (graphs/straight.py).
         num_rotated, num_kv = self.num_heads + self.num_kv_heads, self.num_kv_heads
         heads = self.qkv_proj(x).view(-1, num_rotated + num_kv, self.head_dim)
@@ -242,7 +250,10 @@ class Attention(nn.Module):
             sliding_window=self.sliding_window,
             backend=self.backend,
         )
-        return self.o_proj(out.reshape(-1, self.num_heads * self.head_dim), residual)
+        out = out.reshape(-1, self.num_heads * self.head_dim)
+        if rows is not None:
+            out, residual = F.embedding(rows, out), F.embedding(rows, residual)
+        return self.o_proj(out, residual)
 
     def static_key(self) -> tuple[object, ...]:
         """What the traced program depends on besides tensors."""

@@ -35,8 +35,16 @@ class LlamaDecoderLayer(DecoderLayer):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps, options)
         self.mlp = GatedMLP(config, options)
 
-    def forward(self, hidden: Tensor, step: StepInputs, k_cache: Tensor, v_cache: Tensor) -> Tensor:
-        hidden = self.self_attn(self.input_layernorm(hidden), step, k_cache, v_cache, hidden)
+    def forward(
+        self,
+        hidden: Tensor,
+        step: StepInputs,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        rows: Tensor | None = None,
+    ) -> Tensor:
+        normal = self.input_layernorm(hidden)
+        hidden = self.self_attn(normal, step, k_cache, v_cache, hidden, rows)
         return self.mlp(self.post_attention_layernorm(hidden), hidden)
 
     def static_key(self) -> tuple[object, ...]:

@@ -331,7 +331,7 @@ def _compile(
         # Any shape of at least 2 will do: the traced program takes every one.
         tokens = min(16, buffers.host.token_ids.size)
         seqs = min(2, buffers.host.seq_lens.size)
-        example = buffers.batch(tokens, seqs, seqs).forward
+        example = buffers.batch(tokens, seqs, seqs)
         return compile_model(prototype, config.graphs.form, example, kv_cache, bundle)
 
 

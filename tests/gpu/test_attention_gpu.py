@@ -191,7 +191,7 @@ class CapturedAttention:
         engine.buffers.pad(0, 0, key)
         engine.buffers.upload(key.num_seqs)
         planner.plan(key, engine.buffers.host, engine.buffers.plan)
-        metadata = engine.buffers.batch(key.num_tokens, key.num_seqs, 1).forward.attention
+        metadata = engine.buffers.batch(key.num_tokens, key.num_seqs, 1).attention
 
         def call() -> Tensor:
             return backend.run(

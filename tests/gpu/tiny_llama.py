@@ -115,7 +115,7 @@ def make_graphs(
     )
     program = None
     if form is not None:
-        program = compile_model(model, form, buffers.batch(16, 2, 2).forward, kv_cache)(model)
+        program = compile_model(model, form, buffers.batch(16, 2, 2), kv_cache)(model)
     table = BucketTable(decode_sizes=DECODE_SIZES, mixed_sizes=MIXED_SIZES, max_num_seqs=MAX_SEQS)
     planned, planner = load_backend(backend), None
     if isinstance(planned, PlannedBackend):

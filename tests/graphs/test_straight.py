@@ -55,7 +55,7 @@ def run(program, cache) -> Tensor:
     outputs = []
     for sequences in ([(0, [3, 1, 4, 1, 5])], [(5, [9]), (0, [2, 6, 5])]):
         num_tokens, num_seqs = fill(buffers, sequences)
-        outputs.append(program(buffers.batch(num_tokens, num_seqs, num_seqs).forward, cache))
+        outputs.append(program(buffers.batch(num_tokens, num_seqs, num_seqs), cache))
     return torch.cat(outputs)
 
 
@@ -63,7 +63,7 @@ def run(program, cache) -> Tensor:
 def test_a_packed_layer_becomes_calls_of_our_ops_and_nothing_else() -> None:
     model, spec = packed_llama()
     store = Store()
-    example = make_buffers().batch(16, 3, 3).forward
+    example = make_buffers().batch(16, 3, 3)
     device = torch.device("cpu")
     small = spec.allocate(4, device)
     program = compile_model(model, GraphForm.layer, example, small, store)(model)
@@ -73,15 +73,20 @@ def test_a_packed_layer_becomes_calls_of_our_ops_and_nothing_else() -> None:
     for (k, v), (expected_k, expected_v) in zip(compiled, eager, strict=True):
         assert torch.equal(k, expected_k)
         assert torch.equal(v, expected_v)
-    assert list(store.files) == ["layer-0"]
-    kind, content = store.files["layer-0"][:1], store.files["layer-0"][1:]
-    assert kind == b"s"
-    stored = msgspec.msgpack.decode(content, type=StraightProgram)
-    calls = [line for line in stored.source.splitlines() if "(" in line and " = " in line]
-    ops = [line for line in calls if " = op_" in line]
-    views = [line for line in calls if any(f".{n}(" in line for n in ("view", "narrow", "reshape"))]
-    assert len(ops) == 9, stored.source
-    assert len(ops) + len(views) == len(calls), stored.source
+    last = len(model.layers) - 1
+    assert list(store.files) == ["layer-0", f"layer-{last}"]
+    for content in store.files.values():
+        assert content[:1] == b"s"
+        stored = msgspec.msgpack.decode(content[1:], type=StraightProgram)
+        calls = [line for line in stored.source.splitlines() if "(" in line and " = " in line]
+        ops = [line for line in calls if " = op_" in line]
+        views = [
+            line for line in calls if any(f".{n}(" in line for n in ("view", "narrow", "reshape"))
+        ]
+        lookups = [line for line in calls if "embedding" in line]
+        assert len(ops) == 9, stored.source
+        assert len(lookups) == (0 if content == store.files["layer-0"] else 2), stored.source
+        assert len(ops) + len(views) + len(lookups) == len(calls), stored.source
 
     warm = compile_model(model, GraphForm.layer, example, small, store)(model)
     assert torch.equal(run(warm, spec.allocate(64, device)), expected)
@@ -91,7 +96,7 @@ def test_a_packed_layer_becomes_calls_of_our_ops_and_nothing_else() -> None:
 def test_a_program_that_does_not_load_is_rejected_and_made_anew() -> None:
     model, spec = packed_llama()
     store = Store()
-    example, cache = make_buffers().batch(16, 3, 3).forward, spec.allocate(4, torch.device("cpu"))
+    example, cache = make_buffers().batch(16, 3, 3), spec.allocate(4, torch.device("cpu"))
     compile_model(model, GraphForm.layer, example, cache, store)
     whole = store.files["layer-0"]
     for damaged in (b"", b"x" + whole[1:], whole[:40], b"s" + whole[40:]):
@@ -106,7 +111,7 @@ def test_a_program_that_does_not_load_is_rejected_and_made_anew() -> None:
 @torch.inference_mode()
 def test_what_can_be_fused_is_compiled_and_stored_too() -> None:
     model, cache, store = ToyModel(), make_cache(), Store()
-    example = make_buffers().batch(16, 3, 3).forward
+    example = make_buffers().batch(16, 3, 3)
     program = compile_model(model, GraphForm.layer, example, cache, store)(model)
     expected = run(program, make_cache())
     assert store.files["layer-0"][:1] == b"i"

@@ -32,13 +32,23 @@ class ToyLayer(DecoderLayer):
     def static_key(self) -> tuple[Any, ...]:
         return ("toy",)
 
-    def forward(self, hidden: Tensor, step: StepInputs, k_cache: Tensor, v_cache: Tensor) -> Tensor:
-        rows = hidden @ self.qkv.T + step.cos.sum(-1, keepdim=True)
-        q, k, v = rows.unflatten(-1, (-1, HEAD_DIM)).split([HEADS, KV_HEADS, KV_HEADS], 1)
+    def forward(
+        self,
+        hidden: Tensor,
+        step: StepInputs,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        rows: Tensor | None = None,
+    ) -> Tensor:
+        qkv = hidden @ self.qkv.T + step.cos.sum(-1, keepdim=True)
+        q, k, v = qkv.unflatten(-1, (-1, HEAD_DIM)).split([HEADS, KV_HEADS, KV_HEADS], 1)
         context = paged_attention(
             q, k, v, k_cache, v_cache, step.attention, scale=0.3, backend="reference"
         )
-        return torch.tanh(hidden + context.flatten(1) @ self.out.T)
+        context = context.flatten(1)
+        if rows is not None:
+            context, hidden = context[rows], hidden[rows]
+        return torch.tanh(hidden + context @ self.out.T)
 
 
 class ToyModel(CausalLM):

@@ -95,6 +95,7 @@ class Driver:
                 torch.tensor(slots + [0] * padding),
                 torch.zeros(1, dtype=torch.int64),
             ),
+            torch.arange(len(token_ids) + padding),
         )
 
     @torch.no_grad()

@@ -64,6 +64,7 @@ def pack(sequences: list[list[int]], num_padding: int = 0) -> ForwardBatch:
             torch.zeros(len(flat), dtype=torch.int64),
             torch.zeros(1, dtype=torch.int64),
         ),
+        torch.arange(len(flat)),
     )
 
 

@@ -42,7 +42,7 @@ class Engine:
             extra = torch.randn(key.num_tokens - num_tokens, *tensor.shape[1:]).to(tensor)
             return torch.cat([tensor, extra])
 
-        metadata = self.buffers.batch(key.num_tokens, key.num_seqs, 1).forward.attention
+        metadata = self.buffers.batch(key.num_tokens, key.num_seqs, 1).attention
         return step._replace(
             q=padded(step.q), k=padded(step.k), v=padded(step.v), metadata=metadata
         )
