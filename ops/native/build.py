@@ -66,7 +66,11 @@ _FEATURES_AVX512 = _FEATURES_AVX2 | {"avx512f", "avx512bw", "avx512vl", "avx512d
 
 ISA_LEVELS: dict[str, tuple[int, tuple[str, ...], set[str]]] = {
     # name: (OSTINATO_ISA, compiler flags, features of /proc/cpuinfo), best first
-    "avx512bf16": (3, (*_AVX512_FLAGS, "-mavx512bf16"), _FEATURES_AVX512 | {"avx512_bf16"}),
+    "avx512bf16": (
+        3,
+        (*_AVX512_FLAGS, "-mavx512bf16", "-mavx512vnni"),
+        _FEATURES_AVX512 | {"avx512_bf16", "avx512_vnni"},
+    ),
     "avx512": (2, _AVX512_FLAGS, _FEATURES_AVX512),
     "avx2": (1, _AVX2_FLAGS, _FEATURES_AVX2),
     "portable": (0, (), set()),

@@ -1,39 +1,10 @@
 // Writing and gathering packed linear weights: pack_linear re-lays a matrix, packed_rows reads rows back, so
 // that an embedding tied to the output layer needs no second copy.
-#include "linear_layout.h"
+#include "linear_tasks.h"
 #include "linear_transpose.h"
-
-#include <algorithm>
-#include <atomic>
-
-#if defined(__linux__)
-#include <sys/mman.h>
-#endif
 
 namespace ostinato::linear {
 namespace {
-
-constexpr int64_t kHugePage = 2 << 20;
-constexpr int64_t kBytesPerWorker = 64 << 10;
-
-// Streaming reads of 4 KiB pages lose about 15 % to address translation and to prefetches that stop at
-// page borders. Must precede the first write.
-void prefer_huge_pages(void* data, int64_t bytes) {
-#if defined(__linux__)
-  const auto address = reinterpret_cast<uintptr_t>(data);
-  const uintptr_t first = (address + kHugePage - 1) / kHugePage * kHugePage;
-  const uintptr_t last = (address + bytes) / kHugePage * kHugePage;
-  // refusal (an old kernel, a container's policy) costs speed only
-  if (last > first) (void)madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
-#else
-  (void)data;
-  (void)bytes;
-#endif
-}
-
-int workers_for(int64_t bytes, int64_t tasks) {
-  return static_cast<int>(std::min<int64_t>({bytes / kBytesPerWorker + 1, tasks, num_threads()}));
-}
 
 // One panel from rows [0, columns) of a row-major matrix.
 void pack_panel(const char* rows, int64_t row_bytes, int columns, int64_t in_bytes, int64_t steps, uint32_t* panel) {

@@ -1,0 +1,194 @@
+// What the linear ops share apart from their weights' layout: a call's arguments, its division into tasks, the
+// epilogue, and memory.
+//
+// A call is cut into tasks of one weight panel times one group of row blocks. A few rows are one group, so
+// the weights stream through once; many rows are grouped so that a group's activations stay in a core's
+// second level cache while the panels pass by (the loop order of Goto and van de Geijn, "Anatomy of
+// high-performance matrix multiplication", 2008). Each worker owns a contiguous range of tasks, hence of
+// memory, and takes over others' tasks when it is done. Who computes an element does not change its value.
+//
+// Each worker packs the activations of its own groups. Groups that several workers share are packed more
+// than once, which costs less than the barrier that sharing them would need.
+#pragma once
+
+#include "linear_layout.h"
+#include "simd.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstdlib>
+#include <memory>
+#include <new>
+#include <vector>
+
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
+namespace ostinato::linear {
+
+constexpr int64_t kGroupBytes = 384 << 10;     // packed activations of a group
+constexpr int64_t kMaxGroupRows = 256;
+constexpr int64_t kBytesPerWorker = 96 << 10;  // of cache traffic that pay for waking one more thread
+
+// Memory of the calling thread that grows and is kept: fresh pages every step would cost more than packing does.
+inline float* scratch(int64_t floats) {
+  struct Free {
+    void operator()(float* memory) const { std::free(memory); }
+  };
+  thread_local std::unique_ptr<float, Free> memory;
+  thread_local int64_t capacity = 0;
+  if (floats > capacity) {
+    capacity = ceil_divide(floats, 1024) * 1024;
+    memory.reset(static_cast<float*>(std::aligned_alloc(64, capacity * sizeof(float))));
+    if (!memory) {
+      capacity = 0;
+      throw std::bad_alloc();
+    }
+  }
+  return memory.get();
+}
+
+// Streaming reads of 4 KiB pages lose about 15 % to address translation and to prefetches that stop at
+// page borders. Must precede the first write.
+inline void prefer_huge_pages(void* data, int64_t bytes) {
+#if defined(__linux__)
+  constexpr int64_t kHugePage = 2 << 20;
+  const auto address = reinterpret_cast<uintptr_t>(data);
+  const uintptr_t first = (address + kHugePage - 1) / kHugePage * kHugePage;
+  const uintptr_t last = (address + bytes) / kHugePage * kHugePage;
+  // refusal (an old kernel, a container's policy) costs speed only
+  if (last > first) (void)madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
+#else
+  (void)data;
+  (void)bytes;
+#endif
+}
+
+// Workers for re-laying `bytes` in `tasks` parts.
+inline int workers_for(int64_t bytes, int64_t tasks) {
+  constexpr int64_t kWorth = 64 << 10;
+  return static_cast<int>(std::min<int64_t>({bytes / kWorth + 1, tasks, num_threads()}));
+}
+
+// Runs all tasks in [0, num_tasks); each worker calls make_body() once and the result with every task it takes.
+template <class MakeBody>
+void for_each_task(int64_t num_tasks, int num_workers, const MakeBody& make_body) {
+  struct alignas(64) Range {
+    std::atomic<int64_t> next;
+    int64_t end;
+  };
+  std::vector<Range> ranges(num_workers);
+  for (int w = 0; w < num_workers; ++w) {
+    ranges[w].next = num_tasks * w / num_workers;
+    ranges[w].end = num_tasks * (w + 1) / num_workers;
+  }
+  on_workers(num_workers, [&](int worker) {
+    auto body = make_body();
+    for (int i = 0; i < num_workers; ++i) {
+      Range& range = ranges[(worker + i) % num_workers];
+      int64_t task;
+      while ((task = range.next.fetch_add(1, std::memory_order_relaxed)) < range.end) body(task);
+    }
+  });
+}
+
+// Tasks [0, num_tasks) over weights of `bytes`, of which all pass by `passes` times.
+template <class MakeBody>
+void for_each_panel(int64_t num_tasks, int64_t bytes, int64_t passes, const MakeBody& make_body) {
+  const int64_t worth = std::max<int64_t>(bytes * passes / kBytesPerWorker, 1);
+  for_each_task(num_tasks, static_cast<int>(std::min<int64_t>(worth, num_threads())), make_body);
+}
+
+// A call's arguments and result besides the weight.
+struct Problem {
+  const void* x;
+  int64_t row_stride;  // elements of x
+  int64_t rows;
+  int64_t in_features;
+  const void* bias;      // null for none
+  const void* residual;  // null for none; else rows of the output's type
+  int64_t residual_stride;
+  int64_t out_features;
+  void* out;
+};
+
+// The checked problem; `out` receives the tensor that the call gives.
+inline Problem make_problem(const Tensor& x, const Tensor& bias, const Tensor& residual, int64_t out_features,
+                            bool float32_output, Tensor& out) {
+  if (bias.handle != nullptr) {
+    OSTINATO_CHECK(bias.dtype == x.dtype && bias.dim == 1 && bias.sizes[0] == out_features &&
+                       (out_features <= 1 || bias.strides[0] == 1),
+                   "bias must be a contiguous vector of out_features values in x's dtype");
+  }
+  if (residual.handle != nullptr) {
+    OSTINATO_CHECK(!float32_output && residual.dtype == x.dtype && residual.dim == 2 &&
+                       residual.sizes[0] == x.sizes[0] && residual.sizes[1] == out_features &&
+                       (out_features <= 1 || residual.strides[1] == 1),
+                   "residual must be [T, out_features] with contiguous rows, in x's dtype, which the result then has");
+  }
+  const int64_t sizes[] = {x.sizes[0], out_features};
+  out = empty(sizes, 2, float32_output ? DType::float32 : x.dtype);
+  return {x.data,        x.strides[0],
+          x.sizes[0],    x.sizes[1],
+          bias.data,     residual.data,
+          residual.handle == nullptr ? 0 : residual.strides[0],
+          out_features,  out.data};
+}
+
+// Rows [0, rows) cut into `count` blocks of nearly equal height.
+struct RowBlocks {
+  RowBlocks(int64_t rows, int64_t max_rows) : rows(rows), count(ceil_divide(rows, max_rows)) {}
+  int64_t begin(int64_t block) const { return rows * block / count; }
+  int height(int64_t block) const { return static_cast<int>(begin(block + 1) - begin(block)); }
+  int64_t rows;
+  int64_t count;
+};
+
+// Row blocks of at most `max_rows` cut into groups of nearly equal size; a packed row takes `row_bytes`.
+struct RowGroups {
+  RowGroups(int64_t rows, int64_t max_rows, int64_t row_bytes) : blocks(rows, max_rows) {
+    const int64_t block_bytes = std::max<int64_t>(row_bytes * max_rows, 1);
+    const int64_t fitting = std::min(kGroupBytes / block_bytes, kMaxGroupRows / max_rows);
+    count = ceil_divide(blocks.count, std::max<int64_t>(fitting, 1));
+  }
+  int64_t first_block(int64_t group) const { return blocks.count * group / count; }
+  int64_t first_row(int64_t group) const { return blocks.begin(first_block(group)); }
+  RowBlocks blocks;
+  int64_t count;
+};
+
+// The bias of a panel's columns as floats, zero past the last.
+template <class Element>
+void load_bias(const Problem& problem, int64_t column, float* bias) {
+  std::memset(bias, 0, kPanel * sizeof(float));
+  if (problem.bias == nullptr) return;
+  const int64_t columns = std::min<int64_t>(kPanel, problem.out_features - column);
+  for (int64_t c = 0; c < columns; ++c) bias[c] = to_float(static_cast<const Element*>(problem.bias)[column + c]);
+}
+
+// Writes a block's sums, plus bias and residual, as rows of the result from (row, column) on.
+template <class Out>
+void write_rows(const Problem& problem, const float* sums, int rows, const float* bias, int64_t row, int64_t column) {
+  const int64_t columns = std::min<int64_t>(kPanel, problem.out_features - column);
+  Out* out = static_cast<Out*>(problem.out) + row * problem.out_features + column;
+  const Out* residual = static_cast<const Out*>(problem.residual);
+  if (residual != nullptr) residual += row * problem.residual_stride + column;
+  for (int r = 0; r < rows; ++r) {
+    Out line[kPanel];
+    Out rest[kPanel] = {};
+    Out* target = columns == kPanel ? out + r * problem.out_features : line;
+    const Out* addend = residual == nullptr ? rest : residual + r * problem.residual_stride;
+    if (residual != nullptr && columns < kPanel) {
+      std::memcpy(rest, addend, columns * sizeof(Out));
+      addend = rest;
+    }
+    for (int c = 0; c < kPanel; c += F32::width) {
+      const F32 sum = load(sums + r * kPanel + c) + load(bias + c);
+      store(target + c, residual == nullptr ? sum : sum + load(addend + c));
+    }
+    if (target == line) std::memcpy(out + r * problem.out_features, line, columns * sizeof(Out));
+  }
+}
+
+}  // namespace ostinato::linear

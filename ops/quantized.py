@@ -1,0 +1,171 @@
+"""Linear layers over weights of 8 or 4 bits: `ostinato::quantize_linear`, `quantized_linear`,
+`quantized_rows`.
+
+A weight [N, K] is cut along K into groups that share a scale, and a zero point unless they are
+symmetric. Both lie among the weight's own bytes, in the order in which the kernel reads them
+(ops/native/quantized_layout.h), so that a decode step reads one stream of 4.25 to 9 bits a weight.
+
+Activations are quantised on the way in: each group of a row becomes whole numbers in [-127, 127]
+and a float32 scale of its own. The products within a group are then whole numbers, whose sum is
+exact whatever the order and the instruction set; groups are summed in float32, in ascending order.
+So a row's result is bitwise the same whatever rows stand beside it and however many threads run.
+
+The kernels are ops/native/quantized.cpp and quantized_pack.cpp; until they are loaded the same ops
+run as plain torch (ops/quantized_reference.py).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ostinato.ops.linear import why_unpackable
+from ostinato.ops.native.library import load
+from ostinato.ops.quantized_reference import (
+    QuantFormat,
+    quantize_linear_reference,
+    quantized_linear_reference,
+    quantized_rows_reference,
+)
+from ostinato.ops.register import register_op
+
+__all__ = (
+    "empty_quantized",
+    "quantize_linear_weight",
+    "quantized_linear",
+    "quantized_rows",
+)
+
+
+def quantize_linear_weight(weight: Tensor, form: QuantFormat) -> Tensor:
+    """The quantised form of a linear weight [N, K]; the caller drops the original.
+
+    Symmetric: w = (q - offset) * scale; asymmetric: w = (q - zero point) * scale. Scales are
+    bfloat16. Of 8 bits the grid spans the group's extremes; of 4 bits it is the one of least
+    squared error among a few that clip more or less of them. A group with an infinity or a NaN
+    becomes NaN.
+
+    Builds and loads the native library on first use.
+
+    Raises:
+        ValueError: `why_unpackable(weight)`, or the format is not one of `QuantFormat`.
+        NativeBuildError: the kernels can not be built here.
+    """
+    reason = why_unpackable(weight)
+    if reason is not None:
+        raise ValueError(f"this weight can not be quantised: {reason}")
+    load()
+    return _quantize_linear(weight.detach(), *form)
+
+
+def empty_quantized(weight: Tensor, form: QuantFormat) -> Tensor:
+    """Unset memory in the shape of `quantize_linear_weight(weight, form)`; also on "meta"."""
+    return _quantize_fake(weight.detach(), *form)
+
+
+def quantized_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out_features: int,
+    form: QuantFormat,
+    *,
+    residual: Tensor | None = None,
+    float32_output: bool = False,
+) -> Tensor:
+    """x @ W.T + bias + residual with a quantised W; x is quantised too, as described above.
+
+    Args:
+        x: [T, K] float32 or bfloat16, last dimension contiguous, any row stride.
+        weight: what `quantize_linear_weight` made of W [out_features, K].
+        bias: [out_features] in x's dtype, added in float32 before rounding, or None.
+        out_features: N, which the padding of the weight hides.
+        form: of the weight.
+        residual: [T, out_features] in x's dtype, last dimension contiguous, added in float32 before
+            rounding, or None.
+        float32_output: return the float32 sums themselves, for logits; without a residual.
+
+    Returns:
+        [T, out_features] contiguous, in x's dtype or float32. A row with an infinity or a NaN is
+        NaN.
+
+    Raises:
+        ValueError: a shape, dtype or stride is not as above.
+    """
+    return _quantized_linear(x, weight, bias, out_features, float32_output, residual, *form)
+
+
+def quantized_rows(
+    weight: Tensor,
+    ids: Tensor,
+    out_features: int,
+    in_features: int,
+    form: QuantFormat,
+    *,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Rows of the matrix behind a quantised weight: embeddings.
+
+    Args:
+        weight: what `quantize_linear_weight` made of W [out_features, in_features].
+        ids: [T] int64 or int32, 0 <= id < out_features.
+        out_features: rows of the table.
+        in_features: their length.
+        form: of the weight.
+        dtype: of the result, float32 or bfloat16.
+
+    Returns:
+        [T, in_features] contiguous.
+
+    Raises:
+        ValueError: an id is out of range; its index and value are in the text.
+    """
+    float32_output = dtype == torch.float32
+    return _quantized_rows(weight, ids, out_features, in_features, float32_output, *form)
+
+
+def _quantize_fake(weight: Tensor, bits: int, group_size: int, symmetric: bool) -> Tensor:
+    shape = QuantFormat(bits, group_size, symmetric).packed_shape(*weight.shape)
+    return weight.new_empty(shape, dtype=torch.uint8)
+
+
+def _linear_fake(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out_features: int,
+    float32_output: bool,
+    residual: Tensor | None,
+    bits: int,
+    group_size: int,
+    symmetric: bool,
+) -> Tensor:
+    dtype = torch.float32 if float32_output else x.dtype
+    return x.new_empty((x.shape[0], out_features), dtype=dtype)
+
+
+def _rows_fake(
+    weight: Tensor,
+    ids: Tensor,
+    out_features: int,
+    in_features: int,
+    float32_output: bool,
+    bits: int,
+    group_size: int,
+    symmetric: bool,
+) -> Tensor:
+    dtype = torch.float32 if float32_output else torch.bfloat16
+    return weight.new_empty((ids.shape[0], in_features), dtype=dtype)
+
+
+_quantize_linear = register_op(
+    "quantize_linear", {"CompositeExplicitAutograd": quantize_linear_reference}, fake=_quantize_fake
+)
+_quantized_linear = register_op(
+    "quantized_linear",
+    {"CompositeExplicitAutograd": quantized_linear_reference},
+    fake=_linear_fake,
+)
+_quantized_rows = register_op(
+    "quantized_rows", {"CompositeExplicitAutograd": quantized_rows_reference}, fake=_rows_fake
+)
