@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from ostinato.api.schemas import GenerationFields, PromptTokensDetails, Usage
+from ostinato.api.structured_output import constraint_of
 from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.requests import resolve_sampling, truncate
 from ostinato.runtime.types import (
@@ -175,6 +176,8 @@ def make_generation(
     Raises:
         InvalidRequestError: a value is out of range, or the prompt does not fit.
     """
+    if fields.structured_outputs is None:
+        field_names = {**field_names, "structured_outputs": "response_format"}
     try:
         sampling = _sampling(fields, model, max_tokens, reports)
         prompt_token_ids = truncate(prompt_token_ids, sampling, model)
@@ -238,6 +241,7 @@ def _sampling(
         bad_words=tuple(fields.bad_words or ()),
         truncation_side=fields.truncation_side,
         skip_special_tokens=fields.skip_special_tokens,
+        structured_outputs=constraint_of(fields),
         **reports,
     )
 

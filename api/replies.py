@@ -44,6 +44,7 @@ class ChatReply:
     def __init__(self, service: Service, body: ChatCompletionRequest, prompt: ChatPrompt) -> None:
         self._service = service
         self._form = prompt.form
+        self._body = body
         self._head = _head(service, "chatcmpl", body)
         self._usage = _UsageOfChunks(body)
         self._options = chat.reply_options(body)
@@ -57,6 +58,10 @@ class ChatReply:
                 default_max_tokens=service.sampling.max_tokens,
             )
         ]
+
+    async def prepare(self) -> None:
+        """Call it first; raises InvalidRequestError for what only another process can tell."""
+        await self._service.prepare(self._body, self._generations)
 
     async def chunks(self) -> AsyncGenerator[ChatChunk, None]:
         tally = Tally(self._generations)
@@ -114,6 +119,7 @@ class CompletionReply:
         prompts_token_ids: list[list[int]],
     ) -> None:
         self._service = service
+        self._body = body
         self._head = _head(service, "cmpl", body)
         self._usage = _UsageOfChunks(body)
         self._options = completions.reply_options(body)
@@ -135,6 +141,10 @@ class CompletionReply:
                 if isinstance(prompt, str) and one.sampling.truncate_prompt_tokens is None:
                     text = prompt
                 self._echoes.append(completions.Echo(text=text, token_ids=token_ids))
+
+    async def prepare(self) -> None:
+        """Call it first; raises InvalidRequestError for what only another process can tell."""
+        await self._service.prepare(self._body, self._generations)
 
     async def chunks(self) -> AsyncGenerator[Completion, None]:
         tally = Tally(self._generations)

@@ -53,6 +53,7 @@ async def chat_completions(
     chat.check(body)
     prompt = await prepare(service, body)
     reply = replies.ChatReply(service, body, prompt)
+    await reply.prepare()
     if body.stream:
         return _event_stream(reply.chunks())
     return _json(await until_disconnect(request.receive, reply.response()))
@@ -72,6 +73,7 @@ async def plain_completions(
     prompts = completions.prompts(body)
     token_ids = await _encode_prompts(service, body, prompts)
     reply = replies.CompletionReply(service, body, prompts, token_ids)
+    await reply.prepare()
     if body.stream:
         return _event_stream(reply.chunks())
     return _json(await until_disconnect(request.receive, reply.response()))

@@ -2,7 +2,7 @@
 
 A field is here exactly when it is honoured. `decode` names the field in every refusal; what is
 known but not honoured (`unsupported`) is refused by name, unless its value asks for nothing
-(`tools: []`, `response_format: {"type": "text"}`, any null).
+(`tools: []`, any null).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 
 from ostinato.api.conversation import Message, NamedToolChoice, ReasoningEffort, Tool
+from ostinato.api.structured_output import ConstraintFields
 from ostinato.api.unsupported import UNSUPPORTED, is_neutral
 from ostinato.runtime.errors import InvalidRequestError
 
@@ -61,7 +62,7 @@ class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     continuous_usage_stats: bool = False  # every chunk with the usage so far
 
 
-class GenerationFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class GenerationFields(ConstraintFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What chat and plain completions share. Null and absent mean the same: the server's default.
 
     Ranges are those of `SamplingParams`, which checks them.
@@ -398,9 +399,14 @@ def _refusal(text: str, known: set[str]) -> InvalidRequestError:
 def _unknown_field(name: str, path: str, known: set[str]) -> InvalidRequestError:
     param = f"{path}.{name}".lstrip(".")
     if name in UNSUPPORTED:
+        entry = UNSUPPORTED[name]
         return InvalidRequestError(
-            f"{param} is not supported: it needs {UNSUPPORTED[name].needs}, which this server does"
-            " not have yet; leave it out",
+            f"{param} is not supported: "
+            + (
+                f"give {entry.instead} instead"
+                if entry.instead
+                else f"it needs {entry.needs}, which this server does not have yet; leave it out"
+            ),
             param=param,
             code="unsupported_parameter",
         )

@@ -14,6 +14,7 @@ from typing import Protocol, cast
 from ostinato.api.errors import UnavailableError, status_of
 from ostinato.api.generation import Generation, Tally
 from ostinato.api.metrics import EngineView, Metrics
+from ostinato.api.structured_output import ConstraintFields, refusing_by_field
 from ostinato.conf.schema import SamplingSection, ServerConfig
 from ostinato.runtime.errors import EngineDeadError, EngineError, InvalidRequestError
 from ostinato.runtime.tokenizer import Tokenizer
@@ -41,6 +42,8 @@ class Client(EngineView, Protocol):
 
     @property
     def restart_reason(self) -> str | None: ...
+
+    async def prepare(self, sampling: SamplingParams) -> None: ...
 
     def generate(
         self,
@@ -160,6 +163,16 @@ class Service:
     def _starting(self) -> UnavailableError:
         return UnavailableError(f"the engine is starting: {self.phase}", code="starting")
 
+    async def prepare(self, fields: ConstraintFields, generations: Sequence[Generation]) -> None:
+        """What can still be refused of a request, before its reply begins.
+
+        Raises:
+            InvalidRequestError: what the answer must look like is not valid, or takes too much.
+        """
+        for sampling in {id(one.sampling): one.sampling for one in generations}.values():
+            if sampling.structured_outputs is not None:
+                await refusing_by_field(fields, self.client.prepare(sampling))
+
     async def run(
         self, reply_id: str, generations: Sequence[Generation]
     ) -> AsyncGenerator[News, None]:
@@ -240,6 +253,12 @@ class _Record:
 
 
 def _raise_for_failure(output: RequestOutput) -> None:
+    if output.finish_reason is FinishReason.error and output.is_refusal:
+        raise InvalidRequestError(
+            output.error or "the grammar can not go on",
+            param="structured_outputs",
+            code="constraint_too_complex",
+        )
     if output.finish_reason is FinishReason.error:
         raise EngineError(output.error or "the engine gave this request up")
     if output.finish_reason is FinishReason.abort:

@@ -17,10 +17,11 @@ class Unsupported(NamedTuple):
 
     needs: str  # what this server lacks for it, for the refusal
     neutral: tuple[Any, ...] = ()  # values that ask for nothing
+    instead: str = ""  # the field that does the same
 
 
 _TOOLS = "the older form of tool calls (see tools)"
-_GRAMMAR = "structured output"
+_GRAMMAR = "an older spelling"
 _MEDIA = "input other than text"
 _STORE = "stored replies"
 _TRANSFER = "transfer of caches between servers"
@@ -32,12 +33,14 @@ UNSUPPORTED: Mapping[str, Unsupported] = {
     "ec_transfer_params": Unsupported(_TRANSFER),
     "function_call": Unsupported(_TOOLS, ("none",)),
     "functions": Unsupported(_TOOLS, ([],)),
-    "guided_choice": Unsupported(_GRAMMAR),
-    "guided_decoding_backend": Unsupported(_GRAMMAR),
-    "guided_grammar": Unsupported(_GRAMMAR),
-    "guided_json": Unsupported(_GRAMMAR),
-    "guided_regex": Unsupported(_GRAMMAR),
-    "guided_whitespace_pattern": Unsupported(_GRAMMAR),
+    "guided_choice": Unsupported(_GRAMMAR, instead="structured_outputs.choice"),
+    "guided_decoding_backend": Unsupported("a choice of grammar libraries"),
+    "guided_grammar": Unsupported(_GRAMMAR, instead="structured_outputs.grammar"),
+    "guided_json": Unsupported(_GRAMMAR, instead="structured_outputs.json"),
+    "guided_regex": Unsupported(_GRAMMAR, instead="structured_outputs.regex"),
+    "guided_whitespace_pattern": Unsupported(
+        _GRAMMAR, instead="structured_outputs.whitespace_pattern"
+    ),
     "kv_transfer_params": Unsupported(_TRANSFER),
     "logprob_token_ids": Unsupported("log-probabilities of chosen tokens", ([],)),
     "media_io_kwargs": Unsupported(_MEDIA),
@@ -50,7 +53,6 @@ UNSUPPORTED: Mapping[str, Unsupported] = {
     "prompt_embeds": Unsupported(_MEDIA),
     "refusal": Unsupported("refusals apart from the text"),
     "repetition_detection": Unsupported("a detector of repetition"),
-    "response_format": Unsupported(_GRAMMAR, ({"type": "text"},)),
     "return_mm_kwargs": Unsupported(_MEDIA, (False,)),
     "return_prompt_text": Unsupported("the prompt's text in replies (see echo)", (False,)),
     "return_token_offsets": Unsupported("token offsets (see logprobs)", (False,)),
@@ -61,7 +63,6 @@ UNSUPPORTED: Mapping[str, Unsupported] = {
     "spaces_between_special_tokens": Unsupported("text without those spaces", (True,)),
     "store": Unsupported(_STORE, (False,)),
     "stream_interval": Unsupported("chunks of several steps", (1,)),
-    "structured_outputs": Unsupported(_GRAMMAR),
     "suffix": Unsupported("models that fill in the middle", ("",)),
     "thinking_token_budget": Unsupported("a limit on reasoning (see reasoning_effort)"),
     "verbosity": Unsupported("models with a setting of it"),

@@ -15,6 +15,7 @@ from torch import Tensor
 __all__ = (
     "MAX_CANDIDATES",
     "apply_penalties",
+    "apply_token_bitmask",
     "sample_candidates",
     "sample_filtered",
     "sample_full",
@@ -65,6 +66,19 @@ def apply_penalties(
         logits.sub_(counts, alpha=frequency)
     if presence:
         logits.sub_(generated.to(logits.dtype), alpha=presence)
+
+
+def apply_token_bitmask(logits: Tensor, rows: Tensor, bits: Tensor) -> None:
+    """Make tokens whose bit is 0 impossible, in place.
+
+    Args:
+        logits: [R, V] float32.
+        rows: [C] int64, the rows that have a mask, no two the same.
+        bits: [C, W] int32 with W * 32 >= V; token t is bit t % 32 of word t // 32.
+    """
+    shifts = torch.arange(32, dtype=torch.int32, device=bits.device)
+    allowed = (bits[:, :, None] >> shifts & 1).view(len(bits), -1)[:, : logits.shape[-1]].bool()
+    logits[rows] = logits[rows].masked_fill(~allowed, float("-inf"))
 
 
 def sample_full(logits: Tensor, uniforms: Tensor) -> Tensor:

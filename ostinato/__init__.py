@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ostinato.runtime.async_engine import AsyncEngine
     from ostinato.runtime.llm import LLM
+    from ostinato.runtime.structured_output import StructuredOutputsParams
     from ostinato.runtime.types import SamplingParams
 
 __version__ = "0.1.0"
-__all__ = ("LLM", "AsyncEngine", "SamplingParams", "__version__")
+__all__ = ("LLM", "AsyncEngine", "SamplingParams", "StructuredOutputsParams", "__version__")
 
 # The repository's root folders are the package's subpackages. An installed package maps them
 # through setuptools' package-dir; a plain checkout (no install) finds them here.
@@ -29,6 +30,7 @@ _PUBLIC = {
     "LLM": "ostinato.runtime.llm",
     "AsyncEngine": "ostinato.runtime.async_engine",
     "SamplingParams": "ostinato.runtime.types",
+    "StructuredOutputsParams": "ostinato.runtime.structured_output",
 }
 
 

@@ -26,6 +26,7 @@ from ostinato.runtime.completion import PromptCompletions
 from ostinato.runtime.engine_process import EngineProcess
 from ostinato.runtime.errors import EngineDeadError, StartupError
 from ostinato.runtime.flights import Flights, given_up_news
+from ostinato.runtime.grammar_compiler import GrammarCompiler
 from ostinato.runtime.messages import (
     AbortRequests,
     AddRequest,
@@ -74,6 +75,7 @@ class EngineClient:
         self._supervisor: asyncio.Task[None] | None = None
         self._counter = itertools.count()
         self._last_news = time.monotonic()
+        self._grammars: GrammarCompiler | None = None
         self._death: str | None = "it was not started"
         self._restarting: str | None = None
         server = config.server
@@ -158,6 +160,7 @@ class EngineClient:
             if ready.model.tokenizer
             else None
         )
+        self._grammars = GrammarCompiler(ready.model)
         note("tokenizer", time.perf_counter() - begin)
         # The next engine must take whatever this one has taken.
         section = replace(self._config.model, max_model_len=ready.model.max_model_len)
@@ -165,6 +168,20 @@ class EngineClient:
         self._death = None
         self._last_news = time.monotonic()
         self._supervisor = asyncio.create_task(self._supervise())
+
+    async def prepare(self, sampling: SamplingParams) -> None:
+        """Do what can be refused of a request before `generate`: make its grammar.
+
+        Raises:
+            InvalidRequestError: `structured_outputs` is not valid, or takes too much.
+        """
+        await self._grammar(sampling)
+
+    async def _grammar(self, sampling: SamplingParams) -> str:
+        if sampling.structured_outputs is None:
+            return ""
+        assert self._grammars is not None, "called before wait_until_ready"
+        return await self._grammars.compile_async(sampling.structured_outputs)
 
     async def generate(
         self,
@@ -194,6 +211,7 @@ class EngineClient:
             priority=priority,
             cache_salt=cache_salt,
             tokenizer=self.tokenizer,
+            grammar=await self._grammar(sampling),
         )
         if self._death is not None:
             raise EngineDeadError(f"the engine does not run: {self._death}")
@@ -245,6 +263,8 @@ class EngineClient:
 
     async def close(self) -> None:
         """End the engine process and free everything; safe to call twice."""
+        if self._grammars is not None:
+            self._grammars.close()
         if self._death is None:
             self._mark_dead("it was closed")
         if self._supervisor is not None:

@@ -48,7 +48,7 @@ class CompletionStream:
         new_token_ids, finish, reason = news.new_token_ids, news.finish_reason, news.stop_reason
         logprobs = news.logprobs
         text, stop_reason = "", None
-        stops_at_token = finish is FinishReason.stop
+        stops_at_token = finish is FinishReason.stop and not news.is_complete
         if self._text is not None:
             before = self._text.num_tokens
             text = self._text.append(new_token_ids, ends_with_stop_token=stops_at_token)
@@ -76,6 +76,7 @@ class CompletionStream:
             num_cached_tokens=self._num_cached_tokens,
             num_output_tokens=self._num_output_tokens,
             error=news.error,
+            is_refusal=news.is_refusal,
             prompt_logprobs=news.prompt_logprobs,
         )
 

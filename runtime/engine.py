@@ -16,11 +16,13 @@ from ostinato.graphs.bundle import Bundle
 from ostinato.graphs.seal import CompileMonitor
 from ostinato.runtime.cost_table import Chunk, CostTable
 from ostinato.runtime.forecast import predict_ttft
+from ostinato.runtime.grammar_store import GrammarStore
 from ostinato.runtime.kv_cache import KVCacheManager
 from ostinato.runtime.model_runner import ModelRunner, PendingStep
 from ostinato.runtime.scheduler import Scheduler
 from ostinato.runtime.types import (
     EngineStats,
+    FinishReason,
     Request,
     SchedulerOutput,
     SequenceOutput,
@@ -28,6 +30,8 @@ from ostinato.runtime.types import (
 )
 
 __all__ = ("Engine",)
+
+_GRAMMAR_WAIT_S = 0.02  # an engine without other work looks for new requests this often
 
 
 class Engine:
@@ -66,6 +70,8 @@ class Engine:
         self._max_in_flight = 2 if overlap else 1
         self._in_flight: deque[tuple[SchedulerOutput, PendingStep]] = deque()
         self.cost_table = cost_table
+        self._grammars = GrammarStore(model)
+        runner.use_grammars(self._grammars.matcher)
         self._num_requests = 0
         self._num_request_tokens = 0  # of their prompts
         self._num_steps = 0
@@ -76,21 +82,30 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether a request is running or waiting."""
-        return self._scheduler.has_work
+        return self._scheduler.has_work or self._grammars.num_waiting > 0
 
     def add_request(self, request: Request) -> None:
-        """Queue a request; `step` reports its tokens. It was validated before it came here."""
-        self._scheduler.add(request)
+        """Queue a request; `step` reports its tokens. It was validated before it came here.
+
+        One with a grammar is queued when that is built; steps go on meanwhile.
+        """
+        if request.grammar:
+            self._grammars.add(request)
+        else:
+            self._scheduler.add(request)
         self._num_requests += 1
         self._num_request_tokens += len(request.prompt_token_ids)
 
     def abort(self, request_id: str) -> SequenceOutput | None:
         """End a request now; its terminal output, or None when it had ended already."""
+        if self._grammars.release(request_id):
+            return SequenceOutput(request_id, [], FinishReason.abort)
         return self._scheduler.abort(request_id)
 
     def abort_all(self) -> list[SequenceOutput]:
         """End everything; the terminal outputs."""
-        outputs = (self._scheduler.abort(i) for i in self._scheduler.request_ids())
+        request_ids = [*self._scheduler.request_ids(), *self._grammars.request_ids()]
+        outputs = (self.abort(request_id) for request_id in request_ids)
         return [output for output in outputs if output is not None]
 
     def step(
@@ -107,6 +122,7 @@ class Engine:
             The news, empty when nothing could run or, with overlap, the first step is under way.
         """
         begin = time.perf_counter()
+        news = self._take_grammars() if self._grammars.num_waiting else []
         output = self._scheduler.schedule()
         if output is not None:
             if output.admitted:
@@ -116,16 +132,27 @@ class Engine:
                 announce(ids, self._predicted_seconds(output))
             self._monitor.begin_step(output.num_tokens, output.num_seqs)
             self._in_flight.append((output, self._runner.launch(output)))
-        news: list[SequenceOutput] = []
         if self._in_flight and (output is None or len(self._in_flight) == self._max_in_flight):
             oldest, pending = self._in_flight.popleft()
             if oldest is not output:
                 self._monitor.begin_step(oldest.num_tokens, oldest.num_seqs)
-            news = self._scheduler.update(oldest, self._runner.read(pending))
+            ended = self._scheduler.update(oldest, self._runner.read(pending))
+            news += ended
+            for one in ended:
+                if one.finish_reason is not None:
+                    self._grammars.release(one.request_id)
             self._num_steps += 1
         self._monitor.end_step()
         self._step_seconds += time.perf_counter() - begin
         return news
+
+    def _take_grammars(self) -> list[SequenceOutput]:
+        """Queue the requests whose grammars are built; the end of those that have none."""
+        timeout_s = 0.0 if self._scheduler.has_work else _GRAMMAR_WAIT_S
+        ready, ended = self._grammars.take_ready(timeout_s)
+        for request in ready:
+            self._scheduler.add(request)
+        return ended
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached blocks; False when sequences still use some."""
@@ -138,6 +165,7 @@ class Engine:
     def close(self) -> None:
         """Free what the programs hold and stop watching for late compiles; no step may follow."""
         self._monitor.close()
+        self._grammars.close()
         self._in_flight.clear()
         self._runner.graphs.close()
 
@@ -166,7 +194,8 @@ class Engine:
             step_seconds = self.cost_table.decode_seconds(max(1, load.num_decodes), load.context)
         return EngineStats(
             num_running=scheduler.num_running,
-            num_waiting=scheduler.num_waiting,
+            num_waiting=scheduler.num_waiting + self._grammars.num_waiting,
+            num_waiting_for_grammar=self._grammars.num_waiting,
             num_blocks=cache.num_blocks,
             num_free_blocks=cache.num_free_blocks,
             num_steps=self._num_steps,
@@ -183,6 +212,8 @@ class Engine:
             step_seconds=self._step_seconds,
             model_seconds=self._runner.model_seconds,
             device_seconds=self._runner.device_seconds,
+            grammar_seconds=self._runner.grammar_seconds,
+            grammar_build_seconds=self._grammars.build_seconds,
             max_num_seqs=scheduler.limits.max_num_seqs,
             max_num_batched_tokens=scheduler.limits.max_num_batched_tokens,
             predicted_step_seconds=step_seconds,

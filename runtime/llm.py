@@ -26,6 +26,7 @@ from ostinato.conf.root import EngineConfig
 from ostinato.runtime.build import build_engine
 from ostinato.runtime.completion import PromptCompletions
 from ostinato.runtime.errors import InvalidRequestError
+from ostinato.runtime.grammar_compiler import GrammarCompiler
 from ostinato.runtime.pooling import (
     check_score_head,
     cosine,
@@ -44,6 +45,7 @@ from ostinato.runtime.types import (
     FinishReason,
     GenerationOutput,
     PoolingParams,
+    Request,
     RequestOutput,
     SamplingParams,
     SequenceOutput,
@@ -89,6 +91,7 @@ class LLM:
         self._engine = build_engine(config, report)
         self._counter = itertools.count()
         self.model: ServedModel = self._engine.model
+        self._grammars = GrammarCompiler(self.model)
         self.tokenizer: Tokenizer | None = (
             Tokenizer.from_directory(
                 self.model.tokenizer, chat_template_file=config.model.chat_template
@@ -130,10 +133,7 @@ class LLM:
             )
         token_ids = [self._encode(prompt) for prompt in many]
         batches = [
-            make_requests(
-                f"offline-{next(self._counter)}", ids, each, self.model, tokenizer=self.tokenizer
-            )
-            for ids, each in zip(token_ids, params, strict=True)
+            self._make_requests(ids, each) for ids, each in zip(token_ids, params, strict=True)
         ]
         answers = [
             PromptCompletions(batch, each, self.tokenizer)
@@ -264,13 +264,7 @@ class LLM:
         is_chat = not isinstance(prompt, str) and bool(prompt) and isinstance(prompt[0], dict)
         token_ids = self._render(prompt) if is_chat else self._encode(prompt)  # type: ignore[arg-type]
         params = sampling or self.default_sampling()
-        requests = make_requests(
-            f"offline-{next(self._counter)}",
-            token_ids,
-            params,
-            self.model,
-            tokenizer=self.tokenizer,
-        )
+        requests = self._make_requests(token_ids, params)
         for request in requests:
             self._engine.add_request(request)
         for _, output in self._run([PromptCompletions(requests, params, self.tokenizer)]):
@@ -278,6 +272,7 @@ class LLM:
 
     def close(self) -> None:
         """Free what the engine holds beyond plain memory; nothing may be generated afterwards."""
+        self._grammars.close()
         self._engine.close()
 
     def __enter__(self) -> Self:
@@ -297,6 +292,17 @@ class LLM:
     def reset_prefix_cache(self) -> bool:
         """Forget all cached blocks; False when something runs."""
         return self._engine.reset_prefix_cache()
+
+    def _make_requests(self, token_ids: list[int], sampling: SamplingParams) -> list[Request]:
+        constraint = sampling.structured_outputs
+        return make_requests(
+            f"offline-{next(self._counter)}",
+            token_ids,
+            sampling,
+            self.model,
+            tokenizer=self.tokenizer,
+            grammar="" if constraint is None else self._grammars.compile(constraint),
+        )
 
     def _run(self, answers: list[PromptCompletions]) -> Iterator[tuple[int, RequestOutput]]:
         """Step until all have ended: (which answer, what is new)."""

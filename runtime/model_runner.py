@@ -5,7 +5,6 @@ queue.
 from __future__ import annotations
 
 import time
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +13,7 @@ from ostinato.graphs.buffers import StaticBuffers
 from ostinato.graphs.capture import GraphRunner
 from ostinato.graphs.threads import StepThreads
 from ostinato.runtime.batch import BatchBuilder, StepShape
+from ostinato.runtime.grammar_masks import MatcherSource
 from ostinato.runtime.pooler import PendingVectors, Pooler
 from ostinato.runtime.prompt_logprobs import PromptScorer
 from ostinato.runtime.sampler import PendingTokens, Sampler
@@ -26,12 +26,18 @@ __all__ = ("ModelRunner", "PendingStep")
 _SCORED_ROWS = 16
 
 
-class PendingStep(NamedTuple):
+class PendingStep:
     """A step that was launched and not read."""
 
-    tokens: PendingTokens | None  # None when no sequence samples
-    prompt_logprobs: list[list[TokenLogprobs]] | None
-    vectors: PendingVectors | None = None  # None when nothing is pooled
+    __slots__ = ("logits", "prompt_logprobs", "tokens", "vectors")
+
+    def __init__(
+        self, prompt_logprobs: list[list[TokenLogprobs]] | None, vectors: PendingVectors | None
+    ) -> None:
+        self.prompt_logprobs = prompt_logprobs
+        self.vectors = vectors  # none when nothing is pooled
+        self.tokens: PendingTokens | None = None  # none when no sequence samples
+        self.logits: Tensor | None = None  # while the draw waits for the step before
 
 
 class ModelRunner:
@@ -66,8 +72,18 @@ class ModelRunner:
             graphs.compute_logits, max_rows=min(_SCORED_ROWS, buffers.host.block_table.shape[0])
         )
         self._pooler = pooler or Pooler()
+        self._undrawn: PendingStep | None = None  # the last launch, if its draw waits
         self._device_seconds_before = 0.0
         self.model_seconds = 0.0
+
+    def use_grammars(self, source: MatcherSource) -> None:
+        """Take requests with a grammar, whose matchers `source` gives."""
+        self._sampler.grammars.source = source
+
+    @property
+    def grammar_seconds(self) -> float:
+        """Spent on the masks of grammars."""
+        return self._sampler.grammars.seconds
 
     @property
     def device_seconds(self) -> float:
@@ -87,7 +103,8 @@ class ModelRunner:
     @torch.inference_mode()
     def launch(self, output: SchedulerOutput) -> PendingStep:
         """Start a step. The next one may be launched before this one is read: what it needs of this
-        one's tokens stays on the device.
+        one's tokens stays on the device. Only the draw of a step whose rows have grammars waits,
+        until the step before is read.
         """
         for admitted in output.admitted:
             self._batch.admit(admitted.row)
@@ -111,27 +128,39 @@ class ModelRunner:
                 vectors = self._pooler.pool(hidden, output.scheduled)
         else:
             logits = self._run(step)
-        tokens = None
+        pending = PendingStep(prompt_logprobs, vectors)
         if step.sampled_rows:
             assert logits is not None, "rows that sample have logits"
-            tokens = self._sampler.launch(logits)
-            self._buffers.keep(tokens.token_ids)
+            if self._sampler.waits_for_tokens:
+                pending.logits = logits
+                self._undrawn = pending
+            else:
+                self._draw(pending, logits)
         self.graphs.timer.end()
         self.model_seconds += time.perf_counter() - begin
-        return PendingStep(tokens, prompt_logprobs, vectors)
+        return pending
 
     @torch.inference_mode()
     def read(self, pending: PendingStep) -> StepResult:
         """A launched step's tokens, in the order of its sampling rows; waits for the device. Steps
-        are read in the order in which they were launched.
+        are read in the order in which they were launched. If the draw of the next one waits for
+        these tokens, it follows at once.
         """
         begin = time.perf_counter()
         result = StepResult([]) if pending.tokens is None else pending.tokens.read()
         result.prompt_logprobs = pending.prompt_logprobs
         if pending.vectors is not None:
             result.pooled = pending.vectors.read()
+        undrawn, self._undrawn = self._undrawn, None
+        if undrawn is not None and undrawn.logits is not None:
+            self._draw(undrawn, undrawn.logits)
+            undrawn.logits = None
         self.model_seconds += time.perf_counter() - begin
         return result
+
+    def _draw(self, pending: PendingStep, logits: Tensor) -> None:
+        pending.tokens = self._sampler.launch(logits)
+        self._buffers.keep(pending.tokens.token_ids)
 
     def _run(self, step: StepShape) -> Tensor:
         if self._threads is not None:

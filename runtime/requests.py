@@ -158,6 +158,7 @@ def make_requests(
     priority: int = 0,
     cache_salt: str = "",
     tokenizer: TextEncoder | None = None,
+    grammar: str = "",
 ) -> list[Request]:
     """The engine's requests for one prompt: one per candidate, which share the prompt's cached
     blocks, or one for a beam search.
@@ -166,6 +167,7 @@ def make_requests(
 
     Args:
         tokenizer: needed for `bad_words` only.
+        grammar: what `GrammarCompiler` made of `sampling.structured_outputs`.
 
     Raises:
         InvalidRequestError: as `resolve_sampling` and `bad_words_token_ids`.
@@ -173,14 +175,19 @@ def make_requests(
     prompt_token_ids = truncate(prompt_token_ids, sampling, model)
     sampling = resolve_sampling(prompt_token_ids, sampling, model)
     seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
-    count, each = sampling.num_candidates, sampling
+    has_grammar = sampling.structured_outputs is not None
+    assert has_grammar == bool(grammar), "structured_outputs were not made a grammar"
+    count, each = (
+        sampling.num_candidates,
+        msgspec.structs.replace(sampling, structured_outputs=None),
+    )
     if sampling.use_beam_search:
-        count, each = 1, msgspec.structs.replace(sampling, temperature=0.0)
+        count, each = 1, msgspec.structs.replace(each, temperature=0.0)
     else:
         # Candidates are chosen by their log-probabilities.
         ranked = sampling.logprobs is None and count > sampling.n
         logprobs = 0 if ranked else sampling.logprobs
-        each = msgspec.structs.replace(sampling, n=1, best_of=None, logprobs=logprobs)
+        each = msgspec.structs.replace(each, n=1, best_of=None, logprobs=logprobs)
     first = Request(
         request_id=request_id if count == 1 else f"{request_id}:0",
         prompt_token_ids=prompt_token_ids,
@@ -190,6 +197,7 @@ def make_requests(
         priority=priority,
         cache_salt=cache_salt,
         bad_words_token_ids=bad_words_token_ids(sampling.bad_words, tokenizer),
+        grammar=grammar,
     )
     return [
         first,

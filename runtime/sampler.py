@@ -2,11 +2,12 @@
 operations.
 
 Order: log-probabilities from the raw logits; logit bias; penalties; minimum length; allowed tokens
-    and bad words; temperature; top-k, top-p, min-p; one draw keyed by (seed, position).
+    and bad words; grammar; temperature; top-k, top-p, min-p; one draw keyed by (seed, position).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from ostinato.graphs.draw import Drawer, RowDrawer
 from ostinato.ops.draw import DrawPath, RowDraw, draw_bytes, draw_path, rows_at_once
 from ostinato.ops.sampling import apply_penalties, token_logprobs, uniform_number
 from ostinato.runtime.beam_search import num_candidates
+from ostinato.runtime.grammar_masks import GrammarMasks, GrammarRow
 from ostinato.runtime.logits import TokenLimits, limits_tokens
 from ostinato.runtime.types import Request, SamplingParams, StepResult, TokenLogprobs
 
@@ -29,6 +31,7 @@ class _Row:
         "bias",
         "counts",
         "edits",
+        "grammar",
         "in_prompt",
         "is_beam",
         "is_limited",
@@ -83,11 +86,13 @@ class _Row:
         # How many of the likeliest tokens are reported; None = no log-probabilities.
         self.num_reported = num_candidates(request) if self.is_beam else params.logprobs
         self.is_limited = limits_tokens(request)
+        self.grammar: GrammarRow | None = None
         self.edits = (
             bool(params.logit_bias)
             or params.min_tokens > 0
             or self.counts is not None
             or self.is_limited
+            or bool(request.grammar)
         )
 
     def draw(self, position: int) -> RowDraw:
@@ -134,9 +139,15 @@ class PendingTokens:
     host starts at once.
     """
 
-    def __init__(self, token_ids: Tensor, logprobs: _PendingLogprobs | None) -> None:
+    def __init__(
+        self,
+        token_ids: Tensor,
+        logprobs: _PendingLogprobs | None,
+        grammars: Sequence[GrammarRow | None] = (),
+    ) -> None:
         self.token_ids = token_ids
         self._logprobs = logprobs
+        self._grammars = grammars  # of the step's rows; empty = none has one
         self._copied: torch.cuda.Event | None = None
         if token_ids.device.type == "cpu":
             self._host = token_ids.clone()
@@ -147,11 +158,16 @@ class PendingTokens:
             self._copied.record()
 
     def read(self) -> StepResult:
-        """The tokens; waits for the device."""
+        """The tokens; waits for the device, and tells the rows' grammars."""
         if self._copied is not None:
             self._copied.synchronize()
         logprobs = None if self._logprobs is None else self._logprobs.read()
-        return StepResult(self._host.tolist(), logprobs)
+        result = StepResult(self._host.tolist(), logprobs)
+        for index, grammar in enumerate(self._grammars):
+            ending = None if grammar is None else grammar.take(result.token_ids[index])
+            if ending is not None:
+                result.endings[index] = ending
+        return result
 
 
 class Sampler:
@@ -179,6 +195,7 @@ class Sampler:
         self._vocab_size = vocab_size
         self._device = device
         self._limits = TokenLimits(max_num_seqs=max_num_seqs, vocab_size=vocab_size, device=device)
+        self.grammars = GrammarMasks(vocab_size=vocab_size, device=device)
         self._drawer = drawer or RowDrawer()
         self._staged: list[_Row] = []
         self._staged_rows: list[int] = []
@@ -186,7 +203,9 @@ class Sampler:
 
     def admit(self, row: int, request: Request, output_token_ids: list[int]) -> None:
         """A sequence takes the row; `output_token_ids` is not empty when it resumes."""
-        self._rows[row] = _Row(request, output_token_ids, self._vocab_size, self._device)
+        state = _Row(request, output_token_ids, self._vocab_size, self._device)
+        state.grammar = self.grammars.admit(request, output_token_ids)
+        self._rows[row] = state
         self._limits.admit(row, request, output_token_ids)
 
     def stage(self, rows: list[int], positions: list[int]) -> None:
@@ -203,6 +222,12 @@ class Sampler:
             [state.draw(place) for state, place in zip(self._staged, positions, strict=True)]
         )
 
+    @property
+    def waits_for_tokens(self) -> bool:
+        """Whether `launch` must wait until the tokens of earlier steps are read."""
+        grammars = (state.grammar for state in self._staged)
+        return any(grammar is not None and grammar.num_unread for grammar in grammars)
+
     def launch(self, logits: Tensor) -> PendingTokens:
         """Pick one token for each staged row, without waiting for the device.
 
@@ -218,6 +243,9 @@ class Sampler:
         if any(state.is_limited for state in states):
             limited_rows = torch.tensor(self._staged_rows, device=self._device)
             self._limits.apply(logits, limited_rows)
+        grammars = [state.grammar for state in states]
+        if any(grammars):
+            self.grammars.apply(logits, grammars, self._positions)
         token_ids = self._drawer.run(logits)
         if limited_rows is not None:
             self._limits.advance(limited_rows, token_ids)
@@ -230,7 +258,9 @@ class Sampler:
             for index, state in enumerate(states):
                 if state.is_beam:
                     raw[index] = logits[index]
-        return PendingTokens(token_ids, _logprobs(raw, token_ids, states))
+        return PendingTokens(
+            token_ids, _logprobs(raw, token_ids, states), grammars if any(grammars) else ()
+        )
 
     def sample(self, logits: Tensor, rows: list[int], positions: list[int]) -> StepResult:
         """`stage`, `launch` and `read` in one."""

@@ -27,6 +27,7 @@ from ostinato.runtime.forecast import QueueLoad, queue_load
 from ostinato.runtime.itl_bound import ItlBound
 from ostinato.runtime.kv_cache import KVCacheManager
 from ostinato.runtime.limits import StepLimits, upper_limits
+from ostinato.runtime.queue_checks import check, check_queues
 from ostinato.runtime.sequence import Sequence, SequenceStatus, check_prompt_length
 from ostinato.runtime.step_plan import StepPlan
 from ostinato.runtime.types import (
@@ -37,7 +38,6 @@ from ostinato.runtime.types import (
     SchedulerOutput,
     SequenceOutput,
     StepResult,
-    TokenLogprobs,
 )
 
 __all__ = ("Scheduler",)
@@ -222,13 +222,12 @@ class Scheduler:
         for entry, sequence in zip(output.scheduled, step.sequences, strict=True):
             sequence.num_in_flight -= 1
             if entry.samples:
-                logprob = logprobs[index] if logprobs else None
                 if sequence.status is _FINISHED:
                     pass
                 elif sequence.beam is not None:
-                    self._beams.take(sequence, logprob)
+                    self._beams.take(sequence, logprobs[index] if logprobs else None)
                 else:
-                    outputs.append(self._append_token(sequence, token_ids[index], logprob))
+                    outputs.append(self._append_token(sequence, index, result))
                 index += 1
             if sequence.status is not _RUNNING:
                 has_ended = True
@@ -248,20 +247,17 @@ class Scheduler:
         Raises:
             AssertionError: they disagree; the text names the part at fault.
         """
+        num_rows = self.limits.max_num_seqs
+        check_queues(
+            self._running, self._waiting, self._draining, self._free_rows, num_rows=num_rows
+        )
         holders = [*self._running, *self._draining]
-        rows = sorted([*self._free_rows, *(sequence.row for sequence in holders)])
-        _check(rows == list(range(self.limits.max_num_seqs)), f"rows are lost or doubled: {rows}")
-        for queue in (self._running, self._waiting):
-            orders = [sequence.order for sequence in queue]
-            _check(orders == sorted(orders), f"a queue is out of order: {queue}")
-        for sequence in self._waiting:
-            _check(not sequence.block_table, f"{sequence!r} waits and holds blocks")
         live = {s.request.request_id for s in (*holders, *self._waiting) if not s.is_finished}
-        _check(live == set(self._sequences), "requests and queues disagree")
+        check(live == set(self._sequences), "requests and queues disagree")
         self._cache.check_integrity(holders)
         if not self.has_work:
             num_held = self._cache.num_blocks - self._cache.num_free_blocks
-            _check(num_held == 0, f"{num_held} blocks are held without work")
+            check(num_held == 0, f"{num_held} blocks are held without work")
 
     def _plan(self) -> StepPlan:
         allowance = None if self.bound is None else self.bound.open(self._running)
@@ -484,15 +480,22 @@ class Scheduler:
         self.num_prompt_tokens += max(0, min(end, sequence.num_prompt_tokens) - start)
         self._cache.register(sequence)
 
-    def _append_token(
-        self, sequence: Sequence, token_id: int, logprob: TokenLogprobs | None
-    ) -> SequenceOutput:
+    def _append_token(self, sequence: Sequence, index: int, result: StepResult) -> SequenceOutput:
         """Take in a sampled token and decide whether it is the last."""
+        request_id, token_id = sequence.request.request_id, result.token_ids[index]
+        logprob = result.logprobs[index] if result.logprobs else None
+        grammar = result.endings.get(index)
+        if grammar:
+            sequence.status = _FINISHED
+            del self._sequences[request_id]
+            return SequenceOutput(
+                request_id, [], FinishReason.error, error=grammar, is_refusal=True
+            )
         sequence.token_ids.append(token_id)
-        finish_reason, stop_reason = sequence.ending() or (None, None)
+        is_complete = grammar is not None
+        finish_reason, stop_reason = sequence.ending(is_complete=is_complete) or (None, None)
         if sequence.num_computed_tokens // self._cache.block_size > sequence.num_registered_blocks:
             self._cache.register(sequence)
-        request_id = sequence.request.request_id
         if finish_reason is not None:
             self._num_ended += 1
             self._num_ended_tokens += sequence.num_output_tokens
@@ -508,6 +511,7 @@ class Scheduler:
             None if logprob is None else [logprob],
             (sequence.num_cached_tokens or 0) if is_first else 0,
             prompt_logprobs=prompt_logprobs,
+            is_complete=is_complete and not sequence.ends_with_stop_token,
         )
 
     def _preempt_last(self) -> Sequence:
@@ -567,8 +571,3 @@ class Scheduler:
         heappush(self._free_rows, sequence.row)
         if sequence.status is _PREEMPTED:
             insort(self._waiting, sequence, key=_order)
-
-
-def _check(ok: bool, message: str) -> None:
-    if not ok:
-        raise AssertionError(f"scheduler: {message}")

@@ -1,15 +1,12 @@
 """A chat template that came with a request, rendered in a process of its own.
 
 The sandbox keeps a template from the machine, but not from a loop without end or a text of
-gigabytes. So `render_apart` starts `python -m ostinato.runtime.template_process`, which gives
-itself limits of time and memory, and kills it when it takes too long: what fails is that request
-alone.
+gigabytes. So `render_apart` starts `python -m ostinato.runtime.template_process`, a process with
+limits of time and memory, for each of them: what fails is that request alone.
 """
 
 from __future__ import annotations
 
-import asyncio
-import resource
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,13 +15,11 @@ import msgspec
 
 from ostinato.runtime.chat_template import ChatTemplate
 from ostinato.runtime.errors import InvalidRequestError, StartupError
+from ostinato.runtime.killable import KillableProcess, Killed, Limits, ask, serve
 
 __all__ = ("TemplateJob", "main", "render_apart")
 
-CPU_SECONDS = 2
-WALL_SECONDS = 20.0  # a busy machine gives a process its two seconds late
-MEMORY_BYTES = 512 << 20
-MAX_TEXT_BYTES = 16 << 20
+LIMITS = Limits(cpu_s=2, wall_s=20.0, memory_bytes=512 << 20, answer_bytes=16 << 20)
 
 
 class TemplateJob(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,31 +65,17 @@ async def render_apart(
         variables=dict(variables or {}),
         tools=[dict(tool) for tool in tools or ()],
     )
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        *("-m", "ostinato.runtime.template_process"),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.DEVNULL,
-        start_new_session=True,  # a Ctrl-C in the terminal is not for it
-    )
+    process = KillableProcess("ostinato.runtime.template_process", LIMITS)
     try:
-        out, _ = await asyncio.wait_for(
-            process.communicate(msgspec.json.encode(job)), timeout=WALL_SECONDS
-        )
-    except TimeoutError:
-        out = b""
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-    if process.returncode != 0 or not out:
+        out = await ask(process, msgspec.json.encode(job))
+    except Killed as error:
         raise InvalidRequestError(
-            f"chat_template takes more than {CPU_SECONDS} s, {MEMORY_BYTES >> 20} MiB or "
-            f"{MAX_TEXT_BYTES >> 20} MiB of text; make it simpler",
+            f"chat_template takes {error.reason.text}; make it simpler",
             param="chat_template",
             code="invalid_value",
-        )
+        ) from error
+    finally:
+        process.close()
     answer = msgspec.json.decode(out, type=_Answer)
     if answer.text is None:
         raise InvalidRequestError(answer.error, param=answer.param, code="invalid_value")
@@ -118,18 +99,13 @@ def _render(job: TemplateJob) -> _Answer:
     return _Answer(text=text)
 
 
+def _answer(job: bytes) -> bytes:
+    return msgspec.json.encode(_render(msgspec.json.decode(job, type=TemplateJob)))
+
+
 def main() -> int:
-    """Read one job from standard input, write its answer to standard output."""
-    resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS))
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    out = msgspec.json.encode(
-        _render(msgspec.json.decode(sys.stdin.buffer.read(), type=TemplateJob))
-    )
-    if len(out) > MAX_TEXT_BYTES:
-        return 1
-    sys.stdout.buffer.write(out)
-    return 0
+    """Answer jobs from standard input."""
+    return serve(sys.argv[1:], lambda first: _answer)
 
 
 if __name__ == "__main__":

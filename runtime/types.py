@@ -12,6 +12,7 @@ from typing import Any, Literal
 import msgspec
 
 from ostinato.graphs.seal import LateCompile
+from ostinato.runtime.structured_output import StructuredOutputsParams
 
 __all__ = (
     "AdmittedSequence",
@@ -34,6 +35,7 @@ __all__ = (
     "ServedModel",
     "ServedTask",
     "StepResult",
+    "StructuredOutputsParams",
     "TokenLogprobs",
 )
 
@@ -95,6 +97,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     repetition_penalty: float = 1.0
     logit_bias: dict[int, float] = {}
     skip_special_tokens: bool = True
+    # What the answer must look like; it ends when that is complete.
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
         _check(1 <= self.n <= MAX_N, "n", f"in [1, {MAX_N}]", self.n)
@@ -200,6 +204,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             "true, false or 'never'",
             self.early_stopping,
         )
+        constraint = self.structured_outputs
+        _check(
+            constraint is None or not self.use_beam_search,
+            "structured_outputs",
+            "null with use_beam_search=true, which does not sample",
+            None if constraint is None else constraint.kind,
+        )
         if self.use_beam_search:
             neutral: dict[str, tuple[object, ...]] = {
                 "temperature": (1.0, 0.0),
@@ -257,6 +268,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=Fal
     bad_words_token_ids: list[list[int]] = []  # of `sampling.bad_words`, none empty
     pooling: PoolingParams | None = None  # nothing is generated; `sampling` is not read
     output_token_ids: list[int] = []  # given before, by an engine that is gone; it goes on there
+    grammar: str = ""  # of `sampling.structured_outputs`, checked
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -313,6 +325,9 @@ class StepResult(msgspec.Struct, array_like=True):
     # One list per entry with `num_prompt_logits`, in that order.
     prompt_logprobs: list[list[TokenLogprobs]] | None = None
     pooled: list[bytes] | None = None  # one per entry that is the end of a pooled prompt
+    # Sampling entries that end with this token: "" = the grammar is complete, or what is wrong with
+    # it, and then the token is none.
+    endings: dict[int, str] = {}
 
 
 class BeamOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -339,6 +354,8 @@ class SequenceOutput(msgspec.Struct, array_like=True, gc=False):
     prompt_logprobs: list[TokenLogprobs] | None = None
     beams: list[BeamOutput] | None = None  # at the end of a beam search: the n best, best first
     pooled: bytes | None = None  # little-endian float32, of a pooled request
+    is_complete: bool = False  # its grammar ended it: the last token is no stop token
+    is_refusal: bool = False  # the error is the request's own: its grammar can not go on
 
 
 class ServedTask(StrEnum):
@@ -393,6 +410,9 @@ class EngineStats(msgspec.Struct, array_like=True, gc=False):
     num_evictions: int = 0  # cached blocks that were reused for other contents
     num_admitted: int = 0  # sequences that left the queue for the first time
     queue_seconds: float = 0.0  # that those waited, summed
+    num_waiting_for_grammar: int = 0  # of `num_waiting`
+    grammar_seconds: float = 0.0  # of steps, in which grammars' masks were made
+    grammar_build_seconds: float = 0.0  # beside the steps
 
 
 class RequestOutput(msgspec.Struct, kw_only=True):
@@ -409,6 +429,7 @@ class RequestOutput(msgspec.Struct, kw_only=True):
     num_cached_tokens: int = 0
     num_output_tokens: int = 0  # so far
     error: str | None = None
+    is_refusal: bool = False  # the error is the request's own, a 400
     prompt_logprobs: list[TokenLogprobs] | None = None  # with the first token, if asked for
     num_discarded_tokens: int = 0  # of candidates that were not among the n best
     score: float | None = None  # what the n best were chosen by, with `best_of` and beam search

@@ -57,12 +57,16 @@ class FakeClient:
         self.seconds_since_step = 0.0
         self.startup_seconds = {"imports": 1.5, "ready": 3.0}
         self.num_unfinished = 0
+        self.prepared: list[SamplingParams] = []
         self.requests: list[tuple[list[int], SamplingParams, int, str]] = []
         self.aborted: list[str] = []
 
     @property
     def is_alive(self) -> bool:
         return self.death_reason is None and self.restart_reason is None
+
+    async def prepare(self, sampling: SamplingParams) -> None:
+        self.prepared.append(sampling)
 
     async def generate(
         self,

@@ -125,11 +125,9 @@ class TestRefused:
         ("name", "value"),
         [
             ("functions", [{"name": "f"}]),
-            ("response_format", {"type": "json_object"}),
             ("audio", {"voice": "x"}),
             ("store", True),
             ("thinking_token_budget", 5),
-            ("structured_outputs", {"choice": ["a"]}),
             ("stream_interval", True),  # not the number 1
         ],
     )

@@ -128,7 +128,13 @@ def assigned(module: ast.Module) -> set[str]:
 
 
 def test_public_names():
-    assert ostinato.__all__ == ("LLM", "AsyncEngine", "SamplingParams", "__version__")
+    assert ostinato.__all__ == (
+        "LLM",
+        "AsyncEngine",
+        "SamplingParams",
+        "StructuredOutputsParams",
+        "__version__",
+    )
     assert ostinato.SamplingParams(max_tokens=3).max_tokens == 3
     with pytest.raises(AttributeError, match="no attribute 'Nothing'; it has LLM, AsyncEngine"):
         _ = ostinato.Nothing

@@ -1,0 +1,71 @@
+"""A tokenizer and limits for grammars, the same in the process that checks and in the engine.
+
+What passes the check is what the engine builds: both make it from one text with one tokenizer.
+Imports llguidance only inside functions; it is needed by requests with a constraint.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ostinato.runtime.errors import InvalidRequestError
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+__all__ = ("build_matcher", "load_grammar_tokenizer", "problem")
+
+# Per mask: what a mask may cost the step that waits for it. llguidance's own default is 4 times
+# as much. A grammar that needs more ends its request.
+_STEP_LEXER_FUEL = 50_000  # about 4 ms
+_STEP_ITEMS = 20_000  # about 1 ms
+
+
+def load_grammar_tokenizer(
+    directory: str, vocab_size: int, eos_token_ids: tuple[int, ...]
+) -> LLTokenizer:
+    """The model's vocabulary as a trie of bytes.
+
+    Raises:
+        InvalidRequestError: the model has no tokenizer.json, or one that grammars can not use.
+    """
+    from llguidance import LLTokenizer
+
+    file = Path(directory) / "tokenizer.json"
+    if not directory or not file.is_file():
+        raise InvalidRequestError(
+            "structured output needs a model with a tokenizer.json; leave it out, or start the "
+            "server with model.tokenizer=DIRECTORY",
+            param="structured_outputs",
+            code="no_tokenizer",
+        )
+    try:
+        return LLTokenizer(
+            file.read_text(encoding="utf-8"),
+            n_vocab=vocab_size,
+            eos_token=list(eos_token_ids) or None,
+        )
+    except ValueError as error:
+        raise InvalidRequestError(
+            f"structured output can not use this model's tokenizer: {error}",
+            param="structured_outputs",
+            code="no_tokenizer",
+        ) from error
+
+
+def build_matcher(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
+    """The grammar's matcher at its beginning; it may be in error, see `problem`."""
+    from llguidance import LLMatcher, LLParserLimits
+
+    limits = LLParserLimits(
+        step_lexer_fuel=_STEP_LEXER_FUEL, step_max_items=_STEP_ITEMS, verbose_errors=False
+    )
+    return LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
+
+
+def problem(matcher: LLMatcher) -> str | None:
+    """What is wrong with a matcher, in a line; None when nothing is."""
+    if not matcher.is_error():
+        return None
+    return " ".join(matcher.get_error().partition("<state>")[0].split())[:500] or "unknown error"

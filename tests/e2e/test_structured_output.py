@@ -1,0 +1,327 @@
+"""Structured output of a real server, through the openai SDK and by plain HTTP."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import jsonschema
+import openai
+import psutil
+import pytest
+from pydantic import BaseModel
+
+from tests.e2e.server_process import ServerProcess
+
+CAT = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 30},
+    },
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+HI = [{"role": "user", "content": "Tell me about a cat."}]
+FORMAT = {"type": "json_schema", "json_schema": {"name": "cat", "schema": CAT, "strict": True}}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ServerProcess]:
+    with ServerProcess() as process:
+        yield process
+
+
+@pytest.fixture(scope="module")
+def client(server: ServerProcess) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120)
+
+
+def complete(server: ServerProcess, **fields: object) -> dict[str, Any]:
+    body = {"prompt": "A cat: ", "max_tokens": 80, "temperature": 1, "seed": 1, **fields}
+    response = httpx.post(f"{server.url}/v1/completions", json=body, timeout=120)
+    assert response.status_code == 200, response.text
+    return response.json()["choices"][0]
+
+
+def refused(server: ServerProcess, path: str = "/v1/completions", **fields: object) -> dict:
+    body = {"prompt": "A cat: "} if path == "/v1/completions" else {"messages": HI}
+    response = httpx.post(f"{server.url}{path}", json=body | fields, timeout=120)
+    assert response.status_code == 400, response.text
+    return response.json()["error"]
+
+
+def model_of(client: openai.OpenAI) -> str:
+    return client.models.list().data[0].id
+
+
+class TestOpenAI:
+    def test_a_schema(self, client):
+        reply = client.chat.completions.create(
+            model=model_of(client), messages=HI, response_format=FORMAT, max_tokens=80, n=3, seed=1
+        )
+        assert [choice.finish_reason for choice in reply.choices] == ["stop"] * 3
+        for choice in reply.choices:
+            jsonschema.validate(json.loads(choice.message.content or ""), CAT)
+
+    def test_a_streamed_schema(self, client):
+        stream = client.chat.completions.create(
+            model=model_of(client),
+            messages=HI,
+            response_format=FORMAT,
+            max_tokens=80,
+            seed=1,
+            stream=True,
+        )
+        chunks = [chunk.choices[0] for chunk in stream]
+        jsonschema.validate(json.loads("".join(c.delta.content or "" for c in chunks)), CAT)
+        assert chunks[-1].finish_reason == "stop"
+
+    def test_a_pydantic_model(self, client):
+        class Cat(BaseModel):
+            name: str
+            lives: int
+
+        # A random name may go on for ever; what ends must parse.
+        for seed in range(8):
+            reply = client.chat.completions.create(
+                model=model_of(client),
+                messages=HI,
+                response_format={
+                    "type": "json_schema",
+                    "json_schema": {"name": "cat", "schema": Cat.model_json_schema()},
+                },
+                max_tokens=120,
+                temperature=0.7,
+                seed=seed,
+            )
+            if reply.choices[0].finish_reason == "stop":
+                Cat.model_validate_json(reply.choices[0].message.content or "")
+                return
+        pytest.fail("none of 8 answers ended within 120 tokens")
+
+    def test_json_object(self, client):
+        reply = client.chat.completions.create(
+            model=model_of(client),
+            messages=HI,
+            response_format={"type": "json_object"},
+            max_tokens=200,
+            temperature=0.8,
+            seed=5,
+        )
+        text = reply.choices[0].message.content or ""
+        assert text.startswith("{")
+        if reply.choices[0].finish_reason == "stop":
+            assert isinstance(json.loads(text), dict)
+
+    def test_text_asks_for_nothing(self, client):
+        reply = client.chat.completions.create(
+            model=model_of(client),
+            messages=HI,
+            response_format={"type": "text"},
+            max_tokens=5,
+            temperature=0,
+        )
+        plain = client.chat.completions.create(
+            model=model_of(client), messages=HI, max_tokens=5, temperature=0
+        )
+        assert reply.choices[0].message.content == plain.choices[0].message.content
+
+
+class TestKinds:
+    def test_regex(self, server):
+        choice = complete(server, structured_outputs={"regex": r"[a-c]{4}-\d\d"})
+        assert re.fullmatch(r"[a-c]{4}-\d\d", choice["text"])
+        assert choice["finish_reason"] == "stop"
+
+    def test_choice(self, server):
+        words = ["yes", "no", "not at all, thank you"]
+        for seed in range(3):
+            choice = complete(server, seed=seed, structured_outputs={"choice": words})
+            assert choice["text"] in words
+            assert choice["finish_reason"] == "stop"
+
+    @pytest.mark.parametrize(
+        "grammar",
+        [
+            'root ::= item ("," item){2}\nitem ::= [a-c] [0-9]',
+            'start: item ("," item){2}\nitem: /[a-c][0-9]/',
+        ],
+    )
+    def test_grammar(self, server, grammar):
+        choice = complete(server, structured_outputs={"grammar": grammar})
+        assert re.fullmatch(r"[a-c]\d,[a-c]\d,[a-c]\d", choice["text"])
+
+    def test_structural_tag(self, server):
+        tag = {
+            "type": "structural_tag",
+            "format": {
+                "type": "triggered_tags",
+                "triggers": ["<cat"],
+                "tags": [
+                    {
+                        "begin": "<cat>",
+                        "content": {"type": "json_schema", "json_schema": CAT},
+                        "end": "</cat>",
+                    }
+                ],
+                "at_least_one": True,
+                "stop_after_first": True,
+            },
+        }
+        for fields in (
+            {"structured_outputs": {"structural_tag": json.dumps(tag)}},
+            {"response_format": tag},
+        ):
+            text = complete(server, **fields)["text"]
+            match = re.fullmatch(r"<cat>(.*)</cat>", text, re.DOTALL)
+            assert match, text
+            jsonschema.validate(json.loads(match[1]), CAT)
+
+    def test_length_cuts_it_off(self, server):
+        choice = complete(server, max_tokens=3, structured_outputs={"json": CAT})
+        assert choice["finish_reason"] == "length"
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("constraint", "part"),
+        [
+            ({"regex": "(?=a)b"}, "look-around"),
+            ({"regex": "["}, "unclosed"),
+            ({"regex": "((a{1,1000}){1,1000}){1,1000}"}, "too many"),
+            ({"json": {"type": "array", "uniqueItems": True}}, "uniqueItems"),
+            ({"json": "{"}, "not valid JSON"),
+            ({"grammar": "what"}, "grammar"),
+            ({"choice": []}, "choice"),
+            ({"regex": "a", "choice": ["a"]}, "regex and choice"),
+            ({"regex": ""}, "empty text"),
+            ({}, "none of them"),
+            ({"structural_tag": {"type": "structural_tag"}}, "structural_tag"),
+        ],
+    )
+    def test_a_bad_constraint(self, server, constraint, part):
+        error = refused(server, structured_outputs=constraint, stream=True)
+        assert part in error["message"]
+        assert (error["param"] or "").startswith("structured_outputs")
+
+    def test_the_field_that_was_given_is_named(self, server):
+        schema = {"type": "string", "not": {}}
+        error = refused(
+            server,
+            "/v1/chat/completions",
+            response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": schema}},
+        )
+        assert error["param"] == "response_format"
+
+    def test_two_constraints(self, server):
+        error = refused(
+            server,
+            response_format={"type": "json_object"},
+            structured_outputs={"choice": ["a"]},
+        )
+        assert "two constraints" in error["message"]
+
+    def test_beam_search(self, server):
+        error = refused(server, use_beam_search=True, n=2, structured_outputs={"choice": ["a"]})
+        assert "use_beam_search" in error["message"]
+        assert error["param"] == "structured_outputs"
+
+    @pytest.mark.parametrize("kind", ["json", "regex", "choice", "grammar"])
+    def test_the_older_fields_have_a_hint(self, server, kind):
+        error = refused(server, **{f"guided_{kind}": "a"})
+        assert f"structured_outputs.{kind}" in error["message"]
+
+
+def grammar_processes(server: ServerProcess) -> list[psutil.Process]:
+    return [
+        one
+        for one in psutil.Process(server.pid).children()
+        if "ostinato.runtime.grammar_process" in one.cmdline()
+    ]
+
+
+class TestProcess:
+    def test_it_is_replaced_when_it_is_killed(self, server):
+        complete(server, structured_outputs={"choice": ["first"]})
+        (process, *_) = grammar_processes(server)
+        os.kill(process.pid, signal.SIGKILL)
+        assert complete(server, structured_outputs={"choice": ["second"]})["text"] == "second"
+
+    def test_killed_in_the_middle(self, server):
+        """A stopped process holds its job; its death sends the job to the next one."""
+        complete(server, structured_outputs={"choice": ["warm"]})
+        for process in grammar_processes(server):
+            process.suspend()
+        stopped = {process.pid for process in grammar_processes(server)}
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(complete, server, structured_outputs={"choice": ["held"]})
+            assert complete(server, max_tokens=5)["text"]  # others go on
+            assert not waiting.done()
+            for pid in stopped:
+                os.kill(pid, signal.SIGKILL)
+            assert waiting.result(120)["text"] == "held"
+        assert not stopped & {process.pid for process in grammar_processes(server)}
+
+
+def test_others_go_on_while_hostile_constraints_come(server):
+    """Constraints that cost much are refused; a stream beside them has no gap."""
+    hostile = (
+        [{"regex": "(.*a){200}.{200}b" + "x" * number} for number in range(3)]
+        + [
+            {
+                "json": {
+                    "type": "object",
+                    "properties": {
+                        f"p{index}": {"type": "string", "pattern": f"^(a|b)*c{{1,{500 + number}}}$"}
+                        for index in range(2000)
+                    },
+                }
+            }
+            for number in range(2)
+        ]
+        + [{"grammar": "start: " + "(" * depth + '"a"' + ")" * depth} for depth in (200, 20_000)]
+    )
+    gaps: list[float] = []
+    done = threading.Event()
+
+    def watch() -> None:
+        body = {"prompt": "A cat", "max_tokens": 400, "ignore_eos": True, "stream": True}
+        while not done.is_set():
+            with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=120) as r:
+                last = time.monotonic()
+                for line in r.iter_lines():
+                    if line and not done.is_set():
+                        gaps.append(time.monotonic() - last)
+                        last = time.monotonic()
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    with ThreadPoolExecutor(4) as pool:
+        codes = list(
+            pool.map(
+                lambda constraint: (
+                    httpx.post(
+                        f"{server.url}/v1/completions",
+                        json={"prompt": "A", "max_tokens": 4, "structured_outputs": constraint},
+                        timeout=120,
+                    ).status_code
+                ),
+                hostile,
+            )
+        )
+    done.set()
+    watcher.join()
+    assert set(codes) <= {200, 400}
+    assert 400 in codes
+    assert len(gaps) > 20
+    # Far below the seconds that a constraint may take; a busy machine alone makes some gap.
+    assert sorted(gaps)[int(len(gaps) * 0.95)] < 0.5
