@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
-from typing import Any, TypeVar
-
-import msgspec
-from litestar import Request, Response, get, post
-from litestar.di import NamedDependency
-from litestar.exceptions import InternalServerException
+from litestar import Response, get, post
 from litestar.params import FromPath
 from litestar.response import Stream
 
 from ostinato import __version__
 from ostinato.api import chat, completions, replies, tokenization
-from ostinato.api.errors import ClientGoneError
 from ostinato.api.generation import check_model
+from ostinato.api.http import (
+    HttpRequest,
+    SharedService,
+    event_stream,
+    json_response,
+    read_body,
+    status_response,
+)
 from ostinato.api.metrics import CONTENT_TYPE
 from ostinato.api.openapi import body_of
 from ostinato.api.schemas import (
@@ -26,18 +27,12 @@ from ostinato.api.schemas import (
     ModelCard,
     ModelList,
     TokenizeRequest,
-    decode,
 )
 from ostinato.api.service import Service
-from ostinato.api.stream import sse, until_disconnect
+from ostinato.api.stream import until_disconnect
 from ostinato.api.templates import prepare, render
-from ostinato.runtime.errors import InvalidRequestError
 
 __all__ = ("HANDLERS",)
-
-T = TypeVar("T", bound=msgspec.Struct)
-HttpRequest = Request[Any, Any, Any]
-SharedService = NamedDependency[Service]
 
 
 @post(
@@ -49,14 +44,14 @@ async def chat_completions(
     request: HttpRequest, service: SharedService
 ) -> Response[bytes] | Stream:
     """Answer a conversation."""
-    body = await _read(request, ChatCompletionRequest, service)
+    body = await read_body(request, ChatCompletionRequest, service)
     chat.check(body)
     prompt = await prepare(service, body)
     reply = replies.ChatReply(service, body, prompt)
     await reply.prepare()
     if body.stream:
-        return _event_stream(reply.chunks())
-    return _json(await until_disconnect(request.receive, reply.response()))
+        return event_stream(reply.chunks())
+    return json_response(await until_disconnect(request.receive, reply.response()))
 
 
 @post(
@@ -68,21 +63,21 @@ async def plain_completions(
     request: HttpRequest, service: SharedService
 ) -> Response[bytes] | Stream:
     """Continue one or several prompts."""
-    body = await _read(request, CompletionRequest, service)
+    body = await read_body(request, CompletionRequest, service)
     completions.check(body)
     prompts = completions.prompts(body)
     token_ids = await _encode_prompts(service, body, prompts)
     reply = replies.CompletionReply(service, body, prompts, token_ids)
     await reply.prepare()
     if body.stream:
-        return _event_stream(reply.chunks())
-    return _json(await until_disconnect(request.receive, reply.response()))
+        return event_stream(reply.chunks())
+    return json_response(await until_disconnect(request.receive, reply.response()))
 
 
 @get("/v1/models")
 async def models(service: SharedService) -> Response[bytes]:
     """The one model that is served."""
-    return _json(ModelList(data=[_card(service)]))
+    return json_response(ModelList(data=[_card(service)]))
 
 
 @get("/v1/models/{name:path}")
@@ -90,13 +85,13 @@ async def model(service: SharedService, name: FromPath[str]) -> Response[bytes]:
     """One model."""
     card = _card(service)
     check_model(name.removeprefix("/"), service.client.model)
-    return _json(card)
+    return json_response(card)
 
 
 @post("/tokenize", status_code=200, operation_class=body_of(TokenizeRequest, "/tokenize"))
 async def tokenize(request: HttpRequest, service: SharedService) -> Response[bytes]:
     """Token ids of a text or of a conversation."""
-    body = await _read(request, TokenizeRequest, service)
+    body = await read_body(request, TokenizeRequest, service)
     tokenizer = service.tokenizer("prompt")
     tokenization.check(body)
     text, add_special_tokens = body.prompt or "", body.add_special_tokens is not False
@@ -106,15 +101,17 @@ async def tokenize(request: HttpRequest, service: SharedService) -> Response[byt
     (token_ids,) = await service.encode(
         [text], param="prompt", add_special_tokens=add_special_tokens
     )
-    return _json(tokenization.to_token_response(body, token_ids, tokenizer, service.client.model))
+    return json_response(
+        tokenization.to_token_response(body, token_ids, tokenizer, service.client.model)
+    )
 
 
 @post("/detokenize", status_code=200, operation_class=body_of(DetokenizeRequest, "/detokenize"))
 async def detokenize(request: HttpRequest, service: SharedService) -> Response[bytes]:
     """The text of token ids."""
-    body = await _read(request, DetokenizeRequest, service)
+    body = await read_body(request, DetokenizeRequest, service)
     text = tokenization.to_text(body, service.tokenizer("tokens"), service.client.model)
-    return _json(DetokenizeResponse(text))
+    return json_response(DetokenizeResponse(text))
 
 
 @get("/health")
@@ -122,20 +119,20 @@ async def health(service: SharedService) -> Response[bytes]:
     """Whether the engine works: 200, or 503 with the reason."""
     problem = service.health_problem()
     status = "ok" if problem is None else "unhealthy"
-    return _status(status, problem)
+    return status_response(status, problem)
 
 
 @get("/ready")
 async def ready(service: SharedService) -> Response[bytes]:
     """Whether a new request would be served now: 200, or 503 with the reason."""
     refusal = service.unreadiness()
-    return _status("ready" if refusal is None else refusal.code, refusal and str(refusal))
+    return status_response("ready" if refusal is None else refusal.code, refusal and str(refusal))
 
 
 @get("/version")
 async def version() -> Response[bytes]:
     """The server's version."""
-    return _json({"version": __version__})
+    return json_response({"version": __version__})
 
 
 @get("/metrics")
@@ -158,26 +155,6 @@ HANDLERS = [
 ]
 
 
-async def _read(request: HttpRequest, schema: type[T], service: Service) -> T:
-    """The decoded body, once it is sure that requests are admitted and the model is right."""
-    content_type = request.headers.get("content-type", "application/json")
-    if content_type.partition(";")[0].strip().lower() != "application/json":
-        raise InvalidRequestError(
-            f"Content-Type is {content_type[:100]!r}, it must be application/json"
-            " (curl: -H 'Content-Type: application/json')",
-            code="unsupported_media_type",
-            status=415,
-        )
-    try:
-        data = await request.body()
-    except InternalServerException as error:  # the framework's word for a body that breaks off
-        raise ClientGoneError from error
-    service.admit()
-    body = decode(data, schema)
-    check_model(getattr(body, "model", None), service.client.model)
-    return body
-
-
 async def _encode_prompts(
     service: Service, body: CompletionRequest, prompts: list[str] | list[list[int]]
 ) -> list[list[int]]:
@@ -193,19 +170,3 @@ def _card(service: Service) -> ModelCard:
     service.check_started()
     model = service.client.model
     return ModelCard(id=model.name, created=model.created, max_model_len=model.max_model_len)
-
-
-def _json(value: object) -> Response[bytes]:
-    return Response(msgspec.json.encode(value), media_type="application/json")
-
-
-def _status(status: str, reason: str | None) -> Response[bytes]:
-    body = {"status": status} if reason is None else {"status": status, "reason": reason}
-    code = 200 if reason is None else 503
-    return Response(msgspec.json.encode(body), media_type="application/json", status_code=code)
-
-
-def _event_stream(chunks: AsyncGenerator[Any, None]) -> Stream:
-    # The headers keep proxies from collecting the events.
-    headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-    return Stream(sse(chunks), media_type="text/event-stream", headers=headers)
