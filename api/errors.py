@@ -1,12 +1,15 @@
 """Errors as the OpenAI API writes them: `{"error": {"message", "type", "param", "code"}}`.
 
+Under `/v1/messages` they are `{"type": "error", "error": {"type", "message"}}`, the Anthropic form.
+
 Every failure of the HTTP API ends here, the framework's own 404, 405 and 413 included.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -23,7 +26,9 @@ __all__ = (
     "error_body",
     "error_response",
     "exception_handlers",
+    "renamed",
     "status_of",
+    "typed_error_body",
 )
 
 _LOG = logging.getLogger("ostinato.api")
@@ -59,6 +64,25 @@ class ClientGoneError(Exception):
     """The client closed its connection; nobody reads the answer."""
 
 
+@contextmanager
+def renamed(names: Mapping[str, str]) -> Iterator[None]:
+    """Refusals within name their parameter as a dialect does.
+
+    Args:
+        names: of chat's fields in that dialect.
+    """
+    try:
+        yield
+    except InvalidRequestError as error:
+        name = error.param or ""
+        if name not in names:
+            raise
+        message = str(error).replace(name, names[name])
+        raise InvalidRequestError(
+            message, param=names[name], code=error.code, status=error.status
+        ) from error
+
+
 def status_of(error: Exception) -> int:
     """The HTTP status that tells of `error`."""
     if isinstance(error, InvalidRequestError):
@@ -86,13 +110,43 @@ def error_body(error: Exception) -> ErrorBody:
     return ErrorBody(ErrorDetail(message=message, type=kind, param=param, code=code))
 
 
-def error_response(error: Exception) -> Response[bytes]:
-    """The whole answer to a request that failed with `error`."""
+class TypedErrorDetail(msgspec.Struct, frozen=True):
+    type: str
+    message: str
+
+
+class TypedErrorBody(msgspec.Struct, frozen=True, kw_only=True):
+    """The Anthropic error object."""
+
+    type: str = "error"
+    error: TypedErrorDetail
+
+
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+}
+
+
+def typed_error_body(error: Exception) -> TypedErrorBody:
+    """The Anthropic error object for any exception; see `error_body`."""
+    kind = _TYPES.get(status_of(error), "invalid_request_error")
+    return TypedErrorBody(error=TypedErrorDetail(kind, error_body(error).error.message))
+
+
+def error_response(error: Exception, path: str = "") -> Response[bytes]:
+    """The whole answer to a request of `path` that failed with `error`."""
+    is_typed = path.startswith("/v1/messages")
     headers = {}
     if isinstance(error, UnavailableError):
         headers["Retry-After"] = str(error.retry_after_s)
     return Response(
-        msgspec.json.encode(error_body(error)),
+        msgspec.json.encode(typed_error_body(error) if is_typed else error_body(error)),
         status_code=status_of(error),
         media_type="application/json",
         headers=headers,
@@ -115,14 +169,14 @@ def exception_handlers(max_body_mib: float) -> dict[int | type[Exception], Handl
             return on_error(request, error)
         message, code = _explain(request, error, max_body_mib)
         refusal = InvalidRequestError(message, code=code, status=error.status_code)
-        response = error_response(refusal)
+        response = error_response(refusal, request.url.path)
         response.headers.update(error.headers or {})
         return response
 
     def on_error(request: Request[Any, Any, Any], error: Exception) -> Response[bytes]:
         if status_of(error) == 500:
             _LOG.error("%s %s failed", request.method, request.url.path, exc_info=error)
-        return error_response(error)
+        return error_response(error, request.url.path)
 
     return {HTTPException: on_framework_error, Exception: on_error}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -15,7 +15,8 @@ from ostinato.api.errors import ClientGoneError
 from ostinato.api.generation import check_model
 from ostinato.api.schemas import GenerationFields, decode
 from ostinato.api.service import Service
-from ostinato.api.stream import sse
+from ostinato.api.stream import OPENAI_EVENTS, EventForm, sse
+from ostinato.api.unsupported import UNSUPPORTED, Unsupported
 from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.pooling import require_task
 from ostinato.runtime.types import ServedTask
@@ -34,8 +35,18 @@ HttpRequest = Request[Any, Any, Any]
 SharedService = NamedDependency[Service]
 
 
-async def read_body(request: HttpRequest, schema: type[T], service: Service) -> T:
-    """The decoded body, once it is sure that requests are admitted and the model is right."""
+async def read_body(
+    request: HttpRequest,
+    schema: type[T],
+    service: Service,
+    *,
+    unsupported: Mapping[str, Unsupported] = UNSUPPORTED,
+) -> T:
+    """The decoded body, once it is sure that requests are admitted and the model is right.
+
+    Args:
+        unsupported: the fields that the dialect knows and this server does not honour.
+    """
     content_type = request.headers.get("content-type", "application/json")
     if content_type.partition(";")[0].strip().lower() != "application/json":
         raise InvalidRequestError(
@@ -49,7 +60,7 @@ async def read_body(request: HttpRequest, schema: type[T], service: Service) -> 
     except InternalServerException as error:  # the framework's word for a body that breaks off
         raise ClientGoneError from error
     service.admit()
-    body = decode(data, schema)
+    body = decode(data, schema, unsupported)
     model = service.client.model
     check_model(getattr(body, "model", None), model)
     if isinstance(body, GenerationFields):
@@ -69,8 +80,8 @@ def status_response(status: str, reason: str | None) -> Response[bytes]:
     return Response(msgspec.json.encode(body), media_type="application/json", status_code=code)
 
 
-def event_stream(chunks: AsyncGenerator[Any, None]) -> Stream:
+def event_stream(chunks: AsyncGenerator[Any, None], form: EventForm = OPENAI_EVENTS) -> Stream:
     """The chunks as server-sent events."""
     # The headers keep proxies from collecting the events.
     headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-    return Stream(sse(chunks), media_type="text/event-stream", headers=headers)
+    return Stream(sse(chunks, form), media_type="text/event-stream", headers=headers)

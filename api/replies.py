@@ -9,7 +9,8 @@ from contextlib import aclosing
 import msgspec
 
 from ostinato.api import chat, completions
-from ostinato.api.answers import AnswerNews, answer_news, collect_answers
+from ostinato.api.answers import collect_answers
+from ostinato.api.chat_run import ChatRun
 from ostinato.api.generation import (
     CollectedCompletion,
     Generation,
@@ -43,31 +44,22 @@ class ChatReply:
 
     def __init__(self, service: Service, body: ChatCompletionRequest, prompt: ChatPrompt) -> None:
         self._service = service
-        self._form = prompt.form
-        self._body = body
         self._head = _head(service, "chatcmpl", body)
         self._usage = _UsageOfChunks(body)
         self._options = chat.reply_options(body)
         self._echo = chat.echo_text(body)
-        self._generations = [
-            chat.to_request(
-                msgspec.structs.replace(body, skip_special_tokens=prompt.skip_special_tokens),
-                prompt.token_ids,
-                service.client.model,
-                request_id=self._head.id,
-                default_max_tokens=service.sampling.max_tokens,
-            )
-        ]
+        self._run = ChatRun(service, body, prompt, request_id=self._head.id)
+        self._generations = self._run.generations
 
     async def prepare(self) -> None:
         """Call it first; raises InvalidRequestError for what only another process can tell."""
-        await self._service.prepare(self._body, self._generations)
+        await self._run.prepare()
 
     async def chunks(self) -> AsyncGenerator[ChatChunk, None]:
         tally = Tally(self._generations)
         # The first chunk of all has the prompt's token ids.
         prompt = self._options.token_ids(self._generations[0].prompt_token_ids)
-        async with aclosing(self._news()) as news:
+        async with aclosing(self._run.news()) as news:
             async for one in news:
                 tally.add(0, one.output)
                 for chunk in chat.to_chunks(
@@ -85,7 +77,7 @@ class ChatReply:
 
     async def response(self) -> ChatResponse:
         tally = Tally(self._generations)
-        answers = await collect_answers(self._news(), tally)
+        answers = await collect_answers(self._run.news(), tally)
         return chat.to_response(
             self._head,
             self._generations[0],
@@ -95,9 +87,6 @@ class ChatReply:
             echo=self._echo,
             usage=tally.usage,
         )
-
-    def _news(self) -> AsyncGenerator[AnswerNews, None]:
-        return answer_news(self._service.run(self._head.id, self._generations), self._form)
 
 
 class CompletionReply:

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
 from ostinato.api.conversation import Message, NamedToolChoice, ReasoningEffort, Tool
 from ostinato.api.structured_output import ConstraintFields
-from ostinato.api.unsupported import UNSUPPORTED, is_neutral
+from ostinato.api.unsupported import UNSUPPORTED, Unsupported, is_neutral
 from ostinato.runtime.errors import InvalidRequestError
 
 __all__ = (
@@ -49,6 +50,7 @@ __all__ = (
     "TopLogprob",
     "Usage",
     "decode",
+    "refusal",
 )
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -328,8 +330,11 @@ class ModelList(msgspec.Struct, frozen=True, kw_only=True):
     data: list[ModelCard]
 
 
-def decode(body: bytes, schema: type[T]) -> T:
+def decode(body: bytes, schema: type[T], unsupported: Mapping[str, Unsupported] = UNSUPPORTED) -> T:
     """The body as `schema`.
+
+    Args:
+        unsupported: the fields that the dialect knows and this server does not honour.
 
     Raises:
         InvalidRequestError: not JSON, not UTF-8, a wrong type, an unknown or unsupported field; the
@@ -338,14 +343,19 @@ def decode(body: bytes, schema: type[T]) -> T:
     try:
         return msgspec.json.decode(body, type=schema)
     except msgspec.ValidationError as error:
-        return _decode_without_neutral(body, schema, error)
+        return _decode_without_neutral(body, schema, unsupported, error)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidRequestError(
             f"the body is not valid JSON in UTF-8: {error}", code="invalid_json"
         ) from error
 
 
-def _decode_without_neutral(body: bytes, schema: type[T], first: msgspec.ValidationError) -> T:
+def _decode_without_neutral(
+    body: bytes,
+    schema: type[T],
+    unsupported: Mapping[str, Unsupported],
+    first: msgspec.ValidationError,
+) -> T:
     """A second try, without nulls and the unsupported fields whose value asks for nothing."""
     try:
         raw = msgspec.json.decode(body)
@@ -355,24 +365,28 @@ def _decode_without_neutral(body: bytes, schema: type[T], first: msgspec.Validat
         ) from error
     known = {field.encode_name for field in msgspec.structs.fields(schema)}
     if isinstance(raw, dict):
-        raw = _without_neutral(raw, known)
+        raw = _without_neutral(raw, known, unsupported)
         messages = raw.get("messages")
         if isinstance(messages, list):
             raw["messages"] = [
-                _without_neutral(message, set()) if isinstance(message, dict) else message
+                _without_neutral(message, set(), unsupported)
+                if isinstance(message, dict)
+                else message
                 for message in messages
             ]
     try:
         return msgspec.json.decode(msgspec.json.encode(raw), type=schema)
     except msgspec.ValidationError as error:
-        raise _refusal(str(error), known) from first
+        raise refusal(str(error), known, unsupported) from first
 
 
-def _without_neutral(fields: dict[str, Any], known: set[str]) -> dict[str, Any]:
+def _without_neutral(
+    fields: dict[str, Any], known: set[str], unsupported: Mapping[str, Unsupported]
+) -> dict[str, Any]:
     return {
         name: value
         for name, value in fields.items()
-        if (value is not None if name in known else not is_neutral(name, value))
+        if (value is not None if name in known else not is_neutral(name, value, unsupported))
     }
 
 
@@ -380,7 +394,9 @@ _UNKNOWN_FIELD = re.compile(r"Object contains unknown field `(.*)`$", re.DOTALL)
 _MISSING_FIELD = re.compile(r"Object missing required field `(.*)`$", re.DOTALL)
 
 
-def _refusal(text: str, known: set[str]) -> InvalidRequestError:
+def refusal(
+    text: str, known: set[str], unsupported: Mapping[str, Unsupported]
+) -> InvalidRequestError:
     """The 400 for a validation error's text, such as "Expected `int`, got `str` - at `$.n`"."""
     problem, _, place = text.partition(" - at ")
     path = place.replace("`key` in ", "").strip("`").removeprefix("$").removeprefix(".")
@@ -389,17 +405,19 @@ def _refusal(text: str, known: set[str]) -> InvalidRequestError:
         param = f"{path}.{missing[1]}".lstrip(".")
         return InvalidRequestError(f"{param} is required", param=param, code="missing_field")
     if unknown := _UNKNOWN_FIELD.match(problem):
-        return _unknown_field(unknown[1][:100], path, known)
+        return _unknown_field(unknown[1][:100], path, known, unsupported)
     if path.endswith(".type") and ".content[" in path:
         problem += "; the model takes text only: give {'type': 'text', 'text': ...}"
     subject = path or "the body"
     return InvalidRequestError(f"{subject}: {problem}", param=path or None, code="invalid_value")
 
 
-def _unknown_field(name: str, path: str, known: set[str]) -> InvalidRequestError:
+def _unknown_field(
+    name: str, path: str, known: set[str], unsupported: Mapping[str, Unsupported]
+) -> InvalidRequestError:
     param = f"{path}.{name}".lstrip(".")
-    if name in UNSUPPORTED:
-        entry = UNSUPPORTED[name]
+    if name in unsupported:
+        entry = unsupported[name]
         return InvalidRequestError(
             f"{param} is not supported: "
             + (

@@ -71,10 +71,12 @@ UNSUPPORTED: Mapping[str, Unsupported] = {
 }
 
 
-def is_neutral(name: str, value: object) -> bool:
+def is_neutral(
+    name: str, value: object, unsupported: Mapping[str, Unsupported] = UNSUPPORTED
+) -> bool:
     """Whether the field is known, not honoured, and `value` asks for nothing."""
-    if name not in UNSUPPORTED:
+    if name not in unsupported:
         return False
     # By type too: true is not 1.
-    neutral = UNSUPPORTED[name].neutral
+    neutral = unsupported[name].neutral
     return value is None or any(type(value) is type(one) and value == one for one in neutral)

@@ -1,0 +1,59 @@
+"""One chat request on its way through the engine, for every dialect that is turned into one."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+
+import msgspec
+
+from ostinato.api import chat
+from ostinato.api.answers import AnswerNews, answer_news
+from ostinato.api.schemas import ChatCompletionRequest
+from ostinato.api.service import Service
+from ostinato.api.templates import ChatPrompt
+from ostinato.runtime.pooling import require_task
+from ostinato.runtime.types import ServedTask
+
+__all__ = ("ChatRun",)
+
+
+class ChatRun:
+    """Call `prepare`, then `news`, once each.
+
+    Attributes:
+        generations: what the engine is asked, one.
+
+    Raises:
+        InvalidRequestError: a parameter is out of range, or the prompt does not fit.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        body: ChatCompletionRequest,
+        prompt: ChatPrompt,
+        *,
+        request_id: str,
+    ) -> None:
+        require_task(service.client.model, ServedTask.generate)
+        self._service = service
+        self._body = body
+        self._form = prompt.form
+        self._request_id = request_id
+        self.generations = [
+            chat.to_request(
+                msgspec.structs.replace(body, skip_special_tokens=prompt.skip_special_tokens),
+                prompt.token_ids,
+                service.client.model,
+                request_id=request_id,
+                default_max_tokens=service.sampling.max_tokens,
+            )
+        ]
+
+    async def prepare(self) -> None:
+        """Call it first; raises InvalidRequestError for what only another process can tell."""
+        await self._service.prepare(self._body, self.generations)
+
+    def news(self) -> AsyncGenerator[AnswerNews, None]:
+        """The news of all its answers; closing it aborts what has not ended."""
+        return answer_news(self._service.run(self._request_id, self.generations), self._form)
