@@ -83,9 +83,8 @@ def _run_command(name: str, command: Command, arguments: list[str]) -> int:
 
         print(command_help(name, command))
         return 0
-    target = command.target
-    if words and (kind := dict(command.kinds).get(words[0])) is not None:
-        target, words = kind, words[1:]
+    if command.kinds and words and "=" not in words[0]:
+        words = [_kind(name, command, words[0]), *words[1:]]
     prompts = [word for word in words if command.takes_prompt and not _is_override(word)]
     overrides = [word for word in words if word not in prompts]
     prompts += [" ".join(after_dashes)] if after_dashes else []
@@ -100,8 +99,21 @@ def _run_command(name: str, command: Command, arguments: list[str]) -> int:
             f"run {name} takes one prompt, got {len(prompts)}: "
             f'run {name} "Once upon a time" [key=value ...]; - reads it from standard input'
         )
-    module, _, function = target.partition(":")
+    module, _, function = command.target.partition(":")
     return getattr(import_module(module), function)(config, *prompts)
+
+
+def _kind(name: str, command: Command, word: str) -> str:
+    """The override that the first word of `run bench serve` stands for."""
+    from ostinato.conf.compose import group_options
+    from ostinato.conf.describe import nearest
+
+    options = group_options()[command.kinds]
+    if word not in options:
+        close = nearest(word, options)
+        hint = f"did you mean run {name} {close}?" if close else f"it has {', '.join(options)}"
+        raise ConfigError(f"run {name} has no {word!r}; {hint}")
+    return f"{command.kinds}={word}"
 
 
 class _Parser(argparse.ArgumentParser):

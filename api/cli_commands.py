@@ -22,7 +22,9 @@ class Command:
     sections: tuple[str, ...]  # of the configuration, in the order in which help lists them
     examples: tuple[str, ...]
     takes_prompt: bool = False
-    kinds: tuple[tuple[str, str], ...] = ()  # first word -> target of its own
+    # A group of the configuration, one of whose options may be the first word: `run bench serve` is
+    # `run bench bench=serve`.
+    kinds: str = ""
 
 
 COMMANDS = {
@@ -54,16 +56,16 @@ COMMANDS = {
         examples=("run chat", 'run chat model=qwen3-0.6b chat.system="You are terse."'),
     ),
     "bench": Command(
-        target="ostinato.benchmarks.offline:bench",
-        summary="Measure throughput and latency of the engine in this process.",
-        sections=("bench", *_ENGINE),
+        target="ostinato.benchmarks.command:bench",
+        summary="Measure an engine in this process, a server under load, kernels, starts.",
+        sections=("bench", "workload", "load", "slo", *_ENGINE),
         examples=(
             "run bench model=llama-45m",
-            "run bench model=qwen3-0.6b model.load_format=dummy bench.parts=[single,offline]",
-            "run bench bench.workload=random bench.input_len=512 bench.output_len=32",
+            "run bench serve load.rates=[1,2,4] slo.ttft_ms=300 slo.itl_ms=25",
+            "run bench serve load.url=http://127.0.0.1:8001 load.concurrency=[1,8]",
             "run bench startup model=qwen3-0.6b model.load_format=dummy",
         ),
-        kinds=(("startup", "ostinato.benchmarks.startup:bench"),),
+        kinds="bench",
     ),
     "compile": Command(
         target="ostinato.api.compile_command:compile_bundle",

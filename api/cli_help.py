@@ -44,9 +44,11 @@ def command_help(name: str, command: Command) -> str:
     options = group_options()
     prompt = " PROMPT" if command.takes_prompt else ""
     if command.kinds:
-        prompt = f" [{'|'.join(kind for kind, _ in command.kinds)}]"
+        prompt = " [KIND]"
     lines = [f"usage: run {name}{prompt} [key=value ...]", "", command.summary, "", "examples:"]
     lines += [f"  {example}" for example in command.examples]
+    if command.kinds:
+        lines[2:2] = textwrap.wrap(f"kinds: {', '.join(options[command.kinds])}", columns)
     sections = describe_sections()
     for section_name in command.sections:
         section, keys = sections[section_name]

@@ -150,6 +150,7 @@ class _EngineCollector(Collector):
         counters = {
             "prompt_tokens": ("Prompt tokens computed, cache hits excluded.", "num_prompt_tokens"),
             "generation_tokens": ("Output tokens.", "num_output_tokens"),
+            "padding_tokens": ("Computed to fill captured buckets up.", "num_padding_tokens"),
             "prefix_cache_queries": ("Prompt tokens looked up in the cache.", "prefix_queries"),
             "prefix_cache_hits": ("Prompt tokens found there.", "prefix_hits"),
             "preemptions": ("Sequences put back to wait for blocks.", "num_preemptions"),

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ostinato import __version__
+from ostinato.api.trace_recorder import TraceRecorder
 from ostinato.conf.root import EngineConfig
 from ostinato.conf.schema import ServerConfig
 from ostinato.runtime.client import EngineClient
@@ -49,17 +50,20 @@ def serve(config: EngineConfig) -> int:
     """
     _configure_logging(config.server.log_level)
     listener = _listen(config.server)
+    trace = None
+    if config.server.record_trace:
+        trace = TraceRecorder(config.server.record_trace, config.cache.block_size)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        return runner.run(_serve(config, listener))
+        return runner.run(_serve(config, listener, trace))
 
 
-async def _serve(config: EngineConfig, listener: socket.socket) -> int:
+async def _serve(config: EngineConfig, listener: socket.socket, trace: TraceRecorder | None) -> int:
     began = time.monotonic() - _age_s()
     client = EngineClient(config)
     await client.spawn()
     client.startup_seconds["launch"] = time.monotonic() - began
     # The engine process is under way: only now this one spends its time on the web framework.
-    return await _Server(config, client, listener, sys.stdout.write, began).run()
+    return await _Server(config, client, listener, trace, began).run()
 
 
 class _Server:
@@ -68,7 +72,7 @@ class _Server:
     Args:
         client: its engine process is spawned.
         listener: bound and listening.
-        say: writes the start-up report.
+        trace: records the traffic; None = nothing does.
         began: when this process was started, by time.monotonic().
     """
 
@@ -77,16 +81,16 @@ class _Server:
         config: EngineConfig,
         client: EngineClient,
         listener: socket.socket,
-        say: Callable[[str], object],
+        trace: TraceRecorder | None,
         began: float,
     ) -> None:
         self._config = config
         self._listener = listener
-        self._say = say
+        self._say = sys.stdout.write
         self._url = _url(listener)
         self._began = began
         self._client = client
-        self._service, self._http = _http_server(client, config)
+        self._service, self._http = _http_server(client, config, trace)
         self._first_signal = asyncio.Event()
         self._second_signal = asyncio.Event()
         self._exit_code = 0
@@ -181,7 +185,9 @@ class _Server:
         await asyncio.gather(drain, cut, return_exceptions=True)
 
 
-def _http_server(client: EngineClient, config: EngineConfig) -> tuple[Service, uvicorn.Server]:
+def _http_server(
+    client: EngineClient, config: EngineConfig, trace: TraceRecorder | None
+) -> tuple[Service, uvicorn.Server]:
     import uvicorn
 
     from ostinato.api.app import create_app
@@ -195,6 +201,7 @@ def _http_server(client: EngineClient, config: EngineConfig) -> tuple[Service, u
             yield
 
     service = Service(client, config.server, config.sampling)
+    service.trace = trace
     http = Server(
         uvicorn.Config(
             create_app(service),

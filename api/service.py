@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from typing import Protocol, cast
@@ -15,6 +16,7 @@ from ostinato.api.errors import UnavailableError, status_of
 from ostinato.api.generation import Generation, Tally
 from ostinato.api.metrics import EngineView, Metrics
 from ostinato.api.structured_output import ConstraintFields, refusing_by_field
+from ostinato.api.trace_recorder import TraceRecorder
 from ostinato.conf.schema import SamplingSection, ServerConfig
 from ostinato.runtime.errors import EngineDeadError, EngineError, InvalidRequestError
 from ostinato.runtime.tokenizer import Tokenizer
@@ -68,6 +70,7 @@ class Service:
         phase: what the engine's start is busy with; None once it has started.
         is_draining: whether the server is shutting down and admits nothing new.
         template_turn: held while a template that came with a request is rendered.
+        trace: told of each completion that ended; None = nothing is recorded.
     """
 
     def __init__(self, client: Client, server: ServerConfig, sampling: SamplingSection) -> None:
@@ -78,6 +81,7 @@ class Service:
         self.phase: str | None = "starting"
         self.is_draining = False
         self.template_turn = asyncio.Semaphore(1)
+        self.trace: TraceRecorder | None = None
 
     def health_problem(self) -> str | None:
         """Why the engine does not work, or None."""
@@ -183,7 +187,7 @@ class Service:
         Raises:
             EngineError: the engine failed, or gave a completion up.
         """
-        record = _Record(self.metrics, reply_id, generations)
+        record = _Record(self.metrics, reply_id, generations, self.trace)
         try:
             async with aclosing(_merge(self.client, generations)) as news:
                 async for prompt_index, output in news:
@@ -209,9 +213,18 @@ class Service:
 class _Record:
     """Timing of one reply; `close` writes its log line (never any text of it)."""
 
-    def __init__(self, metrics: Metrics, reply_id: str, generations: Sequence[Generation]) -> None:
+    def __init__(
+        self,
+        metrics: Metrics,
+        reply_id: str,
+        generations: Sequence[Generation],
+        trace: TraceRecorder | None,
+    ) -> None:
         self._metrics = metrics
         self._reply_id = reply_id
+        self._generations = generations
+        self._trace = trace
+        self._num_outputs: Counter[tuple[int, int]] = Counter()
         self._tally = Tally(generations)
         self._begin = time.monotonic()
         self._ttft: float | None = None
@@ -220,6 +233,7 @@ class _Record:
     def add(self, prompt_index: int, output: RequestOutput) -> None:
         self._tally.add(prompt_index, output)
         key = (prompt_index, output.index)
+        self._num_outputs[key] += len(output.new_token_ids)
         if output.new_token_ids:
             now = time.monotonic()
             last = self._last.get(key)
@@ -239,6 +253,10 @@ class _Record:
             self._metrics.e2e.observe(e2e)
             self._metrics.prompt_tokens.observe(tally.num_prompt_tokens)
             self._metrics.generation_tokens.observe(tally.num_output_tokens)
+        if self._trace is not None:
+            for (prompt_index, _), count in self._num_outputs.items():
+                one = self._generations[prompt_index]
+                self._trace.add(self._begin, one.prompt_token_ids, count, one.cache_salt)
         ttft = "-" if self._ttft is None else f"{self._ttft * 1e3:.0f}ms"
         _LOG.info(
             "%s %s prompt=%d cached=%d output=%d ttft=%s e2e=%.0fms",

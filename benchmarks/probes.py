@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Self
 
 import psutil
+import pynvml
 import torch
 
-__all__ = ("LoadMeter", "PeakMemory", "commit_of", "read_bandwidth")
+__all__ = ("EnergyMeter", "LoadMeter", "PeakMemory", "commit_of", "read_bandwidth")
 
 PROBE_BYTES = 256 << 20
 _PROBE_READS = 3
@@ -58,6 +59,39 @@ class LoadMeter:
         busy -= getattr(times, "guest", 0.0) + getattr(times, "guest_nice", 0.0)
         own = self._process.cpu_times()
         return time.perf_counter(), busy, own.user + own.system + own.children_user
+
+
+class EnergyMeter:
+    """Joules that all GPUs together use between `start` and `stop`, by NVML's own counters."""
+
+    def __init__(self) -> None:
+        self._began: float | None = None
+
+    def start(self) -> None:
+        self._began = self._joules()
+
+    def stop(self) -> float | None:
+        """None without a GPU, or with one that does not count."""
+        now = self._joules()
+        return None if now is None or self._began is None else now - self._began
+
+    @staticmethod
+    def _joules() -> float | None:
+        try:
+            pynvml.nvmlInit()
+        except pynvml.NVMLError:
+            return None
+        try:
+            handles = [
+                pynvml.nvmlDeviceGetHandleByIndex(index)
+                for index in range(pynvml.nvmlDeviceGetCount())
+            ]
+            millijoules = [pynvml.nvmlDeviceGetTotalEnergyConsumption(each) for each in handles]
+            return sum(millijoules) / 1000 if millijoules else None
+        except pynvml.NVMLError:
+            return None
+        finally:
+            pynvml.nvmlShutdown()
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""Workloads of token ids: the standard one, random lengths, or a JSON file.
+"""Workloads of token ids: what a request is, the standard requests, and those of a JSON file.
 
 A file holds either a list of requests
 
@@ -14,19 +14,17 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
 from ostinato.conf.errors import ConfigError
-from ostinato.conf.schema import BenchSection
 
 __all__ = (
     "PARTS",
     "Part",
     "WorkItem",
-    "load_workload",
-    "random_part",
+    "load_tokens",
     "shift",
     "standard_workload",
 )
@@ -41,8 +39,11 @@ _SEED = 20_240_607
 class WorkItem:
     """One request."""
 
-    prompt: list[int]  # token ids
+    prompt: list[int]  # token ids; of a later turn those after the answer before it
     max_tokens: int  # generated in full
+    arrival_s: float | None = None  # after the first, of recorded traffic
+    after: int | None = None  # the place in the list of the turn that comes before this one
+    think_s: float = 0.0  # seconds between that turn's answer and this one
 
     @property
     def num_tokens(self) -> int:
@@ -51,7 +52,7 @@ class WorkItem:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Requests that are sent at once and measured together."""
+    """Requests that are measured together; later turns wait for the answer before them."""
 
     name: str
     items: list[WorkItem]
@@ -73,15 +74,41 @@ class Part:
         """The same lengths with other ids, the same for every engine that is compared."""
         if not self.shifts:
             return self
-        items = [WorkItem(shift(item.prompt, number), item.max_tokens) for item in self.items]
+        items = [replace(item, prompt=shift(item.prompt, number)) for item in self.items]
         return Part(self.name, items, shifts=True)
+
+    def rotated(self, number: int, vocab_size: int) -> Part:
+        """The same lengths and the same shared beginnings with other ids, for any workload."""
+        items = [
+            replace(item, prompt=[(i + 7919 * number) % vocab_size for i in item.prompt])
+            for item in self.items
+        ]
+        return Part(self.name, items, self.shifts)
+
+    def waves(self) -> list[list[int]]:
+        """Places of the first turns, of the second ones, and so on: what can run side by side."""
+        depth: list[int] = []
+        for item in self.items:
+            depth.append(0 if item.after is None else depth[item.after] + 1)
+        return [
+            [place for place, d in enumerate(depth) if d == turn]
+            for turn in range(max(depth, default=-1) + 1)
+        ]
+
+    def longest(self) -> int:
+        """Tokens of the longest request, all turns before it included."""
+        totals: list[int] = []
+        for item in self.items:
+            before = 0 if item.after is None else totals[item.after]
+            totals.append(before + item.num_tokens)
+        return max(totals)
 
     def folded(self, vocab_size: int) -> Part:
         """The same lengths with ids below `vocab_size`."""
         if self.max_id < vocab_size:
             return self
         items = [
-            WorkItem([token_id % vocab_size for token_id in item.prompt], item.max_tokens)
+            replace(item, prompt=[token_id % vocab_size for token_id in item.prompt])
             for item in self.items
         ]
         return Part(self.name, items, shifts=self.shifts)
@@ -115,22 +142,7 @@ def standard_workload() -> list[Part]:
     return [Part(name, items, shifts=True) for name, items in parts]
 
 
-def random_part(section: BenchSection, vocab_size: int) -> Part:
-    """Requests of random ids; lengths are uniform within mean * (1 +- length_spread)."""
-    source = random.Random(section.seed)
-
-    def length(mean: int) -> int:
-        spread = int(mean * section.length_spread)
-        return source.randint(max(1, mean - spread), mean + spread)
-
-    items: list[WorkItem] = []
-    for _ in range(section.num_prompts):
-        prompt = [source.randrange(vocab_size) for _ in range(length(section.input_len))]
-        items.append(WorkItem(prompt, length(section.output_len)))
-    return Part("random", items)
-
-
-def load_workload(path: str) -> list[Part]:
+def load_tokens(path: str) -> list[Part]:
     """The parts of a JSON file.
 
     Raises:
@@ -140,17 +152,14 @@ def load_workload(path: str) -> list[Part]:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(
-            f"bench.workload={path} can not be read: {error.strerror}; it must be standard, random "
-            "or a JSON file"
-        ) from error
+        raise ConfigError(f"workload.path={path} can not be read: {error.strerror}") from error
     except ValueError as error:  # of JSON and of UTF-8
-        raise ConfigError(f"bench.workload={path} is not JSON: {error}") from error
+        raise ConfigError(f"workload.path={path} is not JSON: {error}") from error
     if isinstance(content, list):
         return [Part("list", _items(path, "", content))]
     if not isinstance(content, dict):
         raise ConfigError(
-            f"bench.workload={path} must hold a list of requests or an object with some of "
+            f"workload.path={path} must hold a list of requests or an object with some of "
             f"{', '.join(PARTS)}"
         )
     parts: list[Part] = []
@@ -159,7 +168,7 @@ def load_workload(path: str) -> list[Part]:
             items = _items(path, name, entries if isinstance(entries, list) else [entries])
             parts.append(Part(name, items, shifts=_is_standard(items)))
     if not parts:
-        raise ConfigError(f"bench.workload={path} has none of the parts {', '.join(PARTS)}")
+        raise ConfigError(f"workload.path={path} has none of the parts {', '.join(PARTS)}")
     return parts
 
 
@@ -169,12 +178,12 @@ def _is_standard(items: list[WorkItem]) -> bool:
 
 def _items(path: str, part: str, entries: list[Any]) -> list[WorkItem]:
     if not entries:
-        raise ConfigError(f"bench.workload={path} has no requests" + f" in {part}" * bool(part))
+        raise ConfigError(f"workload.path={path} has no requests" + f" in {part}" * bool(part))
     return [_item(path, f"{part}[{index}]", entry) for index, entry in enumerate(entries)]
 
 
 def _item(path: str, place: str, entry: Any) -> WorkItem:
-    where = f"bench.workload={path}, request {place}"
+    where = f"workload.path={path}, request {place}"
     if not isinstance(entry, dict):
         raise ConfigError(
             f'{where} must be {{"prompt": [ids], "max_tokens": n}}, got {entry!r:.60}'

@@ -41,6 +41,7 @@ _TYPE_WORDS = {
 }
 _LIST_WORDS = {
     int: "a list of integers such as [1,2]",
+    float: "a list of numbers such as [0.5,2]",
     str: "a list of words such as [a,b]",
 }
 

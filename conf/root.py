@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from ostinato.conf.bench_schema import BenchSection, LoadSection, SloSection, WorkloadSection
 from ostinato.conf.schema import (
-    BenchSection,
     CacheConfig,
     ChatSection,
     DeviceConfig,
@@ -39,3 +39,6 @@ class EngineConfig:
     chat: ChatSection = field(default_factory=ChatSection)
     plan: PlanSection = field(default_factory=PlanSection)
     bench: BenchSection = field(default_factory=BenchSection)
+    workload: WorkloadSection = field(default_factory=WorkloadSection)
+    load: LoadSection = field(default_factory=LoadSection)
+    slo: SloSection = field(default_factory=SloSection)

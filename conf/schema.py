@@ -16,7 +16,6 @@ from typing import Any, ClassVar, TypeVar, cast
 
 __all__ = (
     "AttentionBackendName",
-    "BenchSection",
     "CacheConfig",
     "CacheDType",
     "ChatSection",
@@ -35,6 +34,7 @@ __all__ = (
     "SamplingSection",
     "SchedulerConfig",
     "SchedulingPolicy",
+    "Section",
     "ServerConfig",
     "ToolParserName",
     "allowed_range",
@@ -388,6 +388,11 @@ class ServerConfig(Section):
     log_level: str = setting(
         "info", "of the log on stderr", one_of=("debug", "info", "warning", "error")
     )
+    record_trace: str = setting(
+        "",
+        "JSON-lines file that arrival, lengths and shared prefixes of every request are appended "
+        "to, never text; empty = none",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -440,28 +445,3 @@ class PlanSection(Section):
     free_gib: float | None = setting(
         None, "plan for a device with this much free memory; null = this machine's", above=0
     )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BenchSection(Section):
-    """What `run bench` measures."""
-
-    key = "bench"
-    workload: str = setting(
-        "standard", "standard, random, or a JSON file of token ids (see benchmarks/workload.py)"
-    )
-    parts: list[str] = setting(
-        ["single", "ttft", "offline", "prefix"],
-        "parts of the standard workload to run",
-        one_of=("single", "ttft", "offline", "prefix"),
-    )
-    repeats: int = setting(3, "measured repetitions of each part", at_least=1, at_most=1000)
-    warmup: int = setting(1, "repetitions before that, not counted", at_least=0, at_most=100)
-    num_prompts: int = setting(32, "of the random workload", at_least=1, at_most=100_000)
-    input_len: int = setting(256, "mean prompt tokens of the random workload", at_least=1)
-    output_len: int = setting(64, "mean output tokens of the random workload", at_least=1)
-    length_spread: float = setting(
-        0.0, "random lengths lie within mean * (1 +- this)", at_least=0, at_most=0.99
-    )
-    seed: int = setting(0, "of the random workload", at_least=0)
-    output: str = setting("", "JSON file to write; empty = outputs/bench/<time>.json")

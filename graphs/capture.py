@@ -68,6 +68,7 @@ class GraphRunner:
         self.timer = timer or ClockTimer()
         self._replays: dict[GraphKey, Callable[[], Tensor]] = {}
         self.steps_by_kind: dict[str, int] = {kind.value: 0 for kind in StepKind}
+        self.num_padding_tokens = 0  # computed to fill buckets up
 
     @property
     def captured_keys(self) -> list[GraphKey]:
@@ -160,6 +161,7 @@ class GraphRunner:
             self._buffers.feed(num_tokens)
             self._plan(key)
             self.steps_by_kind[StepKind.captured] += 1
+            self.num_padding_tokens += key.num_tokens - num_tokens
             self.timer.begin()
             return replay()[:num_logits]
         if num_logits == 0:

@@ -78,6 +78,8 @@ class Engine:
         self._step_seconds = 0.0
         self._num_admitted = 0
         self._queue_seconds = 0.0
+        # Told of each step that was read, and of the clock when `step` was entered.
+        self.on_step: Callable[[SchedulerOutput, float], None] | None = None
 
     @property
     def has_work(self) -> bool:
@@ -142,6 +144,8 @@ class Engine:
                 if one.finish_reason is not None:
                     self._grammars.release(one.request_id)
             self._num_steps += 1
+            if self.on_step is not None:
+                self.on_step(oldest, begin)
         self._monitor.end_step()
         self._step_seconds += time.perf_counter() - begin
         return news
@@ -218,6 +222,7 @@ class Engine:
             max_num_batched_tokens=scheduler.limits.max_num_batched_tokens,
             predicted_step_seconds=step_seconds,
             predicted_ttft_seconds=self.predict_ttft(self._mean_prompt_tokens()) or 0.0,
+            num_padding_tokens=self._runner.graphs.num_padding_tokens,
         )
 
     def _predicted_seconds(self, output: SchedulerOutput) -> float:

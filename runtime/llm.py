@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Self
 
 import msgspec
@@ -48,6 +49,7 @@ from ostinato.runtime.types import (
     Request,
     RequestOutput,
     SamplingParams,
+    SchedulerOutput,
     SequenceOutput,
     ServedModel,
     ServedTask,
@@ -288,6 +290,17 @@ class LLM:
     def stats(self) -> EngineStats:
         """The engine's counters."""
         return self._engine.stats()
+
+    @contextmanager
+    def watching_steps(self, watcher: Callable[[SchedulerOutput, float], None]) -> Iterator[None]:
+        """Tell `watcher` of each step inside the block: what it computed, and the clock at its
+        begin.
+        """
+        self._engine.on_step = watcher
+        try:
+            yield
+        finally:
+            self._engine.on_step = None
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached blocks; False when something runs."""

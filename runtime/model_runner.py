@@ -95,6 +95,7 @@ class ModelRunner:
         self.model_seconds = 0.0
         self._device_seconds_before = self.graphs.timer.seconds
         self.graphs.steps_by_kind = dict.fromkeys(self.graphs.steps_by_kind, 0)
+        self.graphs.num_padding_tokens = 0
 
     def execute(self, output: SchedulerOutput) -> StepResult:
         """Run one step and return the sampled tokens, in the order of its sampling rows."""

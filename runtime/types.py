@@ -413,6 +413,7 @@ class EngineStats(msgspec.Struct, array_like=True, gc=False):
     num_waiting_for_grammar: int = 0  # of `num_waiting`
     grammar_seconds: float = 0.0  # of steps, in which grammars' masks were made
     grammar_build_seconds: float = 0.0  # beside the steps
+    num_padding_tokens: int = 0  # computed to fill captured buckets up
 
 
 class RequestOutput(msgspec.Struct, kw_only=True):

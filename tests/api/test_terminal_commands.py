@@ -12,6 +12,7 @@ import pytest
 from ostinato.api.chat_command import Conversation
 from ostinato.api.cli import run
 from ostinato.api.terminal import write_stream
+from ostinato.benchmarks.record import read_records
 from ostinato.runtime.device import available_cores
 from ostinato.runtime.errors import EngineError
 from ostinato.runtime.types import RequestOutput
@@ -179,20 +180,27 @@ def test_bench_writes_a_table_and_a_record(tmp_path: Path, capsys: pytest.Captur
     requests = [{"prompt": [5, 6, 7], "max_tokens": 4}, {"prompt": [8] * 40, "max_tokens": 9}]
     work.write_text(json.dumps(requests))
     record_file = tmp_path / "new" / "record.json"
-    words = [f"bench.workload={work}", f"bench.output={record_file}", "bench.repeats=2"]
-    assert run(["bench", *words, *TINY, *FAST]) == 0
+    words = ["workload=tokens", f"workload.path={work}", f"bench.output={record_file}"]
+    assert run(["bench", *words, "bench.repeats=2", *TINY, *FAST]) == 0
     table = capsys.readouterr().out
     assert max(map(len, table.rstrip().splitlines()[:-1])) <= 100
     assert str(record_file) in table
-    record = json.loads(record_file.read_text())
-    assert [entry["num_output_tokens"] for entry in record["measurements"]] == [13, 13]
-    assert [entry["num_prompt_tokens"] for entry in record["measurements"]] == [43, 43]
-    assert all(entry["num_cached_tokens"] == 0 for entry in record["measurements"])
-    assert all(0 <= entry["overhead"] <= 1 for entry in record["measurements"])
-    assert all(entry["bandwidth_gb_s"] > 0 for entry in record["measurements"])
-    assert record["late_compiles"] == []
-    assert record["peak_rss_mib"] > 50
-    conditions = record["conditions"]
+    [record] = read_records(record_file)  # it fits the schema
+    [point] = record.points
+    metrics = point.metrics
+    assert len(metrics["output_throughput"].runs) == 2
+    rate, seconds = metrics["output_throughput"].runs[0], metrics["duration"].runs[0]
+    assert rate * seconds == pytest.approx(13)
+    assert metrics["cached_prompt_tokens"].runs == (0, 0)
+    assert all(0 <= share <= 1 for share in metrics["host_gap"].runs)
+    assert all(rate > 0 for rate in metrics["read_bandwidth"].runs)
+    assert all(share > 0 for share in metrics["roofline_share"].runs)
+    steps = point.details["steps"]
+    assert sum(steps["prompt_tokens"]) == 43
+    assert sum(steps["decode_tokens"]) == 13 - 2  # the prompts' last steps give a token each
+    assert record.notes == []
+    conditions = record.conditions
+    assert conditions["peak_rss_mib"] > 50
     assert conditions["config"]["model"]["config"]["hidden_size"] == 32
     assert conditions["threads"] == available_cores()
     assert {"python", "torch", "ostinato"} <= conditions["versions"].keys()
@@ -204,13 +212,13 @@ def test_bench_leaves_out_what_the_context_can_not_hold(
     record_file = tmp_path / "record.json"
     words = [f"bench.output={record_file}", "bench.repeats=1", "bench.warmup=0"]
     assert run(["bench", *words, "bench.parts=[single,ttft]", *TINY, *FAST]) == 0
-    record = json.loads(record_file.read_text())
-    assert [entry["part"] for entry in record["measurements"]] == ["single"]
-    assert record["notes"] == [
+    [record] = read_records(record_file)
+    assert [point.label for point in record.points] == ["single"]
+    assert record.notes == [
         "single: ids modulo the vocabulary of 3072",
         "ttft left out: 513 tokens, the context holds 256",
     ]
-    assert record["measurements"][0]["decode_tok_s"] > 0
+    assert record.points[0].metrics["decode_rate"].value > 0
     assert "ttft left out" in capsys.readouterr().out
 
 
@@ -219,6 +227,6 @@ def test_bench_refuses_ids_outside_the_vocabulary(
 ):
     work = tmp_path / "work.json"
     work.write_text('[{"prompt": [3072], "max_tokens": 1}]')
-    assert run(["bench", f"bench.workload={work}", *TINY, *FAST]) == 2
+    assert run(["bench", "workload=tokens", f"workload.path={work}", *TINY, *FAST]) == 2
     line = capsys.readouterr().err.splitlines()[-1]
-    assert line.startswith("run: bench.workload: list has token id 3072, the vocabulary of ")
+    assert line.startswith("run: workload.path: list has token id 3072, the vocabulary of ")

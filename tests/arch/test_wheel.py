@@ -12,6 +12,7 @@ from tests.arch.tree import FOLDERS, ROOT
 
 DATA = {
     "conf": ("*.yaml",),
+    "benchmarks": ("schema.json",),
     "ops": ("*.cpp", "*.h"),
     "models/demo": ("*.json", "*.safetensors", "*.jinja", "*.md"),
 }

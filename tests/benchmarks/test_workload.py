@@ -12,13 +12,11 @@ from ostinato.api.cli import run
 from ostinato.benchmarks.workload import (
     Part,
     WorkItem,
-    load_workload,
-    random_part,
+    load_tokens,
     shift,
     standard_workload,
 )
 from ostinato.conf.errors import ConfigError
-from ostinato.conf.schema import BenchSection
 
 
 def test_the_standard_workload_never_changes():
@@ -69,19 +67,6 @@ def test_ids_are_folded_into_a_small_vocabulary():
     assert part.folded(10) == Part("x", [WorkItem([5, 2, 1], 2)])
 
 
-def test_random_lengths_lie_within_the_spread_and_follow_the_seed():
-    section = BenchSection(num_prompts=200, input_len=100, output_len=20, length_spread=0.5, seed=3)
-    part = random_part(section, vocab_size=50)
-    lengths = [len(item.prompt) for item in part.items]
-    outputs = [item.max_tokens for item in part.items]
-    assert (min(lengths), max(lengths)) == (50, 150)
-    assert (min(outputs), max(outputs)) == (10, 30)
-    assert part.max_id == 49
-    assert random_part(section, vocab_size=50) == part
-    fixed = random_part(BenchSection(num_prompts=3, input_len=7, output_len=1), vocab_size=9)
-    assert [(len(item.prompt), item.max_tokens) for item in fixed.items] == [(7, 1)] * 3
-
-
 def write(tmp_path: Path, content: str) -> str:
     file = tmp_path / "work.json"
     file.write_text(content)
@@ -92,7 +77,7 @@ def test_a_list_of_requests(tmp_path: Path):
     path = write(
         tmp_path, '[{"prompt": [1, 2], "max_tokens": 3}, {"prompt": [4], "max_tokens": 5}]'
     )
-    assert load_workload(path) == [Part("list", [WorkItem([1, 2], 3), WorkItem([4], 5)])]
+    assert load_tokens(path) == [Part("list", [WorkItem([1, 2], 3), WorkItem([4], 5)])]
 
 
 def test_parts_of_the_standard_kind(tmp_path: Path):
@@ -101,7 +86,7 @@ def test_parts_of_the_standard_kind(tmp_path: Path):
         '{"note": "x", "single": {"prompt": [300], "max_tokens": 3}, '
         '"offline": [{"prompt": [1], "max_tokens": 2}]}',
     )
-    assert load_workload(path) == [
+    assert load_tokens(path) == [
         Part("single", [WorkItem([300], 3)], shifts=True),
         Part("offline", [WorkItem([1], 2)], shifts=False),  # 1 is no ordinary id: used as it is
     ]
@@ -141,16 +126,15 @@ def test_parts_of_the_standard_kind(tmp_path: Path):
 def test_a_malformed_file_is_one_line(tmp_path: Path, content: str, message: str):
     path = write(tmp_path, content)
     with pytest.raises(ConfigError) as caught:
-        load_workload(path)
-    assert str(caught.value).startswith("bench.workload=" + message.replace("{path}", path))
+        load_tokens(path)
+    assert str(caught.value).startswith("workload.path=" + message.replace("{path}", path))
 
 
 def test_a_missing_file_ends_the_command_with_code_2(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     path = tmp_path / "absent.json"
-    assert run(["bench", f"bench.workload={path}"]) == 2
+    assert run(["bench", "workload=tokens", f"workload.path={path}"]) == 2
     assert capsys.readouterr().err == (
-        f"run: bench.workload={path} can not be read: No such file or directory; it must be standard, "
-        "random or a JSON file\n"
+        f"run: workload.path={path} can not be read: No such file or directory\n"
     )

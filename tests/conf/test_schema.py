@@ -5,10 +5,10 @@ import dataclasses
 import msgspec
 import pytest
 
+from ostinato.conf.bench_schema import BenchSection
 from ostinato.conf.describe import describe_keys, describe_sections, nearest
 from ostinato.conf.root import EngineConfig
 from ostinato.conf.schema import (
-    BenchSection,
     CacheConfig,
     DeviceConfig,
     GenerateSection,

@@ -1,0 +1,67 @@
+"""`run bench`: what every kind has in common: measure, write, print, plot.
+
+Each kind is a function from the configuration to a `Record`; here it is written as JSON, appended
+to a history, printed as a table, and drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
+
+from ostinato.benchmarks.context import BenchContext
+from ostinato.benchmarks.record import Metric, Record, append_record, output_path, write_record
+from ostinato.benchmarks.terminal import print_record
+from ostinato.conf.bench_schema import BenchKind
+from ostinato.conf.errors import ConfigError
+from ostinato.conf.root import EngineConfig
+
+__all__ = ("bench", "finish", "measure_kind")
+
+_KINDS = {
+    BenchKind.throughput: "throughput:throughput",
+    BenchKind.serve: "serve:serve",
+    BenchKind.startup: "startup:startup",
+}
+
+
+def bench(config: EngineConfig) -> int:
+    """Measure what `bench.kind` says; 1 when not a single figure came of it.
+
+    Raises:
+        ConfigError: what is asked for can not be measured.
+        StartupError: an engine can not start.
+    """
+    path = output_path(config.bench.output, config.bench.kind.value)
+    record = measure_kind(config, BenchContext())
+    return finish(record, config, path)
+
+
+def measure_kind(config: EngineConfig, context: BenchContext) -> Record:
+    """The result of one kind, not yet written."""
+    if config.bench.kind not in _KINDS:
+        raise ConfigError(
+            f"bench.kind={config.bench.kind} can not be measured; it must be one of "
+            f"{', '.join(_KINDS)}"
+        )
+    module, _, name = _KINDS[config.bench.kind].partition(":")
+    function = getattr(import_module(f"ostinato.benchmarks.{module}"), name)
+    try:
+        return function(config, context)
+    finally:
+        context.show("")
+
+
+def finish(record: Record, config: EngineConfig, path: Path) -> int:
+    """Write, append, print and draw a result; the exit code."""
+    write_record(record, path)
+    if config.bench.append:
+        append_record(record, Path(config.bench.append).expanduser())
+    print_record(record, path)
+    return 0 if any(_has_success(point.metrics) for point in record.points) else 1
+
+
+def _has_success(metrics: Mapping[str, Metric]) -> bool:
+    completed = metrics.get("completed")
+    return bool(metrics) and (completed is None or completed.value > 0)

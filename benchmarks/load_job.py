@@ -1,0 +1,70 @@
+"""What the load client is told and what it reports: plain data, a line of JSON each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+__all__ = ("JobRequest", "LoadJob", "LoadProgress", "LoadReport", "RequestTimes")
+
+
+class JobRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """One request to send."""
+
+    prompt: list[int] | str  # of a later turn what comes after the answer before it
+    max_tokens: int
+    at_s: float | None = None  # intended time after the start; None = when a place is free
+    after: int | None = None  # the turn before it, by its place in the job
+    think_s: float = 0.0
+
+
+class LoadJob(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """One measurement."""
+
+    url: str  # of the server, without a path
+    model: str
+    requests: list[JobRequest]
+    chat: bool = False  # /v1/chat/completions instead of /v1/completions
+    concurrency: int | None = None  # closed loop: that many under way
+    max_concurrency: int | None = None  # open loop: later ones wait at the client
+    stop_after_s: float | None = None  # closed loop: nothing is begun after this
+    return_token_ids: bool = False  # the server understands it: tokens are counted exactly
+    body: dict[str, Any] = {}  # fields of every request
+    headers: dict[str, str] = {}
+    stall_timeout_s: float = 60.0
+    give_up_after: int = 32
+    num_warmups: int = 0
+
+
+class RequestTimes(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """What became of one request; times are seconds after the start of the measurement."""
+
+    status: str  # ok, refused, redirected, stalled, http 500, broken, error, not sent
+    intended_s: float = 0.0  # when it should have been sent
+    sent_s: float = 0.0
+    end_s: float = 0.0
+    chunk_s: list[float] = []  # arrivals of output
+    num_prompt_tokens: int = 0  # as the server counts them; 0 = it does not say
+    num_cached_tokens: int = 0
+    num_output_tokens: int = 0
+    finish_reason: str | None = None
+    error: str | None = None
+
+
+class LoadProgress(msgspec.Struct, tag="progress"):
+    """Now and then while a job runs."""
+
+    done: int
+    failed: int
+    output_tokens: int
+
+
+class LoadReport(msgspec.Struct, tag="report", kw_only=True):
+    """A finished job."""
+
+    requests: list[RequestTimes]
+    duration_s: float  # from the first intended sending to the last answer
+    loop_lag_ms: dict[str, float]  # how late the client's own timer fired: p50, p99, max
+    send_lag_ms: dict[str, float]  # sent after intended, without waiting for max_concurrency
+    cpu_share: float  # of one core, used by the client

@@ -1,0 +1,122 @@
+"""A result as a table for people, in 100 columns.
+
+Few points stand side by side, a figure a row; many stand one below the other, with the figures
+that matter most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from ostinato.benchmarks.record import Metric, Point, Record
+
+__all__ = ("HEADLINES", "format_metric", "headlines_of", "print_record", "title_of")
+
+_WIDTH = 100
+_MAX_COLUMNS = 4  # points side by side
+
+# The figures of each kind in their order; other kinds show all that they have.
+HEADLINES: dict[str, Sequence[str]] = {
+    "serve": (
+        *("completed", "failed", "request_throughput", "goodput", "slo_attainment"),
+        *("output_throughput", "total_throughput", "peak_output_throughput", "peak_concurrency"),
+        *(f"{name}_{part}" for name in ("ttft", "tpot", "itl") for part in ("mean", "p50", "p99")),
+        *("e2e_mean", "e2e_p50", "e2e_p99", "client_queue_p99", "host_gap", "padding_share"),
+        *("steps_captured", "prefix_hit_rate", "kv_usage_peak", "preemptions"),
+        "energy_per_output_token",
+    ),
+    "throughput": (
+        *("decode_rate", "ttft", "duration", "output_throughput", "total_throughput"),
+        *("cached_prompt_tokens", "host_gap", "padding_share", "steps_captured"),
+        *("roofline_share", "energy_per_output_token", "read_bandwidth", "other_cpu"),
+    ),
+}
+# Of many points.
+_FEW: dict[str, Sequence[str]] = {
+    "serve": (
+        *("output_throughput", "goodput", "ttft_p50", "ttft_p99", "itl_p50", "itl_p99", "failed"),
+    ),
+    "throughput": ("output_throughput", "decode_rate", "ttft", "host_gap", "roofline_share"),
+}
+
+
+def headlines_of(record: Record) -> list[str]:
+    """Names of the metrics to show, in order."""
+    there = dict.fromkeys(name for point in record.points for name in point.metrics)
+    wanted = HEADLINES.get(record.kind)
+    return list(there) if wanted is None else [name for name in wanted if name in there]
+
+
+def format_metric(metric: Metric) -> str:
+    """About three digits, with the range of several runs: "42.1 [40.0-43.0]"; shares in percent."""
+    scale = 100 if metric.unit == "share" else 1
+    value = metric.value * scale
+    digits = 0 if abs(value) >= 1000 or value == int(value) else 1 if abs(value) >= 10 else 2
+    suffix = "%" if metric.unit == "share" else ""
+    middle = f"{value:,.{digits}f}{suffix}"
+    if len(metric.runs) < 2:
+        return middle
+    low, high = min(metric.runs) * scale, max(metric.runs) * scale
+    return f"{middle} [{low:,.{digits}f}-{high:,.{digits}f}]"
+
+
+def title_of(record: Record) -> str:
+    """What was measured on what, in one line."""
+    conditions: dict[str, Any] = record.conditions
+    machine = conditions["machine"]
+    commit, *changes = (conditions["commit"] or "unknown").split("-")
+    return (
+        f"{record.kind}: {conditions['model']} on {', '.join(machine['gpus']) or machine['cpu']}, "
+        f"{conditions['threads']} threads, torch {conditions['versions'].get('torch')}, commit "
+        f"{'-'.join([commit[:12], *changes])}"
+    )
+
+
+def print_record(record: Record, file: Path | None = None) -> None:
+    """The table, the notes, and where the result was written."""
+    console = Console(width=_WIDTH, highlight=False)
+    console.print(title_of(record), markup=False)
+    measured = [point for point in record.points if point.metrics]
+    if measured:
+        names = headlines_of(record)
+        few = len(measured) <= _MAX_COLUMNS
+        console.print(_side_by_side(measured, names) if few else _rows(record, measured, names))
+    for point in record.points:
+        if point.error is not None:
+            console.print(f"- {point.label} failed: {point.error}", markup=False)
+    for note in record.notes:
+        console.print(f"- {note}", markup=False)
+    if file is not None:
+        console.print(f"every figure and its conditions: {file}", markup=False, soft_wrap=True)
+
+
+def _side_by_side(points: Sequence[Point], names: Sequence[str]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("figure", no_wrap=True)
+    for point in points:
+        table.add_column(point.label, justify="right")
+    table.add_column("unit", no_wrap=True)
+    for name in names:
+        cells = [format_metric(p.metrics[name]) if name in p.metrics else "" for p in points]
+        unit = next(p.metrics[name].unit for p in points if name in p.metrics)
+        table.add_row(name, *cells, "" if unit == "share" else unit)
+    return table
+
+
+def _rows(record: Record, points: Sequence[Point], names: Sequence[str]) -> Table:
+    few = [name for name in _FEW.get(record.kind, names[:6]) if name in names]
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("point")
+    for name in few:
+        unit = next(p.metrics[name].unit for p in points if name in p.metrics)
+        table.add_column(f"{name}\n{unit if unit != 'share' else '%'}", justify="right")
+    for point in points:
+        cells = [format_metric(point.metrics[n]) if n in point.metrics else "" for n in few]
+        table.add_row(point.label, *cells)
+    return table

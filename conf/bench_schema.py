@@ -1,0 +1,209 @@
+"""What `run bench` measures, with which requests, arriving how: its sections of the configuration.
+
+`workload`, `load` and `slo` are also what `run tune` and `run simulate` read: one description of
+the traffic and its goals for all three.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from ostinato.conf.schema import Section, setting
+
+__all__ = (
+    "BenchKind",
+    "BenchSection",
+    "LoadSection",
+    "PromptFormat",
+    "Ramp",
+    "RequestEndpoint",
+    "SloSection",
+    "WorkloadKind",
+    "WorkloadSection",
+)
+
+
+class BenchKind(StrEnum):
+    throughput = "throughput"
+    latency = "latency"
+    serve = "serve"
+    startup = "startup"
+    prefix = "prefix"
+    determinism = "determinism"
+    ops = "ops"
+    compare = "compare"
+    history = "history"
+
+
+class WorkloadKind(StrEnum):
+    standard = "standard"
+    random = "random"
+    fixed = "fixed"
+    sharegpt = "sharegpt"
+    tokens = "tokens"
+    prefix = "prefix"
+    conversations = "conversations"
+    trace = "trace"
+
+
+class Ramp(StrEnum):
+    none = "none"
+    linear = "linear"
+    exponential = "exponential"
+
+
+class RequestEndpoint(StrEnum):
+    completions = "completions"
+    chat = "chat"
+
+
+class PromptFormat(StrEnum):
+    ids = "ids"
+    text = "text"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchSection(Section):
+    """What is measured, how often, and where the result goes."""
+
+    key = "bench"
+    kind: BenchKind = setting(
+        BenchKind.throughput, "which measurement; `run bench serve` sets it to serve"
+    )
+    parts: list[str] = setting(
+        ["single", "ttft", "offline", "prefix"],
+        "parts of the standard workload to run",
+        one_of=("single", "ttft", "offline", "prefix"),
+    )
+    repeats: int = setting(3, "measured repetitions of each point", at_least=1, at_most=1000)
+    warmup: int = setting(1, "repetitions before that, not counted", at_least=0, at_most=100)
+    batch_sizes: list[int] = setting(
+        [1, 4, 16], "latency: requests that are sent together", at_least=1, at_most=4096
+    )
+    input_lens: list[int] = setting([32, 256], "latency: tokens of their prompts", at_least=1)
+    output_lens: list[int] = setting([32], "latency: tokens of their outputs", at_least=1)
+    shares: list[float] = setting(
+        [0.0, 0.5, 0.9],
+        "prefix: share of a prompt that all requests have in common",
+        at_least=0,
+        at_most=0.99,
+    )
+    engines: list[str] = setting(
+        [],
+        'compare: two or more of: overrides ("cache.block_size=32 graphs.mode=eager", "" = as '
+        "configured) or the URL of any OpenAI-compatible server; the first is what others are "
+        "compared with",
+    )
+    files: list[str] = setting([], "history: result files, JSON or JSON lines")
+    percentiles: list[float] = setting(
+        [50.0, 90.0, 95.0, 99.0], "of latencies, to report", above=0, at_most=100
+    )
+    detailed: bool = setting(False, "keep every request's times in the result file")
+    report: bool = setting(True, "write plots (PNG) and an HTML report beside the result file")
+    output: str = setting(
+        "", "JSON file to write, a directory for a sweep; empty = outputs/bench/<kind>-<time>.json"
+    )
+    append: str = setting(
+        "",
+        "JSON-lines file that the result is also appended to, for run bench history; empty = none",
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkloadSection(Section):
+    """The requests: made from numbers, or read from a file."""
+
+    key = "workload"
+    kind: WorkloadKind = setting(
+        WorkloadKind.standard,
+        "standard = the four parts that engines are compared with; the others: docs/benchmarks.md",
+    )
+    path: str = setting("", "the file of sharegpt, tokens and trace")
+    num_requests: int | None = setting(
+        None,
+        "requests (conversations) to make or to take of the file; null = 32, or all of a file",
+        at_least=1,
+    )
+    input_len: int = setting(256, "mean prompt tokens, of each turn of a conversation", at_least=1)
+    output_len: int = setting(64, "mean output tokens, of each turn of a conversation", at_least=1)
+    length_spread: float = setting(
+        0.0, "made lengths lie within mean * (1 +- this)", at_least=0, at_most=0.99
+    )
+    num_prefixes: int = setting(4, "prefix: different beginnings that prompts share", at_least=1)
+    prefix_len: int = setting(128, "prefix: tokens of a shared beginning", at_least=1)
+    turns: int = setting(4, "conversations: turns of each", at_least=1, at_most=1000)
+    think_time_s: float = setting(
+        0.0, "conversations: seconds between an answer and the next turn", at_least=0
+    )
+    time_scale: float = setting(
+        1.0, "trace: arrival times are multiplied by this; 0.5 = twice the load", above=0
+    )
+    seed: int = setting(0, "of everything that is drawn", at_least=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadSection(Section):
+    """How the requests arrive at a server; each rate and each concurrency is one point."""
+
+    key = "load"
+    url: str = setting(
+        "", "an OpenAI-compatible server to measure; empty = start run serve as configured"
+    )
+    model: str = setting("", "the model's name in requests; empty = what /v1/models lists first")
+    endpoint: RequestEndpoint = setting(
+        RequestEndpoint.completions, "/v1/completions or /v1/chat/completions"
+    )
+    prompt_format: PromptFormat = setting(
+        PromptFormat.ids, "send prompts as token ids, or as the text that they decode to"
+    )
+    rates: list[float] = setting([], "open loop: mean requests per second, one point each", above=0)
+    concurrency: list[int] = setting(
+        [], "closed loop: requests under way at a time, one point each", at_least=1
+    )
+    burstiness: float = setting(
+        1.0,
+        "shape of the gamma distribution of the gaps: 1 = Poisson, below = bursts, above = evener",
+        above=0,
+        at_most=1000,
+    )
+    ramp: Ramp = setting(Ramp.none, "how a point's rate changes towards load.ramp_to")
+    ramp_to: float | None = setting(None, "requests per second at a ramp's end", above=0)
+    max_concurrency: int | None = setting(
+        None,
+        "open loop: later requests wait at the client while this many are under way",
+        at_least=1,
+    )
+    duration_s: float | None = setting(
+        None,
+        "requests that would arrive later than this are left out; null = all are sent",
+        above=0,
+    )
+    num_warmups: int = setting(1, "requests before each point, not counted", at_least=0)
+    ignore_eos: bool = setting(True, "ask for outputs of exactly the workload's length")
+    temperature: float = setting(0.0, "of every request", at_least=0, at_most=2)
+    extra_body: dict[str, Any] = setting({}, "fields to add to every request's body")
+    headers: dict[str, str] = setting({}, "HTTP headers to add; not written to results")
+    ready_timeout_s: float = setting(60.0, "how long to wait for load.url to answer", above=0)
+    stall_timeout_s: float = setting(
+        60.0, "a request without a byte for this long is counted as stalled", above=0
+    )
+    give_up_after: int = setting(
+        32, "failures without one success, after which the rest is not sent", at_least=1
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SloSection(Section):
+    """Latency goals of each request; goodput counts those that meet all that are set."""
+
+    key = "slo"
+    ttft_ms: float | None = setting(None, "time to first token; null = no goal", above=0)
+    itl_ms: float | None = setting(
+        None, "99th percentile of a request's gaps between outputs; null = no goal", above=0
+    )
+    tpot_ms: float | None = setting(
+        None, "a request's mean time per output token after the first; null = no goal", above=0
+    )
+    e2e_ms: float | None = setting(None, "time to the last token; null = no goal", above=0)
