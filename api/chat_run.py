@@ -11,6 +11,7 @@ from ostinato.api.answers import AnswerNews, answer_news
 from ostinato.api.schemas import ChatCompletionRequest
 from ostinato.api.service import Service
 from ostinato.api.templates import ChatPrompt
+from ostinato.api.timeline import RequestContext
 from ostinato.runtime.pooling import require_task
 from ostinato.runtime.types import ServedTask
 
@@ -34,12 +35,14 @@ class ChatRun:
         prompt: ChatPrompt,
         *,
         request_id: str,
+        context: RequestContext | None = None,
     ) -> None:
         require_task(service.client.model, ServedTask.generate)
         self._service = service
         self._body = body
         self._form = prompt.form
         self._request_id = request_id
+        self._context = context or RequestContext()
         self.generations = [
             chat.to_request(
                 msgspec.structs.replace(body, skip_special_tokens=prompt.skip_special_tokens),
@@ -52,8 +55,9 @@ class ChatRun:
 
     async def prepare(self) -> None:
         """Call it first; raises InvalidRequestError for what only another process can tell."""
-        await self._service.prepare(self._body, self.generations)
+        await self._service.prepare(self._body, self.generations, self._context)
 
     def news(self) -> AsyncGenerator[AnswerNews, None]:
         """The news of all its answers; closing it aborts what has not ended."""
-        return answer_news(self._service.run(self._request_id, self.generations), self._form)
+        running = self._service.run(self._request_id, self.generations, self._context)
+        return answer_news(running, self._form)

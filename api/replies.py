@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from typing import TypeVar
 
 import msgspec
 
@@ -30,6 +31,7 @@ from ostinato.api.schemas import (
 )
 from ostinato.api.service import News, Service
 from ostinato.api.templates import ChatPrompt
+from ostinato.api.timeline import RequestContext, Timeline
 from ostinato.runtime.types import FinishReason, RequestOutput
 
 __all__ = ("ChatReply", "CompletionReply")
@@ -42,13 +44,22 @@ class ChatReply:
         InvalidRequestError: a parameter is out of range, or the prompt does not fit.
     """
 
-    def __init__(self, service: Service, body: ChatCompletionRequest, prompt: ChatPrompt) -> None:
+    def __init__(
+        self,
+        service: Service,
+        body: ChatCompletionRequest,
+        prompt: ChatPrompt,
+        context: RequestContext | None = None,
+    ) -> None:
         self._service = service
+        self._context = context or RequestContext()
         self._head = _head(service, "chatcmpl", body)
         self._usage = _UsageOfChunks(body)
         self._options = chat.reply_options(body)
         self._echo = chat.echo_text(body)
-        self._run = ChatRun(service, body, prompt, request_id=self._head.id)
+        self._run = ChatRun(
+            service, body, prompt, request_id=self._head.id, context=self._context
+        )
         self._generations = self._run.generations
 
     async def prepare(self) -> None:
@@ -72,13 +83,15 @@ class ChatReply:
                 ):
                     yield msgspec.structs.replace(chunk, prompt_token_ids=prompt)
                     prompt = msgspec.UNSET
+        if (timeline := self._context.report()) is not msgspec.UNSET:
+            yield _trace_chunk(ChatChunk, self._head, timeline, self._usage)
         if self._usage.at_end:
             yield chat.usage_chunk(self._head, tally.usage)
 
     async def response(self) -> ChatResponse:
         tally = Tally(self._generations)
         answers = await collect_answers(self._run.news(), tally)
-        return chat.to_response(
+        response = chat.to_response(
             self._head,
             self._generations[0],
             answers,
@@ -87,6 +100,7 @@ class ChatReply:
             echo=self._echo,
             usage=tally.usage,
         )
+        return msgspec.structs.replace(response, trace=self._context.report())
 
 
 class CompletionReply:
@@ -106,9 +120,11 @@ class CompletionReply:
         body: CompletionRequest,
         prompts: Sequence[str | list[int]],
         prompts_token_ids: list[list[int]],
+        context: RequestContext | None = None,
     ) -> None:
         self._service = service
         self._body = body
+        self._context = context or RequestContext()
         self._head = _head(service, "cmpl", body)
         self._usage = _UsageOfChunks(body)
         self._options = completions.reply_options(body)
@@ -133,7 +149,7 @@ class CompletionReply:
 
     async def prepare(self) -> None:
         """Call it first; raises InvalidRequestError for what only another process can tell."""
-        await self._service.prepare(self._body, self._generations)
+        await self._service.prepare(self._body, self._generations, self._context)
 
     async def chunks(self) -> AsyncGenerator[Completion, None]:
         tally = Tally(self._generations)
@@ -179,12 +195,14 @@ class CompletionReply:
                 for chunk in new:
                     if chunk is not None:
                         yield self._with_prompt(chunk, prompt_index, begun)
+        if (timeline := self._context.report()) is not msgspec.UNSET:
+            yield _trace_chunk(Completion, self._head, timeline, self._usage)
         if self._usage.at_end:
             yield completions.usage_chunk(self._head, tally.usage)
 
     async def response(self) -> Completion:
         collected, tally = await _collect(self._run(), self._generations)
-        return completions.to_response(
+        response = completions.to_response(
             self._head,
             self._generations,
             collected,
@@ -193,10 +211,12 @@ class CompletionReply:
             echoes=self._echoes,
             usage=tally.usage,
         )
+        return msgspec.structs.replace(response, trace=self._context.report())
 
     async def _run(self) -> AsyncGenerator[News, None]:
         """The news; with `max_tokens=0` without the token that the engine had to be asked for."""
-        async with aclosing(self._service.run(self._head.id, self._generations)) as news:
+        running = self._service.run(self._head.id, self._generations, self._context)
+        async with aclosing(running) as news:
             async for prompt_index, output in news:
                 yield prompt_index, output if self._gives_output else _without_output(output)
 
@@ -224,6 +244,24 @@ class _UsageOfChunks:
         if self._continuous:
             return tally.usage
         return None if self.at_end else msgspec.UNSET
+
+
+Chunk = TypeVar("Chunk", ChatChunk, Completion)
+
+
+def _trace_chunk(
+    kind: type[Chunk], head: ReplyHead, timeline: Timeline, usage: _UsageOfChunks
+) -> Chunk:
+    """The chunk with the timeline; the last one, or the one before the usage."""
+    none_yet = None if usage.at_end else msgspec.UNSET
+    return kind(
+        id=head.id,
+        created=head.created,
+        model=head.model,
+        choices=[],
+        usage=none_yet,
+        trace=timeline,
+    )
 
 
 def _head(service: Service, prefix: str, body: GenerationFields) -> ReplyHead:

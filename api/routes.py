@@ -31,6 +31,7 @@ from ostinato.api.schemas import (
 from ostinato.api.service import Service
 from ostinato.api.stream import until_disconnect
 from ostinato.api.templates import prepare, render
+from ostinato.api.timeline import context_of
 
 __all__ = ("HANDLERS",)
 
@@ -44,10 +45,11 @@ async def chat_completions(
     request: HttpRequest, service: SharedService
 ) -> Response[bytes] | Stream:
     """Answer a conversation."""
+    context = context_of("/v1/chat/completions", request.headers)
     body = await read_body(request, ChatCompletionRequest, service)
     chat.check(body)
     prompt = await prepare(service, body)
-    reply = replies.ChatReply(service, body, prompt)
+    reply = replies.ChatReply(service, body, prompt, context)
     await reply.prepare()
     if body.stream:
         return event_stream(reply.chunks())
@@ -63,11 +65,12 @@ async def plain_completions(
     request: HttpRequest, service: SharedService
 ) -> Response[bytes] | Stream:
     """Continue one or several prompts."""
+    context = context_of("/v1/completions", request.headers)
     body = await read_body(request, CompletionRequest, service)
     completions.check(body)
     prompts = completions.prompts(body)
     token_ids = await _encode_prompts(service, body, prompts)
-    reply = replies.CompletionReply(service, body, prompts, token_ids)
+    reply = replies.CompletionReply(service, body, prompts, token_ids, context)
     await reply.prepare()
     if body.stream:
         return event_stream(reply.chunks())

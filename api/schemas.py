@@ -16,6 +16,7 @@ import msgspec
 
 from ostinato.api.conversation import Message, NamedToolChoice, ReasoningEffort, Tool
 from ostinato.api.structured_output import ConstraintFields
+from ostinato.api.timeline import Timeline
 from ostinato.api.unsupported import UNSUPPORTED, Unsupported, is_neutral
 from ostinato.runtime.errors import InvalidRequestError
 
@@ -247,6 +248,7 @@ class ChatResponse(msgspec.Struct, frozen=True, kw_only=True):
     usage: Usage
     prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
     prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
+    trace: Timeline | msgspec.UnsetType = msgspec.UNSET  # with the header x-trace: 1
 
 
 class FunctionDelta(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -286,6 +288,7 @@ class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
     choices: list[ChatChunkChoice]
     usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
     prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET  # in the first chunk
+    trace: Timeline | msgspec.UnsetType = msgspec.UNSET  # in a chunk without choices near the end
 
 
 class CompletionLogprobs(msgspec.Struct, frozen=True):
@@ -315,6 +318,7 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     choices: list[CompletionChoice]
     usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
+    trace: Timeline | msgspec.UnsetType = msgspec.UNSET  # a stream's is in a chunk without choices
 
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):

@@ -28,6 +28,7 @@ from ostinato.conf.root import EngineConfig
 from ostinato.conf.schema import ServerConfig
 from ostinato.runtime.client import EngineClient
 from ostinato.runtime.errors import StartupError
+from ostinato.runtime.log_format import configure_logging
 
 if TYPE_CHECKING:
     import uvicorn
@@ -48,7 +49,7 @@ def serve(config: EngineConfig) -> int:
     Raises:
         StartupError: the port is taken or the engine can not start; one line that says why.
     """
-    _configure_logging(config.server.log_level)
+    _configure_logging(config.server)
     listener = _listen(config.server)
     trace = None
     if config.server.record_trace:
@@ -111,6 +112,7 @@ class _Server:
             await self._client.close()
             self._http.should_exit = True
             await serving
+            await asyncio.to_thread(self._service.close)
             for number in _SIGNALS:
                 loop.remove_signal_handler(number)
         return self._exit_code
@@ -252,11 +254,9 @@ def _url(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def _configure_logging(level: str) -> None:
-    logging.basicConfig(
-        level=level.upper(), format="%(asctime)s %(levelname)s %(message)s", force=True
-    )
-    if level == "info":  # uvicorn's and asyncio's own steps are for debugging
+def _configure_logging(server: ServerConfig) -> None:
+    configure_logging(server.log_level, server.log_format, "api")
+    if server.log_level == "info":  # uvicorn's and asyncio's own steps are for debugging
         for name in ("uvicorn", "asyncio"):
             logging.getLogger(name).setLevel(logging.WARNING)
 

@@ -5,26 +5,28 @@ timing and log line.
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
-from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from typing import Protocol, cast
 
 from ostinato.api.errors import UnavailableError, status_of
-from ostinato.api.generation import Generation, Tally
+from ostinato.api.generation import Generation
 from ostinato.api.metrics import EngineView, Metrics
+from ostinato.api.record import Recorder, ReplyRecord
 from ostinato.api.structured_output import ConstraintFields, refusing_by_field
+from ostinato.api.timeline import RequestContext
 from ostinato.api.trace_recorder import TraceRecorder
+from ostinato.api.tracing import Tracer
 from ostinato.conf.schema import SamplingSection, ServerConfig
+from ostinato.runtime.engine_state import EngineState
 from ostinato.runtime.errors import EngineDeadError, EngineError, InvalidRequestError
+from ostinato.runtime.flight_recorder import StepRecord
 from ostinato.runtime.tokenizer import Tokenizer
 from ostinato.runtime.types import FinishReason, RequestOutput, SamplingParams, ServedModel
 
 __all__ = ("Client", "News", "Service")
 
-_LOG = logging.getLogger("ostinato.requests")
 _INLINE_CHARACTERS = 4096  # a longer text is tokenised in a thread
 
 News = tuple[int, RequestOutput]  # (prompt index, what is new)
@@ -55,7 +57,12 @@ class Client(EngineView, Protocol):
         *,
         priority: int = 0,
         cache_salt: str = "",
+        trace: bool = False,
     ) -> AsyncIterator[RequestOutput]: ...
+
+    async def inspect(self, timeout_s: float = ...) -> EngineState: ...
+
+    def flight_records(self) -> list[StepRecord]: ...
 
 
 class Service:
@@ -77,11 +84,21 @@ class Service:
         self.client = client
         self.server = server
         self.sampling = sampling
-        self.metrics = Metrics(client)
         self.phase: str | None = "starting"
+        self.metrics = Metrics(client, self._model_name, vllm_names=server.vllm_metrics)
+        tracer = Tracer(server.otlp_endpoint) if server.otlp_endpoint else None
+        self._recorder = Recorder(self.metrics, tracer, server.log_prompts)
         self.is_draining = False
         self.template_turn = asyncio.Semaphore(1)
         self.trace: TraceRecorder | None = None
+
+    def close(self) -> None:
+        """Send what is left of traces; nothing may run afterwards."""
+        if self._recorder.tracer is not None:
+            self._recorder.tracer.close()
+
+    def _model_name(self) -> str | None:
+        return self.client.model.name if self.phase is None else None
 
     def health_problem(self) -> str | None:
         """Why the engine does not work, or None."""
@@ -167,29 +184,51 @@ class Service:
     def _starting(self) -> UnavailableError:
         return UnavailableError(f"the engine is starting: {self.phase}", code="starting")
 
-    async def prepare(self, fields: ConstraintFields, generations: Sequence[Generation]) -> None:
+    async def prepare(
+        self,
+        fields: ConstraintFields,
+        generations: Sequence[Generation],
+        context: RequestContext,
+    ) -> None:
         """What can still be refused of a request, before its reply begins.
+
+        Args:
+            fields: what the answer must look like, as the request says it.
+            generations: the prompts.
+            context: told how long a grammar took.
 
         Raises:
             InvalidRequestError: what the answer must look like is not valid, or takes too much.
         """
         for sampling in {id(one.sampling): one.sampling for one in generations}.values():
             if sampling.structured_outputs is not None:
+                begin = time.monotonic()
                 await refusing_by_field(fields, self.client.prepare(sampling))
+                context.grammar_seconds += time.monotonic() - begin
 
     async def run(
-        self, reply_id: str, generations: Sequence[Generation]
+        self,
+        reply_id: str,
+        generations: Sequence[Generation],
+        context: RequestContext | None = None,
     ) -> AsyncGenerator[News, None]:
         """News of all completions of all prompts, timed, counted and logged.
 
         Closing the iterator aborts what has not ended.
 
+        Args:
+            reply_id: as the client sees it.
+            generations: the prompts.
+            context: of the HTTP request; None = one that came this moment and asks for nothing.
+
         Raises:
             EngineError: the engine failed, or gave a completion up.
         """
-        record = _Record(self.metrics, reply_id, generations, self.trace)
+        context = context or RequestContext()
+        record = ReplyRecord(self._recorder, reply_id, generations, context, self.trace)
+        trace = context.timeline is not None
         try:
-            async with aclosing(_merge(self.client, generations)) as news:
+            async with aclosing(_merge(self.client, generations, trace)) as news:
                 async for prompt_index, output in news:
                     record.add(prompt_index, output)
                     _raise_for_failure(output)
@@ -210,66 +249,6 @@ class Service:
             raise
 
 
-class _Record:
-    """Timing of one reply; `close` writes its log line (never any text of it)."""
-
-    def __init__(
-        self,
-        metrics: Metrics,
-        reply_id: str,
-        generations: Sequence[Generation],
-        trace: TraceRecorder | None,
-    ) -> None:
-        self._metrics = metrics
-        self._reply_id = reply_id
-        self._generations = generations
-        self._trace = trace
-        self._num_outputs: Counter[tuple[int, int]] = Counter()
-        self._tally = Tally(generations)
-        self._begin = time.monotonic()
-        self._ttft: float | None = None
-        self._last: dict[tuple[int, int], float] = {}
-
-    def add(self, prompt_index: int, output: RequestOutput) -> None:
-        self._tally.add(prompt_index, output)
-        key = (prompt_index, output.index)
-        self._num_outputs[key] += len(output.new_token_ids)
-        if output.new_token_ids:
-            now = time.monotonic()
-            last = self._last.get(key)
-            if last is None:
-                self._metrics.ttft.observe(now - self._begin)
-                self._ttft = self._ttft or now - self._begin
-            else:
-                self._metrics.itl.observe(now - last)
-            self._last[key] = now
-        if output.finish_reason is not None:
-            self._metrics.count_completion(output.finish_reason)
-
-    def close(self, outcome: str) -> None:
-        e2e = time.monotonic() - self._begin
-        tally = self._tally
-        if outcome == "done":
-            self._metrics.e2e.observe(e2e)
-            self._metrics.prompt_tokens.observe(tally.num_prompt_tokens)
-            self._metrics.generation_tokens.observe(tally.num_output_tokens)
-        if self._trace is not None:
-            for (prompt_index, _), count in self._num_outputs.items():
-                one = self._generations[prompt_index]
-                self._trace.add(self._begin, one.prompt_token_ids, count, one.cache_salt)
-        ttft = "-" if self._ttft is None else f"{self._ttft * 1e3:.0f}ms"
-        _LOG.info(
-            "%s %s prompt=%d cached=%d output=%d ttft=%s e2e=%.0fms",
-            self._reply_id,
-            outcome,
-            tally.num_prompt_tokens,
-            tally.usage.prompt_tokens_details.cached_tokens,
-            tally.num_output_tokens,
-            ttft,
-            e2e * 1e3,
-        )
-
-
 def _raise_for_failure(output: RequestOutput) -> None:
     if output.finish_reason is FinishReason.error and output.is_refusal:
         raise InvalidRequestError(
@@ -283,10 +262,12 @@ def _raise_for_failure(output: RequestOutput) -> None:
         raise UnavailableError("the request was aborted by the server", code="aborted")
 
 
-async def _merge(client: Client, generations: Sequence[Generation]) -> AsyncGenerator[News, None]:
+async def _merge(
+    client: Client, generations: Sequence[Generation], trace: bool
+) -> AsyncGenerator[News, None]:
     """News of several prompts as they come; one prompt takes the direct way."""
     if len(generations) == 1:
-        async with aclosing(_generate(client, generations[0])) as outputs:
+        async with aclosing(_generate(client, generations[0], trace)) as outputs:
             async for output in outputs:
                 yield 0, output
         return
@@ -294,7 +275,7 @@ async def _merge(client: Client, generations: Sequence[Generation]) -> AsyncGene
 
     async def pump(prompt_index: int) -> None:
         try:
-            async with aclosing(_generate(client, generations[prompt_index])) as outputs:
+            async with aclosing(_generate(client, generations[prompt_index], trace)) as outputs:
                 async for output in outputs:
                     queue.put_nowait((prompt_index, output))
             queue.put_nowait(prompt_index)
@@ -318,13 +299,14 @@ async def _merge(client: Client, generations: Sequence[Generation]) -> AsyncGene
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _generate(client: Client, one: Generation) -> AsyncGenerator[RequestOutput, None]:
+def _generate(client: Client, one: Generation, trace: bool) -> AsyncGenerator[RequestOutput, None]:
     outputs = client.generate(
         one.request_id,
         one.prompt_token_ids,
         one.sampling,
         priority=one.priority,
         cache_salt=one.cache_salt,
+        trace=trace,
     )
     # Closing it aborts the request: a client's `generate` is a generator.
     return cast("AsyncGenerator[RequestOutput, None]", outputs)

@@ -393,6 +393,20 @@ class ServerConfig(Section):
         "JSON-lines file that arrival, lengths and shared prefixes of every request are appended "
         "to, never text; empty = none",
     )
+    log_format: str = setting(
+        "text", "of the log: text, or json = one object per line", one_of=("text", "json")
+    )
+    log_prompts: bool = setting(False, "put prompts' token ids into the log lines of requests")
+    flight_recorder_steps: int = setting(
+        256, "last steps that are kept for after a crash; 0 = none", at_least=0, at_most=65536
+    )
+    flight_recorder_dir: str = setting(
+        "", "where they are written after a crash; empty = flight/ in the cache directory"
+    )
+    vllm_metrics: bool = setting(True, "/metrics has its figures under vLLM's names too")
+    otlp_endpoint: str = setting(
+        "", "where OpenTelemetry traces go, such as http://host:4318/v1/traces; empty = nowhere"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Collection, Iterable
 from enum import StrEnum
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from ostinato.graphs.timing import ClockTimer, StepTimer
 from ostinato.models.base import CausalLM, ForwardBatch, KVCache, LanguageModel
 from ostinato.ops.attention import AttentionPlanner
 
-__all__ = ("GraphRunner", "StepKind")
+__all__ = ("GraphRunner", "RunStep", "StepKind")
 
 
 class StepKind(StrEnum):
@@ -30,6 +31,14 @@ class StepKind(StrEnum):
     captured = "captured"
     compiled = "compiled"
     eager = "eager"
+
+
+class RunStep(NamedTuple):
+    """How a step was run."""
+
+    kind: StepKind
+    num_tokens: int  # that the program computed, padding included
+    num_seqs: int
 
 
 class GraphRunner:
@@ -69,6 +78,7 @@ class GraphRunner:
         self._replays: dict[GraphKey, Callable[[], Tensor]] = {}
         self.steps_by_kind: dict[str, int] = {kind.value: 0 for kind in StepKind}
         self.num_padding_tokens = 0  # computed to fill buckets up
+        self.last_step = RunStep(StepKind.eager, 0, 0)
 
     @property
     def captured_keys(self) -> list[GraphKey]:
@@ -160,9 +170,8 @@ class GraphRunner:
             self._buffers.upload(key.num_seqs)
             self._buffers.feed(num_tokens)
             self._plan(key)
-            self.steps_by_kind[StepKind.captured] += 1
             self.num_padding_tokens += key.num_tokens - num_tokens
-            self.timer.begin()
+            self._begin(StepKind.captured, key.num_tokens, key.num_seqs)
             return replay()[:num_logits]
         if num_logits == 0:
             # One row that nobody reads: programs are for at least one.
@@ -170,10 +179,8 @@ class GraphRunner:
         self._buffers.upload(num_seqs)
         self._buffers.feed(num_tokens)
         self._plan(GraphKey(num_tokens, num_seqs, uniform_decode))
-        kind = StepKind.eager if self._program is None else StepKind.compiled
-        self.steps_by_kind[kind] += 1
         batch = self._buffers.batch(num_tokens, num_seqs, max(num_logits, 1))
-        self.timer.begin()
+        self._begin(self._uncaptured, num_tokens, num_seqs)
         return self._result(batch, num_logits)
 
     def run_with_hidden(
@@ -186,11 +193,9 @@ class GraphRunner:
         self._buffers.upload(num_seqs)
         self._buffers.feed(num_tokens)
         self._plan(GraphKey(num_tokens, num_seqs, False))
-        kind = StepKind.eager if self._program is None else StepKind.compiled
-        self.steps_by_kind[kind] += 1
         sampled = self._buffers.batch(num_tokens, num_seqs, num_logits).rows
         batch = self._buffers.batch(num_tokens, num_seqs, None)
-        self.timer.begin()
+        self._begin(self._uncaptured, num_tokens, num_seqs)
         hidden = self._hidden(batch)
         return (self.compute_logits(hidden[sampled]) if num_logits else None), hidden
 
@@ -212,6 +217,16 @@ class GraphRunner:
         self._replays.clear()
         if self._planner is not None:
             self._planner.close()
+
+    @property
+    def _uncaptured(self) -> StepKind:
+        return StepKind.eager if self._program is None else StepKind.compiled
+
+    def _begin(self, kind: StepKind, num_tokens: int, num_seqs: int) -> None:
+        """Count a step whose program starts now and begin to time it."""
+        self.steps_by_kind[kind] += 1
+        self.last_step = RunStep(kind, num_tokens, num_seqs)
+        self.timer.begin(kind)
 
     def _hidden(self, batch: ForwardBatch) -> Tensor:
         forward = self._model if self._program is None else self._program

@@ -17,15 +17,24 @@ __all__ = ("ClockTimer", "CudaTimer", "StepTimer", "TimingEvent", "make_timer")
 
 
 class StepTimer(Protocol):
-    """Sums the device's time between `begin` and `end` of every step."""
+    """Sums the device's time between `begin` and `end` of every step, by kind of step."""
+
+    @property
+    def seconds_by_kind(self) -> dict[str, float]:
+        """Of all steps that have finished, by the name that each began with."""
+        ...
 
     @property
     def seconds(self) -> float:
         """Of all steps that have finished."""
         ...
 
-    def begin(self) -> None:
-        """Call before a step's first work is given to the device."""
+    def begin(self, kind: str = "") -> None:
+        """Call before a step's first work is given to the device.
+
+        Args:
+            kind: which sum it belongs to.
+        """
         ...
 
     def end(self) -> None:
@@ -39,13 +48,20 @@ class ClockTimer:
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self._began = 0.0
-        self.seconds = 0.0
+        self._kind = ""
+        self.seconds_by_kind: dict[str, float] = {}
 
-    def begin(self) -> None:
+    @property
+    def seconds(self) -> float:
+        return sum(self.seconds_by_kind.values())
+
+    def begin(self, kind: str = "") -> None:
+        self._kind = kind
         self._began = self._clock()
 
     def end(self) -> None:
-        self.seconds += self._clock() - self._began
+        sums = self.seconds_by_kind
+        sums[self._kind] = sums.get(self._kind, 0.0) + self._clock() - self._began
 
 
 class TimingEvent(Protocol):
@@ -66,17 +82,23 @@ class CudaTimer:
         """
         self._new_event = new_event
         self._free: list[TimingEvent] = []
-        self._pending: deque[tuple[TimingEvent, TimingEvent]] = deque()
+        self._pending: deque[tuple[str, TimingEvent, TimingEvent]] = deque()
         self._began: TimingEvent | None = None
-        self._seconds = 0.0
+        self._kind = ""
+        self._sums: dict[str, float] = {}
+
+    @property
+    def seconds_by_kind(self) -> dict[str, float]:
+        self._read()
+        return self._sums
 
     @property
     def seconds(self) -> float:
-        self._read()
-        return self._seconds
+        return sum(self.seconds_by_kind.values())
 
-    def begin(self) -> None:
+    def begin(self, kind: str = "") -> None:
         self._read()
+        self._kind = kind
         self._began = self._take()
         self._began.record()
 
@@ -84,7 +106,7 @@ class CudaTimer:
         assert self._began is not None, "a step's end without its beginning"
         ended = self._take()
         ended.record()
-        self._pending.append((self._began, ended))
+        self._pending.append((self._kind, self._began, ended))
         self._began = None
 
     def _take(self) -> TimingEvent:
@@ -92,9 +114,10 @@ class CudaTimer:
 
     def _read(self) -> None:
         """Take in the steps that the device has finished; they finish in order."""
-        while self._pending and self._pending[0][1].query():
-            began, ended = self._pending.popleft()
-            self._seconds += began.elapsed_time(ended) / 1000
+        while self._pending and self._pending[0][2].query():
+            kind, began, ended = self._pending.popleft()
+            seconds = began.elapsed_time(ended) / 1000
+            self._sums[kind] = self._sums.get(kind, 0.0) + seconds
             self._free += (began, ended)
 
 

@@ -183,6 +183,18 @@ class BlockPool:
         blocks = self._blocks
         return sum(1 for block_id in block_ids if blocks[block_id].ref_count == 0)
 
+    def kinds(self) -> bytes:
+        """What each usable block is, block 1 first: 0 free, 1 free with known contents, 2 held by
+        one table, 3 by several. O(blocks).
+        """
+        blocks = self._blocks[1:]
+        return bytes(
+            [
+                (2 if one.ref_count == 1 else 3) if one.ref_count else one.block_hash is not None
+                for one in blocks
+            ]
+        )
+
     def forget_cached(self) -> None:
         """Drop every hash: no lookup finds a block until new ones are registered."""
         for block in self._cached.values():

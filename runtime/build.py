@@ -59,6 +59,7 @@ from ostinato.runtime.memory import (
     MemoryPlan,
 )
 from ostinato.runtime.model_runner import ModelRunner
+from ostinato.runtime.observer import StepObserver
 from ostinato.runtime.planning import (
     ModelSource,
     bucket_table,
@@ -83,7 +84,11 @@ _LOG = logging.getLogger(__name__)
 _SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
-def build_engine(config: EngineConfig, report: Report = lambda name, seconds: None) -> Engine:
+def build_engine(
+    config: EngineConfig,
+    report: Report = lambda name, seconds: None,
+    observer: StepObserver | None = None,
+) -> Engine:
     """Build everything and return an engine that compiles nothing any more.
 
     The weights are loaded on a thread of their own while the main thread traces and compiles: the
@@ -92,6 +97,7 @@ def build_engine(config: EngineConfig, report: Report = lambda name, seconds: No
     Args:
         config: the whole configuration; each component is handed its section.
         report: told of each finished phase.
+        observer: sees every step; None = one that keeps none in a file.
 
     Raises:
         StartupError: the engine can not start as configured; one line with the remedy.
@@ -100,7 +106,7 @@ def build_engine(config: EngineConfig, report: Report = lambda name, seconds: No
         with ExitStack() as undo:
             monitor = CompileMonitor()
             undo.callback(monitor.close)
-            engine = _build_engine(config, report, monitor, undo)
+            engine = _build_engine(config, report, monitor, undo, observer)
             monitor.seal()
             undo.pop_all()
             return engine
@@ -118,7 +124,11 @@ def _first_line(error: BaseException) -> str:
 
 
 def _build_engine(
-    config: EngineConfig, report: Report, monitor: CompileMonitor, undo: ExitStack
+    config: EngineConfig,
+    report: Report,
+    monitor: CompileMonitor,
+    undo: ExitStack,
+    observer: StepObserver | None,
 ) -> Engine:
     phases: dict[str, float] = {}
 
@@ -174,11 +184,7 @@ def _build_engine(
         if costs is None and cost_store.is_wanted and not source.config.is_encoder:
             with phase("cost table"):
                 costs = calibrate(cost_store, runner, kv_cache, plan, served)
-    if bundle is not None:
-        with phase("save bundle"):
-            if source.device.type == "cpu":
-                add_kernels(bundle)
-            bundle.save()
+    _save(bundle, source, phase)
     cache = KVCacheManager(
         plan.num_blocks,
         config.cache.block_size,
@@ -194,8 +200,25 @@ def _build_engine(
     )
     overlap = _overlaps(config, source)
     return Engine(
-        scheduler, cache, runner, monitor, served, bundle, overlap=overlap, cost_table=costs
+        scheduler,
+        cache,
+        runner,
+        monitor,
+        served,
+        bundle,
+        overlap=overlap,
+        cost_table=costs,
+        observer=observer,
     )
+
+
+def _save(bundle: Bundle | None, source: ModelSource, phase: Phase) -> None:
+    if bundle is None:
+        return
+    with phase("save bundle"):
+        if source.device.type == "cpu":
+            add_kernels(bundle)
+        bundle.save()
 
 
 def _overlaps(config: EngineConfig, source: ModelSource) -> bool:

@@ -24,14 +24,19 @@ import zmq.asyncio
 from ostinato.conf.root import EngineConfig
 from ostinato.runtime.completion import PromptCompletions
 from ostinato.runtime.engine_process import EngineProcess
+from ostinato.runtime.engine_state import EngineState
 from ostinato.runtime.errors import EngineDeadError, StartupError
+from ostinato.runtime.flight_recorder import StepRecord, flight_path, keep_flight, read_flight
 from ostinato.runtime.flights import Flights, given_up_news
 from ostinato.runtime.grammar_compiler import GrammarCompiler
+from ostinato.runtime.inspection import Inspector
 from ostinato.runtime.messages import (
     AbortRequests,
     AddRequest,
     ClientMessage,
     EngineFailed,
+    Inspect,
+    Inspected,
     ResetPrefixCache,
     StepBegins,
     StepNews,
@@ -82,6 +87,7 @@ class EngineClient:
         self._restarts = RestartPolicy(
             server.max_restarts, server.restart_window_s, server.restart_backoff_s
         )
+        self._inspector = Inspector(lambda: self._send(Inspect()))
         self.stats = EngineStats()
         self.startup_seconds: dict[str, float] = {}  # finished phases of the first start, so far
 
@@ -191,6 +197,7 @@ class EngineClient:
         *,
         priority: int = 0,
         cache_salt: str = "",
+        trace: bool = False,
     ) -> AsyncIterator[RequestOutput]:
         """News of all `sampling.n` completions until each has ended; closing the iterator aborts.
 
@@ -212,6 +219,7 @@ class EngineClient:
             cache_salt=cache_salt,
             tokenizer=self.tokenizer,
             grammar=await self._grammar(sampling),
+            trace=trace,
         )
         if self._death is not None:
             raise EngineDeadError(f"the engine does not run: {self._death}")
@@ -251,6 +259,21 @@ class EngineClient:
     async def reset_prefix_cache(self) -> None:
         """Forget cached blocks that no sequence uses."""
         await self._send(ResetPrefixCache())
+
+    async def inspect(self, timeout_s: float = 2.0) -> EngineState:
+        """What the engine is doing; all who ask at once get the same answer.
+
+        Raises:
+            TimeoutError: the engine is in a step that takes longer, or it is frozen.
+            EngineDeadError: it does not run.
+        """
+        if not self.is_alive:
+            raise EngineDeadError(f"the engine does not run: {self._death or self._restarting}")
+        return await self._inspector.ask(timeout_s)
+
+    def flight_records(self) -> list[StepRecord]:
+        """The engine's last steps, read from its file: a frozen engine's too."""
+        return [] if self._engine is None else read_flight(flight_path(self._engine.path))
 
     async def drain(self, timeout_s: float) -> bool:
         """Wait until nothing is unfinished; False when `timeout_s` was not enough."""
@@ -319,9 +342,13 @@ class EngineClient:
                 await self._board()
             elif isinstance(message, StepBegins):
                 self._flights.begin(message.request_ids)
+            elif isinstance(message, Inspected):
+                self._inspector.answer(message.state)
             elif isinstance(message, EngineFailed):
                 last_words = message.message
-        return death_of(engine.return_code, last_words)
+        death = death_of(engine.return_code, last_words)
+        keep_flight(flight_path(engine.path), self._config.server.flight_recorder_dir, death.text)
+        return death
 
     async def _restart(self, death: Death) -> bool:
         """Whether a new engine serves; the flights are then under way again."""

@@ -78,6 +78,9 @@ class CompletionStream:
             error=news.error,
             is_refusal=news.is_refusal,
             prompt_logprobs=news.prompt_logprobs,
+            scheduled_time=news.scheduled_time,
+            num_preemptions=news.num_preemptions,
+            events=news.events,
         )
 
 
@@ -160,6 +163,9 @@ class PromptCompletions:
                     beam.logprobs,
                     news.num_cached_tokens,
                     prompt_logprobs=news.prompt_logprobs,
+                    scheduled_time=news.scheduled_time,
+                    num_preemptions=news.num_preemptions,
+                    events=None if index else news.events,
                 )
             )
             output.score = beam.score
@@ -192,5 +198,7 @@ class _Candidate:
             new_token_ids=self.token_ids,
             logprobs=[entry for output in self._outputs for entry in output.logprobs or ()],
             prompt_logprobs=self._outputs[0].prompt_logprobs,
+            scheduled_time=self._outputs[0].scheduled_time,
+            events=[one for output in self._outputs for one in output.events or ()] or None,
             score=self.score(),
         )

@@ -15,10 +15,12 @@ from collections.abc import Callable
 from ostinato.graphs.bundle import Bundle
 from ostinato.graphs.seal import CompileMonitor
 from ostinato.runtime.cost_table import Chunk, CostTable
+from ostinato.runtime.engine_state import EngineState, describe_engine
 from ostinato.runtime.forecast import predict_ttft
 from ostinato.runtime.grammar_store import GrammarStore
 from ostinato.runtime.kv_cache import KVCacheManager
 from ostinato.runtime.model_runner import ModelRunner, PendingStep
+from ostinato.runtime.observer import StepObserver
 from ostinato.runtime.scheduler import Scheduler
 from ostinato.runtime.types import (
     EngineStats,
@@ -37,7 +39,7 @@ _GRAMMAR_WAIT_S = 0.02  # an engine without other work looks for new requests th
 class Engine:
     """Continuous batching over one model. Not thread-safe: one thread calls it."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - its parts, put together in one place
         self,
         scheduler: Scheduler,
         cache: KVCacheManager,
@@ -48,6 +50,7 @@ class Engine:
         *,
         overlap: bool = False,
         cost_table: CostTable | None = None,
+        observer: StepObserver | None = None,
     ) -> None:
         """
         Args:
@@ -60,6 +63,7 @@ class Engine:
             overlap: launch each step before the last one's tokens are read, so that scheduling and
                 reporting happen while the device works.
             cost_table: seconds of steps, as measured at the start; None = not measured.
+            observer: sees every step; None = one that keeps none in a file.
         """
         self._scheduler = scheduler
         self._cache = cache
@@ -72,6 +76,7 @@ class Engine:
         self.cost_table = cost_table
         self._grammars = GrammarStore(model)
         runner.use_grammars(self._grammars.matcher)
+        self._observer = observer or StepObserver()
         self._num_requests = 0
         self._num_request_tokens = 0  # of their prompts
         self._num_steps = 0
@@ -80,6 +85,8 @@ class Engine:
         self._queue_seconds = 0.0
         # Told of each step that was read, and of the clock when `step` was entered.
         self.on_step: Callable[[SchedulerOutput, float], None] | None = None
+        self._busy_seconds = 0.0  # steps, and what was between them while there was work
+        self._busy_until: float | None = None  # end of the last step; None = there was no work left
 
     @property
     def has_work(self) -> bool:
@@ -91,6 +98,7 @@ class Engine:
 
         One with a grammar is queued when that is built; steps go on meanwhile.
         """
+        self._observer.add(request)
         if request.grammar:
             self._grammars.add(request)
         else:
@@ -100,13 +108,14 @@ class Engine:
 
     def abort(self, request_id: str) -> SequenceOutput | None:
         """End a request now; its terminal output, or None when it had ended already."""
+        self._observer.forget(request_id)
         if self._grammars.release(request_id):
             return SequenceOutput(request_id, [], FinishReason.abort)
         return self._scheduler.abort(request_id)
 
     def abort_all(self) -> list[SequenceOutput]:
         """End everything; the terminal outputs."""
-        request_ids = [*self._scheduler.request_ids(), *self._grammars.request_ids()]
+        request_ids = [*self._scheduler.requests(), *self._grammars.request_ids()]
         outputs = (self.abort(request_id) for request_id in request_ids)
         return [output for output in outputs if output is not None]
 
@@ -125,7 +134,7 @@ class Engine:
         """
         begin = time.perf_counter()
         news = self._take_grammars() if self._grammars.num_waiting else []
-        output = self._scheduler.schedule()
+        output = self._schedule()
         if output is not None:
             if output.admitted:
                 self._count_admitted(output)
@@ -134,11 +143,14 @@ class Engine:
                 announce(ids, self._predicted_seconds(output))
             self._monitor.begin_step(output.num_tokens, output.num_seqs)
             self._in_flight.append((output, self._runner.launch(output)))
+            ran = self._runner.graphs.last_step
+            self._observer.launch(ran.kind.value, ran.num_tokens)
         if self._in_flight and (output is None or len(self._in_flight) == self._max_in_flight):
             oldest, pending = self._in_flight.popleft()
             if oldest is not output:
                 self._monitor.begin_step(oldest.num_tokens, oldest.num_seqs)
             ended = self._scheduler.update(oldest, self._runner.read(pending))
+            self._observer.end(oldest, ended)
             news += ended
             for one in ended:
                 if one.finish_reason is not None:
@@ -147,7 +159,10 @@ class Engine:
             if self.on_step is not None:
                 self.on_step(oldest, begin)
         self._monitor.end_step()
-        self._step_seconds += time.perf_counter() - begin
+        end = time.perf_counter()
+        self._step_seconds += end - begin
+        self._busy_seconds += end - (self._busy_until or begin)
+        self._busy_until = end if self.has_work else None
         return news
 
     def _take_grammars(self) -> list[SequenceOutput]:
@@ -155,8 +170,27 @@ class Engine:
         timeout_s = 0.0 if self._scheduler.has_work else _GRAMMAR_WAIT_S
         ready, ended = self._grammars.take_ready(timeout_s)
         for request in ready:
+            self._observer.grammar_built(request)
             self._scheduler.add(request)
         return ended
+
+    def _schedule(self) -> SchedulerOutput | None:
+        scheduler, observer = self._scheduler, self._observer
+        num_preemptions = scheduler.num_preemptions
+        output = scheduler.schedule()
+        if observer.traced and scheduler.num_preemptions != num_preemptions:
+            requests = scheduler.requests()
+            observer.preempted(
+                [one for one in observer.traced if one in requests and not requests[one].is_running]
+            )
+        if output is not None:
+            observer.begin(
+                output,
+                num_running=scheduler.num_running,
+                num_waiting=scheduler.num_waiting,
+                num_free_blocks=self._cache.num_free_blocks,
+            )
+        return output
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached blocks; False when sequences still use some."""
@@ -215,14 +249,27 @@ class Engine:
             late_compiles=self._monitor.late_compiles,
             step_seconds=self._step_seconds,
             model_seconds=self._runner.model_seconds,
-            device_seconds=self._runner.device_seconds,
+            device_seconds_by_kind=self._runner.device_seconds_by_kind,
             grammar_seconds=self._runner.grammar_seconds,
             grammar_build_seconds=self._grammars.build_seconds,
             max_num_seqs=scheduler.limits.max_num_seqs,
             max_num_batched_tokens=scheduler.limits.max_num_batched_tokens,
             predicted_step_seconds=step_seconds,
             predicted_ttft_seconds=self.predict_ttft(self._mean_prompt_tokens()) or 0.0,
+            host_gap_seconds=max(0.0, self._busy_seconds - self._runner.model_seconds),
+            num_scheduled_tokens=self._observer.num_scheduled_tokens,
             num_padding_tokens=self._runner.graphs.num_padding_tokens,
+            iteration_tokens=self._observer.iteration_tokens[:],
+        )
+
+    def inspect(self) -> EngineState:
+        """What it is doing, for people; O(blocks), so only when somebody looks."""
+        return describe_engine(
+            self._scheduler.requests().values(),
+            self._cache,
+            self.stats(),
+            self._observer.recent,
+            [key.num_tokens for key in self._runner.graphs.captured_keys],
         )
 
     def _predicted_seconds(self, output: SchedulerOutput) -> float:

@@ -12,6 +12,7 @@ import zmq
 import zmq.asyncio
 
 from ostinato.runtime.errors import EngineDeadError, StartupError
+from ostinato.runtime.flight_recorder import flight_path
 from ostinato.runtime.messages import (
     ClientMessage,
     EngineFailed,
@@ -39,7 +40,7 @@ class EngineProcess:
     def __init__(self, context: zmq.asyncio.Context, path: Path) -> None:
         self._encoder = encoder()
         self._socket = context.socket(zmq.PAIR)
-        self._path = path
+        self.path = path
         self._process: asyncio.subprocess.Process | None = None
         self._ended: asyncio.Task[int] | None = None
 
@@ -61,7 +62,7 @@ class EngineProcess:
         Args:
             config: the resolved configuration as one line of JSON.
         """
-        address = f"ipc://{self._path}"
+        address = f"ipc://{self.path}"
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.bind(address)
@@ -139,4 +140,5 @@ class EngineProcess:
                 await self._process.wait()
         if not self._socket.closed:
             self._socket.close(linger=0)
-        self._path.unlink(missing_ok=True)
+        self.path.unlink(missing_ok=True)
+        flight_path(self.path).unlink(missing_ok=True)

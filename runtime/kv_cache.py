@@ -54,6 +54,10 @@ class KVCacheManager:
         """Cached blocks that were reused for other contents, since the start."""
         return self._pool.num_evictions
 
+    def block_kinds(self) -> bytes:
+        """What each usable block is; see `BlockPool.kinds`. O(blocks)."""
+        return self._pool.kinds()
+
     def match_prefix(self, sequence: Sequence) -> list[int]:
         """Find the longest known prefix of a sequence that holds no blocks. Takes nothing.
 

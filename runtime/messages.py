@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from ostinato.runtime.engine_state import EngineState
 from ostinato.runtime.types import EngineStats, Request, SequenceOutput, ServedModel
 
 __all__ = (
@@ -13,6 +14,8 @@ __all__ = (
     "EngineFailed",
     "EngineMessage",
     "EngineReady",
+    "Inspect",
+    "Inspected",
     "Phase",
     "ResetPrefixCache",
     "Shutdown",
@@ -40,7 +43,11 @@ class Shutdown(msgspec.Struct, frozen=True, array_like=True, tag=4, gc=False):
     """End the process; what is running is aborted."""
 
 
-ClientMessage = AddRequest | AbortRequests | ResetPrefixCache | Shutdown
+class Inspect(msgspec.Struct, frozen=True, array_like=True, tag=20, gc=False):
+    """Somebody looks: answer with `Inspected` between two steps."""
+
+
+ClientMessage = AddRequest | AbortRequests | ResetPrefixCache | Shutdown | Inspect
 
 
 class Phase(msgspec.Struct, frozen=True, array_like=True, tag=1, gc=False):
@@ -76,7 +83,11 @@ class StepBegins(msgspec.Struct, frozen=True, array_like=True, tag=5, gc=False):
     seconds: float  # that it should take by the step-cost table; 0 = not known, or not long
 
 
-EngineMessage = Phase | EngineReady | StepNews | EngineFailed | StepBegins
+class Inspected(msgspec.Struct, frozen=True, array_like=True, tag=20, gc=False):
+    state: EngineState
+
+
+EngineMessage = Phase | EngineReady | StepNews | EngineFailed | StepBegins | Inspected
 
 encoder = msgspec.msgpack.Encoder
 client_decoder = msgspec.msgpack.Decoder(ClientMessage)

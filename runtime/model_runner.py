@@ -73,7 +73,7 @@ class ModelRunner:
         )
         self._pooler = pooler or Pooler()
         self._undrawn: PendingStep | None = None  # the last launch, if its draw waits
-        self._device_seconds_before = 0.0
+        self._device_seconds_before: dict[str, float] = {}
         self.model_seconds = 0.0
 
     def use_grammars(self, source: MatcherSource) -> None:
@@ -86,14 +86,16 @@ class ModelRunner:
         return self._sampler.grammars.seconds
 
     @property
-    def device_seconds(self) -> float:
-        """Of finished steps, by the device's own clock where it has one."""
-        return self.graphs.timer.seconds - self._device_seconds_before
+    def device_seconds_by_kind(self) -> dict[str, float]:
+        """Of finished steps, by the device's own clock where it has one, by how they were run."""
+        before = self._device_seconds_before
+        sums = self.graphs.timer.seconds_by_kind
+        return {str(kind): seconds - before.get(kind, 0.0) for kind, seconds in sums.items()}
 
     def reset_counters(self) -> None:
         """Count from zero again, after steps that were no service."""
         self.model_seconds = 0.0
-        self._device_seconds_before = self.graphs.timer.seconds
+        self._device_seconds_before = dict(self.graphs.timer.seconds_by_kind)
         self.graphs.steps_by_kind = dict.fromkeys(self.graphs.steps_by_kind, 0)
         self.graphs.num_padding_tokens = 0
 

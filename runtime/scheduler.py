@@ -139,9 +139,9 @@ class Scheduler:
         mean_output = self._num_ended_tokens / self._num_ended if self._num_ended else None
         return queue_load(self._running, waiting, len(self._free_rows), mean_output)
 
-    def request_ids(self) -> list[str]:
-        """Requests that have not ended, in order of arrival."""
-        return list(self._sequences)
+    def requests(self) -> dict[str, Sequence]:
+        """Requests that have not ended, by id, in order of arrival; of a beam search its first."""
+        return dict(self._sequences)
 
     def add(self, request: Request) -> None:
         """Queue a request.
@@ -306,8 +306,7 @@ class Scheduler:
         if limit < 1:
             return
         new_block_ids: list[int] = []
-        beam = sequence.beam
-        if beam is not None:
+        if (beam := sequence.beam) is not None:
             copies = self._take_room(sequence, step, self._cache.make_writable)
             if copies is None:
                 return

@@ -175,6 +175,11 @@ class Sequence:
         return self.token_ids[-1] in self.eos_token_ids or self.token_ids[-1] in self.stop_token_ids
 
     @property
+    def is_running(self) -> bool:
+        """Whether it takes part in the next step."""
+        return self.status is SequenceStatus.running
+
+    @property
     def is_finished(self) -> bool:
         """Whether its terminal output was given."""
         return self.status is SequenceStatus.finished

@@ -36,9 +36,11 @@ __all__ = (
     "ServedTask",
     "StepResult",
     "StructuredOutputsParams",
+    "TimelineEvent",
     "TokenLogprobs",
 )
 
+ITERATION_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 MAX_LOGPROBS = 20
 MAX_N = 128
 MAX_BAD_WORDS = 256
@@ -269,6 +271,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=Fal
     pooling: PoolingParams | None = None  # nothing is generated; `sampling` is not read
     output_token_ids: list[int] = []  # given before, by an engine that is gone; it goes on there
     grammar: str = ""  # of `sampling.structured_outputs`, checked
+    trace: bool = False  # its news carry what happened to it in the engine
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -340,6 +343,19 @@ class BeamOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     logprobs: list[TokenLogprobs] | None = None  # one per token: those that the search compared
 
 
+class TimelineEvent(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Something that happened to a traced request in the engine."""
+
+    name: str  # grammar_built | scheduled | prefill | first_token | preempted | resumed
+    at: float  # seconds, monotonic clock
+    seconds: float = 0.0  # of a prefill: from the step's launch until its tokens were there
+    start: int = 0  # of a prefill: its first position; those before were computed or cached
+    num_tokens: int = 0  # of a prefill
+    step: int = 0  # of a prefill: the engine's number of the step
+    kind: str = ""  # of a prefill: captured | compiled | eager
+    num_seqs: int = 0  # of a prefill: sequences in that step
+
+
 class SequenceOutput(msgspec.Struct, array_like=True, gc=False):
     """One request's news of one step, engine -> client."""
 
@@ -356,6 +372,9 @@ class SequenceOutput(msgspec.Struct, array_like=True, gc=False):
     pooled: bytes | None = None  # little-endian float32, of a pooled request
     is_complete: bool = False  # its grammar ended it: the last token is no stop token
     is_refusal: bool = False  # the error is the request's own: its grammar can not go on
+    scheduled_time: float = 0.0  # when it first had a row, monotonic; with its first news
+    num_preemptions: int = 0  # with its finish reason
+    events: list[TimelineEvent] | None = None  # since the last news, of a traced request
 
 
 class ServedTask(StrEnum):
@@ -402,7 +421,8 @@ class EngineStats(msgspec.Struct, array_like=True, gc=False):
     late_compiles: list[LateCompile] = []  # empty when all is well
     step_seconds: float = 0.0  # summed over steps
     model_seconds: float = 0.0  # of which in the model's graph and sampler
-    device_seconds: float = 0.0  # of finished steps, by the device's own clock where it has one
+    # Of finished steps, by the device's own clock where it has one, by how they were run.
+    device_seconds_by_kind: dict[str, float] = {}
     max_num_seqs: int = 0  # as set, or as decided from measured step costs
     max_num_batched_tokens: int = 0  # the same
     predicted_step_seconds: float = 0.0  # of decoding what runs now; 0 = no step costs
@@ -414,6 +434,15 @@ class EngineStats(msgspec.Struct, array_like=True, gc=False):
     grammar_seconds: float = 0.0  # of steps, in which grammars' masks were made
     grammar_build_seconds: float = 0.0  # beside the steps
     num_padding_tokens: int = 0  # computed to fill captured buckets up
+    host_gap_seconds: float = 0.0  # with work, but neither in the model nor waiting for it
+    num_scheduled_tokens: int = 0  # that steps were asked for
+    # Steps by their tokens: one count per bound of ITERATION_TOKENS, then those above the last.
+    iteration_tokens: list[int] = []
+
+    @property
+    def device_seconds(self) -> float:
+        """Of all finished steps."""
+        return sum(self.device_seconds_by_kind.values())
 
 
 class RequestOutput(msgspec.Struct, kw_only=True):
@@ -434,6 +463,9 @@ class RequestOutput(msgspec.Struct, kw_only=True):
     prompt_logprobs: list[TokenLogprobs] | None = None  # with the first token, if asked for
     num_discarded_tokens: int = 0  # of candidates that were not among the n best
     score: float | None = None  # what the n best were chosen by, with `best_of` and beam search
+    scheduled_time: float = 0.0  # when it first had a row, monotonic; with its first news
+    num_preemptions: int = 0  # with the finish reason
+    events: list[TimelineEvent] | None = None  # since the last news, of a traced request
 
 
 class PooledOutput(msgspec.Struct, frozen=True, kw_only=True):

@@ -22,6 +22,8 @@ import zmq
 from ostinato.conf.root import EngineConfig
 from ostinato.runtime.bundles import prepare_kernels
 from ostinato.runtime.errors import InvalidRequestError, StartupError
+from ostinato.runtime.flight_recorder import FlightRecorder, flight_path
+from ostinato.runtime.log_format import configure_logging
 from ostinato.runtime.messages import (
     AbortRequests,
     AddRequest,
@@ -29,6 +31,8 @@ from ostinato.runtime.messages import (
     EngineFailed,
     EngineMessage,
     EngineReady,
+    Inspect,
+    Inspected,
     Phase,
     ResetPrefixCache,
     StepBegins,
@@ -101,6 +105,8 @@ def run_loop(engine: Engine, connection: _Connection) -> None:
             elif isinstance(message, AbortRequests):
                 ended = (engine.abort(request_id) for request_id in message.request_ids)
                 outputs += [output for output in ended if output is not None]
+            elif isinstance(message, Inspect):
+                connection.send(Inspected(engine.inspect()))
             elif isinstance(message, ResetPrefixCache):
                 engine.reset_prefix_cache()
             else:
@@ -145,6 +151,13 @@ def _read_config() -> EngineConfig:
     return msgspec.json.decode(line, type=EngineConfig)
 
 
+def _flight_recorder(num_steps: int, address: str) -> FlightRecorder | None:
+    """In a file beside the socket, where the client finds it when this process is gone."""
+    if not num_steps:
+        return None
+    return FlightRecorder(flight_path(address.removeprefix("ipc://")), num_steps)
+
+
 def main(address: str) -> int:
     """Build the engine, report each phase, run. Returns the exit code."""
     # A terminal's Ctrl-C and a supervisor's SIGTERM go to the whole process group; the client
@@ -152,10 +165,7 @@ def main(address: str) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     config = _read_config()
-    logging.basicConfig(
-        level=config.server.log_level.upper(),
-        format="%(asctime)s %(levelname)s engine: %(message)s",
-    )
+    configure_logging(config.server.log_level, config.server.log_format, "engine")
     _exit_with_client()
     prepare_kernels(config.device, config.graphs)
     connection = _Connection(address)
@@ -164,10 +174,13 @@ def main(address: str) -> int:
     try:
         begin = time.perf_counter()
         from ostinato.runtime.build import build_engine
+        from ostinato.runtime.observer import StepObserver
 
         connection.send(Phase("imports", time.perf_counter() - begin))
         engine = build_engine(
-            config, report=lambda name, seconds: connection.send(Phase(name, seconds))
+            config,
+            report=lambda name, seconds: connection.send(Phase(name, seconds)),
+            observer=StepObserver(_flight_recorder(config.server.flight_recorder_steps, address)),
         )
         connection.send(EngineReady(engine.model, engine.stats()))
         at_start = False

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Sequence
 
+from ostinato.runtime.engine_state import EngineState
 from ostinato.runtime.errors import EngineDeadError
+from ostinato.runtime.flight_recorder import StepRecord
 from ostinato.runtime.tokenizer import Tokenizer
 from ostinato.runtime.types import (
     EngineStats,
@@ -58,6 +61,10 @@ class FakeClient:
         self.startup_seconds = {"imports": 1.5, "ready": 3.0}
         self.num_unfinished = 0
         self.prepared: list[SamplingParams] = []
+        self.engine_pid: int | None = None
+        self.state: EngineState | Exception = EngineDeadError("the engine does not run: never ran")
+        self.records: list[StepRecord] = []
+        self.traced: list[bool] = []
         self.requests: list[tuple[list[int], SamplingParams, int, str]] = []
         self.aborted: list[str] = []
 
@@ -67,6 +74,13 @@ class FakeClient:
 
     async def prepare(self, sampling: SamplingParams) -> None:
         self.prepared.append(sampling)
+    async def inspect(self, timeout_s: float = 2.0) -> EngineState:
+        if isinstance(self.state, Exception):
+            raise self.state
+        return self.state
+
+    def flight_records(self) -> list[StepRecord]:
+        return self.records
 
     async def generate(
         self,
@@ -76,10 +90,12 @@ class FakeClient:
         *,
         priority: int = 0,
         cache_salt: str = "",
+        trace: bool = False,
     ) -> AsyncIterator[RequestOutput]:
         if self.death_reason is not None:
             raise EngineDeadError(f"the engine does not run: {self.death_reason}")
         self.requests.append((prompt_token_ids, sampling, priority, cache_salt))
+        self.traced.append(trace)
         self.num_unfinished += sampling.n
         counts = [0] * sampling.n
         ended = False
@@ -132,6 +148,9 @@ class FakeClient:
             num_cached_tokens=step.num_cached_tokens,
             num_output_tokens=num_output_tokens,
             error=step.error,
+            scheduled_time=step.scheduled_time and time.monotonic(),  # given = this moment
+            num_preemptions=step.num_preemptions,
+            events=step.events,
         )
 
 

@@ -170,7 +170,7 @@ def test_version(capsys: pytest.CaptureFixture[str]):
     [
         ("run ", " ", ["serve", "generate", "chat", "bench", "compile", "plan"]),
         ("run s", " ", ["serve"]),
-        ("run serve server.p", " ", ["server.port="]),
+        ("run serve server.po", " ", ["server.port="]),
         (
             "run serve graphs.mode=",
             " ",

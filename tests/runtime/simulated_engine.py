@@ -124,7 +124,7 @@ class SimulatedEngine:
         # computed twice: once for nothing, and once as the first.
         last_step = self.num_steps + 4 * sum(lengths) + 10
         while self.scheduler.has_work:
-            assert self.num_steps <= last_step, f"{self.scheduler.request_ids()} starve"
+            assert self.num_steps <= last_step, f"{list(self.scheduler.requests())} starve"
             launched = self.launch()
             if self._in_flight and (not lookahead or launched is None or self.num_in_flight == 2):
                 self.land()

@@ -561,7 +561,7 @@ def test_a_result_has_a_token_for_each_entry_that_samples() -> None:
 def test_abort_answers_once() -> None:
     scheduler = make_scheduler(make_request("a", [10]), make_request("b", [11]), max_num_seqs=1)
     step(scheduler, 5)
-    assert scheduler.request_ids() == ["a", "b"]
+    assert list(scheduler.requests()) == ["a", "b"]
     assert scheduler.abort("b") == SequenceOutput("b", [], FinishReason.abort)
     assert scheduler.abort("b") is None
     assert scheduler.abort("a") == SequenceOutput("a", [], FinishReason.abort)

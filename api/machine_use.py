@@ -1,0 +1,137 @@
+"""What the server's processes and the GPUs use, read when somebody asks.
+
+Processor time is a sum since a process began: who shows a rate takes differences.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+if TYPE_CHECKING:
+    import psutil
+
+__all__ = ("GpuUse", "MachineProbe", "MachineUse", "ProcessUse")
+
+
+class ProcessUse(msgspec.Struct, frozen=True):
+    """One process."""
+
+    cpu_seconds: float  # of user and system
+    resident_bytes: int
+    num_threads: int
+
+
+class GpuUse(msgspec.Struct, frozen=True):
+    """One GPU, as NVML tells."""
+
+    index: int
+    name: str
+    utilization: float  # share of the last moments in which a kernel ran, 0 to 1
+    memory_used_bytes: int
+    memory_total_bytes: int
+    power_watts: float | None
+    temperature_celsius: float | None
+
+
+class MachineUse(msgspec.Struct, frozen=True):
+    """One reading."""
+
+    processes: dict[str, ProcessUse]  # "api" and, while it runs, "engine"
+    num_cpus: int  # that this process may use
+    memory_total_bytes: int
+    memory_available_bytes: int
+    gpus: list[GpuUse]
+
+
+class MachineProbe:
+    """Reads the use of this machine; the libraries for that are imported by the first reading."""
+
+    def __init__(self) -> None:
+        self._processes: dict[int, psutil.Process] = {}
+        self._gpus: list[Any] | None = None  # NVML's handles; None = not looked for yet
+
+    def read(self, engine_pid: int | None) -> MachineUse:
+        """The use this moment; takes about a millisecond.
+
+        Args:
+            engine_pid: of the engine process; None = it does not run.
+        """
+        import psutil
+
+        memory = psutil.virtual_memory()
+        found = {"api": self._process(os.getpid())}
+        if engine_pid is not None:
+            found["engine"] = self._process(engine_pid)
+        return MachineUse(
+            processes={name: use for name, use in found.items() if use is not None},
+            num_cpus=len(os.sched_getaffinity(0)),
+            memory_total_bytes=memory.total,
+            memory_available_bytes=memory.available,
+            gpus=self._read_gpus(),
+        )
+
+    def _process(self, pid: int) -> ProcessUse | None:
+        import psutil
+
+        try:
+            process = self._processes.get(pid)
+            if process is None:
+                process = self._processes[pid] = psutil.Process(pid)
+            with process.oneshot():
+                times = process.cpu_times()
+                return ProcessUse(
+                    times.user + times.system, process.memory_info().rss, process.num_threads()
+                )
+        except psutil.Error:  # it has ended
+            self._processes.pop(pid, None)
+            return None
+
+    def _read_gpus(self) -> list[GpuUse]:
+        import pynvml
+
+        if self._gpus is None:
+            try:
+                pynvml.nvmlInit()
+                count = pynvml.nvmlDeviceGetCount()
+                self._gpus = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(count)]
+            except pynvml.NVMLError:  # no driver, no GPU
+                self._gpus = []
+        uses: list[GpuUse] = []
+        for index, handle in enumerate(self._gpus):
+            try:
+                memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
+                name = pynvml.nvmlDeviceGetName(handle)
+                rates = pynvml.nvmlDeviceGetUtilizationRates(handle)
+            except pynvml.NVMLError:  # it fell off the bus, or is not ours to read
+                continue
+            uses.append(
+                GpuUse(
+                    index=index,
+                    name=name if isinstance(name, str) else name.decode(),
+                    utilization=float(rates.gpu) / 100,
+                    memory_used_bytes=int(memory.used),
+                    memory_total_bytes=int(memory.total),
+                    power_watts=_optional(
+                        lambda h=handle: pynvml.nvmlDeviceGetPowerUsage(h) / 1000
+                    ),
+                    temperature_celsius=_optional(
+                        lambda h=handle: pynvml.nvmlDeviceGetTemperature(
+                            h, pynvml.NVML_TEMPERATURE_GPU
+                        )
+                    ),
+                )
+            )
+        return uses
+
+
+def _optional(read: Any) -> float | None:
+    """A figure that not every GPU has."""
+    import pynvml
+
+    try:
+        return float(read())
+    except pynvml.NVMLError:
+        return None

@@ -1,0 +1,54 @@
+"""The log of both processes: in words, or one JSON object per line."""
+
+from __future__ import annotations
+
+import logging
+
+import msgspec
+
+__all__ = ("FIELDS", "JsonFormatter", "configure_logging")
+
+FIELDS = "fields_of_line"
+"""The attribute of a log record that holds a line's own fields, by their names."""
+
+
+class JsonFormatter(logging.Formatter):
+    """Time, level, process, logger and message; a record's FIELDS beside them.
+
+    Args:
+        process: `api` or `engine`.
+    """
+
+    def __init__(self, process: str) -> None:
+        super().__init__()
+        self._process = process
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, object] = {
+            "time": round(record.created, 6),
+            "level": record.levelname.lower(),
+            "process": self._process,
+            "logger": record.name,
+        }
+        fields = getattr(record, FIELDS, None)
+        line |= {"message": record.getMessage()} if fields is None else fields
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return msgspec.json.encode(line).decode()
+
+
+def configure_logging(level: str, log_format: str, process: str) -> None:
+    """Send this process's log to standard error.
+
+    Args:
+        level: as `server.log_level`.
+        log_format: as `server.log_format`.
+        process: `api` or `engine`.
+    """
+    handler = logging.StreamHandler()
+    if log_format == "json":
+        handler.setFormatter(JsonFormatter(process))
+    else:
+        name = "engine: " if process == "engine" else ""
+        handler.setFormatter(logging.Formatter(f"%(asctime)s %(levelname)s {name}%(message)s"))
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
