@@ -185,20 +185,7 @@ def _build_engine(
             with phase("cost table"):
                 costs = calibrate(cost_store, runner, kv_cache, plan, served)
     _save(bundle, source, phase)
-    cache = KVCacheManager(
-        plan.num_blocks,
-        config.cache.block_size,
-        enable_prefix_caching=config.cache.enable_prefix_caching and not source.config.is_encoder,
-    )
-    scheduler = make_scheduler(
-        config.scheduler,
-        cache,
-        plan.max_model_len,
-        source.limits,
-        costs,
-        whole_prompts=source.config.is_encoder,
-    )
-    overlap = _overlaps(config, source)
+    cache, scheduler = _make_scheduler(config, source, plan, costs)
     return Engine(
         scheduler,
         cache,
@@ -206,10 +193,31 @@ def _build_engine(
         monitor,
         served,
         bundle,
-        overlap=overlap,
+        overlap=_overlaps(config, source),
         cost_table=costs,
         observer=observer,
     )
+
+
+def _make_scheduler(
+    config: EngineConfig, source: ModelSource, plan: MemoryPlan, costs: CostTable | None
+) -> tuple[KVCacheManager, Scheduler]:
+    """The scheduler and the blocks that it deals out."""
+    is_encoder = source.config.is_encoder
+    cache = KVCacheManager(
+        plan.num_blocks,
+        config.cache.block_size,
+        enable_prefix_caching=config.cache.enable_prefix_caching and not is_encoder,
+    )
+    scheduler = make_scheduler(
+        config.scheduler,
+        cache,
+        plan.max_model_len,
+        source.limits,
+        costs,
+        whole_prompts=is_encoder,
+    )
+    return cache, scheduler
 
 
 def _save(bundle: Bundle | None, source: ModelSource, phase: Phase) -> None:
