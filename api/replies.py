@@ -57,9 +57,7 @@ class ChatReply:
         self._usage = _UsageOfChunks(body)
         self._options = chat.reply_options(body)
         self._echo = chat.echo_text(body)
-        self._run = ChatRun(
-            service, body, prompt, request_id=self._head.id, context=self._context
-        )
+        self._run = ChatRun(service, body, prompt, request_id=self._head.id, context=self._context)
         self._generations = self._run.generations
 
     async def prepare(self) -> None:

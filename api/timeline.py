@@ -151,9 +151,7 @@ class TimelineBuilder:
     def _entry(self, event: TimelineEvent) -> TimelineEntry:
         at_ms = self._ms(event.at)
         if event.name == "grammar_built":
-            return TimelineEntry(
-                event=event.name, at_ms=at_ms, ms=round(event.seconds * 1e3, 3)
-            )
+            return TimelineEntry(event=event.name, at_ms=at_ms, ms=round(event.seconds * 1e3, 3))
         if event.name != "prefill":
             return TimelineEntry(event=event.name, at_ms=at_ms)
         return TimelineEntry(

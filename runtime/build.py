@@ -50,6 +50,7 @@ from ostinato.ops.native import library as native
 from ostinato.ops.native.build import NativeBuildError
 from ostinato.runtime.bundles import add_kernels, bundle_root
 from ostinato.runtime.calibrate import CostStore, calibrate, make_scheduler
+from ostinato.runtime.cost_table import CostTable
 from ostinato.runtime.device import set_threads
 from ostinato.runtime.engine import Engine
 from ostinato.runtime.errors import StartupError
@@ -69,6 +70,7 @@ from ostinato.runtime.planning import (
 )
 from ostinato.runtime.pooler import Pooler
 from ostinato.runtime.sampler import Sampler
+from ostinato.runtime.scheduler import Scheduler
 from ostinato.runtime.types import PoolingKind, ServedModel, ServedTask
 
 __all__ = ("build_engine",)

@@ -219,8 +219,9 @@ class EngineClient:
             cache_salt=cache_salt,
             tokenizer=self.tokenizer,
             grammar=await self._grammar(sampling),
-            trace=trace,
         )
+        if trace:
+            requests = [msgspec.structs.replace(one, trace=True) for one in requests]
         if self._death is not None:
             raise EngineDeadError(f"the engine does not run: {self._death}")
         reader: Reader = asyncio.Queue()

@@ -159,7 +159,6 @@ def make_requests(
     cache_salt: str = "",
     tokenizer: TextEncoder | None = None,
     grammar: str = "",
-    trace: bool = False,
 ) -> list[Request]:
     """The engine's requests for one prompt: one per candidate, which share the prompt's cached
     blocks, or one for a beam search.
@@ -169,7 +168,6 @@ def make_requests(
     Args:
         tokenizer: needed for `bad_words` only.
         grammar: what `GrammarCompiler` made of `sampling.structured_outputs`.
-        trace: whether their news carry what happened to them.
 
     Raises:
         InvalidRequestError: as `resolve_sampling` and `bad_words_token_ids`.
@@ -200,7 +198,6 @@ def make_requests(
         cache_salt=cache_salt,
         bad_words_token_ids=bad_words_token_ids(sampling.bad_words, tokenizer),
         grammar=grammar,
-        trace=trace,
     )
     return [
         first,

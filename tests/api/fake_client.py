@@ -74,6 +74,7 @@ class FakeClient:
 
     async def prepare(self, sampling: SamplingParams) -> None:
         self.prepared.append(sampling)
+
     async def inspect(self, timeout_s: float = 2.0) -> EngineState:
         if isinstance(self.state, Exception):
             raise self.state
