@@ -8,6 +8,7 @@ import msgspec
 
 from ostinato.api import chat
 from ostinato.api.answers import AnswerNews, answer_news
+from ostinato.api.errors import renamed
 from ostinato.api.schemas import ChatCompletionRequest
 from ostinato.api.service import Service
 from ostinato.api.templates import ChatPrompt
@@ -38,14 +39,20 @@ class ChatRun:
         context: RequestContext | None = None,
     ) -> None:
         require_task(service.client.model, ServedTask.generate)
+        body = msgspec.structs.replace(body, skip_special_tokens=prompt.skip_special_tokens)
+        if prompt.constraint is not None:
+            body = msgspec.structs.replace(
+                body, structured_outputs=prompt.constraint, response_format=None
+            )
         self._service = service
         self._body = body
         self._form = prompt.form
+        self._names = {} if prompt.constraint is None else {"structured_outputs": "tools"}
         self._request_id = request_id
         self._context = context or RequestContext()
         self.generations = [
             chat.to_request(
-                msgspec.structs.replace(body, skip_special_tokens=prompt.skip_special_tokens),
+                body,
                 prompt.token_ids,
                 service.client.model,
                 request_id=request_id,
@@ -55,7 +62,8 @@ class ChatRun:
 
     async def prepare(self) -> None:
         """Call it first; raises InvalidRequestError for what only another process can tell."""
-        await self._service.prepare(self._body, self.generations, self._context)
+        with renamed(self._names):
+            await self._service.prepare(self._body, self.generations, self._context)
 
     def news(self) -> AsyncGenerator[AnswerNews, None]:
         """The news of all its answers; closing it aborts what has not ended."""

@@ -14,8 +14,11 @@ from ostinato.api.parsing.answers import AnswerForm
 from ostinato.api.parsing.recognise import TemplateTraits, traits
 from ostinato.api.schemas import ChatCompletionRequest, TokenizeRequest
 from ostinato.api.service import Service
+from ostinato.api.structured_output import constraint_of
+from ostinato.api.tool_constraint import tool_constraint
 from ostinato.api.tools import ToolUse, explained, template_messages, tool_use
 from ostinato.runtime.errors import InvalidRequestError
+from ostinato.runtime.structured_output import StructuredOutputsParams
 from ostinato.runtime.template_process import render_apart
 from ostinato.runtime.tokenizer import Tokenizer
 
@@ -28,6 +31,8 @@ class ChatPrompt(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: list[int]
     form: AnswerForm  # of its answers
     skip_special_tokens: bool  # false where a marker of the form is one
+    # What keeps the answers' calls right; it takes the place of the request's own constraint.
+    constraint: StructuredOutputsParams | None = None
 
 
 async def prepare(service: Service, body: ChatCompletionRequest) -> ChatPrompt:
@@ -51,9 +56,15 @@ async def prepare(service: Service, body: ChatCompletionRequest) -> ChatPrompt:
         tool_names=use.names,
         max_calls=None if use.parallel else 1,
     )
+    constraint = None
+    if use.tools:
+        constraint = tool_constraint(use, form, constraint_of(body))
+        if constraint is not None and form.calls is not None:
+            form = msgspec.structs.replace(form, calls=form.calls.constrained())
     return ChatPrompt(
         token_ids=token_ids,
         form=form,
+        constraint=constraint,
         skip_special_tokens=body.skip_special_tokens
         and not any(tokenizer.is_special(marker) for marker in form.markers),
     )

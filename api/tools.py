@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from ostinato.api.conversation import Message, NamedToolChoice, Tool
+from ostinato.api.conversation import FunctionTool, Message, NamedToolChoice, Tool
 from ostinato.api.parsing.formats import CallFormat
 from ostinato.runtime.errors import InvalidRequestError
 
@@ -24,10 +24,22 @@ class ToolUse(msgspec.Struct, frozen=True, kw_only=True):
 
     tools: tuple[Tool, ...] = ()
     parallel: bool = True  # several calls in one answer
+    must_call: bool = False  # the answer is calls and nothing else
+    only_name: str | None = None  # the one function that may be called
+
+    @property
+    def callable_tools(self) -> list[FunctionTool]:
+        functions = [tool.function for tool in self.tools]
+        return [one for one in functions if self.only_name in (None, one.name)]
 
     @property
     def names(self) -> frozenset[str]:
-        return frozenset(tool.function.name for tool in self.tools)
+        return frozenset(one.name for one in self.callable_tools)
+
+    @property
+    def is_strict(self) -> bool:
+        """Whether some call must keep to its schema."""
+        return any(one.strict for one in self.callable_tools)
 
     @property
     def for_template(self) -> list[dict[str, Any]]:
@@ -55,26 +67,27 @@ def tool_use(
     repeated = next((name for name in names if names.count(name) > 1), None)
     if repeated is not None:
         raise _invalid("tools", f"tools has two functions named {repeated!r}; rename one")
-    if choice is not None and choice not in ("none", "auto"):
-        if not offered:
-            raise _invalid("tool_choice", "tool_choice needs tools: there is nothing to call")
-        raise InvalidRequestError(
-            "tool_choice is not supported but for 'auto' and 'none': it needs constrained decoding"
-            " of calls, which this server does not have yet",
-            param="tool_choice",
-            code="unsupported_parameter",
+    only_name = choice.function.name if isinstance(choice, NamedToolChoice) else None
+    if choice not in (None, "none", "auto") and not offered:
+        raise _invalid("tool_choice", "tool_choice needs tools: there is nothing to call")
+    if only_name is not None and only_name not in names:
+        raise _invalid(
+            "tool_choice", f"tool_choice names {only_name!r}, tools has {', '.join(names)}"
         )
     for index, tool in enumerate(offered):
-        if tool.function.strict:
-            raise InvalidRequestError(
-                f"tools[{index}].function.strict=true is not supported: it needs constrained"
-                " decoding of calls, which this server does not have yet; leave it out",
-                param=f"tools[{index}].function.strict",
-                code="unsupported_parameter",
-            )
+        kind = (tool.function.parameters or {}).get("type", "object")
+        if kind != "object":
+            place = f"tools[{index}].function.parameters"
+            raise _invalid(place, f"{place}.type must be 'object', got {kind!r:.60}")
     if choice == "none":
         return ToolUse()
-    return ToolUse(tools=offered, parallel=parallel_tool_calls is not False)
+    return ToolUse(
+        tools=offered,
+        # A choice of one function is a choice of one call.
+        parallel=parallel_tool_calls is not False and only_name is None,
+        must_call=choice == "required" or only_name is not None,
+        only_name=only_name,
+    )
 
 
 def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
@@ -155,7 +168,10 @@ def explained(
         for call in calls:
             names[call["id"]] = call["function"]["name"]
         texts = [message.get("content") or ""]
-        texts += [form.written.replace("CALL", _json(call["function"])) for call in calls]
+        texts += [
+            form.written(call["function"]["name"], _json(call["function"]["arguments"]))
+            for call in calls
+        ]
         text = "\n".join(filter(None, texts))
         if message["role"] == "tool":
             name = names.get(message["tool_call_id"], message["tool_call_id"])
@@ -164,7 +180,7 @@ def explained(
             rest = {key: message[key] for key in message if key != "tool_calls"}
             shown.append({**rest, "content": text})
     if tools:
-        example = form.written.replace("CALL", '{"name": "NAME", "arguments": {"KEY": "VALUE"}}')
+        example = form.written("NAME", '{"KEY": "VALUE"}')
         functions = "\n".join(_json(tool["function"]) for tool in tools)
         text = (
             f"You can call functions. To call one, answer with\n{example}\nFunctions:\n{functions}"

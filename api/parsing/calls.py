@@ -2,15 +2,16 @@
 
 A call is given when it is whole and right: it has the form of its format, its arguments are a JSON
 object, and its name is one of the functions that were offered. Anything else is content, exactly as
-the model wrote it. Whitespace next to a call belongs to the call.
+the model wrote it. Whitespace next to a call belongs to the call. Where a grammar keeps calls
+right, they are given as they are written.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
 
-from ostinato.api.parsing.events import CallArguments, CallBegins, Content, Event
-from ostinato.api.parsing.formats import BodyReader, CallFormat, Calls, NotACall
+from ostinato.api.parsing.events import CallArguments, CallBegins, Content, Event, ToolCall
+from ostinato.api.parsing.formats import Begun, BodyReader, CallFormat, Calls, NotACall
 from ostinato.runtime.stop_strings import num_held
 
 __all__ = ("CallParser",)
@@ -35,6 +36,7 @@ class CallParser:
         self._buffer = ""
         self._opening = ""  # what stands before the body of the call that is being read
         self._reader: BodyReader = form.reader()
+        self._num_given: int | None = None  # characters of the arguments of a call that has begun
         self.num_calls = 0
 
     def feed(self, text: str) -> list[Event]:
@@ -52,6 +54,9 @@ class CallParser:
             while self._state(events):
                 pass
             if self._state != self._in_body:
+                break
+            if self._num_given is not None:  # cut off within a call that the reader has
+                self._buffer = ""
                 break
             self._to_content(events)
         behind_call = self.num_calls > 0 and self._state in (self._behind_call, self._at_bracket)
@@ -104,21 +109,35 @@ class CallParser:
         outcome = self._reader.read(self._buffer)
         if outcome is NotACall.unfinished:
             return False
+        if isinstance(outcome, Begun) and outcome.name in self._names:
+            self._give(ToolCall(name=outcome.name, arguments=outcome.arguments), events)
+            return False
         if isinstance(outcome, Calls) and all(one.name in self._names for one in outcome.calls):
             self._buffer = self._buffer[outcome.end :]
-            self._give(outcome, events)
+            room = None if self._max_calls is None else self._max_calls - self._num_whole
+            for call in outcome.calls[:room]:
+                self._give(call, events)
+                self._num_given = None
             enough = self._max_calls is not None and self.num_calls >= self._max_calls
             self._state = self._enough if enough else self._behind_call
         else:
             self._to_content(events)
         return True
 
-    def _give(self, read: Calls, events: list[Event]) -> None:
-        room = None if self._max_calls is None else self._max_calls - self.num_calls
-        for call in read.calls[:room]:
+    @property
+    def _num_whole(self) -> int:
+        return self.num_calls - (self._num_given is not None)
+
+    def _give(self, call: ToolCall, events: list[Event]) -> None:
+        """What is new of a call."""
+        if self._num_given is None:
             events.append(CallBegins(self.num_calls, call.name, call.id))
-            events.append(CallArguments(self.num_calls, call.arguments))
             self.num_calls += 1
+            self._num_given = 0
+        if len(call.arguments) > self._num_given:
+            new = call.arguments[self._num_given :]
+            events.append(CallArguments(self.num_calls - 1, new))
+            self._num_given = len(call.arguments)
 
     def _to_content(self, events: list[Event]) -> None:
         """What opened the call is content; the rest is looked at once more."""

@@ -16,9 +16,11 @@ import msgspec
 
 from ostinato.api.parsing.events import ToolCall
 from ostinato.api.parsing.json_scanner import JsonScanner, JsonState
+from ostinato.runtime.structured_output import ToolCallFormat
 
-__all__ = ("FORMATS", "BodyReader", "CallFormat", "Calls", "NotACall")
+__all__ = ("FORMATS", "Begun", "BodyReader", "CallFormat", "Calls", "NotACall")
 
+_MAX_NAME = 64
 _ARGUMENT_KEYS = ("arguments", "parameters")
 _KEYS = ("name", "id", "type", *_ARGUMENT_KEYS)
 _LIST_OF_OTHERS = re.compile(r"\s*\[\s*[^\s{]")
@@ -38,10 +40,17 @@ class Calls(msgspec.Struct, frozen=True):
     end: int  # length of the body
 
 
+class Begun(msgspec.Struct, frozen=True):
+    """A call that is certain to be one, with the arguments that are there."""
+
+    name: str
+    arguments: str
+
+
 class BodyReader(Protocol):
     """Reads one body; text is only ever added to what the last call was given."""
 
-    def read(self, body: str) -> Calls | NotACall: ...
+    def read(self, body: str) -> Begun | Calls | NotACall: ...
 
 
 class CallFormat(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,12 +61,26 @@ class CallFormat(msgspec.Struct, frozen=True, kw_only=True):
     closings: tuple[str, ...] = ()  # behind a call; not content
     reader: Callable[[], BodyReader]
     inner: tuple[str, ...] = ()  # further markers, within a body
-    written: str = "CALL"  # a call as a model that must be told of the form writes it
+    shape: ToolCallFormat  # as a model that must be told, or made to, writes a call
     short_ids: bool = False  # templates want ids of nine letters and digits
 
     @property
     def markers(self) -> tuple[str, ...]:
         return self.openings + self.closings + self.inner
+
+    def written(self, name: str, arguments: str) -> str:
+        """A call in this form."""
+        shape = self.shape
+        return f"{shape.begin}{name}{shape.middle}{arguments}{shape.end}"
+
+    def constrained(self) -> CallFormat:
+        """The same for answers whose calls a grammar keeps to `shape`: arguments come in pieces."""
+        opening = next((one for one in self.openings if self.shape.begin.startswith(one)), "")
+        return msgspec.structs.replace(
+            self,
+            openings=(opening,) if opening else (),
+            reader=lambda: ShapedBody(self.shape, opening),
+        )
 
 
 class JsonBody:
@@ -119,24 +142,84 @@ class MistralBody:
         return Calls([ToolCall(name=name[1], arguments=arguments, id=name[2])], end)
 
 
+class ShapedBody:
+    """A call that a grammar keeps to a shape, so its arguments are given as they are written.
+
+    Args:
+        opening: the marker that the body stands behind.
+    """
+
+    def __init__(self, shape: ToolCallFormat, opening: str) -> None:
+        self._shape = shape
+        self._head = shape.begin.removeprefix(opening)
+        self._scanner = JsonScanner()
+
+    def read(self, body: str) -> Begun | Calls | NotACall:
+        head, middle, end = self._head, self._shape.middle, self._shape.end
+        if not body.startswith(head):
+            return NotACall.unfinished if head.startswith(body) else NotACall.malformed
+        position = body.find(middle, len(head))
+        if position < 0:
+            too_long = len(body) > len(head) + _MAX_NAME + len(middle)
+            return NotACall.malformed if too_long else NotACall.unfinished
+        name, text = body[len(head) : position], body[position + len(middle) :]
+        state = self._scanner.scan(text)
+        if state is JsonState.open:
+            return Begun(name, text.lstrip())
+        arguments, rest = text[: self._scanner.end], text[self._scanner.end :]
+        if state is JsonState.done and end.startswith(rest) and rest != end:
+            return Begun(name, arguments.lstrip())
+        behind = len(end) if rest.startswith(end) else 0
+        done = len(body) - len(rest) + behind
+        return Calls([ToolCall(name=name, arguments=arguments.lstrip())], done)
+
+
 FORMATS: Mapping[str, CallFormat] = {
     "hermes": CallFormat(
         openings=("<tool_call>",),
         closings=("</tool_call>",),
         reader=JsonBody,
-        written="<tool_call>\nCALL\n</tool_call>",
+        shape=ToolCallFormat(
+            begin='<tool_call>\n{"name": "',
+            middle='", "arguments": ',
+            end="}\n</tool_call>",
+            trigger="<tool_call>",
+        ),
     ),
     "llama3_json": CallFormat(
-        openings=("<|python_tag|>",), brackets="{", closings=(";",), reader=JsonBody
+        openings=("<|python_tag|>",),
+        brackets="{",
+        closings=(";",),
+        reader=JsonBody,
+        shape=ToolCallFormat(
+            begin='{"name": "',
+            middle='", "parameters": ',
+            end="}",
+            trigger='{"name": "',
+            separator="; ",
+        ),
     ),
     "mistral": CallFormat(
         openings=("[TOOL_CALLS]",),
         reader=MistralBody,
         inner=("[ARGS]", "[CALL_ID]"),
-        written="[TOOL_CALLS][CALL]",
+        shape=ToolCallFormat(
+            begin='[TOOL_CALLS][{"name": "',
+            middle='", "arguments": ',
+            end="}]",
+            trigger="[TOOL_CALLS]",
+        ),
         short_ids=True,
     ),
-    "json": CallFormat(openings=("```json",), brackets="{[", closings=("```",), reader=JsonBody),
+    "json": CallFormat(
+        openings=("```json",),
+        brackets="{[",
+        closings=("```",),
+        reader=JsonBody,
+        shape=ToolCallFormat(
+            begin='{"name": "', middle='", "arguments": ', end="}", trigger='{"name": "'
+        ),
+    ),
 }
 
 

@@ -49,6 +49,7 @@ class JsonScanner:
         self.first_key: tuple[int, int] | None = None
         self._stack: list[str] = []  # the closing bracket of every open one
         self._next = _Next.any_value
+        self._state = JsonState.open
         self._string_end = 0  # how far an open string has been looked at
 
     def scan(self, text: str) -> JsonState:
@@ -57,6 +58,11 @@ class JsonScanner:
         Args:
             text: all the text so far; it begins with what earlier calls were given.
         """
+        if self._state is JsonState.open:
+            self._state = self._go_on(text)
+        return self._state
+
+    def _go_on(self, text: str) -> JsonState:
         while True:
             match = _SPACE.match(text, self.end)
             position = match.end() if match else self.end

@@ -45,6 +45,14 @@ TEMPLATE = (
 )
 
 
+def function(**fields: object) -> dict[str, Any]:
+    return {"type": "function", "function": {**ADD["function"], **fields}}
+
+
+def named(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}}
+
+
 def script(*pieces: str) -> list[Any]:
     """An answer in these pieces; the tokens do not matter."""
     return [
@@ -162,6 +170,87 @@ class TestAnswers:
         assert qwen("yes").chat(messages=body).json()["choices"][0]["message"]["content"] == "yes"
 
 
+class TestConstraints:
+    """What the engine is asked; that it keeps to it is tested with a real one."""
+
+    def format_of(self, app: Any, **fields: object) -> dict[str, Any]:
+        response = app.chat(tools=[ADD], **fields)
+        assert response.status_code == 200, response.text
+        return app.engine.requests[-1][1].structured_outputs.structural_tag["format"]
+
+    def test_required(self, qwen):
+        whole = self.format_of(qwen("ok"), tool_choice="required")
+        thoughts, _, calls = whole["elements"][0]["elements"]
+        assert thoughts == {
+            "type": "tag",
+            "begin": "<think>",
+            "content": {"type": "any_text"},
+            "end": "</think>",
+        }
+        assert whole["elements"][1] == calls
+        assert (calls["type"], calls["at_least_one"], calls["stop_after_first"]) == (
+            "tags_with_separator",
+            True,
+            False,
+        )
+        assert calls["tags"] == [
+            {
+                "type": "tag",
+                "begin": '<tool_call>\n{"name": "add", "arguments": ',
+                "content": {"type": "json_schema", "json_schema": ADD["function"]["parameters"]},
+                "end": "}\n</tool_call>",
+            }
+        ]
+
+    def test_a_named_one_is_called_once(self, qwen):
+        app = qwen("ok")
+        other = function(name="other")
+        app.chat(tools=[ADD, other], tool_choice=named("other"))
+        calls = app.engine.requests[-1][1].structured_outputs.structural_tag["format"]["elements"][
+            1
+        ]
+        assert calls["stop_after_first"] is True
+        assert len(calls["tags"]) == 1
+
+    def test_auto_is_not_constrained_unless_strict(self, qwen):
+        app = qwen("ok")
+        app.chat(tools=[ADD])
+        assert app.engine.requests[-1][1].structured_outputs is None
+        app.chat(tools=[function(strict=True)])
+        constraint = app.engine.requests[-1][1].structured_outputs
+        assert constraint.strict
+        assert constraint.structural_tag["format"]["type"] == "triggered_tags"
+
+    def test_beside_a_format_of_the_answer(self, qwen):
+        answer = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}
+        whole = self.format_of(qwen("ok"), response_format=answer)["elements"][1]
+        assert [one["type"] for one in whole["elements"]] == ["tags_with_separator", "json_schema"]
+
+    def test_constrained_calls_stream_their_arguments(self, qwen):
+        pieces = [
+            "<tool",
+            '_call>\n{"name": "ad',
+            'd", "arguments": {"a"',
+            ": 1",
+            "}",
+            "}\n</tool_",
+            "call>",
+        ]
+        app = qwen(*pieces)
+        text = app.chat(tools=[ADD], tool_choice="required", stream=True).text
+        deltas = [
+            json.loads(line[6:])["choices"][0]["delta"].get("tool_calls")
+            for line in text.split("\n\n")
+            if line and "[DONE]" not in line
+        ]
+        calls = [one[0]["function"] for one in deltas if one]
+        assert calls == [
+            {"name": "add", "arguments": '{"a"'},
+            {"arguments": ": 1"},
+            {"arguments": "}"},
+        ]
+
+
 class TestPrompts:
     def test_the_template_sees_tools_calls_and_results(self, qwen):
         app = qwen("ok")
@@ -221,6 +310,10 @@ class TestRefused:
             ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
             ({"tools": [{"type": "retrieval"}]}, "tools[0].type"),
             ({"tool_choice": "required"}, "tool_choice"),
+            ({"tools": [ADD], "tool_choice": named("other")}, "tool_choice"),
+            ({"tools": [function(parameters={"type": "array"})]}, "tools[0].function.parameters"),
+            ({"tools": [ADD], "tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice"),
+            ({"tools": [ADD], "structured_outputs": {"grammar": "start: \"a\""}}, "tools"),
             ({"tool_choice": "sometimes"}, "tool_choice"),
             ({"messages": [{"role": "user"}]}, "messages[0].content"),
             ({"messages": [{"role": "tool", "content": "2"}]}, "messages[0].tool_call_id"),

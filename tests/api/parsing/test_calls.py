@@ -18,8 +18,9 @@ from ostinato.api.parsing.reasoning import THINK
 NAMES = frozenset({"add", "get_weather"})
 
 
-def parse(name: str, *pieces: str, **fields: object) -> list[Event]:
-    parser = AnswerForm(calls=FORMATS[name], tool_names=NAMES, **fields).parser()
+def parse(name: str, *pieces: str, constrained: bool = False, **fields: object) -> list[Event]:
+    form = FORMATS[name].constrained() if constrained else FORMATS[name]
+    parser = AnswerForm(calls=form, tool_names=NAMES, **fields).parser()
     events = [event for piece in pieces for event in parser.feed(piece)]
     return merge(events + parser.finish())
 
@@ -129,6 +130,34 @@ def test_one_call_where_parallel_ones_are_not_wanted():
     assert parse("json", f"[{ADD}, {ADD}]", max_calls=1) == add(0, '{"a": 1}')
 
 
+@pytest.mark.parametrize("name", sorted(FORMATS))
+@pytest.mark.parametrize("constrained", [False, True])
+def test_what_a_grammar_makes_is_read(name, constrained):
+    form = FORMATS[name]
+    first, second = '{"a": [1, {"b": "}"}]}', "{}"
+    text = form.written("add", first) + form.shape.separator + form.written("get_weather", second)
+    events = [*add(0, first), CallBegins(1, "get_weather"), CallArguments(1, second)]
+    assert parse(name, text, constrained=constrained) == events
+    assert parse(name, *text, constrained=constrained) == events
+
+
+@pytest.mark.parametrize("name", sorted(FORMATS))
+def test_constrained_arguments_come_as_they_are_written(name):
+    parser = AnswerForm(calls=FORMATS[name].constrained(), tool_names=NAMES).parser()
+    text = FORMATS[name].written("add", '{"a": "long"}')
+    cut = text.index("long") + 2
+    assert merge(parser.feed(text[:cut])) == add(0, '{"a": "lo')
+    assert merge(parser.feed(text[cut:])) == [CallArguments(0, 'ng"}')]
+    assert parser.finish() == []
+
+
+def test_a_constrained_call_that_the_limit_cuts_off_is_a_call():
+    text = FORMATS["hermes"].written("add", '{"a": "long"}')
+    cut = text.index("long") + 2
+    assert parse("hermes", text[:cut], constrained=True) == add(0, '{"a": "lo')
+    assert parse("hermes", text[:14], constrained=True) == [Content(text[:14])]
+
+
 def test_calls_within_reasoning_are_thoughts():
     text = f"<think>maybe <tool_call>{ADD}</tool_call></think>\n<tool_call>{ADD}</tool_call>"
     message = Message()
@@ -151,7 +180,7 @@ PIECES = st.sampled_from(
     [
         "<think>", "</think>", "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>",
         ADD, '{"name": "add", ', '"arguments": {"a": "é"}}', "```json", "```", "{", "}", "[", "]", '"', ";", ",",
-        "add", "\n", " ", "\\", "word", "<", "</", "😀",
+        "add", "\n", " ", "\\", "word", "<", "</", "😀", '{"name": "add", "arguments": ', "}\n</tool_call>", "}]",
     ]
 )  # fmt: skip
 
@@ -160,15 +189,16 @@ PIECES = st.sampled_from(
     data=st.data(),
     name=st.sampled_from(sorted(FORMATS)),
     is_open=st.booleans(),
+    constrained=st.booleans(),
     texts=st.lists(PIECES, max_size=10),
 )
 @settings(max_examples=500, deadline=None)
-def test_any_pieces_of_one_text_give_one_answer(data, name, is_open, texts):
+def test_any_pieces_of_one_text_give_one_answer(data, name, is_open, constrained, texts):
     text = "".join(texts)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=10)))
     edges = [0, *cuts, len(text)]
     pieces = [text[begin:end] for begin, end in pairwise(edges)]
-    form = {"reasoning": THINK, "reasoning_is_open": is_open}
+    form = {"reasoning": THINK, "reasoning_is_open": is_open, "constrained": constrained}
     assert parse(name, *pieces, **form) == parse(name, text, **form) == parse(name, *text, **form)
 
 
