@@ -26,10 +26,12 @@ __all__ = (
     "GraphConfig",
     "GraphForm",
     "GraphMode",
+    "HeadQuantization",
     "LoadFormat",
     "ModelSection",
     "PlanSection",
     "PoolingChoice",
+    "Quantization",
     "ReasoningParserName",
     "SamplingSection",
     "SchedulerConfig",
@@ -59,6 +61,23 @@ class CacheDType(StrEnum):
 class LoadFormat(StrEnum):
     auto = "auto"
     dummy = "dummy"
+
+
+class Quantization(StrEnum):
+    """Of weights, while they are loaded."""
+
+    none = "none"
+    int8 = "int8"
+    int4 = "int4"
+
+
+class HeadQuantization(StrEnum):
+    """Of the token embeddings and the output head."""
+
+    auto = "auto"
+    none = "none"
+    int8 = "int8"
+    int4 = "int4"
 
 
 class PoolingChoice(StrEnum):
@@ -230,6 +249,18 @@ class ModelSection(Section):
     load_format: LoadFormat = setting(
         LoadFormat.auto, "dummy = random weights; nothing is read but the model's config"
     )
+    quantization: Quantization = setting(
+        Quantization.none, "of weights while they are loaded, on a CPU; none = as dtype says"
+    )
+    quantization_group_size: int | None = setting(
+        None,
+        "weights that share a scale; null = 128 for int8, 32 for int4",
+        one_of=(32, 64, 128, 256),
+    )
+    quantization_symmetric: bool = setting(True, "false = every group has a zero point too")
+    quantization_head: HeadQuantization = setting(
+        HeadQuantization.auto, "of the token embeddings and the output head; auto = int8"
+    )
     max_model_len: int | None = setting(
         None, "tokens of prompt plus output; null = what the model states", at_least=1
     )
@@ -240,6 +271,19 @@ class ModelSection(Section):
     )
     seed: int = setting(0, "of the random weights of load_format=dummy", at_least=0)
     config: dict[str, Any] = setting({}, "keys laid over the model's config.json")
+
+    def __post_init__(self) -> None:
+        Section.__post_init__(self)
+        if self.quantization is not Quantization.none:
+            return
+        for name, unset in (
+            ("quantization_group_size", None),
+            ("quantization_symmetric", True),
+            ("quantization_head", HeadQuantization.auto),
+        ):
+            if getattr(self, name) != unset:
+                allowed = "left out unless model.quantization is int8 or int4"
+                _refuse(f"model.{name}", allowed, getattr(self, name))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

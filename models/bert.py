@@ -112,7 +112,7 @@ class BertLayer(DecoderLayer):
             self.output_norm.eps,
             self.attention.num_heads,
             self.attention.head_dim,
-            *(linear.packed for linear in linears),
+            *(linear.form for linear in linears),
         )
 
 

@@ -37,7 +37,7 @@ class MLP(nn.Module):
 
     def static_key(self) -> tuple[object, ...]:
         """What the traced program depends on besides tensors."""
-        return ("mlp", self.activation, self.c_fc.packed, self.c_proj.packed)
+        return ("mlp", self.activation, self.c_fc.form, self.c_proj.form)
 
 
 class GPT2DecoderLayer(DecoderLayer):

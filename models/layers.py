@@ -18,6 +18,13 @@ from ostinato.ops.activation import activate
 from ostinato.ops.attention import paged_attention
 from ostinato.ops.linear import empty_packed, gather_rows, linear, pack_linear_weight
 from ostinato.ops.norm import layer_norm, rms_norm
+from ostinato.ops.quantized import (
+    empty_quantized,
+    quantize_linear_weight,
+    quantized_linear,
+    quantized_rows,
+)
+from ostinato.ops.quantized_reference import QuantFormat
 from ostinato.ops.rope import Rope, rope_tables, rotate_heads
 
 __all__ = (
@@ -27,6 +34,7 @@ __all__ = (
     "GatedMLP",
     "LayerNorm",
     "Linear",
+    "Matrix",
     "MergedLinear",
     "OutputHead",
     "RMSNorm",
@@ -51,37 +59,97 @@ def _empty(options: BuildOptions, *shape: int) -> nn.Parameter:
     )
 
 
-def _packed(weight: Tensor, *, fill: bool) -> nn.Parameter:
-    packed = pack_linear_weight(weight) if fill else empty_packed(weight)
-    return nn.Parameter(packed, requires_grad=False)
+class Matrix(nn.Module):
+    """A weight [out_features, in_features] in one of three forms: as it was loaded, packed for the
+    CPU's kernels (ops/linear.py), or quantised (ops/quantized.py).
+    """
 
-
-class Linear(nn.Module):
-    """y = x W^T + b, with W [out_features, in_features] or packed (ops/linear.py)."""
-
-    def __init__(
-        self, in_features: int, out_features: int, options: BuildOptions, *, bias: bool = False
-    ) -> None:
+    def __init__(self, in_features: int, out_features: int, options: BuildOptions) -> None:
         super().__init__()
         self.in_features = in_features
         self.out_features = out_features
+        self.dtype = options.dtype  # of activations
         self.weight = _empty(options, out_features, in_features)
-        self.bias = _empty(options, out_features) if bias else None
         self.packed = False
+        self.quantized: QuantFormat | None = None
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """[T, in_features] -> [T, out_features], plus a residual of that shape if there is one."""
+    @property
+    def form(self) -> tuple[object, ...]:
+        """What a traced program depends on besides tensors."""
+        return (self.packed, self.quantized)
+
+    def multiply(
+        self,
+        x: Tensor,
+        bias: Tensor | None = None,
+        residual: Tensor | None = None,
+        *,
+        float32_output: bool = False,
+    ) -> Tensor:
+        """[T, in_features] -> [T, out_features], plus bias and residual if there are any."""
+        if self.quantized is not None:
+            return quantized_linear(
+                x,
+                self.weight,
+                bias,
+                self.out_features,
+                self.quantized,
+                residual=residual,
+                float32_output=float32_output,
+            )
         return linear(
-            x, self.weight, self.bias, self.out_features, packed=self.packed, residual=residual
+            x,
+            self.weight,
+            bias,
+            self.out_features,
+            packed=self.packed,
+            residual=residual,
+            float32_output=float32_output,
         )
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """[T] int64 -> [T, in_features]."""
+        size = (self.out_features, self.in_features)
+        if self.quantized is not None:
+            return quantized_rows(self.weight, ids, *size, self.quantized, dtype=self.dtype)
+        return gather_rows(ids, self.weight, *size, packed=self.packed)
 
     def pack(self, *, fill: bool = True) -> None:
         """Replace the weight by its packed form; `packed` then says so to whoever compiles.
 
         Without `fill` only the form is there, for a model that is traced and never run.
         """
-        self.weight = _packed(self.weight, fill=fill)
+        weight = pack_linear_weight(self.weight) if fill else empty_packed(self.weight)
+        self.weight = nn.Parameter(weight, requires_grad=False)
         self.packed = True
+
+    def quantize(self, form: QuantFormat, *, fill: bool = True) -> None:
+        """Replace the weight by its quantised form; `fill` as in `pack`."""
+        weight = self.weight
+        quantized = quantize_linear_weight(weight, form) if fill else empty_quantized(weight, form)
+        self.weight = nn.Parameter(quantized, requires_grad=False)
+        self.quantized = form
+
+    def holds(self, weight: Tensor) -> bool:
+        """Whether the weight was made of this one [out_features, in_features]; not if packed."""
+        weight = weight.to(self.weight.device, self.dtype)
+        if self.quantized is not None:
+            weight = quantize_linear_weight(weight, self.quantized)
+        return torch.equal(self.weight, weight)
+
+
+class Linear(Matrix):
+    """y = x W^T + b."""
+
+    def __init__(
+        self, in_features: int, out_features: int, options: BuildOptions, *, bias: bool = False
+    ) -> None:
+        super().__init__(in_features, out_features, options)
+        self.bias = _empty(options, out_features) if bias else None
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """[T, in_features] -> [T, out_features], plus a residual of that shape if there is one."""
+        return self.multiply(x, self.bias, residual)
 
 
 class MergedLinear(Linear):
@@ -99,43 +167,25 @@ class OutputHead(Linear):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[S, D] -> [S, vocab_size] float32."""
-        return linear(
-            hidden,
-            self.weight,
-            self.bias,
-            self.out_features,
-            packed=self.packed,
-            float32_output=True,
-        )
+        return self.multiply(hidden, self.bias, float32_output=True)
 
 
-class Embedding(nn.Module):
+class Embedding(Matrix):
     """Rows of a table [num_rows, D]; with `is_head` the output head reads the same table."""
 
     def __init__(
         self, num_rows: int, hidden_size: int, options: BuildOptions, *, is_head: bool = False
     ) -> None:
-        super().__init__()
-        self.num_rows = num_rows
-        self.hidden_size = hidden_size
+        super().__init__(hidden_size, num_rows, options)
         self.is_head = is_head
-        self.weight = _empty(options, num_rows, hidden_size)
-        self.packed = False
 
     def forward(self, ids: Tensor) -> Tensor:
         """[T] int64 -> [T, D]."""
-        return gather_rows(ids, self.weight, self.num_rows, self.hidden_size, packed=self.packed)
+        return self.rows(ids)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[S, D] -> [S, num_rows] float32."""
-        return linear(
-            hidden, self.weight, None, self.num_rows, packed=self.packed, float32_output=True
-        )
-
-    def pack(self, *, fill: bool = True) -> None:
-        """Replace the table by its packed form: one copy for rows and logits; see `Linear.pack`."""
-        self.weight = _packed(self.weight, fill=fill)
-        self.packed = True
+        return self.multiply(hidden, float32_output=True)
 
 
 class RMSNorm(nn.Module):
@@ -267,8 +317,8 @@ class Attention(nn.Module):
             self.backend,
             self.qkv_proj.bias is not None,
             self.o_proj.bias is not None,
-            self.qkv_proj.packed,
-            self.o_proj.packed,
+            self.qkv_proj.form,
+            self.o_proj.form,
             None if self.q_norm is None else self.q_norm.eps,
         )
 
@@ -295,6 +345,6 @@ class GatedMLP(nn.Module):
             "gated mlp",
             self.activation,
             self.down_proj.bias is not None,
-            self.gate_up_proj.packed,
-            self.down_proj.packed,
+            self.gate_up_proj.form,
+            self.down_proj.form,
         )

@@ -40,6 +40,7 @@ def pack_model(
         for module in model.modules()
         if (isinstance(module, Linear) or (isinstance(module, Embedding) and module.is_head))
         and not module.packed
+        and module.quantized is None
         and why_unpackable(module.weight) is None
     ]
     total, done = sum(module.weight.nbytes for module in targets), 0

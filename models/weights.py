@@ -11,8 +11,8 @@ import itertools
 import pickle
 import re
 import zipfile
-from collections import deque
-from collections.abc import Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,11 +20,11 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 from ostinato.models.base import CheckpointLayout, LanguageModel
 from ostinato.models.checkpoint import Checkpoint, CheckpointError
-from ostinato.models.layers import LayerNorm, MergedLinear, RMSNorm
+from ostinato.models.layers import LayerNorm, Matrix, MergedLinear, RMSNorm
 
 __all__ = ("init_dummy_weights", "load_weights")
 
@@ -40,25 +40,33 @@ _DUMMY_STD = 0.02
 class _Slot:
     """Where a checkpoint's tensor goes: the whole of a parameter, or some rows of it."""
 
-    parameter: Tensor
+    module: nn.Module
+    kind: str  # name of the module's parameter
+    shape: tuple[int, ...]  # of these rows
     first_row: int = 0
-    num_rows: int | None = None  # None = all
     transposed: bool = False
 
     def target(self) -> Tensor:
-        if self.num_rows is None:
-            return self.parameter
-        return self.parameter[self.first_row : self.first_row + self.num_rows]
+        parameter = self.module.get_parameter(self.kind)
+        return parameter[self.first_row : self.first_row + self.shape[0]]
 
 
 @torch.no_grad()
-def load_weights(model: LanguageModel, checkpoint: Checkpoint, *, progress: bool = False) -> None:
+def load_weights(
+    model: LanguageModel,
+    checkpoint: Checkpoint,
+    *,
+    progress: str = "",
+    on_loaded: Callable[[nn.Module], object] | None = None,
+) -> None:
     """Copy a checkpoint's tensors into the model's parameters, converted to their dtype.
 
     Args:
         model: as `build_model` made it, on its device.
         checkpoint: with a directory.
-        progress: show a bar of bytes on stderr.
+        progress: what to call a bar of bytes on stderr; empty = show none.
+        on_loaded: called with each module as soon as all of its own parameters are there. It may
+            replace them by another form, so that the whole model never exists in its first.
 
     Raises:
         CheckpointError: a file can not be read; a tensor is missing, unexpected or misshapen.
@@ -69,13 +77,18 @@ def load_weights(model: LanguageModel, checkpoint: Checkpoint, *, progress: bool
     ignored = [re.compile(pattern) for pattern in layout.ignored]
     loaded: set[str] = set()
     unexpected: list[str] = []
-    with _progress_bar(shown=progress) as bar:
-        task = bar.add_task("weights", total=sum(file.stat().st_size for file in files))
+    waiting = Counter(slot.module for slot in slots.values())
+    with _progress_bar(shown=bool(progress)) as bar:
+        task = bar.add_task(progress, total=sum(file.stat().st_size for file in files))
         for stored_name, tensor in itertools.chain.from_iterable(map(_tensors, files)):
             name = _own_name(stored_name, layout, slots)
             if name in slots:
                 _fill(slots[name], stored_name, tensor, filled=name in loaded)
-                loaded.add(name)
+                if name not in loaded:
+                    loaded.add(name)
+                    waiting[slots[name].module] -= 1
+                    if on_loaded is not None and not waiting[slots[name].module]:
+                        on_loaded(slots[name].module)
             elif not any(pattern.search(stored_name) for pattern in ignored):
                 unexpected.append(stored_name)
             bar.advance(task, tensor.nbytes)
@@ -87,24 +100,38 @@ def load_weights(model: LanguageModel, checkpoint: Checkpoint, *, progress: bool
 
 
 @torch.no_grad()
-def init_dummy_weights(model: LanguageModel, seed: int) -> None:
+def init_dummy_weights(
+    model: LanguageModel,
+    seed: int,
+    *,
+    progress: str = "",
+    on_loaded: Callable[[nn.Module], object] | None = None,
+) -> None:
     """Random weights for benchmarks: normal with deviation 0.02, norms 1 and their biases 0.
 
     Args:
         model: as `build_model` made it.
         seed: same seed, same weights, on every device.
+        progress: as in `load_weights`.
+        on_loaded: as in `load_weights`.
     """
     generator = torch.Generator().manual_seed(seed)
     pool = torch.randn(_POOL_SIZE, generator=generator) * _DUMMY_STD
     pool = pool.to(next(model.parameters()))
     start = 0
-    for module in model.modules():
-        is_norm = isinstance(module, LayerNorm | RMSNorm)
-        for kind, parameter in module.named_parameters(recurse=False):
-            if is_norm:
-                parameter.fill_(1.0 if kind == "weight" else 0.0)
-            else:
-                start = _repeat_pool(parameter.view(-1), pool, start)
+    with _progress_bar(shown=bool(progress)) as bar:
+        total = sum(parameter.nbytes for parameter in model.parameters())
+        task = bar.add_task(progress, total=total)
+        for module in model.modules():
+            is_norm = isinstance(module, LayerNorm | RMSNorm)
+            for kind, parameter in module.named_parameters(recurse=False):
+                if is_norm:
+                    parameter.fill_(1.0 if kind == "weight" else 0.0)
+                else:
+                    start = _repeat_pool(parameter.view(-1), pool, start)
+                bar.advance(task, parameter.nbytes)
+            if on_loaded is not None:
+                on_loaded(module)
 
 
 def _repeat_pool(target: Tensor, pool: Tensor, start: int) -> int:
@@ -125,18 +152,19 @@ def _slots(model: LanguageModel) -> dict[str, _Slot]:
     slots: dict[str, _Slot] = {}
     for module_name, module in model.named_modules():
         for kind, parameter in module.named_parameters(recurse=False):
+            shape = tuple(parameter.shape)
             parent, _, own = module_name.rpartition(".")
             parts = merged.get(own)
             if parts is not None and isinstance(module, MergedLinear):
                 first_row = 0
                 for part, num_rows in zip(parts, module.sizes, strict=True):
                     name = _renamed(f"{parent}.{part}.{kind}", layout)
-                    slots[name] = _Slot(parameter, first_row, num_rows)
+                    slots[name] = _Slot(module, kind, (num_rows, *shape[1:]), first_row)
                     first_row += num_rows
             else:
                 transposed = kind == "weight" and module_name.endswith(layout.transposed)
                 name = _renamed(f"{module_name}.{kind}", layout)
-                slots[name] = _Slot(parameter, transposed=transposed)
+                slots[name] = _Slot(module, kind, shape, transposed=transposed)
     return slots
 
 
@@ -192,19 +220,19 @@ def _fill(slot: _Slot, stored_name: str, tensor: Tensor, *, filled: bool) -> Non
         raise CheckpointError(
             f"{stored_name} has dtype {tensor.dtype}; quantized checkpoints are not supported"
         )
-    target = slot.target()
-    expected = tuple(reversed(target.shape)) if slot.transposed else tuple(target.shape)
+    expected = tuple(reversed(slot.shape)) if slot.transposed else slot.shape
     if tuple(tensor.shape) != expected:
         raise CheckpointError(
             f"{stored_name} has shape {list(tensor.shape)}, config.json says {list(expected)}"
         )
     value = tensor.t() if slot.transposed else tensor
-    if filled and not torch.equal(target, value.to(target)):
+    if not filled:
+        slot.target().copy_(value)
+    elif not (isinstance(slot.module, Matrix) and slot.module.holds(value)):
         raise CheckpointError(
             f"{stored_name} differs from the embedding that it is tied to; "
             "set model.config.tie_word_embeddings=false"
         )
-    target.copy_(value)
 
 
 def _listed(names: list[str]) -> str:

@@ -41,9 +41,9 @@ class QuantFormat(NamedTuple):
 
     @property
     def name(self) -> str:
-        """`int8, groups of 128, symmetric`, for people."""
-        kind = "symmetric" if self.symmetric else "asymmetric"
-        return f"int{self.bits}, groups of {self.group_size}, {kind}"
+        """`int8 in groups of 128`, for people."""
+        kind = "" if self.symmetric else "asymmetric "
+        return f"{kind}int{self.bits} in groups of {self.group_size}"
 
     def packed_shape(self, out_features: int, in_features: int) -> tuple[int, int]:
         """[panels, bytes of a panel] of a quantised weight."""
@@ -184,17 +184,19 @@ def _on_grid(values: Tensor, scale: Tensor, zero: Tensor, form: QuantFormat) -> 
 
 def _quantize_group(values: Tensor, form: QuantFormat) -> tuple[Tensor, Tensor, Tensor]:
     """Whole numbers [N, n], scales and zero values [N] of a group [N, n] float32."""
-    best, scale, zero = None, torch.empty(0), torch.empty(0)
-    bad = ~values.isfinite().all(1)
-    for tried, its_zero in _grids(values.amin(1), values.amax(1), form):
+    grids = _grids(values.amin(1), values.amax(1), form)
+    scale, zero = grids[0]
+    best = torch.full_like(scale, torch.inf)
+    for tried, its_zero in grids if len(grids) > 1 else []:
         error = torch.zeros_like(tried)
         for column in values.unbind(1):  # in order, as the kernel does
             difference = (_on_grid(column, tried, its_zero, form) - its_zero) * tried - column
             error = error + difference * difference
-        better = None if best is None else error < best
-        best = error if better is None else torch.where(better, error, best)
-        scale = tried if better is None else torch.where(better, tried, scale)
-        zero = its_zero if better is None else torch.where(better, its_zero, zero)
+        better = error < best
+        best = torch.where(better, error, best)
+        scale = torch.where(better, tried, scale)
+        zero = torch.where(better, its_zero, zero)
+    bad = ~values.isfinite().all(1)
     whole = _on_grid(values, scale[:, None], zero[:, None], form).nan_to_num()
     return whole, torch.where(bad, torch.nan, scale), zero
 

@@ -12,12 +12,13 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from ostinato.conf.root import EngineConfig
-from ostinato.conf.schema import GraphMode, LoadFormat, PoolingChoice
+from ostinato.conf.schema import GraphMode, LoadFormat, PoolingChoice, Quantization
 from ostinato.graphs.buckets import (
     GraphKey,
     name_buckets,
@@ -38,6 +39,7 @@ from ostinato.models.checkpoint import (
     resolve_directory,
 )
 from ostinato.models.packing import pack_model
+from ostinato.models.quantization import quantize_model, quantize_module
 from ostinato.models.registry import build_model
 from ostinato.models.weights import init_dummy_weights, load_weights
 from ostinato.ops.attention import (
@@ -248,6 +250,8 @@ def _prototype(
     if not _packs(config, source):
         return model
     prototype = _build(config, source, backend, plan.max_model_len)
+    if source.quantization is not None:
+        quantize_model(prototype, source.quantization, fill=False)
     pack_model(prototype, fill=False)
     return prototype
 
@@ -338,15 +342,32 @@ def _load(
             with phase("native kernels"):
                 native.load()
         with phase("weights"), torch.inference_mode():
+            quantize = _quantizer(source)
             if config.model.load_format is LoadFormat.dummy:
-                init_dummy_weights(model, config.model.seed)
+                progress = "" if quantize is None else _loading(config)
+                init_dummy_weights(model, config.model.seed, progress=progress, on_loaded=quantize)
             else:
-                load_weights(model, source.checkpoint, progress=True)
+                load_weights(
+                    model, source.checkpoint, progress=_loading(config), on_loaded=quantize
+                )
         if packs:
             with phase("pack"), torch.inference_mode():
                 pack_model(model)
     except (CheckpointError, NativeBuildError) as error:
         raise StartupError(str(error)) from error
+
+
+def _loading(config: EngineConfig) -> str:
+    """What the progress bar says."""
+    kind = config.model.quantization
+    return "weights" if kind is Quantization.none else f"weights, quantised to {kind}"
+
+
+def _quantizer(source: ModelSource) -> Callable[[torch.nn.Module], bool] | None:
+    """What replaces a module's weight by its quantised form; None when nothing should."""
+    if source.quantization is None:
+        return None
+    return partial(quantize_module, quantization=source.quantization)
 
 
 def _compile(
@@ -390,6 +411,7 @@ def _open_bundle(
             "form": graphs.form.value,
             "attention": backend,
             "packed": str(_packs(config, source)),
+            "quantization": str(source.quantization),
             "block_size": str(config.cache.block_size),
             "max_model_len": str(plan.max_model_len),
         },
