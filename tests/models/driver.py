@@ -42,13 +42,14 @@ class Driver:
         max_seqs: int = 3,
         max_len: int = 256,
         pad_to: int = 2,
+        dtype: torch.dtype | None = None,
     ) -> None:
         self.model = model
         self.forward = forward or model
         self.max_seqs = max_seqs
         self.pad_to = pad_to  # fewest rows of a step, as compiled graphs are never traced with one
         self.max_blocks = -(-max_len // self.block_size)
-        self.dtype = next(model.parameters()).dtype
+        self.dtype = dtype or next(model.parameters()).dtype
         self.cache = config.kv_cache_spec(self.block_size, self.dtype).allocate(
             num_blocks, torch.device("cpu")
         )
