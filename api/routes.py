@@ -125,9 +125,16 @@ async def health(service: SharedService) -> Response[bytes]:
     return status_response(status, problem)
 
 
+@get("/live")
+async def live(service: SharedService) -> Response[bytes]:
+    """Whether this process should go on: 200, or 503 with the reason."""
+    problem = service.liveness_problem()
+    return _status("ok" if problem is None else "stuck", problem)
+
+
 @get("/ready")
 async def ready(service: SharedService) -> Response[bytes]:
-    """Whether a new request would be served now: 200, or 503 with the reason."""
+    """Whether a new request would be admitted and served now: 200, or 503 with the reason."""
     refusal = service.unreadiness()
     return status_response("ready" if refusal is None else refusal.code, refusal and str(refusal))
 
@@ -152,6 +159,7 @@ HANDLERS = [
     tokenize,
     detokenize,
     health,
+    live,
     ready,
     version,
     metrics,

@@ -10,8 +10,10 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from typing import Protocol, cast
 
+from ostinato.api import health
 from ostinato.api.errors import UnavailableError, status_of
 from ostinato.api.generation import Generation
+from ostinato.api.health import EngineSigns
 from ostinato.api.metrics import EngineView, Metrics
 from ostinato.api.record import Recorder, ReplyRecord
 from ostinato.api.structured_output import ConstraintFields, refusing_by_field
@@ -32,20 +34,11 @@ _INLINE_CHARACTERS = 4096  # a longer text is tokenised in a thread
 News = tuple[int, RequestOutput]  # (prompt index, what is new)
 
 
-class Client(EngineView, Protocol):
+class Client(EngineView, EngineSigns, Protocol):
     """What the API needs of `runtime.client.EngineClient`."""
 
     model: ServedModel
     tokenizer: Tokenizer | None
-
-    @property
-    def num_unfinished(self) -> int: ...
-
-    @property
-    def death_reason(self) -> str | None: ...
-
-    @property
-    def restart_reason(self) -> str | None: ...
 
     async def prepare(self, sampling: SamplingParams) -> None: ...
 
@@ -104,17 +97,11 @@ class Service:
         """Why the engine does not work, or None."""
         if self.phase is not None:
             return f"the engine is starting: {self.phase}"
-        if self.client.restart_reason is not None:
-            return f"the engine is started again: {self.client.restart_reason}"
-        if not self.client.is_alive:
-            return f"the engine does not run: {self.client.death_reason}"
-        silence, limit = self.client.seconds_since_step, self.server.health_timeout_s
-        if silence > limit:
-            return (
-                f"no step and no idle beat of the engine for {silence:.0f} s, more than"
-                f" server.health_timeout_s={limit:g}; {self.client.num_unfinished} sequences wait"
-            )
-        return None
+        return health.engine_problem(self.client, self.server)
+
+    def liveness_problem(self) -> str | None:
+        """Why this process should be ended and started anew, or None."""
+        return None if self.phase else health.liveness_problem(self.client, self.server)
 
     def refusal(self) -> UnavailableError | None:
         """Why a new request would not be admitted, or None."""
@@ -122,23 +109,11 @@ class Service:
             return UnavailableError("the server is shutting down", code="shutting_down")
         if self.phase is not None:
             return self._starting()
-        if self.client.death_reason is not None:
-            return UnavailableError(
-                f"the engine does not run: {self.client.death_reason}", code="engine_dead"
-            )
-        return None
+        return health.death(self.client)
 
     def unreadiness(self) -> UnavailableError | None:
-        """Why a new request would not be served now, or None.
-
-        While the engine is started again requests are admitted, and wait for it.
-        """
-        refusal = self.refusal()
-        if refusal is None and self.client.restart_reason is not None:
-            return UnavailableError(
-                f"the engine is started again: {self.client.restart_reason}", code="restarting"
-            )
-        return refusal
+        """Why a new request would not be admitted and served now, or None."""
+        return self.refusal() or health.unreadiness(self.client, self.server)
 
     def check_started(self) -> None:
         """Raises UnavailableError while it is not known which model there is."""

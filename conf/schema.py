@@ -408,7 +408,16 @@ class ServerConfig(Section):
         30.0, "how long SIGTERM waits for running requests", at_least=0
     )
     health_timeout_s: float = setting(
-        30.0, "/health fails when there is work and no step for this long", above=0
+        30.0,
+        "/live and /health fail when there is work and no step for this long, beyond what a step "
+        "should take",
+        above=0,
+    )
+    hang_timeout_s: float | None = setting(
+        60.0,
+        "an engine that is silent for this long, beyond what a step should take, is killed and "
+        "started again; null = never",
+        above=0,
     )
     tool_parser: ToolParserName = setting(
         ToolParserName.auto,

@@ -52,10 +52,13 @@ from ostinato.runtime.types import (
     SequenceOutput,
     ServedModel,
 )
+from ostinato.runtime.watch import TICK_S, Watch
 
 __all__ = ("EngineClient",)
 
 _LOG = logging.getLogger(__name__)
+# A start after a death has ten times as long as all phases of the first one, and at least this.
+_SHORTEST_START_LIMIT_S = 300.0
 
 News = SequenceOutput | EngineDeadError
 Reader = asyncio.Queue[tuple[str, News]]
@@ -79,8 +82,11 @@ class EngineClient:
         self._flights: Flights[Reader] = Flights()
         self._supervisor: asyncio.Task[None] | None = None
         self._counter = itertools.count()
-        self._last_news = time.monotonic()
         self._grammars: GrammarCompiler | None = None
+        self._watch = Watch()
+        self._watcher: asyncio.Task[None] | None = None
+        self._hang: str | None = None  # why this client killed the engine that runs
+        self._start_limit_s = _SHORTEST_START_LIMIT_S
         self._death: str | None = "it was not started"
         self._restarting: str | None = None
         server = config.server
@@ -124,7 +130,12 @@ class EngineClient:
     @property
     def seconds_since_step(self) -> float:
         """Seconds since the engine completed a step or an idle beat."""
-        return time.monotonic() - self._last_news
+        return self._watch.silence_s
+
+    @property
+    def seconds_overdue(self) -> float:
+        """Of `seconds_since_step`, those that the predicted time of its step does not explain."""
+        return self._watch.overdue_s
 
     async def start(
         self, on_phase: Callable[[str, float], None] = lambda name, seconds: None
@@ -172,8 +183,9 @@ class EngineClient:
         section = replace(self._config.model, max_model_len=ready.model.max_model_len)
         self._config = replace(self._config, model=section)
         self._death = None
-        self._last_news = time.monotonic()
+        self._start_limit_s = max(_SHORTEST_START_LIMIT_S, 10 * sum(self.startup_seconds.values()))
         self._supervisor = asyncio.create_task(self._supervise())
+        self._watcher = asyncio.create_task(self._watch_engine())
 
     async def prepare(self, sampling: SamplingParams) -> None:
         """Do what can be refused of a request before `generate`: make its grammar.
@@ -291,11 +303,12 @@ class EngineClient:
             self._grammars.close()
         if self._death is None:
             self._mark_dead("it was closed")
-        if self._supervisor is not None:
-            self._supervisor.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._supervisor
-            self._supervisor = None
+        for task in (self._supervisor, self._watcher):
+            if task is not None:
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await task
+        self._supervisor = self._watcher = None
         if self._engine is not None:
             await self._engine.close()
             self._engine = None
@@ -334,26 +347,49 @@ class EngineClient:
         engine, last_words = self._engine, None
         assert engine is not None, "started"
         while (message := await engine.next_message()) is not None:
-            self._last_news = time.monotonic()
             if isinstance(message, StepNews):
+                num_steps = None
                 if message.stats is not None:
-                    self.stats = message.stats
+                    self.stats, num_steps = message.stats, message.stats.num_steps
+                self._watch.heard(
+                    num_steps, has_outputs=bool(message.outputs), has_work=len(self._flights) > 0
+                )
                 for news in message.outputs:
                     self._route(news)
                 await self._board()
             elif isinstance(message, StepBegins):
                 self._flights.begin(message.request_ids)
+                self._watch.step_begins(message.seconds)
             elif isinstance(message, Inspected):
                 self._inspector.answer(message.state)
             elif isinstance(message, EngineFailed):
                 last_words = message.message
-        death = death_of(engine.return_code, last_words)
+        death = death_of(engine.return_code, last_words, self._hang)
         keep_flight(flight_path(engine.path), self._config.server.flight_recorder_dir, death.text)
         return death
 
+    async def _watch_engine(self) -> None:
+        """Count the engine's silence; end an engine that is silent for too long."""
+        limit_s = self._config.server.hang_timeout_s
+        then = time.monotonic()
+        while True:
+            await asyncio.sleep(TICK_S)
+            now = time.monotonic()
+            if self.is_alive:
+                self._watch.tick(now - then)
+                overdue_s = self._watch.overdue_s
+                if limit_s is not None and overdue_s > limit_s and self._hang is None:
+                    self._hang = (
+                        f"it completed no step for {self._watch.silence_s:.0f} s and was killed, "
+                        f"by server.hang_timeout_s={limit_s:g}"
+                    )
+                    if self._engine is not None:
+                        self._engine.kill()
+            then = now
+
     async def _restart(self, death: Death) -> bool:
         """Whether a new engine serves; the flights are then under way again."""
-        self._restarting = death.text
+        self._restarting, self._hang = death.text, None
         given_up = self._flights.crashed(death.num_allowed_crashes)
         for flight in given_up:
             request = flight.request
@@ -377,12 +413,16 @@ class EngineClient:
             await self._engine.close()
             try:
                 await self.spawn()
-                ready = await self._engine.wait_until_ready(lambda name, seconds: None)
-            except StartupError as error:
-                death = Death(DeathReason.start, f"it did not start again: {error}")
+                async with asyncio.timeout(self._start_limit_s):
+                    ready = await self._engine.wait_until_ready(lambda name, seconds: None)
+            except (StartupError, TimeoutError) as error:
+                limit = f"it took more than {self._start_limit_s:.0f} s"
+                text = str(error) or limit
+                self._engine.kill()
+                death = Death(DeathReason.start, f"it did not start again: {text}")
                 continue
             self.stats = ready.stats
-            self._last_news = time.monotonic()
+            self._watch = Watch()
             self._restarting = None
             _LOG.warning("the engine serves again after %.1f s", time.monotonic() - begin)
             await self._board()

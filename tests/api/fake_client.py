@@ -58,6 +58,7 @@ class FakeClient:
         self.restart_reason: str | None = None
         self.restarts: dict[str, int] = {}
         self.seconds_since_step = 0.0
+        self.seconds_overdue = 0.0
         self.startup_seconds = {"imports": 1.5, "ready": 3.0}
         self.num_unfinished = 0
         self.prepared: list[SamplingParams] = []

@@ -361,13 +361,36 @@ class TestHealth:
         assert 'ostinato_engine_restarts_total{reason="hang"} 0.0' in text
 
     def test_frozen(self, app):
-        app.engine.seconds_since_step = 29.0
-        assert app.http.get("/health").status_code == 200
-        app.engine.seconds_since_step = 31.0
-        response = app.http.get("/health")
-        assert response.status_code == 503
-        assert "server.health_timeout_s=30" in response.json()["reason"]
-        assert app.http.get("/ready").status_code == 200
+        app.engine.seconds_since_step = app.engine.seconds_overdue = 29.0
+        for path in ("/health", "/live", "/ready"):
+            assert app.http.get(path).status_code == 200
+        app.engine.seconds_since_step = app.engine.seconds_overdue = 31.0
+        for path, status in (("/health", "unhealthy"), ("/ready", "engine_silent")):
+            response = app.http.get(path)
+            assert (response.status_code, response.json()["status"]) == (503, status)
+            assert "server.health_timeout_s=30" in response.json()["reason"]
+        assert app.http.get("/live").status_code == 200  # nobody waits for it
+        app.engine.num_unfinished = 2
+        response = app.http.get("/live")
+        assert (response.status_code, response.json()["status"]) == (503, "stuck")
+        assert "2 sequences wait" in response.json()["reason"]
+
+    def test_a_long_step_is_no_hang(self, app):
+        app.engine.seconds_since_step, app.engine.seconds_overdue = 300.0, 1.0
+        app.engine.num_unfinished = 2
+        for path in ("/health", "/live", "/ready"):
+            assert app.http.get(path).status_code == 200
+
+    def test_live_while_it_starts_and_restarts_but_not_when_dead(self, app):
+        app.engine.num_unfinished = 2
+        app.service.phase = "weights"
+        assert app.http.get("/live").status_code == 200
+        app.service.phase = None
+        app.engine.restart_reason = "its process died of SIGSEGV"
+        assert app.http.get("/live").status_code == 200
+        app.engine.restart_reason = None
+        app.engine.death_reason = "too many restarts"
+        assert app.http.get("/live").status_code == 503
 
     def test_draining(self, app):
         app.service.is_draining = True

@@ -186,3 +186,16 @@ def test_requests_that_come_or_go_during_a_restart() -> None:
         assert client.is_alive
 
     run_with_client(scenario)
+
+
+def test_a_frozen_engine_is_killed_and_its_streams_go_on() -> None:
+    async def scenario(client: EngineClient) -> None:
+        expected = await run_all(client)
+        counts: dict[str, int] = {}
+        task = asyncio.create_task(run_all(client, counts))
+        await until(lambda: counts.get("greedy", 0) > 5, 60)
+        os.kill(engine_pid(client), signal.SIGSTOP)
+        assert await task == expected
+        assert client.restarts == {"hang": 1}
+
+    run_with_client(scenario, "server.hang_timeout_s=2")

@@ -1,0 +1,89 @@
+"""Busy is told from frozen: a real engine in a step that is longer than every limit, and a stopped
+one.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+import time
+from collections.abc import Iterator
+
+import httpx
+import psutil
+import pytest
+
+from tests.e2e.server_process import ServerProcess
+
+HEALTH_S, HANG_S = 0.4, 3.0
+PATHS = ("/live", "/ready", "/health")
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ServerProcess]:
+    # The reference kernel over a long prompt: a step takes seconds.
+    with ServerProcess(
+        "model.max_model_len=2048",
+        "scheduler.max_num_seqs=4",
+        "scheduler.max_num_batched_tokens=2048",
+        f"server.health_timeout_s={HEALTH_S}",
+        f"server.hang_timeout_s={HANG_S}",
+    ) as process:
+        yield process
+
+
+def test_a_busy_engine_is_well_and_the_answers_are_quick(server: ServerProcess) -> None:
+    done = threading.Event()
+    began = time.monotonic()
+    reply: list[httpx.Response] = []
+
+    def ask() -> None:
+        body = {"prompt": [5 + i % 200 for i in range(2040)], "max_tokens": 2, "ignore_eos": True}
+        reply.append(httpx.post(f"{server.url}/v1/completions", json=body, timeout=250))
+        done.set()
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    seconds = []
+    with httpx.Client(base_url=server.url, timeout=60) as client:
+        while not done.is_set():
+            for path in PATHS:
+                begin = time.monotonic()
+                response = client.get(path)
+                seconds.append(time.monotonic() - begin)
+                assert response.status_code == 200, response.text
+            time.sleep(0.02)
+    asking.join()
+    assert reply[0].status_code == 200, reply[0].text
+    assert time.monotonic() - began > 2 * HEALTH_S, "the step was no longer than the limit"
+    assert sorted(seconds)[len(seconds) // 2] < 1.0  # milliseconds on an idle machine
+    assert not any("died" in line for line in server.output)
+
+
+def test_a_frozen_engine_is_noticed_then_replaced(server: ServerProcess) -> None:
+    body = {"prompt": "Once", "max_tokens": 200, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=250) as response:
+        lines = response.iter_lines()
+        next(lines)
+        frozen = server.engine
+        frozen.suspend()
+        seen: dict[str, str] = {}
+        deadline = time.monotonic() + 200
+        while frozen.is_running() and frozen.status() != psutil.STATUS_ZOMBIE:
+            assert time.monotonic() < deadline, "the frozen engine lives on"
+            for path in PATHS:
+                answer = httpx.get(f"{server.url}{path}", timeout=60)
+                if answer.status_code == 503:
+                    seen.setdefault(path, answer.json()["status"])
+        events = [line for line in lines if line]
+    # Started again counts as well: the last look may have come that late.
+    assert seen["/live"] == "stuck"
+    assert seen["/ready"] in ("engine_silent", "restarting")
+    assert seen["/health"] == "unhealthy"
+    assert events[-1] == "data: [DONE]"
+    assert json.loads(events[-2][6:])["choices"][0]["finish_reason"] == "length"
+    server.wait_for_line("by server.hang_timeout_s=3")
+    assert server.metrics()['ostinato_engine_restarts_total{reason="hang"}'] == 1
+    server.signal(signal.SIGTERM)
+    assert server.wait() == 0
