@@ -129,7 +129,7 @@ async def health(service: SharedService) -> Response[bytes]:
 async def live(service: SharedService) -> Response[bytes]:
     """Whether this process should go on: 200, or 503 with the reason."""
     problem = service.liveness_problem()
-    return _status("ok" if problem is None else "stuck", problem)
+    return status_response("ok" if problem is None else "stuck", problem)
 
 
 @get("/ready")

@@ -20,7 +20,7 @@ class Watch:
     """Silence of one engine, in seconds."""
 
     def __init__(self) -> None:
-        self._num_steps = 0
+        self._num_steps: int = 0
         self._silence_s = 0.0
         self._announced_s = 0.0  # by steps that began since the last progress
         self._under_way_s = 0.0  # by those before, of which one may still be under way
@@ -52,9 +52,9 @@ class Watch:
             has_outputs: whether there are tokens among them.
             has_work: whether it has requests; without any, every sign of life is progress.
         """
-        moved = num_steps is not None and num_steps != self._num_steps
+        moved = False
         if num_steps is not None:
-            self._num_steps = num_steps
+            moved, self._num_steps = num_steps != self._num_steps, num_steps
         if moved or has_outputs or not has_work:
             self._silence_s = 0.0
             self._under_way_s, self._announced_s = self._announced_s, 0.0
