@@ -27,6 +27,7 @@ class AnswerNews(msgspec.Struct, frozen=True):
     output: RequestOutput
     events: list[Event]  # what its text turned into; every call has an id
     finish_reason: str | None = None  # as the OpenAI API names it, `tool_calls` included
+    num_reasoning_tokens: int = 0  # of its tokens, those that ended within reasoning
 
 
 class CollectedAnswer(msgspec.Struct, kw_only=True):
@@ -48,12 +49,15 @@ async def answer_news(
             if parser is None:
                 parser = parsers[output.index] = form.parser()
             events = parser.feed(output.text_delta)
+            num_reasoning = len(output.new_token_ids) if parser.is_reasoning else 0
             finish_reason = None
             if output.finish_reason is not None:
                 events += parser.finish()
                 calls_end_it = parser.has_calls and output.finish_reason is FinishReason.stop
                 finish_reason = "tool_calls" if calls_end_it else output.finish_reason.value
-            yield AnswerNews(output, [_with_id(event, form) for event in events], finish_reason)
+            yield AnswerNews(
+                output, [_with_id(event, form) for event in events], finish_reason, num_reasoning
+            )
 
 
 async def collect_answers(

@@ -16,6 +16,7 @@ from ostinato.api.generation import Generation
 from ostinato.api.health import EngineSigns
 from ostinato.api.metrics import EngineView, Metrics
 from ostinato.api.record import Recorder, ReplyRecord
+from ostinato.api.response_store import ResponseStore
 from ostinato.api.structured_output import ConstraintFields, refusing_by_field
 from ostinato.api.timeline import RequestContext
 from ostinato.api.trace_recorder import TraceRecorder
@@ -69,6 +70,7 @@ class Service:
     Attributes:
         phase: what the engine's start is busy with; None once it has started.
         is_draining: whether the server is shutting down and admits nothing new.
+        stored_responses: replies that later requests may go on from.
         template_turn: held while a template that came with a request is rendered.
         trace: told of each completion that ended; None = nothing is recorded.
     """
@@ -83,6 +85,7 @@ class Service:
         self._recorder = Recorder(self.metrics, tracer, server.log_prompts)
         self.is_draining = False
         self.template_turn = asyncio.Semaphore(1)
+        self.stored_responses = ResponseStore(server.response_store_mib)
         self.trace: TraceRecorder | None = None
 
     def close(self) -> None:

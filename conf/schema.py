@@ -438,6 +438,12 @@ class ServerConfig(Section):
         at_least=0,
         at_most=30,
     )
+    response_store_mib: float = setting(
+        64.0,
+        "memory for stored replies of /v1/responses; the oldest go first, 0 = none are stored",
+        at_least=0,
+        at_most=65536,
+    )
     log_level: str = setting(
         "info", "of the log on stderr", one_of=("debug", "info", "warning", "error")
     )

@@ -6,6 +6,8 @@ import secrets
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
+import msgspec
+
 from ostinato.api.blocks import BlockRow
 from ostinato.api.chat_run import ChatRun
 from ostinato.api.generation import Tally
@@ -14,6 +16,7 @@ from ostinato.api.messages.schemas import Event, MessageDelta, Reply, Usage
 from ostinato.api.schemas import ChatCompletionRequest
 from ostinato.api.service import Service
 from ostinato.api.templates import ChatPrompt
+from ostinato.api.timeline import RequestContext
 
 __all__ = ("MessagesReply",)
 
@@ -28,10 +31,17 @@ class MessagesReply:
         InvalidRequestError: a parameter is out of range, or the prompt does not fit.
     """
 
-    def __init__(self, service: Service, body: ChatCompletionRequest, prompt: ChatPrompt) -> None:
+    def __init__(
+        self,
+        service: Service,
+        body: ChatCompletionRequest,
+        prompt: ChatPrompt,
+        context: RequestContext,
+    ) -> None:
         self._id = f"msg_{secrets.token_hex(12)}"
         self._model = service.client.model.name
-        self._run = ChatRun(service, body, prompt, request_id=self._id)
+        self._run = ChatRun(service, body, prompt, request_id=self._id, context=context)
+        self._context = context
         self._tally = Tally(self._run.generations)
         self._row = BlockRow()
         self._stop: tuple[str | None, str | None] = None, None
@@ -63,14 +73,14 @@ class MessagesReply:
             delta=MessageDelta(stop_reason=reason or "end_turn", stop_sequence=sequence),
             usage=self._usage(),
         )
-        yield Event(type="message_stop")
+        yield Event(type="message_stop", trace=self._context.report())
 
     async def whole(self) -> Reply:
         """The events of the stream, added up."""
         async with aclosing(self.events()) as events:
             async for _ in events:
                 pass
-        return self._message()
+        return msgspec.structs.replace(self._message(), trace=self._context.report())
 
     def _message(self) -> Reply:
         reason, sequence = self._stop

@@ -13,6 +13,7 @@ from ostinato.api.messages.schemas import UNSUPPORTED, CountTokensRequest, Messa
 from ostinato.api.openapi import body_of
 from ostinato.api.stream import NAMED_EVENTS, until_disconnect
 from ostinato.api.templates import prepare
+from ostinato.api.timeline import context_of
 
 __all__ = ("HANDLERS",)
 
@@ -20,10 +21,11 @@ __all__ = ("HANDLERS",)
 @post("/v1/messages", status_code=200, operation_class=body_of(MessagesRequest, "/v1/messages"))
 async def messages(request: HttpRequest, service: SharedService) -> Response[bytes] | Stream:
     """Answer a conversation in the Anthropic dialect."""
+    context = context_of("/v1/messages", request.headers)
     body = await read_body(request, MessagesRequest, service, unsupported=UNSUPPORTED)
     with renamed(FIELD_NAMES):
         chat = to_chat(body)
-        reply = MessagesReply(service, chat, await prepare(service, chat))
+        reply = MessagesReply(service, chat, await prepare(service, chat), context)
         await reply.prepare()
     if body.stream:
         return event_stream(reply.events(), NAMED_EVENTS)

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from ostinato.api.conversation import FunctionName
+from ostinato.api.timeline import Timeline
 from ostinato.api.unsupported import Unsupported
 
 __all__ = (
@@ -201,6 +202,7 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
     stop_reason: str | None
     stop_sequence: str | None
     usage: Usage
+    trace: Timeline | msgspec.UnsetType = msgspec.UNSET
 
 
 class Delta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -227,3 +229,4 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     content_block: ReplyText | ReplyThinking | ReplyToolUse | None = None
     delta: Delta | MessageDelta | None = None
     usage: Usage | None = None
+    trace: Timeline | msgspec.UnsetType = msgspec.UNSET  # at the end, when it is asked for

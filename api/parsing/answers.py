@@ -58,6 +58,11 @@ class AnswerParser:
         """Whether there has been a tool call."""
         return self._calls is not None and self._calls.num_calls > 0
 
+    @property
+    def is_reasoning(self) -> bool:
+        """Whether the text so far ends within reasoning."""
+        return self._reasoning is not None and self._reasoning.is_inside
+
     def feed(self, text: str) -> list[Event]:
         """What new text adds."""
         if not text:

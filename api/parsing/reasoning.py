@@ -36,6 +36,11 @@ class ReasoningSplitter:
         self._state = self._after_begin if is_open else self._at_start
         self._buffer = ""
 
+    @property
+    def is_inside(self) -> bool:
+        """Whether the text so far ends within reasoning."""
+        return self._state in (self._after_begin, self._inside)
+
     def feed(self, text: str) -> list[Event]:
         """What new text adds."""
         self._buffer += text
@@ -49,8 +54,7 @@ class ReasoningSplitter:
         text, self._buffer = self._buffer, ""
         if not text or self._state == self._after_end:
             return []
-        inside = self._state in (self._after_begin, self._inside)
-        return [Reasoning(text) if inside else Content(text)]
+        return [Reasoning(text) if self.is_inside else Content(text)]
 
     # Each state takes what it can from the buffer and says whether another has its turn.
 

@@ -184,6 +184,77 @@ class TestOpenAIChat:
         assert refused.value.param == "tools"
 
 
+TOOL = {"type": "function", "strict": True, **WEATHER["function"]}
+
+
+class TestOpenAIResponses:
+    def test_a_conversation_on_the_server(self, client):
+        first = client.responses.create(
+            model="demo", input="Name a city.", max_output_tokens=20, temperature=0
+        )
+        assert first.output_text
+        assert client.responses.retrieve(first.id).output_text == first.output_text
+        second = client.responses.create(
+            model="demo",
+            input="Another one.",
+            previous_response_id=first.id,
+            instructions="Be brief.",
+            max_output_tokens=20,
+            temperature=0,
+        )
+        assert second.usage.input_tokens > first.usage.input_tokens
+        client.responses.delete(first.id)
+        with pytest.raises(openai.NotFoundError):
+            client.responses.retrieve(first.id)
+
+    def test_a_stream_adds_up_to_the_whole(self, client):
+        fields = {"model": "demo", "input": "Say hi.", "temperature": 0}
+        with client.responses.stream(**fields) as stream:
+            deltas = [one.delta for one in stream if one.type == "response.output_text.delta"]
+            final = stream.get_final_response()
+        assert len(deltas) > 1
+        assert final.output_text == "".join(deltas)
+        assert final.output_text == client.responses.create(**fields).output_text
+
+    def test_a_call_and_its_result(self, client):
+        fields = {"model": "demo", "tools": [TOOL], "max_output_tokens": 80}
+        with client.responses.stream(
+            input="Weather in Oslo?", tool_choice="required", parallel_tool_calls=False, **fields
+        ) as stream:
+            first = stream.get_final_response()
+        (call,) = first.output
+        check_weather(call.arguments)
+        result = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}
+        for given in (
+            {"input": [result], "previous_response_id": first.id},
+            {"input": [*HI, *first.output, result]},
+        ):
+            assert client.responses.create(tool_choice="none", **given, **fields).output_text
+
+    def test_parse_gives_a_pydantic_model(self, client):
+        class Answer(pydantic.BaseModel):
+            yes: bool
+            city: str = pydantic.Field(max_length=6)
+
+        parsed = client.responses.parse(
+            model="demo", input="Is Oslo a city?", text_format=Answer, max_output_tokens=60
+        )
+        assert isinstance(parsed.output_parsed, Answer)
+
+    def test_a_limit(self, client):
+        answer = client.responses.create(model="demo", input="Count.", max_output_tokens=2)
+        assert (answer.status, answer.incomplete_details.reason) == (
+            "incomplete",
+            "max_output_tokens",
+        )
+
+    def test_an_error(self, client):
+        image = {"type": "input_image", "image_url": "data:"}
+        with pytest.raises(openai.BadRequestError, match="text only") as refused:
+            client.responses.create(model="demo", input=[{"role": "user", "content": [image]}])
+        assert refused.value.param == "input[0].content[0].type"
+
+
 STRICT = {"type": "function", "function": {**WEATHER["function"], "strict": True}}
 CLAUDE_TOOL = {"name": "get_weather", "description": "weather", "input_schema": PARAMETERS}
 

@@ -1,0 +1,164 @@
+"""From the responses dialect to a chat request: pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from ostinato.api.conversation import (
+    CalledFunction,
+    FunctionTool,
+    Message,
+    MessageToolCall,
+    NamedFunction,
+    NamedToolChoice,
+    Tool,
+)
+from ostinato.api.responses.schemas import (
+    UNSUPPORTED,
+    CallItem,
+    CallOutputItem,
+    InputItem,
+    NamedTool,
+    ReasoningItem,
+    ResponsesRequest,
+    SchemaFormat,
+)
+from ostinato.api.schemas import ChatCompletionRequest, refusal
+from ostinato.api.structured_output import (
+    JsonSchemaFormat,
+    NamedSchema,
+    ResponseFormat,
+    TextFormat,
+)
+
+__all__ = ("FIELD_NAMES", "input_messages", "to_chat")
+
+FIELD_NAMES = {
+    "max_completion_tokens": "max_output_tokens",
+    "messages": "input",
+    "reasoning_effort": "reasoning.effort",
+    "response_format": "text.format",
+}
+
+
+def to_chat(body: ResponsesRequest, messages: Sequence[Message]) -> ChatCompletionRequest:
+    """The chat request that asks for the same.
+
+    Args:
+        messages: the conversation without this request's instructions.
+    """
+    first = [] if body.instructions is None else [Message(role="system", content=body.instructions)]
+    choice = body.tool_choice
+    if isinstance(choice, NamedTool):
+        choice = NamedToolChoice("function", NamedFunction(choice.name))
+    return ChatCompletionRequest(
+        messages=[*first, *messages],
+        max_completion_tokens=body.max_output_tokens,
+        temperature=body.temperature,
+        top_p=body.top_p,
+        tools=[
+            Tool(
+                type="function",
+                function=FunctionTool(
+                    name=tool.name,
+                    description=tool.description,
+                    parameters=tool.parameters,
+                    strict=tool.strict,
+                ),
+            )
+            for tool in body.tools or ()
+        ],
+        tool_choice=choice,
+        parallel_tool_calls=body.parallel_tool_calls,
+        response_format=_format(body),
+        reasoning_effort=None if body.reasoning is None else body.reasoning.effort,
+        priority=body.priority,
+        cache_salt=body.cache_salt,
+    )
+
+
+def _format(body: ResponsesRequest) -> ResponseFormat | None:
+    wanted = TextFormat() if body.text is None else body.text.format
+    if isinstance(wanted, SchemaFormat):
+        return JsonSchemaFormat(
+            NamedSchema(name=wanted.name, schema=wanted.schema, strict=wanted.strict)
+        )
+    return None if isinstance(wanted, TextFormat) else wanted
+
+
+def input_messages(given: str | Sequence[dict[str, Any]]) -> list[Message]:
+    """The conversation that `input` is. Items of one turn of the assistant are one message.
+
+    Raises:
+        InvalidRequestError: an item is not one, or of a kind that is not supported.
+    """
+    if isinstance(given, str):
+        return [Message(role="user", content=given)]
+    conversation = _Conversation()
+    for index, raw in enumerate(given):
+        conversation.add(_item(raw, index))
+    return conversation.end()
+
+
+def _item(raw: dict[str, Any], index: int) -> InputItem:
+    fields = {name: value for name, value in raw.items() if value is not None}
+    fields.setdefault("type", "message")
+    try:
+        return msgspec.convert(fields, InputItem)  # pyright: ignore[reportArgumentType]
+    except msgspec.ValidationError as error:
+        problem, _, path = str(error).partition(" - at ")
+        path = path.strip("`").removeprefix("$")
+        text = f"{problem} - at `$.input[{index}]{path}`"
+        raise refusal(text, set(), UNSUPPORTED) from error
+
+
+class _Conversation:
+    """Messages, of which the last may be an assistant's that is not whole."""
+
+    def __init__(self) -> None:
+        self._messages: list[Message] = []
+        self._thoughts: list[str] = []
+        self._text: str | None = None
+        self._calls: list[MessageToolCall] = []
+
+    def add(self, item: InputItem) -> None:
+        if isinstance(item, ReasoningItem):
+            if self._text is not None or self._calls:
+                self.end()
+            self._thoughts += [part.text for part in item.content or ()]
+        elif isinstance(item, CallItem):
+            function = CalledFunction(name=item.name, arguments=item.arguments)
+            self._calls.append(MessageToolCall(id=item.call_id, function=function))
+        elif isinstance(item, CallOutputItem):
+            self.end()
+            self._messages.append(
+                Message(role="tool", tool_call_id=item.call_id, content=_text(item.output))
+            )
+        elif item.role == "assistant":
+            if self._text is not None or self._calls:
+                self.end()
+            self._text = _text(item.content)
+        else:
+            self.end()
+            self._messages.append(Message(role=item.role, content=_text(item.content)))
+
+    def end(self) -> list[Message]:
+        """All messages, the last one finished."""
+        if self._text is not None or self._calls or self._thoughts:
+            self._messages.append(
+                Message(
+                    role="assistant",
+                    content=self._text if self._calls else self._text or "",
+                    reasoning="\n".join(self._thoughts) or None,
+                    tool_calls=self._calls or None,
+                )
+            )
+        self._thoughts, self._text, self._calls = [], None, []
+        return self._messages
+
+
+def _text(content: str | Sequence[Any]) -> str:
+    return content if isinstance(content, str) else "\n".join(part.text for part in content)

@@ -1,0 +1,266 @@
+"""One answer to `/v1/responses`: the events of a stream, or the whole reply."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+
+from ostinato.api.blocks import Block, BlockKind, BlockNews, BlockRow
+from ostinato.api.chat_run import ChatRun
+from ostinato.api.conversation import CalledFunction, Message, MessageToolCall
+from ostinato.api.errors import error_body, status_of
+from ostinato.api.generation import Tally
+from ostinato.api.responses.schemas import (
+    ApiError,
+    Event,
+    IncompleteDetails,
+    InputUsage,
+    OutputCall,
+    OutputItem,
+    OutputMessage,
+    OutputReasoning,
+    OutputText,
+    OutputUsage,
+    ReasoningConfig,
+    ReasoningText,
+    Response,
+    ResponsesRequest,
+    TextConfig,
+    Usage,
+)
+from ostinato.api.service import Service
+from ostinato.api.timeline import RequestContext
+from ostinato.runtime.types import FinishReason
+
+__all__ = ("ResponsesReply",)
+
+_LOG = logging.getLogger("ostinato.api")
+_PREFIXES = {BlockKind.text: "msg", BlockKind.reasoning: "rs", BlockKind.call: "fc"}
+
+
+class ResponsesReply:
+    """Call `prepare`, then `events` or `whole`, once each.
+
+    Args:
+        response_id: of the reply.
+        run: of the request as a chat request.
+        messages: the conversation without instructions, for the store.
+        stores: whether the reply is stored.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        body: ResponsesRequest,
+        run: ChatRun,
+        *,
+        response_id: str,
+        messages: list[Message],
+        stores: bool,
+        context: RequestContext,
+    ) -> None:
+        self._service = service
+        self._run = run
+        self._messages = messages
+        self._context = context
+        self._tally = Tally(run.generations)
+        self._num_reasoning_tokens = 0
+        self._row = BlockRow()
+        self._is_incomplete = False
+        self._num_events = 0
+        sampling = run.generations[0].sampling
+        self._begun = Response(
+            id=response_id,
+            created_at=int(time.time()),
+            status="in_progress",
+            instructions=body.instructions,
+            max_output_tokens=body.max_output_tokens,
+            metadata=body.metadata or {},
+            model=service.client.model.name,
+            output=[],
+            parallel_tool_calls=body.parallel_tool_calls is not False,
+            previous_response_id=body.previous_response_id,
+            reasoning=body.reasoning or ReasoningConfig(),
+            store=stores,
+            temperature=sampling.temperature,
+            text=body.text or TextConfig(),
+            tool_choice=body.tool_choice or "auto",
+            tools=body.tools or [],
+            top_p=sampling.top_p,
+            user=body.user,
+        )
+
+    async def prepare(self) -> None:
+        """Raises InvalidRequestError for what only another process can tell."""
+        await self._run.prepare()
+
+    async def whole(self) -> Response:
+        """The reply that the events of a stream add up to."""
+        async with aclosing(self._changes()) as changes:
+            async for _ in changes:
+                pass
+        return self._ended()
+
+    async def events(self) -> AsyncGenerator[Event, None]:
+        """From `response.created` to `response.completed`, `.incomplete` or `.failed`."""
+        yield self._event("response.created", response=self._begun)
+        yield self._event("response.in_progress", response=self._begun)
+        try:
+            async with aclosing(self._changes()) as changes:
+                async for change in changes:
+                    for event in self._events_of(change):
+                        yield event
+        except Exception as error:  # the status line is out, so the failure travels as an event
+            if status_of(error) == 500:
+                _LOG.error("a stream failed", exc_info=error)
+            yield self._event("response.failed", response=self._failed(error))
+            return
+        response = self._ended()
+        yield self._event(f"response.{response.status}", response=response)
+
+    async def _changes(self) -> AsyncGenerator[BlockNews, None]:
+        async with aclosing(self._run.news()) as news:
+            async for one in news:
+                self._tally.add(0, one.output)
+                self._num_reasoning_tokens += one.num_reasoning_tokens
+                self._is_incomplete = one.finish_reason == FinishReason.length
+                for change in self._row.feed(one.events):
+                    yield change
+        for change in self._row.finish():
+            yield change
+
+    def _events_of(self, change: BlockNews) -> list[Event]:
+        block = change.block
+        item_id, place = self._item_id(block), {"output_index": block.index}
+        if change.begins:
+            begun = self._item(block, "in_progress", is_empty=True)
+            events = [self._event("response.output_item.added", item=begun, **place)]
+            if block.kind is not BlockKind.call:
+                events.append(self._part_event("added", block, ""))
+            return events
+        of_item: dict[str, Any] = {"item_id": item_id, **place}
+        text = of_item | {"content_index": 0}
+        if not change.ends:
+            if block.kind is BlockKind.text:
+                kind, fields = "output_text", text | {"logprobs": []}
+            elif block.kind is BlockKind.reasoning:
+                kind, fields = "reasoning_text", text
+            else:
+                kind, fields = "function_call_arguments", of_item
+            return [self._event(f"response.{kind}.delta", delta=change.delta, **fields)]
+        if block.kind is BlockKind.call:
+            fields = of_item | {"name": block.name, "arguments": block.text}
+            events = [self._event("response.function_call_arguments.done", **fields)]
+        else:
+            is_text = block.kind is BlockKind.text
+            kind = "output_text" if is_text else "reasoning_text"
+            fields = text | {"text": block.text} | ({"logprobs": []} if is_text else {})
+            events = [
+                self._event(f"response.{kind}.done", **fields),
+                self._part_event("done", block, block.text),
+            ]
+        item = self._item(block, self._status_of(block))
+        return [*events, self._event("response.output_item.done", item=item, **place)]
+
+    def _part_event(self, what: str, block: Block, text: str) -> Event:
+        is_text = block.kind is BlockKind.text
+        return self._event(
+            f"response.content_part.{what}",
+            item_id=self._item_id(block),
+            output_index=block.index,
+            content_index=0,
+            part=OutputText(text=text) if is_text else ReasoningText(text=text),
+        )
+
+    def _event(self, kind: str, **fields: Any) -> Event:
+        self._num_events += 1
+        return Event(type=kind, sequence_number=self._num_events - 1, **fields)
+
+    def _item_id(self, block: Block) -> str:
+        return f"{_PREFIXES[block.kind]}_{self._begun.id.removeprefix('resp_')}_{block.index}"
+
+    def _status_of(self, block: Block) -> Any:
+        is_last = block.index == len(self._row.blocks) - 1
+        return "incomplete" if self._is_incomplete and is_last else "completed"
+
+    def _item(self, block: Block, status: Any, *, is_empty: bool = False) -> OutputItem:
+        item_id, text = self._item_id(block), "" if is_empty else block.text
+        if block.kind is BlockKind.call:
+            return OutputCall(
+                id=item_id,
+                status=status,
+                call_id=block.call_id,
+                name=block.name,
+                arguments=text,
+            )
+        if block.kind is BlockKind.reasoning:
+            thoughts = [] if is_empty else [ReasoningText(text=text)]
+            return OutputReasoning(id=item_id, status=status, content=thoughts)
+        content = [] if is_empty else [OutputText(text=text)]
+        return OutputMessage(id=item_id, status=status, content=content)
+
+    def _ended(self) -> Response:
+        """The whole reply, which is stored now."""
+        details = IncompleteDetails("max_output_tokens") if self._is_incomplete else None
+        response = msgspec.structs.replace(
+            self._begun,
+            status="incomplete" if self._is_incomplete else "completed",
+            completed_at=None if self._is_incomplete else int(time.time()),
+            incomplete_details=details,
+            output=[self._item(block, self._status_of(block)) for block in self._row.blocks],
+            usage=self._usage(),
+        )
+        if response.store:
+            self._service.stored_responses.put(
+                response.id,
+                msgspec.json.encode(response),
+                [*self._messages, _answer(self._row.blocks)],
+            )
+        return msgspec.structs.replace(response, trace=self._context.report())
+
+    def _failed(self, error: Exception) -> Response:
+        detail = error_body(error).error
+        return msgspec.structs.replace(
+            self._begun,
+            status="failed",
+            error=ApiError(detail.code or "server_error", detail.message),
+            output=[self._item(block, "incomplete") for block in self._row.blocks],
+        )
+
+    def _usage(self) -> Usage:
+        usage = self._tally.usage
+        return Usage(
+            input_tokens=usage.prompt_tokens,
+            input_tokens_details=InputUsage(
+                cached_tokens=usage.prompt_tokens_details.cached_tokens
+            ),
+            output_tokens=usage.completion_tokens,
+            output_tokens_details=OutputUsage(self._num_reasoning_tokens),
+            total_tokens=usage.total_tokens,
+        )
+
+
+def _answer(blocks: list[Block]) -> Message:
+    """The answer as the next request's conversation has it."""
+
+    def texts(kind: BlockKind) -> str:
+        return "".join(block.text for block in blocks if block.kind is kind)
+
+    calls = [
+        MessageToolCall(
+            id=block.call_id, function=CalledFunction(name=block.name, arguments=block.text)
+        )
+        for block in blocks
+        if block.kind is BlockKind.call
+    ]
+    return Message(
+        role="assistant",
+        content=texts(BlockKind.text) or (None if calls else ""),
+        reasoning=texts(BlockKind.reasoning) or None,
+        tool_calls=calls or None,
+    )

@@ -1,0 +1,82 @@
+"""`/v1/responses`: create, retrieve and delete replies."""
+
+from __future__ import annotations
+
+import secrets
+
+from litestar import Response, delete, get, post
+from litestar.params import FromPath
+from litestar.response import Stream
+
+from ostinato.api.chat_run import ChatRun
+from ostinato.api.errors import renamed
+from ostinato.api.http import HttpRequest, SharedService, event_stream, json_response, read_body
+from ostinato.api.openapi import body_of
+from ostinato.api.responses.convert import FIELD_NAMES, input_messages, to_chat
+from ostinato.api.responses.reply import ResponsesReply
+from ostinato.api.responses.schemas import UNSUPPORTED, ResponsesRequest
+from ostinato.api.service import Service
+from ostinato.api.stream import NAMED_EVENTS, until_disconnect
+from ostinato.api.templates import prepare
+from ostinato.api.timeline import context_of
+from ostinato.runtime.errors import InvalidRequestError
+
+__all__ = ("HANDLERS",)
+
+
+@post("/v1/responses", status_code=200, operation_class=body_of(ResponsesRequest, "/v1/responses"))
+async def create_response(request: HttpRequest, service: SharedService) -> Response[bytes] | Stream:
+    """Answer a text or a conversation, of which earlier parts may be stored."""
+    context = context_of("/v1/responses", request.headers)
+    body = await read_body(request, ResponsesRequest, service, unsupported=UNSUPPORTED)
+    stores = _stores(service, body)
+    messages = []
+    if body.previous_response_id is not None:
+        messages = service.stored_responses.messages(body.previous_response_id)
+    messages += input_messages(body.input)
+    response_id = f"resp_{secrets.token_hex(16)}"
+    with renamed(FIELD_NAMES):
+        chat = to_chat(body, messages)
+        prompt = await prepare(service, chat)
+        run = ChatRun(service, chat, prompt, request_id=response_id, context=context)
+        reply = ResponsesReply(
+            service,
+            body,
+            run,
+            response_id=response_id,
+            messages=messages,
+            stores=stores,
+            context=context,
+        )
+        await reply.prepare()
+    if body.stream:
+        return event_stream(reply.events(), NAMED_EVENTS)
+    return json_response(await until_disconnect(request.receive, reply.whole()))
+
+
+@get("/v1/responses/{response_id:str}")
+async def retrieve_response(service: SharedService, response_id: FromPath[str]) -> Response[bytes]:
+    """A stored reply."""
+    stored = service.stored_responses.response(response_id)
+    return Response(stored, media_type="application/json")
+
+
+@delete("/v1/responses/{response_id:str}", status_code=200)
+async def delete_response(service: SharedService, response_id: FromPath[str]) -> Response[bytes]:
+    """Forget a stored reply."""
+    service.stored_responses.delete(response_id)
+    return json_response({"id": response_id, "object": "response", "deleted": True})
+
+
+HANDLERS = [create_response, retrieve_response, delete_response]
+
+
+def _stores(service: Service, body: ResponsesRequest) -> bool:
+    if body.store and not service.stored_responses.is_enabled:
+        raise InvalidRequestError(
+            "store=true is not possible: this server stores no replies"
+            " (server.response_store_mib=0)",
+            param="store",
+            code="unsupported_parameter",
+        )
+    return service.stored_responses.is_enabled and body.store is not False
