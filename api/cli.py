@@ -85,7 +85,8 @@ def _run_command(name: str, command: Command, arguments: list[str]) -> int:
         return 0
     if command.kinds and words and "=" not in words[0]:
         words = [_kind(name, command, words[0]), *words[1:]]
-    prompts = [word for word in words if command.takes_prompt and not _is_override(word)]
+    takes_words = command.takes_prompt or bool(command.files)
+    prompts = [word for word in words if takes_words and not _is_override(word)]
     overrides = [word for word in words if word not in prompts]
     prompts += [" ".join(after_dashes)] if after_dashes else []
     from ostinato.conf.compose import compose_yaml, load_config
@@ -94,6 +95,11 @@ def _run_command(name: str, command: Command, arguments: list[str]) -> int:
         print(compose_yaml(overrides, config_dir=options.config_dir), end="")
         return 0
     config = load_config(overrides, config_dir=options.config_dir)
+    if command.files and len(prompts) != len(command.files):
+        raise ConfigError(
+            f"run {name} takes {len(command.files)} files, got {len(prompts)}: "
+            f"run {name} {' '.join(command.files)} [key=value ...]"
+        )
     if command.takes_prompt and len(prompts) != 1:
         raise ConfigError(
             f"run {name} takes one prompt, got {len(prompts)}: "

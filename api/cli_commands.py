@@ -14,7 +14,7 @@ class Command:
     """One sub-command.
 
     `target` is "module:function"; the function takes the `EngineConfig` (and the prompt, when
-    `takes_prompt`) and returns the exit code.
+    `takes_prompt`, or the `files`) and returns the exit code.
     """
 
     target: str
@@ -22,6 +22,7 @@ class Command:
     sections: tuple[str, ...]  # of the configuration, in the order in which help lists them
     examples: tuple[str, ...]
     takes_prompt: bool = False
+    files: tuple[str, ...] = ()  # names of the files that it takes, in order
     # A group of the configuration, one of whose options may be the first word: `run bench serve` is
     # `run bench bench=serve`.
     kinds: str = ""
@@ -54,6 +55,16 @@ COMMANDS = {
         summary="Talk with a model in the terminal.",
         sections=("chat", *_ENGINE),
         examples=("run chat", 'run chat model=qwen3-0.6b chat.system="You are terse."'),
+    ),
+    "batch": Command(
+        target="ostinato.api.batch_command:batch",
+        summary="Answer a file of requests, as the OpenAI batch API has them; resumes by itself.",
+        sections=("batch", *_ENGINE),
+        examples=(
+            "run batch in.jsonl out.jsonl",
+            "run batch in.jsonl out.jsonl model=qwen3-0.6b batch.concurrency=64",
+        ),
+        files=("INPUT", "OUTPUT"),
     ),
     "bench": Command(
         target="ostinato.benchmarks.command:bench",

@@ -43,6 +43,8 @@ def command_help(name: str, command: Command) -> str:
     columns = min(shutil.get_terminal_size().columns, 120)
     options = group_options()
     prompt = " PROMPT" if command.takes_prompt else ""
+    if command.files:
+        prompt = f" {' '.join(command.files)}"
     if command.kinds:
         prompt = " [KIND]"
     lines = [f"usage: run {name}{prompt} [key=value ...]", "", command.summary, "", "examples:"]

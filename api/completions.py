@@ -31,6 +31,7 @@ from ostinato.api.schemas import (
     PromptLogprobs,
     Usage,
 )
+from ostinato.api.token_lists import read_inputs
 from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.types import MAX_N, RequestOutput, ServedModel, TokenLogprobs
 
@@ -81,30 +82,15 @@ def prompts(body: CompletionRequest) -> list[str] | list[list[int]]:
     Raises:
         InvalidRequestError: there are none, too many, or the two kinds are mixed.
     """
-    given = body.prompt
-    if isinstance(given, str):
-        return [given]
-    if not given:
-        raise InvalidRequestError("prompt is empty: send at least one", param="prompt")
-    token_ids = [item for item in given if isinstance(item, int)]
-    if len(token_ids) == len(given):
-        return [token_ids]
-    num_sequences = len(given) * min(body.best_of or body.n or 1, MAX_N)
-    if num_sequences > _MAX_SEQUENCES:
+    inputs = read_inputs(body.prompt, "prompt")
+    num_sequences = len(inputs) * min(body.best_of or body.n or 1, MAX_N)
+    if len(inputs) > 1 and num_sequences > _MAX_SEQUENCES:
         raise InvalidRequestError(
-            f"prompt has {len(given)} prompts, {num_sequences} sequences with n and best_of; a"
+            f"prompt has {len(inputs)} prompts, {num_sequences} sequences with n and best_of; a"
             f" request may have {_MAX_SEQUENCES}: send several",
             param="prompt",
         )
-    texts = [item for item in given if isinstance(item, str)]
-    lists = [item for item in given if isinstance(item, list)]
-    if len(texts) == len(given):
-        return texts
-    if len(lists) == len(given):
-        return lists
-    raise InvalidRequestError(
-        "prompt mixes texts and token ids; send all of one kind", param="prompt"
-    )
+    return inputs
 
 
 def to_requests(

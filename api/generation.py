@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -123,7 +123,14 @@ class Tally:
         )
 
 
-def new_id(prefix: str, fields: GenerationFields) -> str:
+class Named(Protocol):
+    """A body that may name its reply."""
+
+    @property
+    def request_id(self) -> str | None: ...
+
+
+def new_id(prefix: str, fields: Named) -> str:
     """The reply's id: the caller's `request_id`, or a new one, after the dialect's prefix."""
     return f"{prefix}-{fields.request_id or secrets.token_hex(16)}"
 

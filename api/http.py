@@ -13,7 +13,7 @@ from litestar.response import Stream
 
 from ostinato.api.errors import ClientGoneError
 from ostinato.api.generation import check_model
-from ostinato.api.schemas import GenerationFields, decode
+from ostinato.api.schemas import GenerationFields, Status, decode
 from ostinato.api.service import Service
 from ostinato.api.stream import OPENAI_EVENTS, EventForm, sse
 from ostinato.api.unsupported import UNSUPPORTED, Unsupported
@@ -75,7 +75,7 @@ def json_response(value: object) -> Response[bytes]:
 
 def status_response(status: str, reason: str | None) -> Response[bytes]:
     """200 with a status; 503 when there is a reason why not."""
-    body = {"status": status} if reason is None else {"status": status, "reason": reason}
+    body = Status(status, msgspec.UNSET if reason is None else reason)
     code = 200 if reason is None else 503
     return Response(msgspec.json.encode(body), media_type="application/json", status_code=code)
 

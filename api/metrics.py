@@ -72,6 +72,9 @@ class Metrics:
         )
         for reason in ("stop", "length", "abort", "error"):
             self._completions.labels(reason)
+        self._vectors = self._counter(
+            "pooled_inputs", "Texts and pairs that were answered with an embedding or a score.", []
+        )
         self._refusals = self._counter(
             "refused_requests", "Requests answered with an error status.", ["status"]
         )
@@ -140,6 +143,12 @@ class Metrics:
 
     def count_completion(self, finish_reason: str) -> None:
         self._completions.labels(finish_reason).inc()
+
+    def count_vectors(self, num_inputs: int, num_tokens: int, seconds: float) -> None:
+        """A request for embeddings, scores or a ranking was answered."""
+        self._vectors.inc(num_inputs)
+        self.prompt_tokens.observe(num_tokens)
+        self.e2e.observe(seconds)
 
     def count_refusal(self, status: int) -> None:
         self._refusals.labels(str(status)).inc()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import msgspec
 from litestar import Response, get, post
 from litestar.params import FromPath
 from litestar.response import Stream
 
 from ostinato import __version__
 from ostinato.api import chat, completions, replies, tokenization
+from ostinato.api.admin_routes import ADMIN_HANDLERS
+from ostinato.api.errors import ErrorBody
 from ostinato.api.generation import check_model
 from ostinato.api.http import (
     HttpRequest,
@@ -18,15 +21,21 @@ from ostinato.api.http import (
     status_response,
 )
 from ostinato.api.metrics import CONTENT_TYPE
-from ostinato.api.openapi import body_of
+from ostinato.api.openapi import answer_of, body_of
+from ostinato.api.pooling_routes import POOLING_HANDLERS
 from ostinato.api.schemas import (
     ChatCompletionRequest,
+    ChatResponse,
+    Completion,
     CompletionRequest,
     DetokenizeRequest,
     DetokenizeResponse,
     ModelCard,
     ModelList,
+    Status,
     TokenizeRequest,
+    TokenizeResponse,
+    Version,
 )
 from ostinato.api.service import Service
 from ostinato.api.stream import until_disconnect
@@ -35,11 +44,15 @@ from ostinato.api.timeline import context_of
 
 __all__ = ("HANDLERS",)
 
+_STARTING: dict[int, type[msgspec.Struct]] = {503: ErrorBody}
+
 
 @post(
     "/v1/chat/completions",
     status_code=200,
-    operation_class=body_of(ChatCompletionRequest, "/v1/chat/completions"),
+    operation_class=body_of(
+        ChatCompletionRequest, "/v1/chat/completions", ChatResponse, events=True
+    ),
 )
 async def chat_completions(
     request: HttpRequest, service: SharedService
@@ -59,7 +72,7 @@ async def chat_completions(
 @post(
     "/v1/completions",
     status_code=200,
-    operation_class=body_of(CompletionRequest, "/v1/completions"),
+    operation_class=body_of(CompletionRequest, "/v1/completions", Completion, events=True),
 )
 async def plain_completions(
     request: HttpRequest, service: SharedService
@@ -77,13 +90,16 @@ async def plain_completions(
     return json_response(await until_disconnect(request.receive, reply.response()))
 
 
-@get("/v1/models")
+@get("/v1/models", operation_class=answer_of(ModelList, "/v1/models", errors=_STARTING))
 async def models(service: SharedService) -> Response[bytes]:
     """The one model that is served."""
     return json_response(ModelList(data=[_card(service)]))
 
 
-@get("/v1/models/{name:path}")
+@get(
+    "/v1/models/{name:path}",
+    operation_class=answer_of(ModelCard, "/v1/models/{name}", errors={404: ErrorBody, **_STARTING}),
+)
 async def model(service: SharedService, name: FromPath[str]) -> Response[bytes]:
     """One model."""
     card = _card(service)
@@ -91,7 +107,11 @@ async def model(service: SharedService, name: FromPath[str]) -> Response[bytes]:
     return json_response(card)
 
 
-@post("/tokenize", status_code=200, operation_class=body_of(TokenizeRequest, "/tokenize"))
+@post(
+    "/tokenize",
+    status_code=200,
+    operation_class=body_of(TokenizeRequest, "/tokenize", TokenizeResponse),
+)
 async def tokenize(request: HttpRequest, service: SharedService) -> Response[bytes]:
     """Token ids of a text or of a conversation."""
     body = await read_body(request, TokenizeRequest, service)
@@ -109,7 +129,11 @@ async def tokenize(request: HttpRequest, service: SharedService) -> Response[byt
     )
 
 
-@post("/detokenize", status_code=200, operation_class=body_of(DetokenizeRequest, "/detokenize"))
+@post(
+    "/detokenize",
+    status_code=200,
+    operation_class=body_of(DetokenizeRequest, "/detokenize", DetokenizeResponse),
+)
 async def detokenize(request: HttpRequest, service: SharedService) -> Response[bytes]:
     """The text of token ids."""
     body = await read_body(request, DetokenizeRequest, service)
@@ -117,7 +141,7 @@ async def detokenize(request: HttpRequest, service: SharedService) -> Response[b
     return json_response(DetokenizeResponse(text))
 
 
-@get("/health")
+@get("/health", operation_class=answer_of(Status, "/health", errors={503: Status}))
 async def health(service: SharedService) -> Response[bytes]:
     """Whether the engine works: 200, or 503 with the reason."""
     problem = service.health_problem()
@@ -125,27 +149,27 @@ async def health(service: SharedService) -> Response[bytes]:
     return status_response(status, problem)
 
 
-@get("/live")
+@get("/live", operation_class=answer_of(Status, "/live", errors={503: Status}))
 async def live(service: SharedService) -> Response[bytes]:
     """Whether this process should go on: 200, or 503 with the reason."""
     problem = service.liveness_problem()
     return status_response("ok" if problem is None else "stuck", problem)
 
 
-@get("/ready")
+@get("/ready", operation_class=answer_of(Status, "/ready", errors={503: Status}))
 async def ready(service: SharedService) -> Response[bytes]:
     """Whether a new request would be admitted and served now: 200, or 503 with the reason."""
     refusal = service.unreadiness()
     return status_response("ready" if refusal is None else refusal.code, refusal and str(refusal))
 
 
-@get("/version")
+@get("/version", operation_class=answer_of(Version, "/version"))
 async def version() -> Response[bytes]:
     """The server's version."""
-    return json_response({"version": __version__})
+    return json_response(Version(__version__))
 
 
-@get("/metrics")
+@get("/metrics", operation_class=answer_of(None, "/metrics", media_type="text/plain"))
 async def metrics(service: SharedService) -> Response[bytes]:
     """Figures for Prometheus."""
     return Response(service.metrics.render(), media_type=CONTENT_TYPE)
@@ -163,6 +187,8 @@ HANDLERS = [
     ready,
     version,
     metrics,
+    *POOLING_HANDLERS,
+    *ADMIN_HANDLERS,
 ]
 
 

@@ -44,12 +44,14 @@ __all__ = (
     "ReplyFunction",
     "ReplyMessage",
     "ReplyToolCall",
+    "Status",
     "StreamOptions",
     "TokenizeRequest",
     "TokenizeResponse",
     "ToolCallDelta",
     "TopLogprob",
     "Usage",
+    "Version",
     "decode",
     "refusal",
 )
@@ -319,6 +321,17 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     choices: list[CompletionChoice]
     usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
     trace: Timeline | msgspec.UnsetType = msgspec.UNSET  # a stream's is in a chunk without choices
+
+
+class Status(msgspec.Struct, frozen=True):
+    """Of the server; with a reason when something is not well."""
+
+    status: str
+    reason: str | msgspec.UnsetType = msgspec.UNSET
+
+
+class Version(msgspec.Struct, frozen=True):
+    version: str
 
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):

@@ -29,6 +29,7 @@ from ostinato.conf.schema import ServerConfig
 from ostinato.runtime.client import EngineClient
 from ostinato.runtime.errors import StartupError
 from ostinato.runtime.log_format import configure_logging
+from ostinato.runtime.types import ServedTask
 
 if TYPE_CHECKING:
     import uvicorn
@@ -157,7 +158,12 @@ class _Server:
 
     def _hints(self, seconds: float) -> str:
         model, tokenizer = self._client.model, self._client.tokenizer
-        if tokenizer is not None and tokenizer.chat_template is not None:
+        if ServedTask.generate not in model.tasks:
+            path, body = "/v1/embeddings", {"input": "What is a block table?"}
+            if ServedTask.classify in model.tasks:
+                path = "/v1/rerank"
+                body = {"query": "What is a block table?", "documents": ["A map.", "A chair."]}
+        elif tokenizer is not None and tokenizer.chat_template is not None:
             path = "/v1/chat/completions"
             body = {"messages": [{"role": "user", "content": "What is a block table?"}]}
         else:

@@ -15,6 +15,7 @@ from ostinato.api.errors import UnavailableError, status_of
 from ostinato.api.generation import Generation
 from ostinato.api.health import EngineSigns
 from ostinato.api.metrics import EngineView, Metrics
+from ostinato.api.pooled_record import pool_batch
 from ostinato.api.record import Recorder, ReplyRecord
 from ostinato.api.response_store import ResponseStore
 from ostinato.api.structured_output import ConstraintFields, refusing_by_field
@@ -26,7 +27,14 @@ from ostinato.runtime.engine_state import EngineState
 from ostinato.runtime.errors import EngineDeadError, EngineError, InvalidRequestError
 from ostinato.runtime.flight_recorder import StepRecord
 from ostinato.runtime.tokenizer import Tokenizer
-from ostinato.runtime.types import FinishReason, RequestOutput, SamplingParams, ServedModel
+from ostinato.runtime.types import (
+    FinishReason,
+    PooledOutput,
+    PoolingParams,
+    RequestOutput,
+    SamplingParams,
+    ServedModel,
+)
 
 __all__ = ("Client", "News", "Service")
 
@@ -58,6 +66,22 @@ class Client(EngineView, EngineSigns, Protocol):
 
     def flight_records(self) -> list[StepRecord]: ...
 
+    async def pool(
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        params: PoolingParams,
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
+    ) -> PooledOutput: ...
+
+    async def reset_prefix_cache(self) -> None: ...
+
+    async def start_profile(self) -> str: ...
+
+    async def stop_profile(self) -> str: ...
+
 
 class Service:
     """One server's state.
@@ -73,6 +97,7 @@ class Service:
         stored_responses: replies that later requests may go on from.
         template_turn: held while a template that came with a request is rendered.
         trace: told of each completion that ended; None = nothing is recorded.
+        num_open: replies that the engine works for.
     """
 
     def __init__(self, client: Client, server: ServerConfig, sampling: SamplingSection) -> None:
@@ -87,6 +112,7 @@ class Service:
         self.template_turn = asyncio.Semaphore(1)
         self.stored_responses = ResponseStore(server.response_store_mib)
         self.trace: TraceRecorder | None = None
+        self.num_open = 0
 
     def close(self) -> None:
         """Send what is left of traces; nothing may run afterwards."""
@@ -205,6 +231,7 @@ class Service:
         context = context or RequestContext()
         record = ReplyRecord(self._recorder, reply_id, generations, context, self.trace)
         trace = context.timeline is not None
+        self.num_open += 1
         try:
             async with aclosing(_merge(self.client, generations, trace)) as news:
                 async for prompt_index, output in news:
@@ -225,6 +252,42 @@ class Service:
         except BaseException:
             record.close("disconnected")
             raise
+        finally:
+            self.num_open -= 1
+
+    async def pool(
+        self,
+        reply_id: str,
+        batch: Sequence[list[int]],
+        params: PoolingParams,
+        *,
+        priority: int,
+        cache_salt: str,
+    ) -> list[PooledOutput]:
+        """The vectors of several texts, timed, counted and logged. Cancelling it aborts all.
+
+        Raises:
+            EngineError: the engine failed, or gave one up; the others are aborted.
+        """
+        self.num_open += 1
+        try:
+            return await pool_batch(
+                self.client.pool,
+                self.metrics,
+                reply_id,
+                batch,
+                params,
+                priority=priority,
+                cache_salt=cache_salt,
+            )
+        except EngineDeadError as error:
+            if self.is_draining:
+                raise UnavailableError(
+                    "the server is shutting down", code="shutting_down"
+                ) from error
+            raise
+        finally:
+            self.num_open -= 1
 
 
 def _raise_for_failure(output: RequestOutput) -> None:

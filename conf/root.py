@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from ostinato.conf.bench_schema import BenchSection, LoadSection, SloSection, WorkloadSection
 from ostinato.conf.schema import (
+    BatchSection,
     CacheConfig,
     ChatSection,
     DeviceConfig,
@@ -37,6 +38,7 @@ class EngineConfig:
     server: ServerConfig = field(default_factory=ServerConfig)
     generate: GenerateSection = field(default_factory=GenerateSection)
     chat: ChatSection = field(default_factory=ChatSection)
+    batch: BatchSection = field(default_factory=BatchSection)
     plan: PlanSection = field(default_factory=PlanSection)
     bench: BenchSection = field(default_factory=BenchSection)
     workload: WorkloadSection = field(default_factory=WorkloadSection)

@@ -16,6 +16,7 @@ from typing import Any, ClassVar, TypeVar, cast
 
 __all__ = (
     "AttentionBackendName",
+    "BatchSection",
     "CacheConfig",
     "CacheDType",
     "ChatSection",
@@ -444,6 +445,9 @@ class ServerConfig(Section):
         at_least=0,
         at_most=65536,
     )
+    profile_dir: str = setting(
+        "", "where /start_profile and /stop_profile write traces; empty = they are refused"
+    )
     log_level: str = setting(
         "info", "of the log on stderr", one_of=("debug", "info", "warning", "error")
     )
@@ -486,6 +490,16 @@ class GenerateSection(Section):
     seed: int | None = setting(None, "same seed, same tokens; null = a new one", at_least=0)
     stop: list[str] = setting([], "strings that end the text")
     chat: bool = setting(False, "send the prompt as a user's message through the chat template")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchSection(Section):
+    """How `run batch` works through a file."""
+
+    key = "batch"
+    concurrency: int | None = setting(
+        None, "requests at once; null = twice the sequences that may run", at_least=1
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,6 +22,7 @@ import msgspec
 import zmq.asyncio
 
 from ostinato.conf.root import EngineConfig
+from ostinato.runtime.calls import PendingCalls
 from ostinato.runtime.completion import PromptCompletions
 from ostinato.runtime.engine_process import EngineProcess
 from ostinato.runtime.engine_state import EngineState
@@ -33,20 +34,24 @@ from ostinato.runtime.inspection import Inspector
 from ostinato.runtime.messages import (
     AbortRequests,
     AddRequest,
+    CallName,
+    CallReply,
     ClientMessage,
     EngineFailed,
     Inspect,
     Inspected,
-    ResetPrefixCache,
     StepBegins,
     StepNews,
 )
+from ostinato.runtime.pooling import make_pooling_request
 from ostinato.runtime.requests import make_requests
 from ostinato.runtime.restarts import Death, DeathReason, RestartPolicy, death_of
 from ostinato.runtime.tokenizer import Tokenizer
 from ostinato.runtime.types import (
     EngineStats,
     FinishReason,
+    PooledOutput,
+    PoolingParams,
     RequestOutput,
     SamplingParams,
     SequenceOutput,
@@ -80,6 +85,7 @@ class EngineClient:
         self._engines = itertools.count()  # numbers of engine processes
         self._engine: EngineProcess | None = None
         self._flights: Flights[Reader] = Flights()
+        self._calls = PendingCalls()
         self._supervisor: asyncio.Task[None] | None = None
         self._counter = itertools.count()
         self._grammars: GrammarCompiler | None = None
@@ -269,9 +275,84 @@ class EngineClient:
         if aboard:
             await self._send(AbortRequests(aboard))
 
+    async def pool(
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        params: PoolingParams,
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
+    ) -> PooledOutput:
+        """The vector of one text; a cancelled call aborts it.
+
+        Raises:
+            InvalidRequestError: the request can not be served.
+            EngineDeadError: the engine ended and is not started again.
+        """
+        unique_id = f"{request_id}#{next(self._counter)}"
+        request = make_pooling_request(
+            unique_id,
+            prompt_token_ids,
+            params,
+            self.model,
+            priority=priority,
+            cache_salt=cache_salt,
+        )
+        if self._death is not None:
+            raise EngineDeadError(f"the engine does not run: {self._death}")
+        reader: Reader = asyncio.Queue()
+        self._flights.add(request, reader)
+        try:
+            await self._board()
+            _, news = await reader.get()
+        finally:
+            if self._flights.get(unique_id) is not None:
+                await asyncio.shield(self._leave([unique_id]))
+        if isinstance(news, EngineDeadError):
+            raise news
+        return PooledOutput(
+            request_id=request_id,
+            data=news.pooled or b"",
+            num_prompt_tokens=len(prompt_token_ids),
+            num_cached_tokens=news.num_cached_tokens,
+            finish_reason=news.finish_reason or FinishReason.error,
+            error=news.error,
+        )
+
     async def reset_prefix_cache(self) -> None:
-        """Forget cached blocks that no sequence uses."""
-        await self._send(ResetPrefixCache())
+        """Forget cached blocks.
+
+        Raises:
+            InvalidRequestError: sequences use some.
+            EngineDeadError: the engine does not run.
+        """
+        await self._call(CallName.reset_prefix_cache)
+
+    async def start_profile(self) -> str:
+        """Let the engine record its steps; the directory of the trace that will be.
+
+        Raises:
+            InvalidRequestError: there is no such directory, or it records already.
+            EngineDeadError: the engine does not run.
+        """
+        return await self._call(CallName.start_profile)
+
+    async def stop_profile(self) -> str:
+        """End the recording; the trace's file, on the engine's machine.
+
+        Raises:
+            InvalidRequestError: nothing is recorded.
+            EngineDeadError: the engine does not run.
+        """
+        return await self._call(CallName.stop_profile)
+
+    async def _call(self, name: CallName) -> str:
+        if not self.is_alive:
+            raise EngineDeadError(f"the engine does not run: {self._death or self._restarting}")
+        call, reply = self._calls.begin(name)
+        await self._send(call)
+        return await reply
 
     async def inspect(self, timeout_s: float = 2.0) -> EngineState:
         """What the engine is doing; all who ask at once get the same answer.
@@ -303,6 +384,7 @@ class EngineClient:
             self._grammars.close()
         if self._death is None:
             self._mark_dead("it was closed")
+        self._calls.fail("it was closed")
         for task in (self._supervisor, self._watcher):
             if task is not None:
                 task.cancel()
@@ -339,6 +421,7 @@ class EngineClient:
         """Route news, and start the engine again when it dies, until there are no more tries."""
         while True:
             death = await self._receive()
+            self._calls.fail(death.text)
             if not await self._restart(death):
                 return
 
@@ -357,6 +440,8 @@ class EngineClient:
                 for news in message.outputs:
                     self._route(news)
                 await self._board()
+            elif isinstance(message, CallReply):
+                self._calls.finish(message)
             elif isinstance(message, StepBegins):
                 self._flights.begin(message.request_ids)
                 self._watch.step_begins(message.seconds)

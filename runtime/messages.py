@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
+
 import msgspec
 
 from ostinato.runtime.engine_state import EngineState
@@ -10,6 +12,9 @@ from ostinato.runtime.types import EngineStats, Request, SequenceOutput, ServedM
 __all__ = (
     "AbortRequests",
     "AddRequest",
+    "Call",
+    "CallName",
+    "CallReply",
     "ClientMessage",
     "EngineFailed",
     "EngineMessage",
@@ -17,7 +22,6 @@ __all__ = (
     "Inspect",
     "Inspected",
     "Phase",
-    "ResetPrefixCache",
     "Shutdown",
     "StepBegins",
     "StepNews",
@@ -35,8 +39,19 @@ class AbortRequests(msgspec.Struct, frozen=True, array_like=True, tag=2, gc=Fals
     request_ids: list[str]
 
 
-class ResetPrefixCache(msgspec.Struct, frozen=True, array_like=True, tag=3, gc=False):
-    """Forget cached blocks as soon as no sequence uses any."""
+class CallName(StrEnum):
+    """What may be asked of an engine besides requests."""
+
+    reset_prefix_cache = "reset_prefix_cache"  # forget cached blocks, which nobody may be using
+    start_profile = "start_profile"
+    stop_profile = "stop_profile"
+
+
+class Call(msgspec.Struct, frozen=True, array_like=True, tag=3, gc=False):
+    """A question, answered between two steps with a `CallReply`."""
+
+    call_id: int
+    name: CallName
 
 
 class Shutdown(msgspec.Struct, frozen=True, array_like=True, tag=4, gc=False):
@@ -47,7 +62,7 @@ class Inspect(msgspec.Struct, frozen=True, array_like=True, tag=20, gc=False):
     """Somebody looks: answer with `Inspected` between two steps."""
 
 
-ClientMessage = AddRequest | AbortRequests | ResetPrefixCache | Shutdown | Inspect
+ClientMessage = AddRequest | AbortRequests | Call | Shutdown | Inspect
 
 
 class Phase(msgspec.Struct, frozen=True, array_like=True, tag=1, gc=False):
@@ -87,7 +102,15 @@ class Inspected(msgspec.Struct, frozen=True, array_like=True, tag=20, gc=False):
     state: EngineState
 
 
-EngineMessage = Phase | EngineReady | StepNews | EngineFailed | StepBegins | Inspected
+class CallReply(msgspec.Struct, frozen=True, array_like=True, tag=6, gc=False):
+    """What came of a `Call`: a result, or with `is_refused` the reason why not."""
+
+    call_id: int
+    text: str
+    is_refused: bool = False
+
+
+EngineMessage = Phase | EngineReady | StepNews | EngineFailed | StepBegins | Inspected | CallReply
 
 encoder = msgspec.msgpack.Encoder
 client_decoder = msgspec.msgpack.Decoder(ClientMessage)

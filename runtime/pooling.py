@@ -22,6 +22,7 @@ from ostinato.runtime.types import (
 )
 
 __all__ = (
+    "check_pooling",
     "check_score_head",
     "cosine",
     "make_pairs",
@@ -53,19 +54,10 @@ def require_task(model: ServedModel, task: ServedTask) -> None:
     )
 
 
-def make_pooling_request(
-    request_id: str,
-    prompt_token_ids: list[int],
-    params: PoolingParams,
-    model: ServedModel,
-    *,
-    priority: int = 0,
-    cache_salt: str = "",
-) -> Request:
-    """The engine's request for one text.
-
-    Args:
-        prompt_token_ids: of an encoder's second segment with `vocab_size` added.
+def check_pooling(
+    prompt_token_ids: Sequence[int], params: PoolingParams, model: ServedModel
+) -> None:
+    """Check a text and what is asked of it against the model.
 
     Raises:
         InvalidRequestError: what can not be served, naming parameter, value, range and remedy.
@@ -95,6 +87,26 @@ def make_pooling_request(
             param="dimensions",
             code="invalid_value",
         )
+
+
+def make_pooling_request(
+    request_id: str,
+    prompt_token_ids: list[int],
+    params: PoolingParams,
+    model: ServedModel,
+    *,
+    priority: int = 0,
+    cache_salt: str = "",
+) -> Request:
+    """The engine's request for one text.
+
+    Args:
+        prompt_token_ids: of an encoder's second segment with `vocab_size` added.
+
+    Raises:
+        InvalidRequestError: as `check_pooling`.
+    """
+    check_pooling(prompt_token_ids, params, model)
     return Request(
         request_id=request_id,
         prompt_token_ids=prompt_token_ids,

@@ -17,7 +17,7 @@ from ostinato.runtime.chat_template import ChatTemplate
 from ostinato.runtime.errors import InvalidRequestError, StartupError
 from ostinato.runtime.token_pieces import TokenPieces
 
-__all__ = ("Tokenizer",)
+__all__ = ("Tokenizer", "tokenizer_facts")
 
 _NAMED_SPECIAL_TOKENS = (
     "bos_token",
@@ -106,25 +106,45 @@ class Tokenizer:
         """
         return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
 
-    def encode_pair(self, first: str, second: str) -> tuple[list[int], list[int]]:
+    def encode_pair(
+        self,
+        first: str,
+        second: str,
+        *,
+        limit: int | None = None,
+        side: Literal["left", "right"] = "right",
+    ) -> tuple[list[int], list[int]]:
         """Two texts as one input, with the special tokens that go around and between them.
+
+        Args:
+            limit: tokens of both; the second is cut for it. None = all of both.
+            side: where tokens are cut off.
 
         Returns:
             Token ids, and of each the segment that it belongs to: 0 or 1.
         """
-        encoding = self._backend.encode(first, second)
+        one, other = (
+            self._backend.encode(text, add_special_tokens=False) for text in (first, second)
+        )
+        if limit is not None:
+            limit -= self._backend.num_special_tokens_to_add(is_pair=True) + len(one.ids)
+            other.truncate(max(0, limit), direction=side)
+        encoding = self._backend.post_process(one, other)
         return encoding.ids, encoding.type_ids
 
-    def encode_at_most(self, text: str, limit: int, *, keep: Literal["start", "end"]) -> list[int]:
+    def encode_at_most(
+        self, text: str, limit: int, *, side: Literal["left", "right"], add_special_tokens: bool
+    ) -> list[int]:
         """As `encode`, cut to `limit` tokens; the special tokens around the text stay.
 
         Args:
-            keep: which part of the text is kept.
+            side: where tokens are cut off.
         """
         encoding = self._backend.encode(text, add_special_tokens=False)
-        room = max(0, limit - self._backend.num_special_tokens_to_add(is_pair=False))
-        encoding.truncate(room, direction="right" if keep == "start" else "left")
-        return self._backend.post_process(encoding).ids[:limit]
+        if add_special_tokens:
+            limit -= self._backend.num_special_tokens_to_add(is_pair=False)
+        encoding.truncate(max(0, limit), direction=side)
+        return self._backend.post_process(encoding, add_special_tokens=add_special_tokens).ids
 
     def encode_batch(
         self, texts: Sequence[str], *, add_special_tokens: bool = True
@@ -177,6 +197,22 @@ class Tokenizer:
             variables=variables,
             tools=tools,
         )
+
+
+def tokenizer_facts(directory: str | Path, tokenizer: Tokenizer) -> dict[str, Any]:
+    """What a client may want to know of a tokenizer: its tokenizer_config.json, completed.
+
+    Raises:
+        StartupError: the file can not be read any more.
+    """
+    config = _read_json(Path(directory) / "tokenizer_config.json")
+    template = tokenizer.chat_template
+    return {
+        **config,
+        **tokenizer.special_tokens,
+        "vocab_size": tokenizer.vocab_size,
+        "chat_template": None if template is None else template.source,
+    }
 
 
 def _load_backend(directory: Path) -> tokenizers.Tokenizer:

@@ -475,6 +475,8 @@ class PooledOutput(msgspec.Struct, frozen=True, kw_only=True):
     data: bytes  # little-endian float32
     num_prompt_tokens: int
     num_cached_tokens: int = 0
+    finish_reason: FinishReason = FinishReason.stop
+    error: str | None = None  # text, with finish_reason error
 
 
 class EmbeddingOutput(msgspec.Struct, frozen=True, kw_only=True):

@@ -21,12 +21,14 @@ import zmq
 
 from ostinato.conf.root import EngineConfig
 from ostinato.runtime.bundles import prepare_kernels
+from ostinato.runtime.engine_calls import EngineCalls
 from ostinato.runtime.errors import InvalidRequestError, StartupError
 from ostinato.runtime.flight_recorder import FlightRecorder, flight_path
 from ostinato.runtime.log_format import configure_logging
 from ostinato.runtime.messages import (
     AbortRequests,
     AddRequest,
+    Call,
     ClientMessage,
     EngineFailed,
     EngineMessage,
@@ -34,7 +36,6 @@ from ostinato.runtime.messages import (
     Inspect,
     Inspected,
     Phase,
-    ResetPrefixCache,
     StepBegins,
     StepNews,
     client_decoder,
@@ -50,6 +51,7 @@ __all__ = ("main", "run_loop")
 _LOG = logging.getLogger(__name__)
 _BEAT_S = 0.5  # an idle engine says that it lives this often
 _BEATS_BEFORE_CHECK = 4  # in a row: then nobody is likely to wait for the check
+_LONG_CALL_S = 60.0  # writing the trace of a long profile
 _LONG_STEP_S = 0.25  # the client hears of a step that should take longer before it begins
 _STATS_S = 0.05  # statistics ride on a step's message at most this often
 
@@ -84,7 +86,7 @@ class _Connection:
         self._context.term()
 
 
-def run_loop(engine: Engine, connection: _Connection) -> None:
+def run_loop(engine: Engine, connection: _Connection, calls: EngineCalls) -> None:
     """Serve until a Shutdown arrives: take messages, step, report."""
 
     def announce(request_ids: list[str], seconds: float) -> None:
@@ -107,8 +109,10 @@ def run_loop(engine: Engine, connection: _Connection) -> None:
                 outputs += [output for output in ended if output is not None]
             elif isinstance(message, Inspect):
                 connection.send(Inspected(engine.inspect()))
-            elif isinstance(message, ResetPrefixCache):
-                engine.reset_prefix_cache()
+            elif isinstance(message, Call):
+                # It may take long, and nothing comes of it meanwhile: no reason to be replaced.
+                connection.send(StepBegins([], _LONG_CALL_S))
+                connection.send(calls.answer(message))
             else:
                 return
         outputs += engine.step(announce)
@@ -187,7 +191,7 @@ def main(address: str) -> int:
         # What the start left behind lives as long as the process: collections need not look at it.
         gc.collect()
         gc.freeze()
-        run_loop(engine, connection)
+        run_loop(engine, connection, EngineCalls(engine, config.server.profile_dir))
         engine.abort_all()
         engine.check_integrity()
     except StartupError as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from litestar import Response, post
 from litestar.response import Stream
 
-from ostinato.api.errors import renamed
+from ostinato.api.errors import TypedErrorBody, renamed
 from ostinato.api.http import HttpRequest, SharedService, event_stream, json_response, read_body
 from ostinato.api.messages.convert import FIELD_NAMES, to_chat
 from ostinato.api.messages.reply import MessagesReply
@@ -18,7 +18,11 @@ from ostinato.api.timeline import context_of
 __all__ = ("HANDLERS",)
 
 
-@post("/v1/messages", status_code=200, operation_class=body_of(MessagesRequest, "/v1/messages"))
+@post(
+    "/v1/messages",
+    status_code=200,
+    operation_class=body_of(MessagesRequest, "/v1/messages", events=True, error=TypedErrorBody),
+)
 async def messages(request: HttpRequest, service: SharedService) -> Response[bytes] | Stream:
     """Answer a conversation in the Anthropic dialect."""
     context = context_of("/v1/messages", request.headers)
@@ -35,7 +39,7 @@ async def messages(request: HttpRequest, service: SharedService) -> Response[byt
 @post(
     "/v1/messages/count_tokens",
     status_code=200,
-    operation_class=body_of(CountTokensRequest, "/v1/messages/count_tokens"),
+    operation_class=body_of(CountTokensRequest, "/v1/messages/count_tokens", error=TypedErrorBody),
 )
 async def count_tokens(request: HttpRequest, service: SharedService) -> Response[bytes]:
     """How many tokens the prompt of such a request has."""

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import struct
 import time
 from collections.abc import AsyncIterator, Sequence
 
 from ostinato.runtime.engine_state import EngineState
-from ostinato.runtime.errors import EngineDeadError
+from ostinato.runtime.errors import EngineDeadError, InvalidRequestError
 from ostinato.runtime.flight_recorder import StepRecord
 from ostinato.runtime.tokenizer import Tokenizer
 from ostinato.runtime.types import (
     EngineStats,
     FinishReason,
+    PooledOutput,
+    PoolingParams,
     RequestOutput,
     SamplingParams,
     ServedModel,
@@ -68,6 +72,8 @@ class FakeClient:
         self.traced: list[bool] = []
         self.requests: list[tuple[list[int], SamplingParams, int, str]] = []
         self.aborted: list[str] = []
+        self.pooled: list[tuple[list[int], PoolingParams, int, str]] = []
+        self.resets = 0
 
     @property
     def is_alive(self) -> bool:
@@ -124,6 +130,46 @@ class FakeClient:
             self.num_unfinished -= sampling.n
             if not ended:
                 self.aborted.append(request_id)
+
+    async def pool(
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        params: PoolingParams,
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
+    ) -> PooledOutput:
+        """A vector of length 1 that leans to one side by the prompt's first token."""
+        if self.death_reason is not None:
+            raise EngineDeadError(f"the engine does not run: {self.death_reason}")
+        self.pooled.append((prompt_token_ids, params, priority, cache_salt))
+        step = self.script[0] if self.script else None
+        if isinstance(step, Exception):
+            raise step
+        if step is None:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                self.aborted.append(request_id)
+        angle = prompt_token_ids[0] / self.model.vocab_size
+        return PooledOutput(
+            request_id=request_id,
+            data=struct.pack("<2f", math.cos(angle), math.sin(angle)),
+            num_prompt_tokens=len(prompt_token_ids),
+            num_cached_tokens=1,
+            finish_reason=step.finish_reason or FinishReason.stop,
+            error=step.error,
+        )
+
+    async def reset_prefix_cache(self) -> None:
+        self.resets += 1
+
+    async def start_profile(self) -> str:
+        raise InvalidRequestError("server.profile_dir is not set", code="call_refused", status=409)
+
+    async def stop_profile(self) -> str:
+        return "/traces/engine.json.gz"
 
     def _output(
         self,

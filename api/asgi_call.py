@@ -1,0 +1,61 @@
+"""A request to the application from within its process: no socket between them."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, NamedTuple
+
+from litestar.types import ASGIApp
+
+__all__ = ("Answer", "post_json")
+
+
+class Answer(NamedTuple):
+    status: int
+    headers: dict[str, str]  # names in lower case
+    body: bytes
+
+
+async def post_json(app: ASGIApp, path: str, body: bytes) -> Answer:
+    """POST a JSON body; cancelling it is what a client that goes away does."""
+    answered: dict[str, Any] = {"body": b""}
+    is_read = False
+
+    async def receive() -> Any:
+        nonlocal is_read
+        if is_read:
+            await asyncio.Event().wait()
+        is_read = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.start":
+            answered["status"], answered["headers"] = message["status"], message["headers"]
+        elif message["type"] == "http.response.body":
+            answered["body"] += message.get("body", b"")
+
+    headers = [
+        (b"host", b"batch"),
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(body)).encode()),
+    ]
+    scope: Any = {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.3"},
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "root_path": "",
+        "headers": headers,
+        "client": ("127.0.0.1", 0),
+        "server": ("batch", 80),
+    }
+    await app(scope, receive, send)
+    headers_read = {
+        name.decode("latin-1").lower(): value.decode("latin-1")
+        for name, value in answered["headers"]
+    }
+    return Answer(answered["status"], headers_read, answered["body"])

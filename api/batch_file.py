@@ -1,0 +1,190 @@
+"""The files of a batch, one JSON object a line, as the OpenAI batch API has them.
+
+An output file is only ever added to, whole lines at a time; so one that an interruption left behind
+tells which requests are answered, and its last line may be half a one.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any, Self
+
+import msgspec
+
+from ostinato.runtime.errors import InvalidRequestError
+
+__all__ = ("BatchInput", "BatchLine", "BatchOutput", "answered_line", "refused_line")
+
+
+class _Request(msgspec.Struct, frozen=True, kw_only=True):
+    custom_id: str
+    method: str = "POST"
+    url: str
+    body: msgspec.Raw
+
+
+class _Streams(msgspec.Struct, frozen=True):
+    stream: Any = None
+
+
+class BatchLine(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of the input. With a `problem` it can not be sent."""
+
+    number: int  # from 1
+    custom_id: str | None = None
+    url: str = ""
+    body: bytes = b""
+    problem: str | None = None
+
+    @property
+    def id(self) -> str:
+        """Of the answer; the same in every run."""
+        return f"batch_req_{self.number}"
+
+
+class _Seen(msgspec.Struct, frozen=True):
+    id: str = ""
+    custom_id: str | None = None
+
+
+class BatchInput:
+    """The requests of a file, read and checked; blank lines are passed over.
+
+    Args:
+        file: the input.
+        urls: paths that may be asked.
+
+    Raises:
+        InvalidRequestError: the file can not be read, or two lines have one custom_id.
+    """
+
+    def __init__(self, file: Path, urls: frozenset[str]) -> None:
+        try:
+            rows = file.read_bytes().splitlines()
+        except OSError as error:
+            raise InvalidRequestError(f"{file}: {error.strerror or error}") from error
+        self.lines = [
+            _parse(number, row, urls) for number, row in enumerate(rows, 1) if row.strip()
+        ]
+        first: dict[str, int] = {}
+        for line in self.lines:
+            if line.custom_id is None:
+                continue
+            if line.custom_id in first:
+                raise InvalidRequestError(
+                    f"{file}: lines {first[line.custom_id]} and {line.number} have the custom_id "
+                    f"{line.custom_id!r}; answers are told apart by it, so give each its own"
+                )
+            first[line.custom_id] = line.number
+
+
+class BatchOutput:
+    """The answers of a file; use it as a context manager.
+
+    Args:
+        file: made when it is not there; what it holds stays.
+
+    Raises:
+        InvalidRequestError: it can not be written, or holds something else.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self._ids: set[str] = set()
+        try:
+            self._stream: IO[bytes] = file.open("a+b")
+        except OSError as error:
+            raise InvalidRequestError(f"{file}: {error.strerror or error}") from error
+        for number, row in enumerate(self._whole_rows(), 1):
+            try:
+                seen = msgspec.json.decode(row, type=_Seen)
+            except msgspec.MsgspecError as error:
+                self._stream.close()
+                raise InvalidRequestError(
+                    f"{file}: line {number} is no answer of a batch ({error}); give another file"
+                ) from error
+            self._ids.add(seen.id if seen.custom_id is None else f"custom {seen.custom_id}")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stream.close()
+
+    def has(self, line: BatchLine) -> bool:
+        """Whether the line is answered."""
+        name = line.id if line.custom_id is None else f"custom {line.custom_id}"
+        return name in self._ids
+
+    def write(self, answer: bytes) -> None:
+        """Add a line; it is in the system's hands when this returns."""
+        self._stream.write(answer + b"\n")
+        self._stream.flush()
+
+    def _whole_rows(self) -> Iterator[bytes]:
+        """Its lines; what follows the last line end is cut off."""
+        self._stream.seek(0)
+        size = 0
+        for row in self._stream:
+            if row.endswith(b"\n"):
+                size += len(row)
+                yield row
+        self._stream.truncate(size)
+        self._stream.seek(0, os.SEEK_END)
+
+
+def answered_line(line: BatchLine, status: int, request_id: str, body: bytes) -> bytes:
+    """The output for an answer of the API, an error of its own included."""
+    response = {"status_code": status, "request_id": request_id, "body": msgspec.Raw(body)}
+    return _encode(line, response, None)
+
+
+def refused_line(line: BatchLine) -> bytes:
+    """The output for a line that could not be sent."""
+    return _encode(line, None, {"code": "invalid_line", "message": line.problem})
+
+
+def _encode(line: BatchLine, response: object, error: object) -> bytes:
+    return msgspec.json.encode(
+        {"id": line.id, "custom_id": line.custom_id, "response": response, "error": error}
+    )
+
+
+def _parse(number: int, row: bytes, urls: frozenset[str]) -> BatchLine:
+    try:
+        request = msgspec.json.decode(row, type=_Request)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        custom_id = _custom_id(row)
+        return BatchLine(number=number, custom_id=custom_id, problem=f"line {number}: {error}")
+    problem = None
+    if request.method != "POST":
+        problem = f"line {number}: method must be POST, got {request.method[:50]!r}"
+    elif request.url not in urls:
+        problem = (
+            f"line {number}: url must be one of {', '.join(sorted(urls))}, got "
+            f"{request.url[:100]!r}"
+        )
+    elif _streams(bytes(request.body)):
+        problem = f"line {number}: body.stream must be false, a file holds whole answers"
+    return BatchLine(
+        number=number,
+        custom_id=request.custom_id,
+        url=request.url,
+        body=bytes(request.body),
+        problem=problem,
+    )
+
+
+def _custom_id(row: bytes) -> str | None:
+    try:
+        return msgspec.json.decode(row, type=_Seen).custom_id
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+def _streams(body: bytes) -> bool:
+    try:
+        return bool(msgspec.json.decode(body, type=_Streams).stream)
+    except msgspec.MsgspecError:
+        return False  # no object: the endpoint will say so

@@ -1,0 +1,37 @@
+"""Inputs that are texts or token ids, as several endpoints take them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ostinato.runtime.errors import InvalidRequestError
+
+__all__ = ("read_inputs",)
+
+
+def read_inputs(
+    given: str | Sequence[str | int | list[int]], name: str
+) -> list[str] | list[list[int]]:
+    """The inputs, each a text or each a list of token ids.
+
+    Args:
+        given: a text, token ids, or a list of either.
+        name: of the field, for refusals.
+
+    Raises:
+        InvalidRequestError: there are none, or the two kinds are mixed.
+    """
+    if isinstance(given, str):
+        return [given]
+    if not given:
+        raise InvalidRequestError(f"{name} is empty: send at least one", param=name)
+    token_ids = [item for item in given if isinstance(item, int)]
+    texts = [item for item in given if isinstance(item, str)]
+    lists = [item for item in given if isinstance(item, list)]
+    if len(token_ids) == len(given):
+        return [token_ids]
+    if len(texts) == len(given):
+        return texts
+    if len(lists) == len(given):
+        return lists
+    raise InvalidRequestError(f"{name} mixes texts and token ids; send all of one kind", param=name)

@@ -1,0 +1,49 @@
+"""A profile of the engine's steps by torch's profiler: a trace for chrome://tracing or Perfetto."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from ostinato.runtime.errors import InvalidRequestError
+
+__all__ = ("Profiler",)
+
+
+class Profiler:
+    """Records from now on, on the calling thread and on the device.
+
+    Args:
+        directory: where the trace will be; made when it is not there.
+
+    Raises:
+        InvalidRequestError: the directory can not be written.
+    """
+
+    def __init__(self, directory: str) -> None:
+        folder = Path(directory).expanduser().resolve()
+        name = f"engine-{time.strftime('%Y%m%d-%H%M%S')}-{time.time_ns() % 10**9:09d}.json.gz"
+        self._file = folder / name
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InvalidRequestError(
+                f"server.profile_dir={directory} can not be made: {error.strerror or error}"
+            ) from error
+        if not os.access(folder, os.W_OK):
+            raise InvalidRequestError(f"server.profile_dir={directory} can not be written")
+        activities = [ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(ProfilerActivity.CUDA)
+        self._profile = profile(activities=activities, record_shapes=True)
+        self._profile.start()
+
+    def stop(self) -> str:
+        """End the recording and write it; the trace's path. Steps wait meanwhile."""
+        self._profile.stop()
+        self._profile.export_chrome_trace(str(self._file))
+        return str(self._file)

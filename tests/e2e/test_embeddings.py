@@ -1,0 +1,129 @@
+"""A real server of a real encoder, with the official client; and vectors of the bundled model."""
+
+from __future__ import annotations
+
+import base64
+import concurrent.futures
+import gzip
+import json
+import math
+import struct
+
+import httpx
+import openai
+import pytest
+import torch
+import transformers
+
+from tests.e2e.server_process import ServerProcess
+from tests.models.minilm import minilm_directory
+
+TEXTS = ["A block table maps positions to blocks.", "The cat sat on the mat.", "ok"]
+
+
+@pytest.fixture(scope="module")
+def encoder():
+    with ServerProcess(
+        f"model.path={minilm_directory()}",
+        "model.name=minilm",
+        "model.max_model_len=256",
+        "graphs.bundle=false",
+    ) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory):
+    with ServerProcess(f"server.profile_dir={tmp_path_factory.mktemp('traces')}") as server:
+        yield server
+
+
+def cosine(first, second):
+    dot = sum(a * b for a, b in zip(first, second, strict=True))
+    return dot / math.sqrt(sum(a * a for a in first) * sum(b * b for b in second))
+
+
+def test_the_official_client_gets_the_vectors_of_transformers(encoder):
+    model = transformers.AutoModel.from_pretrained(minilm_directory()).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(minilm_directory())
+    client = openai.OpenAI(base_url=f"{encoder.url}/v1", api_key="none")
+    # The client asks for base64 by itself.
+    reply = client.embeddings.create(model="minilm", input=TEXTS)
+    assert reply.usage.prompt_tokens == sum(len(tokenizer(text).input_ids) for text in TEXTS)
+    for text, one in zip(TEXTS, reply.data, strict=True):
+        with torch.no_grad():
+            states = model(**tokenizer(text, return_tensors="pt")).last_hidden_state[0]
+        assert cosine(one.embedding, states.mean(0).tolist()) >= 0.9999
+    floats = client.embeddings.create(
+        model="minilm", input=TEXTS[0], encoding_format="float", dimensions=50
+    )
+    assert len(floats.data[0].embedding) == 50
+    with pytest.raises(openai.BadRequestError, match="minilm does not generate text"):
+        client.chat.completions.create(model="minilm", messages=[{"role": "user", "content": "?"}])
+
+
+def test_many_at_once(encoder):
+    texts = [f"{text} {n}" for n in range(20) for text in TEXTS]
+
+    def ask(text):
+        body = {"input": text, "encoding_format": "base64"}
+        response = httpx.post(f"{encoder.url}/v1/embeddings", json=body, timeout=120)
+        return response.json()["data"][0]["embedding"]
+
+    with concurrent.futures.ThreadPoolExecutor(16) as pool:
+        alone = list(pool.map(ask, texts))
+    body = {"input": texts, "encoding_format": "base64"}
+    response = httpx.post(f"{encoder.url}/v1/embeddings", json=body, timeout=120).json()
+    together = [one["embedding"] for one in response["data"]]
+    for one, other in zip(alone, together, strict=True):
+        vectors = [struct.unpack("<384f", base64.b64decode(data)) for data in (one, other)]
+        assert cosine(*vectors) > 0.99999
+    assert encoder.metrics()["ostinato_requests_running"] == 0
+
+
+def test_a_ranking(encoder):
+    documents = ["Stocks fell on Monday.", "Kittens sleep all day.", "A plan for the sea."]
+    body = {"query": "What do young cats do?", "documents": documents}
+    results = httpx.post(f"{encoder.url}/v1/rerank", json=body, timeout=60).json()["results"]
+    assert results[0]["index"] == 1
+    assert results[0]["relevance_score"] > results[1]["relevance_score"] + 0.2
+
+
+def test_the_bundled_model_gives_vectors_and_answers(demo):
+    body = {"input": ["Once upon a time", "word " * 300], "pooling": "mean"}
+    reply = httpx.post(f"{demo.url}/v1/embeddings", json=body, timeout=60).json()
+    assert [len(one["embedding"]) for one in reply["data"]] == [256, 256]
+    response = httpx.post(
+        f"{demo.url}/v1/completions", json={"prompt": "Once", "max_tokens": 3}, timeout=60
+    )
+    assert response.json()["usage"]["completion_tokens"] == 3
+
+
+def test_a_client_that_goes_away_frees_its_blocks(demo):
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(
+            f"{demo.url}/v1/embeddings",
+            json={"input": [[5 + n] + [7] * 500 for n in range(1000)], "pooling": "mean"},
+            timeout=httpx.Timeout(60, read=0.5),
+        )
+    httpx.post(f"{demo.url}/v1/embeddings", json={"input": "ok"}, timeout=120).raise_for_status()
+    demo.wait_for_line("disconnected")
+    assert httpx.get(f"{demo.url}/load", timeout=60).json() == {"server_load": 0}
+
+
+def test_a_profile(demo):
+    assert httpx.post(f"{demo.url}/stop_profile", timeout=60).status_code == 409
+    assert httpx.post(f"{demo.url}/start_profile", timeout=60).status_code == 200
+    assert httpx.post(f"{demo.url}/start_profile", timeout=60).status_code == 409
+    httpx.post(f"{demo.url}/v1/embeddings", json={"input": "ok"}, timeout=60).raise_for_status()
+    file = httpx.post(f"{demo.url}/stop_profile", timeout=120).json()["trace_file"]
+    with gzip.open(file) as stream:
+        names = {event.get("name", "") for event in json.load(stream)["traceEvents"]}
+    assert any("ostinato::paged_attention" in name for name in names), sorted(names)[:40]
+
+
+def test_the_tokenizer_and_the_cache(demo):
+    facts = httpx.get(f"{demo.url}/tokenizer_info", timeout=60).json()
+    assert facts["eos_token"]
+    assert "messages" in facts["chat_template"]
+    assert httpx.post(f"{demo.url}/reset_prefix_cache", timeout=60).json() == {"success": True}
