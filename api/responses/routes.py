@@ -9,12 +9,13 @@ from litestar.params import FromPath
 from litestar.response import Stream
 
 from ostinato.api.chat_run import ChatRun
-from ostinato.api.errors import renamed
+from ostinato.api.errors import ErrorBody, renamed
 from ostinato.api.http import HttpRequest, SharedService, event_stream, json_response, read_body
-from ostinato.api.openapi import body_of
+from ostinato.api.openapi import answer_of, body_of
+from ostinato.api.responses import schemas
 from ostinato.api.responses.convert import FIELD_NAMES, input_messages, to_chat
 from ostinato.api.responses.reply import ResponsesReply
-from ostinato.api.responses.schemas import UNSUPPORTED, ResponsesRequest
+from ostinato.api.responses.schemas import UNSUPPORTED, Deleted, ResponsesRequest
 from ostinato.api.service import Service
 from ostinato.api.stream import NAMED_EVENTS, until_disconnect
 from ostinato.api.templates import prepare
@@ -24,7 +25,11 @@ from ostinato.runtime.errors import InvalidRequestError
 __all__ = ("HANDLERS",)
 
 
-@post("/v1/responses", status_code=200, operation_class=body_of(ResponsesRequest, "/v1/responses"))
+@post(
+    "/v1/responses",
+    status_code=200,
+    operation_class=body_of(ResponsesRequest, "/v1/responses", schemas.Response, events=True),
+)
 async def create_response(request: HttpRequest, service: SharedService) -> Response[bytes] | Stream:
     """Answer a text or a conversation, of which earlier parts may be stored."""
     context = context_of("/v1/responses", request.headers)
@@ -54,18 +59,29 @@ async def create_response(request: HttpRequest, service: SharedService) -> Respo
     return json_response(await until_disconnect(request.receive, reply.whole()))
 
 
-@get("/v1/responses/{response_id:str}")
+@get(
+    "/v1/responses/{response_id:str}",
+    operation_class=answer_of(
+        schemas.Response, "/v1/responses/{response_id}", errors={404: ErrorBody}
+    ),
+)
 async def retrieve_response(service: SharedService, response_id: FromPath[str]) -> Response[bytes]:
     """A stored reply."""
     stored = service.stored_responses.response(response_id)
     return Response(stored, media_type="application/json")
 
 
-@delete("/v1/responses/{response_id:str}", status_code=200)
+@delete(
+    "/v1/responses/{response_id:str}",
+    status_code=200,
+    operation_class=answer_of(
+        Deleted, "/v1/responses/{response_id}", method="delete", errors={404: ErrorBody}
+    ),
+)
 async def delete_response(service: SharedService, response_id: FromPath[str]) -> Response[bytes]:
     """Forget a stored reply."""
     service.stored_responses.delete(response_id)
-    return json_response({"id": response_id, "object": "response", "deleted": True})
+    return json_response(Deleted(response_id))
 
 
 HANDLERS = [create_response, retrieve_response, delete_response]

@@ -21,6 +21,7 @@ __all__ = (
     "ApiError",
     "CallItem",
     "CallOutputItem",
+    "Deleted",
     "Event",
     "IncompleteDetails",
     "InputItem",
@@ -288,6 +289,14 @@ class Response(msgspec.Struct, frozen=True, kw_only=True):
     usage: Usage | None = None
     user: str | None = None
     trace: Timeline | UnsetType = UNSET
+
+
+class Deleted(msgspec.Struct, frozen=True):
+    """The answer to DELETE."""
+
+    id: str
+    object: Literal["response"] = "response"
+    deleted: bool = True
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True):
