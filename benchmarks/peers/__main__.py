@@ -4,6 +4,9 @@
         --vllm VENV/bin/python --openvino VENV/bin/python=IR_DIR --llama-cpp SERVER=GGUF \\
         --transformers VENV/bin/python --rounds 3 --json FILE
 
+    ... --quantized int8 --quantized int4 --openvino VENV/bin/python=IR_DIR=int8 \\
+        --llama-cpp SERVER=Q8_0.gguf=int8 --llama-cpp SERVER=Q4_0.gguf=int4
+
 Each peer runs in its own virtual environment at its best settings (the drive_*.py beside this
 file), with the same prompts, numbers of tokens and threads. Engines stay loaded and take turns part
 by part, round by round (A B C, A B C): the memory of shared machines switches between states that
@@ -14,6 +17,9 @@ each turn.
 decode: tokens per second of one stream after its first, from the times for 1 and for 128 tokens.
 ttft: seconds to one token after 512. offline: 32 requests of 64-512 and 32-128 tokens at once.
 prefix: 16 requests that share 1024 of 1088 tokens at once, nothing cached before.
+
+Engines of a class (int8, int4, or none) are compared with each other: ours of that class with the
+best peer of it.
 """
 
 from __future__ import annotations
@@ -48,6 +54,7 @@ _FOLDER = Path(__file__).parent
 _OURS = "ostinato"
 _PARTS = ("decode", "ttft", "offline", "prefix")
 _UNITS = {"decode": "tok/s", "ttft": "ms", "offline": "tok/s", "prefix": "tok/s"}
+_KINDS = ("int8", "int4")
 _WIDTH = 100
 
 
@@ -138,19 +145,36 @@ def _commands(options: argparse.Namespace) -> dict[str, list[str]]:
     def drive(python: str, script: str, *arguments: str) -> list[str]:
         return [python, str(_FOLDER / f"drive_{script}.py"), *arguments]
 
-    commands = {_OURS: drive(sys.executable, "ostinato", model, *tail, *options.overrides)}
+    ours = drive(sys.executable, "ostinato", model, *tail, *options.overrides)
+    commands = {} if options.only_quantized else {_OURS: ours}
+    for quantized in options.quantized:
+        kind, _, more = quantized.partition(":")
+        overrides = [f"model.quantization={kind}", *filter(None, more.split(","))]
+        commands[_named(_OURS, kind)] = ours + overrides
     if options.vllm:
         commands["vllm"] = drive(options.vllm, "vllm", model, *tail)
-    if options.openvino:
-        python, _, directory = options.openvino.partition("=")
-        commands["openvino"] = drive(python, "openvino", str(Path(directory).resolve()), *tail)
-    if options.llama_cpp:
-        binary, _, gguf = options.llama_cpp.partition("=")
+    for openvino in options.openvino:
+        python, directory, *kind = openvino.split("=")
+        command = drive(python, "openvino", str(Path(directory).resolve()), *tail)
+        commands[_named("openvino", *kind)] = command
+    for llama_cpp in options.llama_cpp:
+        binary, gguf, *kind = llama_cpp.split("=")
         paths = (str(Path(binary).resolve()), str(Path(gguf).resolve()))
-        commands["llama.cpp"] = drive(sys.executable, "llamacpp", *paths, str(options.threads))
+        command = drive(sys.executable, "llamacpp", *paths, str(options.threads))
+        commands[_named("llama.cpp", *kind)] = command
     if options.transformers:
         commands["transformers"] = drive(options.transformers, "transformers", model, *tail)
     return commands
+
+
+def _named(engine: str, kind: str = "") -> str:
+    return f"{engine}-{kind}" if kind else engine
+
+
+def _kind(name: str) -> str:
+    """The class of an engine by its name; "" = it is not quantised."""
+    last = name.rpartition("-")[2]
+    return last if last in _KINDS else ""
 
 
 def _measure(
@@ -191,7 +215,9 @@ def _print(record: dict[str, Any], names: list[str], parts: list[str]) -> None:
     table.add_column("part")
     for name in names:
         table.add_column(name, justify="right")
-    table.add_column("ours to the best peer", justify="right")
+    kinds = sorted({_kind(name) for name in names if name.startswith(_OURS)})
+    for kind in kinds:
+        table.add_column(f"ours to the best peer {kind}".rstrip(), justify="right")
     table.add_column("GB/s", justify="right")
     for part in parts:
         results = [result for result in record["results"] if result["part"] == part]
@@ -203,10 +229,10 @@ def _print(record: dict[str, Any], names: list[str], parts: list[str]) -> None:
         table.add_row(
             f"{part}, {_UNITS[part]}",
             *(summary(values[name]) for name in names),
-            _ratio(part, values),
+            *(_ratio(part, values, kind) for kind in kinds),
             f"{bandwidth:.0f}",
         )
-    console = Console(width=_WIDTH, highlight=False)
+    console = Console(width=max(_WIDTH, 24 * (len(names) + len(kinds))), highlight=False)
     conditions = record["conditions"]
     console.print(
         f"{conditions['model']} {conditions['dtype']}, {conditions['threads']} threads, "
@@ -220,14 +246,15 @@ def _print(record: dict[str, Any], names: list[str], parts: list[str]) -> None:
     )
 
 
-def _ratio(part: str, values: dict[str, list[float]]) -> str:
-    """The median over the rounds of ours to that round's best peer."""
-    peers = [name for name in values if name != _OURS]
+def _ratio(part: str, values: dict[str, list[float]], kind: str) -> str:
+    """The median over the rounds of ours to that round's best peer of the same class."""
+    own = _named(_OURS, kind)
+    peers = [name for name in values if not name.startswith(_OURS) and _kind(name) == kind]
     if not peers:
         return ""
     best = min if part == "ttft" else max
     ratios = []
-    for number, ours in enumerate(values[_OURS]):
+    for number, ours in enumerate(values[own]):
         peer = best(values[name][number] for name in peers)
         ratios.append(peer / ours if part == "ttft" else ours / peer)
     return summary(ratios)
@@ -247,8 +274,27 @@ def main(arguments: list[str]) -> None:
     parser.add_argument(
         "--vllm-preload", default="", help="its LD_PRELOAD: libtcmalloc and its own libiomp5.so"
     )
-    parser.add_argument("--openvino", help="python of its environment=directory of the exported IR")
-    parser.add_argument("--llama-cpp", help="llama-server=file.gguf")
+    parser.add_argument(
+        "--openvino",
+        action="append",
+        default=[],
+        help="python of its environment=directory of the exported IR[=int8|int4]; repeatable",
+    )
+    parser.add_argument(
+        "--llama-cpp",
+        action="append",
+        default=[],
+        help="llama-server=file.gguf[=int8|int4]; repeatable",
+    )
+    parser.add_argument(
+        "--quantized",
+        action="append",
+        default=[],
+        help="ours too with model.quantization=this; int4:KEY=VALUE,... sets more; repeatable",
+    )
+    parser.add_argument(
+        "--only-quantized", action="store_true", help="leave out ours without quantization"
+    )
     parser.add_argument("--transformers", help="python of its environment")
     parser.add_argument("--parts", nargs="+", default=list(_PARTS), choices=_PARTS)
     parser.add_argument("--warmup", type=int, default=1, help="rounds that do not count")

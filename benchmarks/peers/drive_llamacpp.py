@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import socket
 import subprocess
 import sys
 import time
@@ -18,7 +19,6 @@ from driver_loop import Requests, serve
 
 __all__ = ("load",)
 
-_PORT = 18431
 _START_S = 120.0
 
 
@@ -28,10 +28,12 @@ class Server:
     def __init__(self, slots: int, context: int) -> None:
         self.slots, self.context = slots, context
         binary, gguf, threads = sys.argv[1:4]
+        with socket.create_server(("127.0.0.1", 0)) as free:  # several drivers run at once
+            self._port = free.getsockname()[1]
         self._process = subprocess.Popen(
             [
                 *(binary, "-m", gguf, "-t", threads, "-tb", threads),
-                *("--host", "127.0.0.1", "--port", str(_PORT)),
+                *("--host", "127.0.0.1", "--port", str(self._port)),
                 *("-np", str(slots), "-c", str(slots * context)),
             ],
             stdout=subprocess.DEVNULL,
@@ -44,7 +46,7 @@ class Server:
             time.sleep(0.02)
 
     def _is_ready(self) -> bool:
-        connection = http.client.HTTPConnection("127.0.0.1", _PORT, timeout=5)
+        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=5)
         try:
             connection.request("GET", "/health")
             return connection.getresponse().status == 200
@@ -62,7 +64,7 @@ class Server:
             "cache_prompt": True,
             "stream": False,
         }
-        connection = http.client.HTTPConnection("127.0.0.1", _PORT, timeout=900)
+        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=900)
         connection.request(
             "POST", "/completion", json.dumps(body), {"Content-Type": "application/json"}
         )
