@@ -78,6 +78,26 @@ COMMANDS = {
         ),
         kinds="bench",
     ),
+    "simulate": Command(
+        target="ostinato.benchmarks.simulate.command:simulate",
+        summary="Predict a server, or a fleet of them, under load: no device, days in minutes.",
+        sections=("simulate", "workload", "load", "slo", *_ENGINE),
+        examples=(
+            "run simulate workload=random load.rates=[2,4,8]",
+            "run simulate model=llama-8b simulate.device=h100 simulate.replicas=8 load.rates=[40]",
+            "run simulate workload=trace workload.path=trace.jsonl simulate.rounds=24",
+            "run simulate simulate.validate=true",
+        ),
+    ),
+    "tune": Command(
+        target="ostinato.benchmarks.tune.command:tune",
+        summary="Search the configuration that meets latency goals under a given traffic.",
+        sections=("tune", "slo", "workload", "load", *_ENGINE),
+        examples=(
+            "run tune workload=random load.rates=[3] slo.ttft_ms=1500 slo.itl_ms=40",
+            "run tune workload=trace workload.path=trace.jsonl slo.itl_ms=30 tune.name=chat",
+        ),
+    ),
     "compile": Command(
         target="ostinato.api.compile_command:compile_bundle",
         summary="Compile a model ahead of time and keep the bundle that run serve loads.",

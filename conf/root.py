@@ -21,6 +21,7 @@ from ostinato.conf.schema import (
     SchedulerConfig,
     ServerConfig,
 )
+from ostinato.conf.tuning_schema import SimulateSection, TuneSection
 
 __all__ = ("EngineConfig",)
 
@@ -44,3 +45,5 @@ class EngineConfig:
     workload: WorkloadSection = field(default_factory=WorkloadSection)
     load: LoadSection = field(default_factory=LoadSection)
     slo: SloSection = field(default_factory=SloSection)
+    simulate: SimulateSection = field(default_factory=SimulateSection)
+    tune: TuneSection = field(default_factory=TuneSection)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
@@ -18,7 +18,7 @@ from ostinato.benchmarks.simulate.outcome import Outcome
 from ostinato.benchmarks.simulate.replica import Arrival, Replica
 from ostinato.benchmarks.simulate.router import RoundRobin, Router, make_router
 
-__all__ = ("Traffic", "simulate_closed", "simulate_open")
+__all__ = ("Traffic", "simulate_open")
 
 Traffic = Callable[[], Iterator[Arrival]]
 """Makes the same requests, in the order of their times, each time that it is called; must cross a
@@ -84,7 +84,7 @@ def _run(
         if index in replicas:
             replica = replicas[index]
             replica.advance(arrival.time_s)
-            if replica.add(key, arrival):
+            if replica.add(key, arrival, arrival.time_s):
                 router.note(index, replica.num_live)
             else:
                 outcome.num_refused += 1
@@ -133,33 +133,3 @@ class _Watch:
                 # It stands at or after `time_s`, so it is looked at again only for a later request.
                 self._when[index] = max(replica.quiet_until, time_s)
                 heapq.heappush(due, (self._when[index], index))
-
-
-def simulate_closed(
-    spec: EngineSpec,
-    requests: Iterable[Arrival],
-    concurrency: int,
-    *,
-    leaps: bool = True,
-    on_request: Callable[[int], None] = lambda number: None,
-) -> Outcome:
-    """Keep `concurrency` requests with one replica: when one ends the next is sent.
-
-    Args:
-        spec: the engine.
-        requests: their times do not count.
-        concurrency: at least 1.
-        leaps: whether alike decode steps are taken at once.
-        on_request: called with the number of requests that were sent so far.
-    """
-    outcome = Outcome()
-    replica = Replica(spec, outcome, leaps=leaps)
-    for key, request in enumerate(requests):
-        while replica.num_live >= concurrency:
-            replica.advance(math.inf, num_ends=1)
-        if not replica.add(key, request._replace(time_s=replica.now)):
-            outcome.num_refused += 1
-        on_request(key)
-    replica.advance(math.inf)
-    replica.finish()
-    return outcome

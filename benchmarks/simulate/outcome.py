@@ -39,7 +39,10 @@ def percentile(values: np.ndarray, weights: np.ndarray | None, share: float) -> 
 class Outcome:
     """Columns; see the properties for units. Outcomes of parts of a fleet add up with `merge`."""
 
-    _COLUMNS = ("keys", "sent_s", "first_s", "last_s", "num_prompt", "num_output", "num_cached")
+    _COLUMNS = (
+        *("keys", "sent_s", "first_s", "last_s", "longest_gap_s"),
+        *("num_prompt", "num_output", "num_cached"),
+    )
 
     def __init__(self) -> None:
         # One entry a request, in the order in which they end.
@@ -47,6 +50,7 @@ class Outcome:
         self.sent_s = array("d")  # seconds since the beginning of the simulation
         self.first_s = array("d")  # the same: its first token
         self.last_s = array("d")
+        self.longest_gap_s = array("d")  # between two of its tokens; 0 when it has one
         self.num_prompt = array("q")  # tokens
         self.num_output = array("q")
         self.num_cached = array("q")  # prompt tokens that were found in the prefix cache
@@ -62,17 +66,18 @@ class Outcome:
         self.counters: dict[str, int] = {}
 
     def add_request(
-        self, key: int, times: tuple[float, float, float], counts: tuple[int, int, int]
+        self, key: int, times: tuple[float, float, float, float], counts: tuple[int, int, int]
     ) -> None:
         """A request that has ended.
 
         Args:
             key: the caller's.
-            times: seconds at which it was sent, had its first token and its last.
+            times: seconds at which it was sent, had its first token and its last; its longest gap.
             counts: prompt, output and cached tokens.
         """
         self.keys.append(key)
-        for column, value in zip((self.sent_s, self.first_s, self.last_s), times, strict=True):
+        seconds = (self.sent_s, self.first_s, self.last_s, self.longest_gap_s)
+        for column, value in zip(seconds, times, strict=True):
             column.append(value)
         columns = (self.num_prompt, self.num_output, self.num_cached)
         for column, value in zip(columns, counts, strict=True):

@@ -12,10 +12,10 @@ from ostinato.benchmarks.simulate.leaps import LeapingScheduler
 from ostinato.benchmarks.simulate.outcome import Outcome
 from ostinato.runtime.types import Request, SamplingParams, SchedulerOutput, StepResult
 
-__all__ = ("Arrival", "Replica")
+__all__ = ("OUTPUT_TOKEN_ID", "Arrival", "Replica")
 
 # What every simulated step samples. Contents matter for prefix hits only.
-_TOKEN_ID = (1 << 32) - 1
+OUTPUT_TOKEN_ID = (1 << 32) - 1
 _MAX_LEAP = 1 << 20
 
 
@@ -31,12 +31,13 @@ class Arrival(NamedTuple):
 class _Live:
     """A request that has not ended."""
 
-    __slots__ = ("arrival", "first_s", "key", "last_s", "num_cached")
+    __slots__ = ("arrival", "first_s", "key", "last_s", "longest_s", "num_cached")
 
     def __init__(self, key: int, arrival: Arrival) -> None:
         self.key = key
         self.arrival = arrival
         self.first_s = self.last_s = math.nan
+        self.longest_s = 0.0  # gap between two tokens
         self.num_cached = 0
 
 
@@ -90,9 +91,9 @@ class Replica:
         """Requests that have not ended."""
         return len(self._live)
 
-    def add(self, key: int, arrival: Arrival) -> bool:
-        """Take a request that is sent now: not before any other that was added, and not before
-        steps that have begun.
+    def add(self, key: int, arrival: Arrival, now: float) -> bool:
+        """Take a request that comes at `now`: not before any other that was added, and not before
+        steps that have begun. Its time of sending may be earlier, when it waited elsewhere.
 
         Returns:
             False when the engine refuses it: its prompt leaves no room for output.
@@ -100,7 +101,7 @@ class Replica:
         if not 1 <= len(arrival.prompt) < self._spec.max_model_len:
             return False
         if not self._live:
-            self.now = max(self.now, arrival.time_s)
+            self.now = max(self.now, now)
         request_id = str(key)
         request = Request(
             request_id=request_id,
@@ -109,7 +110,7 @@ class Replica:
             priority=arrival.priority,
         )
         self._live[request_id] = _Live(key, arrival)
-        self._pending.append((arrival.time_s + self._spec.overheads.request_s, request))
+        self._pending.append((now + self._spec.overheads.request_s, request))
         self.quiet_until = self.now
         return True
 
@@ -166,7 +167,7 @@ class Replica:
         oldest, done = self._in_flight.popleft()
         begin, self.now = self.now, max(self.now, done)
         num_samples = sum(entry.samples for entry in oldest.scheduled)
-        news = self._scheduler.update(oldest, StepResult([_TOKEN_ID] * num_samples))
+        news = self._scheduler.update(oldest, StepResult([OUTPUT_TOKEN_ID] * num_samples))
         self._outcome.add_step(self.now - begin, len(oldest.scheduled), self._used_blocks())
         gaps: dict[float, int] = {}
         for one in news:
@@ -176,6 +177,7 @@ class Replica:
                 live.num_cached = one.num_cached_tokens
             else:
                 gaps[live.last_s] = gaps.get(live.last_s, 0) + 1
+                live.longest_s = max(live.longest_s, self.now - live.last_s)
             live.last_s = self.now
             if one.finish_reason is not None:
                 self._end(one.request_id, live)
@@ -216,7 +218,7 @@ class Replica:
         while most > 1 and loop_at(most - 1) >= until:
             most -= 1
         used = self._used_blocks()
-        scheduler.leap(most, _TOKEN_ID)
+        scheduler.leap(most, OUTPUT_TOKEN_ID)
         took = loop_at(most) - self.now
         self.now += took
         if ahead:
@@ -225,16 +227,19 @@ class Replica:
             self._in_flight.append((output, self._device_free))
         outcome = self._outcome
         outcome.add_step(took, num_seqs, (used + self._used_blocks()) / 2, count=most)
-        outcome.add_gaps(took / most, most * num_seqs)
+        for gap_s, count in clock.spread(took / most, most * num_seqs):
+            outcome.add_gaps(gap_s, count)
         for request_id in scheduler.running_ids():
-            self._live[request_id].last_s = self.now
+            live = self._live[request_id]
+            live.last_s = self.now
+            live.longest_s = max(live.longest_s, last_s)
 
     def _end(self, request_id: str, live: _Live) -> None:
         del self._live[request_id]
         arrival = live.arrival
         self._outcome.add_request(
             live.key,
-            (arrival.time_s, live.first_s, self.now),
+            (arrival.time_s, live.first_s, self.now, live.longest_s),
             (len(arrival.prompt), arrival.max_tokens, live.num_cached),
         )
         if self._on_end is not None:

@@ -11,8 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ostinato.benchmarks.load_job import JobRequest, LoadJob
 from ostinato.benchmarks.simulate.engine import EngineSpec, Overheads
-from ostinato.benchmarks.simulate.fleet import simulate_closed, simulate_open
+from ostinato.benchmarks.simulate.fleet import simulate_open
+from ostinato.benchmarks.simulate.jobs import JobTraffic, simulate_job
 from ostinato.benchmarks.simulate.leaps import LeapingScheduler
 from ostinato.benchmarks.simulate.outcome import Outcome, percentile
 from ostinato.benchmarks.simulate.replica import Arrival
@@ -74,7 +76,9 @@ def test_one_request_by_hand():
 
 
 def test_overheads_come_on_top():
-    spec = make_spec(overheads=Overheads(scale=2.0, step_s=0.001, token_s=0.0005, request_s=0.25))
+    spec = make_spec(
+        overheads=Overheads(prompt_scale=2.0, step_s=0.001, token_s=0.0005, request_s=0.25)
+    )
     outcome = simulate_open(spec, lambda: iter([Arrival(1.0, range(20), 1)]))
     assert list(outcome.first_s) == pytest.approx([1.25 + 2 * 4.05e-3 + 0.0015])
 
@@ -226,14 +230,72 @@ def test_prefix_aware_finds_more_prefixes():
     assert hits[1] > 1.5 * hits[0]
 
 
-def test_a_closed_loop_keeps_its_concurrency():
-    requests = [Arrival(0.0, range(100 * key, 100 * key + 10), 6) for key in range(12)]
-    outcome = simulate_closed(make_spec(), requests, 3)
-    table = rows(outcome)
-    assert len(table) == 12
-    for time in table[:, 1]:
-        assert ((table[:, 1] <= time) & (table[:, 3] > time)).sum() <= 3
-    assert outcome.mean_seqs == pytest.approx(3, abs=0.3)
+def make_job(requests: list[JobRequest], **changes) -> LoadJob:
+    return LoadJob(url="", model="", requests=requests, **changes)
+
+
+def most_at_once(table: np.ndarray) -> int:
+    """Requests under way at a time, at most."""
+    return max(int(((table[:, 1] <= time) & (table[:, 3] > time)).sum()) for time in table[:, 1])
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_a_closed_loop_keeps_its_concurrency(replicas):
+    requests = [
+        JobRequest(prompt=list(range(100 * key, 100 * key + 10)), max_tokens=6 + key % 5)
+        for key in range(24)
+    ]
+    job = make_job(requests, concurrency=6)
+    fast, slow = (
+        simulate_job(make_spec(), job, num_replicas=replicas, router="least_load", leaps=leaps)
+        for leaps in (True, False)
+    )
+    table = rows(fast)
+    assert len(table) == 24
+    assert most_at_once(table) == 6
+    assert table == pytest.approx(rows(slow), rel=1e-9)
+    if replicas == 1:
+        # The next one is sent in the moment in which one ends.
+        assert set(np.round(table[6:, 1], 9)) <= set(np.round(table[:, 3], 9))
+
+
+def test_a_closed_loop_begins_nothing_after_its_time():
+    requests = [JobRequest(prompt=[key + 1] * 8, max_tokens=20) for key in range(50)]
+    outcome = simulate_job(make_spec(), make_job(requests, concurrency=2, stop_after_s=0.2))
+    assert 4 < outcome.num_ended < 50
+    assert max(outcome.sent_s) <= 0.2 < max(outcome.last_s)
+
+
+def test_turns_wait_for_the_answer_and_find_it_in_the_cache():
+    requests = [
+        JobRequest(prompt=list(range(40)), max_tokens=16, at_s=0.5),
+        JobRequest(prompt=list(range(1000, 1008)), max_tokens=4, after=0, think_s=2.0),
+    ]
+    table = rows(simulate_job(make_spec(), make_job(requests)))
+    assert table[1, 1] == pytest.approx(table[0, 3] + 2.0)
+    assert list(table[:, 4]) == [40, 64]
+    assert table[1, 6] == 48  # of 55 computed tokens, whole blocks of 8
+
+
+def test_requests_wait_at_the_client_while_many_are_under_way():
+    requests = [
+        JobRequest(prompt=[key + 1] * 8, max_tokens=10, at_s=0.001 * key) for key in range(9)
+    ]
+    table = rows(simulate_job(make_spec(), make_job(requests, max_concurrency=1)))
+    assert list(table[:, 1]) == pytest.approx([0.001 * key for key in range(9)])  # intended
+    ends = table[:, 3]
+    assert (table[1:, 2] > ends[:-1]).all()  # served one after the other
+
+
+def test_rounds_repeat_the_traffic_with_other_ids():
+    requests = [JobRequest(prompt=list(range(48)), max_tokens=4, at_s=at) for at in (0.0, 1.0, 2.0)]
+    traffic = JobTraffic(requests, 3, 10.0, 5000)
+    assert traffic.num_requests == 9
+    arrivals = list(traffic())
+    assert [one.time_s for one in arrivals] == [0, 1, 2, 10, 11, 12, 20, 21, 22]
+    assert [one.prompt[0] for one in arrivals] == [0] * 3 + [5000] * 3 + [10000] * 3
+    outcome = simulate_open(make_spec(), traffic)
+    assert list(outcome.num_cached) == [0, 40, 40] * 3
 
 
 def test_requests_that_the_engine_would_refuse_are_counted():

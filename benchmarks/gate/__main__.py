@@ -1,0 +1,125 @@
+"""The performance gate: is any of it slower than it was?
+
+    python -m ostinato.benchmarks.gate                    # 0 = no, 1 = yes, 2 = no such thing
+    python -m ostinato.benchmarks.gate --only scheduler,prefix
+    python -m ostinato.benchmarks.gate --store            # what is measured now counts from now on
+
+Each check is our work beside a reference that is measured in the same moment; what is stored, one
+set for each kind of machine (ratios.json), are the ratios. Takes less than a minute.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from ostinato.benchmarks.gate.check import (
+    Check,
+    Finding,
+    read_ratios,
+    run_check,
+    write_ratios,
+)
+from ostinato.benchmarks.gate.host_checks import host_checks
+from ostinato.conf.errors import ConfigError
+from ostinato.runtime.errors import EngineError
+from ostinato.runtime.machine import cpu_name
+
+__all__ = ("main",)
+
+_RATIOS = Path(__file__).parent / "ratios.json"
+
+
+def main(arguments: list[str]) -> int:
+    """Run the gate; the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m ostinato.benchmarks.gate", description=(__doc__ or "").partition("\n")[0]
+    )
+    parser.add_argument("--only", help="checks whose names contain one of these words, a,b")
+    parser.add_argument("--store", action="store_true", help="store the ratios for this machine")
+    parser.add_argument("--file", type=Path, default=_RATIOS, help="the stored ratios")
+    options = parser.parse_args(arguments)
+    words = options.only.split(",") if options.only else []
+    machine = cpu_name()
+    try:
+        stored = {} if options.store else read_ratios(options.file, machine)
+        findings = _run(words, stored)
+    except (ConfigError, EngineError) as error:
+        print(f"gate: {error}", file=sys.stderr)
+        return 2
+    if not findings:
+        print(f"gate: no check has {options.only!r} in its name", file=sys.stderr)
+        return 2
+    _print(machine, findings)
+    if options.store:
+        write_ratios(options.file, machine, {one.name: one.ratio for one in findings})
+        print(f"stored in {options.file}")
+        return 0
+    return _verdict(machine, findings)
+
+
+def _verdict(machine: str, findings: list[Finding]) -> int:
+    slower = [one for one in findings if one.is_regression]
+    for one in slower:
+        assert one.change is not None, "a regression is one against a stored ratio"
+        print(
+            f"gate: {one.name} is {one.change:.0%} slower than stored ({one.tolerance:.0%} allowed)"
+        )
+    missing = [one.name for one in findings if one.stored is None]
+    if missing:
+        print(
+            f"gate: nothing stored for {machine}: {', '.join(missing)}; --store on a version that "
+            "is known to be good"
+        )
+    if slower:
+        return 1
+    print(f"gate: {len(findings) - len(missing)} checks passed")
+    return 0
+
+
+def _run(words: list[str], stored: dict[str, float]) -> list[Finding]:
+    def wanted(checks: Iterable[Check]) -> list[Check]:
+        return [one for one in checks if not words or any(word in one.name for word in words)]
+
+    findings = [run_check(one, stored.get(one.name)) for one in wanted(host_checks())]
+    from ostinato.benchmarks.gate.engine_checks import NAMES, EngineChecks
+
+    if words and not any(word in name for word in words for name in NAMES):
+        return findings
+
+    engine = EngineChecks()
+    try:
+        findings += [run_check(one, stored.get(one.name)) for one in wanted(engine.checks())]
+    finally:
+        engine.close()
+    return findings
+
+
+def _print(machine: str, findings: list[Finding]) -> None:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=machine, title_justify="left")
+    for heading in ("check", "ours / reference"):
+        table.add_column(heading)
+    for heading in ("ours, ms", "ratio", "stored", "change"):
+        table.add_column(heading, justify="right")
+    table.add_column("")
+    for one in findings:
+        table.add_row(
+            one.name,
+            one.what,
+            f"{one.ours_ms:.3f}",
+            f"{one.ratio:.3f}",
+            "" if one.stored is None else f"{one.stored:.3f}",
+            "" if one.change is None else f"{one.change:+.1%}",
+            "slower" if one.is_regression else "",
+        )
+    Console(width=130, highlight=False).print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

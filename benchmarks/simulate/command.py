@@ -1,0 +1,177 @@
+"""`run simulate`: what would happen, without a device: days of traffic in minutes.
+
+    run simulate load.rates=[2,4,8]
+    run simulate model=llama-8b simulate.device=h100 simulate.replicas=8 load.rates=[40] \
+        simulate.router=prefix_aware workload=prefix
+    run simulate workload=trace workload.path=trace.jsonl simulate.rounds=24
+    run simulate --validate
+
+Each rate and each concurrency of `load` is one point, as for `run bench serve`; the result is in
+the same form.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from collections.abc import Callable
+
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from ostinato.benchmarks.arrivals import LoadPoint, load_points
+from ostinato.benchmarks.load_job import LoadJob
+from ostinato.benchmarks.load_run import Target, make_job
+from ostinato.benchmarks.model_facts import ModelFacts, model_facts
+from ostinato.benchmarks.record import (
+    Metric,
+    Point,
+    Record,
+    conditions_of,
+    output_path,
+    write_record,
+)
+from ostinato.benchmarks.serve import workload_of
+from ostinato.benchmarks.simulate.engine import EngineSpec
+from ostinato.benchmarks.simulate.fleet import simulate_open
+from ostinato.benchmarks.simulate.jobs import JobTraffic, simulate_job
+from ostinato.benchmarks.simulate.metrics import outcome_metrics
+from ostinato.benchmarks.simulate.outcome import Outcome
+from ostinato.benchmarks.simulate.specs import engine_spec, save_costs
+from ostinato.benchmarks.terminal import print_record
+from ostinato.benchmarks.workload import Part
+from ostinato.conf.bench_schema import LoadSection, PromptFormat, RequestEndpoint
+from ostinato.conf.errors import ConfigError
+from ostinato.conf.root import EngineConfig
+from ostinato.conf.tuning_schema import SimulateSection
+
+__all__ = ("simulate", "simulated_job")
+
+
+def simulate(config: EngineConfig) -> int:
+    """Predict every point of `load`.
+
+    Raises:
+        ConfigError: the workload, the load or the fleet can not be.
+        StartupError: such an engine could not start.
+    """
+    section = config.simulate
+    if section.validate:
+        from ostinato.benchmarks.simulate.validate import validate
+
+        return validate(config)
+    path = output_path(section.output, "simulate")
+    points = load_points(config.load)
+    facts = model_facts(config)
+    part, notes = workload_of(config, facts)
+    spec = engine_spec(config)
+    if section.save_costs:
+        save_costs(spec.costs, section.save_costs)
+    results = [_point(config, facts, part, spec, point) for point in points]
+    record = Record(
+        kind="simulate",
+        conditions=conditions_of(config, engine=describe(spec)),
+        points=results,
+        notes=[*notes, *_notes(config)],
+    )
+    write_record(record, path)
+    print_record(record, path)
+    return 0
+
+
+def simulated_job(load: LoadSection, part: Part, point: LoadPoint, seed: int) -> LoadJob:
+    """What a load client would send at this point: token ids, to nobody."""
+    load = dataclasses.replace(
+        load, endpoint=RequestEndpoint.completions, prompt_format=PromptFormat.ids
+    )
+    return make_job(Target(url="", model=""), part, point, load, seed=seed)
+
+
+def describe(spec: EngineSpec) -> dict[str, object]:
+    """An engine's facts for a record."""
+    return {
+        "max_num_seqs": spec.limits.max_num_seqs,
+        "max_num_batched_tokens": spec.limits.max_num_batched_tokens,
+        "num_blocks": spec.num_blocks,
+        "block_size": spec.block_size,
+        "max_model_len": spec.max_model_len,
+        "decode_ms": {
+            str(size): round(1000 * spec.costs.decode_seconds(size, 0), 3)
+            for size in spec.costs.seqs
+        },
+    }
+
+
+def _notes(config: EngineConfig) -> list[str]:
+    section, load = config.simulate, config.load
+    source = section.costs or (f"data sheet of {section.device}" if section.device else "measured")
+    notes = [f"simulated: step costs {source}; what serving costs besides steps is not included"]
+    if load.endpoint is RequestEndpoint.chat or load.prompt_format is PromptFormat.text:
+        notes.append("prompts are the workload's token ids, without a chat template")
+    return notes
+
+
+def _point(
+    config: EngineConfig, facts: ModelFacts, part: Part, spec: EngineSpec, point: LoadPoint
+) -> Point:
+    section = config.simulate
+    job = simulated_job(config.load, part, point, config.workload.seed)
+    total = len(job.requests) * section.rounds
+    begin = time.perf_counter()
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
+    with Progress(*columns, transient=True) as progress:
+        task = progress.add_task(point.label, total=total)
+
+        def show(number: int) -> None:
+            progress.update(task, completed=number)
+
+        outcome = _run(section, job, spec, facts.vocab_size, show)
+    took = time.perf_counter() - begin
+    metrics = outcome_metrics(outcome, spec, config.slo, config.bench.percentiles)
+    metrics["busy_share"] = Metric(
+        metrics["busy"].value / max(metrics["duration"].value * section.replicas, 1e-9), "share"
+    )
+    metrics["simulation_time"] = Metric(took, "s")
+    metrics["speed"] = Metric(metrics["duration"].value / max(took, 1e-9), "x real time", "higher")
+    return Point(
+        label=point.label,
+        parameters={
+            "rate": point.rate,
+            "concurrency": point.concurrency,
+            "replicas": section.replicas,
+            "router": section.router.value,
+        },
+        metrics=metrics,
+    )
+
+
+def _run(
+    section: SimulateSection,
+    job: LoadJob,
+    spec: EngineSpec,
+    vocab_size: int,
+    show: Callable[[int], None],
+) -> Outcome:
+    depends = (
+        job.concurrency or job.max_concurrency or any(one.after is not None for one in job.requests)
+    )
+    if depends and section.rounds > 1:
+        raise ConfigError(
+            f"simulate.rounds={section.rounds} repeats requests that are sent at given times; set "
+            "it to 1, or give load.rates, no load.concurrency or load.max_concurrency, and no "
+            "conversations"
+        )
+    if depends:
+        return simulate_job(
+            spec, job, num_replicas=section.replicas, router=section.router.value, on_request=show
+        )
+    last = max(one.at_s or 0.0 for one in job.requests)
+    period = last * (1 + 1 / max(1, len(job.requests) - 1))
+    return simulate_open(
+        spec,
+        JobTraffic(job.requests, section.rounds, period, vocab_size),
+        num_replicas=section.replicas,
+        router=section.router.value,
+        num_processes=section.processes or os.cpu_count() or 1,
+        on_request=show,
+    )

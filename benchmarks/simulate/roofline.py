@@ -1,0 +1,96 @@
+"""Step costs without a measurement: what a device's arithmetic and memory allow.
+
+    seconds = max(operations / rate, bytes / bandwidth) of the layers, + attention, + a step's own
+
+with the shares of the peak that well-made kernels reach. It is for planning on hardware that is not
+here; a measured table replaces it.
+
+The roofline model: Williams, Waterman and Patterson, "Roofline: an insightful visual performance
+model for multicore architectures", CACM 2009. Peak figures are the vendors' data sheets (dense,
+without sparsity).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ostinato.runtime.cost_table import CostTable
+from ostinato.runtime.limits import StepLimits
+
+__all__ = ("ACCELERATORS", "Accelerator", "ModelShape", "roofline_table")
+
+_GIB = 1 << 30
+_COMPUTE_SHARE, _MEMORY_SHARE = 0.7, 0.85  # of the peaks, that large kernels reach
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accelerator:
+    """One device."""
+
+    tflops: float  # dense, 16-bit
+    bandwidth_gb_s: float  # of its memory
+    memory_gib: float
+    step_us: float = 250.0  # launching a captured graph, sampling, reading the tokens
+
+
+ACCELERATORS = {
+    "a10g": Accelerator(tflops=70.0, bandwidth_gb_s=600.0, memory_gib=24.0),
+    "a100": Accelerator(tflops=312.0, bandwidth_gb_s=2039.0, memory_gib=80.0),
+    "b200": Accelerator(tflops=2250.0, bandwidth_gb_s=8000.0, memory_gib=180.0),
+    "h100": Accelerator(tflops=989.0, bandwidth_gb_s=3350.0, memory_gib=80.0),
+    "h200": Accelerator(tflops=989.0, bandwidth_gb_s=4800.0, memory_gib=141.0),
+    "l4": Accelerator(tflops=121.0, bandwidth_gb_s=300.0, memory_gib=24.0),
+    "l40s": Accelerator(tflops=362.0, bandwidth_gb_s=864.0, memory_gib=48.0),
+    "mi300x": Accelerator(tflops=1307.0, bandwidth_gb_s=5300.0, memory_gib=192.0),
+    "rtx4090": Accelerator(tflops=165.0, bandwidth_gb_s=1008.0, memory_gib=24.0),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """What a step's work follows from."""
+
+    num_parameters: int  # that every token is multiplied with, the output layer excluded
+    num_logit_parameters: int  # of the output layer, which only rows that sample go through
+    weight_bytes: int  # of all of them
+    kv_bytes_per_token: int  # keys and values of all layers
+    attention_width: int  # layers x query heads x head dimension
+
+
+def roofline_table(
+    device: Accelerator, model: ModelShape, limits: StepLimits, max_model_len: int
+) -> CostTable:
+    """The step costs of a model on a device.
+
+    Args:
+        device: its peaks.
+        model: its sizes.
+        limits: the largest step.
+        max_model_len: tokens of a sequence.
+    """
+    rate = device.tflops * 1e12 * _COMPUTE_SHARE
+    bandwidth = device.bandwidth_gb_s * 1e9 * _MEMORY_SHARE
+
+    def seconds(tokens: int, seqs: int, context: int) -> float:
+        operations = 2.0 * (tokens * model.num_parameters + seqs * model.num_logit_parameters)
+        layers = max(operations / rate, model.weight_bytes / bandwidth)
+        # Each new token attends to its context and to half of the new ones of its sequence.
+        length = context + tokens / seqs / 2
+        read = seqs * (context + tokens / seqs) * model.kv_bytes_per_token
+        attention = max(4.0 * tokens * length * model.attention_width / rate, read / bandwidth)
+        return layers + attention + device.step_us / 1e6
+
+    tokens = _doubling(limits.max_num_batched_tokens)
+    seqs = _doubling(limits.max_num_seqs)
+    contexts = (0, *(size for size in (1024, 4096, 16384, 65536) if size < max_model_len))
+    return CostTable.from_medians(
+        tokens=tokens,
+        seqs=seqs,
+        contexts=contexts,
+        seconds=[seconds(max(t, s), s, c) for t in tokens for s in seqs for c in contexts],
+        decode=[seconds(s, s, c) for s in seqs for c in contexts],
+    )
+
+
+def _doubling(most: int) -> list[int]:
+    return [*(1 << power for power in range(most.bit_length()) if 1 << power < most), most]

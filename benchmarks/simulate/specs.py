@@ -1,0 +1,162 @@
+"""From a configuration to a simulated engine: its memory, its limits and its step costs."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+
+import torch
+
+from ostinato.benchmarks.simulate.engine import EngineSpec
+from ostinato.benchmarks.simulate.roofline import ACCELERATORS, ModelShape, roofline_table
+from ostinato.conf.describe import nearest
+from ostinato.conf.errors import ConfigError
+from ostinato.conf.root import EngineConfig
+from ostinato.conf.schema import LoadFormat
+from ostinato.models.registry import build_model
+from ostinato.runtime.build import build_engine
+from ostinato.runtime.cost_table import CostTable
+from ostinato.runtime.device import resolve_device
+from ostinato.runtime.errors import StartupError
+from ostinato.runtime.limits import upper_limits
+from ostinato.runtime.planning import ModelSource, open_model, plan_engine
+
+__all__ = ("engine_spec", "measured_spec", "planned_spec", "read_costs", "save_costs")
+
+_GIB = 1 << 30
+_FREE_SHARE = 0.97  # of a device's memory, before anything is loaded: its driver needs some
+
+
+def engine_spec(config: EngineConfig) -> EngineSpec:
+    """The engine that the configuration describes, on the device that `simulate` names.
+
+    Raises:
+        ConfigError: there is no such device, or the table can not be read.
+        StartupError: such an engine could not start.
+    """
+    section = config.simulate
+    if section.costs:
+        return planned_spec(config, read_costs(section.costs), section.device)
+    if section.device:
+        return planned_spec(config, None, section.device)
+    return measured_spec(config)
+
+
+def measured_spec(config: EngineConfig) -> EngineSpec:
+    """Start the engine in this process, as `run serve` would, and take its table.
+
+    Raises:
+        StartupError: it can not start, or measures nothing.
+    """
+    if config.graphs.cost_table_budget_s == 0:
+        raise StartupError(
+            "a simulation needs step costs, but graphs.cost_table_budget_s=0; raise it, leave it "
+            "null, or set simulate.costs or simulate.device"
+        )
+    engine = build_engine(config)
+    try:
+        costs, stats = engine.cost_table, engine.stats()
+        assert costs is not None, "measured, because nobody switched it off"
+        device = resolve_device(config.device.name)
+        return EngineSpec(
+            scheduler=config.scheduler,
+            upper=upper_limits(config.scheduler, is_cpu=device.type == "cpu"),
+            num_blocks=stats.num_blocks + 1,
+            block_size=config.cache.block_size,
+            max_model_len=engine.model.max_model_len,
+            costs=costs,
+            prefix_caching=config.cache.enable_prefix_caching,
+            overlap=_overlaps(config, device),
+        )
+    finally:
+        engine.close()
+
+
+def planned_spec(config: EngineConfig, costs: CostTable | None, device_name: str) -> EngineSpec:
+    """An engine from its memory plan alone.
+
+    Args:
+        config: the engine's.
+        costs: of its steps; None = the named device's roofline.
+        device_name: a key of `ACCELERATORS`, whose memory is planned with; empty = this machine.
+
+    Raises:
+        ConfigError: there is no such device.
+        StartupError: the model is not there, or does not fit.
+    """
+    accelerator = None
+    if device_name:
+        accelerator = ACCELERATORS.get(device_name)
+        if accelerator is None:
+            close = nearest(device_name, ACCELERATORS)
+            raise ConfigError(
+                f"simulate.device must be one of {', '.join(ACCELERATORS)}, got {device_name!r}"
+                + (f"; did you mean {close}?" if close else "")
+            )
+    # Nothing but the model's configuration is needed, so no weights are downloaded for this.
+    section = dataclasses.replace(config.model, load_format=LoadFormat.dummy)
+    config = dataclasses.replace(config, model=section)
+    device = resolve_device(config.device.name) if accelerator is None else torch.device("cuda")
+    source = open_model(config, device)
+    free = None if accelerator is None else int(accelerator.memory_gib * _GIB * _FREE_SHARE)
+    plan = plan_engine(config, source, free_bytes=free)
+    if costs is None:
+        assert accelerator is not None, "without a table there is a device"
+        shape = _shape(source)
+        costs = roofline_table(accelerator, shape, source.limits, plan.max_model_len)
+    return EngineSpec(
+        scheduler=config.scheduler,
+        upper=source.limits,
+        num_blocks=plan.num_blocks,
+        block_size=config.cache.block_size,
+        max_model_len=plan.max_model_len,
+        costs=costs,
+        prefix_caching=config.cache.enable_prefix_caching,
+        overlap=_overlaps(config, device),
+    )
+
+
+def read_costs(path: str) -> CostTable:
+    """The table of a file.
+
+    Raises:
+        ConfigError: it is missing or something else.
+    """
+    try:
+        return CostTable.from_bytes(Path(path).expanduser().read_bytes())
+    except OSError as error:
+        raise ConfigError(f"simulate.costs={path} can not be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(
+            f"simulate.costs={path}: {error}; write one with simulate.save_costs"
+        ) from error
+
+
+def save_costs(costs: CostTable, path: str) -> None:
+    """Write a table that `simulate.costs` reads."""
+    file = Path(path).expanduser()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_bytes(costs.to_bytes())
+
+
+def _overlaps(config: EngineConfig, device: torch.device) -> bool:
+    overlap = config.scheduler.overlap
+    return device.type != "cpu" if overlap is None else overlap
+
+
+def _shape(source: ModelSource) -> ModelShape:
+    model = source.config
+    skeleton = build_model(
+        model, dtype=source.dtype, device=torch.device("meta"), attention_backend="reference"
+    )
+    total = sum(math.prod(parameter.shape) for parameter in skeleton.parameters())
+    table = model.vocab_size * model.hidden_size
+    layers = total - table * (1 if model.tie_word_embeddings else 2)
+    return ModelShape(
+        num_parameters=layers,
+        num_logit_parameters=table,
+        weight_bytes=(layers + table) * source.dtype.itemsize,
+        kv_bytes_per_token=model.kv_cache_spec(1, source.cache_dtype).bytes_per_block,
+        attention_width=model.num_layers * model.num_heads * model.head_dim,
+    )

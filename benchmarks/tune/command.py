@@ -1,0 +1,419 @@
+"""`run tune`: from a workload and goals to a configuration, the curve, and the command to serve it.
+
+    run tune workload=random load.rates=[3] slo.ttft_ms=1500 slo.itl_ms=40
+    run tune model=llama-45m workload=trace workload.path=trace.jsonl slo.itl_ms=30 tune.name=chat
+
+The configuration as it is runs first, for real: it shows what it misses, and what serving costs
+besides steps. Then step costs of every variant are measured, an Optuna study searches with the
+simulator, and the best few run for real. What their measurements say corrects the predictions that
+the next one is chosen by.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import statistics
+import sys
+import time
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from ostinato.benchmarks.arrivals import load_points
+from ostinato.benchmarks.model_facts import model_facts
+from ostinato.benchmarks.record import Point, Record, conditions_of, write_record
+from ostinato.benchmarks.serve import workload_of
+from ostinato.benchmarks.simulate.jobs import simulate_job
+from ostinato.benchmarks.simulate.specs import measured_spec
+from ostinato.benchmarks.tune.forecast import Forecast
+from ostinato.benchmarks.tune.goals import Figures, Goals
+from ostinato.benchmarks.tune.output import (
+    Verified,
+    option_text,
+    plot_front,
+    provenance,
+    serve_command,
+    write_option,
+)
+from ostinato.benchmarks.tune.real import RealRun, RealRuns
+from ostinato.benchmarks.tune.search import Candidate, Search, open_storage
+from ostinato.benchmarks.tune.space import Space, Value, Variant, apply_values, searched_keys
+from ostinato.benchmarks.tune.verdict import highest_load, impossible_goals, why_missed
+from ostinato.conf.errors import ConfigError
+from ostinato.conf.root import EngineConfig
+from ostinato.runtime.cost_table import CostTable
+from ostinato.runtime.errors import StartupError
+from ostinato.runtime.machine import cpu_name
+
+__all__ = ("tune",)
+
+_GIB = 1 << 30
+_WIDTH = 100
+_BLOCK_SIZES = (16, 32, 64)
+# Shares of the budget by which each part is done.
+_VARIANTS_BY, _SEARCH_BY = 0.4, 0.6
+_MIN_RUN_S = 4.0
+
+
+def tune(config: EngineConfig) -> int:
+    """Search, verify, write; 0 when the goals are met, 1 when they are not.
+
+    Raises:
+        ConfigError: the workload, the load, the goals or the files can not be.
+        StartupError: the engine can not start as configured.
+    """
+    return _Tuning(config).run()
+
+
+class _Tuning:
+    """One tuning: what is known so far, and when to be done."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        section = config.tune
+        self.config = config
+        self.goals = Goals.of(config.slo, section.percentile, section.objective)
+        points = load_points(config.load)
+        if len(points) != 1:
+            raise ConfigError(
+                f"run tune has one traffic, load.rates and load.concurrency give {len(points)}; "
+                "name one"
+            )
+        if config.load.url:
+            raise ConfigError(f"load.url={config.load.url}: run tune starts servers of its own")
+        self.storage = open_storage(
+            Path(section.storage or f"outputs/tune/{section.name}.journal").expanduser()
+        )
+        self.facts = model_facts(config)
+        part, self.notes = workload_of(config, self.facts)
+        self.begin = time.monotonic()
+        self.point = points[0]
+        self.real = RealRuns(config, self.facts, part, self.point, config.load.duration_s)
+        self.verified: list[Verified] = []
+        self.runs: list[RealRun] = []
+        self.console = Console(width=_WIDTH, highlight=False)
+
+    def run(self) -> int:
+        budget = self.config.tune.budget_s
+        columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+        with Progress(*columns, transient=True, console=Console(stderr=True)) as self.progress:
+            self.task: TaskID = self.progress.add_task("step costs", total=budget)
+            self._tell("step costs")
+            self._prepare()
+            self._measure("as configured", {}, None, fit=True)
+            impossible = impossible_goals(self.config, self.forecast, self.goals)
+            if not impossible:
+                self._search()
+                self._verify()
+        return self._report(impossible)
+
+    def _left(self) -> float:
+        return self.config.tune.budget_s - (time.monotonic() - self.begin)
+
+    def _tell(self, text: str, *, is_phase: bool = True) -> None:
+        spent = time.monotonic() - self.begin
+        budget = self.config.tune.budget_s
+        self.progress.update(self.task, description=text, completed=min(spent, budget))
+        if is_phase and not sys.stderr.isatty():
+            print(f"tune: {spent:.0f} s: {text}", file=sys.stderr, flush=True)
+
+    def _prepare(self) -> None:
+        """Step costs of the configuration as it is, and a run's length that the budget allows."""
+        own = measured_spec(_unlimited(self.config))
+        self.spec = dataclasses.replace(own, scheduler=self.config.scheduler)
+        self.default = Variant(
+            self.config.device.threads or _num_threads(), self.config.cache.block_size
+        )
+        self.costs: dict[Variant, CostTable] = {self.default: own.costs}
+        job = self.real.job()
+        takes = max(simulate_job(self.spec, job).last_s, default=0.0)
+        most = max(_MIN_RUN_S, self.config.tune.budget_s * 0.5 / (self.config.tune.verify + 1))
+        if takes > 1.5 * most and (self.real.duration_s or takes) > most:
+            self.real.duration_s = round(most, 1)
+            self.notes.append(
+                f"real runs send the first {most:.0f} s of the traffic, so that "
+                f"{self.config.tune.verify + 1} of them fit into tune.budget_s="
+                f"{self.config.tune.budget_s:g}"
+            )
+        self.forecast = Forecast(
+            self.real.job(), self.costs, self.default, self.config.tune.percentile
+        )
+
+    def _measure(
+        self, label: str, values: dict[str, Value], predicted: Figures | None, *, fit: bool = False
+    ) -> None:
+        """Run a configuration for real."""
+        self._tell(f"real run: {label}")
+        config = apply_values(self.config, values)
+        run = self.real.run(config, self.forecast.spec(config) if fit else None)
+        if run.overheads is not None:
+            self.forecast.overheads = run.overheads
+            predicted = self.forecast.predict(config)
+        self.runs.append(run)
+        self.verified.append(Verified(label, values, predicted, run.figures))
+
+    def _search(self) -> None:
+        section = self.config.tune
+        self._measure_variants()
+        floor = self.spec.costs.decode_seconds(1, 0)
+        space = Space.of(
+            self.config,
+            self.goals,
+            variants=tuple(self.costs),
+            floor_ms=1000 * floor,
+            cache_gib=self._cache_gib(),
+        )
+        self.search = Search(
+            self.config, space, self.forecast, self.goals, self.storage, self._study_name(space)
+        )
+        resumed = self.search.num_done
+        if resumed:
+            self.notes.append(f"resumed a study of {resumed} trials")
+
+        def show(done: int) -> None:
+            self._tell(f"simulated {done} of {section.trials}", is_phase=done % 25 == 0)
+
+        until = self.begin + _SEARCH_BY * section.budget_s
+        self.search.run(section.trials, until, show)
+
+    def _measure_variants(self) -> None:
+        """Step costs of the other numbers of threads and block sizes, while there is time."""
+        keys, default = searched_keys(self.config), self.default
+        threads = range(1, default.threads + 1) if "device.threads" in keys else [default.threads]
+        sizes = _BLOCK_SIZES if "cache.block_size" in keys else [default.block_size]
+        # Those that differ in one thing first.
+        wanted = sorted(
+            (Variant(count, size) for count in threads for size in sizes),
+            key=lambda one: (
+                (one.threads != default.threads) + (one.block_size != default.block_size)
+            ),
+        )
+        for variant in wanted:
+            if variant in self.costs:
+                continue
+            if self._left() < (1 - _VARIANTS_BY) * self.config.tune.budget_s:
+                self.notes.append(
+                    f"no time to measure step costs of {variant.threads} threads with blocks of "
+                    f"{variant.block_size}: left out of the search"
+                )
+                continue
+            self._tell(f"step costs, {variant.threads} threads, blocks of {variant.block_size}")
+            changed = apply_values(
+                self.config,
+                {"device.threads": variant.threads, "cache.block_size": variant.block_size},
+            )
+            try:
+                self.costs[variant] = measured_spec(_unlimited(changed)).costs
+            except StartupError as error:
+                self.notes.append(f"{variant.block_size} tokens a block left out: {error}")
+
+    def _verify(self) -> None:
+        """Run the most promising for real; each measurement corrects the next choice."""
+        tried = [one.values for one in self.verified]
+        current = self.search.current_values()
+        tried.append(current)
+        last_s = 2 * _MIN_RUN_S
+        for number in range(self.config.tune.verify):
+            ranked = self.search.candidates(self._factors())
+            fresh = [one for one in ranked if one.values not in tried]
+            if not fresh or self._left() < 1.2 * last_s:
+                break
+            chosen = fresh[0]
+            tried.append(chosen.values)
+            begin = time.monotonic()
+            self._measure(f"candidate {number + 1}", chosen.values, chosen.predicted)
+            last_s = time.monotonic() - begin
+
+    def _factors(self) -> dict[str, float]:
+        """Measured over predicted, the median over what was run for real; 1 where nothing was."""
+        factors: dict[str, float] = {}
+        for name in ("ttft_ms", "itl_ms", "tpot_ms", "e2e_ms", "throughput"):
+            ratios = [
+                getattr(one.measured, name) / getattr(one.predicted, name)
+                for one in self.verified
+                if one.predicted is not None and getattr(one.predicted, name) > 0
+            ]
+            if ratios:
+                factors[name] = statistics.median(ratios)
+        return factors
+
+    def _cache_gib(self) -> float:
+        from ostinato.runtime.planning import open_model
+
+        source = open_model(self.config)
+        per_block = source.config.kv_cache_spec(
+            self.config.cache.block_size, source.cache_dtype
+        ).bytes_per_block
+        return self.spec.num_blocks * per_block / _GIB
+
+    def _study_name(self, space: Space) -> str:
+        """The same for the same search."""
+        parts = (
+            dataclasses.replace(self.config.tune, trials=1, verify=1, budget_s=10.0, storage=""),
+            *(getattr(self.config, name) for name in ("model", "workload", "load", "slo")),
+            *(getattr(self.config, name) for name in ("device", "cache", "scheduler", "graphs")),
+            space.choices,
+            cpu_name(),
+            self.real.duration_s,
+        )
+        return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+
+    def _report(self, impossible: list[str]) -> int:
+        """Print, write, and the exit code."""
+        section, goals = self.config.tune, self.goals
+        best = min(self.verified, key=lambda one: goals.rank(one.measured))
+        met = goals.violation(best.measured) <= 0.0
+        directory = Path(section.config_dir).expanduser()
+        self._print_table(best)
+        for note in self.notes:
+            self.console.print(f"- {note}", markup=False)
+        if not impossible:
+            plot = directory / "tuned" / f"{section.name}.png"
+            self._plot(plot)
+            self.console.print(f"Pareto plot: {plot}", markup=False, soft_wrap=True)
+        self._write_record(directory / "tuned" / f"{section.name}.json", met=met)
+        if not met:
+            self._explain(impossible, best)
+            return 1
+        tuned = apply_values(self.config, best.values)
+        facts = {
+            "commit": str(conditions_of(self.config)["commit"] or "an unknown commit")[:12],
+            "machine": cpu_name(),
+            "traffic": self._traffic(),
+        }
+        text = option_text(tuned, provenance(self.config, goals, facts, best))
+        path = write_option(directory, section.name, text)
+        if goals.limits:
+            loads = [
+                highest_load(one, self.forecast, goals, self._factors())
+                for one in (self.config, tuned)
+            ]
+            words = ["at no load" if load is None else f"up to {load:.2g}x" for load in loads]
+            self.console.print(
+                f"the goals are predicted to hold {words[1]} this load; as configured {words[0]}",
+                markup=False,
+            )
+        self.console.print(f"{path}:\n{text}", markup=False, soft_wrap=True)
+        self.console.print(
+            f"serve it:  {serve_command(directory, section.name)}", markup=False, soft_wrap=True
+        )
+        return 0
+
+    def _explain(self, impossible: list[str], best: Verified) -> None:
+        lines = list(impossible)
+        if not lines:
+            candidates: list[Candidate] = self.search.candidates()
+            lines = why_missed(candidates, self.goals, self._factors())
+            config = apply_values(self.config, best.values)
+            load = highest_load(config, self.forecast, self.goals, self._factors())
+            if load is not None and load < 1.0:
+                lines.append(
+                    f"the goals are predicted to hold up to {load:.2g}x this load: more is what "
+                    "this machine can not do within them"
+                )
+        self.console.print(
+            "the goals are not met; nothing was written for run serve:", markup=False
+        )
+        for line in lines:
+            self.console.print(f"- {line}", markup=False)
+
+    def _print_table(self, best: Verified) -> None:
+        goals = self.goals
+        share = f"p{goals.percentile:g}"
+        self.console.print(f"traffic: {self._traffic()}", markup=False)
+        self.console.print(f"goals: {goals.describe() or 'none'}", markup=False)
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        table.add_column("real run")
+        for heading in (f"TTFT {share}, ms", f"ITL {share}, ms", "output tokens/s", "others"):
+            table.add_column(heading, justify="right")
+        table.add_column("goals")
+        table.add_column("what is changed")
+        for one, run in zip(self.verified, self.runs, strict=True):
+            changed = (
+                ", ".join(
+                    f"{key.partition('.')[2]}={'null' if value is None else value}"
+                    for key, value in one.values.items()
+                    if value != self.search.current_values().get(key)
+                )
+                if one.values
+                else ""
+            )
+            mark = " *" if one is best else ""
+            table.add_row(
+                one.label + mark,
+                _beside(one, "ttft_ms", ".0f"),
+                _beside(one, "itl_ms", ".1f"),
+                _beside(one, "throughput", ".0f"),
+                f"{run.other_cpu:.0%}",
+                "met" if goals.violation(one.measured) <= 0.0 else "missed",
+                changed or "nothing",
+            )
+        self.console.print(table)
+        self.console.print(
+            "in brackets: predicted before the run; others: cores' share of other programs; "
+            "*: the best",
+            markup=False,
+        )
+
+    def _plot(self, path: Path) -> None:
+        tried = [one.predicted for one in self.search.candidates()]
+        front = [one.predicted for one in self.search.front()]
+        title = f"{self.facts.name} on {cpu_name()}: {self._traffic()}"
+        plot_front(path, self.goals, tried, front, self.verified, title)
+
+    def _write_record(self, path: Path, *, met: bool) -> None:
+        points: list[Point] = []
+        for one, run in zip(self.verified, self.runs, strict=True):
+            details = dict(run.point.details)
+            details.pop("requests", None)
+            details["predicted"] = (
+                None if one.predicted is None else dataclasses.asdict(one.predicted)
+            )
+            points.append(
+                Point(
+                    label=one.label,
+                    parameters=dict(one.values),
+                    metrics=run.point.metrics,
+                    details=details,
+                )
+            )
+        record = Record(
+            kind="tune",
+            conditions=conditions_of(self.config, goals_met=met),
+            points=points,
+            notes=self.notes,
+        )
+        write_record(record, path)
+
+    def _traffic(self) -> str:
+        workload, part = self.config.workload, self.real.part
+        prompt = part.num_prompt_tokens / len(part.items)
+        output = part.num_output_tokens / len(part.items)
+        return (
+            f"{workload.kind.value}, {len(part.items)} requests of {prompt:.0f} + {output:.0f} "
+            f"tokens on average, {self.point.label}"
+        )
+
+
+def _beside(one: Verified, name: str, form: str) -> str:
+    measured = f"{getattr(one.measured, name):{form}}"
+    if one.predicted is None:
+        return measured
+    return f"{measured} ({getattr(one.predicted, name):{form}})"
+
+
+def _unlimited(config: EngineConfig) -> EngineConfig:
+    """Without limits on steps, so that step costs are measured as far as an engine would go."""
+    section = dataclasses.replace(
+        config.scheduler, max_num_seqs=None, max_num_batched_tokens=None, itl_target_ms=None
+    )
+    return dataclasses.replace(config, scheduler=section)
+
+
+def _num_threads() -> int:
+    import torch
+
+    return torch.get_num_threads()

@@ -1,0 +1,106 @@
+"""What a configuration would give, by simulation: from one step-cost table for each variant."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from ostinato.benchmarks.load_job import JobRequest, LoadJob
+from ostinato.benchmarks.simulate.engine import EngineSpec, Overheads
+from ostinato.benchmarks.simulate.jobs import simulate_job
+from ostinato.benchmarks.simulate.metrics import outcome_metrics
+from ostinato.benchmarks.simulate.specs import planned_spec
+from ostinato.benchmarks.tune.goals import Figures
+from ostinato.benchmarks.tune.space import Variant
+from ostinato.conf.bench_schema import SloSection
+from ostinato.conf.root import EngineConfig
+from ostinato.runtime.cost_table import CostTable
+from ostinato.runtime.errors import StartupError
+
+__all__ = ("Forecast",)
+
+
+class Forecast:
+    """Predictions for one job.
+
+    Args:
+        job: its prompts are token ids.
+        costs: of each variant.
+        default: the variant of a configuration that says nothing of it.
+        percentile: of latencies, in (0, 100).
+    """
+
+    def __init__(
+        self, job: LoadJob, costs: dict[Variant, CostTable], default: Variant, percentile: float
+    ) -> None:
+        self._job = job
+        self._costs = costs
+        self._default = default
+        self._percentile = percentile
+        self.overheads = Overheads()
+        self._plans: dict[str, EngineSpec] = {}
+
+    def spec(self, config: EngineConfig) -> EngineSpec:
+        """The simulated engine of a configuration.
+
+        Raises:
+            StartupError: it could not start.
+        """
+        variant = Variant(config.device.threads or self._default.threads, config.cache.block_size)
+        key = repr((config.scheduler, config.cache, config.device))
+        if key not in self._plans:
+            self._plans[key] = planned_spec(config, self._costs[variant], "")
+        return dataclasses.replace(self._plans[key], overheads=self.overheads)
+
+    def predict(self, config: EngineConfig, *, job: LoadJob | None = None) -> Figures | None:
+        """The figures of a configuration under the job, or another one; None when no such engine
+        can start.
+        """
+        try:
+            spec = self.spec(config)
+        except (StartupError, ValueError):
+            return None
+        outcome = simulate_job(spec, job or self._job)
+        metrics = outcome_metrics(outcome, spec, SloSection(), [self._percentile])
+        return Figures.of(metrics, self._percentile)
+
+    def part_of_job(self, share: float) -> LoadJob:
+        """The first requests; turns keep the ones before them."""
+        count = max(1, round(share * len(self._job.requests)))
+        return _with_requests(self._job, self._job.requests[:count])
+
+    def at_load(self, factor: float) -> LoadJob:
+        """The job with arrivals, or concurrency, of so many times the load."""
+        if self._job.concurrency is not None:
+            return _with_requests(
+                self._job,
+                self._job.requests,
+                concurrency=max(1, round(self._job.concurrency * factor)),
+            )
+        requests = [
+            JobRequest(
+                prompt=one.prompt,
+                max_tokens=one.max_tokens,
+                at_s=None if one.at_s is None else one.at_s / factor,
+                after=one.after,
+                think_s=one.think_s,
+            )
+            for one in self._job.requests
+        ]
+        return _with_requests(self._job, requests)
+
+    def one_at_a_time(self) -> LoadJob:
+        """The job in a closed loop of one: what no schedule can be faster than."""
+        return _with_requests(self._job, self._job.requests, concurrency=1)
+
+
+def _with_requests(
+    job: LoadJob, requests: list[JobRequest], concurrency: int | None = None
+) -> LoadJob:
+    return LoadJob(
+        url=job.url,
+        model=job.model,
+        requests=requests,
+        concurrency=job.concurrency if concurrency is None else concurrency,
+        max_concurrency=job.max_concurrency,
+        stop_after_s=job.stop_after_s,
+    )

@@ -1,0 +1,104 @@
+"""The goals of `run tune`: limits on percentiles, and how far figures are from them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Self
+
+from ostinato.benchmarks.record import Metric
+from ostinato.conf.bench_schema import SloSection
+from ostinato.conf.tuning_schema import TuneObjective
+
+__all__ = ("Figures", "Goals")
+
+_NAMES = ("ttft", "itl", "tpot", "e2e")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Figures:
+    """What a configuration gives, measured or predicted; latencies in ms at the percentile."""
+
+    ttft_ms: float
+    itl_ms: float
+    tpot_ms: float
+    e2e_ms: float
+    throughput: float  # output tokens per second
+    completed_share: float = 1.0  # of requests that were sent
+
+    @classmethod
+    def of(cls, metrics: Mapping[str, Metric], percentile: float) -> Self:
+        """From a result's metrics; a latency that nothing was measured of is 0."""
+
+        def value(name: str) -> float:
+            return metrics[name].value if name in metrics else 0.0
+
+        done, failed = value("completed"), value("failed")
+        latencies = {f"{name}_ms": value(f"{name}_p{percentile:g}") for name in _NAMES}
+        return cls(
+            **latencies,
+            throughput=value("output_throughput"),
+            completed_share=done / (done + failed) if done + failed else 0.0,
+        )
+
+    def scaled(self, factors: Mapping[str, float]) -> Figures:
+        """Each figure times its factor; those without one stay."""
+        changes = {name: getattr(self, name) * factor for name, factor in factors.items()}
+        return dataclasses.replace(self, **changes)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Goals:
+    """Limits in ms, None where there is none, and what to prefer among those that keep them."""
+
+    ttft_ms: float | None
+    itl_ms: float | None
+    tpot_ms: float | None
+    e2e_ms: float | None
+    percentile: float
+    objective: TuneObjective
+
+    @classmethod
+    def of(cls, slo: SloSection, percentile: float, objective: TuneObjective) -> Self:
+        limits = {f"{name}_ms": getattr(slo, f"{name}_ms") for name in _NAMES}
+        return cls(**limits, percentile=percentile, objective=objective)
+
+    @property
+    def limits(self) -> dict[str, float]:
+        """name of a latency -> its limit, of those that are set."""
+        pairs = ((name, getattr(self, f"{name}_ms")) for name in _NAMES)
+        return {name: limit for name, limit in pairs if limit is not None}
+
+    def ratios(self, figures: Figures) -> dict[str, float]:
+        """name -> the figure over its limit; at most 1 is met."""
+        found = {
+            name: getattr(figures, f"{name}_ms") / limit for name, limit in self.limits.items()
+        }
+        if figures.completed_share < 1.0:
+            found["completed"] = math.inf  # a request that failed meets nothing
+        return found
+
+    def violation(self, figures: Figures) -> float:
+        """The worst ratio less 1; at most 0 when all goals are met."""
+        return max(self.ratios(figures).values(), default=0.0) - 1.0
+
+    def rank(self, figures: Figures) -> tuple[float, float]:
+        """A key that sorts what is preferred first: those that meet the goals, by the objective;
+        then the others, the nearest first.
+        """
+        violation = self.violation(figures)
+        if violation > 0.0:
+            return (1.0 + violation, 0.0)
+        # Throughputs within two percent are equal: then the one with more room is preferred.
+        worst = violation if self.limits else figures.ttft_ms + figures.e2e_ms
+        if self.objective is TuneObjective.latency:
+            return (0.0, worst)
+        return (-round(math.log(max(figures.throughput, 1e-9)) / 0.02), worst)
+
+    def describe(self) -> str:
+        """In words: "TTFT p95 <= 300 ms, ITL p95 <= 25 ms"."""
+        return ", ".join(
+            f"{name.upper()} p{self.percentile:g} <= {limit:g} ms"
+            for name, limit in self.limits.items()
+        )

@@ -1,0 +1,95 @@
+"""Real runs: a server of a configuration, the load client, and what serving costs besides steps."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from ostinato.benchmarks.arrivals import LoadPoint
+from ostinato.benchmarks.load_job import LoadJob
+from ostinato.benchmarks.load_run import find_target, make_job, measure_point
+from ostinato.benchmarks.model_facts import ModelFacts
+from ostinato.benchmarks.probes import LoadMeter
+from ostinato.benchmarks.record import Point
+from ostinato.benchmarks.server import Server
+from ostinato.benchmarks.simulate.engine import EngineSpec, Overheads
+from ostinato.benchmarks.simulate.fit import Calibration, fit_overheads
+from ostinato.benchmarks.tune.goals import Figures
+from ostinato.benchmarks.workload import Part
+from ostinato.conf.root import EngineConfig
+
+__all__ = ("RealRun", "RealRuns")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RealRun:
+    """One configuration under the workload."""
+
+    figures: Figures
+    point: Point
+    other_cpu: float  # share of the cores that other programs had
+    overheads: Overheads | None  # when it was calibrated
+
+
+@dataclasses.dataclass(slots=True)
+class RealRuns:
+    """Runs the same traffic, each time with other ids.
+
+    Args:
+        config: its `load` says how requests are sent.
+        facts: of the model.
+        part: the requests.
+        point: rate or concurrency.
+        duration_s: later requests are left out; None = all are sent.
+    """
+
+    config: EngineConfig
+    facts: ModelFacts
+    part: Part
+    point: LoadPoint
+    duration_s: float | None
+    count: int = 0
+
+    def job(self, url: str = "", model: str = "", *, gives_token_ids: bool = False) -> LoadJob:
+        """The requests of the next run, sent as token ids."""
+        from ostinato.benchmarks.load_run import Target
+
+        load = dataclasses.replace(self.config.load, duration_s=self.duration_s)
+        part = self.part.rotated(self.count, self.facts.vocab_size)
+        tokenizer = self.facts.tokenizer
+        return make_job(
+            Target(url=url, model=model, gives_token_ids=gives_token_ids),
+            part,
+            self.point,
+            load,
+            seed=self.config.workload.seed,
+            decode=None if tokenizer is None else tokenizer.decode,
+        )
+
+    def run(self, config: EngineConfig, spec: EngineSpec | None = None) -> RealRun:
+        """Start a server of `config` and measure; with `spec`, fit the overheads before.
+
+        Raises:
+            StartupError: it can not start.
+            EngineError: the load client ended without a report.
+        """
+        percentile = self.config.tune.percentile
+        with Server(config) as server:
+            target, _ = find_target(server.url, config.load, is_ours=True)
+            overheads = None
+            if spec is not None:
+                calibration = Calibration(
+                    target, self.facts.vocab_size, spec.max_model_len, spec.limits.max_num_seqs
+                )
+                overheads = fit_overheads(spec.costs, calibration.run())
+            job = self.job(target.url, target.model, gives_token_ids=target.gives_token_ids)
+            self.count += 1
+            others = LoadMeter()
+            percentiles = sorted({50.0, percentile, 99.0})
+            point, _ = measure_point(job, self.point, self.config.slo, percentiles)
+            busy = others.stop()
+        return RealRun(
+            figures=Figures.of(point.metrics, percentile),
+            point=point,
+            other_cpu=busy,
+            overheads=overheads,
+        )

@@ -1,0 +1,221 @@
+"""The search: an Optuna study of simulated configurations, resumable, seeded.
+
+Three objectives (TTFT, ITL, throughput) and the goals as constraints, by the multi-objective
+tree-structured Parzen estimator (Ozaki et al., GECCO 2020). A trial whose first third is already
+far from the goals is pruned. Optuna's own pruners know one objective only, so the rule is ours.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import optuna
+from optuna.exceptions import ExperimentalWarning
+from optuna.storages import JournalStorage
+from optuna.storages.journal import JournalFileBackend
+from optuna.trial import FrozenTrial, TrialState
+
+from ostinato.benchmarks.tune.forecast import Forecast
+from ostinato.benchmarks.tune.goals import Figures, Goals
+from ostinato.benchmarks.tune.space import Space, Value, apply_values, value_of
+from ostinato.conf.errors import ConfigError
+from ostinato.conf.root import EngineConfig
+
+__all__ = ("Candidate", "Search", "open_storage")
+
+_LOG = logging.getLogger(__name__)
+_BOUNDED = "bounded"  # whether there is a target for inter-token latency
+_TARGET = "scheduler.itl_target_ms"
+_PART = 1 / 3  # of the requests, after which a trial may be pruned
+_HOPELESS = 2.0  # times the violation of the best one so far
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Candidate:
+    """A configuration of the search and what it is predicted to give."""
+
+    values: dict[str, Value]
+    predicted: Figures
+
+
+def open_storage(path: Path) -> JournalStorage:
+    """The study file; made when it is not there.
+
+    Raises:
+        ConfigError: it can not be written, or is no study.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        storage = JournalStorage(JournalFileBackend(str(path)))
+        storage.get_all_studies()
+    except OSError as error:
+        raise ConfigError(f"tune.storage={path} can not be written: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError, AssertionError) as error:
+        raise ConfigError(
+            f"tune.storage={path} is no study file: {error}; name another or delete it"
+        ) from error
+    return storage
+
+
+class Search:
+    """One study.
+
+    Args:
+        config: the configuration as it is; everything outside the space stays.
+        space: what is searched.
+        forecast: predicts.
+        goals: the constraints.
+        storage: keeps the study.
+        study_name: of the same search; another traffic, machine or goal has another name.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        space: Space,
+        forecast: Forecast,
+        goals: Goals,
+        storage: JournalStorage,
+        study_name: str,
+    ) -> None:
+        self._config = config
+        self._space = space
+        self._forecast = forecast
+        self._goals = goals
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        seed = config.tune.seed
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ExperimentalWarning)
+            self.study = optuna.create_study(
+                storage=storage,
+                study_name=study_name,
+                load_if_exists=True,
+                directions=["minimize", "minimize", "maximize"],
+                sampler=optuna.samplers.TPESampler(
+                    seed=seed, multivariate=True, constraints_func=_constraints, n_startup_trials=24
+                ),
+            )
+            # A resumed study draws on from where it stopped, not the same again.
+            self.study.sampler = optuna.samplers.TPESampler(
+                seed=seed + self.num_done,
+                multivariate=True,
+                constraints_func=_constraints,
+                n_startup_trials=24,
+            )
+
+    @property
+    def num_done(self) -> int:
+        """Trials that have ended."""
+        return sum(trial.state.is_finished() for trial in self.study.get_trials(deepcopy=False))
+
+    def run(
+        self, num_trials: int, until: float, on_trial: Callable[[int], None] = lambda done: None
+    ) -> None:
+        """Search until so many trials have ended, or the time has come.
+
+        Args:
+            num_trials: those of earlier runs included.
+            until: by `time.monotonic`.
+            on_trial: called with the number of trials that have ended.
+        """
+        if not self.num_done:
+            self._enqueue()
+        while self.num_done < num_trials and time.monotonic() < until:
+            self.study.optimize(self._try, n_trials=1, catch=())
+            on_trial(self.num_done)
+
+    def candidates(self, factors: dict[str, float] | None = None) -> list[Candidate]:
+        """Distinct configurations, the preferred first.
+
+        Args:
+            factors: by which predictions are corrected, figure -> factor.
+        """
+        found: dict[str, Candidate] = {}
+        for trial in self._completed():
+            values = dict(trial.user_attrs["values"])
+            predicted = Figures(**trial.user_attrs["figures"])
+            found.setdefault(repr(sorted(values.items())), Candidate(values, predicted))
+        return sorted(
+            found.values(), key=lambda one: self._goals.rank(one.predicted.scaled(factors or {}))
+        )
+
+    def front(self) -> list[Candidate]:
+        """Those that no other one is better than in every objective."""
+        return [
+            Candidate(dict(trial.user_attrs["values"]), Figures(**trial.user_attrs["figures"]))
+            for trial in self.study.best_trials
+        ]
+
+    def current_values(self) -> dict[str, Value]:
+        """The configuration's own values of the searched keys."""
+        keys = [*self._space.choices, *([_TARGET] if self._space.targets_ms else [])]
+        return {key: value_of(self._config, key) for key in keys}
+
+    def _completed(self) -> Sequence[FrozenTrial]:
+        return self.study.get_trials(deepcopy=False, states=[TrialState.COMPLETE])
+
+    def _enqueue(self) -> None:
+        """Begin with what is configured, and with targets that aim at the goal."""
+        current = self.current_values()
+        current |= {
+            key: self._space.choices[key][0]
+            for key, value in current.items()
+            if key in self._space.choices and value not in self._space.choices[key]
+        }
+        target = current.pop(_TARGET, None)
+        targets: list[float | None] = [None if target is None else float(target)]
+        limits = self._space.targets_ms
+        if limits is not None:
+            targets += [share * limits[1] for share in (0.95, 0.8, 0.6)]
+        for one in dict.fromkeys(targets):
+            params: dict[str, Any] = dict(current)
+            if limits is not None:
+                params[_BOUNDED] = one is not None
+                if one is not None:
+                    params[_TARGET] = min(max(one, limits[0]), limits[1])
+            self.study.enqueue_trial(params)
+
+    def _suggest(self, trial: optuna.Trial) -> dict[str, Value]:
+        values: dict[str, Value] = {
+            key: trial.suggest_categorical(key, choices)
+            for key, choices in self._space.choices.items()
+        }
+        if self._space.targets_ms is not None:
+            values[_TARGET] = None
+            if trial.suggest_categorical(_BOUNDED, [True, False]):
+                low, high = self._space.targets_ms
+                values[_TARGET] = round(trial.suggest_float(_TARGET, low, high, log=True), 2)
+        return values
+
+    def _try(self, trial: optuna.Trial) -> tuple[float, float, float]:
+        values = self._suggest(trial)
+        trial.set_user_attr("values", values)
+        if not self._space.is_legal(values):
+            raise optuna.TrialPruned("not legal together, or step costs not known")
+        config = apply_values(self._config, values)
+        first = self._forecast.predict(config, job=self._forecast.part_of_job(_PART))
+        if first is None:
+            raise optuna.TrialPruned("such an engine can not start")
+        best = min((_constraint(one) for one in self._completed()), default=None)
+        # The queue of the first third only grows, so what is far from the goals stays so.
+        if best is not None and self._goals.violation(first) > _HOPELESS * max(best, 0.5):
+            raise optuna.TrialPruned("far from the goals after a third of the requests")
+        figures = self._forecast.predict(config)
+        assert figures is not None, "it could start a moment ago"
+        trial.set_user_attr("figures", dataclasses.asdict(figures))
+        trial.set_user_attr("violation", self._goals.violation(figures))
+        return figures.ttft_ms, figures.itl_ms, figures.throughput
+
+
+def _constraint(trial: FrozenTrial) -> float:
+    return float(trial.user_attrs.get("violation", 1e9))
+
+
+def _constraints(trial: FrozenTrial) -> list[float]:
+    return [_constraint(trial)]

@@ -1,0 +1,133 @@
+"""What may be changed: the search space of `run tune`, its values, and configurations from them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, NamedTuple, cast
+
+from ostinato.benchmarks.tune.goals import Goals
+from ostinato.conf.errors import ConfigError
+from ostinato.conf.root import EngineConfig
+from ostinato.conf.schema import SchedulingPolicy
+
+__all__ = ("Space", "Value", "Variant", "apply_values", "searched_keys", "value_of")
+
+Value = int | float | bool | str | None
+
+_USUAL_KEYS = (
+    "scheduler.max_num_seqs",
+    "scheduler.max_num_batched_tokens",
+    "scheduler.itl_target_ms",
+    "cache.block_size",
+    "device.threads",
+)
+_SEQS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+_TOKENS = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+_MEMORY_SHARES = (0.25, 0.5, 1.0)
+
+
+class Variant(NamedTuple):
+    """What step costs depend on besides the machine: each has a table of its own."""
+
+    threads: int
+    block_size: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Space:
+    """The values that each key may take; None among them leaves it to the engine.
+
+    Args:
+        choices: key -> values, in the order of the configuration's `tune.keys`.
+        targets_ms: lowest and highest scheduler.itl_target_ms; None = it is not searched.
+        variants: those whose step costs are known.
+    """
+
+    choices: dict[str, tuple[Value, ...]]
+    targets_ms: tuple[float, float] | None
+    variants: tuple[Variant, ...]
+
+    @classmethod
+    def of(
+        cls,
+        config: EngineConfig,
+        goals: Goals,
+        *,
+        variants: tuple[Variant, ...],
+        floor_ms: float,
+        cache_gib: float,
+    ) -> Space:
+        """The space of a configuration.
+
+        Args:
+            config: `tune.keys` names what may change.
+            goals: an upper end for the target of inter-token latency.
+            variants: those whose step costs are known.
+            floor_ms: a decode step of one sequence.
+            cache_gib: the KV cache's memory as the engine would plan it.
+        """
+        keys = searched_keys(config)
+        known: dict[str, tuple[Value, ...]] = {
+            "scheduler.max_num_seqs": (None, *_SEQS),
+            "scheduler.max_num_batched_tokens": (None, *_TOKENS),
+            "scheduler.policy": tuple(policy.value for policy in SchedulingPolicy),
+            "cache.memory_gib": tuple(round(share * cache_gib, 3) for share in _MEMORY_SHARES),
+            "cache.enable_prefix_caching": (True, False),
+            "cache.block_size": tuple(sorted({one.block_size for one in variants})),
+            "device.threads": tuple(sorted({one.threads for one in variants})),
+        }
+        targets = None
+        if "scheduler.itl_target_ms" in keys:
+            most = goals.itl_ms or 20 * floor_ms
+            targets = (min(1.2 * floor_ms, 0.5 * most), max(most, 2.4 * floor_ms))
+        return cls(
+            choices={key: known[key] for key in keys if key in known},
+            targets_ms=targets,
+            variants=variants,
+        )
+
+    def is_legal(self, values: Mapping[str, Value]) -> bool:
+        """Whether an engine takes these together, and the step costs of it are known."""
+        seqs = values.get("scheduler.max_num_seqs")
+        tokens = values.get("scheduler.max_num_batched_tokens")
+        if seqs is not None and tokens is not None and cast(int, tokens) < cast(int, seqs):
+            return False
+        return any(
+            values.get("device.threads", one.threads) == one.threads
+            and values.get("cache.block_size", one.block_size) == one.block_size
+            for one in self.variants
+        )
+
+
+def searched_keys(config: EngineConfig) -> list[str]:
+    """What may be changed."""
+    return config.tune.keys or list(_USUAL_KEYS)
+
+
+def value_of(config: EngineConfig, key: str) -> Value:
+    """A key's value, as plain data."""
+    section, _, name = key.partition(".")
+    value = getattr(getattr(config, section), name)
+    return value.value if isinstance(value, SchedulingPolicy) else value
+
+
+def apply_values(config: EngineConfig, values: Mapping[str, Value]) -> EngineConfig:
+    """The configuration with these values.
+
+    Raises:
+        ConfigError: they are not legal together.
+    """
+    changes: dict[str, dict[str, Any]] = {}
+    for key, value in values.items():
+        section, _, name = key.partition(".")
+        plain = SchedulingPolicy(value) if key == "scheduler.policy" else value
+        changes.setdefault(section, {})[name] = plain
+    try:
+        sections = {
+            name: dataclasses.replace(getattr(config, name), **fields)
+            for name, fields in changes.items()
+        }
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    return dataclasses.replace(config, **sections)

@@ -1,0 +1,88 @@
+"""Why a goal can not be met: what forbids it, the machine, the traffic or another goal."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from ostinato.benchmarks.tune.forecast import Forecast
+from ostinato.benchmarks.tune.goals import Figures, Goals
+from ostinato.benchmarks.tune.search import Candidate
+from ostinato.conf.root import EngineConfig
+
+__all__ = ("highest_load", "impossible_goals", "why_missed")
+
+# A prediction has to miss by more than this to be a proof.
+_MARGIN = 1.2
+_LOADS = (0.02, 8.0)
+_BISECTIONS = 7
+
+
+def impossible_goals(config: EngineConfig, forecast: Forecast, goals: Goals) -> list[str]:
+    """Goals that even a server with one request at a time misses, in words. No schedule can help:
+    a request waits for nobody there.
+    """
+    overheads = forecast.overheads
+    # Disturbances by other programs are no proof.
+    forecast.overheads = dataclasses.replace(overheads, jitter=())
+    alone = forecast.predict(config, job=forecast.one_at_a_time())
+    forecast.overheads = overheads
+    if alone is None:
+        return []
+    texts = {
+        "ttft": "the prompt alone takes that long to compute",
+        "itl": "one step of one sequence takes that long",
+        "tpot": "steps of one sequence take that long",
+        "e2e": "a request that waits for nobody takes that long",
+    }
+    return [
+        f"slo.{name}_ms={limit:g} can not be met: with one request at a time p"
+        f"{goals.percentile:g} is {getattr(alone, f'{name}_ms'):.3g} ms, {texts[name]}; the limit "
+        f"is this machine's speed with this model"
+        for name, limit in goals.limits.items()
+        if getattr(alone, f"{name}_ms") > _MARGIN * limit
+    ]
+
+
+def why_missed(candidates: list[Candidate], goals: Goals, factors: dict[str, float]) -> list[str]:
+    """What each goal alone costs the others, by corrected predictions."""
+    corrected = [one.predicted.scaled(factors) for one in candidates]
+    lines: list[str] = []
+    for name, limit in goals.limits.items():
+        key = f"{name}_ms"
+        least = min(corrected, key=lambda one: getattr(one, key))
+        if getattr(least, key) > limit:
+            lines.append(
+                f"slo.{key}={limit:g}: no configuration of the space gives less than "
+                f"{getattr(least, key):.3g} ms under this traffic"
+            )
+            continue
+        meeting = [one for one in corrected if getattr(one, key) <= limit]
+        nearest = min(meeting, key=goals.violation)
+        others = ", ".join(
+            f"{other.upper()} {getattr(nearest, f'{other}_ms'):.3g} ms (goal {its:g})"
+            for other, its in goals.limits.items()
+            if other != name
+        )
+        if others:
+            lines.append(f"slo.{key}={limit:g} is met at best together with {others}")
+    return lines
+
+
+def highest_load(
+    config: EngineConfig, forecast: Forecast, goals: Goals, factors: dict[str, float]
+) -> float | None:
+    """The most times the load at which the goals are predicted to hold; None when at no load."""
+
+    def holds(load: float) -> bool:
+        figures: Figures | None = forecast.predict(config, job=forecast.at_load(load))
+        return figures is not None and goals.violation(figures.scaled(factors)) <= 0.0
+
+    low, high = _LOADS
+    if not holds(low):
+        return None
+    if holds(high):
+        return high
+    for _ in range(_BISECTIONS):
+        middle = (low * high) ** 0.5
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    return low
