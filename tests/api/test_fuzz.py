@@ -10,6 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from ostinato.api.messages.schemas import CountTokensRequest, MessagesRequest
+from ostinato.api.responses.schemas import ResponsesRequest
 from ostinato.api.schemas import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -47,7 +49,10 @@ def likely(name: str) -> st.SearchStrategy[Any]:
     return {
         "messages": st.lists(
             st.fixed_dictionaries(
-                {"role": st.sampled_from(["user", "system"]), "content": st.text(max_size=5)}
+                {
+                    "role": st.sampled_from(["user", "system", "assistant", "tool"]),
+                    "content": st.text(max_size=5),
+                }
             ),
             min_size=1,
             max_size=2,
@@ -56,6 +61,45 @@ def likely(name: str) -> st.SearchStrategy[Any]:
             st.text(max_size=5),
             st.lists(st.integers(0, 999), max_size=4),
             st.lists(st.text(max_size=3), max_size=3),
+        ),
+        "input": st.one_of(
+            st.text(max_size=5),
+            st.lists(
+                st.one_of(
+                    st.fixed_dictionaries(
+                        {
+                            "role": st.sampled_from(["user", "assistant"]),
+                            "content": st.text(max_size=5),
+                        }
+                    ),
+                    st.fixed_dictionaries(
+                        {
+                            "type": st.sampled_from(["function_call", "function_call_output"]),
+                            "call_id": st.text(max_size=3),
+                            "name": st.text(max_size=3),
+                            "arguments": st.sampled_from(["{}", "[", ""]),
+                        }
+                    ),
+                ),
+                max_size=3,
+            ),
+        ),
+        "tools": st.lists(
+            st.fixed_dictionaries(
+                {
+                    "type": st.just("function"),
+                    "name": st.sampled_from(["f", "g", "a b"]),
+                    "parameters": values,
+                },
+                optional={
+                    "function": st.fixed_dictionaries({"name": st.just("f")}),
+                    "strict": st.booleans(),
+                },
+            ),
+            max_size=2,
+        ),
+        "tool_choice": st.sampled_from(
+            ["none", "auto", "required", {"type": "any"}, {"type": "function", "name": "f"}]
         ),
         "tokens": st.lists(st.integers(-1, 1001), max_size=4),
         "model": st.sampled_from(["test-model", None]),
@@ -86,6 +130,9 @@ def bodies(schema: type[msgspec.Struct]) -> st.SearchStrategy[dict[str, Any]]:
         ("/v1/completions", CompletionRequest),
         ("/tokenize", TokenizeRequest),
         ("/detokenize", DetokenizeRequest),
+        ("/v1/messages", MessagesRequest),
+        ("/v1/messages/count_tokens", CountTokensRequest),
+        ("/v1/responses", ResponsesRequest),
     ],
 )
 @given(data=st.data())
@@ -102,9 +149,14 @@ def test_any_json(app, path, schema, data):
     assert 200 <= response.status_code < 500, response.text
     if response.status_code == 200:
         return
-    (error,) = response.json().values()
-    assert sorted(error) == ["code", "message", "param", "type"]
-    assert error["type"] == "invalid_request_error"
+    error = response.json()["error"]
+    kinds = {"invalid_request_error"}
+    if path.startswith("/v1/messages"):
+        assert sorted(error) == ["message", "type"]
+        kinds.add("not_found_error")
+    else:
+        assert sorted(error) == ["code", "message", "param", "type"]
+    assert error["type"] in kinds
     assert error["message"]
 
 
