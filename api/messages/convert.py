@@ -41,7 +41,11 @@ from ostinato.runtime.types import FinishReason
 
 __all__ = ("block_event", "reply_blocks", "stop_of", "to_chat")
 
-FIELD_NAMES = {"stop": "stop_sequences", "parallel_tool_calls": "tool_choice"}
+FIELD_NAMES = {
+    "stop": "stop_sequences",
+    "parallel_tool_calls": "tool_choice",
+    "continue_final_message": "messages",
+}
 
 
 def to_chat(body: CountTokensRequest) -> ChatCompletionRequest:
@@ -75,9 +79,9 @@ def to_chat(body: CountTokensRequest) -> ChatCompletionRequest:
         parallel_tool_calls=None
         if choice is None or isinstance(choice, NoChoice)
         else not choice.disable_parallel_tool_use,
-        **fields,
         # An answer whose beginning is given is continued.
-        **({"continue_final_message": True} if body.messages[-1].role == "assistant" else {}),
+        continue_final_message=body.messages[-1].role == "assistant",
+        **fields,
     )
 
 
