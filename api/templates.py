@@ -18,9 +18,11 @@ from ostinato.api.structured_output import constraint_of
 from ostinato.api.tool_constraint import tool_constraint
 from ostinato.api.tools import ToolUse, explained, template_messages, tool_use
 from ostinato.runtime.errors import InvalidRequestError
+from ostinato.runtime.pooling import require_task
 from ostinato.runtime.structured_output import StructuredOutputsParams
 from ostinato.runtime.template_process import render_apart
 from ostinato.runtime.tokenizer import Tokenizer
+from ostinato.runtime.types import ServedTask
 
 __all__ = ("ChatPrompt", "prepare", "render")
 
@@ -39,8 +41,10 @@ async def prepare(service: Service, body: ChatCompletionRequest) -> ChatPrompt:
     """The prompt of a chat request.
 
     Raises:
-        InvalidRequestError: as `render`; or the template has no setting of `reasoning_effort`.
+        InvalidRequestError: as `render`; or the model does not generate, or the template has no
+            setting of `reasoning_effort`.
     """
+    require_task(service.client.model, ServedTask.generate)
     tokenizer = service.tokenizer("messages")
     use = tool_use(body.tools, body.tool_choice, body.parallel_tool_calls)
     found = _traits(service, tokenizer, body)

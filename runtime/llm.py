@@ -185,6 +185,7 @@ class LLM:
         Args:
             messages: `[{"role": "user", "content": "Hello"}]`, or a list of such lists.
         """
+        require_task(self.model, ServedTask.generate)
         single = bool(messages) and isinstance(messages[0], dict)
         conversations: Any = [messages] if single else messages
         prompts = [self._render(conversation) for conversation in conversations]

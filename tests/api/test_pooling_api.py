@@ -148,7 +148,8 @@ def test_a_ranking_is_best_first(app, path):
 
 def test_who_can_do_what(make_app):
     encoder = make_app(DONE, tasks=(ServedTask.embed,), embedding_size=2, num_segments=2)
-    for response in (encoder.chat(), encoder.complete()):
+    responses = encoder.http.post("/v1/responses", json={"input": "Hi"})
+    for response in (encoder.chat(), encoder.complete(), responses):
         assert refusal(response) == (400, "model", "unsupported_task")
         assert "this server has /v1/embeddings" in response.json()["error"]["message"]
     assert embed(encoder).status_code == 200
