@@ -19,6 +19,7 @@ from ostinato.api.structured_output import ConstraintFields
 from ostinato.api.timeline import Timeline
 from ostinato.api.unsupported import UNSUPPORTED, Unsupported, is_neutral
 from ostinato.runtime.errors import InvalidRequestError
+from ostinato.runtime.types import MAX_LOGPROBS, MAX_N
 
 __all__ = (
     "ChatChoice",
@@ -62,6 +63,26 @@ Int32 = Annotated[int, msgspec.Meta(ge=-(1 << 31), lt=1 << 31)]
 RequestId = Annotated[str, msgspec.Meta(pattern=r"^[\x21-\x7e]{1,128}$")]
 
 
+def _range(**schema: float) -> msgspec.Meta:
+    """A range for the OpenAPI document; `SamplingParams` is who checks it."""
+    return msgspec.Meta(extra_json_schema=schema)
+
+
+Completions = Annotated[int, _range(minimum=1, maximum=MAX_N)]
+KeptTokens = Annotated[int, _range(minimum=-1)]
+LengthPenalty = Annotated[float, _range(minimum=-10, maximum=10)]
+Logprobs = Annotated[int, _range(minimum=0, maximum=MAX_LOGPROBS)]
+MinTokens = Annotated[int, _range(minimum=0)]
+Penalty = Annotated[float, _range(minimum=-2, maximum=2)]
+RepetitionPenalty = Annotated[float, _range(exclusiveMinimum=0, maximum=10)]
+Seed = Annotated[int, _range(minimum=-(1 << 63), maximum=(1 << 63) - 1)]
+Share = Annotated[float, _range(minimum=0, maximum=1)]
+Temperature = Annotated[float, _range(minimum=0, maximum=2)]
+Tokens = Annotated[int, _range(minimum=1)]
+TopK = Annotated[int, msgspec.Meta(ge=-(1 << 31), lt=1 << 31), _range(minimum=-1)]
+TopP = Annotated[float, _range(exclusiveMinimum=0, maximum=1)]
+
+
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     include_usage: bool = False  # a last chunk with the usage of the whole request
     continuous_usage_stats: bool = False  # every chunk with the usage so far
@@ -74,31 +95,31 @@ class GenerationFields(ConstraintFields, frozen=True, kw_only=True, forbid_unkno
     """
 
     model: str | None = None  # absent = the model that is served
-    n: int | None = None
-    best_of: int | None = None
+    n: Completions | None = None
+    best_of: Completions | None = None
     use_beam_search: bool = False
-    length_penalty: float | None = None
+    length_penalty: LengthPenalty | None = None
     early_stopping: bool | Literal["never"] | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: Int32 | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
+    min_p: Share | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
     logit_bias: dict[int, float] | None = None
-    seed: int | None = None
-    max_tokens: int | None = None
-    min_tokens: int | None = None
+    seed: Seed | None = None
+    max_tokens: Tokens | None = None
+    min_tokens: MinTokens | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
-    truncate_prompt_tokens: int | None = None
+    truncate_prompt_tokens: KeptTokens | None = None
     truncation_side: Literal["left", "right"] = "left"
-    prompt_logprobs: int | None = None  # not with stream
+    prompt_logprobs: Logprobs | None = None  # not with stream
     echo: bool = False
     skip_special_tokens: bool = True
     return_token_ids: bool = False

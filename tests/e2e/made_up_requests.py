@@ -1,0 +1,53 @@
+"""Requests that schemathesis makes up from an OpenAPI document, and what the answers must be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import schemathesis
+from hypothesis import HealthCheck, given, settings
+from schemathesis.specs.openapi import checks
+
+__all__ = ("ask_all",)
+
+CHECKS = [
+    schemathesis.checks.not_a_server_error,
+    checks.status_code_conformance,
+    checks.content_type_conformance,
+    checks.response_schema_conformance,
+]
+
+
+def ask_all(url: str, max_examples: int) -> dict[str, set[int]]:
+    """Statuses that each operation of a server gave.
+
+    Raises:
+        schemathesis.errors: an answer with 5xx, or one that the document does not describe.
+    """
+    schema = schemathesis.openapi.from_url(f"{url}/schema/openapi.json")
+    return {
+        f"{operation.method.upper()} {operation.path}": _ask(operation, max_examples)
+        for operation in (result.ok() for result in schema.get_all_operations())
+    }
+
+
+def _ask(operation: Any, max_examples: int) -> set[int]:
+    statuses: set[int] = set()
+
+    @settings(
+        max_examples=max_examples,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(case=operation.as_strategy())
+    def ask(case: Any) -> None:
+        if isinstance(case.body, dict) and len(case.body) > 2:
+            case.body.pop("model", None)  # a made-up name is a 404, which shows little
+        response = case.call(timeout=120)
+        statuses.add(response.status_code)
+        case.validate_response(response, checks=CHECKS)
+
+    ask()
+    return statuses
