@@ -94,18 +94,28 @@ def _run_command(name: str, command: Command, arguments: list[str]) -> int:
     if options.cfg:
         print(compose_yaml(overrides, config_dir=options.config_dir), end="")
         return 0
+    module, _, function = command.target.partition(":")
+    if options.multirun:
+        from ostinato.conf.compose import expand_sweep
+
+        if not command.sweeps:
+            raise ConfigError(f"run {name} runs once; --multirun is for run bench")
+        points = expand_sweep(overrides, config_dir=options.config_dir)
+        return import_module("ostinato.benchmarks.sweep").sweep(points, options.config_dir)
     config = load_config(overrides, config_dir=options.config_dir)
     if command.files and len(prompts) != len(command.files):
         raise ConfigError(
             f"run {name} takes {len(command.files)} files, got {len(prompts)}: "
             f"run {name} {' '.join(command.files)} [key=value ...]"
         )
+    if command.sweeps:
+        words = (overrides, options.config_dir)
+        return getattr(import_module(module), function)(config, *words)
     if command.takes_prompt and len(prompts) != 1:
         raise ConfigError(
             f"run {name} takes one prompt, got {len(prompts)}: "
             f'run {name} "Once upon a time" [key=value ...]; - reads it from standard input'
         )
-    module, _, function = command.target.partition(":")
     return getattr(import_module(module), function)(config, *prompts)
 
 
@@ -143,6 +153,7 @@ def _parse(name: str, arguments: list[str]) -> tuple[argparse.Namespace, list[st
     parser.add_argument("-h", "--help", action="store_true")
     parser.add_argument("-c", "--cfg", choices=["job"])
     parser.add_argument("--config-dir")
+    parser.add_argument("-m", "--multirun", action="store_true")
     parser.add_argument("words", nargs="*")
     options = parser.parse_intermixed_args(head)
     return options, options.words, after

@@ -26,6 +26,9 @@ class Command:
     # A group of the configuration, one of whose options may be the first word: `run bench serve` is
     # `run bench bench=serve`.
     kinds: str = ""
+    # The function also takes the words of the command line that made the configuration, and the
+    # command can be run for many configurations: `--multirun key=1,2`.
+    sweeps: bool = False
 
 
 COMMANDS = {
@@ -75,8 +78,10 @@ COMMANDS = {
             "run bench serve load.rates=[1,2,4] slo.ttft_ms=300 slo.itl_ms=25",
             "run bench serve load.url=http://127.0.0.1:8001 load.concurrency=[1,8]",
             "run bench startup model=qwen3-0.6b model.load_format=dummy",
+            "run bench --multirun scheduler.max_num_seqs=8,16 cache.block_size=16,32",
         ),
         kinds="bench",
+        sweeps=True,
     ),
     "simulate": Command(
         target="ostinato.benchmarks.simulate.command:simulate",

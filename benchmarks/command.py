@@ -6,15 +6,15 @@ to a history, printed as a table, and drawn.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 
 from ostinato.benchmarks.context import BenchContext
+from ostinato.benchmarks.html_report import write_report
 from ostinato.benchmarks.record import Metric, Record, append_record, output_path, write_record
 from ostinato.benchmarks.terminal import print_record
 from ostinato.conf.bench_schema import BenchKind
-from ostinato.conf.errors import ConfigError
 from ostinato.conf.root import EngineConfig
 
 __all__ = ("bench", "finish", "measure_kind")
@@ -23,28 +23,36 @@ _KINDS = {
     BenchKind.throughput: "throughput:throughput",
     BenchKind.serve: "serve:serve",
     BenchKind.startup: "startup:startup",
+    BenchKind.latency: "latency:latency",
+    BenchKind.prefix: "prefix:prefix",
+    BenchKind.determinism: "determinism:determinism",
+    BenchKind.ops: "ops:ops",
+    BenchKind.compare: "compare:compare",
+    BenchKind.history: "history:history",
 }
 
 
-def bench(config: EngineConfig) -> int:
+def bench(
+    config: EngineConfig, overrides: Sequence[str] = (), config_dir: str | None = None
+) -> int:
     """Measure what `bench.kind` says; 1 when not a single figure came of it.
+
+    Args:
+        config: what was asked for.
+        overrides: the words that made it, which `compare` adds to.
+        config_dir: where more options are.
 
     Raises:
         ConfigError: what is asked for can not be measured.
         StartupError: an engine can not start.
     """
     path = output_path(config.bench.output, config.bench.kind.value)
-    record = measure_kind(config, BenchContext())
+    record = measure_kind(config, BenchContext(overrides, config_dir))
     return finish(record, config, path)
 
 
 def measure_kind(config: EngineConfig, context: BenchContext) -> Record:
     """The result of one kind, not yet written."""
-    if config.bench.kind not in _KINDS:
-        raise ConfigError(
-            f"bench.kind={config.bench.kind} can not be measured; it must be one of "
-            f"{', '.join(_KINDS)}"
-        )
     module, _, name = _KINDS[config.bench.kind].partition(":")
     function = getattr(import_module(f"ostinato.benchmarks.{module}"), name)
     try:
@@ -58,7 +66,10 @@ def finish(record: Record, config: EngineConfig, path: Path) -> int:
     write_record(record, path)
     if config.bench.append:
         append_record(record, Path(config.bench.append).expanduser())
-    print_record(record, path)
+    files = []
+    if config.bench.report:
+        files = write_report(record, path)
+    print_record(record, path, files)
     return 0 if any(_has_success(point.metrics) for point in record.points) else 1
 
 

@@ -184,7 +184,7 @@ class LoadClient:
             gc.collect()
             gc.freeze()
             cpu = time.process_time()
-            self._begin = time.perf_counter()
+            began_at, self._begin = time.time(), time.perf_counter()
             watch = [asyncio.create_task(self._watch_lag()), asyncio.create_task(self._tell())]
             try:
                 await (self._closed_loop() if job.concurrency else self._open_loop())
@@ -200,6 +200,7 @@ class LoadClient:
             times = [one for one in times if one.status != "not sent"]
         return LoadReport(
             requests=times,
+            began_at=began_at,
             duration_s=duration,
             loop_lag_ms=_lag_figures(self._loop_lags),
             send_lag_ms=_lag_figures(self._send_lags),

@@ -64,6 +64,7 @@ class LoadReport(msgspec.Struct, tag="report", kw_only=True):
     """A finished job."""
 
     requests: list[RequestTimes]
+    began_at: float  # unix seconds
     duration_s: float  # from the first intended sending to the last answer
     loop_lag_ms: dict[str, float]  # how late the client's own timer fired: p50, p99, max
     send_lag_ms: dict[str, float]  # sent after intended, without waiting for max_concurrency

@@ -193,6 +193,7 @@ def to_point(
         "itl_histogram": itl_histogram(report),
         "requests": request_rows(report, slo, with_chunks=detailed),
         "client": {
+            "began_at": report.began_at,
             "loop_lag_ms": report.loop_lag_ms,
             "send_lag_ms": report.send_lag_ms,
             "cpu_share": round(report.cpu_share, 4),

@@ -142,7 +142,8 @@ class LoadRunner:
             result.metrics["energy_per_output_token"] = Metric(joules / tokens, "J", "lower")
         result.metrics["cpu_use"] = Metric(meter.stop(), "share")
         if watch.columns["at_s"]:
-            result.details["server"] = watch.columns
+            began_at = result.details["client"]["began_at"]
+            result.details["server"] = watch.columns_since(began_at)
         self.context.show("")
         return result, warnings
 

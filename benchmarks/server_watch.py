@@ -57,7 +57,7 @@ class ServerWatch:
 
     def __enter__(self) -> Self:
         self.before = _scrape(self._url)
-        self._begin = time.monotonic()
+        self._began_at, self._begin = time.time(), time.monotonic()
         self._thread = threading.Thread(target=self._watch, name="server-watch", daemon=True)
         if self.before:
             self._thread.start()
@@ -76,6 +76,14 @@ class ServerWatch:
                 self.columns["at_s"].append(round(time.monotonic() - self._begin, 3))
                 for name, key in _COLUMNS.items():
                     self.columns[name].append(found.get(key, 0.0))
+
+    def columns_since(self, began_at: float) -> dict[str, list[float]]:
+        """The columns, with times after `began_at` (unix seconds); what was before is left out."""
+        shift = began_at - self._began_at
+        kept = [place for place, at in enumerate(self.columns["at_s"]) if at >= shift]
+        columns = {name: [values[k] for k in kept] for name, values in self.columns.items()}
+        columns["at_s"] = [round(at - shift, 3) for at in columns["at_s"]]
+        return columns
 
     def metrics(self) -> dict[str, Metric]:
         """What the server's counters say about the time in between."""

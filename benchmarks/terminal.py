@@ -19,7 +19,7 @@ from ostinato.benchmarks.record import Metric, Point, Record
 __all__ = ("HEADLINES", "format_metric", "headlines_of", "print_record", "title_of")
 
 _WIDTH = 100
-_MAX_COLUMNS = 4  # points side by side
+_MAX_COLUMNS, _MAX_LABEL = 4, 36  # points side by side, characters over each
 
 # The figures of each kind in their order; other kinds show all that they have.
 HEADLINES: dict[str, Sequence[str]] = {
@@ -30,6 +30,20 @@ HEADLINES: dict[str, Sequence[str]] = {
         *("e2e_mean", "e2e_p50", "e2e_p99", "client_queue_p99", "host_gap", "padding_share"),
         *("steps_captured", "prefix_hit_rate", "kv_usage_peak", "preemptions"),
         "energy_per_output_token",
+    ),
+    "latency": (
+        *("duration", "time_per_output_token", "output_throughput", "total_throughput"),
+        *("host_gap", "padding_share", "roofline_share", "energy_per_output_token"),
+        *("read_bandwidth", "other_cpu"),
+    ),
+    "prefix": (
+        *("ttft_cold", "ttft_cached", "duration", "output_throughput", "total_throughput"),
+        *("prefix_hit_rate", "host_gap", "read_bandwidth", "other_cpu"),
+    ),
+    "compare": (
+        *("completed", "failed", "output_throughput", "output_throughput_ratio", "goodput"),
+        *("goodput_ratio", "ttft_p50", "ttft_p50_ratio", "ttft_p99", "tpot_p50"),
+        *("tpot_p50_ratio", "itl_p50", "itl_p50_ratio", "itl_p99", "itl_p99_ratio"),
     ),
     "throughput": (
         *("decode_rate", "ttft", "duration", "output_throughput", "total_throughput"),
@@ -43,6 +57,9 @@ _FEW: dict[str, Sequence[str]] = {
         *("output_throughput", "goodput", "ttft_p50", "ttft_p99", "itl_p50", "itl_p99", "failed"),
     ),
     "throughput": ("output_throughput", "decode_rate", "ttft", "host_gap", "roofline_share"),
+    "latency": ("duration", "time_per_output_token", "output_throughput", "roofline_share"),
+    "compare": ("output_throughput", "output_throughput_ratio", "ttft_p50", "itl_p50"),
+    "history": ("output_throughput", "ttft_p50", "itl_p50", "decode_rate", "ready"),
 }
 
 
@@ -78,14 +95,16 @@ def title_of(record: Record) -> str:
     )
 
 
-def print_record(record: Record, file: Path | None = None) -> None:
-    """The table, the notes, and where the result was written."""
+def print_record(record: Record, file: Path | None = None, others: Sequence[Path] = ()) -> None:
+    """The table, the notes, and where the result and what was drawn of it were written."""
     console = Console(width=_WIDTH, highlight=False)
     console.print(title_of(record), markup=False)
     measured = [point for point in record.points if point.metrics]
     if measured:
         names = headlines_of(record)
-        few = len(measured) <= _MAX_COLUMNS
+        few = len(measured) <= _MAX_COLUMNS and all(
+            len(point.label) <= _MAX_LABEL for point in measured
+        )
         console.print(_side_by_side(measured, names) if few else _rows(record, measured, names))
     for point in record.points:
         if point.error is not None:
@@ -94,6 +113,9 @@ def print_record(record: Record, file: Path | None = None) -> None:
         console.print(f"- {note}", markup=False)
     if file is not None:
         console.print(f"every figure and its conditions: {file}", markup=False, soft_wrap=True)
+    if others:
+        names = ", ".join(str(one) for one in others)
+        console.print(f"report: {names}", markup=False, soft_wrap=True)
 
 
 def _side_by_side(points: Sequence[Point], names: Sequence[str]) -> Table:
@@ -103,10 +125,20 @@ def _side_by_side(points: Sequence[Point], names: Sequence[str]) -> Table:
         table.add_column(point.label, justify="right")
     table.add_column("unit", no_wrap=True)
     for name in names:
-        cells = [format_metric(p.metrics[name]) if name in p.metrics else "" for p in points]
+        cells = [_cell(point, name) for point in points]
         unit = next(p.metrics[name].unit for p in points if name in p.metrics)
         table.add_row(name, *cells, "" if unit == "share" else unit)
     return table
+
+
+def _cell(point: Point, name: str) -> str:
+    """A figure; a ratio with its confidence interval."""
+    if name not in point.metrics:
+        return ""
+    ratio = point.details.get("ratios", {}).get(name.removesuffix("_ratio"))
+    if ratio is not None and name.endswith("_ratio"):
+        return f"{ratio['ratio']:.2f} [{ratio['low']:.2f}-{ratio['high']:.2f}]"
+    return format_metric(point.metrics[name])
 
 
 def _rows(record: Record, points: Sequence[Point], names: Sequence[str]) -> Table:
@@ -117,6 +149,12 @@ def _rows(record: Record, points: Sequence[Point], names: Sequence[str]) -> Tabl
         unit = next(p.metrics[name].unit for p in points if name in p.metrics)
         table.add_column(f"{name}\n{unit if unit != 'share' else '%'}", justify="right")
     for point in points:
-        cells = [format_metric(point.metrics[n]) if n in point.metrics else "" for n in few]
+        changes = point.details.get("change", {})
+        cells = [
+            format_metric(point.metrics[n]) + (f" ({changes[n]:+.0%})" if changes.get(n) else "")
+            if n in point.metrics
+            else ""
+            for n in few
+        ]
         table.add_row(point.label, *cells)
     return table

@@ -6,6 +6,7 @@ in one `ConfigError` line that names the key, the value, and what is allowed.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -33,6 +34,7 @@ __all__ = (
     "complete",
     "completion_script",
     "compose_yaml",
+    "expand_sweep",
     "group_options",
     "load_config",
     "unlock",
@@ -60,6 +62,46 @@ def load_config(
         ConfigError: unknown key or option, wrong type or value out of range, in one line.
     """
     return cast(EngineConfig, _to_object(_compose(overrides, values or {}, config_dir)))
+
+
+def expand_sweep(
+    overrides: Sequence[str], *, config_dir: str | None = None
+) -> list[tuple[dict[str, str], list[str]]]:
+    """Every combination of the values that are listed: `a=1,2`, `a=choice(1,2)`, `a=range(1,9,2)`.
+
+    Each is composed and checked, so that nothing is started for a sweep that would fail in its
+    middle.
+
+    Returns:
+        For each point what tells it from the others (key -> value) and all its overrides, the last
+        key varying fastest.
+
+    Raises:
+        ConfigError: as `load_config`, for any of them; or nothing is listed.
+    """
+    fixed: list[str] = []
+    swept: dict[str, list[str]] = {}
+    for override in _parse(overrides):
+        key = override.key_or_group
+        if not override.is_sweep_override():
+            fixed.append(override.input_line or "")
+            continue
+        if not override.is_discrete_sweep():
+            raise ConfigError(
+                f"{override.input_line}: list the values, as in {key}=1,2,4 or {key}=range(1,9,2)"
+            )
+        swept[key] = list(override.sweep_string_iterator())
+    if not swept:
+        raise ConfigError(
+            "--multirun needs a key with several values: cache.block_size=16,32, or range(1,9,2)"
+        )
+    points: list[tuple[dict[str, str], list[str]]] = []
+    for values in itertools.product(*swept.values()):
+        chosen = dict(zip(swept, values, strict=True))
+        words = [*fixed, *(f"{key}={value}" for key, value in chosen.items())]
+        load_config(words, config_dir=config_dir)
+        points.append((chosen, words))
+    return points
 
 
 def compose_yaml(overrides: Sequence[str] = (), *, config_dir: str | None = None) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
@@ -62,6 +62,7 @@ from ostinato.runtime.memory import (
     MemoryPlan,
 )
 from ostinato.runtime.model_runner import ModelRunner
+from ostinato.runtime.model_shelf import KeptModel, ModelShelf
 from ostinato.runtime.observer import StepObserver
 from ostinato.runtime.planning import (
     ModelSource,
@@ -92,6 +93,7 @@ def build_engine(
     config: EngineConfig,
     report: Report = lambda name, seconds: None,
     observer: StepObserver | None = None,
+    shelf: ModelShelf | None = None,
 ) -> Engine:
     """Build everything and return an engine that compiles nothing any more.
 
@@ -102,6 +104,7 @@ def build_engine(
         config: the whole configuration; each component is handed its section.
         report: told of each finished phase.
         observer: sees every step; None = one that keeps none in a file.
+        shelf: where the model of an earlier engine may lie, and this one's is put; None = load it.
 
     Raises:
         StartupError: the engine can not start as configured; one line with the remedy.
@@ -110,7 +113,7 @@ def build_engine(
         with ExitStack() as undo:
             monitor = CompileMonitor()
             undo.callback(monitor.close)
-            engine = _build_engine(config, report, monitor, undo, observer)
+            engine = _build_engine(config, report, monitor, undo, observer, shelf)
             monitor.seal()
             undo.pop_all()
             return engine
@@ -133,6 +136,7 @@ def _build_engine(
     monitor: CompileMonitor,
     undo: ExitStack,
     observer: StepObserver | None,
+    shelf: ModelShelf | None,
 ) -> Engine:
     phases: dict[str, float] = {}
 
@@ -150,8 +154,13 @@ def _build_engine(
         backend = _select_backend(config, source)
         _check_graphs(config, source, backend)
     with torch.inference_mode(), ThreadPoolExecutor(1, "load") as loader:
-        model = _build(config, source, backend, plan.max_model_len)
-        loading = loader.submit(_load, config, source, model, backend, phase)
+        shelf_key = _shelf_key(config, backend, plan)
+        kept = None if shelf is None else shelf.find(shelf_key)
+        if kept is None:
+            model = _build(config, source, backend, plan.max_model_len)
+            loading = loader.submit(_load, config, source, model, backend, phase)
+        else:
+            model, loading = kept.model, None
         buffers = _make_buffers(config, source, plan)
         planner = _make_planner(config, source, backend, buffers, undo)
         recorder, drawer = _make_recorder(config, source)
@@ -160,10 +169,16 @@ def _build_engine(
                 plan = plan_measured(config, source, plan, model, buffers, planner, drawer)
         spec = source.config.kv_cache_spec(config.cache.block_size, source.cache_dtype)
         kv_cache = spec.allocate(plan.num_blocks, source.device)
-        prototype = _prototype(config, source, backend, model, plan)
         bundle = _open_bundle(config, source, plan, backend)
-        bind = _compile(config, prototype, kv_cache, buffers, bundle, phase)
-        loading.result()
+        if kept is None:
+            prototype = _prototype(config, source, backend, model, plan)
+            bind = _compile(config, prototype, kv_cache, buffers, bundle, phase)
+        else:
+            bind = kept.bind
+        if loading is not None:
+            loading.result()
+        if shelf is not None:
+            shelf.keep(shelf_key, KeptModel(model, bind))
         cost_store = CostStore(config.graphs, source.limits, threads, bundle)
         costs = cost_store.load()
         graphs = _prepare_graphs(
@@ -231,6 +246,15 @@ def _save(bundle: Bundle | None, source: ModelSource, phase: Phase) -> None:
         if source.device.type == "cpu":
             add_kernels(bundle)
         bundle.save()
+
+
+def _shelf_key(config: EngineConfig, backend: str, plan: MemoryPlan) -> Hashable:
+    """Everything that a loaded model and its program depend on: not the scheduler, not the size of
+    the cache.
+    """
+    cache = config.cache
+    parts = (config.model, config.device, config.graphs, cache.block_size, cache.dtype)
+    return repr((*parts, backend, plan.max_model_len))
 
 
 def _overlaps(config: EngineConfig, source: ModelSource) -> bool:

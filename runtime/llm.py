@@ -28,6 +28,7 @@ from ostinato.runtime.build import build_engine
 from ostinato.runtime.completion import PromptCompletions
 from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.grammar_compiler import GrammarCompiler
+from ostinato.runtime.model_shelf import ModelShelf
 from ostinato.runtime.pooling import (
     check_score_head,
     cosine,
@@ -75,6 +76,7 @@ class LLM:
         overrides: Sequence[str] = (),
         config: EngineConfig | None = None,
         report: Callable[[str, float], None] = lambda name, seconds: None,
+        shelf: ModelShelf | None = None,
     ) -> None:
         """
         Args:
@@ -82,6 +84,8 @@ class LLM:
             overrides: configuration in the command line's words, `scheduler.max_num_seqs=8`.
             config: a ready configuration instead of both.
             report: called with each finished phase of the start and its seconds.
+            shelf: shared with engines before and after this one in this process, which use the
+                same loaded model; one at a time.
 
         Raises:
             ConfigError: an override is wrong.
@@ -90,7 +94,7 @@ class LLM:
         if config is None:
             values = {"model.path": model} if model else {}
             config = load_config(overrides, values=values)
-        self._engine = build_engine(config, report)
+        self._engine = build_engine(config, report, shelf=shelf)
         self._counter = itertools.count()
         self.model: ServedModel = self._engine.model
         self._grammars = GrammarCompiler(self.model)

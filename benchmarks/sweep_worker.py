@@ -1,0 +1,46 @@
+"""A process of a sweep: a line of overrides in, a line with the result or the error out."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from typing import Any
+
+from ostinato.benchmarks.command import measure_kind
+from ostinato.benchmarks.context import BenchContext
+from ostinato.conf.compose import load_config
+from ostinato.conf.errors import ConfigError
+from ostinato.runtime.errors import EngineError
+from ostinato.runtime.model_shelf import ModelShelf
+
+__all__ = ("main",)
+
+
+def main(config_dir: str) -> None:
+    """Measure until the input ends; the loaded model stays from point to point."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever prints goes to standard error
+    shelf = ModelShelf()
+    for line in sys.stdin:
+        words: list[str] = json.loads(line)
+        answer: dict[str, Any]
+        try:
+            context = BenchContext(words, config_dir or None, shelf=shelf, quiet=True)
+            config = load_config(words, config_dir=config_dir or None)
+            before = shelf.num_reused
+            record = measure_kind(config, context)
+            record.conditions["model_reused"] = shelf.num_reused > before
+            answer = {"record": record.to_dict()}
+        except (ConfigError, EngineError) as error:
+            answer = {"error": " ".join(str(error).split())}
+        except Exception as error:  # one point's fault must not end the sweep
+            traceback.print_exc()
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
