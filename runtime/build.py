@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
@@ -154,13 +154,7 @@ def _build_engine(
         backend = _select_backend(config, source)
         _check_graphs(config, source, backend)
     with torch.inference_mode(), ThreadPoolExecutor(1, "load") as loader:
-        shelf_key = _shelf_key(config, backend, plan)
-        kept = None if shelf is None else shelf.find(shelf_key)
-        if kept is None:
-            model = _build(config, source, backend, plan.max_model_len)
-            loading = loader.submit(_load, config, source, model, backend, phase)
-        else:
-            model, loading = kept.model, None
+        model, finish = _begin_model(config, source, backend, plan, loader, phase, shelf)
         buffers = _make_buffers(config, source, plan)
         planner = _make_planner(config, source, backend, buffers, undo)
         recorder, drawer = _make_recorder(config, source)
@@ -170,15 +164,7 @@ def _build_engine(
         spec = source.config.kv_cache_spec(config.cache.block_size, source.cache_dtype)
         kv_cache = spec.allocate(plan.num_blocks, source.device)
         bundle = _open_bundle(config, source, plan, backend)
-        if kept is None:
-            prototype = _prototype(config, source, backend, model, plan)
-            bind = _compile(config, prototype, kv_cache, buffers, bundle, phase)
-        else:
-            bind = kept.bind
-        if loading is not None:
-            loading.result()
-        if shelf is not None:
-            shelf.keep(shelf_key, KeptModel(model, bind))
+        bind = finish(kv_cache, buffers, bundle)
         cost_store = CostStore(config.graphs, source.limits, threads, bundle)
         costs = cost_store.load()
         graphs = _prepare_graphs(
@@ -248,13 +234,37 @@ def _save(bundle: Bundle | None, source: ModelSource, phase: Phase) -> None:
         bundle.save()
 
 
-def _shelf_key(config: EngineConfig, backend: str, plan: MemoryPlan) -> Hashable:
-    """Everything that a loaded model and its program depend on: not the scheduler, not the size of
-    the cache.
+def _begin_model(
+    config: EngineConfig,
+    source: ModelSource,
+    backend: str,
+    plan: MemoryPlan,
+    loader: ThreadPoolExecutor,
+    phase: Phase,
+    shelf: ModelShelf | None,
+) -> tuple[LanguageModel, Callable[[KVCache, StaticBuffers, Bundle | None], Binder | None]]:
+    """A model that is being loaded, and what compiles its program and waits for the weights; an
+    earlier engine's from the shelf needs neither.
     """
-    cache = config.cache
-    parts = (config.model, config.device, config.graphs, cache.block_size, cache.dtype)
-    return repr((*parts, backend, plan.max_model_len))
+    # Everything that a loaded model depends on: not the scheduler, not the size of the cache.
+    sections = (config.model, config.device, config.graphs)
+    cache = (config.cache.block_size, config.cache.dtype)
+    key = repr((*sections, *cache, backend, plan.max_model_len))
+    kept = None if shelf is None else shelf.find(key)
+    if kept is not None:
+        return kept.model, lambda kv_cache, buffers, bundle: kept.bind
+    model = _build(config, source, backend, plan.max_model_len)
+    loading = loader.submit(_load, config, source, model, backend, phase)
+
+    def finish(kv_cache: KVCache, buffers: StaticBuffers, bundle: Bundle | None) -> Binder | None:
+        prototype = _prototype(config, source, backend, model, plan)
+        bind = _compile(config, prototype, kv_cache, buffers, bundle, phase)
+        loading.result()
+        if shelf is not None:
+            shelf.keep(key, KeptModel(model, bind))
+        return bind
+
+    return model, finish
 
 
 def _overlaps(config: EngineConfig, source: ModelSource) -> bool:
