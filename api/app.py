@@ -10,6 +10,7 @@ from litestar.types import Scope
 from ostinato import __version__
 from ostinato.api.errors import exception_handlers, status_of
 from ostinato.api.messages.routes import HANDLERS as MESSAGES_HANDLERS
+from ostinato.api.page import PAGE_HANDLERS
 from ostinato.api.responses.routes import HANDLERS as RESPONSES_HANDLERS
 from ostinato.api.routes import HANDLERS
 from ostinato.api.service import Service
@@ -24,7 +25,12 @@ def create_app(service: Service) -> Litestar:
         service.metrics.count_refusal(status_of(error))
 
     return Litestar(
-        route_handlers=[*HANDLERS, *MESSAGES_HANDLERS, *RESPONSES_HANDLERS],
+        route_handlers=[
+            *HANDLERS,
+            *MESSAGES_HANDLERS,
+            *RESPONSES_HANDLERS,
+            *(PAGE_HANDLERS if service.server.page else ()),
+        ],
         dependencies={"service": Provide(lambda: service, sync_to_thread=False)},
         exception_handlers=exception_handlers(service.server.max_body_mib),
         after_exception=[count_refusal],

@@ -466,6 +466,7 @@ class ServerConfig(Section):
     flight_recorder_dir: str = setting(
         "", "where they are written after a crash; empty = flight/ in the cache directory"
     )
+    page: bool = setting(True, "serve the page at / and what it reads at /debug")
     vllm_metrics: bool = setting(True, "/metrics has its figures under vLLM's names too")
     otlp_endpoint: str = setting(
         "", "where OpenTelemetry traces go, such as http://host:4318/v1/traces; empty = nowhere"
