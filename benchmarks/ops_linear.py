@@ -3,11 +3,13 @@
     python -m ostinato.benchmarks.ops_linear
     python -m ostinato.benchmarks.ops_linear --dtype bfloat16 --shapes 3072x1024 --rows 1,8,512
 
-Four things take turns, so that a change of the machine's state hits all of them: the packed op,
-`torch.nn.functional.linear`, oneDNN with weights that it has pre-packed itself (where this torch
-has them), and a sum over as many bytes as a measure of what the memory gives. They go round copies
+Six things take turns, so that a change of the machine's state hits all of them: the packed op, the
+quantised op with 8 and 4 bits, `torch.nn.functional.linear`, oneDNN with weights that it has
+pre-packed itself (where this torch has them), and a sum over as many bytes as a measure of what the
+memory gives. They go round copies
 of the weights that exceed the caches, as a decode step goes through its layers. The best and the
-median of the calls are printed; `share` compares the packed op's median with the sum's.
+median of the calls are printed, with the GB/s of each one's own weights; `share` compares the
+packed op's median with the sum's.
 """
 
 from __future__ import annotations
@@ -28,10 +30,13 @@ from torch import Tensor
 from ostinato.benchmarks.probes import LoadMeter
 from ostinato.ops.linear import pack_linear_weight, packed_linear
 from ostinato.ops.native.library import load
+from ostinato.ops.quantized import quantize_linear_weight, quantized_linear
+from ostinato.ops.quantized_reference import QuantFormat
 from ostinato.runtime.machine import cpu_name
 
 __all__ = ("measure_rows",)
 
+_FORMATS = (QuantFormat(8, 128, True), QuantFormat(4, 32, True))  # what int8 and int4 default to
 _SHAPES = "3072x1024,1024x3072,1408x512,151936x1024"
 _ROWS = "1,2,4,8,16,32,128,512"
 _MIN_CALLS, _MAX_CALLS = 3, 400
@@ -42,6 +47,8 @@ class _Weights(NamedTuple):
 
     stock: list[Tensor]  # [N, K] each
     packed: list[Tensor]
+    int8: list[Tensor]
+    int4: list[Tensor]
     reordered: list[Tensor]  # oneDNN's own form; empty where this torch has none
 
     @classmethod
@@ -49,19 +56,35 @@ class _Weights(NamedTuple):
         count = max(1, -(-cold_bytes // weight.nbytes))
         stock = [weight, *(weight.clone() for _ in range(count - 1))]
         packed = [pack_linear_weight(each) for each in stock]
+        int8, int4 = (_copies(quantize_linear_weight(weight, f), cold_bytes) for f in _FORMATS)
         onednn = torch.ops.mkldnn
         if not torch.backends.mkldnn.is_available() or not hasattr(
             onednn, "_reorder_linear_weight"
         ):
-            return cls(stock, packed, [])
-        return cls(stock, packed, [onednn._reorder_linear_weight(each, None) for each in stock])
+            return cls(stock, packed, int8, int4, [])
+        reordered = [onednn._reorder_linear_weight(each, None) for each in stock]
+        return cls(stock, packed, int8, int4, reordered)
+
+
+def _copies(weight: Tensor, cold_bytes: int) -> list[Tensor]:
+    return [weight, *(weight.clone() for _ in range(-(-cold_bytes // weight.nbytes) - 1))]
 
 
 def _candidates(weights: _Weights, x: Tensor) -> dict[str, Callable[[int], Tensor]]:
     out_features = weights.stock[0].shape[0]
     candidates: dict[str, Callable[[int], Tensor]] = {
-        "packed": lambda copy: packed_linear(x, weights.packed[copy], None, out_features),
-        "stock": lambda copy: torch.nn.functional.linear(x, weights.stock[copy]),
+        "packed": lambda copy: packed_linear(
+            x, weights.packed[copy % len(weights.packed)], None, out_features
+        ),
+        "int8": lambda copy: quantized_linear(
+            x, weights.int8[copy % len(weights.int8)], None, out_features, _FORMATS[0]
+        ),
+        "int4": lambda copy: quantized_linear(
+            x, weights.int4[copy % len(weights.int4)], None, out_features, _FORMATS[1]
+        ),
+        "stock": lambda copy: torch.nn.functional.linear(
+            x, weights.stock[copy % len(weights.stock)]
+        ),
     }
     flat = [weight.view(-1).view(torch.float32) for weight in weights.packed]
     # half a round away from the copy that was just multiplied, which the caches may still hold
@@ -69,7 +92,7 @@ def _candidates(weights: _Weights, x: Tensor) -> dict[str, Callable[[int], Tenso
     if weights.reordered:
         pointwise = torch.ops.mkldnn._linear_pointwise
         candidates["onednn"] = lambda copy: pointwise(
-            x, weights.reordered[copy], None, "none", [], ""
+            x, weights.reordered[copy % len(weights.reordered)], None, "none", [], ""
         )
     return candidates
 
@@ -96,16 +119,17 @@ def measure_rows(weights: _Weights, rows: int, seconds: float) -> dict[str, dict
     while count < _MIN_CALLS or (time.perf_counter() < end and count < _MAX_CALLS):
         for name, call in candidates.items():
             begin = time.perf_counter()
-            call(count % len(weights.stock))
+            call(count % (8 * len(weights.stock)))
             times[name].append(time.perf_counter() - begin)
         count += 1
     figures: dict[str, dict[str, float]] = {}
+    sizes = {"int8": weights.int8[0].nbytes, "int4": weights.int4[0].nbytes}
     for name, values in times.items():
         best = min(values)
         figures[name] = {
             "best_us": best * 1e6,
             "median_us": statistics.median(values) * 1e6,
-            "gbytes_per_s": weight.nbytes / best / 1e9,
+            "gbytes_per_s": sizes.get(name, weight.nbytes) / best / 1e9,
             "gflops": 2 * rows * weight.numel() / best / 1e9,
         }
     return figures

@@ -176,14 +176,14 @@ def _measure_random(option: str, length: int) -> list[dict[str, Any]]:
     generator = torch.Generator().manual_seed(1)
     results: list[dict[str, Any]] = []
     expected = torch.empty(0)
+    vocab_size = load_config([f"model={option}"]).model.config["vocab_size"]
+    ids = torch.randint(vocab_size, (length,), generator=generator).tolist()
     for name, exact_inputs in itertools.product(("none", "int8", "int4"), (False, True)):
         if name == "none" and exact_inputs:
             continue
         overrides = [f"model={option}", "model.load_format=dummy", *_FORMATS[name]]
         loaded = Loaded.make(overrides, exact_inputs=exact_inputs, length=length)
-        vocab_size = load_config(overrides[:2]).model.config["vocab_size"]
         if name == "none":
-            ids = torch.randint(vocab_size, (length,), generator=generator).tolist()
             expected = loaded.logits(ids).double()
             continue
         logits = loaded.logits(ids).double()
