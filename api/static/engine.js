@@ -7,7 +7,7 @@ import { ask } from "./server.js";
 
 const EVERY_MS = 700;
 const AFTER_FAILURE_MS = 2500;
-const SHOWN_ROWS = 8;
+const SHOWN_ROWS = 6;
 const SHOWN_STEPS = 120;
 
 export class EngineView {
@@ -136,13 +136,12 @@ export class EngineView {
   rows(engine) {
     const rows = engine.rows;
     const limit = engine.max_num_seqs;
-    byId("batch-note").textContent = `${number(engine.num_rows)} of ${number(limit)} rows`;
     const shown = rows.slice(0, SHOWN_ROWS);
     byId("rows").replaceChildren(
       ...(shown.length ? shown.map(rowItem) : [make("li", "empty", "Nothing runs.")]),
     );
-    const more = engine.num_rows - shown.length;
-    byId("rows-more").textContent = more > 0 ? `and ${number(more)} more` : "";
+    const some = engine.num_rows > shown.length ? `, ${number(shown.length)} shown` : "";
+    byId("batch-note").textContent = `${number(engine.num_rows)} of ${number(limit)} rows${some}`;
   }
 
   queue(engine) {

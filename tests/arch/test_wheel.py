@@ -11,6 +11,7 @@ import pytest
 from tests.arch.tree import FOLDERS, ROOT
 
 DATA = {
+    "api": ("static/*",),
     "conf": ("*.yaml",),
     "benchmarks": ("schema.json",),
     "ops": ("*.cpp", "*.h"),
