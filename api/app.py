@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from litestar import Litestar
+from litestar.config.cors import CORSConfig
 from litestar.di import Provide
+from litestar.middleware import DefineMiddleware
 from litestar.openapi.config import OpenAPIConfig
 from litestar.types import Scope
 
 from ostinato import __version__
+from ostinato.api.access import AccessControl
 from ostinato.api.errors import exception_handlers, status_of
+from ostinato.api.keys import KeyRing
 from ostinato.api.messages.routes import HANDLERS as MESSAGES_HANDLERS
 from ostinato.api.page import PAGE_HANDLERS
 from ostinato.api.responses.routes import HANDLERS as RESPONSES_HANDLERS
@@ -24,7 +28,15 @@ def create_app(service: Service) -> Litestar:
     async def count_refusal(error: Exception, _scope: Scope) -> None:
         service.metrics.count_refusal(status_of(error))
 
+    server = service.server
+    middleware: list[DefineMiddleware] = []
+    if server.api_keys:
+        keys, limit = KeyRing(server.api_keys), server.max_requests_per_key
+        middleware = [DefineMiddleware(AccessControl, keys=keys, max_requests=limit)]
+    cors = CORSConfig(allow_origins=server.cors_origins) if server.cors_origins else None
     return Litestar(
+        middleware=middleware,
+        cors_config=cors,
         route_handlers=[
             *HANDLERS,
             *MESSAGES_HANDLERS,

@@ -16,12 +16,13 @@ import msgspec
 from litestar import Request, Response
 from litestar.exceptions import HTTPException
 
-from ostinato.runtime.errors import EngineDeadError, EngineError, InvalidRequestError
+from ostinato.runtime.errors import DeadlineError, EngineDeadError, EngineError, InvalidRequestError
 
 __all__ = (
     "ClientGoneError",
     "ErrorBody",
     "ErrorDetail",
+    "OverloadedError",
     "UnavailableError",
     "error_body",
     "error_response",
@@ -60,6 +61,21 @@ class UnavailableError(EngineError):
         self.retry_after_s = retry_after_s
 
 
+class OverloadedError(EngineError):
+    """More than this server takes at once; a later try may succeed.
+
+    Args:
+        message: which limit, and what there is.
+        code: `queue_full` or `too_many_requests`.
+        retry_after_s: when there should be room.
+    """
+
+    def __init__(self, message: str, *, code: str, retry_after_s: int) -> None:
+        super().__init__(message)
+        self.code = code
+        self.retry_after_s = retry_after_s
+
+
 class ClientGoneError(Exception):
     """The client closed its connection; nobody reads the answer."""
 
@@ -89,6 +105,10 @@ def status_of(error: Exception) -> int:
         return error.status
     if isinstance(error, UnavailableError | EngineDeadError):
         return 503
+    if isinstance(error, OverloadedError):
+        return 429
+    if isinstance(error, DeadlineError):
+        return 504
     if isinstance(error, HTTPException):
         return error.status_code
     return 499 if isinstance(error, ClientGoneError) else 500
@@ -99,14 +119,18 @@ def error_body(error: Exception) -> ErrorBody:
     message, param, code = str(error), None, "engine_error"
     if isinstance(error, InvalidRequestError):
         param, code = error.param, error.code
-    elif isinstance(error, UnavailableError):
+    elif isinstance(error, UnavailableError | OverloadedError):
         code = error.code
+    elif isinstance(error, DeadlineError):
+        code = "deadline_exceeded"
     elif isinstance(error, EngineDeadError):
         code = "engine_dead"
     elif not isinstance(error, EngineError):
         message = "an unexpected error; the server's log has the details"
         code = "internal_error"
     kind = "invalid_request_error" if status_of(error) < 500 else "server_error"
+    if isinstance(error, OverloadedError):
+        kind = "rate_limit_error"
     return ErrorBody(ErrorDetail(message=message, type=kind, param=param, code=code))
 
 
@@ -143,8 +167,12 @@ def error_response(error: Exception, path: str = "") -> Response[bytes]:
     """The whole answer to a request of `path` that failed with `error`."""
     is_typed = path.startswith("/v1/messages")
     headers = {}
-    if isinstance(error, UnavailableError):
+    if isinstance(error, UnavailableError | OverloadedError):
         headers["Retry-After"] = str(error.retry_after_s)
+    if isinstance(error, DeadlineError):
+        headers["x-should-retry"] = "false"  # OpenAI's clients repeat a 504 otherwise
+    if status_of(error) == 401:
+        headers["WWW-Authenticate"] = "Bearer"
     return Response(
         msgspec.json.encode(typed_error_body(error) if is_typed else error_body(error)),
         status_code=status_of(error),

@@ -66,6 +66,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     sampling: SamplingParams
     priority: int = 0
     cache_salt: str = ""
+    deadline_ms: float | None = None  # since the request's arrival
 
 
 class ReplyHead(msgspec.Struct, frozen=True, kw_only=True):
@@ -204,6 +205,7 @@ def make_generation(
         sampling=sampling,
         priority=fields.priority,
         cache_salt=fields.cache_salt,
+        deadline_ms=fields.deadline_ms,
     )
 
 

@@ -128,6 +128,8 @@ class GenerationFields(ConstraintFields, frozen=True, kw_only=True, forbid_unkno
     stream_options: StreamOptions | None = None
     priority: Int32 = 0  # lower runs first under scheduler.policy=priority
     cache_salt: Annotated[str, msgspec.Meta(max_length=256)] = ""  # see the prefix cache
+    # Milliseconds from its arrival on; then it ends with what there is.
+    deadline_ms: Annotated[float, msgspec.Meta(ge=1, le=24 * 3600 * 1000)] | None = None
     request_id: RequestId | None = None  # names the reply and its log line
     user: str | None = None  # the caller's label of an end user; never used for anything
 

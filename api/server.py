@@ -16,13 +16,16 @@ import logging
 import os
 import signal
 import socket
+import ssl
 import sys
 import time
 from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ostinato import __version__
+from ostinato.api.keys import with_keys
 from ostinato.api.trace_recorder import TraceRecorder
 from ostinato.conf.root import EngineConfig
 from ostinato.conf.schema import ServerConfig
@@ -48,8 +51,11 @@ def serve(config: EngineConfig) -> int:
     """Serve until a signal; returns the exit code.
 
     Raises:
-        StartupError: the port is taken or the engine can not start; one line that says why.
+        StartupError: the port is taken, a file of the configuration is wrong, or the engine can
+            not start; one line that says why.
     """
+    config = replace(config, server=with_keys(config.server))
+    _check_tls(config.server)
     _configure_logging(config.server)
     listener = _listen(config.server)
     trace = None
@@ -89,7 +95,7 @@ class _Server:
         self._config = config
         self._listener = listener
         self._say = sys.stdout.write
-        self._url = _url(listener)
+        self._url = _url(listener, "https" if config.server.tls_certificate else "http")
         self._began = began
         self._client = client
         self._service, self._http = _http_server(client, config, trace)
@@ -217,6 +223,8 @@ def _http_server(
             access_log=False,
             server_header=False,
             lifespan="off",
+            ssl_certfile=config.server.tls_certificate or None,
+            ssl_keyfile=config.server.tls_key or None,
             timeout_keep_alive=_KEEP_ALIVE_S,
             timeout_graceful_shutdown=_FLUSH_S,
         )
@@ -254,10 +262,24 @@ def _listen(server: ServerConfig) -> socket.socket:
         ) from error
 
 
-def _url(listener: socket.socket) -> str:
+def _url(listener: socket.socket, scheme: str) -> str:
     host, port = listener.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host) or str(host)
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+
+def _check_tls(server: ServerConfig) -> None:
+    """Loads the files once before anything else starts: a wrong one shows at once."""
+    if not server.tls_certificate:
+        return
+    try:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(server.tls_certificate, server.tls_key)
+    except (OSError, ssl.SSLError) as error:
+        raise StartupError(
+            f"server.tls_certificate={server.tls_certificate!r} and "
+            f"server.tls_key={server.tls_key!r} can not be used: {error}"
+        ) from error
 
 
 def _configure_logging(server: ServerConfig) -> None:

@@ -11,9 +11,10 @@ from contextlib import aclosing
 from typing import Protocol, cast
 
 from ostinato.api import health
-from ostinato.api.errors import UnavailableError, status_of
+from ostinato.api.errors import OverloadedError, UnavailableError, status_of
 from ostinato.api.generation import Generation
 from ostinato.api.health import EngineSigns
+from ostinato.api.limits import EngineQueue, check_prompts, queue_refusal
 from ostinato.api.metrics import EngineView, Metrics
 from ostinato.api.pooled_record import pool_batch
 from ostinato.api.record import Recorder, ReplyRecord
@@ -43,7 +44,7 @@ _INLINE_CHARACTERS = 4096  # a longer text is tokenised in a thread
 News = tuple[int, RequestOutput]  # (prompt index, what is new)
 
 
-class Client(EngineView, EngineSigns, Protocol):
+class Client(EngineView, EngineSigns, EngineQueue, Protocol):
     """What the API needs of `runtime.client.EngineClient`."""
 
     model: ServedModel
@@ -60,6 +61,7 @@ class Client(EngineView, EngineSigns, Protocol):
         priority: int = 0,
         cache_salt: str = "",
         trace: bool = False,
+        deadline: float | None = None,
     ) -> AsyncIterator[RequestOutput]: ...
 
     async def inspect(self, timeout_s: float = ...) -> EngineState: ...
@@ -140,9 +142,13 @@ class Service:
             return self._starting()
         return health.death(self.client)
 
-    def unreadiness(self) -> UnavailableError | None:
+    def unreadiness(self) -> UnavailableError | OverloadedError | None:
         """Why a new request would not be admitted and served now, or None."""
-        return self.refusal() or health.unreadiness(self.client, self.server)
+        return (
+            self.refusal()
+            or health.unreadiness(self.client, self.server)
+            or queue_refusal(self.client, self.server)
+        )
 
     def check_started(self) -> None:
         """Raises UnavailableError while it is not known which model there is."""
@@ -150,8 +156,8 @@ class Service:
             raise self._starting()
 
     def admit(self) -> None:
-        """Raises UnavailableError when nothing new is admitted."""
-        refusal = self.refusal()
+        """Raises UnavailableError or OverloadedError when nothing new is admitted."""
+        refusal = self.refusal() or queue_refusal(self.client, self.server)
         if refusal is not None:
             raise refusal
 
@@ -202,8 +208,15 @@ class Service:
             context: told how long a grammar took.
 
         Raises:
-            InvalidRequestError: what the answer must look like is not valid, or takes too much.
+            InvalidRequestError: what the answer must look like is not valid, or takes too much; or
+                a prompt is longer than the server allows.
+            OverloadedError: too much is waiting.
         """
+        lengths = [len(one.prompt_token_ids) for one in generations]
+        check_prompts(lengths, self.server)
+        full = queue_refusal(self.client, self.server, sum(lengths))
+        if full is not None:
+            raise full
         for sampling in {id(one.sampling): one.sampling for one in generations}.values():
             if sampling.structured_outputs is not None:
                 begin = time.monotonic()
@@ -230,10 +243,9 @@ class Service:
         """
         context = context or RequestContext()
         record = ReplyRecord(self._recorder, reply_id, generations, context, self.trace)
-        trace = context.timeline is not None
         self.num_open += 1
         try:
-            async with aclosing(_merge(self.client, generations, trace)) as news:
+            async with aclosing(_merge(self.client, generations, context)) as news:
                 async for prompt_index, output in news:
                     record.add(prompt_index, output)
                     _raise_for_failure(output)
@@ -304,11 +316,11 @@ def _raise_for_failure(output: RequestOutput) -> None:
 
 
 async def _merge(
-    client: Client, generations: Sequence[Generation], trace: bool
+    client: Client, generations: Sequence[Generation], context: RequestContext
 ) -> AsyncGenerator[News, None]:
     """News of several prompts as they come; one prompt takes the direct way."""
     if len(generations) == 1:
-        async with aclosing(_generate(client, generations[0], trace)) as outputs:
+        async with aclosing(_generate(client, generations[0], context)) as outputs:
             async for output in outputs:
                 yield 0, output
         return
@@ -316,7 +328,8 @@ async def _merge(
 
     async def pump(prompt_index: int) -> None:
         try:
-            async with aclosing(_generate(client, generations[prompt_index], trace)) as outputs:
+            running = _generate(client, generations[prompt_index], context)
+            async with aclosing(running) as outputs:
                 async for output in outputs:
                     queue.put_nowait((prompt_index, output))
             queue.put_nowait(prompt_index)
@@ -340,14 +353,18 @@ async def _merge(
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _generate(client: Client, one: Generation, trace: bool) -> AsyncGenerator[RequestOutput, None]:
+def _generate(
+    client: Client, one: Generation, context: RequestContext
+) -> AsyncGenerator[RequestOutput, None]:
+    times_ms = [ms for ms in (one.deadline_ms, context.timeout_ms) if ms is not None]
     outputs = client.generate(
         one.request_id,
         one.prompt_token_ids,
         one.sampling,
         priority=one.priority,
         cache_salt=one.cache_salt,
-        trace=trace,
+        trace=context.timeline is not None,
+        deadline=context.arrived_at + min(times_ms) / 1e3 if times_ms else None,
     )
     # Closing it aborts the request: a client's `generate` is a generator.
     return cast("AsyncGenerator[RequestOutput, None]", outputs)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 import msgspec
 
+from ostinato.api.limits import timeout_of
 from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.types import RequestOutput, TimelineEvent
 
@@ -61,14 +62,21 @@ class RequestContext:
     Attributes:
         timeline: being written; None when nobody asked.
         grammar_seconds: how long it waited for a grammar.
+        timeout_ms: that the answer may take from its arrival on; None = any time.
     """
 
     def __init__(
-        self, endpoint: str = "", *, wants_timeline: bool = False, traceparent: str = ""
+        self,
+        endpoint: str = "",
+        *,
+        wants_timeline: bool = False,
+        traceparent: str = "",
+        timeout_ms: float | None = None,
     ) -> None:
         self.endpoint = endpoint
         self.traceparent = traceparent
         self.arrived_at = time.monotonic()
+        self.timeout_ms = timeout_ms
         self.grammar_seconds = 0.0
         self.timeline = TimelineBuilder(self.arrived_at) if wants_timeline else None
 
@@ -83,7 +91,7 @@ def context_of(endpoint: str, headers: Mapping[str, str]) -> RequestContext:
     """The context of a request that came this moment.
 
     Raises:
-        InvalidRequestError: `x-trace` is neither 0 nor 1.
+        InvalidRequestError: `x-trace` is neither 0 nor 1, or the timeout header is no time.
     """
     wanted = headers.get("x-trace", "0").strip()
     if wanted not in ("0", "1"):
@@ -93,7 +101,10 @@ def context_of(endpoint: str, headers: Mapping[str, str]) -> RequestContext:
             code="invalid_value",
         )
     return RequestContext(
-        endpoint, wants_timeline=wanted == "1", traceparent=headers.get("traceparent", "")
+        endpoint,
+        wants_timeline=wanted == "1",
+        traceparent=headers.get("traceparent", ""),
+        timeout_ms=timeout_of(headers),
     )
 
 

@@ -41,6 +41,7 @@ __all__ = (
     "ServerConfig",
     "ToolParserName",
     "allowed_range",
+    "is_api_key",
     "setting",
 )
 
@@ -201,6 +202,11 @@ def _in_range(value: Any, metadata: Mapping[str, Any]) -> bool:
         and (high is None or value <= high)
         and (above is None or value > above)
     )
+
+
+def is_api_key(text: str) -> bool:
+    """Whether a text can be sent as a bearer token: visible ASCII, not empty."""
+    return bool(text) and all("!" <= character <= "~" for character in text)
 
 
 def _refuse(key: str, allowed: str, value: object) -> None:
@@ -404,7 +410,33 @@ class ServerConfig(Section):
     key = "server"
     host: str = setting("127.0.0.1", "address to listen on; 0.0.0.0 = every interface")
     port: int = setting(8000, "TCP port; 0 = any free one", at_least=0, at_most=65535)
+    api_keys: list[str] = setting(
+        [], "who may ask; visible in the process list, so prefer api_key_file; empty = everybody"
+    )
+    api_key_file: str = setting("", "a file with one API key a line, # begins a comment")
+    cors_origins: list[str] = setting(
+        [], "origins whose pages may call this server from a browser; * = any"
+    )
+    tls_certificate: str = setting("", "a PEM file with the certificate chain; empty = plain HTTP")
+    tls_key: str = setting("", "a PEM file with the certificate's private key")
     max_body_mib: float = setting(8.0, "a larger request body is refused with 413", above=0)
+    max_prompt_tokens: int | None = setting(
+        None, "a longer prompt is refused with 400; null = what the context holds", at_least=1
+    )
+    max_requests_per_key: int | None = setting(
+        None, "at once; more are refused with 429; null = no limit", at_least=1
+    )
+    max_queued_requests: int | None = setting(
+        None,
+        "completions that wait for their first token; more are refused with 429; null = no limit",
+        at_least=1,
+    )
+    max_queued_tokens: int | None = setting(
+        None,
+        "of the prompts that wait for their first token; more are refused with 429; null = no "
+        "limit",
+        at_least=1,
+    )
     drain_timeout_s: float = setting(
         30.0, "how long SIGTERM waits for running requests", at_least=0
     )
@@ -471,6 +503,32 @@ class ServerConfig(Section):
     otlp_endpoint: str = setting(
         "", "where OpenTelemetry traces go, such as http://host:4318/v1/traces; empty = nowhere"
     )
+
+    def __post_init__(self) -> None:
+        Section.__post_init__(self)
+        if not all(is_api_key(key) for key in self.api_keys):
+            raise ValueError(
+                "server.api_keys must be texts without spaces, one has spaces, is empty or not "
+                "ASCII (which one is not shown)"
+            )
+        if bool(self.tls_certificate) != bool(self.tls_key):
+            _refuse(
+                "server.tls_key",
+                "set exactly when server.tls_certificate is",
+                self.tls_key,
+            )
+        if self.max_requests_per_key is not None and not (self.api_keys or self.api_key_file):
+            _refuse(
+                "server.max_requests_per_key",
+                "null without server.api_keys or server.api_key_file",
+                self.max_requests_per_key,
+            )
+        for origin in self.cors_origins:
+            scheme, mark, host = origin.partition("://")
+            if origin != "*" and not (
+                scheme in ("http", "https") and mark and host.strip("/") == host
+            ):
+                _refuse("server.cors_origins", "* or origins like https://example.org", origin)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

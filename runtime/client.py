@@ -26,7 +26,7 @@ from ostinato.runtime.calls import PendingCalls
 from ostinato.runtime.completion import PromptCompletions
 from ostinato.runtime.engine_process import EngineProcess
 from ostinato.runtime.engine_state import EngineState
-from ostinato.runtime.errors import EngineDeadError, StartupError
+from ostinato.runtime.errors import DeadlineError, EngineDeadError, StartupError
 from ostinato.runtime.flight_recorder import StepRecord, flight_path, keep_flight, read_flight
 from ostinato.runtime.flights import Flights, given_up_news
 from ostinato.runtime.grammar_compiler import GrammarCompiler
@@ -62,10 +62,11 @@ from ostinato.runtime.watch import TICK_S, Watch
 __all__ = ("EngineClient",)
 
 _LOG = logging.getLogger(__name__)
+DEADLINE_REASON = "deadline_exceeded"
 # A start after a death has ten times as long as all phases of the first one, and at least this.
 _SHORTEST_START_LIMIT_S = 300.0
 
-News = SequenceOutput | EngineDeadError
+News = SequenceOutput | EngineDeadError | DeadlineError
 Reader = asyncio.Queue[tuple[str, News]]
 
 
@@ -134,6 +135,16 @@ class EngineClient:
         return len(self._flights)
 
     @property
+    def num_queued(self) -> int:
+        """Engine requests that wait for their first token."""
+        return self._flights.num_queued
+
+    @property
+    def num_queued_tokens(self) -> int:
+        """Prompt tokens of those."""
+        return self._flights.num_queued_tokens
+
+    @property
     def seconds_since_step(self) -> float:
         """Seconds since the engine completed a step or an idle beat."""
         return self._watch.silence_s
@@ -154,7 +165,9 @@ class EngineClient:
         """Start the engine process; it loads the model while the caller does something else."""
         path = self._directory / f"engine-{next(self._engines)}"
         self._engine = EngineProcess(self._context, path)
-        await self._engine.spawn(msgspec.json.encode(self._config))
+        # Secrets of the API stay in its process.
+        server = replace(self._config.server, api_keys=[], max_requests_per_key=None)
+        await self._engine.spawn(msgspec.json.encode(replace(self._config, server=server)))
 
     async def wait_until_ready(
         self, on_phase: Callable[[str, float], None] = lambda name, seconds: None
@@ -216,13 +229,16 @@ class EngineClient:
         priority: int = 0,
         cache_salt: str = "",
         trace: bool = False,
+        deadline: float | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """News of all `sampling.n` completions until each has ended; closing the iterator aborts.
 
         With `best_of` and beam search there is one piece of news of each, at the end. While the
-        engine is started again the news pause.
+        engine is started again the news pause. At the deadline (seconds, time.monotonic) what has
+        not ended ends with the reason length and the stop reason `deadline_exceeded`.
 
         Raises:
+            DeadlineError: at the deadline, when there was no news before it.
             InvalidRequestError: before the first news, when the request can not be served.
             EngineDeadError: the engine ended and is not started again; nothing more will come.
         """
@@ -246,19 +262,30 @@ class EngineClient:
         completions = PromptCompletions(requests, sampling, self.tokenizer)
         for request in requests:
             self._flights.add(request, reader)
+        timer = _alarm(reader, deadline)
+        has_news = False
         try:
             await self._board()
             while unfinished := completions.unfinished_ids:
                 _, news = await reader.get()
                 if isinstance(news, EngineDeadError):
                     raise news
-                outputs = completions.process(news)
+                if isinstance(news, DeadlineError) and not has_news:
+                    raise news
+                outputs = (
+                    completions.cut(DEADLINE_REASON)
+                    if isinstance(news, DeadlineError)
+                    else completions.process(news)
+                )
+                has_news = has_news or bool(outputs)
                 # By a stop string, or because all end with this one: the engine does not know yet.
                 await self._leave(set(unfinished).difference(completions.unfinished_ids))
                 for output in outputs:
                     output.request_id = request_id
                     yield output
         finally:
+            if timer is not None:
+                timer.cancel()
             if unfinished := completions.unfinished_ids:
                 await asyncio.shield(self._leave(unfinished))
 
@@ -535,3 +562,12 @@ class EngineClient:
         for flight in flights:
             error = EngineDeadError(f"the engine ended: {reason}")
             flight.reader.put_nowait((flight.request.request_id, error))
+
+
+def _alarm(reader: Reader, deadline: float | None) -> asyncio.TimerHandle | None:
+    """Puts a DeadlineError into the queue at the deadline."""
+    if deadline is None:
+        return None
+    error = DeadlineError("the request's deadline was over before its first token")
+    delay = max(0.0, deadline - time.monotonic())
+    return asyncio.get_running_loop().call_later(delay, reader.put_nowait, ("", error))

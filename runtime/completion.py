@@ -138,6 +138,17 @@ class PromptCompletions:
         self._candidates[news.request_id].add(output)
         return [] if self._streams else self._best(self._candidates)
 
+    def cut(self, stop_reason: str) -> list[RequestOutput]:
+        """End what has not ended with the text that it has; `stop_reason` says why."""
+        outputs = [
+            output
+            for request_id in self.unfinished_ids
+            for output in self.process(SequenceOutput(request_id, [], FinishReason.length))
+        ]
+        for output in outputs:
+            output.stop_reason = stop_reason
+        return outputs
+
     def _best(self, candidates: dict[str, _Candidate]) -> list[RequestOutput]:
         """The n candidates with the highest log-probability per token; the first of equals."""
         ranked = sorted(candidates.values(), key=_Candidate.score, reverse=True)

@@ -3,12 +3,13 @@
 EngineError
 ├── InvalidRequestError   the request can not be served as asked: a 4xx that names the parameter
 ├── StartupError          the engine can not start: one clear line and a non-zero exit code
-└── EngineDeadError       the engine process is gone: a 503 for everything in flight
+├── EngineDeadError       the engine process is gone: a 503 for everything in flight
+└── DeadlineError         the request's time was over before it had an answer: a 504
 """
 
 from __future__ import annotations
 
-__all__ = ("EngineDeadError", "EngineError", "InvalidRequestError", "StartupError")
+__all__ = ("DeadlineError", "EngineDeadError", "EngineError", "InvalidRequestError", "StartupError")
 
 
 class EngineError(Exception):
@@ -40,3 +41,7 @@ class StartupError(EngineError):
 
 class EngineDeadError(EngineError):
     """The engine process ended or stopped answering."""
+
+
+class DeadlineError(EngineError):
+    """The time that a request gave itself was over before its first token."""

@@ -57,6 +57,20 @@ class Flights(Generic[Q]):
         """Those that no engine has at the moment."""
         return len(self._held)
 
+    @property
+    def num_queued(self) -> int:
+        """Those that wait for their first token."""
+        return sum(1 for one in self._flights.values() if not one.output_token_ids)
+
+    @property
+    def num_queued_tokens(self) -> int:
+        """Prompt tokens of those."""
+        return sum(
+            len(one.request.prompt_token_ids)
+            for one in self._flights.values()
+            if not one.output_token_ids
+        )
+
     def ids(self) -> list[str]:
         """Request ids, in the order in which they came."""
         return list(self._flights)

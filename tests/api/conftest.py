@@ -10,6 +10,7 @@ import pytest
 from litestar.testing import TestClient
 
 from ostinato.api.app import create_app
+from ostinato.api.keys import with_keys
 from ostinato.api.service import Service
 from ostinato.conf.schema import SamplingSection, ServerConfig
 from ostinato.runtime.chat_template import ChatTemplate
@@ -59,7 +60,8 @@ def make_app(tokenizer: Tokenizer) -> Iterator[Callable[..., App]]:
             **fields: Any,
         ) -> App:
             engine = FakeClient(script, **({"tokenizer": tokenizer} | fields))
-            service = Service(engine, server or ServerConfig(), sampling or SamplingSection())
+            server = with_keys(server or ServerConfig())
+            service = Service(engine, server, sampling or SamplingSection())
             service.phase = None
             client = TestClient(create_app(service), raise_server_exceptions=False)
             return App(engine, service, stack.enter_context(client))

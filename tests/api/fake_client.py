@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import struct
+import threading
 import time
 from collections.abc import AsyncIterator, Sequence
 
@@ -36,7 +37,7 @@ def news(text: str, token_ids: Sequence[int], **fields: object) -> RequestOutput
 class FakeClient:
     """Plays `script` to every request, all completions in turn.
 
-    An exception in the script is raised; None waits until the request is aborted.
+    An exception in the script is raised; None waits until the request is aborted, or `released` is set.
     """
 
     def __init__(
@@ -63,6 +64,9 @@ class FakeClient:
         self.restarts: dict[str, int] = {}
         self.seconds_since_step = 0.0
         self.seconds_overdue = 0.0
+        self.released = threading.Event()
+        self.num_queued = 0
+        self.num_queued_tokens = 0
         self.startup_seconds = {"imports": 1.5, "ready": 3.0}
         self.num_unfinished = 0
         self.prepared: list[SamplingParams] = []
@@ -70,6 +74,7 @@ class FakeClient:
         self.state: EngineState | Exception = EngineDeadError("the engine does not run: never ran")
         self.records: list[StepRecord] = []
         self.traced: list[bool] = []
+        self.deadlines: list[float | None] = []
         self.requests: list[tuple[list[int], SamplingParams, int, str]] = []
         self.aborted: list[str] = []
         self.pooled: list[tuple[list[int], PoolingParams, int, str]] = []
@@ -99,11 +104,13 @@ class FakeClient:
         priority: int = 0,
         cache_salt: str = "",
         trace: bool = False,
+        deadline: float | None = None,
     ) -> AsyncIterator[RequestOutput]:
         if self.death_reason is not None:
             raise EngineDeadError(f"the engine does not run: {self.death_reason}")
         self.requests.append((prompt_token_ids, sampling, priority, cache_salt))
         self.traced.append(trace)
+        self.deadlines.append(deadline)
         self.num_unfinished += sampling.n
         counts = [0] * sampling.n
         ended = False
@@ -112,7 +119,8 @@ class FakeClient:
                 if isinstance(step, Exception):
                     raise step
                 if step is None:
-                    await asyncio.Event().wait()
+                    while not self.released.is_set():  # set by the thread of a test
+                        await asyncio.sleep(0.01)
                     continue
                 for index in range(sampling.n):
                     await asyncio.sleep(0)
