@@ -32,7 +32,7 @@ class AccessControl:
         self._running: Counter[int] = Counter()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in _OPEN_PATHS:
+        if scope["type"] != "http" or _is_open(scope["path"]):
             await self._app(scope, receive, send)
             return
         key = self._keys.find(_key_of(dict(scope["headers"])))
@@ -56,6 +56,10 @@ class AccessControl:
             await self._app(scope, receive, send)
         finally:
             self._running[key] -= 1
+
+
+def _is_open(path: str) -> bool:
+    return path in _OPEN_PATHS or path.startswith("/page/")  # the files of the page at /
 
 
 def _key_of(headers: dict[bytes, bytes]) -> str:
