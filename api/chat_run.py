@@ -40,6 +40,9 @@ class ChatRun:
     ) -> None:
         require_task(service.client.model, ServedTask.generate)
         body = msgspec.structs.replace(body, skip_special_tokens=prompt.skip_special_tokens)
+        given = "tools"
+        if prompt.constraint is not None and prompt.form.calls is None:
+            given = "response_format" if body.structured_outputs is None else "structured_outputs"
         if prompt.constraint is not None:
             body = msgspec.structs.replace(
                 body, structured_outputs=prompt.constraint, response_format=None
@@ -47,7 +50,9 @@ class ChatRun:
         self._service = service
         self._body = body
         self._form = prompt.form
-        self._names = {} if prompt.constraint is None else {"structured_outputs": "tools"}
+        self._names = {}
+        if prompt.constraint is not None:
+            self._names["structured_outputs"] = given
         self._request_id = request_id
         self._context = context or RequestContext()
         self.generations = [

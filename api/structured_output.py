@@ -9,8 +9,9 @@ from typing import Any
 
 import msgspec
 
+from ostinato.api.parsing.answers import AnswerForm
 from ostinato.runtime.errors import InvalidRequestError
-from ostinato.runtime.structured_output import StructuredOutputsParams
+from ostinato.runtime.structured_output import Preamble, StructuredOutputsParams
 
 __all__ = (
     "ConstraintFields",
@@ -20,6 +21,7 @@ __all__ = (
     "ResponseFormat",
     "StructuralTagFormat",
     "TextFormat",
+    "behind_reasoning",
     "constraint_of",
     "refusing_by_field",
 )
@@ -100,6 +102,19 @@ def constraint_of(fields: ConstraintFields) -> StructuredOutputsParams | None:
         return StructuredOutputsParams(structural_tag=tag)
     named = wanted.json_schema
     return StructuredOutputsParams(json=named.schema, strict=named.strict is not False)
+
+
+def behind_reasoning(fields: ConstraintFields, form: AnswerForm) -> StructuredOutputsParams | None:
+    """The constraint of a model that reasons before it answers; None when there is nothing to do.
+
+    Raises:
+        InvalidRequestError: as `constraint_of`.
+    """
+    wanted, markers = constraint_of(fields), form.reasoning
+    if wanted is None or markers is None or wanted.preamble is not None:
+        return None
+    preamble = Preamble(begin=markers.begin, end=markers.end, is_open=form.reasoning_is_open)
+    return msgspec.structs.replace(wanted, preamble=preamble)
 
 
 async def refusing_by_field(fields: ConstraintFields, work: Awaitable[None]) -> None:

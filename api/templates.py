@@ -14,7 +14,7 @@ from ostinato.api.parsing.answers import AnswerForm
 from ostinato.api.parsing.recognise import TemplateTraits, traits
 from ostinato.api.schemas import ChatCompletionRequest, TokenizeRequest
 from ostinato.api.service import Service
-from ostinato.api.structured_output import constraint_of
+from ostinato.api.structured_output import behind_reasoning, constraint_of
 from ostinato.api.tool_constraint import tool_constraint
 from ostinato.api.tools import ToolUse, explained, template_messages, tool_use
 from ostinato.runtime.errors import InvalidRequestError
@@ -33,7 +33,8 @@ class ChatPrompt(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: list[int]
     form: AnswerForm  # of its answers
     skip_special_tokens: bool  # false where a marker of the form is one
-    # What keeps the answers' calls right; it takes the place of the request's own constraint.
+    # What keeps the answers' calls right, or lets reasoning stand before what is constrained; it
+    # takes the place of the request's own constraint.
     constraint: StructuredOutputsParams | None = None
 
 
@@ -65,6 +66,8 @@ async def prepare(service: Service, body: ChatCompletionRequest) -> ChatPrompt:
         constraint = tool_constraint(use, form, constraint_of(body))
         if constraint is not None and form.calls is not None:
             form = msgspec.structs.replace(form, calls=form.calls.constrained())
+    else:
+        constraint = behind_reasoning(body, form)
     return ChatPrompt(
         token_ids=token_ids,
         form=form,

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ostinato.ops.draw import rows_at_once
 from ostinato.ops.sampling import apply_token_bitmask
 from ostinato.runtime.grammar_limits import problem
 from ostinato.runtime.types import Request
@@ -137,11 +138,11 @@ class GrammarMasks:
             state.num_unread += 1
         self.seconds += time.perf_counter() - begin
         indices = torch.tensor(where, dtype=torch.int64, pin_memory=bits.is_pinned())
-        apply_token_bitmask(
-            logits,
-            indices.to(self._device, non_blocking=True),
-            bits.to(self._device, non_blocking=True),
-        )
+        indices = indices.to(self._device, non_blocking=True)
+        bits = bits.to(self._device, non_blocking=True)
+        at_once = rows_at_once(logits.shape[-1])  # it takes memory as a draw does, and before it
+        for some, their_bits in zip(indices.split(at_once), bits.split(at_once), strict=True):
+            apply_token_bitmask(logits, some, their_bits)
 
     def _fill(self, states: Sequence[GrammarRow]) -> Tensor:
         """[C, W] int32: the masks of the rows that have grammars."""

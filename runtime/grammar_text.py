@@ -8,7 +8,7 @@ from typing import Any
 
 from llguidance import grammar_from
 
-from ostinato.runtime.structural_tags import tags_to_lark
+from ostinato.runtime.structural_tags import behind, tags_to_lark
 from ostinato.runtime.structured_output import StructuredOutputsParams
 
 __all__ = ("grammar_text",)
@@ -27,6 +27,11 @@ def grammar_text(params: StructuredOutputsParams, special_tokens: Mapping[str, i
     Raises:
         ValueError: it can not be a grammar; the text says why.
     """
+    text = _text(params, special_tokens)
+    return text if params.preamble is None else behind(params.preamble, text, special_tokens)
+
+
+def _text(params: StructuredOutputsParams, special_tokens: Mapping[str, int]) -> str:
     value: Any = getattr(params, params.kind)
     if params.kind == "json":
         return _schema_text(_parsed(value, "json"), params)
@@ -54,10 +59,9 @@ def _schema_text(schema: object, params: StructuredOutputsParams) -> str:
         schema = {} if schema else {"not": {}}
     if not isinstance(schema, dict):
         raise ValueError(f"a schema is an object or a boolean, got {schema!r:.40}")  # noqa: TRY004
-    if params.disable_additional_properties:
-        schema = _closed(schema)
-    schema = {**schema, "x-guidance": _schema_options(params)}
-    return json.dumps({"grammars": [{"json_schema": schema}]})
+    closed: dict[str, Any] = _closed(schema) if params.disable_additional_properties else schema
+    closed = {**closed, "x-guidance": _schema_options(params)}
+    return json.dumps({"grammars": [{"json_schema": closed}]})
 
 
 def _schema_options(params: StructuredOutputsParams) -> dict[str, Any]:

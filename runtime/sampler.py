@@ -286,7 +286,9 @@ class Sampler:
                 presence=state.params.presence_penalty,
                 frequency=state.params.frequency_penalty,
             )
-        if state.stop_ids is not None and position < state.min_length:
+        # A grammar's mask does this itself, as far as the grammar has another way.
+        is_early = position < state.min_length and state.grammar is None
+        if state.stop_ids is not None and is_early:
             logits[state.stop_ids] = float("-inf")
 
 

@@ -491,8 +491,10 @@ class Scheduler:
                 request_id, [], FinishReason.error, error=grammar, is_refusal=True
             )
         sequence.token_ids.append(token_id)
-        is_complete = grammar is not None
-        finish_reason, stop_reason = sequence.ending(is_complete=is_complete) or (None, None)
+        finish_reason, stop_reason = sequence.ending() or (None, None)
+        is_complete = grammar is not None and finish_reason is not FinishReason.stop
+        if is_complete:
+            finish_reason = FinishReason.stop
         if sequence.num_computed_tokens // self._cache.block_size > sequence.num_registered_blocks:
             self._cache.register(sequence)
         if finish_reason is not None:
@@ -510,7 +512,7 @@ class Scheduler:
             None if logprob is None else [logprob],
             (sequence.num_cached_tokens or 0) if is_first else 0,
             prompt_logprobs=prompt_logprobs,
-            is_complete=is_complete and not sequence.ends_with_stop_token,
+            is_complete=is_complete,
         )
 
     def _preempt_last(self) -> Sequence:

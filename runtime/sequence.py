@@ -153,26 +153,15 @@ class Sequence:
             return self.num_output_tokens > 0 and given - computed == 1
         return given <= computed and computed + 1 < self.max_num_tokens
 
-    def ending(self, *, is_complete: bool = False) -> tuple[FinishReason, int | None] | None:
-        """Why it ends with its last token, and the stop token that ends it; None if it goes on.
-
-        Args:
-            is_complete: its grammar allows nothing more.
-        """
+    def ending(self) -> tuple[FinishReason, int | None] | None:
+        """Why it ends with its last token, and the stop token that ends it; None if it goes on."""
         token_id = self.token_ids[-1]
         if self.num_tokens >= self.min_num_tokens:
             if token_id in self.eos_token_ids:
                 return FinishReason.stop, None
             if token_id in self.stop_token_ids:
                 return FinishReason.stop, token_id
-        if is_complete:
-            return FinishReason.stop, None
         return (FinishReason.length, None) if self.num_tokens >= self.max_num_tokens else None
-
-    @property
-    def ends_with_stop_token(self) -> bool:
-        """Whether its last token is one that may end it."""
-        return self.token_ids[-1] in self.eos_token_ids or self.token_ids[-1] in self.stop_token_ids
 
     @property
     def is_running(self) -> bool:

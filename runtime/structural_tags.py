@@ -14,7 +14,9 @@ from typing import Any
 
 from llguidance import grammar_from, regex_to_lark
 
-__all__ = ("tags_to_lark",)
+from ostinato.runtime.structured_output import Preamble
+
+__all__ = ("behind", "tags_to_lark")
 
 _TEXT = r"/(.|\n)*/"
 
@@ -53,6 +55,27 @@ def tags_to_lark(
     else:
         body = builder.part(tag.get("format"))
     return builder.text(body)
+
+
+def behind(preamble: Preamble, grammar: str, special_tokens: Mapping[str, int]) -> str:
+    """The grammar of an answer that may have free text between two markers before it."""
+    is_lark = not grammar.startswith("{")
+    grammars = [{"lark_grammar": grammar}] if is_lark else json.loads(grammar)["grammars"]
+    first = {key: value for key, value in grammars[0].items() if value is not None}
+    builder = _Builder(special_tokens, {})
+    text = builder.part(
+        {
+            "type": "tag",
+            "begin": "" if preamble.is_open else preamble.begin,
+            "content": {"type": "any_text"},
+            "end": preamble.end,
+        }
+    )
+    text = f"({text} BREAK)"
+    outer = builder.text(f"{text if preamble.is_open else text + '?'} @answer")
+    (lark,) = json.loads(outer)["grammars"]
+    lark["lark_grammar"] += "BREAK: /\\n{0,2}/\n"
+    return json.dumps({"grammars": [lark, {**first, "name": "answer"}, *grammars[1:]]})
 
 
 class _Builder:
@@ -135,8 +158,9 @@ class _Builder:
 
     def _tag(self, part: dict[str, Any]) -> str:
         begin, content, ends = _text(part, "begin"), part.get("content"), part.get("end")
-        texts = ends if isinstance(ends, list) and ends else [ends]
-        if not all(isinstance(end, str) for end in texts):
+        given = ends if isinstance(ends, list) and ends else [ends]
+        texts = [end for end in given if isinstance(end, str)]
+        if len(texts) < len(given):
             raise ValueError(f"structural_tag: end is a text or a list of texts, got {ends!r}")
         if isinstance(content, dict) and content.get("type") == "any_text":
             inner = self._either([self._text_until(end) for end in texts])

@@ -11,10 +11,24 @@ from typing import Any
 
 import msgspec
 
-__all__ = ("KINDS", "StructuredOutputsParams", "ToolCallFormat", "constrain_tool_calls")
+__all__ = (
+    "KINDS",
+    "Preamble",
+    "StructuredOutputsParams",
+    "ToolCallFormat",
+    "constrain_tool_calls",
+)
 
 KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 MAX_CHOICES = 4096
+
+
+class Preamble(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Free text between two markers that may stand before what is constrained: reasoning."""
+
+    begin: str
+    end: str
+    is_open: bool = False  # the prompt ends with `begin`, so the answer begins within the text
 
 
 class StructuredOutputsParams(
@@ -39,6 +53,7 @@ class StructuredOutputsParams(
     whitespace_pattern: str | None = None  # a regex: the optional white space of JSON
     # False: keywords of a JSON schema that can not be enforced are left to the model.
     strict: bool = True
+    preamble: Preamble | None = None  # of a model that reasons; chat sets it
 
     def __post_init__(self) -> None:
         given = [kind for kind in KINDS if getattr(self, kind) not in (None, False)]

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from ostinato.ops.sampling import (
     apply_penalties,
+    apply_token_bitmask,
     sample_filtered,
     sample_full,
     token_logprobs,
@@ -155,3 +156,18 @@ def test_logprobs_and_ranks() -> None:
     assert ranks.tolist() == [2, 1]
     assert ids[0].tolist() == [1, 2]
     assert tops[0].exp().tolist() == pytest.approx([0.6, 0.3])
+
+
+@pytest.mark.parametrize("vocab_size", [1, 31, 32, 33, 100])
+def test_bitmask(vocab_size: int) -> None:
+    """One bit a token, lowest first, for the rows that have a mask."""
+    logits = torch.randn(4, vocab_size)
+    before = logits.clone()
+    allowed = torch.rand(2, vocab_size) < 0.5
+    bits = torch.zeros(2, -(-vocab_size // 32), dtype=torch.int64)
+    for row, token in allowed.nonzero().tolist():
+        bits[row, token // 32] |= 1 << (token % 32)
+    bits = torch.where(bits >= 1 << 31, bits - (1 << 32), bits).to(torch.int32)
+    apply_token_bitmask(logits, torch.tensor([3, 1]), bits)
+    assert torch.equal(logits[[0, 2]], before[[0, 2]])
+    assert torch.equal(logits[[3, 1]], before[[3, 1]].masked_fill(~allowed, -math.inf))
