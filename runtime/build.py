@@ -191,7 +191,7 @@ def _build_engine(
                 costs = calibrate(cost_store, runner, kv_cache, plan, served)
     _save(bundle, source, phase)
     cache, scheduler = _make_scheduler(config, source, plan, costs)
-    engine = Engine(
+    return Engine(
         scheduler,
         cache,
         runner,
@@ -202,10 +202,6 @@ def _build_engine(
         cost_table=costs,
         observer=observer,
     )
-    if engine.grammars.is_slow_to_load:
-        with phase("grammar tokens"):
-            engine.grammars.load_early()
-    return engine
 
 
 def _make_scheduler(

@@ -74,8 +74,9 @@ class Engine:
         self._max_in_flight = 2 if overlap else 1
         self._in_flight: deque[tuple[SchedulerOutput, PendingStep]] = deque()
         self.cost_table = cost_table
-        self.grammars = GrammarStore(model)  # of requests with structured output
-        runner.use_grammars(self.grammars.matcher)
+        self._grammars = GrammarStore(model)
+        self._grammars.load_early()
+        runner.use_grammars(self._grammars.matcher)
         self._observer = observer or StepObserver()
         self._num_requests = 0
         self._num_request_tokens = 0  # of their prompts
@@ -91,7 +92,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether a request is running or waiting."""
-        return self._scheduler.has_work or self.grammars.num_waiting > 0
+        return self._scheduler.has_work or self._grammars.num_waiting > 0
 
     def add_request(self, request: Request) -> None:
         """Queue a request; `step` reports its tokens. It was validated before it came here.
@@ -100,7 +101,7 @@ class Engine:
         """
         self._observer.add(request)
         if request.grammar:
-            self.grammars.add(request)
+            self._grammars.add(request)
         else:
             self._scheduler.add(request)
         self._num_requests += 1
@@ -109,13 +110,13 @@ class Engine:
     def abort(self, request_id: str) -> SequenceOutput | None:
         """End a request now; its terminal output, or None when it had ended already."""
         self._observer.forget(request_id)
-        if self.grammars.release(request_id):
+        if self._grammars.release(request_id):
             return SequenceOutput(request_id, [], FinishReason.abort)
         return self._scheduler.abort(request_id)
 
     def abort_all(self) -> list[SequenceOutput]:
         """End everything; the terminal outputs."""
-        request_ids = [*self._scheduler.requests(), *self.grammars.request_ids()]
+        request_ids = [*self._scheduler.requests(), *self._grammars.request_ids()]
         outputs = (self.abort(request_id) for request_id in request_ids)
         return [output for output in outputs if output is not None]
 
@@ -133,7 +134,7 @@ class Engine:
             The news, empty when nothing could run or, with overlap, the first step is under way.
         """
         begin = time.perf_counter()
-        news = self._take_grammars() if self.grammars.num_waiting else []
+        news = self._take_grammars() if self._grammars.num_waiting else []
         output = self._schedule()
         if output is not None:
             if output.admitted:
@@ -154,7 +155,7 @@ class Engine:
             news += ended
             for one in ended:
                 if one.finish_reason is not None:
-                    self.grammars.release(one.request_id)
+                    self._grammars.release(one.request_id)
             self._num_steps += 1
             if self.on_step is not None:
                 self.on_step(oldest, begin)
@@ -168,7 +169,7 @@ class Engine:
     def _take_grammars(self) -> list[SequenceOutput]:
         """Queue the requests whose grammars are built; the end of those that have none."""
         timeout_s = 0.0 if self._scheduler.has_work else _GRAMMAR_WAIT_S
-        ready, ended = self.grammars.take_ready(timeout_s)
+        ready, ended = self._grammars.take_ready(timeout_s)
         for request in ready:
             self._observer.grammar_built(request)
             self._scheduler.add(request)
@@ -203,7 +204,7 @@ class Engine:
     def close(self) -> None:
         """Free what the programs hold and stop watching for late compiles; no step may follow."""
         self._monitor.close()
-        self.grammars.close()
+        self._grammars.close()
         self._in_flight.clear()
         self._runner.graphs.close()
 
@@ -232,8 +233,8 @@ class Engine:
             step_seconds = self.cost_table.decode_seconds(max(1, load.num_decodes), load.context)
         return EngineStats(
             num_running=scheduler.num_running,
-            num_waiting=scheduler.num_waiting + self.grammars.num_waiting,
-            num_waiting_for_grammar=self.grammars.num_waiting,
+            num_waiting=scheduler.num_waiting + self._grammars.num_waiting,
+            num_waiting_for_grammar=self._grammars.num_waiting,
             num_blocks=cache.num_blocks,
             num_free_blocks=cache.num_free_blocks,
             num_steps=self._num_steps,
@@ -251,7 +252,7 @@ class Engine:
             model_seconds=self._runner.model_seconds,
             device_seconds_by_kind=self._runner.device_seconds_by_kind,
             grammar_seconds=self._runner.grammar_seconds,
-            grammar_build_seconds=self.grammars.build_seconds,
+            grammar_build_seconds=self._grammars.build_seconds,
             max_num_seqs=scheduler.limits.max_num_seqs,
             max_num_batched_tokens=scheduler.limits.max_num_batched_tokens,
             predicted_step_seconds=step_seconds,

@@ -11,7 +11,6 @@ import logging
 import time
 from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ostinato.runtime.errors import InvalidRequestError
@@ -51,38 +50,17 @@ class GrammarStore:
         """Requests whose grammar is not there yet."""
         return len(self._waiting)
 
-    @property
-    def is_slow_to_load(self) -> bool:
-        """Whether `load` takes so long that it belongs to the start.
-
-        It holds the interpreter's lock, so that steps wait for it: 0.7 s for 131,072 tokens. With a
-        small vocabulary the first grammar loads it.
-        """
-        file = Path(self._model.tokenizer) / "tokenizer.json"
-        model = self._model
-        return (
-            ServedTask.generate in model.tasks
-            and model.vocab_size > _MAX_LAZY_TOKENS
-            and bool(model.tokenizer)
-            and file.is_file()
-        )
-
     def load_early(self) -> None:
-        """`load`; a vocabulary that grammars can not use is no reason not to start."""
-        with contextlib.suppress(InvalidRequestError):
-            self.load()
+        """Load a large vocabulary, at the start; a small one is loaded by the first grammar.
 
-    def load(self) -> None:
-        """Load the vocabulary.
-
-        Raises:
-            InvalidRequestError: there is none that grammars can use.
+        Loading holds the interpreter's lock, so that steps would wait for it: 0.7 s for 131,072
+        tokens. One that grammars can not use is no reason not to start.
         """
-        if self._tokenizer is None:
-            model = self._model
-            self._tokenizer = load_grammar_tokenizer(
-                model.tokenizer, model.vocab_size, model.eos_token_ids
-            )
+        model = self._model
+        is_large = model.vocab_size > _MAX_LAZY_TOKENS and ServedTask.generate in model.tasks
+        if is_large and model.tokenizer:
+            with contextlib.suppress(InvalidRequestError):
+                self._load()
 
     def request_ids(self) -> list[str]:
         """Of the requests that wait."""
@@ -156,9 +134,17 @@ class GrammarStore:
         if self._builder is not None:
             self._builder.shutdown(cancel_futures=True)
 
+    def _load(self) -> None:
+        """Load the vocabulary; raises InvalidRequestError when grammars can not use it."""
+        if self._tokenizer is None:
+            model = self._model
+            self._tokenizer = load_grammar_tokenizer(
+                model.tokenizer, model.vocab_size, model.eos_token_ids
+            )
+
     def _build(self, grammar: str) -> LLMatcher:
         begin = time.perf_counter()
-        self.load()
+        self._load()
         assert self._tokenizer is not None, "loaded above"
         matcher = build_matcher(self._tokenizer, grammar)
         self.build_seconds += time.perf_counter() - begin
