@@ -118,6 +118,9 @@ class Worker {
     });
   }
 
+  // What this worker will probably do next: its first keys are fetched during the last ones of a tile.
+  void expect(const QueryTile* tile) { upcoming_ = tile; }
+
   // All partitions of a tile, start to finish.
   void run_whole(const QueryTile& tile) {
     const int rows = tile.num_tokens * p_.group;
@@ -195,10 +198,13 @@ class Worker {
       const TileSource<T> source = locate(tile, first_key);
       Ahead ahead;
       if (first_key + kTile < tile.last_key) {
-        const TileSource<T> next = locate(tile, first_key + kTile);
-        const int bytes = kGroup * p_.head_dim * static_cast<int>(sizeof(T));
-        for (int i = 0; i * kGroup < next.count; ++i) ahead.add(next.keys[i], bytes);
-        for (int i = 0; i * kGroup < next.count; ++i) ahead.add(next.values[i], bytes);
+        look_ahead(tile, first_key + kTile, ahead);
+      } else if (upcoming_ != nullptr) {
+        look_ahead(*upcoming_, upcoming_->first_key / kTile * kTile, ahead);
+      }
+      if (rows <= Layout::kDirectRows) {
+        run_direct(tile, source, first_key, rows, state, ahead);
+        continue;
       }
       Layout::keys(source, p_.head_dim, keys_, ahead);
       Layout::values(source, p_.head_dim, values_, ahead);
@@ -210,9 +216,16 @@ class Worker {
     for (int r = 0; r < rows; ++r) state.total[r] = reduce_sum(load(totals_ + r * kWidth));
   }
 
-  // A block of rows against the re-laid tile that starts at first_key.
-  void run_rows(const QueryTile& tile, int first_key, int row, int count, State state) {
-    Visible visible[kRowBlock];
+  void look_ahead(const QueryTile& tile, int first_key, Ahead& ahead) const {
+    const TileSource<T> next = locate(tile, first_key);
+    const int bytes = kGroup * p_.head_dim * static_cast<int>(sizeof(T));
+    for (int i = 0; i * kGroup < next.count; ++i) ahead.add(next.keys[i], bytes);
+    for (int i = 0; i * kGroup < next.count; ++i) ahead.add(next.values[i], bytes);
+  }
+
+  // Which keys of the tile at first_key each of `count` rows sees. Returns one past the last that any sees, 0 when
+  // there is none. Columns of the scores past it are masked, but they must hold numbers: they are cleared.
+  int look(const QueryTile& tile, int first_key, int row, int count, Visible* visible) {
     int last_seen = 0;
     int first_seen = kTile;
     for (int r = 0; r < count; ++r) {
@@ -223,14 +236,46 @@ class Worker {
       last_seen = visible[r].last > last_seen ? visible[r].last : last_seen;
       first_seen = visible[r].first < first_seen ? visible[r].first : first_seen;
     }
-    if (last_seen <= 0 || first_seen >= kTile) return;
+    if (last_seen <= 0 || first_seen >= kTile) return 0;
     const int num_vectors = (last_seen + kWidth - 1) / kWidth;
-    if (num_vectors < kTile / kWidth) {  // unseen columns are masked, but they must hold numbers
+    if (num_vectors < kTile / kWidth) {
       for (int r = 0; r < count; ++r) {
         std::memset(scores_ + r * kTile + num_vectors * kWidth, 0,
                     (kTile - num_vectors * kWidth) * sizeof(float));
       }
     }
+    return last_seen;
+  }
+
+  // All rows of a tile with few against keys and values as they lie in the cache; the arithmetic of run_rows.
+  void run_direct(const QueryTile& tile, const TileSource<T>& source, int first_key, int rows, State state,
+                  Ahead& ahead) {
+    if constexpr (Layout::kDirectRows > 0) {
+      Visible visible[kRowBlock];
+      const int last_seen = look(tile, first_key, 0, rows, visible);
+      if (last_seen == 0) return;
+      const auto run = [&]<int kRows>(std::integral_constant<int, kRows>) {
+        alignas(64) float rescale[16];
+        Layout::template direct_scores<kRows>(queries_, num_steps_, source, p_.head_dim, last_seen, scores_, ahead);
+        softmax_block<Layout>(kRows, visible, p_.scaling, scores_, weights_, state.maximum, totals_, rescale);
+        const int num_key_steps = (last_seen + Multiply::elements - 1) / Multiply::elements;
+        Layout::template add_values<kRows>(weights_, source, p_.head_dim, num_key_steps, state.accumulator, rescale,
+                                           ahead);
+      };
+      static_assert(Layout::kDirectRows <= 4);
+      if (rows == 1) run(std::integral_constant<int, 1>{});
+      if (rows == 2) run(std::integral_constant<int, 2>{});
+      if (rows == 3) run(std::integral_constant<int, 3>{});
+      if (rows == 4) run(std::integral_constant<int, 4>{});
+    }
+  }
+
+  // A block of rows against the re-laid tile that starts at first_key.
+  void run_rows(const QueryTile& tile, int first_key, int row, int count, State state) {
+    Visible visible[kRowBlock];
+    const int last_seen = look(tile, first_key, row, count, visible);
+    if (last_seen == 0) return;
+    const int num_vectors = (last_seen + kWidth - 1) / kWidth;
     alignas(64) float rescale[16];
     multiply_columns<Multiply>(count, num_vectors, queries_ + static_cast<size_t>(row) * num_steps_,
                                      num_steps_, keys_, kTile, num_steps_, scores_, kTile, nullptr);
@@ -264,6 +309,7 @@ class Worker {
   float* totals_;   // [rows][kWidth]
   float* local_;    // State
   float* whole_;    // State
+  const QueryTile* upcoming_ = nullptr;
 };
 
 // ---- all workers -----------------------------------------------------------------------------------------
@@ -309,6 +355,8 @@ void attend(const Problem& p) {
     for (size_t i = next.fetch_add(1); i < work.items.size(); i = next.fetch_add(1)) {
       const Item& item = work.items[i];
       const QueryTile& tile = work.tiles[item.tile];
+      const size_t following = next.load(std::memory_order_relaxed);
+      worker.expect(following < work.items.size() ? &work.tiles[work.items[following].tile] : nullptr);
       if (item.last_partition - item.first_partition == tile.last_partition - tile.first_partition) {
         worker.run_whole(tile);
         continue;

@@ -35,14 +35,17 @@ struct TileSource {
 class Ahead {
  public:
   void add(const void* run, int bytes) {
-    runs_[num_runs_] = static_cast<const char*>(run);
+    runs_[num_runs_++] = static_cast<const char*>(run);
     bytes_ = bytes;
-    ++num_runs_;
   }
   OSTINATO_INLINE void fetch(int lines) {
-    for (; lines > 0 && run_ < num_runs_; --lines) {
-      __builtin_prefetch(runs_[run_] + byte_, 0, 2);  // into the second-level cache
-      byte_ += 64;
+    while (lines > 0 && run_ < num_runs_) {
+      const int left = (bytes_ - byte_ + 63) / 64;
+      const int count = lines < left ? lines : left;
+      const char* from = runs_[run_] + byte_;
+      for (int i = 0; i < count; ++i) __builtin_prefetch(from + 64 * i, 0, 2);  // into the second-level cache
+      lines -= count;
+      byte_ += 64 * count;
       if (byte_ >= bytes_) {
         byte_ = 0;
         ++run_;
@@ -171,6 +174,7 @@ struct FloatLayout {
   using Element = T;
   using Multiply = FloatStep;
   using Step = float;
+  static constexpr int kDirectRows = 0;
 
   static int padded_dim(int head_dim) { return (head_dim + kWidth - 1) / kWidth * kWidth; }
 
@@ -249,6 +253,7 @@ struct PairLayout {
   using Element = BFloat16;
   using Multiply = PairStep;
   using Step = uint32_t;
+  static constexpr int kDirectRows = 4;  // up to which tiles are not re-laid
 
   static int padded_dim(int head_dim) { return (head_dim + 31) / 32 * 32; }
 
@@ -301,6 +306,94 @@ struct PairLayout {
   OSTINATO_INLINE static void weights(const F32* p, Step* out) {
     for (int i = 0; i < kTile / 32; ++i) {
       _mm512_storeu_si512(out + i * 16, (__m512i)_mm512_cvtne2ps_pbh(p[2 * i + 1].v, p[2 * i].v));
+    }
+  }
+
+  // What re-laying the keys and multiplying them gives, for so few rows that storing them in between would cost
+  // more than the multiplication: scores [kRows][kTile] against the first `last_seen` keys.
+  template <int kRows>
+  static void direct_scores(const Step* queries, int num_steps, const TileSource<BFloat16>& source, int head_dim,
+                            int last_seen, float* scores, Ahead& ahead) {
+    for (int first = 0; first < last_seen; first += 16) {
+      const BFloat16* rows[16];
+      for (int i = 0; i < 16; ++i) {
+        rows[i] = token_row(source.keys, source.key_stride, source.count, first + i);
+      }
+      F32 sum[kRows];
+#pragma GCC unroll 4
+      for (int r = 0; r < kRows; ++r) sum[r] = broadcast(0.0f);
+      for (int d = 0; d < head_dim; d += 32) {
+        ahead.fetch(16);
+        F32 block[16];
+#pragma GCC unroll 16
+        for (int i = 0; i < 16; ++i) block[i].v = _mm512_castsi512_ps(load_row(rows[i] + d, head_dim - d));
+        transpose(block);
+        const int valid = head_dim - d < 32 ? (head_dim - d) / 2 : 16;
+#pragma GCC unroll 16
+        for (int i = 0; i < 16; ++i) {
+          if (i >= valid) break;
+#pragma GCC unroll 4
+          for (int r = 0; r < kRows; ++r) {
+            sum[r] = Multiply::accumulate(sum[r], (__m512bh)_mm512_castps_si512(block[i].v),
+                                          Multiply::broadcast_step(queries + r * num_steps + d / 2 + i));
+          }
+        }
+      }
+#pragma GCC unroll 4
+      for (int r = 0; r < kRows; ++r) store(scores + r * kTile + first, sum[r]);
+    }
+  }
+
+  // The same for values: accumulator [kRows][padded_dim] = rescale * accumulator + weights * values.
+  template <int kRows>
+  static void add_values(const Step* weights, const TileSource<BFloat16>& source, int head_dim, int num_key_steps,
+                         float* accumulator, const float* rescale, Ahead& ahead) {
+    const int stride = padded_dim(head_dim);
+    int d = 0;
+    for (; d + 32 < head_dim; d += 64) {
+      add_columns<kRows, 2>(weights, source, d, head_dim, num_key_steps, accumulator + d, stride, rescale, ahead);
+    }
+    if (d < head_dim) {
+      add_columns<kRows, 1>(weights, source, d, head_dim, num_key_steps, accumulator + d, stride, rescale, ahead);
+    }
+  }
+
+  // kHalves times 32 columns, from column d on.
+  template <int kRows, int kHalves>
+  static void add_columns(const Step* weights, const TileSource<BFloat16>& source, int d, int head_dim,
+                          int num_key_steps, float* accumulator, int stride, const float* rescale, Ahead& ahead) {
+    constexpr int kWeightStride = kTile / 2;
+    F32 sum[kRows][2 * kHalves];
+#pragma GCC unroll 4
+    for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
+      for (int c = 0; c < 2 * kHalves; ++c) {
+        sum[r][c] = broadcast(rescale[r]) * load(accumulator + r * stride + c * 16);
+      }
+    }
+    for (int step = 0; step < num_key_steps; ++step) {
+      ahead.fetch(2 * kHalves);
+      const BFloat16* even = token_row(source.values, source.value_stride, source.count, 2 * step);
+      const BFloat16* odd = token_row(source.values, source.value_stride, source.count, 2 * step + 1);
+#pragma GCC unroll 2
+      for (int h = 0; h < kHalves; ++h) {
+        const int column = d + 32 * h;
+        const __m512i a = load_row(even + column, head_dim - column);
+        const __m512i b = load_row(odd + column, head_dim - column);
+        const auto low = (__m512bh)_mm512_unpacklo_epi16(a, b);
+        const auto high = (__m512bh)_mm512_unpackhi_epi16(a, b);
+#pragma GCC unroll 4
+        for (int r = 0; r < kRows; ++r) {
+          const auto weight = Multiply::broadcast_step(weights + r * kWeightStride + step);
+          sum[r][2 * h] = Multiply::accumulate(sum[r][2 * h], low, weight);
+          sum[r][2 * h + 1] = Multiply::accumulate(sum[r][2 * h + 1], high, weight);
+        }
+      }
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
+      for (int c = 0; c < 2 * kHalves; ++c) store(accumulator + r * stride + c * 16, sum[r][c]);
     }
   }
 
