@@ -7,7 +7,6 @@ token ids.
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Iterable
 
 import msgspec
@@ -162,5 +161,5 @@ def _most(kinds: bytes) -> int:
     """The commonest kind, the largest of equals."""
     if len(kinds) == 1:
         return kinds[0]
-    counts = Counter(kinds)
-    return max(counts, key=lambda kind: (counts[kind], kind))
+    _, most = max((kinds.count(kind), kind) for kind in range(_SHARED + 1))
+    return most

@@ -54,7 +54,14 @@ class Browser:
         self.driver.set_page_load_timeout(WAIT_S)
         self.driver.set_script_timeout(WAIT_S)
 
-    def open(self, url: str, size: tuple[int, int] = LAPTOP, theme: str = "light") -> None:
+    def open(
+        self,
+        url: str,
+        size: tuple[int, int] = LAPTOP,
+        theme: str = "light",
+        *,
+        ready: bool = True,
+    ) -> None:
         width, height = size
         metrics = {
             "width": width,
@@ -66,7 +73,8 @@ class Browser:
         self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
         self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
         self.driver.get(url)
-        self.until(lambda: self.text("#status") == "ready" or self.script(READY))
+        if ready:
+            self.until(lambda: self.script(READY))
 
     def script(self, code: str, *arguments: object) -> object:
         return self.driver.execute_script(f"return {code}", *arguments)
@@ -270,3 +278,20 @@ def test_everything_has_a_name(page: Browser) -> None:
     )
     assert nameless == []
     assert page.script("document.title") == "Ostinato"
+
+
+def test_a_server_with_keys(browser: Browser) -> None:
+    with ServerProcess("server.api_keys=[sesame]") as locked:
+        browser.open(locked.url, ready=False)
+        browser.until(lambda: browser.one("#key-dialog").is_displayed())
+        browser.one("#key-input").send_keys("wrong", Keys.ENTER)
+        browser.until(lambda: "missing or wrong" in browser.text("#key-problem"))
+        browser.one("#key-input").clear()
+        browser.one("#key-input").send_keys("sesame", Keys.ENTER)
+        browser.until(lambda: browser.script(READY))
+        assert not browser.one("#key-dialog").is_displayed()
+        browser.say("What is an ostinato?")
+        assert browser.wait_for_answer()
+        assert browser.script("document.cookie + JSON.stringify(localStorage)") == "{}"
+        # What the browser reports of refused requests, and nothing else.
+        assert all("401" in error for error in browser.errors())
