@@ -1,6 +1,8 @@
 """Hours in minutes: a real `run serve` under traffic of every kind, and what must hold afterwards.
 
     python -m ostinato.benchmarks.soak
+    python -m ostinato.benchmarks.soak --clients 250 --bad-clients 250 --minutes 10
+    python -m ostinato.benchmarks.soak --kill-every 20 server.max_restarts=1000
     python -m ostinato.benchmarks.soak --minutes 60 --seed 1 --json FILE device.threads=1
 
 Clients send prompts of random lengths with random options, several completions and prompts at once,
@@ -27,7 +29,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 import psutil
@@ -38,10 +40,11 @@ from rich.table import Table
 
 import ostinato
 from ostinato.benchmarks.probes import commit_of
+from ostinato.benchmarks.soak_faults import kill_engines, misbehave
 from ostinato.benchmarks.soak_traffic import TEXT, Exchange, Traffic
 from ostinato.runtime.machine import cpu_name, gpu_names, package_versions
 
-__all__ = ("run_soak",)
+__all__ = ("Faults", "run_soak")
 
 _OVERRIDES = ("server.port=0", "cache.memory_gib=0.004")
 _START_S = 600.0
@@ -49,6 +52,7 @@ _QUIET_S = 60.0
 _STOP_S = 60.0
 _REPLY_S = 120.0
 _SAMPLE_S = 1.0
+_FDS_KEPT = 8  # more than before the traffic: of libraries that open something once
 _WARM_SHARE = 0.3  # of the time, before memory is expected to stand still
 
 
@@ -85,6 +89,10 @@ class _Server:
             self.process.kill()
             raise RuntimeError(f"the server did not start:\n{''.join(self.lines)}")
         return next(line for line in self.lines if "answers 503 until" in line).split()[2]
+
+    def num_fds(self) -> int:
+        """Open files and sockets of the API process."""
+        return self.process.num_fds()
 
     def rss_mib(self) -> dict[str, float]:
         """Memory of the API process and of the engine process."""
@@ -128,6 +136,7 @@ class _Counts:
     exchanges: Counter[str] = field(default_factory=Counter)  # answered, refused, hung up
     statuses: Counter[int] = field(default_factory=Counter)
     options: Counter[str] = field(default_factory=Counter)
+    faults: Counter[str] = field(default_factory=Counter)  # of soak_faults
     wrong: list[str] = field(default_factory=list)  # answers that are not what was to come
 
     def blame(self, exchange: Exchange, what: str) -> None:
@@ -189,8 +198,15 @@ def _check_ends(reasons: list[str], exchange: Exchange, counts: _Counts) -> None
         counts.blame(exchange, f"{exchange.num_choices} choices ended as {reasons}")
 
 
+class Faults(NamedTuple):
+    """What goes wrong besides the clients' own requests."""
+
+    num_bad_clients: int = 0  # connections of soak_faults.misbehave
+    kill_every_s: float = 0.0  # an engine, again and again; 0 = never
+
+
 async def _drive(
-    url: str, seconds: float, seed: int, num_clients: int, server: _Server
+    url: str, seconds: float, seed: int, num_clients: int, server: _Server, faults: Faults
 ) -> tuple[_Counts, list[dict[str, float]]]:
     """Send traffic for that long, then wait until all clients have their last answers.
 
@@ -214,9 +230,23 @@ async def _drive(
                 memory.append({"at": round(time.monotonic() - begin, 1), **server.rss_mib()})
                 await asyncio.sleep(_SAMPLE_S)
 
-        sampler = asyncio.create_task(sample())
-        await asyncio.gather(*(send(number) for number in range(num_clients)))
-        sampler.cancel()
+        others = [asyncio.create_task(sample())]
+        if faults.kill_every_s:
+            killing = kill_engines(server.process, faults.kill_every_s, counts.faults)
+            others.append(asyncio.create_task(killing))
+        bad = (
+            misbehave(
+                url,
+                token_ids,
+                seed=f"{seed}/bad/{number}",
+                until=begin + seconds,
+                counts=counts.faults,
+            )
+            for number in range(faults.num_bad_clients)
+        )
+        await asyncio.gather(*(send(number) for number in range(num_clients)), *bad)
+        for task in others:
+            task.cancel()
     return counts, memory
 
 
@@ -234,6 +264,14 @@ def _quiet_metrics(url: str) -> dict[str, float]:
         if unfinished == 0 or time.monotonic() > deadline:
             return found
         time.sleep(0.2)
+
+
+def _quiet_fds(server: _Server, enough: int) -> int:
+    """Descriptors once connections had time to be closed: as soon as there are so few."""
+    deadline = time.monotonic() + _QUIET_S
+    while (count := server.num_fds()) > enough and time.monotonic() < deadline:
+        time.sleep(0.2)
+    return count
 
 
 def _growth(memory: list[dict[str, float]], seconds: float) -> dict[str, dict[str, float]]:
@@ -255,7 +293,12 @@ def _growth(memory: list[dict[str, float]], seconds: float) -> dict[str, dict[st
 
 
 def run_soak(
-    seconds: float, *, seed: int, num_clients: int, overrides: Sequence[str] = ()
+    seconds: float,
+    *,
+    seed: int,
+    num_clients: int,
+    overrides: Sequence[str] = (),
+    faults: Faults = Faults(),  # noqa: B008 - it is immutable
 ) -> dict[str, Any]:
     """One soak test.
 
@@ -264,6 +307,7 @@ def run_soak(
         seed: of all requests. Their order at the server depends on timing.
         num_clients: clients that send one request after the other.
         overrides: configuration of the server.
+        faults: what goes wrong on purpose.
 
     Returns:
         A record with `checks` (name → whether it holds), the figures behind them and the
@@ -275,8 +319,11 @@ def run_soak(
     server = _Server(overrides)
     try:
         url = server.wait_until_ready()
-        counts, memory = asyncio.run(_drive(url, seconds, seed, num_clients, server))
+        fds_before = server.num_fds()
+        driven = _drive(url, seconds, seed, num_clients, server, faults)
+        counts, memory = asyncio.run(driven)
         metrics = _quiet_metrics(url)
+        fds = _quiet_fds(server, fds_before + _FDS_KEPT)
         code = server.stop()
     finally:
         server.kill()
@@ -285,7 +332,12 @@ def run_soak(
         for name, value in metrics.items()
         if name.startswith("ostinato_late_compiles_total ") and value
     }
-    errors = [line.rstrip() for line in server.lines if " ERROR " in line or "Traceback" in line]
+    errors = [
+        line.rstrip()
+        for line in server.lines
+        if (" ERROR " in line or "Traceback" in line)
+        and not (faults.kill_every_s and "the engine died: its process was killed" in line)
+    ]
     leaked = metrics["ostinato_kv_cache_usage_ratio"] * metrics["ostinato_kv_cache_blocks"]
     figures = {
         name.removeprefix("ostinato_").removesuffix("_total"): value
@@ -299,6 +351,7 @@ def run_soak(
             "nothing compiled late": not late,
             "no block leaked": leaked == 0 and metrics["ostinato_requests_running"] == 0,
             "no 5xx": not any(status >= 500 for status in counts.statuses),
+            "no file descriptor leaked": fds <= fds_before + _FDS_KEPT,
             "every answer as expected": not counts.wrong,
             # The engine checks its block accounting when it ends, and logs what is broken.
             "no error in the log, exit code 0": not errors and code == 0,
@@ -307,6 +360,8 @@ def run_soak(
         "leaked_blocks": leaked,
         "statuses": {str(status): count for status, count in sorted(counts.statuses.items())},
         "exchanges": dict(counts.exchanges),
+        "faults": dict(sorted(counts.faults.items())),
+        "file_descriptors": {"before": fds_before, "after": fds},
         "wrong": counts.wrong[:20],
         "errors": errors[:20],
         "exit_code": code,
@@ -320,6 +375,8 @@ def run_soak(
             "seconds": seconds,
             "seed": seed,
             "clients": num_clients,
+            "bad_clients": faults.num_bad_clients,
+            "kill_every_s": faults.kill_every_s,
             "overrides": [*_OVERRIDES, *overrides],
             "cpu": cpu_name(),
             "gpus": gpu_names(),
@@ -339,6 +396,7 @@ def _print(record: dict[str, Any]) -> None:
         record["late_compiles"] or 0,
         f"{record['leaked_blocks']:g} in use at the end",
         ", ".join(f"{status}: {count}" for status, count in record["statuses"].items()),
+        "{before} before, {after} after".format(**record["file_descriptors"]),
         f"{exchanges}; {len(record['wrong'])} wrong",
         f"{len(record['errors'])} errors, exit code {record['exit_code']}",
     )
@@ -360,6 +418,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--minutes", type=float, default=5.0, help="how long requests are sent")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--clients", type=int, default=12)
+    parser.add_argument("--bad-clients", type=int, default=0, help="connections that misbehave")
+    parser.add_argument("--kill-every", type=float, default=0, help="seconds; 0 = no engine dies")
     parser.add_argument("--json", type=Path, help="write the record to this file")
     parser.add_argument("overrides", nargs="*", help="configuration of the server")
     options = parser.parse_args(arguments)
@@ -368,6 +428,7 @@ def main(arguments: list[str]) -> int:
         seed=options.seed,
         num_clients=options.clients,
         overrides=options.overrides,
+        faults=Faults(options.bad_clients, options.kill_every),
     )
     if options.json is not None:
         options.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")

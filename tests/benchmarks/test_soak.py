@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from ostinato.benchmarks.soak import run_soak
+from ostinato.benchmarks.soak import Faults, run_soak
 from ostinato.benchmarks.soak_traffic import OPTIONS, Traffic
 from ostinato.runtime.types import SamplingParams
 
@@ -49,15 +49,23 @@ def test_prompts_leave_room_for_the_answer() -> None:
 
 def test_a_soak_of_seconds() -> None:
     """Compiled and captured, as it is served; `server_process.py` keeps to eager mode."""
-    record = run_soak(4.0, seed=7, num_clients=4, overrides=["device.threads=1"])
+    record = run_soak(
+        5.0,
+        seed=7,
+        num_clients=4,
+        overrides=["device.threads=1"],
+        faults=Faults(num_bad_clients=12),
+    )
     assert record["checks"] == {
         "nothing compiled late": True,
         "no block leaked": True,
         "no 5xx": True,
+        "no file descriptor leaked": True,
         "every answer as expected": True,
         "no error in the log, exit code 0": True,
     }, {key: record[key] for key in ("late_compiles", "statuses", "wrong", "errors")}
     assert record["statuses"]["200"] > 0
+    assert len(record["faults"]) >= 6
     assert record["engine"]["steps_total kind=captured"] > 0
     assert record["engine"]["steps_total kind=compiled"] > 0
     assert record["memory_mib"][0].keys() == {"at", "api", "engine"}
