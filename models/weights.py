@@ -29,7 +29,7 @@ from ostinato.models.layers import LayerNorm, Matrix, MergedLinear, RMSNorm
 __all__ = ("init_dummy_weights", "load_weights")
 
 # Mapped pages count as this process's memory; a file is opened anew after this much of it.
-_REOPEN_BYTES = 1 << 28
+_REOPEN_BYTES = 1 << 26
 _MAX_NAMED = 5
 # Random numbers that dummy weights repeat; prime, so that rows of a matrix do not repeat with it.
 _POOL_SIZE = 1_048_583
@@ -83,12 +83,14 @@ def load_weights(
         for stored_name, tensor in itertools.chain.from_iterable(map(_tensors, files)):
             name = _own_name(stored_name, layout, slots)
             if name in slots:
-                _fill(slots[name], stored_name, tensor, filled=name in loaded)
-                if name not in loaded:
-                    loaded.add(name)
-                    waiting[slots[name].module] -= 1
-                    if on_loaded is not None and not waiting[slots[name].module]:
-                        on_loaded(slots[name].module)
+                slot, filled = slots[name], name in loaded
+                value = _checked(slot, stored_name, tensor, filled=filled)
+                loaded.add(name)
+                waiting[slot.module] -= not filled
+                if on_loaded is not None and not filled and not waiting[slot.module]:
+                    _finish(slot, value, on_loaded)
+                elif not filled:
+                    slot.target().copy_(value)
             elif not any(pattern.search(stored_name) for pattern in ignored):
                 unexpected.append(stored_name)
             bar.advance(task, tensor.nbytes)
@@ -215,7 +217,8 @@ def _pickle(file: Path) -> Iterator[tuple[str, Tensor]]:
     yield from ((name, value) for name, value in state.items() if isinstance(value, Tensor))
 
 
-def _fill(slot: _Slot, stored_name: str, tensor: Tensor, *, filled: bool) -> None:
+def _checked(slot: _Slot, stored_name: str, tensor: Tensor, *, filled: bool) -> Tensor:
+    """A stored tensor in the form of its slot, which holds it already when `filled`."""
     if not tensor.is_floating_point():
         raise CheckpointError(
             f"{stored_name} has dtype {tensor.dtype}; quantized checkpoints are not supported"
@@ -226,13 +229,31 @@ def _fill(slot: _Slot, stored_name: str, tensor: Tensor, *, filled: bool) -> Non
             f"{stored_name} has shape {list(tensor.shape)}, config.json says {list(expected)}"
         )
     value = tensor.t() if slot.transposed else tensor
-    if not filled:
-        slot.target().copy_(value)
-    elif not (isinstance(slot.module, Matrix) and slot.module.holds(value)):
+    if filled and not (isinstance(slot.module, Matrix) and slot.module.holds(value)):
         raise CheckpointError(
             f"{stored_name} differs from the embedding that it is tied to; "
             "set model.config.tie_word_embeddings=false"
         )
+    return value
+
+
+def _finish(slot: _Slot, value: Tensor, on_loaded: Callable[[nn.Module], object]) -> None:
+    """Give a module its last tensor and hand it over.
+
+    A matrix that is one stored tensor is handed over as it lies in the file: the largest of all,
+    the embedding, need not exist in memory twice before it is replaced by another form.
+    """
+    target = slot.target()
+    whole = isinstance(slot.module, Matrix) and slot.kind == "weight" and not slot.transposed
+    if not (whole and slot.shape == slot.module.weight.shape and value.dtype == target.dtype):
+        target.copy_(value)
+        on_loaded(slot.module)
+        return
+    stored = nn.Parameter(value, requires_grad=False)
+    setattr(slot.module, slot.kind, stored)
+    on_loaded(slot.module)
+    if slot.module.weight is stored:
+        slot.module.weight = nn.Parameter(target.copy_(value), requires_grad=False)
 
 
 def _listed(names: list[str]) -> str:
