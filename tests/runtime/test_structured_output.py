@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -297,12 +297,11 @@ class TestSteps:
         assert overlapped.stats().late_compiles == []
         check_nothing_left(overlapped)
 
-    @pytest.mark.parametrize("overlap", ["true", "false"])
-    def test_preemption(self, llm, overlap):
+    def test_preemption(self, llm):
         expected = flat(llm)
         memory_gib = 15 * 8 * 2 * 2 * 2 * 16 * 4 / 2**30  # blocks x the bytes of one
         with start(
-            f"scheduler.overlap={overlap}", model__max_model_len=112, cache__memory_gib=memory_gib
+            "scheduler.overlap=true", model__max_model_len=112, cache__memory_gib=memory_gib
         ) as tight:
             assert flat(tight) == expected
             assert tight.stats().num_preemptions > 0
@@ -394,16 +393,29 @@ SETTINGS = st.fixed_dictionaries(
 )
 
 
-@settings(
-    max_examples=40,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
-@given(schema=SCHEMAS, fields=SETTINGS, streams=st.booleans(), data=st.data())
+def _property(max_examples: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    given_them = given(schema=SCHEMAS, fields=SETTINGS, streams=st.booleans(), data=st.data())
+    run = settings(
+        max_examples=max_examples, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    )
+    return lambda test: run(given_them(test))
+
+
+@_property(max_examples=20)
 def test_every_finished_answer_is_valid(llm, overlapped, schema, fields, streams, data):
+    check_answers(llm, overlapped, schema, fields, streams, data)
+
+
+@pytest.mark.slow
+@_property(max_examples=300)
+def test_many_finished_answers_are_valid(llm, overlapped, schema, fields, streams, data):
+    check_answers(llm, overlapped, schema, fields, streams, data)
+
+
+def check_answers(llm, overlapped, schema, fields, streams, data):
     engine = data.draw(st.sampled_from([llm, overlapped]))
     sampling = SamplingParams(
-        structured_outputs=StructuredOutputsParams(json=schema), **{"max_tokens": 60, **fields}
+        structured_outputs=StructuredOutputsParams(json=schema), **{"max_tokens": 40, **fields}
     )
     texts: dict[int, str] = {}
     endings: dict[int, FinishReason | None] = {}
