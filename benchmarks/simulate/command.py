@@ -37,7 +37,7 @@ from ostinato.benchmarks.simulate.fleet import simulate_open
 from ostinato.benchmarks.simulate.jobs import JobTraffic, simulate_job
 from ostinato.benchmarks.simulate.metrics import outcome_metrics
 from ostinato.benchmarks.simulate.outcome import Outcome
-from ostinato.benchmarks.simulate.specs import engine_spec, save_costs
+from ostinato.benchmarks.simulate.specs import engine_spec, save_costs, without_weights
 from ostinato.benchmarks.terminal import print_record
 from ostinato.benchmarks.workload import Part
 from ostinato.conf.bench_schema import LoadSection, PromptFormat, RequestEndpoint
@@ -62,7 +62,9 @@ def simulate(config: EngineConfig) -> int:
         return validate(config)
     path = output_path(section.output, "simulate")
     points = load_points(config.load)
-    facts = model_facts(config)
+    facts = model_facts(
+        config if not (section.costs or section.device) else without_weights(config)
+    )
     part, notes = workload_of(config, facts)
     spec = engine_spec(config)
     if section.save_costs:

@@ -29,13 +29,14 @@ class Overheads:
     """
 
     decode_scale: float = 1.0  # of the table's seconds, for steps in which all decode
-    prompt_scale: float = 1.0  # the same, for steps with parts of prompts
+    prompt_scale: float = 1.0  # the same, for steps of prompts alone
+    mixed_scale: float = 1.0  # the same, for steps with both
     step_s: float = 0.0  # of every step
     token_s: float = 0.0  # of every token that a step gives
     request_s: float = 0.0  # from the client's send until the engine has the request
-    # A step's seconds over the usual ones, at evenly spread shares of all steps, ascending: the
-    # machine's disturbances. Empty = there are none.
-    jitter: tuple[float, ...] = ()
+    # What a gap between tokens is off its step by, in seconds, at evenly spread shares of all gaps,
+    # ascending: delivery and the machine's disturbances. Empty = nothing.
+    jitter_s: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +73,7 @@ class EngineSpec:
 
 
 class StepClock:
-    """Seconds of steps: the table's, the overheads' and the machine's disturbances.
+    """Seconds of steps, and of the gaps between tokens that come of them.
 
     Args:
         costs: the table.
@@ -83,10 +84,13 @@ class StepClock:
         self._costs = costs
         self._overheads = overheads
         self._draw = random.Random(0)
-        self._mean_jitter = fmean(overheads.jitter) if overheads.jitter else 1.0
+        # Early and late deliveries cancel out; what is left over takes its time in every step.
+        mean = fmean(overheads.jitter_s) if overheads.jitter_s else 0.0
+        self._step_s = overheads.step_s + mean
+        self._jitter_s = tuple(one - mean for one in overheads.jitter_s)
 
     def step(self, output: SchedulerOutput) -> float:
-        """Seconds of a scheduled step, one draw of the disturbances included."""
+        """Seconds of a scheduled step."""
         num_decodes = context = num_samples = 0
         chunks: list[Chunk] = []
         for entry in output.scheduled:
@@ -98,22 +102,28 @@ class StepClock:
                 context += entry.start
         mean = context / num_decodes if num_decodes else 0.0
         over = self._overheads
-        scale = over.prompt_scale if chunks else over.decode_scale
+        scale = over.decode_scale
+        if chunks:
+            scale = over.mixed_scale if num_decodes else over.prompt_scale
         seconds = scale * self._costs.mixed_seconds(num_decodes, mean, chunks)
-        seconds += over.step_s + over.token_s * num_samples
-        return seconds * self._draw.choice(over.jitter) if over.jitter else seconds
+        return max(seconds + self._step_s + over.token_s * num_samples, 0.0)
 
     def decodes(self, num_seqs: int, context: float) -> float:
-        """Seconds of a step in which `num_seqs` sequences of a mean context decode, on average."""
+        """Seconds of a step in which `num_seqs` sequences of a mean context decode."""
         over = self._overheads
         seconds = over.decode_scale * self._costs.decode_seconds(num_seqs, context)
-        return (seconds + over.step_s + over.token_s * num_seqs) * self._mean_jitter
+        return max(seconds + self._step_s + over.token_s * num_seqs, 0.0)
 
-    def spread(self, seconds: float, count: int) -> list[tuple[float, int]]:
-        """`count` gaps of `seconds` on average as (seconds, how often), with the disturbances."""
-        jitter = self._overheads.jitter
+    def gap(self, seconds: float) -> float:
+        """A gap between tokens of a step of `seconds`, as it reaches the client."""
+        jitter = self._jitter_s
+        return max(0.0, seconds + self._draw.choice(jitter)) if jitter else seconds
+
+    def gaps(self, seconds: float, count: int) -> list[tuple[float, int]]:
+        """`count` gaps of steps of `seconds` each, as (seconds, how often)."""
+        jitter = self._jitter_s
         if not jitter:
             return [(seconds, count)]
-        usual, size = seconds / self._mean_jitter, len(jitter)
+        size = len(jitter)
         shares = [(number + 1) * count // size - number * count // size for number in range(size)]
-        return [(usual * one, n) for one, n in zip(jitter, shares, strict=True) if n]
+        return [(max(0.0, seconds + one), n) for one, n in zip(jitter, shares, strict=True) if n]

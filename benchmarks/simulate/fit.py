@@ -6,13 +6,16 @@ relative errors with no parameter below zero:
 
     gap   = decode_scale * table + step_s + token_s * batch
     first = prompt_scale * table + step_s + token_s + request_s
+
+Then a closed loop of requests that end soon, so that every few steps have decodes and a prompt, is
+simulated: mixed_scale is what makes it last as long as the real one did.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import combinations, pairwise
 from statistics import median
 
@@ -20,17 +23,19 @@ import numpy as np
 
 from ostinato.benchmarks.load_job import JobRequest, LoadJob, LoadReport
 from ostinato.benchmarks.load_run import Target, run_client
-from ostinato.benchmarks.simulate.engine import Overheads
-from ostinato.runtime.cost_table import CostTable
+from ostinato.benchmarks.simulate.engine import EngineSpec, Overheads
+from ostinato.benchmarks.simulate.jobs import simulate_job
 
-__all__ = ("Calibration", "Observation", "fit_overheads", "observe")
+__all__ = ("Calibration", "MixedRun", "Observation", "Observations", "fit_overheads", "observe")
 
 _BATCHES = (1, 4, 16)
 _BATCH_PROMPT, _BATCH_OUTPUT = 32, 32
 _LENGTHS = (32, 192, 448)
 _REPEATS = 3  # of each length
+_MIXED_PROMPT, _MIXED_OUTPUT, _MIXED_BATCH, _MIXED_COUNT = 96, 4, 6, 36
 _NUM_JITTER = 100  # shares at which disturbances are kept
-_LEAST_SCALE = 0.5
+_LEAST_SCALE, _MOST_SCALE = 0.5, 4.0
+_BISECTIONS = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +49,25 @@ class Observation:
     @property
     def usual_s(self) -> float:
         return median(self.seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class MixedRun:
+    """A closed loop of requests that end soon, and how long it took."""
+
+    job: LoadJob
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Observations:
+    """What one calibration, or several, measured."""
+
+    points: list[Observation]
+    mixed: list[MixedRun]
+
+    def __add__(self, other: Observations) -> Observations:
+        return Observations([*self.points, *other.points], [*self.mixed, *other.mixed])
 
 
 class Calibration:
@@ -66,14 +90,14 @@ class Calibration:
         self._batches = [n for n in _BATCHES if n <= max_batch]
         self._draw = random.Random(0)
 
-    def run(self) -> list[Observation]:
+    def run(self) -> Observations:
         """Measure once; a few seconds.
 
         Raises:
             EngineError: the load client ended without a report.
         """
         lengths = self._lengths * _REPEATS
-        report = self._send(1, [(length, 1) for length in lengths])
+        report = run_client(self._job(1, [(length, 1) for length in lengths]))
         firsts = [
             Observation(
                 0,
@@ -88,11 +112,21 @@ class Calibration:
         ]
         gaps: list[Observation] = []
         for batch in self._batches:
-            report = self._send(batch, [(self._prompt, self._output)] * batch)
+            report = run_client(self._job(batch, [(self._prompt, self._output)] * batch))
             gaps.append(observe(report, batch, self._prompt))
-        return [one for one in (*firsts, *gaps) if one.seconds]
+        # Lengths differ, or all would end and begin together.
+        mixed = self._job(
+            min(_MIXED_BATCH, self._batches[-1]),
+            [
+                (min(_MIXED_PROMPT, 3 * self._prompt), min(_MIXED_OUTPUT + key % 7, self._output))
+                for key in range(_MIXED_COUNT)
+            ],
+        )
+        took = run_client(mixed).duration_s
+        points = [one for one in (*firsts, *gaps) if one.seconds]
+        return Observations(points, [MixedRun(mixed, took)])
 
-    def _send(self, concurrency: int, sizes: Sequence[tuple[int, int]]) -> LoadReport:
+    def _job(self, concurrency: int, sizes: Sequence[tuple[int, int]]) -> LoadJob:
         requests = [
             JobRequest(
                 prompt=[self._draw.randrange(self._vocab_size) for _ in range(length)],
@@ -100,16 +134,14 @@ class Calibration:
             )
             for length, max_tokens in sizes
         ]
-        return run_client(
-            LoadJob(
-                url=self._target.url,
-                model=self._target.model,
-                requests=requests,
-                concurrency=concurrency,
-                return_token_ids=True,
-                body={"temperature": 0.0, "ignore_eos": True},
-                num_warmups=1,
-            )
+        return LoadJob(
+            url=self._target.url,
+            model=self._target.model,
+            requests=requests,
+            concurrency=concurrency,
+            return_token_ids=True,
+            body={"temperature": 0.0, "ignore_eos": True},
+            num_warmups=1,
         )
 
 
@@ -127,18 +159,21 @@ def observe(report: LoadReport, batch: int, prompt_tokens: int) -> Observation:
     return Observation(batch, prompt_tokens + output // 2, gaps)
 
 
-def fit_overheads(costs: CostTable, observations: Iterable[Observation]) -> Overheads:
+def fit_overheads(spec: EngineSpec, observations: Observations) -> Overheads:
     """The overheads that explain the observations best.
+
+    Args:
+        spec: the server's engine.
+        observations: of one calibration or several.
 
     Raises:
         ValueError: there are no gaps, or no first tokens.
     """
-    found = list(observations)
-    gaps = [one for one in found if one.batch]
-    firsts = [one for one in found if not one.batch]
+    costs = spec.costs
+    gaps = [one for one in observations.points if one.batch]
+    firsts = [one for one in observations.points if not one.batch]
     if not gaps or not firsts:
         raise ValueError("a calibration needs gaps of a batch and first tokens")
-    # Unknowns: decode_scale, step_s, token_s.
     decode_scale, step_s, token_s = _least_squares(
         [[costs.decode_seconds(one.batch, one.tokens), 1.0, one.batch] for one in gaps],
         [one.usual_s for one in gaps],
@@ -147,16 +182,37 @@ def fit_overheads(costs: CostTable, observations: Iterable[Observation]) -> Over
         [[costs.step_seconds(one.tokens, 1, 0), 1.0] for one in firsts],
         [max(one.usual_s - step_s - token_s, 1e-6) for one in firsts],
     )
-    ratios = np.concatenate([np.asarray(one.seconds) / one.usual_s for one in gaps])
+    off = np.concatenate([np.asarray(one.seconds) - one.usual_s for one in gaps])
     shares = (np.arange(_NUM_JITTER) + 0.5) / _NUM_JITTER
-    return Overheads(
+    overheads = Overheads(
         decode_scale=decode_scale,
         prompt_scale=prompt_scale,
+        mixed_scale=prompt_scale,
         step_s=step_s,
         token_s=token_s,
         request_s=request_s,
-        jitter=tuple(float(one) for one in np.quantile(ratios, shares)),
+        jitter_s=tuple(float(one) for one in np.quantile(off, shares)),
     )
+    return replace(overheads, mixed_scale=_mixed_scale(spec, overheads, observations.mixed))
+
+
+def _mixed_scale(spec: EngineSpec, overheads: Overheads, runs: Sequence[MixedRun]) -> float:
+    """With which the runs last as long in simulation, by bisection: they get longer with it."""
+    if not runs:
+        return overheads.mixed_scale
+    wanted = sum(one.seconds for one in runs)
+
+    def lasts(scale: float) -> float:
+        served = replace(spec, overheads=replace(overheads, mixed_scale=scale))
+        return sum(max(simulate_job(served, one.job).last_s, default=0.0) for one in runs)
+
+    low, high = _LEAST_SCALE, _MOST_SCALE
+    if lasts(high) < 1.1 * lasts(low):
+        return overheads.mixed_scale  # hardly a step of the runs is mixed
+    for _ in range(_BISECTIONS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if lasts(middle) < wanted else (low, middle)
+    return (low + high) / 2
 
 
 def _least_squares(rows: list[list[float]], values: list[float]) -> list[float]:

@@ -182,7 +182,7 @@ class Replica:
             if one.finish_reason is not None:
                 self._end(one.request_id, live)
         for last_s, count in gaps.items():
-            self._outcome.add_gaps(self.now - last_s, count)
+            self._outcome.add_gaps(self._clock.gap(self.now - last_s), count)
         # With a step in flight, rows and blocks that come back with it are seen one step late: what
         # was planned before that says nothing of who may join after.
         is_alike = output is not None and len(oldest.scheduled) == len(output.scheduled)
@@ -227,7 +227,7 @@ class Replica:
             self._in_flight.append((output, self._device_free))
         outcome = self._outcome
         outcome.add_step(took, num_seqs, (used + self._used_blocks()) / 2, count=most)
-        for gap_s, count in clock.spread(took / most, most * num_seqs):
+        for gap_s, count in clock.gaps(took / most, most * num_seqs):
             outcome.add_gaps(gap_s, count)
         for request_id in scheduler.running_ids():
             live = self._live[request_id]

@@ -22,7 +22,14 @@ from ostinato.runtime.errors import StartupError
 from ostinato.runtime.limits import upper_limits
 from ostinato.runtime.planning import ModelSource, open_model, plan_engine
 
-__all__ = ("engine_spec", "measured_spec", "planned_spec", "read_costs", "save_costs")
+__all__ = (
+    "engine_spec",
+    "measured_spec",
+    "planned_spec",
+    "read_costs",
+    "save_costs",
+    "without_weights",
+)
 
 _GIB = 1 << 30
 _FREE_SHARE = 0.97  # of a device's memory, before anything is loaded: its driver needs some
@@ -94,9 +101,7 @@ def planned_spec(config: EngineConfig, costs: CostTable | None, device_name: str
                 f"simulate.device must be one of {', '.join(ACCELERATORS)}, got {device_name!r}"
                 + (f"; did you mean {close}?" if close else "")
             )
-    # Nothing but the model's configuration is needed, so no weights are downloaded for this.
-    section = dataclasses.replace(config.model, load_format=LoadFormat.dummy)
-    config = dataclasses.replace(config, model=section)
+    config = without_weights(config)
     device = resolve_device(config.device.name) if accelerator is None else torch.device("cuda")
     source = open_model(config, device)
     free = None if accelerator is None else int(accelerator.memory_gib * _GIB * _FREE_SHARE)
@@ -115,6 +120,12 @@ def planned_spec(config: EngineConfig, costs: CostTable | None, device_name: str
         prefix_caching=config.cache.enable_prefix_caching,
         overlap=_overlaps(config, device),
     )
+
+
+def without_weights(config: EngineConfig) -> EngineConfig:
+    """For what needs nothing of a model but its configuration: no weights are downloaded."""
+    section = dataclasses.replace(config.model, load_format=LoadFormat.dummy)
+    return dataclasses.replace(config, model=section)
 
 
 def read_costs(path: str) -> CostTable:

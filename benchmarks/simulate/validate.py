@@ -33,7 +33,7 @@ from ostinato.benchmarks.record import (
 )
 from ostinato.benchmarks.server import Server
 from ostinato.benchmarks.simulate.engine import EngineSpec, Overheads
-from ostinato.benchmarks.simulate.fit import Calibration, Observation, fit_overheads
+from ostinato.benchmarks.simulate.fit import Calibration, Observations, fit_overheads
 from ostinato.benchmarks.simulate.jobs import simulate_job
 from ostinato.benchmarks.simulate.metrics import outcome_metrics
 from ostinato.benchmarks.simulate.specs import measured_spec
@@ -124,14 +124,14 @@ def validate(config: EngineConfig) -> int:
             )
             before = calibration.run()
             # Rates are shares of what the server can take, so that no queue grows without end.
-            served = dataclasses.replace(spec, overheads=fit_overheads(spec.costs, before))
+            served = dataclasses.replace(spec, overheads=fit_overheads(spec, before))
             for workload in validation_workloads():
                 part = _part(workload, facts, served, section.validate_s)
                 job, point = _job(workload, part, section.validate_s, target)
                 context.show(f"{workload.name}: {len(job.requests)} requests")
                 measured, _ = measure_point(job, point, SloSection(), _PERCENTILES)
                 after = calibration.run()
-                points.append(_compared(workload.name, job, spec, [*before, *after], measured))
+                points.append(_compared(workload.name, job, spec, before + after, measured))
                 before = after
     context.show("")
     record = Record(
@@ -195,11 +195,11 @@ def _compared(
     name: str,
     job: LoadJob,
     spec: EngineSpec,
-    observations: Sequence[Observation],
+    observations: Observations,
     measured: Point,
 ) -> Point:
     """A point with `<figure>_predicted` beside each measured figure."""
-    overheads = fit_overheads(spec.costs, observations)
+    overheads = fit_overheads(spec, observations)
     served = dataclasses.replace(spec, overheads=overheads)
     predicted = outcome_metrics(simulate_job(served, job), served, SloSection(), _PERCENTILES)
     metrics: dict[str, Metric] = {}
@@ -212,10 +212,9 @@ def _compared(
 
 def _rounded(overheads: Overheads) -> dict[str, Any]:
     values = dataclasses.asdict(overheads)
-    jitter = values.pop("jitter")
-    return {name: round(value, 6) for name, value in values.items()} | {
-        "jitter": [round(jitter[i], 3) for i in (5, 50, 90, 95, 99)] if jitter else []
-    }
+    jitter = values.pop("jitter_s")
+    rounded = {name: round(value, 6) for name, value in values.items()}
+    return rounded | {"jitter_ms": [round(1000 * jitter[i], 2) for i in (5, 50, 90, 95, 99)]}
 
 
 def compare(points: Sequence[Point], tolerance: float) -> list[str]:

@@ -327,13 +327,13 @@ class _Tuning:
         self.console.print(f"goals: {goals.describe() or 'none'}", markup=False)
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
         table.add_column("real run")
-        for heading in (f"TTFT {share}, ms", f"ITL {share}, ms", "output tokens/s", "others"):
+        for heading in (f"TTFT {share}, ms", f"ITL {share}, ms", "tokens/s"):
             table.add_column(heading, justify="right")
         table.add_column("goals")
-        table.add_column("what is changed")
-        for one, run in zip(self.verified, self.runs, strict=True):
+        table.add_column("what is changed", overflow="fold")
+        for one in self.verified:
             changed = (
-                ", ".join(
+                "\n".join(
                     f"{key.partition('.')[2]}={'null' if value is None else value}"
                     for key, value in one.values.items()
                     if value != self.search.current_values().get(key)
@@ -347,16 +347,11 @@ class _Tuning:
                 _beside(one, "ttft_ms", ".0f"),
                 _beside(one, "itl_ms", ".1f"),
                 _beside(one, "throughput", ".0f"),
-                f"{run.other_cpu:.0%}",
                 "met" if goals.violation(one.measured) <= 0.0 else "missed",
                 changed or "nothing",
             )
         self.console.print(table)
-        self.console.print(
-            "in brackets: predicted before the run; others: cores' share of other programs; "
-            "*: the best",
-            markup=False,
-        )
+        self.console.print("in brackets: predicted before the run; *: the best", markup=False)
 
     def _plot(self, path: Path) -> None:
         tried = [one.predicted for one in self.search.candidates()]

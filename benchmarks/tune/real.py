@@ -6,9 +6,8 @@ import dataclasses
 
 from ostinato.benchmarks.arrivals import LoadPoint
 from ostinato.benchmarks.load_job import LoadJob
-from ostinato.benchmarks.load_run import find_target, make_job, measure_point
+from ostinato.benchmarks.load_run import Target, find_target, make_job, measure_point
 from ostinato.benchmarks.model_facts import ModelFacts
-from ostinato.benchmarks.probes import LoadMeter
 from ostinato.benchmarks.record import Point
 from ostinato.benchmarks.server import Server
 from ostinato.benchmarks.simulate.engine import EngineSpec, Overheads
@@ -26,7 +25,6 @@ class RealRun:
 
     figures: Figures
     point: Point
-    other_cpu: float  # share of the cores that other programs had
     overheads: Overheads | None  # when it was calibrated
 
 
@@ -51,8 +49,6 @@ class RealRuns:
 
     def job(self, url: str = "", model: str = "", *, gives_token_ids: bool = False) -> LoadJob:
         """The requests of the next run, sent as token ids."""
-        from ostinato.benchmarks.load_run import Target
-
         load = dataclasses.replace(self.config.load, duration_s=self.duration_s)
         part = self.part.rotated(self.count, self.facts.vocab_size)
         tokenizer = self.facts.tokenizer
@@ -80,16 +76,13 @@ class RealRuns:
                 calibration = Calibration(
                     target, self.facts.vocab_size, spec.max_model_len, spec.limits.max_num_seqs
                 )
-                overheads = fit_overheads(spec.costs, calibration.run())
+                overheads = fit_overheads(spec, calibration.run())
             job = self.job(target.url, target.model, gives_token_ids=target.gives_token_ids)
             self.count += 1
-            others = LoadMeter()
             percentiles = sorted({50.0, percentile, 99.0})
             point, _ = measure_point(job, self.point, self.config.slo, percentiles)
-            busy = others.stop()
         return RealRun(
             figures=Figures.of(point.metrics, percentile),
             point=point,
-            other_cpu=busy,
             overheads=overheads,
         )

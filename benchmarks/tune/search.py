@@ -8,6 +8,7 @@ far from the goals is pruned. Optuna's own pruners know one objective only, so t
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 import time
 import warnings
@@ -33,6 +34,8 @@ _LOG = logging.getLogger(__name__)
 _BOUNDED = "bounded"  # whether there is a target for inter-token latency
 _TARGET = "scheduler.itl_target_ms"
 _PART = 1 / 3  # of the requests, after which a trial may be pruned
+_NUM_STARTUP = 24  # trials that are drawn at random
+_MOST = 1e9  # violation of a configuration with failed requests
 _HOPELESS = 2.0  # times the violation of the best one so far
 
 
@@ -52,15 +55,23 @@ def open_storage(path: Path) -> JournalStorage:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        storage = JournalStorage(JournalFileBackend(str(path)))
-        storage.get_all_studies()
+        if path.exists() and not _is_journal(path):
+            raise ConfigError(
+                f"tune.storage={path} is no study file; name another one or delete it"
+            )
+        return JournalStorage(JournalFileBackend(str(path)))
     except OSError as error:
         raise ConfigError(f"tune.storage={path} can not be written: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, AssertionError) as error:
-        raise ConfigError(
-            f"tune.storage={path} is no study file: {error}; name another or delete it"
-        ) from error
-    return storage
+
+
+def _is_journal(path: Path) -> bool:
+    """Whether the file begins like one; Optuna itself skips lines that it does not understand."""
+    with path.open(encoding="utf-8", errors="replace") as file:
+        line = file.readline()
+    try:
+        return not line or "op_code" in json.loads(line)
+    except (ValueError, TypeError):
+        return False
 
 
 class Search:
@@ -90,23 +101,17 @@ class Search:
         self._goals = goals
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         seed = config.tune.seed
+        self.study = optuna.create_study(
+            storage=storage,
+            study_name=study_name,
+            load_if_exists=True,
+            directions=["minimize", "minimize", "maximize"],
+        )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ExperimentalWarning)
-            self.study = optuna.create_study(
-                storage=storage,
-                study_name=study_name,
-                load_if_exists=True,
-                directions=["minimize", "minimize", "maximize"],
-                sampler=optuna.samplers.TPESampler(
-                    seed=seed, multivariate=True, constraints_func=_constraints, n_startup_trials=24
-                ),
-            )
             # A resumed study draws on from where it stopped, not the same again.
             self.study.sampler = optuna.samplers.TPESampler(
-                seed=seed + self.num_done,
-                multivariate=True,
-                constraints_func=_constraints,
-                n_startup_trials=24,
+                seed=seed + self.num_done, multivariate=True, n_startup_trials=_NUM_STARTUP
             )
 
     @property
@@ -202,20 +207,18 @@ class Search:
         first = self._forecast.predict(config, job=self._forecast.part_of_job(_PART))
         if first is None:
             raise optuna.TrialPruned("such an engine can not start")
-        best = min((_constraint(one) for one in self._completed()), default=None)
+        best = min((_violation(one) for one in self._completed()), default=None)
         # The queue of the first third only grows, so what is far from the goals stays so.
         if best is not None and self._goals.violation(first) > _HOPELESS * max(best, 0.5):
             raise optuna.TrialPruned("far from the goals after a third of the requests")
         figures = self._forecast.predict(config)
         assert figures is not None, "it could start a moment ago"
         trial.set_user_attr("figures", dataclasses.asdict(figures))
-        trial.set_user_attr("violation", self._goals.violation(figures))
+        violation = min(self._goals.violation(figures), _MOST)
+        trial.set_user_attr("violation", violation)
+        trial.set_constraint("goals", violation)
         return figures.ttft_ms, figures.itl_ms, figures.throughput
 
 
-def _constraint(trial: FrozenTrial) -> float:
-    return float(trial.user_attrs.get("violation", 1e9))
-
-
-def _constraints(trial: FrozenTrial) -> list[float]:
-    return [_constraint(trial)]
+def _violation(trial: FrozenTrial) -> float:
+    return float(trial.user_attrs["violation"])

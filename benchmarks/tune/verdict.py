@@ -23,7 +23,7 @@ def impossible_goals(config: EngineConfig, forecast: Forecast, goals: Goals) -> 
     """
     overheads = forecast.overheads
     # Disturbances by other programs are no proof.
-    forecast.overheads = dataclasses.replace(overheads, jitter=())
+    forecast.overheads = dataclasses.replace(overheads, jitter_s=())
     alone = forecast.predict(config, job=forecast.one_at_a_time())
     forecast.overheads = overheads
     if alone is None:

@@ -14,6 +14,7 @@ DATA = {
     "api": ("static/*",),
     "conf": ("*.yaml",),
     "benchmarks": ("schema.json",),
+    "benchmarks/gate": ("ratios.json",),
     "ops": ("*.cpp", "*.h"),
     "models/demo": ("*.json", "*.safetensors", "*.jinja", "*.md"),
 }

@@ -1,0 +1,289 @@
+"""`run tune`: goals, space, search and what it writes; the whole of it on a real server is slow."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from ostinato.api.cli import run
+from ostinato.benchmarks.load_job import JobRequest, LoadJob
+from ostinato.benchmarks.tune.forecast import Forecast
+from ostinato.benchmarks.tune.goals import Figures, Goals
+from ostinato.benchmarks.tune.output import (
+    Verified,
+    option_text,
+    plot_front,
+    serve_command,
+    write_option,
+)
+from ostinato.benchmarks.tune.search import Search, open_storage
+from ostinato.benchmarks.tune.space import Space, Variant, apply_values
+from ostinato.benchmarks.tune.verdict import highest_load, impossible_goals, why_missed
+from ostinato.conf.bench_schema import SloSection
+from ostinato.conf.compose import load_config
+from ostinato.conf.errors import ConfigError
+from ostinato.conf.tuning_schema import TuneObjective
+from tests.runtime.cost_tables import make_table
+
+ROOT = Path(__file__).resolve().parents[2]
+DEFAULT = Variant(2, 16)
+
+
+def make_figures(**changes: float) -> Figures:
+    values = {"ttft_ms": 100.0, "itl_ms": 10.0, "tpot_ms": 9.0, "e2e_ms": 500.0, "throughput": 50.0}
+    return Figures(**(values | changes))
+
+
+def make_goals(objective: TuneObjective = TuneObjective.throughput, **limits: float) -> Goals:
+    return Goals.of(SloSection(**limits), 95.0, objective)
+
+
+def test_the_worst_ratio_is_the_violation():
+    goals = make_goals(ttft_ms=200.0, itl_ms=8.0)
+    assert goals.ratios(make_figures()) == {"ttft": 0.5, "itl": 1.25}
+    assert goals.violation(make_figures()) == pytest.approx(0.25)
+    assert goals.violation(make_figures(itl_ms=8.0)) == pytest.approx(0.0)
+    assert math.isinf(goals.violation(make_figures(completed_share=0.9)))
+    assert goals.describe() == "TTFT p95 <= 200 ms, ITL p95 <= 8 ms"
+
+
+def test_meeting_the_goals_comes_first_then_the_objective():
+    goals = make_goals(itl_ms=10.0)
+    meets, faster, misses = (
+        make_figures(),
+        make_figures(throughput=60.0),
+        make_figures(itl_ms=11.0, throughput=900.0),
+    )
+    assert sorted([misses, meets, faster], key=goals.rank) == [faster, meets, misses]
+    latency = make_goals(TuneObjective.latency, itl_ms=20.0)
+    shorter = make_figures(itl_ms=5.0, throughput=1.0)
+    assert sorted([faster, shorter], key=latency.rank) == [shorter, faster]
+
+
+def test_values_become_a_configuration():
+    config = load_config(["model=llama-45m"])
+    values = {"scheduler.max_num_seqs": 8, "cache.block_size": 32, "scheduler.policy": "priority"}
+    changed = apply_values(config, values)
+    assert (changed.scheduler.max_num_seqs, changed.cache.block_size) == (8, 32)
+    assert changed.scheduler.policy.value == "priority"
+    assert changed.model == config.model
+    with pytest.raises(ConfigError, match=r"cache\.block_size must be one of"):
+        apply_values(config, {"cache.block_size": 17})
+
+
+def make_space(*overrides: str, goals: Goals | None = None) -> tuple[Space, object]:
+    config = load_config(["model.max_model_len=512", "cache.memory_gib=0.05", *overrides])
+    space = Space.of(
+        config,
+        goals or make_goals(),
+        variants=(DEFAULT, Variant(1, 16)),
+        floor_ms=2.0,
+        cache_gib=1.0,
+    )
+    return space, config
+
+
+def test_the_space_has_what_keys_name():
+    space, _ = make_space("tune.keys=[scheduler.max_num_seqs,cache.memory_gib]")
+    assert list(space.choices) == ["scheduler.max_num_seqs", "cache.memory_gib"]
+    assert space.choices["cache.memory_gib"] == (0.25, 0.5, 1.0)
+    assert space.targets_ms is None
+    assert not space.is_legal(
+        {"scheduler.max_num_seqs": 64, "scheduler.max_num_batched_tokens": 32}
+    )
+    assert space.is_legal({"device.threads": 1})
+    assert not space.is_legal({"device.threads": 1, "cache.block_size": 64})  # no step costs
+
+
+def make_forecast(config, requests: list[JobRequest]) -> Forecast:
+    job = LoadJob(url="", model="", requests=requests)
+    costs = {DEFAULT: make_table(), Variant(1, 16): make_table(step_ms=4.0, token_ms=0.2)}
+    return Forecast(job, costs, DEFAULT, 95.0)
+
+
+def mixed_requests() -> list[JobRequest]:
+    """Streams, and long prompts that arrive among them."""
+    streams = [
+        JobRequest(prompt=[key + 1] * 10, max_tokens=100, at_s=0.01 * key) for key in range(4)
+    ]
+    prompts = [
+        JobRequest(prompt=list(range(400 * key, 400 * key + 400)), max_tokens=2, at_s=0.08 * key)
+        for key in range(1, 11)
+    ]
+    return streams + prompts
+
+
+def make_search(tmp_path: Path, goals: Goals, *overrides: str) -> tuple[Search, Forecast, object]:
+    space, config = make_space(*overrides, goals=goals)
+    forecast = make_forecast(config, mixed_requests())
+    storage = open_storage(tmp_path / "study.journal")
+    return Search(config, space, forecast, goals, storage, "test"), forecast, config
+
+
+# With a whole prompt of 400 tokens in a step, the streams wait 42 ms.
+HARD = {"itl_ms": 15.0, "ttft_ms": 600.0}
+
+
+def test_the_search_meets_a_goal_that_the_configuration_misses(tmp_path: Path):
+    goals = make_goals(**HARD)
+    search, forecast, config = make_search(tmp_path, goals)
+    default = forecast.predict(config)
+    assert default is not None
+    assert goals.violation(default) > 0.5
+    search.run(30, time.monotonic() + 60)
+    best = search.candidates()[0]
+    assert goals.violation(best.predicted) <= 0.0
+    # What it says is what a simulation of that configuration gives.
+    assert forecast.predict(apply_values(config, best.values)) == best.predicted
+    assert search.front()
+
+
+def test_a_study_resumes_and_is_seeded(tmp_path: Path):
+    goals = make_goals(**HARD)
+    search, _, _ = make_search(tmp_path, goals)
+    search.run(8, time.monotonic() + 60)
+    first = [trial.params for trial in search.study.trials]
+    again, _, _ = make_search(tmp_path, goals)
+    assert again.num_done == 8
+    again.run(12, time.monotonic() + 60)
+    assert again.num_done == 12
+    assert [trial.params for trial in again.study.trials][:8] == first
+    other, _, _ = make_search(tmp_path / "other", goals)
+    other.run(8, time.monotonic() + 60)
+    assert [trial.params for trial in other.study.trials] == first
+
+
+def test_no_time_no_trials(tmp_path: Path):
+    search, _, _ = make_search(tmp_path, make_goals())
+    search.run(8, time.monotonic())
+    assert search.num_done == 0
+
+
+def test_a_file_that_is_no_study_is_named(tmp_path: Path):
+    file = tmp_path / "study.journal"
+    file.write_text("this is no journal\n")
+    with pytest.raises(ConfigError, match=r"tune\.storage=.*is no study file"):
+        open_storage(file)
+    with pytest.raises(ConfigError, match=r"tune\.storage=/proc/none/x can not be written"):
+        open_storage(Path("/proc/none/x"))
+
+
+def test_an_impossible_goal_is_named_with_what_the_machine_needs(tmp_path: Path):
+    goals = make_goals(itl_ms=1.0, ttft_ms=10_000.0)
+    _, forecast, config = make_search(tmp_path, goals)
+    [line] = impossible_goals(config, forecast, goals)
+    assert line.startswith("slo.itl_ms=1 can not be met: with one request at a time p95 is 2.")
+    assert impossible_goals(config, forecast, make_goals(**HARD)) == []
+
+
+def test_goals_that_exclude_each_other_are_told_apart(tmp_path: Path):
+    goals = make_goals(itl_ms=5.0, ttft_ms=60.0)
+    search, _forecast, _config = make_search(tmp_path, goals)
+    search.run(30, time.monotonic() + 60)
+    candidates = search.candidates()
+    assert goals.violation(candidates[0].predicted) > 0.0
+    text = "\n".join(why_missed(candidates, goals, {}))
+    assert "slo.itl_ms=5 is met at best together with TTFT" in text
+    assert "slo.ttft_ms=60 is met at best together with ITL" in text
+
+
+def test_the_highest_load_is_where_the_goals_begin_to_fail(tmp_path: Path):
+    goals = make_goals(ttft_ms=150.0)
+    _, forecast, config = make_search(tmp_path, goals)
+    load = highest_load(config, forecast, goals, {})
+    assert load is not None
+    for factor, holds in ((0.9, True), (1.3, False)):
+        figures = forecast.predict(config, job=forecast.at_load(load * factor))
+        assert figures is not None
+        assert (goals.violation(figures) <= 0.0) == holds
+    assert highest_load(config, forecast, make_goals(ttft_ms=0.01), {}) is None
+
+
+def test_a_written_option_gives_the_tuned_configuration(tmp_path: Path):
+    config = load_config(["model=llama-45m", "graphs.mode=compiled", "server.port=1234"])
+    tuned = apply_values(
+        config,
+        {"scheduler.itl_target_ms": 31.5, "scheduler.max_num_seqs": 8, "device.threads": 1},
+    )
+    path = write_option(tmp_path, "mine", option_text(tuned, ["Made by a test.", "# twice"]))
+    assert path == tmp_path / "tuned" / "mine.yaml"
+    loaded = load_config(["tuned=mine"], config_dir=str(tmp_path))
+    for name in ("model", "device", "cache", "scheduler", "graphs", "sampling"):
+        assert getattr(loaded, name) == getattr(tuned, name)
+    assert loaded.server.port == 8000  # where it listens is no part of it
+    again = load_config(["tuned=mine", "scheduler.max_num_seqs=4"], config_dir=str(tmp_path))
+    assert again.scheduler.max_num_seqs == 4
+
+
+def test_the_command_names_the_directory_unless_it_is_our_own(tmp_path: Path):
+    assert serve_command(Path(tmp_path), "x") == f"run serve --config-dir {tmp_path} tuned=x"
+    assert serve_command(ROOT / "conf", "x") == "run serve tuned=x"
+
+
+def test_an_unknown_tuned_option_lists_those_that_are_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    write_option(tmp_path, "mine", option_text(load_config(), []))
+    assert run(["serve", f"--config-dir={tmp_path}", "tuned=mime", "--cfg=job"]) == 2
+    assert "did you mean mine?" in capsys.readouterr().err
+
+
+def test_the_plot_is_a_png(tmp_path: Path):
+    figures = [make_figures(ttft_ms=50.0 + 10 * n, itl_ms=40.0 - n) for n in range(9)]
+    verified = [
+        Verified("as configured", {}, figures[0], figures[1]),
+        Verified("candidate 1", {}, figures[3], figures[2]),
+    ]
+    path = tmp_path / "plot.png"
+    plot_front(path, make_goals(ttft_ms=100.0, itl_ms=35.0), figures, figures[2:4], verified, "t")
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["load.rates=[1,2]"], "run tune has one traffic, load.rates and load.concurrency give 2"),
+        (["load.url=http://127.0.0.1:1"], "run tune starts servers of its own"),
+        (["tune.keys=[cache.block_sizes]"], "tune.keys must be one of scheduler.max_num_seqs"),
+        (["tune.percentile=100"], "tune.percentile must be in (0, 99.9], got 100"),
+        (["tune.nothing=1"], "there is no key 'tune.nothing'"),
+        (["workload=trace", "workload.path=/no/such/trace"], "/no/such/trace can not be read"),
+    ],
+)
+def test_what_can_not_be_tuned_is_one_line(
+    overrides: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    storage = f"tune.storage={tmp_path}/study.journal"
+    assert run(["tune", "load.rates=[1]", storage, *overrides]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_tune_on_a_real_server(tmp_path: Path):
+    """The whole of it, on the bundled model: a goal that is met, and one that can not be."""
+    small = ("model.max_model_len=512", "cache.memory_gib=0.05", "workload=random")
+    traffic = ("workload.num_requests=12", "workload.output_len=16", "load.rates=[4]")
+    where = (f"tune.config_dir={tmp_path}", f"tune.storage={tmp_path}/study.journal")
+    search = ("tune.trials=12", "tune.verify=1", "tune.keys=[scheduler.max_num_seqs]")
+
+    def invoke(*goals: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "ostinato", "tune", *small, *traffic, *where, *search]
+        return subprocess.run(
+            [*command, *goals], cwd=ROOT, capture_output=True, text=True, timeout=600, check=False
+        )
+
+    done = invoke("slo.ttft_ms=20000", "slo.itl_ms=5000")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"run serve --config-dir {tmp_path} tuned=tuned" in done.stdout
+    loaded = load_config(["tuned=tuned"], config_dir=str(tmp_path))
+    assert dataclasses.asdict(loaded)["model"]["max_model_len"] == 512
+    assert (tmp_path / "tuned" / "tuned.png").read_bytes().startswith(b"\x89PNG")
+    done = invoke("slo.itl_ms=0.01")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "slo.itl_ms=0.01 can not be met" in " ".join(done.stdout.split())
