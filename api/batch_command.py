@@ -30,6 +30,7 @@ from ostinato.api.batch_file import (
     answered_line,
     refused_line,
 )
+from ostinato.conf.schema import ServerConfig
 from ostinato.runtime.client import EngineClient
 from ostinato.runtime.errors import EngineDeadError
 
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 
 __all__ = ("batch",)
 
+_MAX_BODY_MIB = 1024
 # What a batch may ask: the endpoints that answer a text, not those for the server's operator.
 _PREFIXES = ("/v1/", "/v2/", "/score", "/rerank")
 
@@ -144,14 +146,10 @@ class _Run:
     async def _send(self, line: BatchLine) -> None:
         from ostinato.api.asgi_call import post_json
 
-        while True:
-            answer = await post_json(self._app, line.url, line.body)
-            if answer.status == 503:
-                # Not the line's fault: it stays unanswered, for the next run.
-                raise EngineDeadError(f"the batch is not finished: {_message(answer.body)}")
-            if answer.status != 429:
-                break
-            await asyncio.sleep(float(answer.headers.get("retry-after", "1")))
+        answer = await post_json(self._app, line.url, line.body)
+        if answer.status == 503:
+            # Not the line's fault: it stays unanswered, for the next run.
+            raise EngineDeadError(f"the batch is not finished: {_message(answer.body)}")
         self._num_answered += 1
         self._num_failed += answer.status >= 400
         self._output.write(answered_line(line, answer.status, line.id, answer.body))
@@ -171,7 +169,9 @@ def _application(client: EngineClient, config: EngineConfig) -> tuple[Litestar, 
     from ostinato.api.app import create_app
     from ostinato.api.service import Service
 
-    service = Service(client, config.server, config.sampling)
+    # What a server asks of strangers (keys, limits, a store of replies) is not for one's own file.
+    server = ServerConfig(max_body_mib=_MAX_BODY_MIB, response_store_mib=0)
+    service = Service(client, server, config.sampling)
     return create_app(service), service
 
 

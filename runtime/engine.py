@@ -235,8 +235,9 @@ class Engine:
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting + self._grammars.num_waiting,
             num_waiting_for_grammar=self._grammars.num_waiting,
-            num_blocks=cache.num_blocks,
-            num_free_blocks=cache.num_free_blocks,
+            # An encoder's blocks hold nothing: they are in the scheduler's accounts alone.
+            num_blocks=0 if self.model.num_segments else cache.num_blocks,
+            num_free_blocks=0 if self.model.num_segments else cache.num_free_blocks,
             num_steps=self._num_steps,
             steps_by_kind=dict(self._runner.graphs.steps_by_kind),
             num_prompt_tokens=scheduler.num_prompt_tokens,

@@ -127,3 +127,19 @@ def test_the_tokenizer_and_the_cache(demo):
     assert facts["eos_token"]
     assert "messages" in facts["chat_template"]
     assert httpx.post(f"{demo.url}/reset_prefix_cache", timeout=60).json() == {"success": True}
+
+
+@pytest.mark.slow
+def test_vectors_survive_their_engine(demo):
+    """The engine is killed while it works: the request waits for the next one."""
+    inputs = [[5 + n] + [7] * 500 for n in range(200)]
+    body = {"input": inputs, "pooling": "mean", "encoding_format": "base64"}
+    url = f"{demo.url}/v1/embeddings"
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        reply = pool.submit(httpx.post, url, json=body, timeout=240)
+        while demo.metrics()["ostinato_requests_running"] == 0:
+            assert not reply.done(), "it was over before it could be disturbed"
+        demo.engine.kill()
+        disturbed = reply.result().json()["data"]
+    undisturbed = httpx.post(url, json=body, timeout=240).json()["data"]
+    assert disturbed == undisturbed
