@@ -18,6 +18,7 @@ from litestar.params import FromPath
 from ostinato.api.http import SharedService, json_response
 from ostinato.api.live import Percentiles
 from ostinato.api.machine_use import MachineUse
+from ostinato.api.openapi import answer_of
 from ostinato.api.service import Service
 from ostinato.runtime.engine_state import EngineState
 from ostinato.runtime.errors import EngineDeadError, InvalidRequestError
@@ -78,13 +79,13 @@ async def page_file(name: FromPath[str]) -> Response[bytes]:
     return _file(name)
 
 
-@get("/debug/state")
+@get("/debug/state", operation_class=answer_of(PageState, "/debug/state"))
 async def debug_state(service: SharedService) -> Response[bytes]:
     """What the engine is doing this moment; no text and no token of any request."""
     return json_response(await _state(service))
 
 
-@get("/debug/flight")
+@get("/debug/flight", operation_class=answer_of(None, "/debug/flight"))
 async def debug_flight(service: SharedService) -> Response[bytes]:
     """The flight recorder: the engine's last steps, even when it hangs."""
     records = await asyncio.to_thread(service.client.flight_records)

@@ -31,6 +31,7 @@ def test_made_up_requests():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     ("overrides", "answered"),
     [
