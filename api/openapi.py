@@ -21,6 +21,7 @@ __all__ = ("answer_of", "body_of")
 _JSON = "application/json"
 _ERRORS = {
     400: "The request can not be served as asked; the error names the field.",
+    401: "The API key is missing or wrong.",
     404: "There is no such model.",
     413: "The body is larger than server.max_body_mib.",
     415: "The body is not declared as JSON.",
@@ -75,11 +76,11 @@ def answer_of(
         answer: type of the answer; None = some JSON object.
         path: of the handler.
         method: in lower case.
-        errors: status -> type of its body; None = only 500.
+        errors: status -> type of its body; beside 401 and 500.
         media_type: of the answer.
     """
     base = f"#/paths/{_escaped(path)}/{method}"
-    responses = _responses(base, answer, {500: ErrorBody, **(errors or {})})
+    responses = _responses(base, answer, {401: ErrorBody, 500: ErrorBody, **(errors or {})})
     if media_type != _JSON:
         text = OpenAPIMediaType(schema=cast("Schema", {"type": "string"}))
         responses["200"].content = {media_type: text}

@@ -157,14 +157,17 @@ async def _pool(
     param: str,
 ) -> list[PooledOutput]:
     """The vectors of all inputs; nothing is run when one of them is refused."""
-    for token_ids in batch:
-        try:
+    try:
+        for token_ids in batch:
             check_pooling(token_ids, params, service.client.model)
-        except InvalidRequestError as error:
-            if error.param != "input" or param == "input":
-                raise
-            text = param + str(error).removeprefix("input")
-            raise InvalidRequestError(text, param=param, code=error.code) from error
+        service.check_room(list(map(len, batch)))
+    except InvalidRequestError as error:
+        if error.param not in ("input", "prompt"):
+            raise
+        text = str(error)
+        if text.startswith("input"):
+            text = param + text.removeprefix("input")
+        raise InvalidRequestError(text, param=param, code=error.code) from error
     return await service.pool(
         reply_id, batch, params, priority=body.priority, cache_salt=body.cache_salt
     )

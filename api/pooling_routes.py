@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
 from litestar import Response, post
 
 from ostinato.api import pooling_replies
 from ostinato.api.http import HttpRequest, SharedService, json_response, read_body
+from ostinato.api.limits import timeout_of
 from ostinato.api.openapi import body_of
 from ostinato.api.pooling_schemas import (
     EmbeddingRequest,
@@ -16,6 +21,7 @@ from ostinato.api.pooling_schemas import (
     ScoreResponse,
 )
 from ostinato.api.stream import until_disconnect
+from ostinato.runtime.errors import DeadlineError
 
 __all__ = ("POOLING_HANDLERS",)
 
@@ -29,7 +35,7 @@ async def embeddings(request: HttpRequest, service: SharedService) -> Response[b
     """A vector for each text."""
     body = await read_body(request, EmbeddingRequest, service)
     reply = pooling_replies.embed(service, body)
-    return json_response(await until_disconnect(request.receive, reply))
+    return await _answer(request, reply)
 
 
 @post(
@@ -41,7 +47,7 @@ async def score(request: HttpRequest, service: SharedService) -> Response[bytes]
     """How well pairs of texts fit."""
     body = await read_body(request, ScoreRequest, service)
     reply = pooling_replies.score(service, body)
-    return json_response(await until_disconnect(request.receive, reply))
+    return await _answer(request, reply)
 
 
 @post(
@@ -53,7 +59,19 @@ async def rerank(request: HttpRequest, service: SharedService) -> Response[bytes
     """Documents by how well they answer a query."""
     body = await read_body(request, RerankRequest, service)
     reply = pooling_replies.rerank(service, body)
-    return json_response(await until_disconnect(request.receive, reply))
+    return await _answer(request, reply)
 
 
 POOLING_HANDLERS = [embeddings, score, rerank]
+
+
+async def _answer(request: HttpRequest, reply: Coroutine[Any, Any, Any]) -> Response[bytes]:
+    """The reply, within the time that the request's header gives it."""
+    try:
+        timeout_ms = timeout_of(request.headers)
+        async with asyncio.timeout(None if timeout_ms is None else timeout_ms / 1e3):
+            return json_response(await until_disconnect(request.receive, reply))
+    except TimeoutError as error:
+        raise DeadlineError("the request's deadline was over before its answer") from error
+    finally:
+        reply.close()  # no-op unless it never began

@@ -194,6 +194,15 @@ class Service:
     def _starting(self) -> UnavailableError:
         return UnavailableError(f"the engine is starting: {self.phase}", code="starting")
 
+    def check_room(self, lengths: Sequence[int]) -> None:
+        """Raises InvalidRequestError for a prompt that is longer than the server allows, and
+        OverloadedError when too much is waiting.
+        """
+        check_prompts(lengths, self.server)
+        full = queue_refusal(self.client, self.server, sum(lengths))
+        if full is not None:
+            raise full
+
     async def prepare(
         self,
         fields: ConstraintFields,
@@ -212,11 +221,7 @@ class Service:
                 a prompt is longer than the server allows.
             OverloadedError: too much is waiting.
         """
-        lengths = [len(one.prompt_token_ids) for one in generations]
-        check_prompts(lengths, self.server)
-        full = queue_refusal(self.client, self.server, sum(lengths))
-        if full is not None:
-            raise full
+        self.check_room([len(one.prompt_token_ids) for one in generations])
         for sampling in {id(one.sampling): one.sampling for one in generations}.values():
             if sampling.structured_outputs is not None:
                 begin = time.monotonic()

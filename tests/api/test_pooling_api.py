@@ -8,6 +8,7 @@ import struct
 
 import pytest
 
+from ostinato.conf.schema import ServerConfig
 from ostinato.runtime.types import FinishReason, PoolingKind, ServedTask
 from tests.api.fake_client import news
 
@@ -181,3 +182,17 @@ def test_what_the_operator_asks(app, tokenizer, tmp_path):
     facts = app.http.get("/tokenizer_info").json()
     assert facts["vocab_size"] == tokenizer.vocab_size
     assert facts["chat_template"] == tokenizer.chat_template.source
+
+
+def test_the_servers_limits_hold_here_too(make_app):
+    limited = make_app(DONE, server=ServerConfig(max_prompt_tokens=2), **EMBEDS)
+    assert refusal(embed(limited, input=[1, 2, 3])) == (400, "input", "prompt_too_long")
+    assert embed(limited, input=[[1, 2], [3]]).status_code == 200
+    waiting = make_app((None,), **EMBEDS)
+    headers = {"x-request-timeout-ms": "50"}
+    response = waiting.http.post("/v1/embeddings", json={"input": [1]}, headers=headers)
+    assert (response.status_code, response.json()["error"]["code"]) == (504, "deadline_exceeded")
+    assert len(waiting.engine.aborted) == 1
+    headers = {"x-request-timeout-ms": "soon"}
+    response = waiting.http.post("/v1/embeddings", json={"input": [1]}, headers=headers)
+    assert refusal(response)[:2] == (400, "x-request-timeout-ms")
