@@ -65,13 +65,6 @@ class TestLangChain:
         answer = bound.invoke([messages.HumanMessage("weather?"), first, result])
         assert answer.content == "It is sunny."
 
-    def test_structured_output(self, chat):
-        answer = chat.with_structured_output(
-            {**PARAMETERS, "title": "place", "properties": {"city": {"enum": ["Oslo"]}}},
-            method="json_schema",
-        ).invoke("hi")
-        assert answer == {"city": "Oslo"}
-
 
 class TestLiteLLM:
     @pytest.fixture
@@ -97,6 +90,7 @@ class TestLiteLLM:
         assert "".join(pieces) == "Hello there."
 
     def test_a_call(self, ask):
+        pytest.importorskip("mcp")  # which litellm imports for tools and does not bring
         (call,) = ask("weather?", tools=[TOOL]).choices[0].message.tool_calls
         assert json.loads(call.function.arguments) == {"city": "Oslo"}
 
