@@ -34,7 +34,7 @@ def invoke(*arguments: str, **environment: str) -> subprocess.CompletedProcess[s
         (["serv"], "run: there is no command 'serv'; did you mean run serve?"),
         (
             ["xyzzy"],
-            "run: there is no command 'xyzzy'; commands: serve, generate, chat, bench, simulate, tune, compile, plan",
+            "run: there is no command 'xyzzy'; commands: serve, generate, chat, batch, bench, simulate, tune, compile, plan",
         ),
         (
             ["serve", "server.prt=1"],
@@ -171,7 +171,7 @@ def test_version(capsys: pytest.CaptureFixture[str]):
         (
             "run ",
             " ",
-            ["serve", "generate", "chat", "bench", "simulate", "tune", "compile", "plan"],
+            ["serve", "generate", "chat", "batch", "bench", "simulate", "tune", "compile", "plan"],
         ),
         ("run s", " ", ["serve", "simulate"]),
         ("run serve server.po", " ", ["server.port="]),
