@@ -14,9 +14,10 @@ from ostinato.conf.errors import ConfigError
 from tests.benchmarks.test_sweep import TINY
 
 
-def bench(tmp_path: Path, *words: str) -> Record:
+def bench(tmp_path: Path, *words: str, report: bool = False) -> Record:
     file = tmp_path / "out" / "record.json"
-    assert run(["bench", *words, *TINY, f"bench.output={file}"]) == 0
+    more = (f"bench.output={file}", f"bench.report={str(report).lower()}")
+    assert run(["bench", *words, *TINY, *more]) == 0
     [record] = read_records(file)
     return record
 
@@ -76,7 +77,8 @@ def test_ops_are_measured_against_the_machine(tmp_path: Path):
 
 
 def test_the_report_needs_nothing_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    record = bench(tmp_path, "throughput", "workload=fixed", "workload.num_requests=3")
+    words = ("throughput", "workload=fixed", "workload.num_requests=3")
+    record = bench(tmp_path, *words, report=True)
     out = tmp_path / "out"
     page = (out / "record.html").read_text()
     assert str(out / "record.html") in capsys.readouterr().out

@@ -20,6 +20,7 @@ TINY = [
     "graphs.mode=eager",
     "graphs.attention=reference",
     "graphs.pack_weights=false",
+    "device.threads=1",
     "bench.repeats=1",
     "bench.warmup=0",
 ]

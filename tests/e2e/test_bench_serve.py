@@ -24,9 +24,10 @@ def server(trace: Path) -> Iterator[ServerProcess]:
         yield server
 
 
-def bench(tmp_path: Path, *words: str) -> Record:
+def bench(tmp_path: Path, *words: str, report: bool = False) -> Record:
     file = tmp_path / "record.json"
-    assert run(["bench", *words, f"bench.output={file}", "model.max_model_len=512"]) == 0
+    more = (f"bench.output={file}", f"bench.report={str(report).lower()}")
+    assert run(["bench", *words, *more, "model.max_model_len=512"]) == 0
     [record] = read_records(file)
     return record
 
@@ -35,7 +36,7 @@ def bench(tmp_path: Path, *words: str) -> Record:
 def test_load_then_its_trace_again(server: ServerProcess, trace: Path, tmp_path: Path):
     small = ("workload=prefix", "workload.num_requests=6", "workload.output_len=5")
     load = (f"load.url={server.url}", "load.rates=[20]", "load.concurrency=[2]")
-    record = bench(tmp_path, "serve", *small, *load, "slo.e2e_ms=600000")
+    record = bench(tmp_path, "serve", *small, *load, "slo.e2e_ms=600000", report=True)
     assert [point.label for point in record.points] == ["20 requests/s", "2 at a time"]
     for point in record.points:
         found = {name: metric.value for name, metric in point.metrics.items()}
