@@ -35,7 +35,8 @@ from ostinato.runtime.planning import ModelSource, open_model
 __all__ = ("ops",)
 
 _COLD_BYTES = 96 << 20
-_MIN_CALLS, _MAX_CALLS, _SECONDS = 5, 200, 0.3
+_MIN_CALLS, _MAX_CALLS = 5, 200
+_SECONDS = 0.1  # of each kernel, times bench.repeats
 
 
 class _Case(NamedTuple):
@@ -64,7 +65,9 @@ def ops(config: EngineConfig, context: BenchContext) -> Record:
     with torch.inference_mode():
         for case in _cases(config, source, device):
             context.show(f"{case.name} {case.size}")
-            timed.append((case._replace(calls=[]), _time(case, device)))
+            timed.append(
+                (case._replace(calls=[]), _time(case, device, _SECONDS * config.bench.repeats))
+            )
     # The machine's state may have changed meanwhile: its better one is what kernels are held to.
     after = machine_of(device, source.dtype)
     machine = Machine(
@@ -94,12 +97,12 @@ def _load_native() -> None:
         raise StartupError(str(error)) from error
 
 
-def _time(case: _Case, device: torch.device) -> list[float]:
-    """Seconds of each call."""
+def _time(case: _Case, device: torch.device, seconds: float) -> list[float]:
+    """Seconds of each call, for so long."""
     for call in case.calls[:3]:
         call()
     times: list[float] = []
-    end = time.perf_counter() + _SECONDS
+    end = time.perf_counter() + seconds
     count = 0
     while count < _MIN_CALLS or (time.perf_counter() < end and count < _MAX_CALLS):
         call = case.calls[count % len(case.calls)]

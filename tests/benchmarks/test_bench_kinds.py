@@ -13,6 +13,8 @@ from ostinato.benchmarks.record import Metric, Record, read_records
 from ostinato.conf.errors import ConfigError
 from tests.benchmarks.test_sweep import TINY
 
+SHORT = ("workload.input_len=16", "workload.output_len=4")
+
 
 def bench(tmp_path: Path, *words: str, report: bool = False) -> Record:
     file = tmp_path / "out" / "record.json"
@@ -77,7 +79,7 @@ def test_ops_are_measured_against_the_machine(tmp_path: Path):
 
 
 def test_the_report_needs_nothing_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    words = ("throughput", "workload=fixed", "workload.num_requests=3")
+    words = ("throughput", "workload=fixed", *SHORT, "workload.num_requests=3")
     record = bench(tmp_path, *words, report=True)
     out = tmp_path / "out"
     page = (out / "record.html").read_text()
@@ -94,7 +96,7 @@ def test_the_report_needs_nothing_else(tmp_path: Path, capsys: pytest.CaptureFix
 
 def test_history_shows_changes(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     log = tmp_path / "log.jsonl"
-    bench(tmp_path, "workload=fixed", "workload.num_requests=2", f"bench.append={log}")
+    bench(tmp_path, "workload=fixed", *SHORT, "workload.num_requests=2", f"bench.append={log}")
     [first] = read_records(log)
     second = first.to_dict()
     second["conditions"]["time"] = "2999-01-01T00:00:00+00:00"
@@ -150,14 +152,14 @@ def test_what_can_not_be_measured_is_one_line(
 
 def test_headers_with_keys_are_not_written(tmp_path: Path):
     record = bench(
-        tmp_path, "workload=fixed", "workload.num_requests=1", "load.headers.Auth=geheim"
+        tmp_path, "workload=fixed", *SHORT, "workload.num_requests=1", "load.headers.Auth=geheim"
     )
     assert record.conditions["config"]["load"]["headers"] == {"Auth": "(not kept)"}
     assert "geheim" not in json.dumps(record.to_dict())
 
 
 def test_a_record_comes_back_as_it_was(tmp_path: Path):
-    record = bench(tmp_path, "workload=fixed", "workload.num_requests=1")
+    record = bench(tmp_path, "workload=fixed", *SHORT, "workload.num_requests=1")
     point = replace(record.points[0], metrics={"x": Metric.of([1.0, 3.0, 2.0], "s", "lower")})
     again = Record.from_dict(replace(record, points=[point]).to_dict())
     assert again.points[0].metrics["x"] == Metric(2.0, "s", "lower", (1.0, 3.0, 2.0))

@@ -108,7 +108,7 @@ def test_a_sweep_isolates_a_failure_reuses_the_model_and_resumes(
     assert [point.label for point in record.points] == [
         f"max_num_batched_tokens={tokens} memory_gib={gib}"
         for tokens in (64, 128)
-        for gib in ("0.01", "0.00001")
+        for gib in ("0.01", "1e-05")
     ]
     good, failed = record.points[0::2], record.points[1::2]
     assert [point.error for point in good] == [None, None]
