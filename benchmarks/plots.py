@@ -302,8 +302,8 @@ def parameter_effect(record: Record) -> Figure | None:
     values = [point.metrics[name].value for point in points]
     runs = [point.metrics[name].runs or (point.metrics[name].value,) for point in points]
     errors = [
-        [v - min(r) for v, r in zip(values, runs, strict=True)],
-        [max(r) - v for v, r in zip(values, runs, strict=True)],
+        [max(0.0, v - min(r)) for v, r in zip(values, runs, strict=True)],
+        [max(0.0, max(r) - v) for v, r in zip(values, runs, strict=True)],
     ]
     axes.barh(places, values, 0.6, color=_COLOURS[0], xerr=errors, ecolor="#39424a")
     axes.set_yticks(places, [point.label for point in points], fontsize=8)
