@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -30,6 +31,7 @@ def server() -> Iterator[ServerProcess]:
         "cache.memory_gib=0.2",
         "scheduler.max_num_seqs=40",  # some of the streams wait
         "server.restart_backoff_s=0.1",
+        "server.drain_timeout_s=200",
     ) as process:
         yield process
 
@@ -145,3 +147,17 @@ def test_fifty_streams_survive_three_kills(server: ServerProcess) -> None:
     assert restarts['ostinato_engine_restarts_total{reason="killed"}'] >= 2
     assert metrics["ostinato_kv_cache_usage_ratio"] == 0
     assert httpx.get(f"{server.url}/ready", timeout=30).json() == {"status": "ready"}
+
+
+def test_a_drain_waits_for_an_engine_that_is_started_again(server: ServerProcess) -> None:
+    """The last test of this server: it ends it."""
+    request = {**body(0), "max_tokens": 100}
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=request, timeout=250) as reply:
+        lines = reply.iter_lines()
+        next(lines)
+        server.engine.kill()
+        server.signal(signal.SIGTERM)
+        events = [line for line in lines if line]
+    assert events[-1] == "data: [DONE]"
+    assert json.loads(events[-2].removeprefix("data: "))["usage"]["completion_tokens"] == 100
+    assert server.wait() == 0
