@@ -372,7 +372,7 @@ def draw(record: Record) -> list[Plot]:
     """
     from matplotlib import rc_context
 
-    style = {
+    style: dict[Any, Any] = {
         "font.size": 9,
         "axes.titlesize": 10,
         "svg.fonttype": "path",

@@ -336,7 +336,7 @@ class EngineClient:
         finally:
             if self._flights.get(unique_id) is not None:
                 await asyncio.shield(self._leave([unique_id]))
-        if isinstance(news, EngineDeadError):
+        if isinstance(news, EngineDeadError | DeadlineError):
             raise news
         return PooledOutput(
             request_id=request_id,

@@ -75,7 +75,6 @@ class Engine:
         self._in_flight: deque[tuple[SchedulerOutput, PendingStep]] = deque()
         self.cost_table = cost_table
         self._grammars = GrammarStore(model)
-        self._grammars.load_early()
         runner.use_grammars(self._grammars.matcher)
         self._observer = observer or StepObserver()
         self._num_requests = 0

@@ -1,12 +1,13 @@
 """The engine's side of grammars: built on a thread, kept for their requests, one matcher a row.
 
 A grammar comes here checked (`runtime/grammar_process.py`), so that building it is bounded; it
-releases the interpreter's lock meanwhile, and its request joins the queue when it is there.
+releases the interpreter's lock meanwhile, and its request joins the queue when it is there. Loading
+the vocabulary does not: the first grammar of an engine holds up steps once, 0.7 s for 131,072
+tokens. At the start it would hold up every start, of engines that never see a grammar too.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
 from collections import OrderedDict
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.grammar_limits import build_matcher, load_grammar_tokenizer, problem
-from ostinato.runtime.types import FinishReason, Request, SequenceOutput, ServedModel, ServedTask
+from ostinato.runtime.types import FinishReason, Request, SequenceOutput, ServedModel
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -24,7 +25,6 @@ __all__ = ("GrammarStore",)
 
 _LOG = logging.getLogger(__name__)
 _MAX_CACHED = 64  # grammars that no request uses
-_MAX_LAZY_TOKENS = 16_384
 
 
 class GrammarStore:
@@ -49,18 +49,6 @@ class GrammarStore:
     def num_waiting(self) -> int:
         """Requests whose grammar is not there yet."""
         return len(self._waiting)
-
-    def load_early(self) -> None:
-        """Load a large vocabulary, at the start; a small one is loaded by the first grammar.
-
-        Loading holds the interpreter's lock, so that steps would wait for it: 0.7 s for 131,072
-        tokens. One that grammars can not use is no reason not to start.
-        """
-        model = self._model
-        is_large = model.vocab_size > _MAX_LAZY_TOKENS and ServedTask.generate in model.tasks
-        if is_large and model.tokenizer:
-            with contextlib.suppress(InvalidRequestError):
-                self._load()
 
     def request_ids(self) -> list[str]:
         """Of the requests that wait."""
