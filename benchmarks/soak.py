@@ -1,16 +1,17 @@
 """Hours in minutes: a real `run serve` under traffic of every kind, and what must hold afterwards.
 
     python -m ostinato.benchmarks.soak
-    python -m ostinato.benchmarks.soak --clients 250 --bad-clients 250 --minutes 10
+    python -m ostinato.benchmarks.soak --clients 250 --bad-clients 250 --calm-minutes 2 --minutes 10
     python -m ostinato.benchmarks.soak --kill-every 20 server.max_restarts=1000
     python -m ostinato.benchmarks.soak --minutes 60 --seed 1 --json FILE device.threads=1
 
 Clients send prompts of random lengths with random options, several completions and prompts at once,
 bad requests, and go away in the middle of answers. In the end: nothing compiled after the start,
-every block is free and block accounting is whole, no 5xx, no error in the log. Memory is reported;
-the KV cache is so small that sequences wait and are preempted, and all of it is in use soon
-(another model than the demo needs its own `cache.memory_gib`). Needs `httpx`, of the extra `test`.
-Exit code 1 when a check fails.
+every block is free and block accounting is whole, no 5xx, no error in the log, memory and file
+descriptors stand still; with `--calm-minutes`, good clients' p99 stays within twice of what it is
+before the bad ones come. The KV cache is so small that sequences wait and are preempted, and all of
+it is in use soon (another model than the demo needs its own `cache.memory_gib`). Needs `httpx`, of
+the extra `test`. Exit code 1 when a check fails.
 """
 
 from __future__ import annotations
@@ -54,6 +55,9 @@ _REPLY_S = 120.0
 _SAMPLE_S = 1.0
 _FDS_KEPT = 8  # more than before the traffic: of libraries that open something once
 _WARM_SHARE = 0.3  # of the time, before memory is expected to stand still
+_GROWTH_MIB = 32.0  # that a process may grow by after that: the allocator's, not a request's
+_GROWTH_FROM_S = 120.0  # shorter runs have no time to stand still
+_MOST_SLOWER = 2.0  # p99 of good requests among bad clients, against good ones alone
 
 
 class _Server:
@@ -138,6 +142,7 @@ class _Counts:
     options: Counter[str] = field(default_factory=Counter)
     faults: Counter[str] = field(default_factory=Counter)  # of soak_faults
     wrong: list[str] = field(default_factory=list)  # answers that are not what was to come
+    answered: list[tuple[float, float]] = field(default_factory=list)  # when sent, seconds it took
 
     def blame(self, exchange: Exchange, what: str) -> None:
         self.wrong.append(f"{exchange.path} {what[:500]}: {json.dumps(exchange.body)[:2000]}")
@@ -145,6 +150,8 @@ class _Counts:
 
 async def _exchange(client: httpx.AsyncClient, exchange: Exchange, counts: _Counts) -> None:
     counts.options.update(exchange.body.keys())
+    sent = time.monotonic()
+    is_whole = False
     try:
         async with asyncio.timeout(exchange.patience_s):
             async with client.stream("POST", exchange.path, json=exchange.body) as response:
@@ -156,21 +163,25 @@ async def _exchange(client: httpx.AsyncClient, exchange: Exchange, counts: _Coun
                     await response.aread()
                     counts.exchanges["refused"] += 1
                 elif exchange.body["stream"]:
-                    await _read_stream(response, exchange, counts)
+                    is_whole = await _read_stream(response, exchange, counts)
                 else:
                     await response.aread()
+                    is_whole = True
                     _check_choices(response.json()["choices"], exchange, counts)
     except TimeoutError:
         counts.exchanges["hung up"] += 1
     except httpx.HTTPError as error:
         counts.blame(exchange, f"broke: {type(error).__name__}: {error}")
+    if is_whole:
+        counts.answered.append((sent, time.monotonic() - sent))
 
 
-async def _read_stream(response: httpx.Response, exchange: Exchange, counts: _Counts) -> None:
+async def _read_stream(response: httpx.Response, exchange: Exchange, counts: _Counts) -> bool:
+    """Whether the client read to the end."""
     last, chunks, ended = "", 0, set()
     if exchange.chunks_read == 0:
         counts.exchanges["hung up"] += 1
-        return
+        return False
     async for line in response.aiter_lines():
         if not line.startswith("data: "):
             continue
@@ -182,10 +193,11 @@ async def _read_stream(response: httpx.Response, exchange: Exchange, counts: _Co
                     ended.add((choice["index"], choice["finish_reason"]))
         if chunks == exchange.chunks_read:
             counts.exchanges["hung up"] += 1
-            return
+            return False
     _check_ends([reason for _, reason in ended], exchange, counts)
     if last != "data: [DONE]":
         counts.blame(exchange, f"the stream ended with {last}")
+    return True
 
 
 def _check_choices(choices: list[dict[str, Any]], exchange: Exchange, counts: _Counts) -> None:
@@ -202,6 +214,7 @@ class Faults(NamedTuple):
     """What goes wrong besides the clients' own requests."""
 
     num_bad_clients: int = 0  # connections of soak_faults.misbehave
+    calm_s: float = 0.0  # before these come: good clients alone, to compare with
     kill_every_s: float = 0.0  # an engine, again and again; 0 = never
 
 
@@ -234,20 +247,40 @@ async def _drive(
         if faults.kill_every_s:
             killing = kill_engines(server.process, faults.kill_every_s, counts.faults)
             others.append(asyncio.create_task(killing))
-        bad = (
-            misbehave(
+
+        async def send_bad(number: int) -> None:
+            await asyncio.sleep(faults.calm_s)
+            await misbehave(
                 url,
                 token_ids,
                 seed=f"{seed}/bad/{number}",
                 until=begin + seconds,
                 counts=counts.faults,
             )
-            for number in range(faults.num_bad_clients)
-        )
+
+        bad = (send_bad(number) for number in range(faults.num_bad_clients))
         await asyncio.gather(*(send(number) for number in range(num_clients)), *bad)
         for task in others:
             task.cancel()
+    counts.answered = [(sent - begin, took) for sent, took in counts.answered]
     return counts, memory
+
+
+def _latency(counts: _Counts, seconds: float, calm_s: float) -> dict[str, dict[str, float]]:
+    """Seconds to whole answers of good clients, alone and among bad ones; {} = nothing to compare.
+
+    The first and last tenth of the calm time do not count: clients begin all at once, and what is
+    sent late meets the bad ones.
+    """
+    calm = [took for sent, took in counts.answered if 0.1 * calm_s <= sent <= 0.9 * calm_s]
+    storm = [took for sent, took in counts.answered if calm_s <= sent <= seconds]
+    if len(calm) < 2 or len(storm) < 2:
+        return {}
+    found = {}
+    for name, series in (("calm", calm), ("storm", storm)):
+        cuts = statistics.quantiles(series, n=100, method="inclusive")
+        found[name] = {"answers": len(series), "p50_s": cuts[49], "p99_s": cuts[98]}
+    return found
 
 
 def _quiet_metrics(url: str) -> dict[str, float]:
@@ -338,6 +371,8 @@ def run_soak(
         if (" ERROR " in line or "Traceback" in line)
         and not (faults.kill_every_s and "the engine died: its process was killed" in line)
     ]
+    growth = _growth(memory, seconds)
+    latency = _latency(counts, seconds, faults.calm_s) if faults.calm_s else {}
     leaked = metrics["ostinato_kv_cache_usage_ratio"] * metrics["ostinato_kv_cache_blocks"]
     figures = {
         name.removeprefix("ostinato_").removesuffix("_total"): value
@@ -352,6 +387,10 @@ def run_soak(
             "no block leaked": leaked == 0 and metrics["ostinato_requests_running"] == 0,
             "no 5xx": not any(status >= 500 for status in counts.statuses),
             "no file descriptor leaked": fds <= fds_before + _FDS_KEPT,
+            "memory stands still": seconds < _GROWTH_FROM_S
+            or all(sizes["growth_mib"] <= _GROWTH_MIB for sizes in growth.values()),
+            "good answers in time": not latency
+            or latency["storm"]["p99_s"] <= _MOST_SLOWER * latency["calm"]["p99_s"],
             "every answer as expected": not counts.wrong,
             # The engine checks its block accounting when it ends, and logs what is broken.
             "no error in the log, exit code 0": not errors and code == 0,
@@ -367,7 +406,8 @@ def run_soak(
         "exit_code": code,
         "engine": figures,
         "requests_by_field": dict(sorted(counts.options.items())),
-        "memory": _growth(memory, seconds),
+        "memory": growth,
+        "latency": latency,
         "memory_mib": memory[:: max(1, len(memory) // 60)],
         "conditions": {
             "time": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -376,6 +416,7 @@ def run_soak(
             "seed": seed,
             "clients": num_clients,
             "bad_clients": faults.num_bad_clients,
+            "calm_s": faults.calm_s,
             "kill_every_s": faults.kill_every_s,
             "overrides": [*_OVERRIDES, *overrides],
             "cpu": cpu_name(),
@@ -392,19 +433,22 @@ def _print(record: dict[str, Any]) -> None:
     table.add_column("holds")
     table.add_column("figures", overflow="fold")
     exchanges = ", ".join(f"{count} {what}" for what, count in record["exchanges"].items())
+    growth = record["memory"]
     figures = (
         record["late_compiles"] or 0,
         f"{record['leaked_blocks']:g} in use at the end",
         ", ".join(f"{status}: {count}" for status, count in record["statuses"].items()),
         "{before} before, {after} after".format(**record["file_descriptors"]),
+        ", ".join(f"{name} {sizes['growth_mib']:+.1f} MiB" for name, sizes in growth.items()),
+        ", ".join(
+            f"{name} p50 {one['p50_s']:.2f} p99 {one['p99_s']:.2f} s"
+            for name, one in record["latency"].items()
+        ),
         f"{exchanges}; {len(record['wrong'])} wrong",
         f"{len(record['errors'])} errors, exit code {record['exit_code']}",
     )
     for (name, holds), text in zip(record["checks"].items(), figures, strict=True):
         table.add_row(name, "yes" if holds else "NO", str(text))
-    for name, sizes in record["memory"].items():
-        text = f"{sizes['warm_mib']:.0f} -> {sizes['end_mib']:.0f} MiB ({sizes['growth_mib']:+.1f})"
-        table.add_row(f"memory of the {name} process", "", text)
     console.print(table)
     engine = record["engine"]
     console.print(", ".join(f"{name} {value:g}" for name, value in engine.items()), markup=False)
@@ -419,6 +463,9 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--clients", type=int, default=12)
     parser.add_argument("--bad-clients", type=int, default=0, help="connections that misbehave")
+    parser.add_argument(
+        "--calm-minutes", type=float, default=0, help="before the bad ones come; 0 = from the start"
+    )
     parser.add_argument("--kill-every", type=float, default=0, help="seconds; 0 = no engine dies")
     parser.add_argument("--json", type=Path, help="write the record to this file")
     parser.add_argument("overrides", nargs="*", help="configuration of the server")
@@ -428,7 +475,7 @@ def main(arguments: list[str]) -> int:
         seed=options.seed,
         num_clients=options.clients,
         overrides=options.overrides,
-        faults=Faults(options.bad_clients, options.kill_every),
+        faults=Faults(options.bad_clients, 60 * options.calm_minutes, options.kill_every),
     )
     if options.json is not None:
         options.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
