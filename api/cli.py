@@ -78,6 +78,7 @@ def _dispatch(arguments: list[str]) -> int:
 
 def _run_command(name: str, command: Command, arguments: list[str]) -> int:
     options, words, after_dashes = _parse(name, arguments)
+    words = [*words, *options.flags]
     if options.help:
         from ostinato.api.cli_help import command_help
 
@@ -154,6 +155,9 @@ def _parse(name: str, arguments: list[str]) -> tuple[argparse.Namespace, list[st
     parser.add_argument("-c", "--cfg", choices=["job"])
     parser.add_argument("--config-dir")
     parser.add_argument("-m", "--multirun", action="store_true")
+    for flag, override in COMMANDS[name].flags:
+        parser.add_argument(flag, action="append_const", const=override, dest="flags")
+    parser.set_defaults(flags=[])
     parser.add_argument("words", nargs="*")
     options = parser.parse_intermixed_args(head)
     return options, options.words, after

@@ -29,6 +29,8 @@ class Command:
     # The function also takes the words of the command line that made the configuration, and the
     # command can be run for many configurations: `--multirun key=1,2`.
     sweeps: bool = False
+    # What may be written shorter: (flag, the override that it stands for).
+    flags: tuple[tuple[str, str], ...] = ()
 
 
 COMMANDS = {
@@ -91,8 +93,9 @@ COMMANDS = {
             "run simulate workload=random load.rates=[2,4,8]",
             "run simulate model=llama-8b simulate.device=h100 simulate.replicas=8 load.rates=[40]",
             "run simulate workload=trace workload.path=trace.jsonl simulate.rounds=24",
-            "run simulate simulate.validate=true",
+            "run simulate --validate",
         ),
+        flags=(("--validate", "simulate.validate=true"),),
     ),
     "tune": Command(
         target="ostinato.benchmarks.tune.command:tune",

@@ -151,6 +151,12 @@ def test_cfg_job_refuses_what_the_command_would_refuse(capsys: pytest.CaptureFix
     assert "server.port must be in [0, 65535], got -1" in capsys.readouterr().err
 
 
+def test_a_flag_stands_for_an_override(capsys: pytest.CaptureFixture[str]):
+    assert run(["simulate", "--validate", "load.rates=[1]", "--cfg", "job"]) == 0
+    assert "  validate: true\n" in capsys.readouterr().out
+    assert run(["serve", "--validate"]) == 2
+
+
 def test_config_dir(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "mine.yaml").write_text("path: /my/model\n")
