@@ -90,17 +90,19 @@ def _run_command(name: str, command: Command, arguments: list[str]) -> int:
     prompts = [word for word in words if takes_words and not _is_override(word)]
     overrides = [word for word in words if word not in prompts]
     prompts += [" ".join(after_dashes)] if after_dashes else []
-    from ostinato.conf.compose import compose_yaml, load_config
+    from ostinato.conf.compose import compose_yaml, expand_sweep, load_config
 
+    if options.multirun and not command.sweeps:
+        raise ConfigError(f"run {name} runs once; --multirun is for run bench")
     if options.cfg:
-        print(compose_yaml(overrides, config_dir=options.config_dir), end="")
+        points = [overrides]
+        if options.multirun:
+            points = [each for _, each in expand_sweep(overrides, config_dir=options.config_dir)]
+        configs = (compose_yaml(each, config_dir=options.config_dir) for each in points)
+        print("---\n".join(configs), end="")
         return 0
     module, _, function = command.target.partition(":")
     if options.multirun:
-        from ostinato.conf.compose import expand_sweep
-
-        if not command.sweeps:
-            raise ConfigError(f"run {name} runs once; --multirun is for run bench")
         points = expand_sweep(overrides, config_dir=options.config_dir)
         return import_module("ostinato.benchmarks.sweep").sweep(points, options.config_dir)
     config = load_config(overrides, config_dir=options.config_dir)
