@@ -34,7 +34,7 @@ from ostinato.conf.schema import GraphForm
 from ostinato.graphs.buffers import StaticBuffers
 from ostinato.graphs.capture import GraphRunner
 from ostinato.graphs.compile import compile_model
-from ostinato.models.base import CausalLM, KVCache
+from ostinato.models.base import KVCache, LanguageModel
 from ostinato.models.packing import pack_model
 from ostinato.models.registry import build_model
 from ostinato.models.weights import init_dummy_weights
@@ -72,7 +72,7 @@ class Bench:
         self.backend = select_backend(config.graphs.attention.value, self._spec)
         if self.device.type == "cpu":
             load()
-        self.model: CausalLM = build_model(
+        self.model: LanguageModel = build_model(
             source.config, dtype=source.dtype, device=self.device, attention_backend=self.backend
         )
         init_dummy_weights(self.model, config.model.seed)
