@@ -53,7 +53,7 @@ _QUIET_S = 60.0
 _STOP_S = 60.0
 _REPLY_S = 120.0
 _SAMPLE_S = 1.0
-_FDS_KEPT = 8  # more than before the traffic: of libraries that open something once
+_FDS_KEPT = 16  # more than before the traffic: pipes of the processes that check grammars
 _WARM_SHARE = 0.3  # of the time, before memory is expected to stand still
 _GROWTH_MIB = 32.0  # that a process may grow by after that: the allocator's, not a request's
 _GROWTH_FROM_S = 120.0  # shorter runs have no time to stand still
@@ -325,6 +325,29 @@ def _growth(memory: list[dict[str, float]], seconds: float) -> dict[str, dict[st
     return growth
 
 
+def _late_compiles(metrics: dict[str, float]) -> dict[str, int]:
+    name = "ostinato_late_compiles_total "
+    return {
+        key.removeprefix(name): int(value)
+        for key, value in metrics.items()
+        if key.startswith(name) and value
+    }
+
+
+def _engine_figures(metrics: dict[str, float]) -> dict[str, float]:
+    counters = ("preemptions", "prefix_cache_hits", "prompt_tokens", "generation_tokens")
+    short = {
+        name.removeprefix("ostinato_").removesuffix("_total"): value
+        for name, value in metrics.items()
+        if name.startswith("ostinato_")
+    }
+    return {
+        name: value
+        for name, value in short.items()
+        if name.startswith(("steps", "completions_total")) or name in counters
+    }
+
+
 def run_soak(
     seconds: float,
     *,
@@ -360,11 +383,7 @@ def run_soak(
         code = server.stop()
     finally:
         server.kill()
-    late = {
-        name.removeprefix("ostinato_late_compiles_total "): int(value)
-        for name, value in metrics.items()
-        if name.startswith("ostinato_late_compiles_total ") and value
-    }
+    late, figures = _late_compiles(metrics), _engine_figures(metrics)
     errors = [
         line.rstrip()
         for line in server.lines
@@ -374,13 +393,6 @@ def run_soak(
     growth = _growth(memory, seconds)
     latency = _latency(counts, seconds, faults.calm_s) if faults.calm_s else {}
     leaked = metrics["ostinato_kv_cache_usage_ratio"] * metrics["ostinato_kv_cache_blocks"]
-    figures = {
-        name.removeprefix("ostinato_").removesuffix("_total"): value
-        for name, value in metrics.items()
-        if name.startswith(("ostinato_steps", "ostinato_completions_total"))
-        or name.removeprefix("ostinato_").removesuffix("_total")
-        in ("preemptions", "prefix_cache_hits", "prompt_tokens", "generation_tokens")
-    }
     return {
         "checks": {
             "nothing compiled late": not late,
@@ -409,20 +421,26 @@ def run_soak(
         "memory": growth,
         "latency": latency,
         "memory_mib": memory[:: max(1, len(memory) // 60)],
-        "conditions": {
-            "time": datetime.now(UTC).isoformat(timespec="seconds"),
-            "commit": commit_of(Path(ostinato.__file__).parent),
-            "seconds": seconds,
-            "seed": seed,
-            "clients": num_clients,
-            "bad_clients": faults.num_bad_clients,
-            "calm_s": faults.calm_s,
-            "kill_every_s": faults.kill_every_s,
-            "overrides": [*_OVERRIDES, *overrides],
-            "cpu": cpu_name(),
-            "gpus": gpu_names(),
-            "versions": package_versions(),
-        },
+        "conditions": _conditions(seconds, seed, num_clients, overrides, faults),
+    }
+
+
+def _conditions(
+    seconds: float, seed: int, num_clients: int, overrides: Sequence[str], faults: Faults
+) -> dict[str, Any]:
+    return {
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": commit_of(Path(ostinato.__file__).parent),
+        "seconds": seconds,
+        "seed": seed,
+        "clients": num_clients,
+        "bad_clients": faults.num_bad_clients,
+        "calm_s": faults.calm_s,
+        "kill_every_s": faults.kill_every_s,
+        "overrides": [*_OVERRIDES, *overrides],
+        "cpu": cpu_name(),
+        "gpus": gpu_names(),
+        "versions": package_versions(),
     }
 
 

@@ -45,6 +45,12 @@ def _some(numbers: Numbers, items: Sequence[Any], most: int) -> list[Any]:
     return [numbers.choice(items) for _ in range(numbers.randint(1, most))]
 
 
+_CONSTRAINTS: tuple[dict[str, Any], ...] = (
+    {"choice": ["seven apples", "three pears", "one small green bird"]},
+    {"regex": "[a-z]{1,12}( [a-z]{1,12}){0,3}"},
+    {"json": {"type": "object", "properties": {"count": {"type": "integer"}}}},
+)
+
 # Every field of a request that changes how its tokens are picked, where they end or what is told
 # of them; by (the random numbers, token ids of TEXT, max_tokens).
 OPTIONS: dict[str, Callable[[Numbers, Sequence[int], int], Any]] = {
@@ -76,7 +82,18 @@ OPTIONS: dict[str, Callable[[Numbers, Sequence[int], int], Any]] = {
     "cache_salt": lambda r, ids, most: r.choice(["one", "two"]),
     "priority": lambda r, ids, most: r.randint(-2, 2),
     "n": lambda r, ids, most: r.randint(2, 5),
+    "structured_outputs": lambda r, ids, most: r.choice(_CONSTRAINTS),
 }
+# What may leave a grammar without a token that it can go on with.
+_AGAINST_GRAMMARS = (
+    "allowed_token_ids",
+    "bad_words",
+    "logit_bias",
+    "min_tokens",
+    "ignore_eos",
+    "stop",
+    "stop_token_ids",
+)
 _INVALID: tuple[dict[str, Any], ...] = (
     {"temperature": 9},
     {"top_p": 0},
@@ -122,6 +139,8 @@ class Traffic:
             for name, draw in OPTIONS.items()
             if numbers.random() < _SHARE_OF_OPTION
         }
+        if "structured_outputs" in body:
+            body = {name: value for name, value in body.items() if name not in _AGAINST_GRAMMARS}
         body |= {"max_tokens": max_tokens, "stream": stream}
         if stream:
             body.pop("prompt_logprobs", None)  # has no place in a chunk

@@ -58,6 +58,11 @@ class Flights(Generic[Q]):
         return len(self._held)
 
     @property
+    def num_suspects(self) -> int:
+        """Those that have given no token since an engine died with them."""
+        return sum(1 for one in self._flights.values() if one.num_crashes)
+
+    @property
     def num_queued(self) -> int:
         """Those that wait for their first token."""
         return sum(1 for one in self._flights.values() if not one.output_token_ids)

@@ -72,6 +72,7 @@ STAGES = [
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there the command itself is run")
 @pytest.mark.timeout(900)
+@pytest.mark.slow
 def test_all_of_it_in_small(tmp_path: Path) -> None:
     output = tmp_path / "gpu.json"
     output.write_text(json.dumps({"conditions": {}, "stages": {"earlier": {"status": "ok"}}}))
