@@ -145,6 +145,8 @@ def draw(results: list[dict[str, Any]], title: str, file: Path) -> None:
 
 
 def _draw_line(axes: Axes, results: list[dict[str, Any]], axis: str) -> None:
+    from matplotlib.ticker import LogLocator, StrMethodFormatter
+
     results = sorted(results, key=lambda result: result[axis])
     places = [result[axis] for result in results]
     measured = [statistics.median(result["tokens_per_s"]) for result in results]
@@ -155,6 +157,8 @@ def _draw_line(axes: Axes, results: list[dict[str, Any]], axis: str) -> None:
     axes.plot(places, measured, "o-", color="#2f6f9f", label="measured")
     axes.set(xscale="log", yscale="log", xlabel=axis, ylabel="tokens per second")
     axes.set_xticks(places, [str(place) for place in places])
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
     axes.minorticks_off()
     axes.grid(True, color="#e4e7ea", linewidth=0.8)
     axes.spines[["top", "right"]].set_visible(False)

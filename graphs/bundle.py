@@ -146,7 +146,10 @@ class Bundle:
     def _open(self) -> None:
         if not self.directory.exists():
             return
-        reason = _why_not_trusted(self.directory)
+        try:
+            reason = _why_not_trusted(self.directory)
+        except FileNotFoundError:  # another process is just putting its own there
+            return
         if reason is not None:
             self._is_refused = True
             _LOG.warning("the bundle %s is not loaded: %s", self.directory, reason)
