@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import logging
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -22,6 +17,7 @@ from ostinato.conf.schema import ServerConfig
 from ostinato.runtime.log_format import JsonFormatter
 from ostinato.runtime.types import EngineStats, FinishReason, TimelineEvent
 from tests.api.fake_client import news
+from tests.api.otlp_receiver import otlp_receiver
 
 TRACE = {"x-trace": "1"}
 
@@ -290,35 +286,6 @@ class TestLiveWindow:
         assert window.look()["itl"] is None
 
 
-@contextmanager
-def collector() -> Iterator[tuple[str, list[bytes]]]:
-    """An OTLP receiver over HTTP: its address and the bodies that came."""
-    bodies: list[bytes] = []
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers["Content-Length"]))
-            if self.headers.get("Content-Encoding") == "gzip":
-                body = gzip.decompress(body)
-            bodies.append(body)
-            self.send_response(200)
-            self.send_header("Content-Length", "0")
-            self.end_headers()
-
-        def log_message(self, *arguments: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}/v1/traces", bodies
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
-
-
 class TestTraces:
     CALLER = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
@@ -337,7 +304,7 @@ class TestTraces:
 
     def test_a_request_is_a_span_with_its_phases(self, make_app):
         pytest.importorskip("opentelemetry.sdk")
-        with collector() as (endpoint, bodies):
+        with otlp_receiver() as (endpoint, bodies):
             app = make_app(traced_script(), server=ServerConfig(otlp_endpoint=endpoint))
             post(app, headers={"traceparent": self.CALLER}, request_id="me")
             app.service.close()
@@ -359,7 +326,7 @@ class TestTraces:
 
     def test_a_trace_that_is_not_sampled_is_not_sent(self, make_app):
         pytest.importorskip("opentelemetry.sdk")
-        with collector() as (endpoint, bodies):
+        with otlp_receiver() as (endpoint, bodies):
             app = make_app(traced_script(), server=ServerConfig(otlp_endpoint=endpoint))
             post(app, headers={"traceparent": self.CALLER[:-1] + "0"})
             app.service.close()

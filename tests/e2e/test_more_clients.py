@@ -1,7 +1,7 @@
 """Clients of other projects against a real server process; each is skipped where it is not installed.
 
-They are not in the test extra: together they bring some sixty packages, and some of them need older
-versions of `openai`. docs/tools-and-reasoning.md says how to run them.
+`langchain-openai` is in the test extra. The others are not: they bring some fifty packages, and hold
+`openai` at an older version. docs/tools-and-reasoning.md says how to run them.
 """
 
 from __future__ import annotations

@@ -1,0 +1,153 @@
+"""HTTPS and API keys of a real server: who gets in, and that no key is seen anywhere."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import ssl
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import httpx
+import openai
+import psutil
+import pytest
+
+from tests.api.otlp_receiver import otlp_receiver
+from tests.e2e.server_process import ServerProcess
+
+KEYS = ("sk-first-Zq83kd", "sk-second-Pw7720x")
+LISTED = "sk-listed-Rr41aa"  # on the command line, where everybody can see it
+
+
+class Site(NamedTuple):
+    server: ServerProcess
+    authority: Path  # certificate of whoever signed the server's
+    traces: list[bytes]
+    dumps: Path  # of the flight recorder
+
+    @property
+    def trust(self) -> ssl.SSLContext:
+        return ssl.create_default_context(cafile=self.authority)
+
+    def client(self, key: str | None = KEYS[0]) -> httpx.Client:
+        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        return httpx.Client(
+            base_url=self.server.url, verify=self.trust, headers=headers, timeout=100
+        )
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    trustme = pytest.importorskip("trustme", reason="it makes certificates")
+    directory = tmp_path_factory.mktemp("access")
+    issuer = trustme.CA()
+    certificate = issuer.issue_cert("127.0.0.1")
+    paths = {name: directory / name for name in ("ca.pem", "chain.pem", "key.pem", "keys", "dumps")}
+    issuer.cert_pem.write_to_path(paths["ca.pem"])
+    certificate.private_key_pem.write_to_path(paths["key.pem"])
+    for blob in certificate.cert_chain_pems:
+        blob.write_to_path(paths["chain.pem"], append=True)
+    paths["keys"].write_text("# one a line\n" + "\n".join(KEYS) + "\n")
+    with (
+        otlp_receiver() as (endpoint, traces),
+        ServerProcess(
+            f"server.tls_certificate={paths['chain.pem']}",
+            f"server.tls_key={paths['key.pem']}",
+            f"server.api_key_file={paths['keys']}",
+            f"server.api_keys=[{LISTED}]",
+            f"server.otlp_endpoint={endpoint}",
+            f"server.flight_recorder_dir={paths['dumps']}",
+            "server.log_level=debug",
+            "server.log_prompts=true",
+        ) as server,
+    ):
+        yield Site(server, paths["ca.pem"], traces, paths["dumps"])
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
+def test_curl_trusts_the_certificate_and_nobody_else(site: Site) -> None:
+    def curl(*options: str) -> subprocess.CompletedProcess[str]:
+        body = json.dumps({"prompt": "Once", "max_tokens": 3, "ignore_eos": True})
+        command = ["curl", "--silent", "--show-error", "--max-time", "60", *options]
+        command += ["-H", f"x-api-key: {KEYS[1]}", "-H", "Content-Type: application/json"]
+        command += ["-d", body, f"{site.server.url}/v1/completions"]
+        return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+    reply = json.loads(curl("--cacert", str(site.authority)).stdout)
+    assert reply["usage"]["completion_tokens"] == 3
+    stranger = curl()
+    assert stranger.returncode != 0
+    assert "certificate" in stranger.stderr
+
+
+def test_the_official_client_over_https(site: Site) -> None:
+    def client(key: str) -> openai.OpenAI:
+        return openai.OpenAI(
+            base_url=f"{site.server.url}/v1",
+            api_key=key,
+            max_retries=0,
+            http_client=openai.DefaultHttpxClient(verify=site.trust, timeout=100),
+        )
+
+    with client(KEYS[0]) as known:
+        name = known.models.list().data[0].id
+        stream = known.completions.create(model=name, prompt="Once", max_tokens=5, stream=True)
+        assert [chunk.choices[0].finish_reason for chunk in stream][-1] in ("stop", "length")
+    with client("sk-other") as unknown, pytest.raises(openai.AuthenticationError):
+        unknown.models.list()
+
+
+def test_plain_http_gets_no_answer(site: Site) -> None:
+    with pytest.raises(httpx.HTTPError):
+        httpx.get(site.server.url.replace("https", "http") + "/live", timeout=60)
+
+
+def test_no_key_is_seen_anywhere(site: Site) -> None:
+    """Not by who asks, not in the log at its most talkative, not in what processes show."""
+    seen: list[str] = []
+    server = site.server
+    with site.client() as client, site.client(LISTED) as listed, site.client(None) as nobody:
+        for one in (client, listed):
+            body = {"prompt": "Once upon", "max_tokens": 4, "request_id": f"{id(one)}"}
+            reply = one.post("/v1/completions", json=body, headers={"x-trace": "1"})
+            assert reply.status_code == 200
+            seen.append(reply.text)
+            server.wait_for_line(f"cmpl-{id(one)} done")
+        # What is refused is not repeated either: the key may be right, and the rest wrong.
+        for wrong in (
+            client.post("/v1/completions", json={"prompt": 1}),
+            client.get("/no/such/path"),
+            client.get("/v1/models", headers={"x-api-key": KEYS[1], "x-trace": "no"}),
+            nobody.get("/v1/models"),
+            nobody.get("/v1/models", headers={"Authorization": f"Basic {KEYS[0]}"}),
+            nobody.get("/v1/models", headers={"Authorization": f"Bearer {KEYS[0]}x"}),
+        ):
+            seen += [wrong.text, str(wrong.headers)]
+        page = nobody.get("/")
+        assert page.status_code == 200
+        seen.append(page.text)
+        paths = ("/metrics", "/schema/openapi.json", "/debug/state", "/debug/flight", "/load")
+        for path in (*paths, "/version", "/v1/models", "/tokenizer_info", "/ready", "/health"):
+            reply = client.get(path)
+            assert reply.status_code == 200, path
+            seen += [reply.text, str(reply.headers)]
+        for process in (psutil.Process(server.pid), server.engine):
+            # The system shows what stands on a command line: so the docs say, and to use a file.
+            seen += [" ".join(process.cmdline()).replace(LISTED, ""), str(process.environ())]
+        server.engine.kill()
+        server.wait_for_line("flight recorder: the last")
+    dumped = [path.read_text() for path in site.dumps.iterdir()]
+    assert dumped
+    deadline = time.monotonic() + 60
+    while not site.traces:
+        assert time.monotonic() < deadline, "no trace came"
+        time.sleep(0.05)
+    assert any("prompt_token_ids" in line for line in server.output)  # the log does say much
+    everything = "\n".join((*seen, *dumped, *server.output))
+    for key in (*KEYS, LISTED):
+        assert key not in everything
+        assert all(key.encode() not in body for body in site.traces)
