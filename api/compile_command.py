@@ -39,7 +39,7 @@ def compile_bundle(config: EngineConfig) -> int:
         def on_phase(name: str, seconds: float) -> None:
             progress.update(task, advance=1, description=f"{name} is done")
 
-        prepare_kernels(config.device, config.graphs)
+        prepare_kernels(config.model, config.device, config.graphs)
         from ostinato.runtime.build import build_engine
 
         bundle = build_engine(config, on_phase).bundle

@@ -33,7 +33,7 @@ def start_llm(config: EngineConfig) -> LLM:
     """
     console = Console(stderr=True)
     with console.status("starting: importing torch") as status:
-        prepare_kernels(config.device, config.graphs)
+        prepare_kernels(config.model, config.device, config.graphs)
         from ostinato import LLM
 
         status.update("starting: loading the model")

@@ -71,7 +71,7 @@ class Bench:
         self._spec = source.config.attention_spec(block_size, source.dtype, self.device)
         self.backend = select_backend(config.graphs.attention.value, self._spec)
         if self.device.type == "cpu":
-            load()
+            load("core")
         self.model: LanguageModel = build_model(
             source.config, dtype=source.dtype, device=self.device, attention_backend=self.backend
         )

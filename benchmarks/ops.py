@@ -92,7 +92,7 @@ def _load_native() -> None:
     from ostinato.ops.native.build import NativeBuildError
 
     try:
-        library.load()
+        library.load("core")
     except NativeBuildError as error:
         raise StartupError(str(error)) from error
 

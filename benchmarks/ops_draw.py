@@ -77,7 +77,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--rows", default="1,8,64")
     parser.add_argument("--json", type=Path, help="write every call's seconds to this file")
     options = parser.parse_args(arguments)
-    load()
+    load("core")
     conditions: dict[str, Any] = {
         "cpu": cpu_name(),
         "threads": torch.get_num_threads(),

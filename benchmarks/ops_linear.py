@@ -160,7 +160,7 @@ def main(arguments: list[str]) -> None:
     options = parser.parse_args(arguments)
     conditions = {
         "cpu": cpu_name(),
-        "isa": load().isa,
+        "isa": load("core").isa,
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
     }

@@ -234,7 +234,7 @@ def main(arguments: list[str]) -> None:
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": commit_of(Path(ostinato.__file__).parent),
         "cpu": cpu_name(),
-        "isa": load().isa,
+        "isa": load("core").isa,
         "torch": torch.__version__,
         "held_out_tokens": options.rows * (options.length - 1),
         "random_tokens": options.random_length,

@@ -58,7 +58,7 @@ def why_unpackable(weight: Tensor) -> str | None:
 def pack_linear_weight(weight: Tensor) -> Tensor:
     """A packed copy of a linear weight [N, K]; the caller drops the original.
 
-    Builds and loads the native library on first use.
+    Builds and loads their native library on first use.
 
     Raises:
         ValueError: `why_unpackable(weight)`.
@@ -67,7 +67,7 @@ def pack_linear_weight(weight: Tensor) -> Tensor:
     reason = why_unpackable(weight)
     if reason is not None:
         raise ValueError(f"this weight can not be packed: {reason}")
-    load()
+    load("core")
     return _pack_linear(weight.detach())
 
 

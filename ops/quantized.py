@@ -45,7 +45,7 @@ def quantize_linear_weight(weight: Tensor, form: QuantFormat) -> Tensor:
     squared error among a few that clip more or less of them. A group with an infinity or a NaN
     becomes NaN.
 
-    Builds and loads the native library on first use.
+    Builds and loads their native library on first use.
 
     Raises:
         ValueError: `why_unpackable(weight)`, or the format is not one of `QuantFormat`.
@@ -54,7 +54,7 @@ def quantize_linear_weight(weight: Tensor, form: QuantFormat) -> Tensor:
     reason = why_unpackable(weight)
     if reason is not None:
         raise ValueError(f"this weight can not be quantised: {reason}")
-    load()
+    load("quantized")
     return _quantize_linear(weight.detach(), *form)
 
 

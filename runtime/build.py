@@ -50,7 +50,7 @@ from ostinato.ops.attention import (
 )
 from ostinato.ops.native import library as native
 from ostinato.ops.native.build import NativeBuildError
-from ostinato.runtime.bundles import add_kernels, bundle_root
+from ostinato.runtime.bundles import add_kernels, bundle_root, kernel_libraries
 from ostinato.runtime.calibrate import CostStore, calibrate, make_scheduler
 from ostinato.runtime.cost_table import CostTable
 from ostinato.runtime.device import set_threads
@@ -189,7 +189,7 @@ def _build_engine(
         if costs is None and cost_store.is_wanted and not source.config.is_encoder:
             with phase("cost table"):
                 costs = calibrate(cost_store, runner, kv_cache, plan, served)
-    _save(bundle, source, phase)
+    _save(bundle, config, source, phase)
     cache, scheduler = _make_scheduler(config, source, plan, costs)
     return Engine(
         scheduler,
@@ -225,12 +225,12 @@ def _make_scheduler(
     return cache, scheduler
 
 
-def _save(bundle: Bundle | None, source: ModelSource, phase: Phase) -> None:
+def _save(bundle: Bundle | None, config: EngineConfig, source: ModelSource, phase: Phase) -> None:
     if bundle is None:
         return
     with phase("save bundle"):
         if source.device.type == "cpu":
-            add_kernels(bundle)
+            add_kernels(bundle, config.model)
         bundle.save()
 
 
@@ -374,7 +374,8 @@ def _load(
     try:
         if packs or backend == "cpu":
             with phase("native kernels"):
-                native.load()
+                for library in kernel_libraries(config.model):
+                    native.load(library)
         with phase("weights"), torch.inference_mode():
             quantize = _quantizer(source)
             if config.model.load_format is LoadFormat.dummy:

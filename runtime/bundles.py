@@ -11,11 +11,11 @@ import threading
 from pathlib import Path
 
 from ostinato.conf.environment import cache_dir
-from ostinato.conf.schema import DeviceConfig, DeviceName, GraphConfig
+from ostinato.conf.schema import DeviceConfig, DeviceName, GraphConfig, ModelSection, Quantization
 from ostinato.graphs.bundle import Bundle, trusted_directories
 from ostinato.ops.native import build as native
 
-__all__ = ("add_kernels", "bundle_root", "prepare_kernels")
+__all__ = ("add_kernels", "bundle_root", "kernel_libraries", "prepare_kernels")
 
 
 def bundle_root(graphs: GraphConfig) -> Path:
@@ -23,8 +23,13 @@ def bundle_root(graphs: GraphConfig) -> Path:
     return Path(graphs.bundle_dir or cache_dir() / "bundles")
 
 
-def prepare_kernels(device: DeviceConfig, graphs: GraphConfig) -> None:
-    """Have the CPU's kernels ready soon: from a bundle, or compiled on a thread meanwhile.
+def kernel_libraries(model: ModelSection) -> tuple[str, ...]:
+    """The native libraries (ops/native/build.py) that a model calls on a CPU."""
+    return ("core",) if model.quantization is Quantization.none else ("core", "quantized")
+
+
+def prepare_kernels(model: ModelSection, device: DeviceConfig, graphs: GraphConfig) -> None:
+    """Have the CPU's kernels ready soon: from a bundle, or compiled on threads meanwhile.
 
     A first start waits for the compiler longer than for anything else. Whoever loads the kernels
     (ops/native/library.py) waits for this build, and reports what went wrong with it.
@@ -33,26 +38,36 @@ def prepare_kernels(device: DeviceConfig, graphs: GraphConfig) -> None:
     if on_gpu or not graphs.pack_weights:
         return
     isa = native.detect_isa()
-    if native.intact_libraries(isa):
-        return
-    for directory in trusted_directories(bundle_root(graphs)) if graphs.bundle else ():
-        for path in directory.glob(f"{_kernels_name(isa)}*"):
-            native.adopt(isa, path.read_bytes())
-            return
-
-    def build() -> None:
-        with contextlib.suppress(native.NativeBuildError):
-            native.build(isa)
-
-    threading.Thread(target=build, name="build-kernels", daemon=True).start()
+    root = bundle_root(graphs) if graphs.bundle else None
+    for library in kernel_libraries(model):
+        if native.intact_libraries(library, isa) or _adopt(library, isa, root):
+            continue
+        threading.Thread(
+            target=_build, args=(library, isa), name=f"build-{library}", daemon=True
+        ).start()
 
 
-def add_kernels(bundle: Bundle) -> None:
-    """Put this machine's CPU kernels into a bundle."""
+def add_kernels(bundle: Bundle, model: ModelSection) -> None:
+    """Put this machine's CPU kernels for a model into its bundle."""
     isa = native.detect_isa()
-    for path in native.intact_libraries(isa):
-        bundle.put(f"{_kernels_name(isa)}.so", path.read_bytes())
+    for library in kernel_libraries(model):
+        for path in native.intact_libraries(library, isa):
+            bundle.put(f"{_kernels_name(library, isa)}.so", path.read_bytes())
 
 
-def _kernels_name(isa: str) -> str:
-    return f"kernels-{native.content_key(isa)}"
+def _adopt(library: str, isa: str, root: Path | None) -> bool:
+    """Take a library from any bundle below `root` that has it; False when none has."""
+    for directory in () if root is None else trusted_directories(root):
+        for path in directory.glob(f"{_kernels_name(library, isa)}*"):
+            native.adopt(library, isa, path.read_bytes())
+            return True
+    return False
+
+
+def _build(library: str, isa: str) -> None:
+    with contextlib.suppress(native.NativeBuildError):
+        native.build(library, isa)
+
+
+def _kernels_name(library: str, isa: str) -> str:
+    return f"kernels-{native.content_key(library, isa)}"

@@ -171,7 +171,7 @@ def main(address: str) -> int:
     config = _read_config()
     configure_logging(config.server.log_level, config.server.log_format, "engine")
     _exit_with_client()
-    prepare_kernels(config.device, config.graphs)
+    prepare_kernels(config.model, config.device, config.graphs)
     connection = _Connection(address)
     at_start = True
     engine: Engine | None = None

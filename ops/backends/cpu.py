@@ -58,7 +58,7 @@ class CpuBackend:
         soft_cap: float,
     ) -> Tensor:
         """Load the library, then call the op again: the dispatcher now finds the C++ kernel."""
-        load()
+        load("core")
         return torch.ops.ostinato.paged_attention.default(
             q, k, v, k_cache, v_cache, *metadata, scale, sliding_window, soft_cap, self.name
         )

@@ -1,10 +1,11 @@
-"""Compiles ops/native/*.cpp on first use and caches the library.
+"""Compiles ops/native/*.cpp into the libraries of `LIBRARIES` on first use and caches them.
 
 How a C++ kernel becomes the CPU implementation of an op (binding.h holds the whole interface):
 
 1. Python owns the schema: `register_op(name, {"CompositeExplicitAutograd": kernel}, fake=...)`.
    That Python kernel serves until the library is loaded; then the C++ kernel wins on CPU tensors.
-2. Any ops/native/*.cpp file reads the arguments in the schema's order and registers itself:
+2. An ops/native/*.cpp file, named in `LIBRARIES`, reads the arguments in the schema's order and
+   registers itself:
 
        #include "binding.h"
        static void scale_rows(StableIValue* stack, uint64_t num_arguments, uint64_t num_results) {
@@ -19,10 +20,9 @@ How a C++ kernel becomes the CPU implementation of an op (binding.h holds the wh
        OSTINATO_KERNEL(scale_rows, scale_rows);
 
    Throw std::invalid_argument (OSTINATO_CHECK) for bad input; it reaches Python as a ValueError.
-   Keep heavy headers out: each file is one compiler process, and the whole build has to stay near
-   five seconds on two cores.
-3. `load()` of library.py. The macro OSTINATO_ISA tells the level: 3 avx512bf16, 2 avx512, 1 avx2,
-   0 portable; above 0 its intrinsics may be used freely.
+   Keep heavy headers out: the build of `core` has to stay near five seconds on two cores.
+3. `load(library)` of library.py. The macro OSTINATO_ISA tells the level: 3 avx512bf16, 2 avx512,
+   1 avx2, 0 portable; above 0 its intrinsics may be used freely.
 
 This module imports no torch, so that an engine process can build while it imports torch.
 """
@@ -48,6 +48,7 @@ from ostinato.conf.environment import cache_dir, cxx
 
 __all__ = (
     "ISA_LEVELS",
+    "LIBRARIES",
     "REMEDY",
     "NativeBuildError",
     "adopt",
@@ -58,6 +59,14 @@ __all__ = (
 )
 
 _SOURCE_DIR = Path(__file__).parent
+
+LIBRARIES: dict[str, tuple[tuple[str, ...], ...]] = {
+    # name: its sources, each library's entry point `install` among them. Those in one pair of
+    # brackets are one compiler process: they share the second that their headers take, and their
+    # file scope, so the compiler refuses a name that two of them give away.
+    "core": (("install", "attention"), ("linear", "linear_pack", "elementwise", "sampling")),
+    "quantized": (("install", "quantized", "quantized_pack"),),  # for models that ask for it
+}
 REMEDY = "install g++ or set graphs.attention=reference graphs.pack_weights=false"
 _AVX2_FLAGS = ("-mavx2", "-mfma", "-mf16c")
 _AVX512_FLAGS = (*_AVX2_FLAGS, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
@@ -109,19 +118,19 @@ def detect_isa() -> str:
     return next(name for name, (_, _, needed) in ISA_LEVELS.items() if needed <= features)
 
 
-def build(isa: str) -> Path:
-    """The library for a level of ISA_LEVELS: from the cache when it is intact there, else built.
+def build(library: str, isa: str) -> Path:
+    """One of LIBRARIES for a level of ISA_LEVELS, from the cache when it is intact there.
 
     Processes and threads that ask at the same time wait for the first.
 
     Raises:
         NativeBuildError: no compiler was found, or it failed, or the cache can not be written.
     """
-    directory = _directory(isa)
+    directory = _directory(library, isa)
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with FileLock(directory / "lock", timeout=_LOCK_TIMEOUT_S):
-            return next(iter(_intact(directory)), None) or _build(isa, directory)
+            return next(iter(_intact(directory)), None) or _build(library, isa, directory)
     except OSError as error:  # the lock's timeout is one too
         raise NativeBuildError(
             f"the CPU kernels can not be built in {directory}: {error}; set OSTINATO_CACHE_DIR "
@@ -129,14 +138,15 @@ def build(isa: str) -> Path:
         ) from error
 
 
-def adopt(isa: str, data: bytes) -> None:
+def adopt(library: str, isa: str, data: bytes) -> None:
     """Put a library that was built elsewhere from the same sources into the cache.
 
     Args:
-        isa: a level of ISA_LEVELS; the caller knows that `content_key(isa)` is the library's.
+        library: one of LIBRARIES.
+        isa: a level of ISA_LEVELS; the caller knows that `content_key(library, isa)` is the file's.
         data: the file's content, from where nobody but the user can write.
     """
-    directory = _directory(isa)
+    directory = _directory(library, isa)
     with contextlib.suppress(OSError):  # then it is built, and that says what is wrong
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=directory, prefix="build-", delete=False) as file:
@@ -144,23 +154,24 @@ def adopt(isa: str, data: bytes) -> None:
         Path(file.name).replace(directory / f"{hashlib.sha256(data).hexdigest()[:32]}.so")
 
 
-def intact_libraries(isa: str) -> list[Path]:
-    """Libraries for a level of ISA_LEVELS that the cache holds, none or one."""
-    return _intact(_directory(isa))
+def intact_libraries(library: str, isa: str) -> list[Path]:
+    """The files that the cache holds of one of LIBRARIES for a level of ISA_LEVELS, none or one."""
+    return _intact(_directory(library, isa))
 
 
-def _directory(isa: str) -> Path:
-    return cache_dir() / "native" / content_key(isa)
+def _directory(library: str, isa: str) -> Path:
+    return cache_dir() / "native" / content_key(library, isa)
 
 
-def content_key(isa: str) -> str:
+def content_key(library: str, isa: str) -> str:
     """All that the library depends on but the compiler, so that a warm start needs none."""
     digest = hashlib.sha256()
     parts = (isa, *ISA_LEVELS[isa][1], *_FLAGS, version("torch"), sys.platform, platform.machine())
     digest.update("\0".join(parts).encode())
-    for source in sorted((*_SOURCE_DIR.glob("*.cpp"), *_SOURCE_DIR.glob("*.h"))):
+    sources = [_SOURCE_DIR / f"{name}.cpp" for unit in LIBRARIES[library] for name in unit]
+    for source in (*sources, *sorted(_SOURCE_DIR.glob("*.h"))):
         digest.update(source.name.encode() + b"\0" + source.read_bytes())
-    return f"{isa}-{digest.hexdigest()[:20]}"
+    return f"{library}-{isa}-{digest.hexdigest()[:20]}"
 
 
 def _intact(directory: Path) -> list[Path]:
@@ -177,25 +188,24 @@ def _digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()[:32]
 
 
-def _build(isa: str, directory: Path) -> Path:
-    """Compile each source in a process of its own, link, move the result in with one rename."""
+def _build(library: str, isa: str, directory: Path) -> Path:
+    """Compile each unit in a process of its own, link, move the result in with one rename."""
     compiler = _find_compiler()
     torch_dir = _torch_directory()
-    number, isa_flags, _ = ISA_LEVELS[isa]
-    include = f"-I{torch_dir / 'include'}"
-    # the largest first: it decides how long the build takes
-    sources = sorted(_SOURCE_DIR.glob("*.cpp"), key=lambda path: -path.stat().st_size)
+    level, isa_flags, _ = ISA_LEVELS[isa]
+    include = (f"-I{_SOURCE_DIR}", f"-I{torch_dir / 'include'}")
+    flags = (*_FLAGS, *isa_flags, f"-DOSTINATO_ISA={level}", *include)
     with tempfile.TemporaryDirectory(dir=directory, prefix="build-") as scratch:
-        objects = [Path(scratch) / f"{source.stem}.o" for source in sources]
-        flags = (*_FLAGS, *isa_flags, f"-DOSTINATO_ISA={number}", include)
-        commands = [
-            [compiler, *flags, "-c", str(source), "-o", str(target)]
-            for source, target in zip(sources, objects, strict=True)
-        ]
+        commands, objects = [], []
+        for number, names in enumerate(LIBRARIES[library]):
+            unit = Path(scratch) / f"unit{number}.cpp"
+            unit.write_text("".join(f'#include "{name}.cpp"\n' for name in names))
+            objects.append(unit.with_suffix(".o"))
+            commands.append([compiler, *flags, "-c", str(unit), "-o", str(objects[-1])])
         workers = min(len(commands), os.cpu_count() or 1)
         with ThreadPoolExecutor(max_workers=workers) as pool:
             list(pool.map(_run, commands))
-        linked = Path(scratch) / "ostinato.so"
+        linked = Path(scratch) / f"{library}.so"
         libraries = [f"-L{torch_dir / 'lib'}", "-ltorch_cpu"]
         _run([compiler, "-shared", *map(str, objects), "-o", str(linked), *libraries])
         path = directory / f"{_digest(linked)}.so"

@@ -1,7 +1,7 @@
-"""Loads the library of C++ kernels (build.py) and installs them under the ops.
+"""Loads libraries of C++ kernels (build.py) and installs them under the ops.
 
-`load()` once, before the first call that should be fast; until then the ops run as plain torch.
-`load(isa="avx2")` builds and installs a lesser level beside the default, as
+`load("core")` once, before the first call that should be fast; until then the ops run as plain
+torch. `load("core", isa="avx2")` builds and installs a lesser level beside the default, as
 `torch.ops.ostinato_avx2.*` with the same schemas, so that a test compares levels in one process.
 """
 
@@ -16,6 +16,7 @@ import torch
 
 from ostinato.ops.native.build import (
     ISA_LEVELS,
+    LIBRARIES,
     REMEDY,
     NativeBuildError,
     build,
@@ -35,32 +36,35 @@ class NativeLibrary(NamedTuple):
     path: Path
 
 
-_loaded: dict[str, NativeLibrary] = {}
+_loaded: dict[tuple[str, str], NativeLibrary] = {}  # by name and namespace
 _loading = threading.Lock()
 
 
-def load(isa: str | None = None) -> NativeLibrary:
+def load(name: str, isa: str | None = None) -> NativeLibrary:
     """Build unless the cache holds an intact library, load it, install its kernels.
 
     Later calls are free.
 
     Args:
+        name: one of LIBRARIES.
         isa: a level of ISA_LEVELS, installed as `torch.ops.ostinato_<isa>`, where an op exists if
             its module was imported before this call; None = the machine's best, installed as the
             CPU implementation of `torch.ops.ostinato`.
 
     Raises:
-        ValueError: `isa` is unknown or more than this processor runs.
+        ValueError: `name` is unknown, `isa` is unknown or more than this processor runs.
         NativeBuildError: no compiler was found, or it failed.
     """
     namespace = "ostinato" if isa is None else f"ostinato_{isa}"
     with _loading:
-        if namespace not in _loaded:
-            _loaded[namespace] = _load(isa, namespace)
-        return _loaded[namespace]
+        if (name, namespace) not in _loaded:
+            _loaded[name, namespace] = _load(name, isa, namespace)
+        return _loaded[name, namespace]
 
 
-def _load(isa: str | None, namespace: str) -> NativeLibrary:
+def _load(name: str, isa: str | None, namespace: str) -> NativeLibrary:
+    if name not in LIBRARIES:
+        raise ValueError(f"name must be one of {', '.join(LIBRARIES)}, got {name!r}")
     best = detect_isa()
     level = best if isa is None else isa
     runnable = list(ISA_LEVELS)[list(ISA_LEVELS).index(best) :]
@@ -68,7 +72,7 @@ def _load(isa: str | None, namespace: str) -> NativeLibrary:
         raise ValueError(
             f"isa must be one of {', '.join(runnable)} on this processor, got {level!r}"
         )
-    path, library = _open(level)
+    path, library = _open(name, level)
     if isa is not None:
         _define_twins(library, namespace)
     if library.ostinato_install(namespace.encode()) != 0:
@@ -93,14 +97,14 @@ def _define_twins(library: ctypes.CDLL, namespace: str) -> None:
         index += 1
 
 
-def _open(isa: str) -> tuple[Path, ctypes.CDLL]:
-    """The library for `isa`, from the cache when it is intact and loads, else built."""
-    for path in intact_libraries(isa):
+def _open(name: str, isa: str) -> tuple[Path, ctypes.CDLL]:
+    """The library `name` for `isa`, from the cache when it is intact and loads, else built."""
+    for path in intact_libraries(name, isa):
         try:
             return path, ctypes.CDLL(str(path))
         except OSError:  # built against another C++ runtime, for instance in a moved cache
             path.unlink(missing_ok=True)
-    path = build(isa)
+    path = build(name, isa)
     try:
         return path, ctypes.CDLL(str(path))
     except OSError as error:

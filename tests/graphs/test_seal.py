@@ -123,15 +123,16 @@ def test_inductors_cpp_builder(monitor: CompileMonitor, tmp_path: Path) -> None:
 def test_our_own_kernels(
     monitor: CompileMonitor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of one source file, compiled on the builder's own threads into a cache of its own."""
+    """A library of one source, compiled on the builder's own threads into a cache of its own."""
     sources = tmp_path / "sources"
     sources.mkdir()
     (sources / "one.cpp").write_text("int one() { return 1; }\n")
     monkeypatch.setattr(native, "_SOURCE_DIR", sources)
+    monkeypatch.setitem(native.LIBRARIES, "small", (("one",),))
     monkeypatch.setenv("OSTINATO_CACHE_DIR", str(tmp_path / "cache"))
-    late = in_a_step(monitor, lambda: native.build("portable"))
+    late = in_a_step(monitor, lambda: native.build("small", "portable"))
     assert late == [LateCompile("c++", SHAPE, 1)]
-    again = in_a_step(monitor, lambda: native.build("portable"))
+    again = in_a_step(monitor, lambda: native.build("small", "portable"))
     assert again == late, "a library of the cache costs no compiler"
 
 

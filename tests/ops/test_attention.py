@@ -35,7 +35,7 @@ class LevelBackend:
     name = "cpu"
 
     def __init__(self, isa: str) -> None:
-        self._op = getattr(torch.ops, load(isa).namespace).paged_attention.default
+        self._op = getattr(torch.ops, load("core", isa).namespace).paged_attention.default
 
     def why_unsupported(self, spec: AttentionSpec) -> str | None:
         return CPU.why_unsupported(spec)

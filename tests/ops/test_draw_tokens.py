@@ -21,7 +21,7 @@ _ISAS = list(ISA_LEVELS)[list(ISA_LEVELS).index(detect_isa()) :]
 
 def kernel(isa: str) -> Callable[[Tensor, list[RowDraw]], list[int]]:
     assert hasattr(draw, "__all__")  # the op is defined
-    op = getattr(torch.ops, load(isa).namespace).draw_tokens.default
+    op = getattr(torch.ops, load("core", isa).namespace).draw_tokens.default
 
     def run(logits: Tensor, rows: list[RowDraw]) -> list[int]:
         return op(logits, torch.tensor(rows, dtype=torch.float64).t().contiguous()).tolist()

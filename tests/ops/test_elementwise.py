@@ -32,7 +32,7 @@ def _name(value: object) -> str:
 def kernels(request: pytest.FixtureRequest) -> SimpleNamespace:
     """The ops at one instruction set."""
     assert all(hasattr(module, "__all__") for module in (activation, norm, rope))  # ops are defined
-    ops = getattr(torch.ops, load(request.param).namespace)
+    ops = getattr(torch.ops, load("core", request.param).namespace)
     return SimpleNamespace(
         rms_norm=ops.rms_norm.default,
         layer_norm=ops.layer_norm.default,

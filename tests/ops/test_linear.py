@@ -44,7 +44,7 @@ def _name(value: object) -> str:
 @pytest.fixture(params=_ISAS)
 def kernels(request: pytest.FixtureRequest) -> SimpleNamespace:
     """The ops at one instruction set, with that level's name."""
-    ops = getattr(torch.ops, load(request.param).namespace)
+    ops = getattr(torch.ops, load("core", request.param).namespace)
     return SimpleNamespace(
         isa=request.param,
         pack=ops.pack_linear.default,

@@ -14,7 +14,7 @@ from ostinato.ops.native.library import load
 
 LOAD = """
 from ostinato.ops.native.library import load
-print(load().path)
+print(load("core").path)
 """
 
 # torch's own loops and then ours, each large enough for every thread.
@@ -24,7 +24,7 @@ from ostinato.ops.attention import AttentionMetadata, paged_attention
 from ostinato.ops.native.library import load, set_threads
 
 torch.set_num_threads(int(sys.argv[1]))
-load()
+load("core")
 set_threads(int(sys.argv[2]))
 before = len(os.listdir("/proc/self/task"))
 cache = torch.zeros(65, 4, 16, 64)
@@ -137,15 +137,15 @@ def test_a_cache_that_can_not_be_written_is_named(tmp_path: Path) -> None:
 
 
 def test_loading_again_gives_the_same_library() -> None:
-    assert load() is load()
-    assert load().isa == detect_isa()
-    assert load().namespace == "ostinato"
+    assert load("core") is load("core")
+    assert load("core").isa == detect_isa()
+    assert load("core").namespace == "ostinato"
 
 
 def test_levels_are_ordered_and_checked() -> None:
     assert list(ISA_LEVELS) == ["avx512bf16", "avx512", "avx2", "portable"]
     with pytest.raises(ValueError, match=r"isa must be one of .*portable on this processor"):
-        load("sse9")
+        load("core", "sse9")
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc to count threads")
@@ -154,7 +154,7 @@ def test_levels_are_ordered_and_checked() -> None:
     [(1, 0, 1), (3, 0, 3), (1, 3, 3), (3, 1, 3)],
 )
 def test_threads_are_torchs_own(torch_threads: int, kernel_threads: int, most: int) -> None:
-    load()
+    load("core")
     output = finish(start(ATTEND, str(torch_threads), str(kernel_threads)))
     by_torch, by_both, runtimes = output.split()
     assert int(by_torch) == torch_threads - 1

@@ -55,7 +55,7 @@ def _name(value: object) -> str:
 @pytest.fixture(params=_ISAS)
 def kernels(request: pytest.FixtureRequest) -> SimpleNamespace:
     """The ops at one instruction set, with that level's name."""
-    ops = getattr(torch.ops, load(request.param).namespace)
+    ops = getattr(torch.ops, load("quantized", request.param).namespace)
     return SimpleNamespace(
         isa=request.param,
         quantize=ops.quantize_linear.default,
@@ -171,7 +171,7 @@ def test_instruction_sets_agree_to_the_last_bits() -> None:
     form = QuantFormat(4, 32, True)
     results = []
     for isa in _ISAS:
-        ops = getattr(torch.ops, load(isa).namespace)
+        ops = getattr(torch.ops, load("quantized", isa).namespace)
         quantized = ops.quantize_linear.default(weight, *form)
         linear = ops.quantized_linear.default
         results.append(linear(x, quantized, bias, 70, False, None, *form))
