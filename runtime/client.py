@@ -461,9 +461,11 @@ class EngineClient:
                 num_steps = None
                 if message.stats is not None:
                     self.stats, num_steps = message.stats, message.stats.num_steps
+                has_progress = bool(message.outputs or message.progress)
                 self._watch.heard(
-                    num_steps, has_outputs=bool(message.outputs), has_work=len(self._flights) > 0
+                    num_steps, has_outputs=has_progress, has_work=len(self._flights) > 0
                 )
+                self._flights.advance(message.progress)
                 for news in message.outputs:
                     self._route(news)
                 await self._board()

@@ -113,6 +113,15 @@ class Engine:
             return SequenceOutput(request_id, [], FinishReason.abort)
         return self._scheduler.abort(request_id)
 
+    def take_progress(self) -> dict[str, int]:
+        """How far requests have come whose steps gave no news since the last call.
+
+        Returns:
+            Positions computed, by request id: of prompts in chunks, and of beam searches.
+        """
+        progress, self._observer.progress = self._observer.progress, {}
+        return progress
+
     def abort_all(self) -> list[SequenceOutput]:
         """End everything; the terminal outputs."""
         request_ids = [*self._scheduler.requests(), *self._grammars.request_ids()]

@@ -9,13 +9,14 @@ they gave, like a preempted sequence that resumes.
       +--------+-----------------------------+ the engine died
 
 Whoever was running is a suspect. Suspects board the next engine one by one, each when the one
-before has given a token or has ended; the others follow. So a request that brings its engine down
-every time does it alone the second time, and the others go on.
+before has been cleared: it has ended, given a token, or (a prompt in chunks, a beam search) come
+further than it was when the engine died. The others follow. So a request that brings its engine
+down every time does it alone the second time, and the others go on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Generic, TypeVar
 
 import msgspec
@@ -30,7 +31,16 @@ Q = TypeVar("Q")  # whoever reads a request's news
 class Flight(Generic[Q]):
     """One request of an engine that has not ended."""
 
-    __slots__ = ("is_aboard", "is_running", "num_crashes", "output_token_ids", "reader", "request")
+    __slots__ = (
+        "crashed_at",
+        "is_aboard",
+        "is_running",
+        "num_crashes",
+        "output_token_ids",
+        "progress",
+        "reader",
+        "request",
+    )
 
     def __init__(self, request: Request, reader: Q) -> None:
         self.request = request
@@ -38,7 +48,9 @@ class Flight(Generic[Q]):
         self.output_token_ids: list[int] = []  # all that were routed to the reader
         self.is_aboard = False  # the running engine has it
         self.is_running = False  # and computes it
-        self.num_crashes = 0  # while it was running, without a token in between
+        self.num_crashes = 0  # while it was running, without being cleared in between
+        self.progress = 0  # positions that engines are known to have computed
+        self.crashed_at = 0  # the progress at the last crash
 
 
 class Flights(Generic[Q]):
@@ -59,7 +71,7 @@ class Flights(Generic[Q]):
 
     @property
     def num_suspects(self) -> int:
-        """Those that have given no token since an engine died with them."""
+        """Those that are not cleared since an engine died with them."""
         return sum(1 for one in self._flights.values() if one.num_crashes)
 
     @property
@@ -122,11 +134,25 @@ class Flights(Generic[Q]):
             return None
         if news.new_token_ids:
             flight.output_token_ids += news.new_token_ids
-            flight.num_crashes = 0
-            self._acquit(news.request_id)
+            flight.progress = len(flight.request.prompt_token_ids) + len(flight.output_token_ids)
+            self._clear(flight)
         if news.finish_reason is not None:
             self._remove(news.request_id)
         return flight
+
+    def advance(self, progress: Mapping[str, int]) -> None:
+        """Note steps that gave no news.
+
+        Args:
+            progress: positions that requests have come to, by their ids.
+        """
+        for request_id, position in progress.items():
+            flight = self._flights.get(request_id)
+            if flight is not None:
+                flight.progress = max(flight.progress, position)
+                # No further than before may be just before the step that brings engines down.
+                if position > flight.crashed_at:
+                    self._clear(flight)
 
     def remove(self, request_ids: Iterable[str]) -> list[str]:
         """Forget requests whose reader is gone; those that an engine must be told of."""
@@ -154,6 +180,7 @@ class Flights(Generic[Q]):
         for request_id, flight in self._flights.items():
             if flight.is_running:
                 flight.num_crashes += 1
+                flight.crashed_at = flight.progress
             flight.is_aboard = flight.is_running = False
             if flight.num_crashes > num_allowed:
                 given_up.append(flight)
@@ -174,12 +201,12 @@ class Flights(Generic[Q]):
         return flights
 
     def _remove(self, request_id: str) -> None:
-        del self._flights[request_id]
+        self._clear(self._flights.pop(request_id))
         self._held.pop(request_id, None)
-        self._acquit(request_id)
 
-    def _acquit(self, request_id: str) -> None:
-        if self._on_trial == request_id:
+    def _clear(self, flight: Flight[Q]) -> None:
+        flight.num_crashes = 0
+        if self._on_trial == flight.request.request_id:
             self._on_trial = None
 
 

@@ -82,6 +82,8 @@ class StepNews(msgspec.Struct, frozen=True, array_like=True, tag=3, gc=False):
 
     outputs: list[SequenceOutput]
     stats: EngineStats | None
+    # Positions that requests without an output have come to: chunks of a prompt, a beam search.
+    progress: dict[str, int] = {}
 
 
 class EngineFailed(msgspec.Struct, frozen=True, array_like=True, tag=4, gc=False):

@@ -48,6 +48,8 @@ class StepObserver:
     Attributes:
         recent: the last steps, oldest first, without their sequences.
         num_scheduled_tokens: that steps were asked for.
+        progress: positions that requests had computed after the last step that was done, of those
+            to which it gave no news.
         iteration_tokens: steps by their tokens: one count per bound of ITERATION_TOKENS, then those
             above the last.
     """
@@ -63,6 +65,7 @@ class StepObserver:
         self._num_steps = 0
         self._launched: deque[tuple[float, StepRecord]] = deque()
         self.recent: deque[StepRecord] = deque(maxlen=_NUM_RECENT)
+        self.progress: dict[str, int] = {}
         self.num_scheduled_tokens = 0
         self.iteration_tokens = [0] * (len(ITERATION_TOKENS) + 1)
 
@@ -141,6 +144,8 @@ class StepObserver:
         self.recent.append(record)
         if self._flight is not None:
             self._flight.write(record)
+        if record.num_decodes < record.num_seqs:
+            self._note_progress(output, news)
         if self._traces:
             self._trace_chunks(output, began, now, record)
         live = self._live
@@ -175,6 +180,16 @@ class StepObserver:
                     events.append(TimelineEvent("preempted", now))
                 progress.is_preempted = False
                 events.append(TimelineEvent("resumed", now))
+
+    def _note_progress(self, output: SchedulerOutput, news: Iterable[SequenceOutput]) -> None:
+        """Note how far those came that were given tokens and have none of their own to show."""
+        self.progress = {
+            self._rows[entry.row]: entry.start + entry.num_new_tokens
+            for entry in output.scheduled
+            if entry.token_ids
+        }
+        for one in news:
+            self.progress.pop(one.request_id, None)
 
     def _trace_chunks(
         self, output: SchedulerOutput, began: float, now: float, record: StepRecord

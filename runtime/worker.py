@@ -120,8 +120,9 @@ def run_loop(engine: Engine, connection: _Connection, calls: EngineCalls) -> Non
         stats = None
         if not engine.has_work or now - last_stats >= _STATS_S:
             stats, last_stats = engine.stats(), now
-        if outputs or stats is not None:
-            connection.send(StepNews(outputs, stats))
+        progress = engine.take_progress()
+        if outputs or progress or stats is not None:
+            connection.send(StepNews(outputs, stats, progress))
 
 
 def _add(engine: Engine, request: Request) -> list[SequenceOutput]:

@@ -97,6 +97,37 @@ def test_crashes_with_tokens_in_between_do_not_add_up() -> None:
     assert board(made) == [("a", list(range(10)))]
 
 
+def test_who_gives_nothing_before_its_end_is_cleared_by_coming_further() -> None:
+    made = flights("search", "b")
+    board(made)
+    made.advance({"search": 5, "unknown": 3})
+    assert made.crashed(1) == []
+    assert board(made) == [("search", [])]
+    made.advance({"search": 5})  # the next step may be the one that brings engines down
+    assert (board(made), made.num_suspects) == ([], 2)
+    made.advance({"search": 6})
+    assert (board(made), made.num_suspects) == ([("b", [])], 1)
+    give(made, "b", 4)
+    assert made.crashed(1) == []
+    assert len(made) == 2
+
+
+def test_who_brings_its_engine_down_at_the_same_place_is_not_cleared_before() -> None:
+    made = flights("long", "b")
+    board(made)
+    give(made, "b", 4)
+    made.advance({"long": 512})
+    made.crashed(1)
+    assert board(made) == [("long", [])]
+    made.advance({"long": 256})
+    made.advance({"long": 512})
+    assert names(made.crashed(1)) == ["long"]
+    # Computing again what it had given is no progress either.
+    assert board(made) == [("b", [4])]
+    made.advance({"b": 2})
+    assert names(made.crashed(1)) == ["b"]
+
+
 def test_who_waited_in_the_engine_is_no_suspect() -> None:
     made = flights("a", "b", "c")
     assert [one.request_id for one in made.board()] == ["a", "b", "c"]
@@ -146,7 +177,7 @@ def test_nobody_is_lost_or_doubled_whatever_happens(data: st.DataObject) -> None
     given: dict[str, list[int]] = {}
     for number in range(data.draw(st.integers(1, 40), "steps")):
         what = data.draw(
-            st.sampled_from(["add", "board", "begin", "token", "end", "leave", "crash"])
+            st.sampled_from(["add", "board", "begin", "advance", "token", "end", "leave", "crash"])
         )
         name = data.draw(st.sampled_from(sorted(aboard)), "who") if aboard else None
         if what == "add":
@@ -164,6 +195,9 @@ def test_nobody_is_lost_or_doubled_whatever_happens(data: st.DataObject) -> None
         elif name is not None:
             if what == "begin":
                 made.begin([name])
+                continue
+            if what == "advance":
+                made.advance({name: data.draw(st.integers(1, 9), "position")})
                 continue
             if what == "leave":
                 assert made.remove([name]) == [name]

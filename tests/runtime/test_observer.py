@@ -91,6 +91,18 @@ def test_chunks_of_a_prompt_and_the_first_token() -> None:
     assert list(loop.observer.traced) == []
 
 
+def test_who_has_no_news_shows_how_far_it_came() -> None:
+    loop = Loop()
+    loop.add("a", 18)
+    assert loop.step() == {}
+    assert loop.observer.progress == {"a": 8}
+    loop.add("b", 2)
+    loop.step()
+    assert loop.observer.progress == {"a": 16}
+    assert set(loop.step()) == {"a", "b"}
+    assert loop.observer.progress == {}
+
+
 def test_an_untraced_request_gets_its_first_row_only() -> None:
     loop = Loop()
     loop.add("a", 3)

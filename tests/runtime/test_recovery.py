@@ -125,6 +125,30 @@ def test_every_way_of_sampling_goes_on_as_if_nothing_had_happened() -> None:
     run_with_client(scenario, "server.restart_backoff_s=0.1")
 
 
+def test_a_beam_search_is_cleared_while_it_runs_and_holds_up_nobody() -> None:
+    search = like(GREEDY, use_beam_search=True, n=2, best_of=3, max_tokens=100)
+
+    async def outputs_of(client: EngineClient) -> dict[int, Answer]:
+        return answers([one async for one in client.generate("beams", [5, 6, 7], search)])
+
+    async def scenario(client: EngineClient) -> None:
+        expected = await outputs_of(client)
+        task = asyncio.create_task(outputs_of(client))
+        flights = client._flights
+        stream = client.generate("stream", [8, 9, 7], like(GREEDY, max_tokens=200))
+        for _ in range(2):  # faults of the engine, of which a suspect survives one
+            await until(lambda: client.is_alive and client.stats.num_running >= 3, 60)
+            await anext(stream)
+            await kill(client, signal.SIGSEGV)
+            await until(lambda: client.is_alive and flights.num_suspects == 0, 60)
+            await anext(stream)
+            assert not task.done(), "the search ended before it could be a suspect"
+        assert await task == expected
+        assert client.restarts == {"crash": 2}
+
+    run_with_client(scenario, "server.restart_backoff_s=0.1")
+
+
 def test_a_request_that_kills_its_engine_is_named_and_the_others_go_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
