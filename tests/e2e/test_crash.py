@@ -1,23 +1,26 @@
-"""Fifty streams through a real server whose engine is killed three times: every stream is bitwise
-the one that an undisturbed server sends.
+"""Streams through a real server whose engine is killed: every stream is bitwise the one that an
+undisturbed server sends, whatever was asked for.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import re
 import signal
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
+import jsonschema
 import psutil
 import pytest
 
 from tests.e2e.server_process import ServerProcess
 
 NUM_STREAMS = 50
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 TEXTS = ("Once upon a time", "A block table is", "The scheduler", "Count to ten: one,", "Hello")
 
 
@@ -59,11 +62,74 @@ def body(number: int) -> dict[str, Any]:
     }
 
 
+ZOO = {
+    "type": "array",
+    "minItems": 3,
+    "maxItems": 4,
+    "items": {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "maxLength": 8},
+            "age": {"type": "integer", "minimum": 0, "maximum": 30},
+        },
+        "required": ["name", "age"],
+        "additionalProperties": False,
+    },
+}
+CALL = {"type": "object", "properties": {"animals": ZOO}, "required": ["animals"]}
+PATTERN = "([a-z]{3,9} ){12,16}end"
+TOOL = {"type": "function", "function": {"name": "feed", "parameters": CALL}}
+
+
+def constrained(number: int) -> tuple[str, dict[str, Any]]:
+    """The path and body of a request whose answer must have a form; each has a kind and a seed."""
+    fields: dict[str, Any] = {
+        "max_tokens": 240,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "return_token_ids": True,
+        **({"temperature": 0} if number % 2 else {"temperature": 1.1, "seed": number}),
+    }
+    messages = [{"role": "user", "content": f"Feed the animals {number}"}]
+    schema = {"name": "zoo", "schema": ZOO, "strict": True}
+    form = {"type": "json_schema", "json_schema": schema}
+    match number % 3:
+        case 0:
+            return CHAT, {**fields, "messages": messages, "response_format": form}
+        case 1:
+            asked = {"messages": messages, "tools": [TOOL], "tool_choice": "required"}
+            return CHAT, {**fields, **asked, "parallel_tool_calls": False}
+        case _:
+            asked = {"prompt": "Words: ", "structured_outputs": {"regex": PATTERN}}
+            return COMPLETIONS, {**fields, **asked}
+
+
+def check_form(number: int, told: list[Any]) -> None:
+    """The answer has the form that `constrained` asks for."""
+    parts = told[1]
+    assert parts[-1]["finish_reason"] == ("tool_calls" if number % 3 == 1 else "stop")
+    if number % 3 == 2:
+        assert re.fullmatch(PATTERN, "".join(part["text"] for part in parts))
+        return
+    deltas = [part["delta"] for part in parts]
+    if number % 3 == 0:
+        text = "".join(delta.get("content") or "" for delta in deltas)
+        jsonschema.validate(json.loads(text), ZOO)
+        return
+    calls = [call["function"] for delta in deltas for call in delta.get("tool_calls", ())]
+    arguments = "".join(call.get("arguments", "") for call in calls)
+    jsonschema.validate(json.loads(arguments), CALL)
+
+
 def what_was_said(lines: list[str]) -> list[Any]:
     """A stream's events without its id and its time; cached tokens depend on who came before."""
     assert lines[-1] == "data: [DONE]", lines[-1]
     events = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
     assert not any("error" in event for event in events), events[-1]
+    for event in events:
+        for choice in event["choices"]:
+            for call in choice.get("delta", {}).get("tool_calls", ()):
+                call.pop("id", None)  # drawn anew for each answer
     usage = events[-1]["usage"]
     told: list[Any] = [(usage["prompt_tokens"], usage["completion_tokens"])]
     # Completions of one request come in any order; each has its own.
@@ -75,22 +141,24 @@ def what_was_said(lines: list[str]) -> list[Any]:
 class Streams:
     """All streams at once, and how far they have come."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, requests: list[tuple[str, dict[str, Any]]]) -> None:
         self._url = url
-        self.lines: list[list[str]] = [[] for _ in range(NUM_STREAMS)]
+        self._requests = requests
+        self.lines: list[list[str]] = [[] for _ in requests]
 
     @property
     def num_lines(self) -> int:
         return sum(map(len, self.lines))
 
     async def run(self) -> list[list[Any]]:
-        limits = httpx.Limits(max_connections=NUM_STREAMS)
+        limits = httpx.Limits(max_connections=len(self.lines))
         async with httpx.AsyncClient(base_url=self._url, timeout=250, limits=limits) as client:
-            await asyncio.gather(*(self._one(client, number) for number in range(NUM_STREAMS)))
+            await asyncio.gather(*(self._one(client, number) for number in range(len(self.lines))))
         return [what_was_said(lines) for lines in self.lines]
 
     async def _one(self, client: httpx.AsyncClient, number: int) -> None:
-        async with client.stream("POST", "/v1/completions", json=body(number)) as response:
+        path, request = self._requests[number]
+        async with client.stream("POST", path, json=request) as response:
             assert response.status_code == 200, await response.aread()
             async for line in response.aiter_lines():
                 if line:
@@ -113,11 +181,13 @@ def engine_of(server: ServerProcess) -> psutil.Process | None:
 
 
 def test_fifty_streams_survive_three_kills(server: ServerProcess) -> None:
+    requests = [(COMPLETIONS, body(number)) for number in range(NUM_STREAMS)]
+
     async def undisturbed() -> list[list[Any]]:
-        return await Streams(server.url).run()
+        return await Streams(server.url, requests).run()
 
     async def killed() -> list[list[Any]]:
-        streams = Streams(server.url)
+        streams = Streams(server.url, requests)
         task = asyncio.create_task(streams.run())
 
         async def kill_at(num_lines: int) -> None:
@@ -147,6 +217,26 @@ def test_fifty_streams_survive_three_kills(server: ServerProcess) -> None:
     assert restarts['ostinato_engine_restarts_total{reason="killed"}'] >= 2
     assert metrics["ostinato_kv_cache_usage_ratio"] == 0
     assert httpx.get(f"{server.url}/ready", timeout=30).json() == {"status": "ready"}
+
+
+def test_answers_with_a_form_keep_it_over_a_kill(server: ServerProcess) -> None:
+    """Schemas, patterns and calls of tools, greedy and seeded."""
+    requests = [constrained(number) for number in range(6)]
+
+    async def run(kill_at: int | None) -> list[list[Any]]:
+        streams = Streams(server.url, requests)
+        task = asyncio.create_task(streams.run())
+        if kill_at is not None:
+            await until(lambda: streams.num_lines >= kill_at or task.done())
+            assert not task.done(), "the streams ended before the engine was killed"
+            server.engine.kill()
+        return await task
+
+    expected = asyncio.run(run(None))
+    for number, told in enumerate(expected):
+        check_form(number, told)
+    num_lines = sum(len(told[1]) for told in expected)
+    assert asyncio.run(run(num_lines // 3)) == expected
 
 
 def test_a_drain_waits_for_an_engine_that_is_started_again(server: ServerProcess) -> None:
