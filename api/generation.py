@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import msgspec
 
@@ -102,10 +102,19 @@ class CollectedCompletion(msgspec.Struct, kw_only=True):
 
 
 class Tally:
-    """Tokens of one reply, counted as they come: the prompts once, all completions of each."""
+    """Tokens of one reply, counted as they come: the prompts once, all completions of each.
 
-    def __init__(self, generations: Iterable[Generation]) -> None:
-        self.num_prompt_tokens = sum(len(one.prompt_token_ids) for one in generations)
+    Args:
+        num_prompt_tokens: of all prompts.
+    """
+
+    @classmethod
+    def of(cls, generations: Iterable[Generation]) -> Self:
+        """For the reply to these prompts."""
+        return cls(sum(len(one.prompt_token_ids) for one in generations))
+
+    def __init__(self, num_prompt_tokens: int) -> None:
+        self.num_prompt_tokens = num_prompt_tokens
         self.num_output_tokens = 0
         self._cached: dict[int, int] = {}
 

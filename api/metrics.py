@@ -144,11 +144,9 @@ class Metrics:
     def count_completion(self, finish_reason: str) -> None:
         self._completions.labels(finish_reason).inc()
 
-    def count_vectors(self, num_inputs: int, num_tokens: int, seconds: float) -> None:
+    def count_vectors(self, num_inputs: int) -> None:
         """A request for embeddings, scores or a ranking was answered."""
         self._vectors.inc(num_inputs)
-        self.prompt_tokens.observe(num_tokens)
-        self.e2e.observe(seconds)
 
     def count_refusal(self, status: int) -> None:
         self._refusals.labels(str(status)).inc()

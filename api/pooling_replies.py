@@ -6,6 +6,7 @@ import asyncio
 import base64
 import time
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -26,6 +27,7 @@ from ostinato.api.pooling_schemas import (
 )
 from ostinato.api.schemas import PromptTokensDetails
 from ostinato.api.service import Service
+from ostinato.api.timeline import RequestContext
 from ostinato.api.token_lists import read_inputs
 from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.pooling import (
@@ -48,7 +50,18 @@ from ostinato.runtime.types import (
 __all__ = ("embed", "rerank", "score")
 
 
-async def embed(service: Service, body: EmbeddingRequest) -> EmbeddingResponse:
+class _Reply(NamedTuple):
+    """One on its way."""
+
+    service: Service
+    id: str
+    body: PoolingFields
+    context: RequestContext
+
+
+async def embed(
+    service: Service, body: EmbeddingRequest, context: RequestContext
+) -> EmbeddingResponse:
     """The answer of `/v1/embeddings`.
 
     Raises:
@@ -63,7 +76,8 @@ async def embed(service: Service, body: EmbeddingRequest) -> EmbeddingResponse:
     )
     batch = await _encode_inputs(service, body)
     reply_id = new_id("embd", body)
-    outputs = await _pool(service, reply_id, body, batch, params, "input")
+    reply = _Reply(service, reply_id, body, context)
+    outputs = await _pool(reply, batch, params, "input")
     return EmbeddingResponse(
         id=reply_id,
         created=int(time.time()),
@@ -73,10 +87,11 @@ async def embed(service: Service, body: EmbeddingRequest) -> EmbeddingResponse:
             for index, output in enumerate(outputs)
         ],
         usage=_usage(outputs),
+        trace=context.report(),
     )
 
 
-async def score(service: Service, body: ScoreRequest) -> ScoreResponse:
+async def score(service: Service, body: ScoreRequest, context: RequestContext) -> ScoreResponse:
     """The answer of `/v1/score`.
 
     Raises:
@@ -85,17 +100,19 @@ async def score(service: Service, body: ScoreRequest) -> ScoreResponse:
     first_name, second_name = _names(body)
     pairs = make_pairs(_texts(body, first_name), _texts(body, second_name))
     reply_id = new_id("score", body)
-    scores, usage = await _scores(service, reply_id, body, pairs, second_name)
+    reply = _Reply(service, reply_id, body, context)
+    scores, usage = await _scores(reply, pairs, second_name)
     return ScoreResponse(
         id=reply_id,
         created=int(time.time()),
         model=service.client.model.name,
         data=[ScoreData(index=index, score=value) for index, value in enumerate(scores)],
         usage=usage,
+        trace=context.report(),
     )
 
 
-async def rerank(service: Service, body: RerankRequest) -> RerankResponse:
+async def rerank(service: Service, body: RerankRequest, context: RequestContext) -> RerankResponse:
     """The answer of `/v1/rerank`: documents by their score, the first of equals first.
 
     Raises:
@@ -103,7 +120,8 @@ async def rerank(service: Service, body: RerankRequest) -> RerankResponse:
     """
     reply_id = new_id("rerank", body)
     pairs = [(body.query, document) for document in body.documents]
-    scores, usage = await _scores(service, reply_id, body, pairs, "documents")
+    reply = _Reply(service, reply_id, body, context)
+    scores, usage = await _scores(reply, pairs, "documents")
     ranked = sorted(range(len(pairs)), key=lambda index: -scores[index])
     return RerankResponse(
         id=reply_id,
@@ -121,42 +139,36 @@ async def rerank(service: Service, body: RerankRequest) -> RerankResponse:
             for index in ranked[: body.top_n or None]
         ],
         usage=usage,
+        trace=context.report(),
     )
 
 
 async def _scores(
-    service: Service,
-    reply_id: str,
-    body: PoolingFields,
-    pairs: list[tuple[str, str]],
-    param: str,
+    reply: _Reply, pairs: list[tuple[str, str]], param: str
 ) -> tuple[list[float], PoolingUsage]:
     """One score a pair: the classification head's where there is one, else a cosine."""
+    service, body = reply.service, reply.body
     model = service.client.model
     if ServedTask.classify in model.tasks:
         check_score_head(model)
         batch = await _encode_pairs(service, body, pairs, param)
         params = PoolingParams(kind=model.pooling, classify=True)
-        outputs = await _pool(service, reply_id, body, batch, params, param)
+        outputs = await _pool(reply, batch, params, param)
         return [numbers(output.data)[0] for output in outputs], _usage(outputs)
     require_task(model, ServedTask.embed)
     texts = list(dict.fromkeys(text for pair in pairs for text in pair))
     batch = await _encode_texts(service, body, texts, param, add_special_tokens=True)
     params = PoolingParams(kind=model.pooling, normalize=True)
-    outputs = await _pool(service, reply_id, body, batch, params, param)
+    outputs = await _pool(reply, batch, params, param)
     vectors = {text: output.data for text, output in zip(texts, outputs, strict=True)}
     return [cosine(vectors[a], vectors[b]) for a, b in pairs], _usage(outputs)
 
 
 async def _pool(
-    service: Service,
-    reply_id: str,
-    body: PoolingFields,
-    batch: list[list[int]],
-    params: PoolingParams,
-    param: str,
+    reply: _Reply, batch: list[list[int]], params: PoolingParams, param: str
 ) -> list[PooledOutput]:
     """The vectors of all inputs; nothing is run when one of them is refused."""
+    service, body = reply.service, reply.body
     try:
         for token_ids in batch:
             check_pooling(token_ids, params, service.client.model)
@@ -169,7 +181,12 @@ async def _pool(
             text = param + text.removeprefix("input")
         raise InvalidRequestError(text, param=param, code=error.code) from error
     return await service.pool(
-        reply_id, batch, params, priority=body.priority, cache_salt=body.cache_salt
+        reply.id,
+        batch,
+        params,
+        reply.context,
+        priority=body.priority,
+        cache_salt=body.cache_salt,
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Coroutine
 from typing import Any
 
@@ -10,7 +9,6 @@ from litestar import Response, post
 
 from ostinato.api import pooling_replies
 from ostinato.api.http import HttpRequest, SharedService, json_response, read_body
-from ostinato.api.limits import timeout_of
 from ostinato.api.openapi import body_of
 from ostinato.api.pooling_schemas import (
     EmbeddingRequest,
@@ -21,7 +19,7 @@ from ostinato.api.pooling_schemas import (
     ScoreResponse,
 )
 from ostinato.api.stream import until_disconnect
-from ostinato.runtime.errors import DeadlineError
+from ostinato.api.timeline import context_of
 
 __all__ = ("POOLING_HANDLERS",)
 
@@ -33,8 +31,9 @@ __all__ = ("POOLING_HANDLERS",)
 )
 async def embeddings(request: HttpRequest, service: SharedService) -> Response[bytes]:
     """A vector for each text."""
+    context = context_of("/v1/embeddings", request.headers)
     body = await read_body(request, EmbeddingRequest, service)
-    reply = pooling_replies.embed(service, body)
+    reply = pooling_replies.embed(service, body, context)
     return await _answer(request, reply)
 
 
@@ -45,8 +44,9 @@ async def embeddings(request: HttpRequest, service: SharedService) -> Response[b
 )
 async def score(request: HttpRequest, service: SharedService) -> Response[bytes]:
     """How well pairs of texts fit."""
+    context = context_of("/v1/score", request.headers)
     body = await read_body(request, ScoreRequest, service)
-    reply = pooling_replies.score(service, body)
+    reply = pooling_replies.score(service, body, context)
     return await _answer(request, reply)
 
 
@@ -57,8 +57,9 @@ async def score(request: HttpRequest, service: SharedService) -> Response[bytes]
 )
 async def rerank(request: HttpRequest, service: SharedService) -> Response[bytes]:
     """Documents by how well they answer a query."""
+    context = context_of("/v1/rerank", request.headers)
     body = await read_body(request, RerankRequest, service)
-    reply = pooling_replies.rerank(service, body)
+    reply = pooling_replies.rerank(service, body, context)
     return await _answer(request, reply)
 
 
@@ -66,12 +67,7 @@ POOLING_HANDLERS = [embeddings, score, rerank]
 
 
 async def _answer(request: HttpRequest, reply: Coroutine[Any, Any, Any]) -> Response[bytes]:
-    """The reply, within the time that the request's header gives it."""
     try:
-        timeout_ms = timeout_of(request.headers)
-        async with asyncio.timeout(None if timeout_ms is None else timeout_ms / 1e3):
-            return json_response(await until_disconnect(request.receive, reply))
-    except TimeoutError as error:
-        raise DeadlineError("the request's deadline was over before its answer") from error
+        return json_response(await until_disconnect(request.receive, reply))
     finally:
         reply.close()  # no-op unless it never began

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from ostinato.api.schemas import Int32, PromptTokensDetails, RequestId
+from ostinato.api.timeline import Timeline
 
 __all__ = (
     "EmbeddingData",
@@ -88,6 +89,7 @@ class EmbeddingResponse(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     data: list[EmbeddingData]
     usage: PoolingUsage
+    trace: Timeline | msgspec.UnsetType = msgspec.UNSET  # with the header x-trace: 1
 
 
 class ScoreData(msgspec.Struct, frozen=True, kw_only=True):
@@ -103,6 +105,7 @@ class ScoreResponse(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     data: list[ScoreData]
     usage: PoolingUsage
+    trace: Timeline | msgspec.UnsetType = msgspec.UNSET
 
 
 class RerankDocument(msgspec.Struct, frozen=True):
@@ -120,3 +123,4 @@ class RerankResponse(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     results: list[RerankResult]  # best first
     usage: PoolingUsage
+    trace: Timeline | msgspec.UnsetType = msgspec.UNSET

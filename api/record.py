@@ -1,4 +1,6 @@
-"""The record of one reply: timed while it runs, then counted, logged and traced once."""
+"""The record of one reply, of tokens or of vectors: timed while it runs, then counted, logged and
+traced once.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +9,12 @@ from collections.abc import Sequence
 
 import msgspec
 
-from ostinato.api.generation import Generation, Tally
+from ostinato.api.generation import Tally
 from ostinato.api.metrics import Metrics
 from ostinato.api.request_log import log_request
 from ostinato.api.timeline import RequestContext
-from ostinato.api.trace_recorder import TraceRecorder
 from ostinato.api.tracing import Tracer
-from ostinato.runtime.types import RequestOutput
+from ostinato.runtime.types import PooledOutput, RequestOutput, SamplingParams
 
 __all__ = ("Recorder", "ReplyRecord")
 
@@ -44,26 +45,26 @@ class ReplyRecord:
     Args:
         recorder: where it goes.
         reply_id: as the client sees it.
-        generations: its prompts.
+        prompts: token ids of each.
         context: of its HTTP request.
-        trace: told of each completion; None = nobody records traffic.
+        sampling: of each prompt; None = the reply is vectors.
     """
 
     def __init__(
         self,
         recorder: Recorder,
         reply_id: str,
-        generations: Sequence[Generation],
+        prompts: Sequence[list[int]],
         context: RequestContext,
-        trace: TraceRecorder | None = None,
+        sampling: Sequence[SamplingParams] | None = None,
     ) -> None:
         self._recorder = recorder
         self._metrics = recorder.metrics
         self._reply_id = reply_id
-        self._generations = generations
+        self._prompts = prompts
         self._context = context
-        self._trace = trace
-        self._tally = Tally(generations)
+        self._sampling = sampling
+        self._tally = Tally(sum(map(len, prompts)))
         self._begin = context.arrived_at
         self._completions: dict[tuple[int, int], _Completion] = {}
         self._finish_reasons: list[str] = []
@@ -89,6 +90,32 @@ class ReplyRecord:
         if output.finish_reason is not None:
             self._end(one, output)
 
+    def add_vector(self, prompt_index: int, output: PooledOutput) -> None:
+        """Take in a vector: an end without tokens."""
+        self.add(
+            prompt_index,
+            RequestOutput(
+                request_id=output.request_id,
+                index=0,
+                text_delta="",
+                new_token_ids=[],
+                finish_reason=output.finish_reason,
+                num_cached_tokens=output.num_cached_tokens,
+                scheduled_time=output.scheduled_time,
+                num_preemptions=output.num_preemptions,
+                events=output.events,
+            ),
+        )
+
+    @property
+    def begin(self) -> float:
+        """When the request came, by the monotonic clock."""
+        return self._begin
+
+    def num_tokens(self) -> list[tuple[int, int]]:
+        """Of each completion that gave something: its prompt's index and its output tokens."""
+        return [(index, one.num_tokens) for (index, _), one in self._completions.items()]
+
     def _add_tokens(self, one: _Completion, count: int, now: float) -> None:
         metrics = self._metrics
         if one.num_tokens:
@@ -108,7 +135,8 @@ class ReplyRecord:
         metrics = self._metrics
         self._finish_reasons.append(output.finish_reason.value)
         self._num_preemptions += output.num_preemptions
-        metrics.count_completion(output.finish_reason.value)
+        if self._sampling is not None:
+            metrics.count_completion(output.finish_reason.value)
         metrics.preemptions.observe(output.num_preemptions)
         if one.num_tokens:
             metrics.decode.observe(one.last - one.first)
@@ -124,25 +152,13 @@ class ReplyRecord:
             outcome: `done`, `disconnected` or `error` and the status.
         """
         now = time.monotonic()
-        tally, metrics = self._tally, self._metrics
         if outcome == "done":
-            metrics.e2e.observe(now - self._begin)
-            metrics.prompt_tokens.observe(tally.num_prompt_tokens)
-            metrics.generation_tokens.observe(tally.num_output_tokens)
-            metrics.max_generation_tokens.observe(
-                max((one.num_tokens for one in self._completions.values()), default=0)
-            )
-            for generation in self._generations:
-                metrics.params_n.observe(generation.sampling.n)
-                metrics.params_max_tokens.observe(generation.sampling.max_tokens or 0)
-            if self._context.grammar_seconds:
-                metrics.grammar.observe(self._context.grammar_seconds)
-        if self._trace is not None:
-            for (prompt_index, _), one in self._completions.items():
-                prompt = self._generations[prompt_index]
-                self._trace.add(
-                    self._begin, prompt.prompt_token_ids, one.num_tokens, prompt.cache_salt
-                )
+            self._metrics.e2e.observe(now - self._begin)
+            self._metrics.prompt_tokens.observe(self._tally.num_prompt_tokens)
+            if self._sampling is None:
+                self._metrics.count_vectors(len(self._prompts))
+            else:
+                self._count_answer(self._sampling)
         fields = self._fields(now)
         trace_id = ""
         if self._recorder.tracer is not None:
@@ -152,8 +168,20 @@ class ReplyRecord:
         if trace_id:
             fields["trace_id"] = trace_id
         if self._recorder.with_prompts:
-            fields["prompt_token_ids"] = [one.prompt_token_ids for one in self._generations]
+            fields["prompt_token_ids"] = self._prompts
         log_request(self._reply_id, outcome, fields)
+
+    def _count_answer(self, sampling: Sequence[SamplingParams]) -> None:
+        metrics = self._metrics
+        metrics.generation_tokens.observe(self._tally.num_output_tokens)
+        metrics.max_generation_tokens.observe(
+            max((one.num_tokens for one in self._completions.values()), default=0)
+        )
+        for one in sampling:
+            metrics.params_n.observe(one.n)
+            metrics.params_max_tokens.observe(one.max_tokens or 0)
+        if self._context.grammar_seconds:
+            metrics.grammar.observe(self._context.grammar_seconds)
 
     def _fields(self, now: float) -> dict[str, object]:
         """Figures of the whole reply, by the names that the log and the traces have."""
@@ -165,7 +193,8 @@ class ReplyRecord:
         fields: dict[str, object] = {
             "prompt": tally.num_prompt_tokens,
             "cached": tally.usage.prompt_tokens_details.cached_tokens,
-            "output": tally.num_output_tokens,
+            "output": None if self._sampling is None else tally.num_output_tokens,
+            "vectors": len(self._prompts) if self._sampling is None else None,
             "queue_ms": _ms(min(scheduled) - self._begin) if scheduled else None,
             "ttft_ms": _ms(min(firsts) - self._begin) if firsts else None,
             "tpot_ms": _ms(spent / gaps) if gaps else None,
@@ -189,6 +218,8 @@ class ReplyRecord:
             times["scheduled"] = min(scheduled)
         if firsts:
             times["first_token"] = min(firsts)
+        elif scheduled and self._sampling is None:
+            times["first_token"] = now  # a vector is there when its prompt is computed
         return times
 
 

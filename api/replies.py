@@ -65,7 +65,7 @@ class ChatReply:
         await self._run.prepare()
 
     async def chunks(self) -> AsyncGenerator[ChatChunk, None]:
-        tally = Tally(self._generations)
+        tally = Tally.of(self._generations)
         # The first chunk of all has the prompt's token ids.
         prompt = self._options.token_ids(self._generations[0].prompt_token_ids)
         async with aclosing(self._run.news()) as news:
@@ -87,7 +87,7 @@ class ChatReply:
             yield chat.usage_chunk(self._head, tally.usage)
 
     async def response(self) -> ChatResponse:
-        tally = Tally(self._generations)
+        tally = Tally.of(self._generations)
         answers = await collect_answers(self._run.news(), tally)
         response = chat.to_response(
             self._head,
@@ -150,7 +150,7 @@ class CompletionReply:
         await self._service.prepare(self._body, self._generations, self._context)
 
     async def chunks(self) -> AsyncGenerator[Completion, None]:
-        tally = Tally(self._generations)
+        tally = Tally.of(self._generations)
         token_bytes, options = self._service.token_bytes, self._options
         offsets = completions.TextOffsets(token_bytes)
         begun: set[int] = set()  # choices whose first chunk is out
@@ -283,7 +283,7 @@ def _without_output(output: RequestOutput) -> RequestOutput:
 async def _collect(
     news: AsyncGenerator[News, None], generations: list[Generation]
 ) -> tuple[dict[tuple[int, int], CollectedCompletion], Tally]:
-    tally = Tally(generations)
+    tally = Tally.of(generations)
     collected: dict[tuple[int, int], CollectedCompletion] = {}
     async with aclosing(news):
         async for prompt_index, output in news:

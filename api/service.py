@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import aclosing
-from typing import Protocol, cast
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator, Sequence
+from contextlib import aclosing, contextmanager
+from typing import Any, Protocol, cast
 
 from ostinato.api import health
 from ostinato.api.errors import OverloadedError, UnavailableError, status_of
@@ -16,7 +16,6 @@ from ostinato.api.generation import Generation
 from ostinato.api.health import EngineSigns
 from ostinato.api.limits import EngineQueue, check_prompts, queue_refusal
 from ostinato.api.metrics import EngineView, Metrics
-from ostinato.api.pooled_record import pool_batch
 from ostinato.api.record import Recorder, ReplyRecord
 from ostinato.api.response_store import ResponseStore
 from ostinato.api.structured_output import ConstraintFields, refusing_by_field
@@ -25,7 +24,12 @@ from ostinato.api.trace_recorder import TraceRecorder
 from ostinato.api.tracing import Tracer
 from ostinato.conf.schema import SamplingSection, ServerConfig
 from ostinato.runtime.engine_state import EngineState
-from ostinato.runtime.errors import EngineDeadError, EngineError, InvalidRequestError
+from ostinato.runtime.errors import (
+    DeadlineError,
+    EngineDeadError,
+    EngineError,
+    InvalidRequestError,
+)
 from ostinato.runtime.flight_recorder import StepRecord
 from ostinato.runtime.tokenizer import Tokenizer
 from ostinato.runtime.types import (
@@ -76,6 +80,7 @@ class Client(EngineView, EngineSigns, EngineQueue, Protocol):
         *,
         priority: int = 0,
         cache_salt: str = "",
+        trace: bool = False,
     ) -> PooledOutput: ...
 
     async def reset_prefix_cache(self) -> None: ...
@@ -247,14 +252,68 @@ class Service:
             EngineError: the engine failed, or gave a completion up.
         """
         context = context or RequestContext()
-        record = ReplyRecord(self._recorder, reply_id, generations, context, self.trace)
+        record = ReplyRecord(
+            self._recorder,
+            reply_id,
+            [one.prompt_token_ids for one in generations],
+            context,
+            [one.sampling for one in generations],
+        )
+        try:
+            with self._recorded(record):
+                async with aclosing(_merge(self.client, generations, context)) as news:
+                    async for prompt_index, output in news:
+                        record.add(prompt_index, output)
+                        _raise_for_failure(output)
+                        yield prompt_index, output
+        finally:
+            if self.trace is not None:
+                for prompt_index, num_tokens in record.num_tokens():
+                    one = generations[prompt_index]
+                    self.trace.add(record.begin, one.prompt_token_ids, num_tokens, one.cache_salt)
+
+    async def pool(
+        self,
+        reply_id: str,
+        batch: Sequence[list[int]],
+        params: PoolingParams,
+        context: RequestContext,
+        *,
+        priority: int,
+        cache_salt: str,
+    ) -> list[PooledOutput]:
+        """The vectors of several texts, timed, counted and logged. Cancelling it aborts all.
+
+        Raises:
+            DeadlineError: the request's time is over.
+            EngineError: the engine failed, or gave one up; the others are aborted.
+        """
+        record = ReplyRecord(self._recorder, reply_id, batch, context)
+
+        async def one(index: int, token_ids: list[int]) -> PooledOutput:
+            output = await self.client.pool(
+                f"{reply_id}:{index}",
+                token_ids,
+                params,
+                priority=priority,
+                cache_salt=cache_salt,
+                trace=context.timeline is not None,
+            )
+            record.add_vector(index, output)
+            _raise_for_failure(output)
+            return output
+
+        with self._recorded(record):
+            return await _all_in_time(
+                [one(index, token_ids) for index, token_ids in enumerate(batch)], context
+            )
+
+    @contextmanager
+    def _recorded(self, record: ReplyRecord) -> Iterator[None]:
+        """Work for a reply: counted while it is open, and its record closed with how it ended."""
         self.num_open += 1
         try:
-            async with aclosing(_merge(self.client, generations, context)) as news:
-                async for prompt_index, output in news:
-                    record.add(prompt_index, output)
-                    _raise_for_failure(output)
-                    yield prompt_index, output
+            yield
             record.close("done")
         except EngineDeadError as error:
             record.close("error 503")
@@ -272,43 +331,10 @@ class Service:
         finally:
             self.num_open -= 1
 
-    async def pool(
-        self,
-        reply_id: str,
-        batch: Sequence[list[int]],
-        params: PoolingParams,
-        *,
-        priority: int,
-        cache_salt: str,
-    ) -> list[PooledOutput]:
-        """The vectors of several texts, timed, counted and logged. Cancelling it aborts all.
 
-        Raises:
-            EngineError: the engine failed, or gave one up; the others are aborted.
-        """
-        self.num_open += 1
-        try:
-            return await pool_batch(
-                self.client.pool,
-                self.metrics,
-                reply_id,
-                batch,
-                params,
-                priority=priority,
-                cache_salt=cache_salt,
-            )
-        except EngineDeadError as error:
-            if self.is_draining:
-                raise UnavailableError(
-                    "the server is shutting down", code="shutting_down"
-                ) from error
-            raise
-        finally:
-            self.num_open -= 1
-
-
-def _raise_for_failure(output: RequestOutput) -> None:
-    if output.finish_reason is FinishReason.error and output.is_refusal:
+def _raise_for_failure(output: RequestOutput | PooledOutput) -> None:
+    is_refusal = isinstance(output, RequestOutput) and output.is_refusal
+    if output.finish_reason is FinishReason.error and is_refusal:
         raise InvalidRequestError(
             output.error or "the grammar can not go on",
             param="structured_outputs",
@@ -318,6 +344,25 @@ def _raise_for_failure(output: RequestOutput) -> None:
         raise EngineError(output.error or "the engine gave this request up")
     if output.finish_reason is FinishReason.abort:
         raise UnavailableError("the request was aborted by the server", code="aborted")
+
+
+async def _all_in_time(
+    work: Sequence[Coroutine[Any, Any, PooledOutput]], context: RequestContext
+) -> list[PooledOutput]:
+    """All results, or the first failure; what is not done then is cancelled."""
+    remaining_s = None
+    if context.timeout_ms is not None:
+        remaining_s = context.arrived_at + context.timeout_ms / 1e3 - time.monotonic()
+    tasks = [asyncio.create_task(one) for one in work]
+    try:
+        async with asyncio.timeout(remaining_s):
+            return await asyncio.gather(*tasks)
+    except TimeoutError as error:
+        raise DeadlineError("the request's deadline was over before its answer") from error
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _merge(

@@ -310,6 +310,7 @@ class EngineClient:
         *,
         priority: int = 0,
         cache_salt: str = "",
+        trace: bool = False,
     ) -> PooledOutput:
         """The vector of one text; a cancelled call aborts it.
 
@@ -325,6 +326,7 @@ class EngineClient:
             self.model,
             priority=priority,
             cache_salt=cache_salt,
+            trace=trace,
         )
         if self._death is not None:
             raise EngineDeadError(f"the engine does not run: {self._death}")
@@ -345,6 +347,9 @@ class EngineClient:
             num_cached_tokens=news.num_cached_tokens,
             finish_reason=news.finish_reason or FinishReason.error,
             error=news.error,
+            scheduled_time=news.scheduled_time,
+            num_preemptions=news.num_preemptions,
+            events=news.events,
         )
 
     async def reset_prefix_cache(self) -> None:

@@ -156,7 +156,7 @@ class StepObserver:
             if not progress.is_reported:
                 progress.is_reported = True
                 one.scheduled_time = progress.scheduled_at
-                if one.request_id in self._traces:
+                if one.request_id in self._traces and one.pooled is None:
                     self._traces[one.request_id].append(TimelineEvent("first_token", now))
             if one.finish_reason is not None:
                 one.num_preemptions = progress.num_preemptions

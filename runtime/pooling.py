@@ -97,6 +97,7 @@ def make_pooling_request(
     *,
     priority: int = 0,
     cache_salt: str = "",
+    trace: bool = False,
 ) -> Request:
     """The engine's request for one text.
 
@@ -115,6 +116,7 @@ def make_pooling_request(
         priority=priority,
         cache_salt=cache_salt,
         pooling=params,
+        trace=trace,
     )
 
 

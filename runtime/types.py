@@ -477,6 +477,9 @@ class PooledOutput(msgspec.Struct, frozen=True, kw_only=True):
     num_cached_tokens: int = 0
     finish_reason: FinishReason = FinishReason.stop
     error: str | None = None  # text, with finish_reason error
+    scheduled_time: float = 0.0  # when it first had a row, monotonic
+    num_preemptions: int = 0
+    events: list[TimelineEvent] | None = None  # of a traced request
 
 
 class EmbeddingOutput(msgspec.Struct, frozen=True, kw_only=True):

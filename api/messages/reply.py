@@ -42,7 +42,7 @@ class MessagesReply:
         self._model = service.client.model.name
         self._run = ChatRun(service, body, prompt, request_id=self._id, context=context)
         self._context = context
-        self._tally = Tally(self._run.generations)
+        self._tally = Tally.of(self._run.generations)
         self._row = BlockRow()
         self._stop: tuple[str | None, str | None] = None, None
 

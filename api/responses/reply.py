@@ -68,7 +68,7 @@ class ResponsesReply:
         self._run = run
         self._messages = messages
         self._context = context
-        self._tally = Tally(run.generations)
+        self._tally = Tally.of(run.generations)
         self._num_reasoning_tokens = 0
         self._row = BlockRow()
         self._is_incomplete = False

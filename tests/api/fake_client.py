@@ -147,11 +147,13 @@ class FakeClient:
         *,
         priority: int = 0,
         cache_salt: str = "",
+        trace: bool = False,
     ) -> PooledOutput:
         """A vector of length 1 that leans to one side by the prompt's first token."""
         if self.death_reason is not None:
             raise EngineDeadError(f"the engine does not run: {self.death_reason}")
         self.pooled.append((prompt_token_ids, params, priority, cache_salt))
+        self.traced.append(trace)
         step = self.script[0] if self.script else None
         if isinstance(step, Exception):
             raise step
@@ -168,6 +170,8 @@ class FakeClient:
             num_cached_tokens=1,
             finish_reason=step.finish_reason or FinishReason.stop,
             error=step.error,
+            scheduled_time=step.scheduled_time and time.monotonic(),
+            events=step.events,
         )
 
     async def reset_prefix_cache(self) -> None:

@@ -349,7 +349,7 @@ class TestChatChunks:
         assert len(self.chunks(output("a", [1], 2), echo="So ")) == 1
 
     def test_usage(self):
-        tally = Tally(
+        tally = Tally.of(
             [chat.to_request(chat_body(), [1] * 4, MODEL, request_id="", default_max_tokens=1)]
         )
         tally.add(0, output("", [1], 1, num_cached_tokens=3))
@@ -424,7 +424,7 @@ class TestTally:
         requests = completions.to_requests(
             completion_body(n=2), [[1, 1], [1, 1, 1]], MODEL, request_id="", default_max_tokens=4
         )
-        tally = Tally(requests)
+        tally = Tally.of(requests)
         for prompt_index, index, cached in ((0, 0, 1), (0, 1, 2), (1, 0, 2), (1, 1, 3)):
             news = output("", [1, 2], 2, index=index, num_cached_tokens=cached)
             tally.add(prompt_index, news)
@@ -437,7 +437,7 @@ class TestTally:
 
 
 def usage() -> Usage:
-    return Tally([]).usage
+    return Tally(0).usage
 
 
 class TestResponses:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import base64
+import logging
 import math
 import struct
 
 import pytest
 
 from ostinato.conf.schema import ServerConfig
-from ostinato.runtime.types import FinishReason, PoolingKind, ServedTask
+from ostinato.runtime.types import FinishReason, PoolingKind, ServedTask, TimelineEvent
 from tests.api.fake_client import news
+from tests.api.otlp_receiver import otlp_receiver
 
 EMBEDS = {"tasks": (ServedTask.generate, ServedTask.embed), "embedding_size": 2}
+PAIR = {"query": "fox", "documents": ["dog"]}
 DONE = (news("", [], finish_reason=FinishReason.stop),)
 
 
@@ -172,6 +175,60 @@ def test_metrics_and_load(app):
     embed(app, input=[[1], [2]])
     assert "ostinato_pooled_inputs_total 2.0" in app.http.get("/metrics").text
     assert app.http.get("/load").json() == {"server_load": 0}
+
+
+RUN = news(
+    "",
+    [],
+    scheduled_time=1.0,
+    finish_reason=FinishReason.stop,
+    events=[TimelineEvent("prefill", 1.0, 0.002, 0, 2, 4, "eager", 3)],
+)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "num_texts"),
+    [
+        ("/v1/embeddings", {"input": [[1], [2], [3]]}, 3),
+        ("/v1/score", {"text_1": "fox", "text_2": ["dog", "lazy"]}, 3),
+        ("/v1/rerank", {"query": "fox", "documents": ["dog"]}, 2),
+    ],
+)
+def test_a_timeline_of_each_text(make_app, path, body, num_texts):
+    app = make_app((RUN,), **EMBEDS)
+    trace = app.http.post(path, json=body, headers={"x-trace": "1"}).json()["trace"]
+    assert app.engine.traced == [True] * num_texts
+    assert [one["prompt"] for one in trace["completions"]] == list(range(num_texts))
+    for one in trace["completions"]:
+        assert [event["event"] for event in one["events"]] == ["prefill", "finished"]
+    assert trace["preparation_ms"] <= trace["total_ms"]
+    assert "trace" not in app.http.post(path, json=body).json()
+    assert app.engine.traced[num_texts:] == [False] * num_texts
+    refused = app.http.post(path, json=body, headers={"x-trace": "yes"})
+    assert refusal(refused)[:2] == (400, "x-trace")
+
+
+def test_one_log_line_and_one_span_for_all_texts(make_app, caplog):
+    pytest.importorskip("opentelemetry.sdk")
+    with (
+        otlp_receiver() as (endpoint, bodies),
+        caplog.at_level(logging.INFO, "ostinato.requests"),
+    ):
+        app = make_app((RUN,), server=ServerConfig(otlp_endpoint=endpoint), **EMBEDS)
+        embed(app, input=[[1], [2]], request_id="mine")
+        slow = {"x-request-timeout-ms": "20"}
+        app.engine.script = (None,)
+        assert app.http.post("/v1/rerank", json=PAIR, headers=slow).status_code == 504
+        app.service.close()
+    done, late = (one.getMessage() for one in caplog.records)
+    words = dict(word.split("=") for word in done.split()[2:])
+    assert done.startswith("embd-mine done ")
+    assert (words["prompt"], words["vectors"], words["finish"]) == ("2", "2", "stop")
+    assert words["endpoint"] == "/v1/embeddings"
+    assert "output" not in words
+    assert " error 504 " in late
+    assert b"embd-mine" in b"".join(bodies)
+    assert "ostinato_request_queue_seconds_count 2.0" in app.http.get("/metrics").text
 
 
 def test_what_the_operator_asks(app, tokenizer, tmp_path):

@@ -62,6 +62,23 @@ def test_the_official_client_gets_the_vectors_of_transformers(encoder):
         client.chat.completions.create(model="minilm", messages=[{"role": "user", "content": "?"}])
 
 
+def test_the_timeline_of_texts(encoder):
+    reply = httpx.post(
+        f"{encoder.url}/v1/embeddings",
+        json={"input": TEXTS, "request_id": "traced"},
+        headers={"x-trace": "1"},
+        timeout=100,
+    ).json()
+    trace = reply["trace"]
+    assert len(trace["completions"]) == len(TEXTS)
+    for one in trace["completions"]:
+        assert [event["event"] for event in one["events"]] == ["scheduled", "prefill", "finished"]
+        assert 0 <= one["queue_ms"] <= one["events"][-1]["at_ms"] <= trace["total_ms"]
+    sizes = [one["events"][1]["tokens"] for one in trace["completions"]]
+    assert sum(sizes) == reply["usage"]["prompt_tokens"]
+    assert encoder.log_of("embd-traced").startswith("embd-traced done prompt=")
+
+
 def test_many_at_once(encoder):
     texts = [f"{text} {n}" for n in range(20) for text in TEXTS]
 
