@@ -1,5 +1,8 @@
 """Our own vectorised C++ kernel (ops/native/attention.cpp), for any CPU with a C++ compiler.
 
+The kernel lays keys and values out within each block in an order of its own, described in
+ops/native/attention_tile.h: a cache belongs to one backend.
+
 Loading the library installs the kernel under the op for CPU tensors, so a call runs no Python;
 `run` serves only the first call of a process that has not loaded it.
 """

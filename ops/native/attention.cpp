@@ -100,21 +100,25 @@ class Worker {
   using T = typename Layout::Element;
   using Multiply = typename Layout::Multiply;
   using Step = typename Layout::Step;
+  using Unit = typename Layout::Unit;
 
  public:
   Worker(const Problem& problem, Scratch& scratch, int max_rows)
       : p_(problem),
-        padded_dim_(Layout::padded_dim(problem.head_dim)),
+        tokens_(group_tokens(problem.block_size)),
+        padded_dim_(padded_dim(problem.head_dim)),
         num_steps_(problem.head_dim / Multiply::elements) {
     scratch.lay_out([&] {
       queries_ = scratch.take<Step>(static_cast<size_t>(max_rows) * num_steps_);
-      keys_ = scratch.take<Step>(static_cast<size_t>(num_steps_) * kTile);
-      values_ = scratch.take<Step>(static_cast<size_t>(kTile / Multiply::elements) * padded_dim_);
       scores_ = scratch.take<float>(kRowBlock * kTile);
       weights_ = scratch.take<Step>(kRowBlock * kTile);
       totals_ = scratch.take<float>(static_cast<size_t>(max_rows) * kWidth);
       local_ = scratch.take<float>(state_floats(max_rows, padded_dim_));
       whole_ = scratch.take<float>(state_floats(max_rows, padded_dim_));
+      if (Layout::kWidens) {
+        keys_ = scratch.take<float>(static_cast<size_t>(kTile) * problem.head_dim);
+        values_ = scratch.take<float>(static_cast<size_t>(kTile) * problem.head_dim);
+      }
     });
   }
 
@@ -169,22 +173,28 @@ class Worker {
     }
   }
 
-  TileSource<T> locate(const QueryTile& tile, int first_key) const {
-    TileSource<T> source{};
+  // Keys of the tile at first_key that are in context.
+  static int count_keys(const QueryTile& tile, int first_key) {
+    return tile.last_key - first_key < kTile ? tile.last_key - first_key : kTile;
+  }
+
+  TileGroups<Unit> locate(const QueryTile& tile, int first_key) const {
+    TileGroups<Unit> groups;
     const int32_t* blocks = p_.block_table + tile.seq * p_.block_table_stride;
-    source.key_stride = p_.k_cache.token_stride;
-    source.value_stride = p_.v_cache.token_stride;
-    source.count = tile.last_key - first_key < kTile ? tile.last_key - first_key : kTile;
-    for (int i = 0; i * kGroup < source.count; ++i) {
-      const int position = first_key + i * kGroup;
+    const int count = count_keys(tile, first_key);
+    for (int i = 0; i < kTile / tokens_; ++i) {
+      const int position = i * tokens_ < count ? first_key + i * tokens_ : first_key;
       const int64_t block = blocks[position / p_.block_size];
-      const int64_t offset = position % p_.block_size;
-      source.keys[i] = reinterpret_cast<const T*>(p_.k_cache.data) + block * p_.k_cache.block_stride +
-                       tile.kv_head * p_.k_cache.head_stride + offset * p_.k_cache.token_stride;
-      source.values[i] = reinterpret_cast<const T*>(p_.v_cache.data) + block * p_.v_cache.block_stride +
-                         tile.kv_head * p_.v_cache.head_stride + offset * p_.v_cache.token_stride;
+      const int64_t offset = static_cast<int64_t>(position % p_.block_size) * p_.head_dim;
+      groups.keys[i] = group_at(p_.k_cache, block, tile.kv_head, offset);
+      groups.values[i] = group_at(p_.v_cache, block, tile.kv_head, offset);
     }
-    return source;
+    return groups;
+  }
+
+  static const Unit* group_at(const Cache& cache, int64_t block, int head, int64_t offset) {
+    return reinterpret_cast<const Unit*>(reinterpret_cast<const T*>(cache.data) + block * cache.block_stride +
+                                         head * cache.head_stride + offset);
   }
 
   void run_partition(const QueryTile& tile, int partition, State state) {
@@ -195,37 +205,47 @@ class Worker {
     const int end = begin + kPartition < tile.last_key ? begin + kPartition : tile.last_key;
     const int from = begin > tile.first_key ? begin : tile.first_key / kTile * kTile;
     for (int first_key = from; first_key < end; first_key += kTile) {
-      const TileSource<T> source = locate(tile, first_key);
-      Ahead ahead;
+      const TileGroups<Unit> groups = locate(tile, first_key);
       if (first_key + kTile < tile.last_key) {
-        look_ahead(tile, first_key + kTile, ahead);
+        const TileGroups<Unit> next = locate(tile, first_key + kTile);
+        run_tile(tile, first_key, groups, &next, rows, state);
       } else if (upcoming_ != nullptr) {
-        look_ahead(*upcoming_, upcoming_->first_key / kTile * kTile, ahead);
-      }
-      if (rows <= Layout::kDirectRows) {
-        run_direct(tile, source, first_key, rows, state, ahead);
-        continue;
-      }
-      Layout::keys(source, p_.head_dim, keys_, ahead);
-      Layout::values(source, p_.head_dim, values_, ahead);
-      for (int row = 0, count; row < rows; row += count) {
-        count = rows_per_block(rows - row);
-        run_rows(tile, first_key, row, count, state);
+        const TileGroups<Unit> next = locate(*upcoming_, upcoming_->first_key / kTile * kTile);
+        run_tile(tile, first_key, groups, &next, rows, state);
+      } else {
+        run_tile(tile, first_key, groups, nullptr, rows, state);
       }
     }
     for (int r = 0; r < rows; ++r) state.total[r] = reduce_sum(load(totals_ + r * kWidth));
   }
 
-  void look_ahead(const QueryTile& tile, int first_key, Ahead& ahead) const {
-    const TileSource<T> next = locate(tile, first_key);
-    const int bytes = kGroup * p_.head_dim * static_cast<int>(sizeof(T));
-    for (int i = 0; i * kGroup < next.count; ++i) ahead.add(next.keys[i], bytes);
-    for (int i = 0; i * kGroup < next.count; ++i) ahead.add(next.values[i], bytes);
+  // All rows against one tile of keys; `next` is fetched meanwhile, if there is one.
+  void run_tile(const QueryTile& tile, int first_key, const TileGroups<Unit>& groups, const TileGroups<Unit>* next,
+                int rows, State state) {
+    if constexpr (Layout::kWidens) {
+      TileGroups<float> widened;
+      Layout::widen_tile(groups, next, tokens_, count_keys(tile, first_key), p_.head_dim, keys_, values_, widened);
+      run_blocks(tile, first_key, widened, nullptr, rows, state);
+    } else {
+      run_blocks(tile, first_key, groups, next, rows, state);
+    }
+  }
+
+  void run_blocks(const QueryTile& tile, int first_key, const TileGroups<Step>& groups, const TileGroups<Step>* next,
+                  int rows, State state) {
+    const KeyColumns<Step> keys(groups, tokens_);
+    const KeyColumns<Step> next_keys(next == nullptr ? groups : *next, tokens_);
+    for (int row = 0, count; row < rows; row += count) {
+      count = rows_per_block(rows - row);
+      const bool fetches = next != nullptr && row == 0;
+      run_rows(tile, first_key, row, count, state, keys.columns, groups.values,
+               fetches ? next_keys.columns : nullptr, fetches ? next->values : nullptr);
+    }
   }
 
   // Which keys of the tile at first_key each of `count` rows sees. Returns one past the last that any sees, 0 when
-  // there is none. Columns of the scores past it are masked, but they must hold numbers: they are cleared.
-  int look(const QueryTile& tile, int first_key, int row, int count, Visible* visible) {
+  // there is none.
+  int look(const QueryTile& tile, int first_key, int row, int count, Visible* visible) const {
     int last_seen = 0;
     int first_seen = kTile;
     for (int r = 0; r < count; ++r) {
@@ -236,56 +256,25 @@ class Worker {
       last_seen = visible[r].last > last_seen ? visible[r].last : last_seen;
       first_seen = visible[r].first < first_seen ? visible[r].first : first_seen;
     }
-    if (last_seen <= 0 || first_seen >= kTile) return 0;
-    const int num_vectors = (last_seen + kWidth - 1) / kWidth;
-    if (num_vectors < kTile / kWidth) {
-      for (int r = 0; r < count; ++r) {
-        std::memset(scores_ + r * kTile + num_vectors * kWidth, 0,
-                    (kTile - num_vectors * kWidth) * sizeof(float));
-      }
-    }
-    return last_seen;
+    return first_seen >= kTile ? 0 : last_seen;
   }
 
-  // All rows of a tile with few against keys and values as they lie in the cache; the arithmetic of run_rows.
-  void run_direct(const QueryTile& tile, const TileSource<T>& source, int first_key, int rows, State state,
-                  Ahead& ahead) {
-    if constexpr (Layout::kDirectRows > 0) {
-      Visible visible[kRowBlock];
-      const int last_seen = look(tile, first_key, 0, rows, visible);
-      if (last_seen == 0) return;
-      const auto run = [&]<int kRows>(std::integral_constant<int, kRows>) {
-        alignas(64) float rescale[16];
-        Layout::template direct_scores<kRows>(queries_, num_steps_, source, p_.head_dim, last_seen, scores_, ahead);
-        softmax_block<Layout>(kRows, visible, p_.scaling, scores_, weights_, state.maximum, totals_, rescale);
-        const int num_key_steps = (last_seen + Multiply::elements - 1) / Multiply::elements;
-        Layout::template add_values<kRows>(weights_, source, p_.head_dim, num_key_steps, state.accumulator, rescale,
-                                           ahead);
-      };
-      static_assert(Layout::kDirectRows <= 4);
-      if (rows == 1) run(std::integral_constant<int, 1>{});
-      if (rows == 2) run(std::integral_constant<int, 2>{});
-      if (rows == 3) run(std::integral_constant<int, 3>{});
-      if (rows == 4) run(std::integral_constant<int, 4>{});
-    }
-  }
-
-  // A block of rows against the re-laid tile that starts at first_key.
-  void run_rows(const QueryTile& tile, int first_key, int row, int count, State state) {
+  // A block of rows against the tile that starts at first_key. Scores of keys that nobody sees are not computed; what
+  // is in their place is masked.
+  void run_rows(const QueryTile& tile, int first_key, int row, int count, State state, const Step* const* keys,
+                const Step* const* values, const Step* const* next_keys, const Step* const* next_values) {
     Visible visible[kRowBlock];
     const int last_seen = look(tile, first_key, row, count, visible);
-    if (last_seen == 0) return;
+    if (last_seen <= 0) return;
     const int num_vectors = (last_seen + kWidth - 1) / kWidth;
     alignas(64) float rescale[16];
-    multiply_columns<Multiply>(count, num_vectors, queries_ + static_cast<size_t>(row) * num_steps_,
-                                     num_steps_, keys_, kTile, num_steps_, scores_, kTile, nullptr);
+    score_keys<Multiply>(count, num_vectors, queries_ + static_cast<size_t>(row) * num_steps_, num_steps_, keys,
+                         next_keys, tokens_, scores_);
     softmax_block<Layout>(count, visible, p_.scaling, scores_, weights_, state.maximum + row,
                           totals_ + row * kWidth, rescale);
-    const int num_key_steps = (last_seen + Multiply::elements - 1) / Multiply::elements;
-    multiply_columns<Multiply>(count, padded_dim_ / kWidth, weights_, kTile / Multiply::elements,
-                                      values_, padded_dim_, num_key_steps,
-                                      state.accumulator + static_cast<size_t>(row) * padded_dim_, padded_dim_,
-                                      rescale);
+    const ValueRows<Step> rows{weights_, values, next_values, tokens_, last_seen, p_.head_dim};
+    add_all_values<Multiply>(count, rows, state.accumulator + static_cast<size_t>(row) * padded_dim_, padded_dim_,
+                             rescale);
   }
 
   void write_output(const QueryTile& tile, State state) const {
@@ -299,16 +288,17 @@ class Worker {
   }
 
   const Problem& p_;
+  const int tokens_;  // of a group
   const int padded_dim_;
   const int num_steps_;
-  Step* queries_;   // [rows][num_steps]
-  Step* keys_;      // [num_steps][kTile]
-  Step* values_;    // [kTile / elements][padded_dim]
-  float* scores_;   // [kRowBlock][kTile]
-  Step* weights_;   // [kRowBlock][kTile / elements]
-  float* totals_;   // [rows][kWidth]
-  float* local_;    // State
-  float* whole_;    // State
+  Step* queries_;            // [rows][num_steps]
+  float* scores_;            // [kRowBlock][kTile]
+  Step* weights_;            // [kRowBlock][kTile / elements]
+  float* totals_;            // [rows][kWidth]
+  float* local_;             // State
+  float* whole_;             // State
+  float* keys_ = nullptr;    // [groups][head_dim][tokens], widened
+  float* values_ = nullptr;  // [groups][tokens][head_dim], widened
   const QueryTile* upcoming_ = nullptr;
 };
 
@@ -325,7 +315,6 @@ template <class Layout>
 void attend(const Problem& p) {
   thread_local Plan plan;
   make_plan(p, num_threads(), plan);
-  const int padded_dim = Layout::padded_dim(p.head_dim);
   int max_rows = p.group;
   for (const QueryTile& tile : plan.tiles) {
     max_rows = tile.num_tokens * p.group > max_rows ? tile.num_tokens * p.group : max_rows;
@@ -342,7 +331,7 @@ void attend(const Problem& p) {
         split.offsets[item.tile] = floats;
       }
       floats += (item.last_partition - item.first_partition) *
-                state_floats(tile.num_tokens * p.group, padded_dim);
+                state_floats(tile.num_tokens * p.group, padded_dim(p.head_dim));
     }
     if (split.states.size() < floats) split.states.resize(floats);
   }
@@ -370,17 +359,99 @@ void attend(const Problem& p) {
 
 // ---- the op ----------------------------------------------------------------------------------------------
 
-void write_rows(const Problem& p, const Rows& rows, const Cache& cache, int64_t begin, int64_t end) {
-  const int64_t row_bytes = static_cast<int64_t>(p.head_dim) * p.element_bytes;
-  for (int64_t token = begin; token < end; ++token) {
-    const int64_t block = p.slot_mapping[token] / p.block_size;
-    const int64_t offset = p.slot_mapping[token] % p.block_size;
-    for (int64_t head = 0; head < p.num_kv_heads; ++head) {
-      const char* from = rows.data + (token * rows.token_stride + head * rows.head_stride) * p.element_bytes;
-      char* into = cache.data + (block * cache.block_stride + head * cache.head_stride +
-                                 offset * cache.token_stride) * p.element_bytes;
-      std::memcpy(into, from, row_bytes);
+// Consecutive tokens of a step that lie side by side in one group of the cache.
+struct Run {
+  int64_t first;  // row of k and v
+  int count;
+  int place;      // in the group
+};
+
+// Keys become columns of the group, in units of four bytes; whole vectors of columns are transposed in registers.
+void write_keys(const uint32_t* rows, int64_t row_stride, const Run& run, int tokens, int num_units, uint32_t* group) {
+  for (int i = 0; i < run.count;) {
+    const int place = run.place + i;
+    const uint32_t* row = rows + i * row_stride;
+    int unit = 0;
+    const bool is_vector = place % kWidth == 0 && run.count - i >= kWidth;
+    for (; is_vector && unit + kWidth <= num_units; unit += kWidth) {
+      F32 square[kWidth];
+      for (int t = 0; t < kWidth; ++t) square[t] = load(reinterpret_cast<const float*>(row + t * row_stride + unit));
+      transpose(square);
+      float* into = reinterpret_cast<float*>(group + unit * tokens + place);
+      for (int u = 0; u < kWidth; ++u) store(into + u * tokens, square[u]);
     }
+    const int columns = is_vector ? kWidth : 1;
+    for (int t = 0; t < columns; ++t) {
+      for (int u = unit; u < num_units; ++u) group[u * tokens + place + t] = row[t * row_stride + u];
+    }
+    i += columns;
+  }
+}
+
+// 16-bit values become every other element of a group's row; two tokens that share a row are written as one.
+void write_pairs(const uint16_t* rows, int64_t row_stride, const Run& run, int head_dim, uint16_t* group) {
+  for (int i = 0; i < run.count;) {
+    const int place = run.place + i;
+    const uint16_t* row = rows + i * row_stride;
+    uint16_t* into = group + place / 2 * 2 * head_dim + place % 2;
+    if (place % 2 != 0 || i + 1 == run.count) {
+      for (int d = 0; d < head_dim; ++d) into[2 * d] = row[d];
+      ++i;
+      continue;
+    }
+    const uint16_t* odd = row + row_stride;
+    int d = 0;
+    for (; d + kWidth <= head_dim; d += kWidth) {  // any 16 bits: BFloat16 names the load that leaves them as they are
+      const F32 pairs = pair_up(load(reinterpret_cast<const BFloat16*>(row + d)),
+                                load(reinterpret_cast<const BFloat16*>(odd + d)));
+      store(reinterpret_cast<float*>(into + 2 * d), pairs);
+    }
+    for (; d < head_dim; ++d) {
+      into[2 * d] = row[d];
+      into[2 * d + 1] = odd[d];
+    }
+    i += 2;
+  }
+}
+
+void write_run(const Problem& p, const Run& run, int64_t block, int64_t offset) {
+  const int tokens = group_tokens(p.block_size);
+  const auto row_of = [&](const Rows& rows, int head) {
+    return rows.data + (run.first * rows.token_stride + head * rows.head_stride) * p.element_bytes;
+  };
+  const auto group_of = [&](const Cache& cache, int head) {
+    return cache.data + (block * cache.block_stride + head * cache.head_stride + offset * p.head_dim) * p.element_bytes;
+  };
+  const int units = 4 / p.element_bytes;  // elements of one
+  for (int head = 0; head < p.num_kv_heads; ++head) {
+    write_keys(reinterpret_cast<const uint32_t*>(row_of(p.k, head)), p.k.token_stride / units, run, tokens,
+               p.head_dim / units, reinterpret_cast<uint32_t*>(group_of(p.k_cache, head)));
+    char* values = group_of(p.v_cache, head);
+    if (p.element_bytes == 2) {
+      write_pairs(reinterpret_cast<const uint16_t*>(row_of(p.v, head)), p.v.token_stride, run, p.head_dim,
+                  reinterpret_cast<uint16_t*>(values));
+      continue;
+    }
+    const size_t row_bytes = static_cast<size_t>(p.head_dim) * p.element_bytes;
+    for (int i = 0; i < run.count; ++i) {
+      std::memcpy(values + (run.place + i) * row_bytes, row_of(p.v, head) + i * p.v.token_stride * p.element_bytes,
+                  row_bytes);
+    }
+  }
+}
+
+void write_tokens(const Problem& p, int64_t begin, int64_t end) {
+  const int tokens = group_tokens(p.block_size);
+  for (int64_t token = begin; token < end;) {
+    const int64_t slot = p.slot_mapping[token];
+    const int64_t offset = slot % p.block_size;
+    Run run{token, 1, static_cast<int>(offset % tokens)};
+    while (token + run.count < end && run.place + run.count < tokens &&
+           p.slot_mapping[token + run.count] == slot + run.count) {
+      ++run.count;
+    }
+    write_run(p, run, slot / p.block_size, offset - run.place);
+    token += run.count;
   }
 }
 
@@ -390,8 +461,7 @@ void write_cache(const Problem& p) {
   on_workers(workers, [&](int worker) {
     const int64_t begin = p.num_tokens * worker / workers;
     const int64_t end = p.num_tokens * (worker + 1) / workers;
-    write_rows(p, p.k, p.k_cache, begin, end);
-    write_rows(p, p.v, p.v_cache, begin, end);
+    write_tokens(p, begin, end);
   });
 }
 
@@ -426,7 +496,7 @@ void check_metadata(const Problem& p, int64_t table_width) {
 
 Rows rows_of(const Tensor& x) { return {x.as<char>(), x.strides[0], x.strides[1]}; }
 
-Cache cache_of(const Tensor& x) { return {x.as<char>(), x.strides[0], x.strides[1], x.strides[2]}; }
+Cache cache_of(const Tensor& x) { return {x.as<char>(), x.strides[0], x.strides[1]}; }
 
 void check_tensors(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& k_cache,
                    const Tensor& v_cache) {
@@ -439,7 +509,7 @@ void check_tensors(const Tensor& q, const Tensor& k, const Tensor& v, const Tens
   OSTINATO_CHECK(head_dim % 8 == 0 && head_dim >= 8 && head_dim <= kMaxHeadDim,
                  "paged_attention: head_dim must be a multiple of 8 up to 256, got " +
                      std::to_string(head_dim));
-  OSTINATO_CHECK(k_cache.sizes[2] % kGroup == 0, "paged_attention: block_size must be a multiple of 8, got " +
+  OSTINATO_CHECK(k_cache.sizes[2] % kMinGroup == 0, "paged_attention: block_size must be a multiple of 8, got " +
                                                      std::to_string(k_cache.sizes[2]));
   for (const Tensor* x : {&k, &v}) {
     OSTINATO_CHECK(x->sizes[0] == q.sizes[0] && x->sizes[1] == k_cache.sizes[1] && x->sizes[2] == head_dim,
@@ -452,6 +522,14 @@ void check_tensors(const Tensor& q, const Tensor& k, const Tensor& v, const Tens
                  "paged_attention: the caches need q's head_dim, and q's heads a multiple of k's");
   for (const Tensor* x : {&q, &k, &v, &k_cache, &v_cache}) {
     OSTINATO_CHECK(x->strides[x->dim - 1] == 1, "paged_attention: the last dimension must be contiguous");
+  }
+  for (const Tensor* x : {&k, &v}) {
+    for (int i = 0; i < 2; ++i) {
+      OSTINATO_CHECK(x->sizes[i] <= 1 || x->strides[i] % 2 == 0, "paged_attention: strides of k and v must be even");
+    }
+  }
+  for (const Tensor* x : {&k_cache, &v_cache}) {
+    OSTINATO_CHECK(x->strides[2] == head_dim, "paged_attention: a head's part of a block must be contiguous");
   }
 }
 

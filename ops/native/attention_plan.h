@@ -12,14 +12,14 @@
 namespace ostinato::attention {
 
 constexpr int kPartition = 256;      // keys per partition, a multiple of kTile
-constexpr int kRowsPerItem = 128;    // query rows that share a re-laid tile
-constexpr double kTileCost = 6.0;    // cost of re-laying a key and value, in rows that use it
+constexpr int kRowsPerItem = 128;    // query rows that share a tile in cache
+constexpr double kTileCost = 2.0;    // cost of fetching a key and value, in rows that use it
 constexpr double kWorkerCost = 5e4;  // multiply-adds that are worth waking a thread for
 constexpr int kItemsPerWorker = 4;   // items are split until they are at most this share of a worker's part
 
-struct Cache {
+struct Cache {  // within a head's part of a block: groups, see attention_tile.h
   char* data;
-  int64_t block_stride, head_stride, token_stride;  // elements
+  int64_t block_stride, head_stride;  // elements
 };
 
 struct Rows {

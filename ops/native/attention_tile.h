@@ -1,9 +1,15 @@
-// One tile of attention: 64 keys and values against blocks of query rows.
+// One tile of attention: up to 64 keys and values against blocks of query rows.
 //
-// A tile is re-laid once and then used by all rows: keys transposed to [step][key], values to [step][dim].
-// A step is what one multiply-accumulate instruction consumes per lane: one float, or two bfloat16 for the
-// AVX-512 dot product. Every score and every output element is a single chain over the steps in order, so
-// a row's bits do not depend on the rows that are computed beside it.
+// Everything is read as it lies in the cache, which is laid out for it: steps of four bytes, that is one
+// float32 or two 16-bit elements, as one multiply-accumulate instruction consumes them per lane. Groups of
+// 16 consecutive tokens of a head (8 where the block size is no multiple of 16) hold
+//   keys   [head_dim / elements][tokens][elements]  and
+//   values [tokens / elements][head_dim][elements].
+// So the lanes of a vector are 16 keys in the product with a query, and 16 dimensions in the sum of values,
+// and nothing is transposed when it is read, which happens once for every later token.
+//
+// Every score and every output element is a single chain over the steps in order, so a row's bits do not
+// depend on the rows that are computed beside it.
 #pragma once
 
 #include "simd.h"
@@ -13,61 +19,33 @@
 namespace ostinato::attention {
 
 constexpr int kTile = 64;         // keys per tile
-constexpr int kGroup = 8;         // keys that share one address: block sizes are multiples of it
+constexpr int kMaxGroup = 16;     // tokens of a group
+constexpr int kMinGroup = 8;
 constexpr int kRowBlock = 6;      // query rows per register block
 constexpr int kMaxHeadDim = 256;
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 constexpr float kLowest = -1e30f;  // the maximum over no keys: finite, so that differences are numbers
 constexpr int kWidth = F32::width;
 
-// Where a tile's keys and values lie: `count` tokens in groups of 8 consecutive rows.
-template <class T>
-struct TileSource {
-  const T* keys[kTile / kGroup];
-  const T* values[kTile / kGroup];
-  int64_t key_stride;    // elements from one token to the next
-  int64_t value_stride;
-  int count;             // of kTile; the others are taken as zero
+// Tokens of a group in blocks of `block_size`.
+inline int group_tokens(int block_size) { return block_size % kMaxGroup == 0 ? kMaxGroup : kMinGroup; }
+
+// Where the groups of a tile lie; past the last token's they repeat the first.
+template <class Unit>
+struct TileGroups {
+  const Unit* keys[kTile / kMinGroup];
+  const Unit* values[kTile / kMinGroup];
 };
 
-// Memory that the next tile needs, asked for a few cache lines at a time in between the work on this one:
-// blocks lie scattered, so the hardware does not foresee the next, and one burst would fill its queues.
-class Ahead {
- public:
-  void add(const void* run, int bytes) {
-    runs_[num_runs_++] = static_cast<const char*>(run);
-    bytes_ = bytes;
+// The keys of each vector of scores; where a group has fewer tokens than a vector lanes, of each half of it.
+template <class Step>
+struct KeyColumns {
+  KeyColumns(const TileGroups<Step>& groups, int tokens) {
+    const int lanes = tokens < kWidth ? tokens : kWidth;
+    for (int i = 0; i * lanes < kTile; ++i) columns[i] = groups.keys[i * lanes / tokens] + i * lanes % tokens;
   }
-  OSTINATO_INLINE void fetch(int lines) {
-    while (lines > 0 && run_ < num_runs_) {
-      const int left = (bytes_ - byte_ + 63) / 64;
-      const int count = lines < left ? lines : left;
-      const char* from = runs_[run_] + byte_;
-      for (int i = 0; i < count; ++i) __builtin_prefetch(from + 64 * i, 0, 2);  // into the second-level cache
-      lines -= count;
-      byte_ += 64 * count;
-      if (byte_ >= bytes_) {
-        byte_ = 0;
-        ++run_;
-      }
-    }
-  }
-
- private:
-  const char* runs_[2 * kTile / kGroup];
-  int num_runs_ = 0;
-  int bytes_ = 0;
-  int run_ = 0;
-  int byte_ = 0;
+  const Step* columns[kTile / (kWidth < kMinGroup ? kWidth : kMinGroup)];
 };
-
-alignas(64) inline const uint32_t kZeros[kMaxHeadDim] = {};
-
-template <class T>
-OSTINATO_INLINE const T* token_row(const T* const* groups, int64_t stride, int count, int token) {
-  if (token >= count) return reinterpret_cast<const T*>(kZeros);
-  return groups[token / kGroup] + (token % kGroup) * stride;
-}
 
 // ---- multiply-accumulate ---------------------------------------------------------------------------------
 
@@ -75,7 +53,12 @@ struct FloatStep {
   using Step = float;
   static constexpr int elements = 1;
   OSTINATO_INLINE static F32 load_steps(const float* p) { return load(p); }
+  OSTINATO_INLINE static F32 load_first_8(const float* p) { return load_8(p); }
+#if OSTINATO_ISA >= 2
+  OSTINATO_INLINE static F32 load_halves(const float* low, const float* high) { return ostinato::load_halves(low, high); }
+#endif
   OSTINATO_INLINE static F32 broadcast_step(const float* p) { return broadcast(*p); }
+  OSTINATO_INLINE static F32 without_odd(F32 x) { return x; }
   OSTINATO_INLINE static F32 accumulate(F32 sum, F32 a, F32 b) { return fma(a, b, sum); }
 };
 
@@ -84,8 +67,18 @@ struct PairStep {
   using Step = uint32_t;  // two bfloat16, the earlier one in the low half
   static constexpr int elements = 2;
   OSTINATO_INLINE static __m512bh load_steps(const uint32_t* p) { return (__m512bh)_mm512_loadu_si512(p); }
+  OSTINATO_INLINE static __m512bh load_first_8(const uint32_t* p) {
+    return (__m512bh)_mm512_maskz_loadu_epi32(0xff, p);
+  }
+  OSTINATO_INLINE static __m512bh load_halves(const uint32_t* low, const uint32_t* high) {
+    return (__m512bh)ostinato::load_halves(reinterpret_cast<const float*>(low), reinterpret_cast<const float*>(high)).v;
+  }
   OSTINATO_INLINE static __m512bh broadcast_step(const uint32_t* p) {
     return (__m512bh)_mm512_set1_epi32(static_cast<int>(*p));
+  }
+  // The later element of each pair becomes zero.
+  OSTINATO_INLINE static __m512bh without_odd(__m512bh x) {
+    return (__m512bh)_mm512_and_si512((__m512i)x, _mm512_set1_epi32(0xffff));
   }
   OSTINATO_INLINE static F32 accumulate(F32 sum, __m512bh a, __m512bh b) {
     return {_mm512_dpbf16_ps(sum.v, a, b)};
@@ -93,31 +86,109 @@ struct PairStep {
 };
 #endif
 
-// out[row][vector] = scale[row] * out[row][vector] + sum over steps of left[row][step] * right[step][vector];
-// without `scale` the old value of `out` counts as zero.
-template <class S, int kRows, int kVectors>
-void multiply(const typename S::Step* left, int left_stride, const typename S::Step* right, int right_stride,
-              int num_steps, float* out, int out_stride, const float* scale) {
+// Asks for the cache line of vector `c` of a row when it is the line's first.
+template <class Step>
+OSTINATO_INLINE void prefetch_line(const Step* vector, int c) {
+  if (c * kWidth % 16 == 0) __builtin_prefetch(vector, 0, 2);  // into the second-level cache
+}
+
+// out [kRows][kVectors] = queries times the keys of kVectors vectors. What the next tile will read at the same
+// place is fetched meanwhile: blocks lie scattered, so the hardware does not foresee the next.
+//   queries [kRows][num_steps]; columns, next: kVectors * kHalves pointers to [num_steps][tokens]
+template <class S, int kRows, int kVectors, int kHalves>
+void score(const typename S::Step* queries, int num_steps, const typename S::Step* const* columns,
+           const typename S::Step* const* next, int tokens, float* out) {
   F32 sum[kRows][kVectors];
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 8
-    for (int c = 0; c < kVectors; ++c) {
-      sum[r][c] = broadcast(0.0f);
-      if (scale != nullptr) sum[r][c] = broadcast(scale[r]) * load(out + r * out_stride + c * kWidth);
-    }
+    for (int c = 0; c < kVectors; ++c) sum[r][c] = broadcast(0.0f);
   }
-  for (int step = 0; step < num_steps; ++step) {
-    decltype(S::load_steps(right)) columns[kVectors];
+  for (int step = 0, offset = 0; step < num_steps; ++step, offset += tokens) {
+    decltype(S::load_steps(*columns)) keys[kVectors];
 #pragma GCC unroll 8
-    for (int c = 0; c < kVectors; ++c) columns[c] = S::load_steps(right + c * kWidth);
+    for (int c = 0; c < kVectors; ++c) {
+      if constexpr (kHalves == 1) {
+        keys[c] = S::load_steps(columns[c] + offset);
+      } else {
+        keys[c] = S::load_halves(columns[2 * c] + offset, columns[2 * c + 1] + offset);
+      }
+    }
+    if (next != nullptr) {
+#pragma GCC unroll 8
+      for (int c = 0; c < kVectors * kHalves; ++c) prefetch_line(next[c] + offset, kHalves == 1 ? c : 0);
+    }
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
-      const auto factor = S::broadcast_step(left + r * left_stride + step);
+      const auto factor = S::broadcast_step(queries + r * num_steps + step);
+#pragma GCC unroll 8
+      for (int c = 0; c < kVectors; ++c) sum[r][c] = S::accumulate(sum[r][c], keys[c], factor);
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 8
+    for (int c = 0; c < kVectors; ++c) store(out + r * kTile + c * kWidth, sum[r][c]);
+  }
+}
+
+// What `add_values` needs besides the place of its columns.
+template <class Step>
+struct ValueRows {
+  const Step* weights;         // [rows][kTile / elements]
+  const Step* const* groups;   // [tokens / elements][head_dim] each
+  const Step* const* next;     // of the next tile, or null
+  int tokens;                  // of a group
+  int num_keys;                // of the tile; the others' values are not read as numbers
+  int head_dim;
+};
+
+// out [kRows][kVectors] = scale[row] * out + weights times values, for the columns from `column` on. The last vector
+// holds 8 columns when kPart is set.
+template <class S, int kRows, int kVectors, bool kPart>
+void add_values(const ValueRows<typename S::Step>& values, int column, float* out, int out_stride, const float* scale) {
+  F32 sum[kRows][kVectors];
+#pragma GCC unroll 8
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 8
+    for (int c = 0; c < kVectors; ++c) sum[r][c] = broadcast(scale[r]) * load(out + r * out_stride + c * kWidth);
+  }
+  const typename S::Step* weights = values.weights;
+  const auto add = [&](const typename S::Step* row, auto is_half) __attribute__((always_inline)) {
+    decltype(S::load_steps(row)) columns[kVectors];
+#pragma GCC unroll 8
+    for (int c = 0; c < kVectors; ++c) {
+      columns[c] = kPart && c == kVectors - 1 ? S::load_first_8(row + c * kWidth) : S::load_steps(row + c * kWidth);
+      if constexpr (is_half) columns[c] = S::without_odd(columns[c]);
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) {
+      const auto factor = S::broadcast_step(weights + r * (kTile / S::elements));
 #pragma GCC unroll 8
       for (int c = 0; c < kVectors; ++c) sum[r][c] = S::accumulate(sum[r][c], columns[c], factor);
     }
-    right += right_stride;
+    ++weights;
+  };
+  const int per_group = values.tokens / S::elements;
+  int remaining = values.num_keys / S::elements;
+  const bool odd = values.num_keys % S::elements != 0;
+  for (int group = 0; remaining > 0 || odd; ++group) {
+    const typename S::Step* row = values.groups[group] + column;
+    const typename S::Step* next = values.next == nullptr ? nullptr : values.next[group] + column;
+    const int whole = remaining < per_group ? remaining : per_group;
+    for (int step = 0; step < whole; ++step, row += values.head_dim) {
+      if (next != nullptr) {
+#pragma GCC unroll 8
+        for (int c = 0; c < kVectors; ++c) prefetch_line(next + c * kWidth, c);
+        next += values.head_dim;
+      }
+      add(row, std::false_type{});
+    }
+    remaining -= whole;
+    if (whole < per_group) {
+      if (odd) add(row, std::true_type{});
+      break;
+    }
   }
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r) {
@@ -126,108 +197,149 @@ void multiply(const typename S::Step* left, int left_stride, const typename S::S
   }
 }
 
-// The largest number of rows that `multiply` is made for and that are not more than `remaining`.
+// The largest number of rows that the kernels are made for and that are not more than `remaining`.
 OSTINATO_INLINE int rows_per_block(int remaining) {
   return remaining >= kRowBlock ? kRowBlock : remaining >= 4 ? 4 : remaining >= 2 ? 2 : 1;
 }
 
-// `multiply` for 1, 2, 4 or 6 rows and any number of vectors: as many columns at once as registers allow.
-template <class S>
-void multiply_columns(int num_rows, int num_vectors, const typename S::Step* left, int left_stride,
-                      const typename S::Step* right, int right_stride, int num_steps, float* out,
-                      int out_stride, const float* scale) {
-  using Kernel = decltype(&multiply<S, 1, 1>);
-  Kernel four_columns = nullptr;
-  Kernel two_columns = multiply<S, 1, 2>;
-  Kernel one_column = multiply<S, 1, 1>;
-  if (num_rows == 1) {
-    four_columns = multiply<S, 1, 4>;
-  } else if (num_rows == 2) {
-    four_columns = multiply<S, 2, 4>;
-    two_columns = multiply<S, 2, 2>;
-    one_column = multiply<S, 2, 1>;
-  } else if (num_rows == 4) {
-    two_columns = multiply<S, 4, 2>;
-    one_column = multiply<S, 4, 1>;
-  } else {
-    two_columns = multiply<S, 6, 2>;
-    one_column = multiply<S, 6, 1>;
-  }
-#if OSTINATO_ISA >= 2  // 32 registers; with 16, four columns leave room for two rows only
-  if (num_rows == 4) four_columns = multiply<S, 4, 4>;
-  if (num_rows == 6) four_columns = multiply<S, 6, 4>;
-#endif
+// Calls run(vectors, first) for consecutive columns: as many at once as registers allow for kRows, and at most kMost.
+template <int kRows, int kMost, class Run>
+OSTINATO_INLINE void for_columns(int num_vectors, const Run& run) {
+  constexpr bool kFour = kMost >= 4 && (OSTINATO_ISA >= 2 || kRows <= 2);  // 32 registers, else 16
+  constexpr bool kTwo = kMost >= 2;
   for (int c = 0; c < num_vectors;) {
     const int remaining = num_vectors - c;
-    const int step = remaining >= 4 && four_columns != nullptr ? 4 : remaining >= 2 ? 2 : 1;
-    const Kernel kernel = step == 4 ? four_columns : step == 2 ? two_columns : one_column;
-    kernel(left, left_stride, right + c * kWidth, right_stride, num_steps, out + c * kWidth, out_stride, scale);
-    c += step;
+    if (kFour && remaining >= 4) {
+      run(std::integral_constant<int, kFour ? 4 : 1>{}, c);
+      c += 4;
+    } else if (kTwo && remaining >= 2) {
+      run(std::integral_constant<int, kTwo ? 2 : 1>{}, c);
+      c += 2;
+    } else {
+      run(std::integral_constant<int, 1>{}, c);
+      c += 1;
+    }
   }
+}
+
+// Calls run(rows) with a constant: 1, 2, 4 or 6.
+template <class Run>
+OSTINATO_INLINE void with_rows(int rows, const Run& run) {
+  if (rows == 1) run(std::integral_constant<int, 1>{});
+  if (rows == 2) run(std::integral_constant<int, 2>{});
+  if (rows == 4) run(std::integral_constant<int, 4>{});
+  if (rows == 6) run(std::integral_constant<int, 6>{});
+}
+
+// `score` for 1, 2, 4 or 6 rows and any number of vectors.
+template <class S>
+void score_keys(int num_rows, int num_vectors, const typename S::Step* queries, int num_steps,
+                const typename S::Step* const* columns, const typename S::Step* const* next, int tokens, float* out) {
+  const auto run_all = [&]<int kHalves>(std::integral_constant<int, kHalves>) {
+    with_rows(num_rows, [&]<int kRows>(std::integral_constant<int, kRows>) {
+      constexpr int kMost = kHalves == 1 ? 4 : 1;  // blocks of 8 tokens are rare: fewer kernels to compile
+      for_columns<kRows, kMost>(num_vectors, [&]<int kVectors>(std::integral_constant<int, kVectors>, int c) {
+        score<S, kRows, kVectors, kHalves>(queries, num_steps, columns + c * kHalves,
+                                           next == nullptr ? nullptr : next + c * kHalves, tokens, out + c * kWidth);
+      });
+    });
+  };
+  if constexpr (kWidth > kMinGroup) {
+    if (tokens < kWidth) {
+      run_all(std::integral_constant<int, 2>{});
+      return;
+    }
+  }
+  run_all(std::integral_constant<int, 1>{});
+}
+
+// `add_values` for 1, 2, 4 or 6 rows and all columns; out [rows][padded_dim].
+template <class S>
+void add_all_values(int num_rows, const ValueRows<typename S::Step>& values, float* out, int padded_dim,
+                    const float* scale) {
+  const int whole = values.head_dim / kWidth;
+  with_rows(num_rows, [&]<int kRows>(std::integral_constant<int, kRows>) {
+    for_columns<kRows, 4>(whole, [&]<int kVectors>(std::integral_constant<int, kVectors>, int c) {
+      add_values<S, kRows, kVectors, false>(values, c * kWidth, out + c * kWidth, padded_dim, scale);
+    });
+    if constexpr (kWidth > 8) {
+      if (whole * kWidth < values.head_dim) {
+        add_values<S, kRows, 1, true>(values, whole * kWidth, out + whole * kWidth, padded_dim, scale);
+      }
+    }
+  });
 }
 
 // ---- layouts ---------------------------------------------------------------------------------------------
 
-// Everything in float32; for any cache type and level.
+inline int padded_dim(int head_dim) { return (head_dim + kWidth - 1) / kWidth * kWidth; }
+
+// Everything in float32, for any cache type and level; 16-bit tiles are widened to floats in the same order.
 template <class T>
 struct FloatLayout {
   using Element = T;
   using Multiply = FloatStep;
   using Step = float;
-  static constexpr int kDirectRows = 0;
-
-  static int padded_dim(int head_dim) { return (head_dim + kWidth - 1) / kWidth * kWidth; }
+  using Unit = std::conditional_t<sizeof(T) == 4, float, uint32_t>;
+  static constexpr bool kWidens = sizeof(T) < 4;
 
   static void queries(const T* row, int head_dim, Step* out) {
     for (int d = 0; d < head_dim; ++d) out[d] = to_float(row[d]);
   }
 
-  OSTINATO_INLINE static F32 load_some(const T* p, int remaining) {
-    return kWidth > 8 && remaining < kWidth ? load_8(p) : load(p);
+  // Two 16-bit elements a lane, as floats.
+  OSTINATO_INLINE static void widen(const uint32_t* pairs, F32* even, F32* odd) {
+    if constexpr (std::is_same_v<T, BFloat16>) {
+      const F32 both = load(reinterpret_cast<const float*>(pairs));
+      *even = low_of_pairs(both);
+      *odd = high_of_pairs(both);
+    } else {
+      T low[kWidth], high[kWidth];
+      for (int i = 0; i < kWidth; ++i) {
+        low[i].bits = static_cast<uint16_t>(pairs[i]);
+        high[i].bits = static_cast<uint16_t>(pairs[i] >> 16);
+      }
+      *even = load(low);
+      *odd = load(high);
+    }
   }
 
-  // out [head_dim][kTile]; columns past source.count are left alone, and nobody reads them
-  static void keys(const TileSource<T>& source, int head_dim, Step* out, Ahead& ahead) {
-    constexpr int kBlockLines = (kWidth * kWidth * static_cast<int>(sizeof(T)) + 63) / 64;
-    for (int first = 0; first < source.count; first += kWidth) {
-      const T* rows[kWidth];
-      for (int i = 0; i < kWidth; ++i) {
-        rows[i] = token_row(source.keys, source.key_stride, source.count, first + i);
-      }
-      int d = 0;
-      if constexpr (std::is_same_v<T, BFloat16>) {
-        for (; d + 2 * kWidth <= head_dim; d += 2 * kWidth) {
-          ahead.fetch(2 * kBlockLines);
-          F32 block[kWidth];
-          for (int i = 0; i < kWidth; ++i) block[i] = load(reinterpret_cast<const float*>(rows[i] + d));
-          transpose(block);
-          for (int i = 0; i < kWidth; ++i) {
-            store(out + (d + 2 * i) * kTile + first, low_of_pairs(block[i]));
-            store(out + (d + 2 * i + 1) * kTile + first, high_of_pairs(block[i]));
-          }
+  // Pairs [rows][units] become floats [2 * rows][units]. `next` is what will be widened next, laid out alike, or null.
+  static void widen_rows(const uint32_t* pairs, const uint32_t* next, int rows, int units, float* out) {
+    uint32_t rest[kWidth] = {};
+    for (int row = 0; row < rows; ++row, out += 2 * units) {
+      for (int i = 0; i < units; i += kWidth) {
+        const uint32_t* from = pairs + row * units + i;
+        if (next != nullptr) __builtin_prefetch(next + row * units + i, 0, 2);
+        const int count = units - i < kWidth ? units - i : kWidth;
+        if (count < kWidth) {
+          std::memcpy(rest, from, count * sizeof(uint32_t));
+          from = rest;
         }
-      }
-      for (; d < head_dim; d += kWidth) {
-        ahead.fetch(kBlockLines);
-        F32 block[kWidth];
-        for (int i = 0; i < kWidth; ++i) block[i] = load_some(rows[i] + d, head_dim - d);
-        transpose(block);
-        const int valid = head_dim - d < kWidth ? head_dim - d : kWidth;
-        for (int i = 0; i < valid; ++i) store(out + (d + i) * kTile + first, block[i]);
+        F32 even, odd;
+        widen(from, &even, &odd);
+        alignas(64) float line[2][kWidth];
+        store(line[0], even);
+        store(line[1], odd);
+        std::memcpy(out + i, line[0], count * sizeof(float));
+        std::memcpy(out + units + i, line[1], count * sizeof(float));
       }
     }
   }
 
-  // out [kTile][padded_dim]; rows past source.count are left alone
-  static void values(const TileSource<T>& source, int head_dim, Step* out, Ahead& ahead) {
-    const int stride = padded_dim(head_dim);
-    const int row_lines = (head_dim * static_cast<int>(sizeof(T)) + 63) / 64;
-    for (int token = 0; token < source.count; ++token) {
-      ahead.fetch(row_lines);
-      const T* row = token_row(source.values, source.value_stride, source.count, token);
-      for (int d = 0; d < head_dim; d += kWidth) {
-        store(out + token * stride + d, load_some(row + d, head_dim - d));
-      }
+  // The groups of a tile's first `count` tokens as floats: keys [groups][head_dim][tokens], values
+  // [groups][tokens][head_dim].
+  static void widen_tile(const TileGroups<uint32_t>& groups, const TileGroups<uint32_t>* next, int tokens, int count,
+                         int head_dim, float* keys, float* values, TileGroups<float>& out) {
+    const int size = tokens * head_dim;
+    for (int i = 0; i < kTile / tokens; ++i) {
+      const bool is_read = i * tokens < count;
+      out.keys[i] = keys + (is_read ? i * size : 0);
+      out.values[i] = values + (is_read ? i * size : 0);
+      if (!is_read) continue;
+      widen_rows(groups.keys[i], next == nullptr ? nullptr : next->keys[i], head_dim / 2, tokens, keys + i * size);
+      widen_rows(groups.values[i], next == nullptr ? nullptr : next->values[i], tokens / 2, head_dim,
+                 values + i * size);
     }
   }
 
@@ -246,61 +358,16 @@ struct FloatLayout {
 };
 
 #if OSTINATO_ISA >= 3
-// bfloat16 through the dot-product instruction. Values are interleaved by pairs of keys with unpack
-// instructions, which leaves the dimensions of each 32 in the order 0-3 8-11 16-19 24-27, 4-7 12-15 20-23
-// 28-31; the accumulator keeps that order and `output` undoes it.
+// bfloat16 through the dot-product instruction.
 struct PairLayout {
   using Element = BFloat16;
   using Multiply = PairStep;
   using Step = uint32_t;
-  static constexpr int kDirectRows = 4;  // up to which tiles are not re-laid
-
-  static int padded_dim(int head_dim) { return (head_dim + 31) / 32 * 32; }
+  using Unit = uint32_t;
+  static constexpr bool kWidens = false;
 
   static void queries(const BFloat16* row, int head_dim, Step* out) {
     std::memcpy(out, row, head_dim * sizeof(BFloat16));
-  }
-
-  // 32 elements of a row, zero past its end
-  OSTINATO_INLINE static __m512i load_row(const BFloat16* p, int remaining) {
-    if (remaining >= 32) return _mm512_loadu_si512(p);
-    return _mm512_maskz_loadu_epi32((1u << (remaining / 2)) - 1, p);
-  }
-
-  // out [head_dim / 2][kTile]; columns past source.count are left alone, and nobody reads them
-  static void keys(const TileSource<BFloat16>& source, int head_dim, Step* out, Ahead& ahead) {
-    for (int first = 0; first < source.count; first += 16) {
-      const BFloat16* rows[16];
-      for (int i = 0; i < 16; ++i) {
-        rows[i] = token_row(source.keys, source.key_stride, source.count, first + i);
-      }
-      for (int d = 0; d < head_dim; d += 32) {
-        ahead.fetch(16);  // as many as are read here
-        F32 block[16];
-#pragma GCC unroll 16
-        for (int i = 0; i < 16; ++i) block[i].v = _mm512_castsi512_ps(load_row(rows[i] + d, head_dim - d));
-        transpose(block);
-        const int valid = head_dim - d < 32 ? (head_dim - d) / 2 : 16;
-        for (int i = 0; i < valid; ++i) _mm512_storeu_ps(out + (d / 2 + i) * kTile + first, block[i].v);
-      }
-    }
-  }
-
-  // out [kTile / 2][padded_dim]; pairs past source.count are left alone
-  static void values(const TileSource<BFloat16>& source, int head_dim, Step* out, Ahead& ahead) {
-    const int stride = padded_dim(head_dim);
-    const int row_lines = stride / 32;
-    for (int token = 0; token < source.count; token += 2, out += stride) {
-      ahead.fetch(2 * row_lines);
-      const BFloat16* even = token_row(source.values, source.value_stride, source.count, token);
-      const BFloat16* odd = token_row(source.values, source.value_stride, source.count, token + 1);
-      for (int d = 0; d < head_dim; d += 32) {
-        const __m512i a = load_row(even + d, head_dim - d);
-        const __m512i b = load_row(odd + d, head_dim - d);
-        _mm512_storeu_si512(out + d, _mm512_unpacklo_epi16(a, b));
-        _mm512_storeu_si512(out + d + 16, _mm512_unpackhi_epi16(a, b));
-      }
-    }
   }
 
   OSTINATO_INLINE static void weights(const F32* p, Step* out) {
@@ -309,105 +376,8 @@ struct PairLayout {
     }
   }
 
-  // What re-laying the keys and multiplying them gives, for so few rows that storing them in between would cost
-  // more than the multiplication: scores [kRows][kTile] against the first `last_seen` keys.
-  template <int kRows>
-  static void direct_scores(const Step* queries, int num_steps, const TileSource<BFloat16>& source, int head_dim,
-                            int last_seen, float* scores, Ahead& ahead) {
-    for (int first = 0; first < last_seen; first += 16) {
-      const BFloat16* rows[16];
-      for (int i = 0; i < 16; ++i) {
-        rows[i] = token_row(source.keys, source.key_stride, source.count, first + i);
-      }
-      F32 sum[kRows];
-#pragma GCC unroll 4
-      for (int r = 0; r < kRows; ++r) sum[r] = broadcast(0.0f);
-      for (int d = 0; d < head_dim; d += 32) {
-        ahead.fetch(16);
-        F32 block[16];
-#pragma GCC unroll 16
-        for (int i = 0; i < 16; ++i) block[i].v = _mm512_castsi512_ps(load_row(rows[i] + d, head_dim - d));
-        transpose(block);
-        const int valid = head_dim - d < 32 ? (head_dim - d) / 2 : 16;
-#pragma GCC unroll 16
-        for (int i = 0; i < 16; ++i) {
-          if (i >= valid) break;
-#pragma GCC unroll 4
-          for (int r = 0; r < kRows; ++r) {
-            sum[r] = Multiply::accumulate(sum[r], (__m512bh)_mm512_castps_si512(block[i].v),
-                                          Multiply::broadcast_step(queries + r * num_steps + d / 2 + i));
-          }
-        }
-      }
-#pragma GCC unroll 4
-      for (int r = 0; r < kRows; ++r) store(scores + r * kTile + first, sum[r]);
-    }
-  }
-
-  // The same for values: accumulator [kRows][padded_dim] = rescale * accumulator + weights * values.
-  template <int kRows>
-  static void add_values(const Step* weights, const TileSource<BFloat16>& source, int head_dim, int num_key_steps,
-                         float* accumulator, const float* rescale, Ahead& ahead) {
-    const int stride = padded_dim(head_dim);
-    int d = 0;
-    for (; d + 32 < head_dim; d += 64) {
-      add_columns<kRows, 2>(weights, source, d, head_dim, num_key_steps, accumulator + d, stride, rescale, ahead);
-    }
-    if (d < head_dim) {
-      add_columns<kRows, 1>(weights, source, d, head_dim, num_key_steps, accumulator + d, stride, rescale, ahead);
-    }
-  }
-
-  // kHalves times 32 columns, from column d on.
-  template <int kRows, int kHalves>
-  static void add_columns(const Step* weights, const TileSource<BFloat16>& source, int d, int head_dim,
-                          int num_key_steps, float* accumulator, int stride, const float* rescale, Ahead& ahead) {
-    constexpr int kWeightStride = kTile / 2;
-    F32 sum[kRows][2 * kHalves];
-#pragma GCC unroll 4
-    for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 4
-      for (int c = 0; c < 2 * kHalves; ++c) {
-        sum[r][c] = broadcast(rescale[r]) * load(accumulator + r * stride + c * 16);
-      }
-    }
-    for (int step = 0; step < num_key_steps; ++step) {
-      ahead.fetch(2 * kHalves);
-      const BFloat16* even = token_row(source.values, source.value_stride, source.count, 2 * step);
-      const BFloat16* odd = token_row(source.values, source.value_stride, source.count, 2 * step + 1);
-#pragma GCC unroll 2
-      for (int h = 0; h < kHalves; ++h) {
-        const int column = d + 32 * h;
-        const __m512i a = load_row(even + column, head_dim - column);
-        const __m512i b = load_row(odd + column, head_dim - column);
-        const auto low = (__m512bh)_mm512_unpacklo_epi16(a, b);
-        const auto high = (__m512bh)_mm512_unpackhi_epi16(a, b);
-#pragma GCC unroll 4
-        for (int r = 0; r < kRows; ++r) {
-          const auto weight = Multiply::broadcast_step(weights + r * kWeightStride + step);
-          sum[r][2 * h] = Multiply::accumulate(sum[r][2 * h], low, weight);
-          sum[r][2 * h + 1] = Multiply::accumulate(sum[r][2 * h + 1], high, weight);
-        }
-      }
-    }
-#pragma GCC unroll 4
-    for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 4
-      for (int c = 0; c < 2 * kHalves; ++c) store(accumulator + r * stride + c * 16, sum[r][c]);
-    }
-  }
-
   static void output(const float* accumulator, float factor, int head_dim, BFloat16* out) {
-    const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
-    const __m512i second = _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
-    for (int d = 0; d < head_dim; d += 32) {
-      const __m512 low = (load(accumulator + d) * broadcast(factor)).v;
-      const __m512 high = (load(accumulator + d + 16) * broadcast(factor)).v;
-      const __m512i rounded = (__m512i)_mm512_cvtne2ps_pbh(_mm512_permutex2var_ps(low, second, high),
-                                                           _mm512_permutex2var_ps(low, first, high));
-      const int pairs = head_dim - d < 32 ? (head_dim - d) / 2 : 16;
-      _mm512_mask_storeu_epi32(out + d, static_cast<__mmask16>((1u << pairs) - 1), rounded);
-    }
+    FloatLayout<BFloat16>::output(accumulator, factor, head_dim, out);
   }
 };
 #endif

@@ -84,6 +84,11 @@ OSTINATO_INLINE F32 load(const BFloat16* p) {
 OSTINATO_INLINE F32 load(const Float16* p) {
   return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
 }
+// 8 lanes each from two places.
+OSTINATO_INLINE F32 load_halves(const float* low, const float* high) {
+  const __m512d first = _mm512_castpd256_pd512(_mm256_castps_pd(_mm256_loadu_ps(low)));
+  return {_mm512_castpd_ps(_mm512_insertf64x4(first, _mm256_castps_pd(_mm256_loadu_ps(high)), 1))};
+}
 // The first 8 lanes from memory, the others zero.
 OSTINATO_INLINE F32 load_8(const float* p) { return {_mm512_maskz_loadu_ps(0xff, p)}; }
 OSTINATO_INLINE F32 load_8(const BFloat16* p) {
@@ -342,6 +347,19 @@ OSTINATO_INLINE F32 high_of_pairs(F32 pairs) {
       _mm256_and_si256(_mm256_castps_si256(pairs.v), _mm256_set1_epi32(static_cast<int>(0xffff0000u))))};
 #else
   return {(FloatLanes)((UintLanes)pairs.v & 0xffff0000u)};
+#endif
+}
+
+// The inverse: `low` and `high` are bfloat16 widened to floats.
+OSTINATO_INLINE F32 pair_up(F32 low, F32 high) {
+#if OSTINATO_ISA >= 2
+  return {_mm512_castsi512_ps(
+      _mm512_or_si512(_mm512_castps_si512(high.v), _mm512_srli_epi32(_mm512_castps_si512(low.v), 16)))};
+#elif OSTINATO_ISA == 1
+  return {_mm256_castsi256_ps(
+      _mm256_or_si256(_mm256_castps_si256(high.v), _mm256_srli_epi32(_mm256_castps_si256(low.v), 16)))};
+#else
+  return {(FloatLanes)((UintLanes)high.v | ((UintLanes)low.v >> 16))};
 #endif
 }
 

@@ -101,9 +101,43 @@ def make_step(lengths: list[tuple[int, int]], shape: Shape, seed: int = 0) -> St
     return Step(q, k, v, k_cache, v_cache, metadata, num_tokens)
 
 
+class CpuOrder:
+    """Caches [num_blocks, Hkv, block_size, D] by token, and as the CPU kernel lays them out.
+
+    Groups of 16 tokens (8 where blocks are no multiple of it) hold keys as [D / e, tokens, e] and
+    values as [tokens / e, D, e], where e elements take four bytes.
+    """
+
+    def __init__(self, cache: Tensor) -> None:
+        _, _, self._block_size, self._head_dim = cache.shape
+        self._tokens = 16 if self._block_size % 16 == 0 else 8
+        self._elements = 4 // cache.element_size()
+
+    def keys(self, cache: Tensor) -> Tensor:
+        parts = (self._tokens, self._head_dim // self._elements, self._elements)
+        return self._grouped(cache, parts).transpose(3, 4).reshape(cache.shape).contiguous()
+
+    def values(self, cache: Tensor) -> Tensor:
+        parts = (self._tokens // self._elements, self._elements, self._head_dim)
+        return self._grouped(cache, parts).transpose(4, 5).reshape(cache.shape).contiguous()
+
+    def keys_by_token(self, cache: Tensor) -> Tensor:
+        parts = (self._head_dim // self._elements, self._tokens, self._elements)
+        return self._grouped(cache, parts).transpose(3, 4).reshape(cache.shape).contiguous()
+
+    def values_by_token(self, cache: Tensor) -> Tensor:
+        parts = (self._tokens // self._elements, self._head_dim, self._elements)
+        return self._grouped(cache, parts).transpose(4, 5).reshape(cache.shape).contiguous()
+
+    def _grouped(self, cache: Tensor, parts: tuple[int, int, int]) -> Tensor:
+        return cache.reshape(*cache.shape[:2], self._block_size // self._tokens, *parts)
+
+
 def run(backend: AttentionBackend, step: Step, shape: Shape) -> tuple[Tensor, Tensor, Tensor]:
-    """(output, k_cache, v_cache) after the call; `step` is left as it was."""
-    k_cache, v_cache = step.k_cache.clone(), step.v_cache.clone()
+    """(output, k_cache, v_cache) after the call, caches by token; `step` is left as it was."""
+    order = CpuOrder(step.k_cache) if backend.name == "cpu" else None
+    k_cache = order.keys(step.k_cache) if order else step.k_cache.clone()
+    v_cache = order.values(step.v_cache) if order else step.v_cache.clone()
     out = backend.run(
         step.q,
         step.k,
@@ -115,6 +149,8 @@ def run(backend: AttentionBackend, step: Step, shape: Shape) -> tuple[Tensor, Te
         shape.sliding_window,
         shape.soft_cap,
     )
+    if order:
+        k_cache, v_cache = order.keys_by_token(k_cache), order.values_by_token(v_cache)
     return out, k_cache, v_cache
 
 
