@@ -3,12 +3,14 @@
 The weights of attention and MLP are zero, so the hidden state is the last token's embedding, a unit
 vector, and `lm_head` maps it to the next token. The last word of the prompt picks the answer. Each
 character of each answer is a token of its own: the decoder drops the number that tells them apart.
+Grammar libraries do not know such a decoder: for them answers are given as pieces, all different,
+which are the tokens of a byte-level tokenizer.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -20,26 +22,35 @@ __all__ = ("write_scripted_model",)
 _HEAD_DIM = 64
 
 
-def write_scripted_model(directory: Path, answers: Mapping[str, str], template: str) -> Path:
+def write_scripted_model(
+    directory: Path, answers: Mapping[str, str] | Mapping[str, Sequence[str]], template: str
+) -> Path:
     """Write the model's directory.
 
     Args:
-        answers: last word of the prompt -> answer, to which the model adds its end.
+        answers: last word of the prompt -> answer, to which the model adds its end; as a text, or
+            in pieces.
         template: the chat template.
     """
+    in_pieces = not any(isinstance(answer, str) for answer in answers.values())
     tokens = ["<unk>", "</s>", *answers]
     successor = {0: 1, 1: 1}
     for word, answer in answers.items():
         last = tokens.index(word)
-        for character in answer:
-            tokens.append(f"{character}⟨{len(tokens)}⟩")
+        for piece in answer:
+            tokens.append(_as_bytes(piece) if in_pieces else f"{piece}⟨{len(tokens)}⟩")
             successor[last] = last = len(tokens) - 1
         successor[last] = 1
+    assert len(set(tokens)) == len(tokens), "two pieces are the same"
+    if in_pieces:  # and every byte, so that whatever a grammar asks for can be written
+        bytes_ = sorted(pre_tokenizers.ByteLevel.alphabet())
+        tokens += [byte for byte in bytes_ if byte not in tokens]
+    successor |= {token: 1 for token in range(len(tokens)) if token not in successor}
     size = -(-len(tokens) // _HEAD_DIM) * _HEAD_DIM
     directory.mkdir(parents=True)
     save_file(_weights(size, successor), directory / "model.safetensors")
     (directory / "config.json").write_text(json.dumps(_config(size)))
-    _tokenizer(tokens).save(str(directory / "tokenizer.json"))
+    _tokenizer(tokens, in_pieces=in_pieces).save(str(directory / "tokenizer.json"))
     (directory / "tokenizer_config.json").write_text(
         json.dumps({"eos_token": "</s>", "chat_template": template})
     )
@@ -90,11 +101,20 @@ def _config(size: int) -> dict[str, object]:
     }
 
 
-def _tokenizer(tokens: list[str]) -> Tokenizer:
+def _as_bytes(piece: str) -> str:
+    """As a byte-level vocabulary writes it."""
+    words = pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str(piece)
+    return "".join(word for word, _ in words)
+
+
+def _tokenizer(tokens: list[str], *, in_pieces: bool) -> Tokenizer:
     vocabulary = {token: index for index, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Fuse(), decoders.Replace(Regex("⟨[0-9]+⟩"), "")]
-    )
+    if in_pieces:
+        tokenizer.decoder = decoders.ByteLevel()
+    else:
+        tokenizer.decoder = decoders.Sequence(
+            [decoders.Fuse(), decoders.Replace(Regex("⟨[0-9]+⟩"), "")]
+        )
     return tokenizer

@@ -1,0 +1,100 @@
+"""Constraints of models that reason: what they think is free, what they answer is not."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.e2e.scripted_model import write_scripted_model
+from tests.e2e.server_process import ServerProcess
+
+THOUGHT = 'Is it {"age": "old"} or 7?'
+ANSWERS = {
+    "age?": ["<think>", "\n", THOUGHT, "\n\n", "</think>", "\n\n\n", '{"age":', " 7", " years", "}"],
+    "yes?": ["no", ", maybe", "yes", " 1", "8", "{a}"],
+}  # fmt: skip
+TEMPLATE = "{# tools <tool_call> </think> #}{% for m in messages %}{{ m.content }}{% endfor %}"
+AGE = {
+    "type": "object",
+    "properties": {"age": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["age"],
+    "additionalProperties": False,
+}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "age", "schema": AGE, "strict": True}}
+JSON = r'\{\s*"age":\s*(\d|[1-9]\d)\s*\}'
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    directory = write_scripted_model(
+        Path(tmp_path_factory.mktemp("model")) / "scripted", ANSWERS, TEMPLATE
+    )
+    with ServerProcess(f"model.path={directory}", "model.name=scripted") as process:
+        yield process
+
+
+def ask(server: ServerProcess, text: str, **fields: Any) -> httpx.Response:
+    body = {"messages": [{"role": "user", "content": text}], "temperature": 0, **fields}
+    reply = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=200)
+    assert reply.status_code == 200, reply.text
+    return reply
+
+
+def test_what_the_model_says_by_itself(server):
+    message = ask(server, "age?").json()["choices"][0]["message"]
+    assert (message["reasoning"], message["content"]) == (THOUGHT, '{"age": 7 years}')
+
+
+@pytest.mark.parametrize(
+    ("asked", "pattern"),
+    [
+        ({"response_format": FORMAT}, JSON),
+        ({"response_format": FORMAT, "tools": [TOOL]}, JSON),
+        ({"structured_outputs": {"choice": ["no", '{"age":']}}, r'\{"age":'),
+        ({"structured_outputs": {"regex": "[0-9]{2}"}}, r"\d\d"),
+        ({"structured_outputs": {"grammar": 'root ::= "{" [a-z]+ "}"'}}, r"\{[a-z]+\}"),
+    ],
+    ids=["schema", "schema beside tools", "choice", "regex", "grammar"],
+)
+def test_it_thinks_first_and_then_keeps_to_the_form(server, asked, pattern):
+    message = ask(server, "age?", **asked).json()["choices"][0]["message"]
+    assert message["reasoning"] == THOUGHT
+    assert re.fullmatch(pattern, message["content"])
+    lines = ask(server, "age?", stream=True, **asked).text.splitlines()
+    events = [line.removeprefix("data: ") for line in lines if line]
+    deltas = [json.loads(event)["choices"][0]["delta"] for event in events[:-1]]
+    assert "".join(delta.get("reasoning", "") for delta in deltas) == THOUGHT
+    assert "".join(delta.get("content") or "" for delta in deltas) == message["content"]
+    hidden = ask(server, "age?", include_reasoning=False, **asked).json()["choices"][0]["message"]
+    assert (hidden["content"], "reasoning" in hidden) == (message["content"], False)
+
+
+def test_a_limit_within_the_thoughts_leaves_no_broken_answer(server):
+    (choice,) = ask(server, "age?", max_tokens=4, response_format=FORMAT).json()["choices"]
+    assert (choice["finish_reason"], choice["message"]["content"]) == ("length", "")
+
+
+def test_who_does_not_think_keeps_to_the_form_from_the_start(server):
+    asked = {"structured_outputs": {"choice": ["yes", "no"]}}
+    (choice,) = ask(server, "yes?", **asked).json()["choices"]
+    assert (choice["finish_reason"], choice["message"]["content"]) == ("stop", "no")
+    assert "reasoning" not in choice["message"]
+
+
+def test_a_format_in_the_responses_dialect(server):
+    form = {"type": "json_schema", "name": "age", "schema": AGE, "strict": True}
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=200) as client:
+        reply = client.responses.create(
+            model="scripted", input="age?", temperature=0, text={"format": form}
+        )
+    assert [one.type for one in reply.output] == ["reasoning", "message"]
+    assert reply.output[0].content[0].text == THOUGHT
+    assert 0 <= json.loads(reply.output_text)["age"] <= 99
