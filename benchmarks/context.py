@@ -12,6 +12,7 @@ from ostinato.conf.root import EngineConfig
 if TYPE_CHECKING:
     from ostinato.runtime.llm import LLM
     from ostinato.runtime.model_shelf import ModelShelf
+    from ostinato.runtime.observer import StepObserver
 
 __all__ = ("BenchContext",)
 
@@ -53,12 +54,12 @@ class BenchContext:
         """
         return load_config([*self.overrides, *words], config_dir=self._config_dir)
 
-    def open_llm(self, config: EngineConfig) -> LLM:
-        """An engine in this process.
+    def open_llm(self, config: EngineConfig, observer: StepObserver | None = None) -> LLM:
+        """An engine in this process, whose steps `observer` sees.
 
         Raises:
             StartupError: it can not start.
         """
         from ostinato.runtime.llm import LLM
 
-        return LLM(config=config, shelf=self._shelf)
+        return LLM(config=config, observer=observer, shelf=self._shelf)

@@ -17,7 +17,7 @@ _MAX_STEPS = 20_000  # kept as columns; sums go on
 
 
 class StepLog:
-    """Columns of steps; `add` is the engine's `on_step`."""
+    """Columns of steps; `add` is the `on_step` of the engine's observer."""
 
     def __init__(self, sizes: ModelSizes, machine: Machine) -> None:
         self.sizes = sizes
@@ -32,9 +32,9 @@ class StepLog:
         }
         self._seconds = self._least_s = 0.0
 
-    def add(self, output: SchedulerOutput, began: float) -> None:
-        """A step that has just ended and began at this reading of the clock."""
-        now = time.perf_counter()
+    def add(self, output: SchedulerOutput, seconds: float) -> None:
+        """A step that has just ended, so long after it was launched."""
+        began = time.perf_counter() - seconds - self._begin
         decodes = contexts = attended = samples = 0
         for entry in output.scheduled:
             end = entry.start + entry.num_new_tokens
@@ -49,11 +49,11 @@ class StepLog:
         num_flop = 2 * sizes.body_parameters * output.num_tokens
         num_flop += 2 * sizes.head_parameters * samples + 4 * attended * sizes.attention_size
         self._least_s += self.machine.least_seconds(num_bytes, num_flop)
-        self._seconds += now - began
+        self._seconds += seconds
         columns = self._columns
         if len(columns["seconds"]) < _MAX_STEPS:
-            columns["begin_s"].append(round(began - self._begin, 6))
-            columns["seconds"].append(round(now - began, 6))
+            columns["begin_s"].append(round(began, 6))
+            columns["seconds"].append(round(seconds, 6))
             columns["prompt_tokens"].append(output.num_tokens - decodes)
             columns["decode_tokens"].append(decodes)
             columns["seqs"].append(output.num_seqs)

@@ -29,6 +29,7 @@ from ostinato.conf.root import EngineConfig
 from ostinato.runtime.device import resolve_device
 from ostinato.runtime.errors import EngineError
 from ostinato.runtime.llm import LLM
+from ostinato.runtime.observer import StepObserver
 from ostinato.runtime.types import EngineStats, SamplingParams
 
 __all__ = ("Measurement", "engine_notes", "measure", "metrics_of", "start_engine", "throughput")
@@ -144,9 +145,10 @@ def start_engine(config: EngineConfig, context: BenchContext) -> EngineUnderTest
     sizes, machine = measure_rates(config, device)
     memory.forget_probe()
     begin = time.perf_counter()
-    llm = context.open_llm(config)
+    log = StepLog(sizes, machine)
+    llm = context.open_llm(config, StepObserver(on_step=log.add))
     ready_s = time.perf_counter() - begin
-    return EngineUnderTest(llm, StepLog(sizes, machine), device, memory, EnergyMeter(), ready_s)
+    return EngineUnderTest(llm, log, device, memory, EnergyMeter(), ready_s)
 
 
 def measure(engine: EngineUnderTest, part: Part, *, reset: bool = True) -> Measurement:
@@ -168,16 +170,15 @@ def measure(engine: EngineUnderTest, part: Part, *, reset: bool = True) -> Measu
     decode: float | None = None
     engine.energy.start()
     begin = time.perf_counter()
-    with llm.watching_steps(engine.log.add):
-        if len(part.items) == 1:
-            [item] = part.items
-            first, cached = _stream_one(llm, item)
-            seconds = time.perf_counter() - begin
-            if item.max_tokens > 1:
-                decode = (item.max_tokens - 1) / (seconds - first)
-        else:
-            cached = _generate_all(llm, part)
-            seconds = time.perf_counter() - begin
+    if len(part.items) == 1:
+        [item] = part.items
+        first, cached = _stream_one(llm, item)
+        seconds = time.perf_counter() - begin
+        if item.max_tokens > 1:
+            decode = (item.max_tokens - 1) / (seconds - first)
+    else:
+        cached = _generate_all(llm, part)
+        seconds = time.perf_counter() - begin
     joules = engine.energy.stop()
     return Measurement(
         seconds=seconds,

@@ -83,8 +83,6 @@ class Engine:
         self._step_seconds = 0.0
         self._num_admitted = 0
         self._queue_seconds = 0.0
-        # Told of each step that was read, and of the clock when `step` was entered.
-        self.on_step: Callable[[SchedulerOutput, float], None] | None = None
         self._busy_seconds = 0.0  # steps, and what was between them while there was work
         self._busy_until: float | None = None  # end of the last step; None = there was no work left
 
@@ -165,8 +163,6 @@ class Engine:
                 if one.finish_reason is not None:
                     self._grammars.release(one.request_id)
             self._num_steps += 1
-            if self.on_step is not None:
-                self.on_step(oldest, begin)
         self._monitor.end_step()
         end = time.perf_counter()
         self._step_seconds += end - begin

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any, Self
 
 import msgspec
@@ -29,6 +28,7 @@ from ostinato.runtime.completion import PromptCompletions
 from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.grammar_compiler import GrammarCompiler
 from ostinato.runtime.model_shelf import ModelShelf
+from ostinato.runtime.observer import StepObserver
 from ostinato.runtime.pooling import (
     check_score_head,
     cosine,
@@ -50,7 +50,6 @@ from ostinato.runtime.types import (
     Request,
     RequestOutput,
     SamplingParams,
-    SchedulerOutput,
     SequenceOutput,
     ServedModel,
     ServedTask,
@@ -76,6 +75,7 @@ class LLM:
         overrides: Sequence[str] = (),
         config: EngineConfig | None = None,
         report: Callable[[str, float], None] = lambda name, seconds: None,
+        observer: StepObserver | None = None,
         shelf: ModelShelf | None = None,
     ) -> None:
         """
@@ -84,6 +84,7 @@ class LLM:
             overrides: configuration in the command line's words, `scheduler.max_num_seqs=8`.
             config: a ready configuration instead of both.
             report: called with each finished phase of the start and its seconds.
+            observer: sees every step.
             shelf: shared with engines before and after this one in this process, which use the
                 same loaded model; one at a time.
 
@@ -94,7 +95,7 @@ class LLM:
         if config is None:
             values = {"model.path": model} if model else {}
             config = load_config(overrides, values=values)
-        self._engine = build_engine(config, report, shelf=shelf)
+        self._engine = build_engine(config, report, observer, shelf)
         self._counter = itertools.count()
         self.model: ServedModel = self._engine.model
         self._grammars = GrammarCompiler(self.model)
@@ -295,17 +296,6 @@ class LLM:
     def stats(self) -> EngineStats:
         """The engine's counters."""
         return self._engine.stats()
-
-    @contextmanager
-    def watching_steps(self, watcher: Callable[[SchedulerOutput, float], None]) -> Iterator[None]:
-        """Tell `watcher` of each step inside the block: what it computed, and the clock at its
-        begin.
-        """
-        self._engine.on_step = watcher
-        try:
-            yield
-        finally:
-            self._engine.on_step = None
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached blocks; False when something runs."""

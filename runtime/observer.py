@@ -44,6 +44,7 @@ class StepObserver:
     Args:
         flight: also gets every step; None = nobody keeps them.
         clock: seconds; the one of `Request.arrival_time`.
+        on_step: also told of each step that has ended, and of the seconds since it was launched.
 
     Attributes:
         recent: the last steps, oldest first, without their sequences.
@@ -55,10 +56,14 @@ class StepObserver:
     """
 
     def __init__(
-        self, flight: FlightRecorder | None = None, clock: Callable[[], float] = time.monotonic
+        self,
+        flight: FlightRecorder | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        on_step: Callable[[SchedulerOutput, float], None] | None = None,
     ) -> None:
         self._flight = flight
         self._clock = clock
+        self._on_step = on_step
         self._rows: dict[int, str] = {}
         self._live: dict[str, _Progress] = {}
         self._traces: dict[str, list[TimelineEvent]] = {}  # events that no news has carried yet
@@ -146,6 +151,8 @@ class StepObserver:
             self._flight.write(record)
         if record.num_decodes < record.num_seqs:
             self._note_progress(output, news)
+        if self._on_step is not None:
+            self._on_step(output, record.seconds)
         if self._traces:
             self._trace_chunks(output, began, now, record)
         live = self._live

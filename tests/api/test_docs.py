@@ -19,7 +19,7 @@ from ostinato.api.schemas import (
 from ostinato.api.unsupported import UNSUPPORTED
 
 DOCS = Path(__file__).parents[2] / "docs"
-TEXT = (DOCS / "http-api.md").read_text(encoding="utf-8")
+TEXT = (DOCS / "endpoints.md").read_text(encoding="utf-8")
 METRICS = (DOCS / "observability.md").read_text(encoding="utf-8")
 
 

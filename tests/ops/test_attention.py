@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -17,15 +18,13 @@ from torch import Tensor
 from ostinato.ops.attention import AttentionMetadata, AttentionSpec, paged_attention, select_backend
 from ostinato.ops.backends.cpu import BACKEND as CPU
 from ostinato.ops.backends.reference import BACKEND as REFERENCE
-from ostinato.ops.native.build import ISA_LEVELS, detect_isa
-from ostinato.ops.native.library import load
 from tests.ops.attention_steps import CpuOrder, Shape, Step, check, make_step, run
+from tests.ops.kernel_checks import LEVELS, ops_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 HEADS = ((4, 4), (8, 4), (8, 2), (8, 1), (7, 1))
 HEAD_DIMS = (16, 32, 64, 72, 80, 96, 128, 256)
 BLOCK_SIZES = (8, 16, 32, 64, 128)
-RUNNABLE = list(ISA_LEVELS)[list(ISA_LEVELS).index(detect_isa()) :]
 MIXED = [(1, 1), (1, 300), (70, 70), (1, 64), (33, 290), (2, 257)]
 
 
@@ -35,7 +34,7 @@ class LevelBackend:
     name = "cpu"
 
     def __init__(self, isa: str) -> None:
-        self._op = getattr(torch.ops, load("core", isa).namespace).paged_attention.default
+        self._op = ops_of("core", isa, attend="paged_attention").attend
 
     def why_unsupported(self, spec: AttentionSpec) -> str | None:
         return CPU.why_unsupported(spec)
@@ -57,18 +56,15 @@ class LevelBackend:
         )
 
 
-@pytest.fixture(scope="module", params=RUNNABLE)
+@pytest.fixture(scope="module", params=LEVELS)
 def level(request: pytest.FixtureRequest) -> LevelBackend:
     return LevelBackend(request.param)
 
 
 @pytest.fixture(autouse=True)
-def threads():
-    """One thread unless a test asks for more: small steps do not gain from a second."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
+def _one_thread(set_threads: Callable[[int], None]) -> None:
+    """Unless a test asks for more: small steps do not gain from a second."""
+    set_threads(1)
 
 
 def sampled(*axes: tuple[object, ...], seed: int = 0) -> list[tuple[object, ...]]:
@@ -190,12 +186,14 @@ def test_every_instruction_set_level(
 
 @pytest.mark.parametrize("num_threads", [1, 2, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_threads_and_split_contexts(threads, dtype: torch.dtype, num_threads: int) -> None:
+def test_threads_and_split_contexts(
+    set_threads: Callable[[int], None], dtype: torch.dtype, num_threads: int
+) -> None:
     shape = Shape(num_heads=4, num_kv_heads=1, head_dim=64, dtype=dtype)
     lengths = [(1, 3000), (40, 1500), (1, 5)]
-    threads(1)
+    set_threads(1)
     alone = check(CPU, lengths, shape)
-    threads(num_threads)
+    set_threads(num_threads)
     assert torch.equal(check(CPU, lengths, shape), alone)
 
 

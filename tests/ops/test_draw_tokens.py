@@ -13,15 +13,12 @@ from torch import Tensor
 
 from ostinato.ops import draw
 from ostinato.ops.draw import DrawPath, RowDraw, draw_path, draw_rows
-from ostinato.ops.native.build import ISA_LEVELS, detect_isa
-from ostinato.ops.native.library import load
-
-_ISAS = list(ISA_LEVELS)[list(ISA_LEVELS).index(detect_isa()) :]
+from tests.ops.kernel_checks import LEVELS, ops_of
 
 
 def kernel(isa: str) -> Callable[[Tensor, list[RowDraw]], list[int]]:
     assert hasattr(draw, "__all__")  # the op is defined
-    op = getattr(torch.ops, load("core", isa).namespace).draw_tokens.default
+    op = ops_of("core", isa, draw="draw_tokens").draw
 
     def run(logits: Tensor, rows: list[RowDraw]) -> list[int]:
         return op(logits, torch.tensor(rows, dtype=torch.float64).t().contiguous()).tolist()
@@ -50,7 +47,7 @@ def plain(logits: Tensor, rows: list[RowDraw]) -> list[int]:
     return draw_rows(logits, inputs, set(DrawPath)).tolist()
 
 
-@pytest.mark.parametrize("isa", _ISAS)
+@pytest.mark.parametrize("isa", LEVELS)
 @settings(max_examples=60, deadline=None)
 @given(
     seed=st.integers(0, 10_000),
@@ -98,7 +95,7 @@ def test_a_draw_is_that_of_plain_torch(
         assert token in {tokens[index] for tokens in near}
 
 
-@pytest.mark.parametrize("isa", _ISAS)
+@pytest.mark.parametrize("isa", LEVELS)
 @pytest.mark.parametrize("vocabulary", [3, 300])
 def test_frequencies_are_likelihoods(isa: str, vocabulary: int) -> None:
     generator = torch.Generator().manual_seed(1)
@@ -110,7 +107,7 @@ def test_frequencies_are_likelihoods(isa: str, vocabulary: int) -> None:
     assert torch.allclose(shares, (row / 0.7).softmax(-1), atol=2 / count)
 
 
-@pytest.mark.parametrize("isa", _ISAS)
+@pytest.mark.parametrize("isa", LEVELS)
 @pytest.mark.parametrize("filters", [{}, {"top_k": 2}, {"top_p": 0.9999}, {"min_p": 1e-6}])
 def test_impossible_tokens_are_never_drawn(isa: str, filters: dict[str, float]) -> None:
     logits = torch.full((2, 500), -math.inf)
@@ -119,7 +116,7 @@ def test_impossible_tokens_are_never_drawn(isa: str, filters: dict[str, float]) 
     assert kernel(isa)(logits, ends) == ([77, 444])
 
 
-@pytest.mark.parametrize("isa", _ISAS)
+@pytest.mark.parametrize("isa", LEVELS)
 def test_the_first_of_equal_logits_is_the_likeliest(isa: str) -> None:
     logits = torch.zeros(3, 700)
     logits[1, 40] = logits[1, 699] = 2.0
@@ -127,18 +124,17 @@ def test_the_first_of_equal_logits_is_the_likeliest(isa: str) -> None:
     assert kernel(isa)(logits, [row_draw(0.5, 700, temperature=0.0)] * 3) == [0, 40, 0]
 
 
-@pytest.mark.parametrize("isa", _ISAS)
-def test_a_row_does_not_depend_on_its_neighbours_or_threads(isa: str) -> None:
+@pytest.mark.parametrize("isa", LEVELS)
+def test_a_row_does_not_depend_on_its_neighbours_or_threads(
+    isa: str, set_threads: Callable[[int], None]
+) -> None:
     generator = torch.Generator().manual_seed(3)
     logits = torch.randn(24, 4000, generator=generator)
     options: list[dict[str, float]] = [{}, {"top_k": 40}, {"top_p": 0.9}, {"temperature": 0.0}]
     rows = [row_draw(i / 24, 4000, **options[i % 4]) for i in range(24)]  # type: ignore[arg-type]
+    set_threads(2)
     together = kernel(isa)(logits, rows)
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
-        assert kernel(isa)(logits, rows) == together
-    finally:
-        torch.set_num_threads(threads)
+    set_threads(1)
+    assert kernel(isa)(logits, rows) == together
     alone = [kernel(isa)(logits[i : i + 1], rows[i : i + 1])[0] for i in range(24)]
     assert alone == together

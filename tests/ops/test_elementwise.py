@@ -15,30 +15,19 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ostinato.ops import activation, norm, rope
-from ostinato.ops.native.build import ISA_LEVELS, detect_isa
-from ostinato.ops.native.library import load
+from tests.ops.kernel_checks import LEVELS, name_of, ops_of
 
-_ISAS = list(ISA_LEVELS)[list(ISA_LEVELS).index(detect_isa()) :]
 _DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 _COUNTS = [1, 7, 16, 64, 129, 1536]  # around the widths of vectors, and more than a chunk of 512
 _KINDS = sorted(set(activation.ACTIVATIONS.values()))
 
 
-def _name(value: object) -> str:
-    return str(value).removeprefix("torch.")
-
-
-@pytest.fixture(params=_ISAS)
+@pytest.fixture(params=LEVELS)
 def kernels(request: pytest.FixtureRequest) -> SimpleNamespace:
     """The ops at one instruction set."""
     assert all(hasattr(module, "__all__") for module in (activation, norm, rope))  # ops are defined
-    ops = getattr(torch.ops, load("core", request.param).namespace)
-    return SimpleNamespace(
-        rms_norm=ops.rms_norm.default,
-        layer_norm=ops.layer_norm.default,
-        rotate_heads=ops.rotate_heads.default,
-        activation=ops.activation.default,
-    )
+    names = ("rms_norm", "layer_norm", "rotate_heads", "activation")
+    return ops_of("core", request.param, **{name: name for name in names})
 
 
 def _random(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
@@ -58,7 +47,7 @@ def _assert_close(result: Tensor, exact: Tensor, scale: float = 1.0) -> None:
     assert bool((excess <= 0).all()), f"worst excess {excess.max()}"
 
 
-@pytest.mark.parametrize("dtype", _DTYPES, ids=_name)
+@pytest.mark.parametrize("dtype", _DTYPES, ids=name_of)
 @pytest.mark.parametrize("count", _COUNTS)
 def test_norms(kernels: SimpleNamespace, dtype: torch.dtype, count: int) -> None:
     x = _random(9, count, dtype=dtype)
@@ -74,7 +63,7 @@ def test_norms(kernels: SimpleNamespace, dtype: torch.dtype, count: int) -> None
         assert torch.equal(kernels.layer_norm(x[row : row + 1], weight, bias, 1e-3)[0], result[row])
 
 
-@pytest.mark.parametrize("dtype", _DTYPES, ids=_name)
+@pytest.mark.parametrize("dtype", _DTYPES, ids=name_of)
 @pytest.mark.parametrize("half", [0, 3, 16, 32])
 @pytest.mark.parametrize("normalised", ["both", "queries", "none"])
 def test_rotated_heads(
@@ -99,7 +88,7 @@ def test_rotated_heads(
     _assert_close(result, heads, scale=10.0)
 
 
-@pytest.mark.parametrize("dtype", _DTYPES, ids=_name)
+@pytest.mark.parametrize("dtype", _DTYPES, ids=name_of)
 @pytest.mark.parametrize("kind", _KINDS)
 def test_activations(kernels: SimpleNamespace, dtype: torch.dtype, kind: str) -> None:
     x = torch.linspace(-30, 30, 7 * 730).view(7, 730).to(dtype)

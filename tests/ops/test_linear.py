@@ -7,7 +7,7 @@ and rounding to bfloat16 adds 2**-8 of the result. Everything else is compared b
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -27,48 +27,20 @@ from ostinato.ops.linear import (
     unpack_linear_weight,
     why_unpackable,
 )
-from ostinato.ops.native.build import ISA_LEVELS, detect_isa
-from ostinato.ops.native.library import load
+from tests.ops.kernel_checks import LEVELS, assert_within, linear_problem, name_of, ops_of
 
-_ISAS = list(ISA_LEVELS)[list(ISA_LEVELS).index(detect_isa()) :]
 _DTYPES = [torch.float32, torch.bfloat16]
 # odd sizes on both sides of a panel's 32 columns and of a step's 2 values, and more than one pass of K
 _SHAPES = [(1, 1), (33, 7), (96, 64), (100, 513), (65, 2101)]
 _ROWS = [*range(1, 41), 100, 513]
 
 
-def _name(value: object) -> str:
-    return str(value).removeprefix("torch.")
-
-
-@pytest.fixture(params=_ISAS)
+@pytest.fixture(params=LEVELS)
 def kernels(request: pytest.FixtureRequest) -> SimpleNamespace:
-    """The ops at one instruction set, with that level's name."""
-    ops = getattr(torch.ops, load("core", request.param).namespace)
-    return SimpleNamespace(
-        isa=request.param,
-        pack=ops.pack_linear.default,
-        linear=ops.packed_linear.default,
-        rows=ops.packed_rows.default,
+    """The ops at one instruction set."""
+    return ops_of(
+        "core", request.param, pack="pack_linear", linear="packed_linear", rows="packed_rows"
     )
-
-
-@pytest.fixture
-def _threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
-def _problem(
-    rows: int, out_features: int, in_features: int, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:
-    """x whose rows are farther apart than they are long, a weight and a bias."""
-    generator = torch.Generator().manual_seed(rows * 7919 + out_features * 31 + in_features)
-    x = torch.randn(rows, in_features + 3, generator=generator).to(dtype)[:, :in_features]
-    weight = torch.randn(out_features, in_features, generator=generator).to(dtype)
-    bias = torch.randn(out_features, generator=generator).to(dtype)
-    return x, weight, bias
 
 
 def _assert_close(result: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
@@ -76,20 +48,15 @@ def _assert_close(result: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None
     b = torch.zeros(len(w), dtype=torch.float64) if bias is None else bias.double()
     exact = a @ w.T + b
     bound = (x.shape[1] + 2) * 2.0**-24 * (a.abs() @ w.abs().T + b.abs())
-    if result.dtype == torch.bfloat16:
-        bound = bound + 2.0**-8 * (exact.abs() + bound)
-    assert result.shape == exact.shape
-    assert result.is_contiguous()
-    excess = (result.double() - exact).abs() - bound
-    assert bool((excess <= 0).all()), f"worst excess {excess.max()}"
+    assert_within(result, exact, bound)
 
 
-@pytest.mark.parametrize("shape", _SHAPES, ids=_name)
-@pytest.mark.parametrize("dtype", _DTYPES, ids=_name)
+@pytest.mark.parametrize("shape", _SHAPES, ids=name_of)
+@pytest.mark.parametrize("dtype", _DTYPES, ids=name_of)
 def test_every_number_of_rows_gives_the_same_bits_within_the_error_bound(
     kernels: SimpleNamespace, dtype: torch.dtype, shape: tuple[int, int]
 ) -> None:
-    x, weight, bias = _problem(513, *shape, dtype)
+    x, weight, bias = linear_problem(513, *shape, dtype)
     packed = kernels.pack(weight)
     whole = kernels.linear(x, packed, bias, shape[0], False)
     assert whole.dtype == dtype
@@ -101,16 +68,15 @@ def test_every_number_of_rows_gives_the_same_bits_within_the_error_bound(
     _assert_close(plain, x[:9], weight, None)
 
 
-@pytest.mark.usefixtures("_threads")
-@pytest.mark.parametrize("dtype", _DTYPES, ids=_name)
+@pytest.mark.parametrize("dtype", _DTYPES, ids=name_of)
 @pytest.mark.parametrize("rows", [1, 9, 150])
 def test_the_number_of_threads_does_not_show(
-    kernels: SimpleNamespace, dtype: torch.dtype, rows: int
+    kernels: SimpleNamespace, set_threads: Callable[[int], None], dtype: torch.dtype, rows: int
 ) -> None:
-    x, weight, bias = _problem(rows, 650, 770, dtype)
+    x, weight, bias = linear_problem(rows, 650, 770, dtype)
     results = []
     for threads in (1, 2, 4, 8):
-        torch.set_num_threads(threads)
+        set_threads(threads)
         packed = kernels.pack(weight)
         results.append((packed, kernels.linear(x, packed, bias, 650, False)))
     _assert_close(results[0][1], x, weight, bias)
@@ -119,10 +85,10 @@ def test_the_number_of_threads_does_not_show(
         assert torch.equal(result, results[0][1])
 
 
-@pytest.mark.parametrize("dtype", _DTYPES, ids=_name)
+@pytest.mark.parametrize("dtype", _DTYPES, ids=name_of)
 def test_more_rows_than_are_packed_at_a_time(kernels: SimpleNamespace, dtype: torch.dtype) -> None:
     # 16 KiB of activations a row, 384 KiB at a time: many groups, which workers meet half-way through
-    x, weight, bias = _problem(560, 33, 8192 if dtype == torch.bfloat16 else 4096, dtype)
+    x, weight, bias = linear_problem(560, 33, 8192 if dtype == torch.bfloat16 else 4096, dtype)
     packed = kernels.pack(weight)
     whole = kernels.linear(x, packed, bias, 33, False)
     _assert_close(whole, x, weight, bias)
@@ -130,7 +96,7 @@ def test_more_rows_than_are_packed_at_a_time(kernels: SimpleNamespace, dtype: to
 
 
 def test_float32_output_is_what_bfloat16_output_rounds(kernels: SimpleNamespace) -> None:
-    x, weight, bias = _problem(21, 70, 130, torch.bfloat16)
+    x, weight, bias = linear_problem(21, 70, 130, torch.bfloat16)
     packed = kernels.pack(weight)
     sums = kernels.linear(x, packed, bias, 70, True)
     assert sums.dtype == torch.float32
@@ -138,20 +104,20 @@ def test_float32_output_is_what_bfloat16_output_rounds(kernels: SimpleNamespace)
     assert torch.equal(sums.bfloat16(), kernels.linear(x, packed, bias, 70, False))
 
 
-@pytest.mark.parametrize("dtype", _DTYPES, ids=_name)
+@pytest.mark.parametrize("dtype", _DTYPES, ids=name_of)
 def test_no_rows(kernels: SimpleNamespace, dtype: torch.dtype) -> None:
-    _, weight, bias = _problem(1, 40, 12, dtype)
+    _, weight, bias = linear_problem(1, 40, 12, dtype)
     result = kernels.linear(torch.empty(0, 12, dtype=dtype), kernels.pack(weight), bias, 40, False)
     assert result.shape == (0, 40)
     assert result.dtype == dtype
 
 
-@pytest.mark.parametrize("dtype", _DTYPES, ids=_name)
+@pytest.mark.parametrize("dtype", _DTYPES, ids=name_of)
 def test_infinities_and_nans_stay_in_their_row(
     kernels: SimpleNamespace, dtype: torch.dtype
 ) -> None:
     # odd K and N: neither reaches the zeros of the padding
-    x, weight, _ = _problem(3, 33, 7, dtype)
+    x, weight, _ = linear_problem(3, 33, 7, dtype)
     x[0, 6] = torch.inf
     x[1, 2] = torch.nan
     result = kernels.linear(x, kernels.pack(weight), None, 33, False)
@@ -160,12 +126,12 @@ def test_infinities_and_nans_stay_in_their_row(
     _assert_close(result[2:], x[2:], weight, None)
 
 
-@pytest.mark.parametrize("dtype", _DTYPES, ids=_name)
-@pytest.mark.parametrize("shape", [*_SHAPES, (32, 2), (256, 34)], ids=_name)
+@pytest.mark.parametrize("dtype", _DTYPES, ids=name_of)
+@pytest.mark.parametrize("shape", [*_SHAPES, (32, 2), (256, 34)], ids=name_of)
 def test_pack_and_unpack_are_exact(
     kernels: SimpleNamespace, dtype: torch.dtype, shape: tuple[int, int]
 ) -> None:
-    _, weight, _ = _problem(1, *shape, dtype)
+    _, weight, _ = linear_problem(1, *shape, dtype)
     packed = kernels.pack(weight)
     assert packed.is_contiguous()
     assert torch.equal(unpack_linear_weight(packed, *shape), weight)
@@ -174,7 +140,7 @@ def test_pack_and_unpack_are_exact(
     assert not bool(everything.any())
 
 
-@pytest.mark.parametrize("dtype", _DTYPES, ids=_name)
+@pytest.mark.parametrize("dtype", _DTYPES, ids=name_of)
 def test_rows_of_a_wider_matrix_are_packed(kernels: SimpleNamespace, dtype: torch.dtype) -> None:
     wide = torch.randn(50, 90).to(dtype)
     part = wide[3:40, 11:72]
@@ -190,13 +156,13 @@ def test_the_layout_is_panels_of_32_rows_in_pairs() -> None:
     assert packed[1, 0, :4].tolist() == [[96, 97], [99, 100], [0, 0], [0, 0]]
 
 
-@pytest.mark.parametrize("dtype", _DTYPES, ids=_name)
-@pytest.mark.parametrize("ids_dtype", [torch.int64, torch.int32], ids=_name)
-@pytest.mark.parametrize("shape", _SHAPES, ids=_name)
+@pytest.mark.parametrize("dtype", _DTYPES, ids=name_of)
+@pytest.mark.parametrize("ids_dtype", [torch.int64, torch.int32], ids=name_of)
+@pytest.mark.parametrize("shape", _SHAPES, ids=name_of)
 def test_packed_rows_are_embeddings(
     kernels: SimpleNamespace, dtype: torch.dtype, ids_dtype: torch.dtype, shape: tuple[int, int]
 ) -> None:
-    _, weight, _ = _problem(1, *shape, dtype)
+    _, weight, _ = linear_problem(1, *shape, dtype)
     ids = torch.arange(150, dtype=ids_dtype).mul(37).remainder(shape[0])[::2]
     rows = kernels.rows(kernels.pack(weight), ids, *shape)
     assert rows.is_contiguous()
@@ -222,7 +188,7 @@ def test_an_id_out_of_range_is_named(wrong: int) -> None:
 def test_any_shape_against_the_reference(
     rows: int, out_features: int, in_features: int, dtype: torch.dtype, has_bias: bool
 ) -> None:
-    x, weight, bias = _problem(rows, out_features, in_features, dtype)
+    x, weight, bias = linear_problem(rows, out_features, in_features, dtype)
     packed = pack_linear_weight(weight)
     chosen = bias if has_bias else None
     result = packed_linear(x, packed, chosen, out_features)
@@ -275,7 +241,7 @@ def test_what_can_be_packed() -> None:
 
 @pytest.mark.parametrize("float32_output", [False, True])
 def test_the_model_side_functions_agree_packed_or_not(float32_output: bool) -> None:
-    x, weight, bias = _problem(5, 45, 20, torch.float32)
+    x, weight, bias = linear_problem(5, 45, 20, torch.float32)
     packed = pack_linear_weight(weight)
     expect = nn.functional.linear(x, weight, bias)
     for given_weight, is_packed in ((packed, True), (weight, False)):
@@ -289,9 +255,9 @@ def test_the_model_side_functions_agree_packed_or_not(float32_output: bool) -> N
     assert half.dtype == (torch.float32 if float32_output else torch.bfloat16)
 
 
-@pytest.mark.parametrize("dtype", _DTYPES, ids=_name)
+@pytest.mark.parametrize("dtype", _DTYPES, ids=name_of)
 def test_the_registrations_pass_opcheck(dtype: torch.dtype) -> None:
-    x, weight, bias = _problem(5, 45, 21, dtype)
+    x, weight, bias = linear_problem(5, 45, 21, dtype)
     packed = pack_linear_weight(weight)
     ops = torch.ops.ostinato
     torch.library.opcheck(ops.pack_linear.default, (weight,))
@@ -301,8 +267,8 @@ def test_the_registrations_pass_opcheck(dtype: torch.dtype) -> None:
 
 
 def test_one_graph_serves_every_number_of_rows() -> None:
-    _, embedding, _ = _problem(1, 60, 24, torch.bfloat16)
-    _, weight, bias = _problem(1, 24, 24, torch.bfloat16)
+    _, embedding, _ = linear_problem(1, 60, 24, torch.bfloat16)
+    _, weight, bias = linear_problem(1, 24, 24, torch.bfloat16)
     embedding_packed, weight_packed = pack_linear_weight(embedding), pack_linear_weight(weight)
 
     def program(ids: Tensor) -> Tensor:

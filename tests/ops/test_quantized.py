@@ -9,7 +9,7 @@ of their magnitudes (Higham, "Accuracy and Stability of Numerical Algorithms", s
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -18,8 +18,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ostinato.ops.native.build import ISA_LEVELS, detect_isa
-from ostinato.ops.native.library import load
 from ostinato.ops.quantized import (
     empty_quantized,
     quantize_linear_weight,
@@ -33,8 +31,8 @@ from ostinato.ops.quantized_reference import (
     quantize_rows,
     quantized_linear_reference,
 )
+from tests.ops.kernel_checks import LEVELS, assert_within, linear_problem, name_of, ops_of
 
-_ISAS = list(ISA_LEVELS)[list(ISA_LEVELS).index(detect_isa()) :]
 _DTYPES = [torch.float32, torch.bfloat16]
 _FORMATS = [
     QuantFormat(8, 128, True),
@@ -49,37 +47,18 @@ _SHAPES = [(1, 1), (33, 7), (96, 64), (65, 1061)]
 def _name(value: object) -> str:
     if isinstance(value, QuantFormat):
         return f"int{value.bits}-{value.group_size}-{'sym' if value.symmetric else 'asym'}"
-    return str(value).removeprefix("torch.")
+    return name_of(value)
 
 
-@pytest.fixture(params=_ISAS)
+def _kernels(level: str) -> SimpleNamespace:
+    names = {"quantize": "quantize_linear", "linear": "quantized_linear", "rows": "quantized_rows"}
+    return ops_of("quantized", level, **names)
+
+
+@pytest.fixture(params=LEVELS)
 def kernels(request: pytest.FixtureRequest) -> SimpleNamespace:
-    """The ops at one instruction set, with that level's name."""
-    ops = getattr(torch.ops, load("quantized", request.param).namespace)
-    return SimpleNamespace(
-        isa=request.param,
-        quantize=ops.quantize_linear.default,
-        linear=ops.quantized_linear.default,
-        rows=ops.quantized_rows.default,
-    )
-
-
-@pytest.fixture
-def _threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
-def _problem(
-    rows: int, out_features: int, in_features: int, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:
-    """x whose rows are farther apart than they are long, a weight and a bias."""
-    generator = torch.Generator().manual_seed(rows * 7919 + out_features * 31 + in_features)
-    x = torch.randn(rows, in_features + 3, generator=generator).to(dtype)[:, :in_features]
-    weight = torch.randn(out_features, in_features, generator=generator).to(dtype)
-    bias = torch.randn(out_features, generator=generator).to(dtype)
-    return x, weight, bias
+    """The ops at one instruction set."""
+    return _kernels(request.param)
 
 
 def _rounded_activations(x: Tensor, form: QuantFormat) -> Tensor:
@@ -103,17 +82,12 @@ def _assert_close(
     for each in addends:
         magnitude = magnitude + each.double().abs()
     bound = (groups + 4) * 2.0**-23 * magnitude + 1e-30
-    if result.dtype == torch.bfloat16:
-        bound = bound + 2.0**-8 * (exact.abs() + bound)
-    assert result.shape == exact.shape
-    assert result.is_contiguous()
-    excess = (result.double() - exact).abs() - bound
-    assert bool((excess <= 0).all()), f"worst excess {excess.max()}"
+    assert_within(result, exact, bound)
 
 
 @functools.cache
 def _reference_bytes(shape: tuple[int, int], dtype: torch.dtype, form: QuantFormat) -> Tensor:
-    return quantize_linear_reference(_problem(1, *shape, dtype)[1], *form)
+    return quantize_linear_reference(linear_problem(1, *shape, dtype)[1], *form)
 
 
 @pytest.mark.parametrize("form", _FORMATS, ids=_name)
@@ -122,7 +96,7 @@ def test_every_instruction_set_quantises_to_the_same_bytes(
 ) -> None:
     for shape in (*_SHAPES, (32, 8), (64, 256)):
         for dtype in _DTYPES:
-            quantized = kernels.quantize(_problem(1, *shape, dtype)[1], *form)
+            quantized = kernels.quantize(linear_problem(1, *shape, dtype)[1], *form)
             assert quantized.is_contiguous()
             assert quantized.shape == form.packed_shape(*shape)
             assert torch.equal(quantized, _reference_bytes(shape, dtype, form))
@@ -134,7 +108,7 @@ def test_every_number_of_rows_gives_the_same_bits_within_the_error_bound(
     kernels: SimpleNamespace, dtype: torch.dtype, form: QuantFormat
 ) -> None:
     for shape in _SHAPES:
-        x, weight, bias = _problem(301, *shape, dtype)
+        x, weight, bias = linear_problem(301, *shape, dtype)
         quantized = kernels.quantize(weight, *form)
         whole = kernels.linear(x, quantized, bias, shape[0], False, None, *form)
         assert whole.dtype == dtype
@@ -147,16 +121,15 @@ def test_every_number_of_rows_gives_the_same_bits_within_the_error_bound(
         _assert_close(plain, x[:9], quantized, form, [])
 
 
-@pytest.mark.usefixtures("_threads")
 @pytest.mark.parametrize("form", _FORMATS, ids=_name)
 @pytest.mark.parametrize("rows", [1, 150])
 def test_the_number_of_threads_does_not_show(
-    kernels: SimpleNamespace, rows: int, form: QuantFormat
+    kernels: SimpleNamespace, set_threads: Callable[[int], None], rows: int, form: QuantFormat
 ) -> None:
-    x, weight, bias = _problem(rows, 650, 770, torch.bfloat16)
+    x, weight, bias = linear_problem(rows, 650, 770, torch.bfloat16)
     results = []
     for threads in (1, 2, 4, 8):
-        torch.set_num_threads(threads)
+        set_threads(threads)
         quantized = kernels.quantize(weight, *form)
         result = kernels.linear(x, quantized, bias, 650, False, None, *form)
         results.append((quantized, result))
@@ -167,14 +140,12 @@ def test_the_number_of_threads_does_not_show(
 
 
 def test_instruction_sets_agree_to_the_last_bits() -> None:
-    x, weight, bias = _problem(17, 70, 700, torch.float32)
+    x, weight, bias = linear_problem(17, 70, 700, torch.float32)
     form = QuantFormat(4, 32, True)
     results = []
-    for isa in _ISAS:
-        ops = getattr(torch.ops, load("quantized", isa).namespace)
-        quantized = ops.quantize_linear.default(weight, *form)
-        linear = ops.quantized_linear.default
-        results.append(linear(x, quantized, bias, 70, False, None, *form))
+    for kernels in map(_kernels, LEVELS):
+        quantized = kernels.quantize(weight, *form)
+        results.append(kernels.linear(x, quantized, bias, 70, False, None, *form))
     for result in results[1:]:
         torch.testing.assert_close(result, results[0], rtol=1e-5, atol=1e-4)
 
@@ -184,7 +155,7 @@ def test_instruction_sets_agree_to_the_last_bits() -> None:
 def test_bias_and_residual_are_added_before_rounding(
     kernels: SimpleNamespace, dtype: torch.dtype, form: QuantFormat
 ) -> None:
-    x, weight, bias = _problem(21, 70, 130, dtype)
+    x, weight, bias = linear_problem(21, 70, 130, dtype)
     residual = torch.randn(21, 75).to(dtype)[:, :70]
     quantized = kernels.quantize(weight, *form)
     result = kernels.linear(x, quantized, bias, 70, False, residual, *form)
@@ -203,7 +174,7 @@ def test_rows_are_those_of_the_dequantised_matrix(
     kernels: SimpleNamespace, ids_dtype: torch.dtype, dtype: torch.dtype, form: QuantFormat
 ) -> None:
     for shape in _SHAPES:
-        _, weight, _ = _problem(1, *shape, dtype)
+        _, weight, _ = linear_problem(1, *shape, dtype)
         quantized = kernels.quantize(weight, *form)
         ids = torch.arange(150, dtype=ids_dtype).mul(37).remainder(shape[0])[::2]
         rows = kernels.rows(quantized, ids, *shape, dtype == torch.float32, *form)
@@ -214,7 +185,7 @@ def test_rows_are_those_of_the_dequantised_matrix(
 
 @pytest.mark.parametrize("form", _FORMATS, ids=_name)
 def test_no_rows(kernels: SimpleNamespace, form: QuantFormat) -> None:
-    _, weight, bias = _problem(1, 40, 12, torch.float32)
+    _, weight, bias = linear_problem(1, 40, 12, torch.float32)
     quantized = kernels.quantize(weight, *form)
     result = kernels.linear(torch.empty(0, 12), quantized, bias, 40, False, None, *form)
     assert result.shape == (0, 40)
@@ -222,7 +193,7 @@ def test_no_rows(kernels: SimpleNamespace, form: QuantFormat) -> None:
 
 @pytest.mark.parametrize("form", _FORMATS, ids=_name)
 def test_infinities_and_nans_stay_in_their_row(kernels: SimpleNamespace, form: QuantFormat) -> None:
-    x, weight, _ = _problem(15, 33, 71, torch.float32)
+    x, weight, _ = linear_problem(15, 33, 71, torch.float32)
     x[0, 6], x[14, 70] = torch.inf, torch.nan
     quantized = kernels.quantize(weight, *form)
     result = kernels.linear(x, quantized, None, 33, False, None, *form)
@@ -235,7 +206,7 @@ def test_infinities_and_nans_stay_in_their_row(kernels: SimpleNamespace, form: Q
 def test_zeros_and_the_smallest_and_largest_values(
     kernels: SimpleNamespace, form: QuantFormat
 ) -> None:
-    x, weight, _ = _problem(5, 40, 300, torch.float32)
+    x, weight, _ = linear_problem(5, 40, 300, torch.float32)
     x[0], x[1], x[2] = 0.0, x[1] * 1e-36, x[2] * 1e30
     weight[3], weight[4], weight[5, :200] = 0.0, weight[4] * 1e-30, 0.0
     quantized = kernels.quantize(weight, *form)
@@ -248,7 +219,7 @@ def test_zeros_and_the_smallest_and_largest_values(
 
 @pytest.mark.parametrize("form", _FORMATS, ids=_name)
 def test_a_value_is_within_half_a_step(form: QuantFormat) -> None:
-    _, weight, _ = _problem(1, 64, 256, torch.float32)
+    _, weight, _ = linear_problem(1, 64, 256, torch.float32)
     restored = dequantize_linear_weight(quantize_linear_weight(weight, form), form, 64, 256)
     groups = weight.view(64, -1, form.group_size)
     errors = (restored - weight).view_as(groups)
@@ -290,7 +261,7 @@ def test_any_shape_against_the_reference(
     dtype: torch.dtype,
     has_bias: bool,
 ) -> None:
-    x, weight, bias = _problem(rows, out_features, in_features, dtype)
+    x, weight, bias = linear_problem(rows, out_features, in_features, dtype)
     form = QuantFormat(bits, group_size, symmetric)
     quantized = quantize_linear_weight(weight, form)
     chosen = bias if has_bias else None
@@ -331,7 +302,7 @@ def test_bad_arguments_are_refused() -> None:
 
 @pytest.mark.parametrize("form", _FORMATS, ids=_name)
 def test_the_registrations_pass_opcheck(form: QuantFormat) -> None:
-    x, weight, bias = _problem(5, 45, 21, torch.bfloat16)
+    x, weight, bias = linear_problem(5, 45, 21, torch.bfloat16)
     quantized = quantize_linear_weight(weight, form)
     assert empty_quantized(weight, form).shape == quantized.shape
     ops = torch.ops.ostinato

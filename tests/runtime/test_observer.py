@@ -36,7 +36,10 @@ class Loop:
         self, *, total_blocks: int = 9, budget: int = 8, flight: FlightRecorder | None = None
     ) -> None:
         self.clock = Clock()
-        self.observer = StepObserver(flight, self.clock)
+        self.steps: list[tuple[int, float]] = []  # tokens and seconds
+        self.observer = StepObserver(
+            flight, self.clock, lambda step, seconds: self.steps.append((step.num_tokens, seconds))
+        )
         self.cache = KVCacheManager(total_blocks, 4)
         config = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=budget)
         self.scheduler = Scheduler(config, self.cache, max_model_len=32)
@@ -89,6 +92,7 @@ def test_chunks_of_a_prompt_and_the_first_token() -> None:
     last = loop.step()["a"]
     assert (last.finish_reason, last.num_preemptions, last.scheduled_time) == ("length", 0, 0.0)
     assert list(loop.observer.traced) == []
+    assert loop.steps == [(8, 1.0), (3, 1.0), (1, 1.0), (1, 1.0)]
 
 
 def test_who_has_no_news_shows_how_far_it_came() -> None:

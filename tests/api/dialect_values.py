@@ -1,0 +1,69 @@
+"""Bodies, news and heads that the tests of the dialects share."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+
+from ostinato.api.generation import CollectedCompletion, ReplyHead, ReplyOptions, Tally, collect
+from ostinato.api.schemas import ChatCompletionRequest, CompletionRequest, Usage, decode
+from ostinato.runtime.types import FinishReason, RequestOutput, ServedModel, TokenLogprobs
+
+MODEL = ServedModel(
+    name="m", max_model_len=20, vocab_size=100, eos_token_ids=(0,), tokenizer="", created=7
+)
+HEAD = ReplyHead(id="chatcmpl-1", created=7, model="m")
+PLAIN = ReplyOptions()
+PIECES = {1: b"a", 2: b" b", 3: b"\xf0\x9f", 4: b"\xa6\x86"}
+
+
+def chat_body(**fields: object) -> ChatCompletionRequest:
+    fields = {"messages": [{"role": "user", "content": "Hi"}], **fields}
+    return decode(json.dumps(fields).encode(), ChatCompletionRequest)
+
+
+def completion_body(**fields: object) -> CompletionRequest:
+    return decode(json.dumps({"prompt": "Hi", **fields}).encode(), CompletionRequest)
+
+
+def output(text: str, token_ids: list[int], total: int, **fields: Any) -> RequestOutput:
+    return RequestOutput(
+        request_id="r",
+        index=fields.pop("index", 0),
+        text_delta=text,
+        new_token_ids=token_ids,
+        num_output_tokens=total,
+        **fields,
+    )
+
+
+def encoded(value: object) -> str:
+    return msgspec.json.encode(value).decode()
+
+
+def no_usage() -> Usage:
+    return Tally(0).usage
+
+
+def collected() -> dict[tuple[int, int], CollectedCompletion]:
+    """Two completions of one prompt, "a0" and "a1"."""
+    completions_by_key: dict[tuple[int, int], CollectedCompletion] = {}
+    entry = TokenLogprobs(-0.5, 1, [1], [-0.5])
+    for index in (1, 0):
+        collect(completions_by_key, 0, output("a", [1], 1, index=index, logprobs=[entry]))
+        collect(
+            completions_by_key,
+            0,
+            output(
+                f"{index}",
+                [2],
+                2,
+                index=index,
+                logprobs=[entry],
+                finish_reason=FinishReason.stop,
+                stop_reason=9,
+            ),
+        )
+    return completions_by_key

@@ -1,0 +1,52 @@
+"""What the tests of the C++ kernels share: the levels that run here, problems, bounds."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+
+from ostinato.ops.native.build import ISA_LEVELS, detect_isa
+from ostinato.ops.native.library import load
+
+__all__ = ("LEVELS", "assert_within", "linear_problem", "name_of", "ops_of")
+
+LEVELS = list(ISA_LEVELS)[list(ISA_LEVELS).index(detect_isa()) :]
+"""The instruction sets that this processor runs."""
+
+
+def ops_of(library: str, level: str, **names: str) -> SimpleNamespace:
+    """Ops of a native library at one level: attribute -> name of the op, whose module is imported."""
+    ops = getattr(torch.ops, load(library, level).namespace)
+    return SimpleNamespace(
+        **{attribute: getattr(ops, name).default for attribute, name in names.items()}
+    )
+
+
+def name_of(value: object) -> str:
+    """A dtype or a shape in a test's name."""
+    return str(value).removeprefix("torch.")
+
+
+def linear_problem(
+    rows: int, out_features: int, in_features: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """x whose rows are farther apart than they are long, a weight and a bias."""
+    generator = torch.Generator().manual_seed(rows * 7919 + out_features * 31 + in_features)
+    x = torch.randn(rows, in_features + 3, generator=generator).to(dtype)[:, :in_features]
+    weight = torch.randn(out_features, in_features, generator=generator).to(dtype)
+    bias = torch.randn(out_features, generator=generator).to(dtype)
+    return x, weight, bias
+
+
+def assert_within(result: Tensor, exact: Tensor, bound: Tensor) -> None:
+    """That `result` is contiguous and at most `bound` from `exact`, float64, before it was rounded
+    to bfloat16 if it was.
+    """
+    if result.dtype == torch.bfloat16:
+        bound = bound + 2.0**-8 * (exact.abs() + bound)
+    assert result.shape == exact.shape
+    assert result.is_contiguous()
+    excess = (result.double() - exact).abs() - bound
+    assert bool((excess <= 0).all()), f"worst excess {excess.max()}"
