@@ -56,6 +56,7 @@ class _Choice(msgspec.Struct):
 
 
 class _Chunk(msgspec.Struct):
+    id: str = ""
     choices: list[_Choice] = []
     usage: _Usage | None = None
     error: Any = None
@@ -104,6 +105,7 @@ class _Answer:
     def _take(self, chunk: _Chunk) -> bool:
         """Whether the chunk has output."""
         times = self.times
+        times.request_id = times.request_id or chunk.id
         if chunk.usage is not None:
             usage = chunk.usage
             times.num_prompt_tokens = usage.prompt_tokens or times.num_prompt_tokens

@@ -49,6 +49,7 @@ class RequestTimes(msgspec.Struct, kw_only=True, omit_defaults=True):
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
     finish_reason: str | None = None
+    request_id: str = ""  # the server's
     error: str | None = None
 
 

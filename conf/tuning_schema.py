@@ -56,7 +56,7 @@ class SimulateSection(Section):
         0.1, "validate: share by which a prediction may miss", above=0, at_most=1
     )
     validate_s: float = setting(
-        10.0, "validate: seconds of traffic of each workload", above=0, at_most=600
+        18.0, "validate: seconds of traffic of each workload", above=0, at_most=600
     )
     output: str = setting("", "JSON file to write; empty = outputs/bench/simulate-<time>.json")
 
@@ -83,7 +83,6 @@ class TuneSection(Section):
             "scheduler.max_num_seqs",
             "scheduler.max_num_batched_tokens",
             "scheduler.itl_target_ms",
-            "scheduler.policy",
             "cache.block_size",
             "cache.memory_gib",
             "cache.enable_prefix_caching",

@@ -1,237 +1,339 @@
-"""What serving costs on top of the step-cost table: measured on a running server, then fitted.
+"""What serving adds to the step-cost table, from the engine's own record of its steps.
 
-A few closed loops of short requests give the gap between tokens at several batch sizes; single
-prompts of several lengths give the time to the first token. From those, by least squares of the
-relative errors with no parameter below zero:
-
-    gap   = decode_scale * table + step_s + token_s * batch
-    first = prompt_scale * table + step_s + token_s + request_s
-
-Then a closed loop of requests that end soon, so that every few steps have decodes and a prompt, is
-simulated: mixed_scale is what makes it last as long as the real one did.
+A server is sent traffic of its own and asked for its flight recorder: when each step began, how
+long it took, which sequences were in it. Beside the client's times that gives, without a model of
+any of it, how steps of each size compare with the table, what is between steps, how long a request
+takes to reach a step, and a token to reach the client.
 """
 
 from __future__ import annotations
 
-import random
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from itertools import combinations, pairwise
-from statistics import median
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import fmean, median
+from typing import NamedTuple, TypeVar
 
+import msgspec
 import numpy as np
 
-from ostinato.benchmarks.load_job import JobRequest, LoadJob, LoadReport
-from ostinato.benchmarks.load_run import Target, run_client
-from ostinato.benchmarks.simulate.engine import EngineSpec, Overheads
-from ostinato.benchmarks.simulate.jobs import simulate_job
+from ostinato.benchmarks.load_job import LoadJob, LoadReport, RequestTimes
+from ostinato.benchmarks.simulate.serving import Serving, SizedValues
+from ostinato.runtime.cost_table import Chunk, CostTable
 
-__all__ = ("Calibration", "MixedRun", "Observation", "Observations", "fit_overheads", "observe")
+__all__ = ("EngineStep", "Fit", "Recording", "Speed", "fit_serving")
 
-_BATCHES = (1, 4, 16)
-_BATCH_PROMPT, _BATCH_OUTPUT = 32, 32
-_LENGTHS = (32, 192, 448)
-_REPEATS = 3  # of each length
-_MIXED_PROMPT, _MIXED_OUTPUT, _MIXED_BATCH, _MIXED_COUNT = 96, 4, 6, 36
-_NUM_JITTER = 100  # shares at which disturbances are kept
-_LEAST_SCALE, _MOST_SCALE = 0.5, 4.0
-_BISECTIONS = 12
+_LEAST_GROUP = 12  # steps that a group of one size has at least
+_NUM_KEPT = 400  # values of one distribution
+_LEAST_REQUESTS = 24  # the same of requests
+_LEAST_STEPS = 20
+_GRID = 160  # of delays that are told apart where only bounds are known
+_ROUNDS = 200
+
+T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class Observation:
-    """One thing that was measured: gaps of a batch, or first tokens of single prompts."""
+class EngineStep(msgspec.Struct, frozen=True):
+    """A step of the flight recorder (runtime/flight_recorder.py)."""
 
-    batch: int  # sequences that decoded together; 0 = first tokens
-    tokens: int  # of the prompt, or the mean context of the batch
-    seconds: tuple[float, ...]
+    began_at: float  # unix seconds
+    seconds: float
+    num_tokens: int
+    num_seqs: int
+    num_decodes: int
+    num_waiting: int
+    entries: list[tuple[str, int, int]]  # (request id, start, tokens), of the first sequences
 
     @property
-    def usual_s(self) -> float:
-        return median(self.seconds)
+    def ended_at(self) -> float:
+        return self.began_at + self.seconds
 
 
 @dataclass(frozen=True, slots=True)
-class MixedRun:
-    """A closed loop of requests that end soon, and how long it took."""
+class Recording:
+    """Traffic, what the client saw of it, and the engine's steps meanwhile, in order."""
 
     job: LoadJob
-    seconds: float
+    report: LoadReport
+    steps: list[EngineStep]
+
+
+class Speed(NamedTuple):
+    """How long the steps of one recording took against those of all: machines drift."""
+
+    decode: float = 1.0
+    prompt: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Observations:
-    """What one calibration, or several, measured."""
+class Fit:
+    """What recordings say."""
 
-    points: list[Observation]
-    mixed: list[MixedRun]
+    serving: Serving  # at the speed of all of them
+    speeds: list[Speed]  # of each
 
-    def __add__(self, other: Observations) -> Observations:
-        return Observations([*self.points, *other.points], [*self.mixed, *other.mixed])
-
-
-class Calibration:
-    """Sends the calibration's requests.
-
-    Args:
-        target: the server.
-        vocab_size: ids lie below it.
-        max_model_len: of the server.
-        max_batch: sequences that it runs at once.
-    """
-
-    def __init__(self, target: Target, vocab_size: int, max_model_len: int, max_batch: int) -> None:
-        self._target = target
-        self._vocab_size = vocab_size
-        self._lengths = [n for n in _LENGTHS if n + 2 <= max_model_len] or [max_model_len // 2]
-        room = max_model_len - 2
-        self._prompt = min(_BATCH_PROMPT, room // 2)
-        self._output = min(_BATCH_OUTPUT, room // 2)
-        self._batches = [n for n in _BATCHES if n <= max_batch]
-        self._draw = random.Random(0)
-
-    def run(self) -> Observations:
-        """Measure once; a few seconds.
-
-        Raises:
-            EngineError: the load client ended without a report.
-        """
-        lengths = self._lengths * _REPEATS
-        report = run_client(self._job(1, [(length, 1) for length in lengths]))
-        firsts = [
-            Observation(
-                0,
-                length,
-                tuple(
-                    one.chunk_s[0] - one.intended_s
-                    for one, its in zip(report.requests, lengths, strict=True)
-                    if its == length and one.chunk_s
-                ),
-            )
-            for length in self._lengths
-        ]
-        gaps: list[Observation] = []
-        for batch in self._batches:
-            report = run_client(self._job(batch, [(self._prompt, self._output)] * batch))
-            gaps.append(observe(report, batch, self._prompt))
-        # Lengths differ, or all would end and begin together.
-        mixed = self._job(
-            min(_MIXED_BATCH, self._batches[-1]),
-            [
-                (min(_MIXED_PROMPT, 3 * self._prompt), min(_MIXED_OUTPUT + key % 7, self._output))
-                for key in range(_MIXED_COUNT)
-            ],
-        )
-        took = run_client(mixed).duration_s
-        points = [one for one in (*firsts, *gaps) if one.seconds]
-        return Observations(points, [MixedRun(mixed, took)])
-
-    def _job(self, concurrency: int, sizes: Sequence[tuple[int, int]]) -> LoadJob:
-        requests = [
-            JobRequest(
-                prompt=[self._draw.randrange(self._vocab_size) for _ in range(length)],
-                max_tokens=max_tokens,
-            )
-            for length, max_tokens in sizes
-        ]
-        return LoadJob(
-            url=self._target.url,
-            model=self._target.model,
-            requests=requests,
-            concurrency=concurrency,
-            return_token_ids=True,
-            body={"temperature": 0.0, "ignore_eos": True},
-            num_warmups=1,
+    def between(self, place: int) -> Serving:
+        """At the time between two recordings that followed each other, `place` and the next."""
+        before, after = self.speeds[place : place + 2]
+        return self.serving.scaled(
+            decode=math.sqrt(before.decode * after.decode),
+            prompt=math.sqrt(before.prompt * after.prompt),
         )
 
 
-def observe(report: LoadReport, batch: int, prompt_tokens: int) -> Observation:
-    """Gaps between tokens while all requests of a batch were under way."""
-    begin = max((one.chunk_s[0] for one in report.requests if one.chunk_s), default=0.0)
-    end = min((one.chunk_s[-1] for one in report.requests if one.chunk_s), default=0.0)
-    gaps = tuple(
-        late - early
-        for one in report.requests
-        for early, late in pairwise(one.chunk_s)
-        if begin <= early and late <= end
-    )
-    output = max((len(one.chunk_s) for one in report.requests), default=0)
-    return Observation(batch, prompt_tokens + output // 2, gaps)
-
-
-def fit_overheads(spec: EngineSpec, observations: Observations) -> Overheads:
-    """The overheads that explain the observations best.
+def fit_serving(costs: CostTable, recordings: Sequence[Recording]) -> Fit:
+    """The distributions that were seen.
 
     Args:
-        spec: the server's engine.
-        observations: of one calibration or several.
+        costs: the table that steps are compared with.
+        recordings: of one server, in the order of their times.
 
     Raises:
-        ValueError: there are no gaps, or no first tokens.
+        ValueError: there are too few steps or requests to say anything.
     """
-    costs = spec.costs
-    gaps = [one for one in observations.points if one.batch]
-    firsts = [one for one in observations.points if not one.batch]
-    if not gaps or not firsts:
-        raise ValueError("a calibration needs gaps of a batch and first tokens")
-    decode_scale, step_s, token_s = _least_squares(
-        [[costs.decode_seconds(one.batch, one.tokens), 1.0, one.batch] for one in gaps],
-        [one.usual_s for one in gaps],
+    seen = _Seen()
+    rows: list[list[_Row]] = []
+    for recording in recordings:
+        rows.append(_compare(costs, recording.steps))
+        seen.pauses += _pauses(recording.steps)
+        _add_requests(seen, recording)
+    num_steps = sum(len(part) for part in rows)
+    if num_steps < _LEAST_STEPS or len({row.has_prompt for part in rows for row in part}) < 2:
+        raise ValueError(
+            f"a calibration needs at least {_LEAST_STEPS} steps with prompts and decodes, it has "
+            f"{num_steps}"
+        )
+    if not seen.idle or not seen.ends:
+        raise ValueError("a calibration needs answered requests, one of them to an idle engine")
+    speeds = _speeds(rows)
+    ratios: dict[bool, dict[int, list[tuple[int, float]]]] = defaultdict(lambda: defaultdict(list))
+    for part, speed in zip(rows, speeds, strict=True):
+        for row in part:
+            usual = row.ratio / (speed.prompt if row.has_prompt else speed.decode)
+            ratios[row.has_prompt][row.power].append((row.size, usual))
+    serving = Serving(
+        decode=_groups(ratios[False]),
+        prompt=_groups(ratios[True]),
+        pause_s=_kept(seen.pauses or [0.0]),
+        idle_request_s=_kept(seen.idle),
+        busy_request_s=_busy(seen),
+        delivery_s=tuple(seen.deliveries[:: max(1, len(seen.deliveries) // (8 * _NUM_KEPT))]),
+        end_s=_kept(seen.ends),
     )
-    prompt_scale, request_s = _least_squares(
-        [[costs.step_seconds(one.tokens, 1, 0), 1.0] for one in firsts],
-        [max(one.usual_s - step_s - token_s, 1e-6) for one in firsts],
-    )
-    off = np.concatenate([np.asarray(one.seconds) - one.usual_s for one in gaps])
-    shares = (np.arange(_NUM_JITTER) + 0.5) / _NUM_JITTER
-    overheads = Overheads(
-        decode_scale=decode_scale,
-        prompt_scale=prompt_scale,
-        mixed_scale=prompt_scale,
-        step_s=step_s,
-        token_s=token_s,
-        request_s=request_s,
-        jitter_s=tuple(float(one) for one in np.quantile(off, shares)),
-    )
-    return replace(overheads, mixed_scale=_mixed_scale(spec, overheads, observations.mixed))
+    return Fit(serving, speeds)
 
 
-def _mixed_scale(spec: EngineSpec, overheads: Overheads, runs: Sequence[MixedRun]) -> float:
-    """With which the runs last as long in simulation, by bisection: they get longer with it."""
-    if not runs:
-        return overheads.mixed_scale
-    wanted = sum(one.seconds for one in runs)
+class _Seen:
+    """Measured values of all recordings."""
 
-    def lasts(scale: float) -> float:
-        served = replace(spec, overheads=replace(overheads, mixed_scale=scale))
-        return sum(max(simulate_job(served, one.job).last_s, default=0.0) for one in runs)
-
-    low, high = _LEAST_SCALE, _MOST_SCALE
-    if lasts(high) < 1.1 * lasts(low):
-        return overheads.mixed_scale  # hardly a step of the runs is mixed
-    for _ in range(_BISECTIONS):
-        middle = (low + high) / 2
-        low, high = (middle, high) if lasts(middle) < wanted else (low, middle)
-    return (low + high) / 2
+    def __init__(self) -> None:
+        self.pauses: list[float] = []
+        self.idle: list[float] = []
+        # By a power of two of sequences that had tokens to be delivered: bounds of a delay.
+        self.busy: dict[int, list[tuple[float, float]]] = defaultdict(list)
+        self.deliveries: list[tuple[float, ...]] = []
+        self.ends: list[float] = []
 
 
-def _least_squares(rows: list[list[float]], values: list[float]) -> list[float]:
-    """The unknowns, none below 0 and the first, a scale, not below `_LEAST_SCALE`, with the least
-    sum of squared relative errors. Unknowns are few, so that each choice of those that are not at
-    their bound is tried.
+class _Row(NamedTuple):
+    """A step beside the table."""
+
+    has_prompt: bool
+    size: int  # tokens of a step with prompts, else sequences
+    ratio: float  # seconds over those of the table
+
+    @property
+    def power(self) -> int:
+        """Of two, the nearest to its size: the exponent."""
+        return round(math.log2(self.size))
+
+
+def _speeds(rows: Sequence[Sequence[_Row]]) -> list[Speed]:
+    """Of each recording. Steps with prompts are too few in one to have a speed of their own: how
+    much they move with the others is taken from all recordings.
     """
-    matrix = np.asarray(rows) / np.asarray(values)[:, None]
-    num_unknowns = matrix.shape[1]
-    bounds = np.zeros(num_unknowns)
-    bounds[0] = _LEAST_SCALE
-    best, best_error = bounds, float("inf")
-    for size in range(num_unknowns + 1):
-        for free in combinations(range(num_unknowns), size):
-            unknowns = bounds.copy()
-            if free:
-                rest = 1.0 - matrix @ np.where(np.isin(range(num_unknowns), free), 0.0, bounds)
-                unknowns[list(free)] = np.linalg.lstsq(matrix[:, free], rest, rcond=None)[0]
-            error = float(((matrix @ unknowns - 1.0) ** 2).sum())
-            if (unknowns >= bounds - 1e-12).all() and error < best_error - 1e-15:
-                best, best_error = unknowns, error
-    return [float(one) for one in best]
+    kinds: dict[tuple[bool, int], list[float]] = defaultdict(list)
+    for part in rows:
+        for row in part:
+            kinds[row.has_prompt, row.power].append(row.ratio)
+    usual = {kind: median(ratios) for kind, ratios in kinds.items()}
+    logs: dict[bool, list[float]] = {}
+    for has_prompt in (False, True):
+        of_kind = [
+            [
+                row.ratio / usual[has_prompt, row.power]
+                for row in part
+                if row.has_prompt == has_prompt
+            ]
+            for part in rows
+        ]
+        logs[has_prompt] = [
+            math.log(median(ratios)) if len(ratios) >= _LEAST_GROUP else 0.0 for ratios in of_kind
+        ]
+    square = sum(one * one for one in logs[False])
+    share = sum(d * p for d, p in zip(logs[False], logs[True], strict=True)) / (square or 1.0)
+    share = min(max(share, 0.0), 1.0)
+    return [Speed(math.exp(one), math.exp(share * one)) for one in logs[False]]
+
+
+def _compare(costs: CostTable, steps: Sequence[EngineStep]) -> list[_Row]:
+    rows: list[_Row] = []
+    ended_at = -math.inf
+    for step in steps:
+        # With overlap a step is launched while the one before it runs.
+        seconds = step.ended_at - max(step.began_at, ended_at)
+        ended_at = step.ended_at
+        table_s = _table_seconds(costs, step)
+        has_prompt = step.num_tokens > step.num_decodes
+        if table_s > 0.0 and seconds > 0.0:
+            size = step.num_tokens if has_prompt else step.num_seqs
+            rows.append(_Row(has_prompt, size, seconds / table_s))
+    return rows
+
+
+def _pauses(steps: Sequence[EngineStep]) -> list[float]:
+    """Seconds between steps that had work in common."""
+    return [
+        max(0.0, late.began_at - early.ended_at)
+        for early, late in pairwise(steps)
+        if not _was_idle(early, late)
+    ]
+
+
+def _was_idle(before: EngineStep, step: EngineStep) -> bool:
+    """Whether the engine had nothing to do between two steps: nobody took part in both."""
+    if step.num_decodes or before.num_waiting:
+        return False
+    ids = {request_id for request_id, _, _ in before.entries}
+    return not any(request_id in ids for request_id, _, _ in step.entries)
+
+
+def _table_seconds(costs: CostTable, step: EngineStep) -> float:
+    chunks = [Chunk(tokens, start) for _, start, tokens in step.entries if tokens > 1]
+    contexts = [start for _, start, tokens in step.entries if tokens == 1]
+    # Sequences past those that the record names: the same contexts, prompts from their start.
+    unknown = step.num_tokens - step.num_decodes - sum(chunk.num_tokens for chunk in chunks)
+    if unknown > 0:
+        chunks.append(Chunk(unknown, 0))
+    return costs.mixed_seconds(step.num_decodes, fmean(contexts) if contexts else 0.0, chunks)
+
+
+def _add_requests(seen: _Seen, recording: Recording) -> None:
+    """Delays of requests to their first step, and of tokens from their steps."""
+    steps, report = recording.steps, recording.report
+    entries: dict[str, list[tuple[int, int]]] = defaultdict(list)  # id -> (step, end of positions)
+    for number, step in enumerate(steps):
+        for request_id, start, tokens in step.entries:
+            # The engine adds a number to what the client was told.
+            entries[request_id.partition("#")[0]].append((number, start + tokens))
+    delays: dict[int, list[float]] = defaultdict(list)  # of each step's tokens
+    for request, times in zip(recording.job.requests, report.requests, strict=False):
+        found = entries.get(times.request_id, [])
+        if times.status != "ok" or not found or not times.chunk_s:
+            continue
+        _add_admission(seen, steps, found[0][0], report.began_at + times.intended_s)
+        num_prompt = len(request.prompt)
+        sampled = [number for number, end in found if end >= num_prompt]
+        seen.ends.append(max(0.0, times.end_s - times.chunk_s[-1]))
+        for number, delay in _token_delays(steps, sampled, report.began_at, times):
+            delays[number].append(delay)
+    seen.deliveries += [tuple(delays[number]) for number in sorted(delays)]
+
+
+def _add_admission(seen: _Seen, steps: Sequence[EngineStep], number: int, sent_at: float) -> None:
+    """What is known of a request's way to the step `number`, its first."""
+    step = steps[number]
+    wait_s = step.began_at - sent_at
+    if not number:
+        seen.idle.append(max(0.0, wait_s))  # nothing else was sent before it
+        return
+    before = steps[number - 1]
+    if _was_idle(before, step):
+        if sent_at > before.ended_at:
+            seen.idle.append(max(0.0, wait_s))
+    elif not before.num_waiting:  # else it may have waited for a place, not been on its way
+        # It was not there when the step before began, or that one would have taken it in.
+        bounds = (max(0.0, before.began_at - sent_at), max(0.0, wait_s))
+        seen.busy[before.num_seqs.bit_length() - 1].append(bounds)
+
+
+def _token_delays(
+    steps: Sequence[EngineStep], sampled: Sequence[int], began_at: float, times: RequestTimes
+) -> Iterable[tuple[int, float]]:
+    """(step, seconds until its token was with the client). One piece may bring several tokens."""
+    if len(sampled) != times.num_output_tokens:
+        return
+    arrivals = [began_at + at for at in times.chunk_s]
+    if len(arrivals) == len(sampled):
+        for number, at in zip(sampled, arrivals, strict=True):
+            yield number, max(0.0, at - steps[number].ended_at)
+        return
+    # Tokens come in order; each in the first piece after its step, or in a later one where so many
+    # pieces are left that each has a token.
+    place = 0
+    for number in sampled:
+        while place < len(arrivals) - 1 and arrivals[place] < steps[number].ended_at:
+            place += 1
+        yield number, max(0.0, arrivals[place] - steps[number].ended_at)
+
+
+def _busy(seen: _Seen) -> tuple[SizedValues, ...]:
+    groups = _gather(seen.busy, _LEAST_REQUESTS)
+    if not groups:
+        return (SizedValues(1, _kept(seen.idle)),)
+    return tuple(SizedValues(1 << power, _from_bounds(bounds)) for power, bounds in groups)
+
+
+def _groups(found: dict[int, list[tuple[int, float]]]) -> tuple[SizedValues, ...]:
+    """Groups of neighbouring sizes with enough steps each."""
+    groups = _gather(found, _LEAST_GROUP) or [(0, [one for part in found.values() for one in part])]
+    return tuple(
+        SizedValues(
+            round(math.exp(fmean(math.log(size) for size, _ in values))),
+            _kept([ratio for _, ratio in values]),
+        )
+        for _, values in groups
+    )
+
+
+def _gather(found: dict[int, list[T]], least: int) -> list[tuple[int, list[T]]]:
+    """Neighbours put together until each group has so many; what is left joins the last one."""
+    groups: list[tuple[int, list[T]]] = []
+    gathered: list[T] = []
+    for key in sorted(found):
+        gathered += found[key]
+        if len(gathered) >= least:
+            groups.append((key, gathered))
+            gathered = []
+    if groups:
+        groups[-1][1].extend(gathered)
+    return groups
+
+
+def _kept(values: Iterable[float]) -> tuple[float, ...]:
+    """Ascending; at most so many, at evenly spread shares."""
+    found = sorted(values)
+    if len(found) <= _NUM_KEPT:
+        return tuple(found)
+    shares = (np.arange(_NUM_KEPT) + 0.5) / _NUM_KEPT
+    return tuple(float(one) for one in np.quantile(found, shares))
+
+
+def _from_bounds(bounds: Sequence[tuple[float, float]]) -> tuple[float, ...]:
+    """The distribution of values of which only bounds are known, by expectation-maximisation
+    (Turnbull, 1976), at evenly spread shares.
+    """
+    lows, highs = (np.array(column) for column in zip(*bounds, strict=True))
+    grid = np.unique(np.quantile(np.concatenate([lows, highs]), np.linspace(0, 1, _GRID)))
+    fits = (grid >= lows[:, None]) & (grid <= highs[:, None])
+    fits = fits[fits.any(axis=1)].astype(float)
+    weights = np.full(len(grid), 1.0 / len(grid))
+    for _ in range(_ROUNDS):
+        parts = fits * weights
+        weights = (parts / parts.sum(axis=1, keepdims=True)).mean(axis=0)
+    ends = np.cumsum(weights)
+    shares = (np.arange(100) + 0.5) / 100
+    places = np.minimum(np.searchsorted(ends, shares), len(grid) - 1)
+    return tuple(float(grid[place]) for place in places)

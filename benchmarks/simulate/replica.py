@@ -7,16 +7,25 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from ostinato.benchmarks.simulate.engine import EngineSpec, StepClock
+from ostinato.benchmarks.simulate.engine import EngineSpec
 from ostinato.benchmarks.simulate.leaps import LeapingScheduler
 from ostinato.benchmarks.simulate.outcome import Outcome
-from ostinato.runtime.types import Request, SamplingParams, SchedulerOutput, StepResult
+from ostinato.benchmarks.simulate.serving import StepClock
+from ostinato.runtime.types import (
+    Request,
+    SamplingParams,
+    SchedulerOutput,
+    SequenceOutput,
+    StepResult,
+)
 
 __all__ = ("OUTPUT_TOKEN_ID", "Arrival", "Replica")
 
 # What every simulated step samples. Contents matter for prefix hits only.
 OUTPUT_TOKEN_ID = (1 << 32) - 1
 _MAX_LEAP = 1 << 20
+# Tokens that reach a client within this come in one piece.
+_ONE_PIECE_S = 20e-6
 
 
 class Arrival(NamedTuple):
@@ -47,8 +56,8 @@ class Replica:
     Args:
         spec: the engine.
         outcome: gets every figure; may be shared between replicas.
-        leaps: whether alike decode steps are taken at once.
-        on_end: called with a request's key and the time when it ends.
+        leaps: whether alike decode steps are taken at once; never where their times are drawn.
+        on_end: called with a request's key and the time when its client has the end of it.
     """
 
     def __init__(
@@ -63,9 +72,9 @@ class Replica:
         self.quiet_until = 0.0  # no request ends before, unless one is added
         self._spec = spec
         self._outcome = outcome
-        self._leaps = leaps
         self._on_end = on_end
-        self._clock = StepClock(spec.costs, spec.overheads)
+        self._clock = StepClock(spec.costs, spec.serving, spec.seed)
+        self._leaps = leaps and self._clock.is_exact
         self._cache = spec.cache()
         self._scheduler = LeapingScheduler(
             spec.scheduler,
@@ -110,7 +119,10 @@ class Replica:
             priority=arrival.priority,
         )
         self._live[request_id] = _Live(key, arrival)
-        self._pending.append((now + self._spec.overheads.request_s, request))
+        at = now + self._clock.request(len(self._live) - 1)
+        if self._pending:
+            at = max(at, self._pending[-1][0])  # they come in order
+        self._pending.append((at, request))
         self.quiet_until = self.now
         return True
 
@@ -123,6 +135,8 @@ class Replica:
         """
         enough = None if num_ends is None else len(self._live) - num_ends
         while self._live and self.now < until:
+            if self._scheduler.has_work:
+                self.now += self._clock.pause()
             self._admit()
             if self._leaps and self._num_alike >= self._max_in_flight:
                 self._leap(until)
@@ -169,20 +183,7 @@ class Replica:
         num_samples = sum(entry.samples for entry in oldest.scheduled)
         news = self._scheduler.update(oldest, StepResult([OUTPUT_TOKEN_ID] * num_samples))
         self._outcome.add_step(self.now - begin, len(oldest.scheduled), self._used_blocks())
-        gaps: dict[float, int] = {}
-        for one in news:
-            live = self._live[one.request_id]
-            if live.first_s != live.first_s:  # not a number: this is its first token
-                live.first_s = self.now
-                live.num_cached = one.num_cached_tokens
-            else:
-                gaps[live.last_s] = gaps.get(live.last_s, 0) + 1
-                live.longest_s = max(live.longest_s, self.now - live.last_s)
-            live.last_s = self.now
-            if one.finish_reason is not None:
-                self._end(one.request_id, live)
-        for last_s, count in gaps.items():
-            self._outcome.add_gaps(self._clock.gap(self.now - last_s), count)
+        self._deliver(news)
         # With a step in flight, rows and blocks that come back with it are seen one step late: what
         # was planned before that says nothing of who may join after.
         is_alike = output is not None and len(oldest.scheduled) == len(output.scheduled)
@@ -190,6 +191,28 @@ class Replica:
             self._num_alike += 1
         else:
             self._num_alike = 0
+
+    def _deliver(self, news: list[SequenceOutput]) -> None:
+        """What a step gave reaches the clients."""
+        gaps: dict[float, int] = {}
+        for one, delay in zip(news, self._clock.deliveries(len(news)), strict=True):
+            live = self._live[one.request_id]
+            at = self.now + delay
+            if live.first_s != live.first_s:  # not a number: this is its first token
+                live.first_s = at
+                live.num_cached = one.num_cached_tokens
+            else:
+                at = max(at, live.last_s)
+                gap = at - live.last_s
+                # What comes with the token before it is one piece with that.
+                if gap > _ONE_PIECE_S:
+                    gaps[gap] = gaps.get(gap, 0) + 1
+                    live.longest_s = max(live.longest_s, gap)
+            live.last_s = at
+            if one.finish_reason is not None:
+                self._end(one.request_id, live)
+        for gap, count in gaps.items():
+            self._outcome.add_gaps(gap, count)
 
     def _leap(self, until: float) -> None:
         """Take as many alike steps as are certain to come and begin before `until`."""
@@ -227,8 +250,7 @@ class Replica:
             self._in_flight.append((output, self._device_free))
         outcome = self._outcome
         outcome.add_step(took, num_seqs, (used + self._used_blocks()) / 2, count=most)
-        for gap_s, count in clock.gaps(took / most, most * num_seqs):
-            outcome.add_gaps(gap_s, count)
+        outcome.add_gaps(took / most, most * num_seqs)
         for request_id in scheduler.running_ids():
             live = self._live[request_id]
             live.last_s = self.now
@@ -239,11 +261,11 @@ class Replica:
         arrival = live.arrival
         self._outcome.add_request(
             live.key,
-            (arrival.time_s, live.first_s, self.now, live.longest_s),
+            (arrival.time_s, live.first_s, live.last_s, live.longest_s),
             (len(arrival.prompt), arrival.max_tokens, live.num_cached),
         )
         if self._on_end is not None:
-            self._on_end(live.key, self.now)
+            self._on_end(live.key, live.last_s + self._clock.end())
 
     def _used_blocks(self) -> int:
         return self._cache.num_blocks - self._cache.num_free_blocks
@@ -251,7 +273,8 @@ class Replica:
     def _next_end(self) -> float:
         """No request ends before this, unless one is added."""
         scheduler = self._scheduler
-        if self._num_alike < self._max_in_flight or not scheduler.num_running:
+        few = self._num_alike < self._max_in_flight
+        if few or not scheduler.num_running or not self._clock.is_exact:
             return self.now
         count = scheduler.num_alike(_MAX_LEAP)
         context = scheduler.contexts / scheduler.num_running

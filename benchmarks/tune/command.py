@@ -149,8 +149,8 @@ class _Tuning:
         self._tell(f"real run: {label}")
         config = apply_values(self.config, values)
         run = self.real.run(config, self.forecast.spec(config) if fit else None)
-        if run.overheads is not None:
-            self.forecast.overheads = run.overheads
+        if run.serving is not None:
+            self.forecast.serving = run.serving
             predicted = self.forecast.predict(config)
         self.runs.append(run)
         self.verified.append(Verified(label, values, predicted, run.figures))

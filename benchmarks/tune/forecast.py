@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 
 from ostinato.benchmarks.load_job import JobRequest, LoadJob
-from ostinato.benchmarks.simulate.engine import EngineSpec, Overheads
+from ostinato.benchmarks.simulate.engine import EngineSpec
 from ostinato.benchmarks.simulate.jobs import simulate_job
 from ostinato.benchmarks.simulate.metrics import outcome_metrics
+from ostinato.benchmarks.simulate.serving import Serving
 from ostinato.benchmarks.simulate.specs import planned_spec
 from ostinato.benchmarks.tune.goals import Figures
 from ostinato.benchmarks.tune.space import Variant
@@ -36,7 +37,7 @@ class Forecast:
         self._costs = costs
         self._default = default
         self._percentile = percentile
-        self.overheads = Overheads()
+        self.serving: Serving | None = None  # what a real server adds, once it is known
         self._plans: dict[str, EngineSpec] = {}
 
     def spec(self, config: EngineConfig) -> EngineSpec:
@@ -49,7 +50,7 @@ class Forecast:
         key = repr((config.scheduler, config.cache, config.device))
         if key not in self._plans:
             self._plans[key] = planned_spec(config, self._costs[variant], "")
-        return dataclasses.replace(self._plans[key], overheads=self.overheads)
+        return dataclasses.replace(self._plans[key], serving=self.serving)
 
     def predict(self, config: EngineConfig, *, job: LoadJob | None = None) -> Figures | None:
         """The figures of a configuration under the job, or another one; None when no such engine

@@ -10,13 +10,17 @@ from ostinato.benchmarks.load_run import Target, find_target, make_job, measure_
 from ostinato.benchmarks.model_facts import ModelFacts
 from ostinato.benchmarks.record import Point
 from ostinato.benchmarks.server import Server
-from ostinato.benchmarks.simulate.engine import EngineSpec, Overheads
-from ostinato.benchmarks.simulate.fit import Calibration, fit_overheads
+from ostinato.benchmarks.simulate.calibrate import Calibration, recording_server
+from ostinato.benchmarks.simulate.engine import EngineSpec
+from ostinato.benchmarks.simulate.fit import fit_serving
+from ostinato.benchmarks.simulate.serving import Serving
 from ostinato.benchmarks.tune.goals import Figures
 from ostinato.benchmarks.workload import Part
 from ostinato.conf.root import EngineConfig
 
 __all__ = ("RealRun", "RealRuns")
+
+_CALIBRATIONS = 2  # before a run, and after it
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +29,7 @@ class RealRun:
 
     figures: Figures
     point: Point
-    overheads: Overheads | None  # when it was calibrated
+    serving: Serving | None  # when it was calibrated
 
 
 @dataclasses.dataclass(slots=True)
@@ -62,27 +66,26 @@ class RealRuns:
         )
 
     def run(self, config: EngineConfig, spec: EngineSpec | None = None) -> RealRun:
-        """Start a server of `config` and measure; with `spec`, fit the overheads before.
+        """Start a server of `config` and measure; with `spec`, what serving adds to its step
+        costs too, before and after.
 
         Raises:
             StartupError: it can not start.
             EngineError: the load client ended without a report.
         """
         percentile = self.config.tune.percentile
-        with Server(config) as server:
+        with Server(recording_server(config) if spec else config) as server:
             target, _ = find_target(server.url, config.load, is_ours=True)
-            overheads = None
-            if spec is not None:
-                calibration = Calibration(
-                    target, self.facts.vocab_size, spec.max_model_len, spec.limits.max_num_seqs
-                )
-                overheads = fit_overheads(spec, calibration.run())
+            calibration = spec and Calibration(target, self.facts.vocab_size, spec)
+            recordings = [calibration.run() for _ in range(_CALIBRATIONS)] if calibration else []
             job = self.job(target.url, target.model, gives_token_ids=target.gives_token_ids)
             self.count += 1
             percentiles = sorted({50.0, percentile, 99.0})
             point, _ = measure_point(job, self.point, self.config.slo, percentiles)
+            if calibration:
+                recordings += [calibration.run() for _ in range(_CALIBRATIONS)]
         return RealRun(
             figures=Figures.of(point.metrics, percentile),
             point=point,
-            overheads=overheads,
+            serving=fit_serving(spec.costs, recordings).serving if spec else None,
         )

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple, cast
 from ostinato.benchmarks.tune.goals import Goals
 from ostinato.conf.errors import ConfigError
 from ostinato.conf.root import EngineConfig
-from ostinato.conf.schema import SchedulingPolicy
 
 __all__ = ("Space", "Value", "Variant", "apply_values", "searched_keys", "value_of")
 
@@ -71,7 +70,6 @@ class Space:
         known: dict[str, tuple[Value, ...]] = {
             "scheduler.max_num_seqs": (None, *_SEQS),
             "scheduler.max_num_batched_tokens": (None, *_TOKENS),
-            "scheduler.policy": tuple(policy.value for policy in SchedulingPolicy),
             "cache.memory_gib": tuple(round(share * cache_gib, 3) for share in _MEMORY_SHARES),
             "cache.enable_prefix_caching": (True, False),
             "cache.block_size": tuple(sorted({one.block_size for one in variants})),
@@ -108,8 +106,7 @@ def searched_keys(config: EngineConfig) -> list[str]:
 def value_of(config: EngineConfig, key: str) -> Value:
     """A key's value, as plain data."""
     section, _, name = key.partition(".")
-    value = getattr(getattr(config, section), name)
-    return value.value if isinstance(value, SchedulingPolicy) else value
+    return getattr(getattr(config, section), name)
 
 
 def apply_values(config: EngineConfig, values: Mapping[str, Value]) -> EngineConfig:
@@ -121,8 +118,7 @@ def apply_values(config: EngineConfig, values: Mapping[str, Value]) -> EngineCon
     changes: dict[str, dict[str, Any]] = {}
     for key, value in values.items():
         section, _, name = key.partition(".")
-        plain = SchedulingPolicy(value) if key == "scheduler.policy" else value
-        changes.setdefault(section, {})[name] = plain
+        changes.setdefault(section, {})[name] = value
     try:
         sections = {
             name: dataclasses.replace(getattr(config, name), **fields)

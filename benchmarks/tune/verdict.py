@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 from ostinato.benchmarks.tune.forecast import Forecast
 from ostinato.benchmarks.tune.goals import Figures, Goals
 from ostinato.benchmarks.tune.search import Candidate
@@ -21,11 +19,11 @@ def impossible_goals(config: EngineConfig, forecast: Forecast, goals: Goals) -> 
     """Goals that even a server with one request at a time misses, in words. No schedule can help:
     a request waits for nobody there.
     """
-    overheads = forecast.overheads
+    serving = forecast.serving
     # Disturbances by other programs are no proof.
-    forecast.overheads = dataclasses.replace(overheads, jitter_s=())
+    forecast.serving = serving and serving.typical()
     alone = forecast.predict(config, job=forecast.one_at_a_time())
-    forecast.overheads = overheads
+    forecast.serving = serving
     if alone is None:
         return []
     texts = {

@@ -12,15 +12,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ostinato.benchmarks.load_job import JobRequest, LoadJob
-from ostinato.benchmarks.simulate.engine import EngineSpec, Overheads
+from ostinato.benchmarks.simulate.engine import EngineSpec
 from ostinato.benchmarks.simulate.fleet import simulate_open
 from ostinato.benchmarks.simulate.jobs import JobTraffic, simulate_job
 from ostinato.benchmarks.simulate.leaps import LeapingScheduler
 from ostinato.benchmarks.simulate.outcome import Outcome, percentile
 from ostinato.benchmarks.simulate.replica import Arrival
+from ostinato.benchmarks.simulate.serving import Serving, SizedValues, StepClock
 from ostinato.conf.schema import SchedulerConfig, SchedulingPolicy
 from ostinato.runtime.limits import StepLimits
-from ostinato.runtime.types import Request, SamplingParams, StepResult
+from ostinato.runtime.types import (
+    Request,
+    SamplingParams,
+    ScheduledSequence,
+    SchedulerOutput,
+    StepResult,
+)
 from tests.runtime.cost_tables import make_table
 
 
@@ -75,12 +82,71 @@ def test_one_request_by_hand():
     assert (seconds * counts).sum() == pytest.approx(sum(decodes))
 
 
-def test_overheads_come_on_top():
-    spec = make_spec(
-        overheads=Overheads(prompt_scale=2.0, step_s=0.001, token_s=0.0005, request_s=0.25)
+def make_serving(**changes) -> Serving:
+    """Without chance: every distribution has one value."""
+    values = {
+        "decode": (SizedValues(1, (1.5,)),),
+        "prompt": (SizedValues(1, (2.0,)),),
+        "pause_s": (0.001,),
+        "idle_request_s": (0.25,),
+        "busy_request_s": (SizedValues(1, (0.5,)),),
+        "delivery_s": ((0.003,),),
+        "end_s": (0.125,),
+    }
+    return Serving(**(values | changes))
+
+
+def test_what_serving_adds_comes_on_top():
+    outcome = simulate_open(
+        make_spec(serving=make_serving()), lambda: iter([Arrival(1.0, range(20), 3)])
     )
-    outcome = simulate_open(spec, lambda: iter([Arrival(1.0, range(20), 1)]))
-    assert list(outcome.first_s) == pytest.approx([1.25 + 2 * 4.05e-3 + 0.0015])
+    first = 1.25 + 2 * 4.05e-3  # the prompt's step takes twice what the table says
+    decodes = [0.001 + 1.5 * (2.15e-3 + context * 1e-6) for context in (20, 21)]
+    assert list(outcome.first_s) == pytest.approx([first + 0.003])
+    assert list(outcome.last_s) == pytest.approx([first + sum(decodes) + 0.003])
+    seconds, counts = outcome.gaps
+    assert list(seconds) == pytest.approx(decodes)
+    assert list(counts) == [1, 1]
+
+
+def test_tokens_that_arrive_together_are_one_piece():
+    # The first step's token is late, so that it comes with the next one's or after.
+    serving = make_serving(delivery_s=((0.1,), (0.0,)))
+    outcome = simulate_open(
+        make_spec(serving=serving, seed=3), lambda: iter([Arrival(0.0, range(20), 30)])
+    )
+    seconds, _ = outcome.gaps
+    assert 0 < len(seconds) < 29
+    assert (seconds > 0.0).all()
+    assert outcome.last_s[0] > outcome.first_s[0]
+
+
+def test_draws_are_seeded_and_between_sizes():
+    serving = make_serving(
+        decode=(SizedValues(1, (1.0,)), SizedValues(8, (9.0,))), pause_s=(0.0, 0.001, 0.002)
+    )
+    traffic = partial(random_traffic, 3, 30, 100.0)
+    one, same, other = (
+        rows(simulate_open(make_spec(serving=serving, seed=seed), traffic)) for seed in (1, 1, 2)
+    )
+    assert (one == same).all()
+    assert (one != other).any()
+    clock = StepClock(make_table(), serving)
+    ratios = {
+        size: np.mean([clock.step(decodes_of(size)) for _ in range(400)])
+        / make_table().decode_seconds(size, 10)
+        for size in (1, 2, 4, 8, 16)
+    }
+    assert ratios[1] == pytest.approx(1.0)
+    assert [ratios[8], ratios[16]] == pytest.approx([9.0, 9.0])
+    # A third and two thirds of the way, in powers of two.
+    assert [ratios[2], ratios[4]] == pytest.approx([1 + 8 / 3, 1 + 16 / 3], rel=0.2)
+
+
+def decodes_of(num_seqs: int) -> SchedulerOutput:
+    """A step in which so many sequences decode behind ten tokens."""
+    scheduled = [ScheduledSequence(row, 10, 1, [], [], True) for row in range(num_seqs)]
+    return SchedulerOutput(scheduled, [], num_seqs)
 
 
 @settings(max_examples=40, deadline=None)

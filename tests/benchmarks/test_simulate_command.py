@@ -1,28 +1,16 @@
-"""`run simulate` as a command, the fit of overheads, and step costs from data sheets."""
+"""`run simulate` as a command, and step costs from data sheets."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 
 import pytest
 
 from ostinato.api.cli import run
-from ostinato.benchmarks.load_job import JobRequest, LoadJob
 from ostinato.benchmarks.record import read_records
-from ostinato.benchmarks.simulate.engine import EngineSpec, Overheads
-from ostinato.benchmarks.simulate.fit import (
-    MixedRun,
-    Observation,
-    Observations,
-    fit_overheads,
-)
-from ostinato.benchmarks.simulate.jobs import simulate_job
 from ostinato.benchmarks.simulate.roofline import ACCELERATORS, ModelShape, roofline_table
-from ostinato.conf.schema import SchedulerConfig
 from ostinato.runtime.limits import StepLimits
-from tests.runtime.cost_tables import make_table
 
 LLAMA_8B = ModelShape(
     num_parameters=7_500_000_000,
@@ -31,95 +19,6 @@ LLAMA_8B = ModelShape(
     kv_bytes_per_token=131_072,
     attention_width=32 * 32 * 128,
 )
-
-
-SPEC = EngineSpec(
-    scheduler=SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=256),
-    upper=StepLimits(16, 256),
-    num_blocks=513,
-    block_size=16,
-    max_model_len=512,
-    costs=make_table(),
-)
-
-
-def observations(true: Overheads, jitter: tuple[float, ...] = (0.0,)) -> Observations:
-    table = make_table()
-    found = []
-    for batch in (1, 4, 16):
-        gap = true.decode_scale * table.decode_seconds(batch, 48) + true.step_s
-        gap += true.token_s * batch
-        found.append(Observation(batch, 48, tuple(gap + one for one in jitter)))
-    for tokens in (32, 192, 448):
-        first = true.prompt_scale * table.step_seconds(tokens, 1, 0)
-        first += true.step_s + true.token_s + true.request_s
-        found.append(Observation(0, tokens, (first, first, first)))
-    requests = [
-        JobRequest(prompt=list(range(100 * key, 100 * key + 60)), max_tokens=4 + key % 7)
-        for key in range(20)
-    ]
-    job = LoadJob(url="", model="", requests=requests, concurrency=4)
-    lasts = max(simulate_job(dataclasses.replace(SPEC, overheads=true), job).last_s)
-    return Observations(found, [MixedRun(job, lasts)])
-
-
-@pytest.mark.parametrize(
-    "true",
-    [
-        Overheads(),
-        Overheads(
-            decode_scale=1.4,
-            prompt_scale=1.2,
-            mixed_scale=1.7,
-            step_s=3e-4,
-            token_s=1e-4,
-            request_s=4e-3,
-        ),
-        Overheads(decode_scale=0.8, prompt_scale=2.0, token_s=5e-4),
-    ],
-)
-def test_the_fit_explains_what_was_measured_and_what_was_not(true: Overheads):
-    # A batch's cost in this table is linear, so scale and overheads can stand for each other: what
-    # counts is the time of a step.
-    table = SPEC.costs
-    fitted = fit_overheads(SPEC, observations(true))
-    for batch in (1, 2, 7, 32):
-        gaps = [
-            one.decode_scale * table.decode_seconds(batch, 48) + one.step_s + one.token_s * batch
-            for one in (fitted, true)
-        ]
-        assert gaps[0] == pytest.approx(gaps[1], rel=1e-6)
-    for tokens in (32, 100, 900):
-        firsts = [
-            one.prompt_scale * table.step_seconds(tokens, 1, 0)
-            + one.step_s
-            + one.token_s
-            + one.request_s
-            for one in (fitted, true)
-        ]
-        assert firsts[0] == pytest.approx(firsts[1], rel=1e-6)
-    assert fitted.mixed_scale == pytest.approx(true.mixed_scale, rel=0.02)
-
-
-def test_disturbances_are_kept_as_seconds_off_the_usual_gap():
-    jitter = (-0.001, *([0.0] * 97), 0.002, 0.03)
-    fitted = fit_overheads(SPEC, observations(Overheads(), jitter))
-    assert len(fitted.jitter_s) == 100
-    assert fitted.jitter_s[50] == pytest.approx(0.0)
-    assert fitted.jitter_s[0] < 0.0
-    assert fitted.jitter_s[-1] > 0.01
-    assert list(fitted.jitter_s) == sorted(fitted.jitter_s)
-
-
-def test_no_overhead_is_below_zero():
-    # Gaps shorter than the table says, and no trend with the batch.
-    low = [Observation(batch, 48, (1e-4,)) for batch in (1, 4, 16)]
-    low += [Observation(0, tokens, (1e-4,)) for tokens in (32, 192)]
-    fitted = fit_overheads(SPEC, Observations(low, []))
-    assert min(fitted.step_s, fitted.token_s, fitted.request_s) >= 0.0
-    assert min(fitted.decode_scale, fitted.prompt_scale) >= 0.5
-    with pytest.raises(ValueError, match="gaps of a batch and first tokens"):
-        fit_overheads(SPEC, Observations(low[:3], []))
 
 
 @pytest.mark.parametrize("name", ACCELERATORS)

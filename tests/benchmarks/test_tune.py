@@ -68,10 +68,9 @@ def test_meeting_the_goals_comes_first_then_the_objective():
 
 def test_values_become_a_configuration():
     config = load_config(["model=llama-45m"])
-    values = {"scheduler.max_num_seqs": 8, "cache.block_size": 32, "scheduler.policy": "priority"}
+    values = {"scheduler.max_num_seqs": 8, "cache.block_size": 32}
     changed = apply_values(config, values)
     assert (changed.scheduler.max_num_seqs, changed.cache.block_size) == (8, 32)
-    assert changed.scheduler.policy.value == "priority"
     assert changed.model == config.model
     with pytest.raises(ConfigError, match=r"cache\.block_size must be one of"):
         apply_values(config, {"cache.block_size": 17})
