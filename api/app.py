@@ -7,7 +7,7 @@ from litestar.config.cors import CORSConfig
 from litestar.di import Provide
 from litestar.middleware import DefineMiddleware
 from litestar.openapi.config import OpenAPIConfig
-from litestar.types import Scope
+from litestar.types import Message, Scope
 
 from ostinato import __version__
 from ostinato.api.access import AccessControl
@@ -18,6 +18,7 @@ from ostinato.api.page import PAGE_HANDLERS
 from ostinato.api.responses.routes import HANDLERS as RESPONSES_HANDLERS
 from ostinato.api.routes import HANDLERS
 from ostinato.api.service import Service
+from ostinato.api.timeline import REQUEST_ID_HEADER, is_request_id
 
 __all__ = ("create_app",)
 
@@ -27,6 +28,17 @@ def create_app(service: Service) -> Litestar:
 
     async def count_refusal(error: Exception, _scope: Scope) -> None:
         service.metrics.count_refusal(status_of(error))
+
+    async def begin_reply(message: Message, scope: Scope) -> None:
+        """Count it, and send the request's name back for the logs of proxies and clients."""
+        if message["type"] != "http.response.start":
+            return
+        template = scope.get("path_template") or "none"  # no unknown path becomes a label
+        service.metrics.count_reply(template, scope.get("method", ""), message["status"])
+        name = dict(scope["headers"]).get(REQUEST_ID_HEADER.encode(), b"")
+        if is_request_id(name.decode("latin-1")):
+            headers = [*message["headers"], (REQUEST_ID_HEADER.encode(), name)]
+            message["headers"] = headers
 
     server = service.server
     middleware: list[DefineMiddleware] = []
@@ -46,6 +58,7 @@ def create_app(service: Service) -> Litestar:
         dependencies={"service": Provide(lambda: service, sync_to_thread=False)},
         exception_handlers=exception_handlers(service.server.max_body_mib),
         after_exception=[count_refusal],
+        before_send=[begin_reply],
         request_max_body_size=int(service.server.max_body_mib * (1 << 20)),
         openapi_config=OpenAPIConfig(title="Ostinato", version=__version__),
         logging_config=None,

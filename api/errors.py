@@ -16,6 +16,7 @@ import msgspec
 from litestar import Request, Response
 from litestar.exceptions import HTTPException
 
+from ostinato.api.unserved import why_unserved
 from ostinato.runtime.errors import DeadlineError, EngineDeadError, EngineError, InvalidRequestError
 
 __all__ = (
@@ -215,7 +216,8 @@ def _explain(
     """(message, code) in a sentence for what the framework says in two words."""
     place = f"{request.method} {request.url.path}"
     if error.status_code == 404:
-        return f"there is no {place}; GET /schema lists the endpoints", "not_found"
+        hint = why_unserved(request.url.path) or "GET /schema lists the endpoints"
+        return f"there is no {place}; {hint}", "not_found"
     if error.status_code == 405:
         allowed = (error.headers or {}).get("allow", "another method")
         return f"{place} is not possible here; use {allowed}", "method_not_allowed"

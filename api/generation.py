@@ -13,6 +13,7 @@ import msgspec
 
 from ostinato.api.schemas import GenerationFields, PromptTokensDetails, Usage
 from ostinato.api.structured_output import constraint_of
+from ostinato.api.timeline import RequestContext
 from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.requests import resolve_sampling, truncate
 from ostinato.runtime.types import (
@@ -140,9 +141,9 @@ class Named(Protocol):
     def request_id(self) -> str | None: ...
 
 
-def new_id(prefix: str, fields: Named) -> str:
-    """The reply's id: the caller's `request_id`, or a new one, after the dialect's prefix."""
-    return f"{prefix}-{fields.request_id or secrets.token_hex(16)}"
+def new_id(prefix: str, fields: Named, context: RequestContext) -> str:
+    """The reply's id after the dialect's prefix: the body's `request_id`, the header's, or new."""
+    return f"{prefix}-{fields.request_id or context.request_id or secrets.token_hex(16)}"
 
 
 def check_model(name: str | None, model: ServedModel) -> None:

@@ -78,6 +78,13 @@ class Metrics:
         self._refusals = self._counter(
             "refused_requests", "Requests answered with an error status.", ["status"]
         )
+        # The name that dashboards for web servers read.
+        self._replies = Counter(
+            "http_requests",
+            "Answers that have begun, by endpoint and class of status.",
+            ["handler", "method", "status"],
+            registry=self._registry,
+        )
         if vllm_names:
 
             def ours() -> Iterable[Metric]:
@@ -125,6 +132,11 @@ class Metrics:
         self.prompt_tokens = histogram(
             "request_prompt_tokens", "Prompt tokens of a finished request.", _TOKENS
         )
+        self.computed_tokens = histogram(
+            "request_prefill_computed_tokens",
+            "Prompt tokens of a finished request that were not in the cache.",
+            _TOKENS,
+        )
         self.generation_tokens = histogram(
             "request_generation_tokens", "Output tokens of a finished request.", _TOKENS
         )
@@ -147,6 +159,10 @@ class Metrics:
     def count_vectors(self, num_inputs: int) -> None:
         """A request for embeddings, scores or a ranking was answered."""
         self._vectors.inc(num_inputs)
+
+    def count_reply(self, handler: str, method: str, status: int) -> None:
+        """An answer to a request of an endpoint has begun."""
+        self._replies.labels(handler, method, f"{status // 100}xx").inc()
 
     def count_refusal(self, status: int) -> None:
         self._refusals.labels(str(status)).inc()

@@ -75,7 +75,7 @@ async def embed(
         dimensions=body.dimensions,
     )
     batch = await _encode_inputs(service, body)
-    reply_id = new_id("embd", body)
+    reply_id = new_id("embd", body, context)
     reply = _Reply(service, reply_id, body, context)
     outputs = await _pool(reply, batch, params, "input")
     return EmbeddingResponse(
@@ -99,7 +99,7 @@ async def score(service: Service, body: ScoreRequest, context: RequestContext) -
     """
     first_name, second_name = _names(body)
     pairs = make_pairs(_texts(body, first_name), _texts(body, second_name))
-    reply_id = new_id("score", body)
+    reply_id = new_id("score", body, context)
     reply = _Reply(service, reply_id, body, context)
     scores, usage = await _scores(reply, pairs, second_name)
     return ScoreResponse(
@@ -118,7 +118,7 @@ async def rerank(service: Service, body: RerankRequest, context: RequestContext)
     Raises:
         InvalidRequestError: a document does not fit.
     """
-    reply_id = new_id("rerank", body)
+    reply_id = new_id("rerank", body, context)
     pairs = [(body.query, document) for document in body.documents]
     reply = _Reply(service, reply_id, body, context)
     scores, usage = await _scores(reply, pairs, "documents")

@@ -154,7 +154,10 @@ class ReplyRecord:
         now = time.monotonic()
         if outcome == "done":
             self._metrics.e2e.observe(now - self._begin)
-            self._metrics.prompt_tokens.observe(self._tally.num_prompt_tokens)
+            num_tokens = self._tally.num_prompt_tokens
+            num_cached = self._tally.usage.prompt_tokens_details.cached_tokens
+            self._metrics.prompt_tokens.observe(num_tokens)
+            self._metrics.computed_tokens.observe(max(0, num_tokens - num_cached))
             if self._sampling is None:
                 self._metrics.count_vectors(len(self._prompts))
             else:

@@ -53,7 +53,7 @@ class ChatReply:
     ) -> None:
         self._service = service
         self._context = context or RequestContext()
-        self._head = _head(service, "chatcmpl", body)
+        self._head = _head(service, "chatcmpl", body, self._context)
         self._usage = _UsageOfChunks(body)
         self._options = chat.reply_options(body)
         self._echo = chat.echo_text(body)
@@ -123,7 +123,7 @@ class CompletionReply:
         self._service = service
         self._body = body
         self._context = context or RequestContext()
-        self._head = _head(service, "cmpl", body)
+        self._head = _head(service, "cmpl", body, self._context)
         self._usage = _UsageOfChunks(body)
         self._options = completions.reply_options(body)
         self._generations = completions.to_requests(
@@ -262,9 +262,13 @@ def _trace_chunk(
     )
 
 
-def _head(service: Service, prefix: str, body: GenerationFields) -> ReplyHead:
+def _head(
+    service: Service, prefix: str, body: GenerationFields, context: RequestContext
+) -> ReplyHead:
     return ReplyHead(
-        id=new_id(prefix, body), created=int(time.time()), model=service.client.model.name
+        id=new_id(prefix, body, context),
+        created=int(time.time()),
+        model=service.client.model.name,
     )
 
 

@@ -16,7 +16,7 @@ import msgspec
 
 from ostinato.api.conversation import Message, NamedToolChoice, ReasoningEffort, Tool
 from ostinato.api.structured_output import ConstraintFields
-from ostinato.api.timeline import Timeline
+from ostinato.api.timeline import REQUEST_ID_PATTERN, Timeline
 from ostinato.api.unsupported import UNSUPPORTED, Unsupported, is_neutral
 from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.types import MAX_LOGPROBS, MAX_N
@@ -60,7 +60,7 @@ __all__ = (
 T = TypeVar("T", bound=msgspec.Struct)
 
 Int32 = Annotated[int, msgspec.Meta(ge=-(1 << 31), lt=1 << 31)]
-RequestId = Annotated[str, msgspec.Meta(pattern=r"^[\x21-\x7e]{1,128}$")]
+RequestId = Annotated[str, msgspec.Meta(pattern=REQUEST_ID_PATTERN)]
 
 
 def _range(**schema: float) -> msgspec.Meta:
@@ -132,6 +132,8 @@ class GenerationFields(ConstraintFields, frozen=True, kw_only=True, forbid_unkno
     deadline_ms: Annotated[float, msgspec.Meta(ge=1, le=24 * 3600 * 1000)] | None = None
     request_id: RequestId | None = None  # names the reply and its log line
     user: str | None = None  # the caller's label of an end user; never used for anything
+    safety_identifier: str | None = None  # its newer name
+    prompt_cache_key: str | None = None  # where to look for a cached prompt: there is one cache
 
 
 class ChatCompletionRequest(
@@ -148,6 +150,7 @@ class ChatCompletionRequest(
     add_special_tokens: bool = False  # around the text that the template gives
     chat_template: str | None = None  # instead of the model's own
     chat_template_kwargs: dict[str, Any] | None = None  # variables of the template
+    documents: list[dict[str, Any]] | None = None  # for templates that show them to the model
     tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: bool | None = None  # false = at most one call in an answer

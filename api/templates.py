@@ -135,6 +135,15 @@ def _variables(
 ) -> dict[str, Any]:
     """The template's variables; `chat_template_kwargs` has the last word."""
     given = body.chat_template_kwargs or {}
+    if isinstance(body, ChatCompletionRequest) and body.documents:
+        if not found.knows_documents:
+            raise InvalidRequestError(
+                "documents is not supported: the chat template of this model does not show them;"
+                " put them into a message",
+                param="documents",
+                code="unsupported_parameter",
+            )
+        given = {"documents": body.documents, **given}
     effort = body.reasoning_effort if isinstance(body, ChatCompletionRequest) else None
     if effort is None:
         return given

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Mapping
 
@@ -11,7 +12,20 @@ from ostinato.api.limits import timeout_of
 from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.types import RequestOutput, TimelineEvent
 
-__all__ = ("RequestContext", "Timeline", "TimelineBuilder", "TimelineEntry", "context_of")
+__all__ = (
+    "REQUEST_ID_HEADER",
+    "REQUEST_ID_PATTERN",
+    "RequestContext",
+    "Timeline",
+    "TimelineBuilder",
+    "TimelineEntry",
+    "context_of",
+    "is_request_id",
+)
+
+REQUEST_ID_HEADER = "x-request-id"
+REQUEST_ID_PATTERN = r"^[\x21-\x7e]{1,128}$"
+_REQUEST_ID = re.compile(REQUEST_ID_PATTERN)
 
 
 class TimelineEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -63,6 +77,7 @@ class RequestContext:
         timeline: being written; None when nobody asked.
         grammar_seconds: how long it waited for a grammar.
         timeout_ms: that the answer may take from its arrival on; None = any time.
+        request_id: what the header calls it; empty = nothing.
     """
 
     def __init__(
@@ -72,8 +87,10 @@ class RequestContext:
         wants_timeline: bool = False,
         traceparent: str = "",
         timeout_ms: float | None = None,
+        request_id: str = "",
     ) -> None:
         self.endpoint = endpoint
+        self.request_id = request_id
         self.traceparent = traceparent
         self.arrived_at = time.monotonic()
         self.timeout_ms = timeout_ms
@@ -91,7 +108,8 @@ def context_of(endpoint: str, headers: Mapping[str, str]) -> RequestContext:
     """The context of a request that came this moment.
 
     Raises:
-        InvalidRequestError: `x-trace` is neither 0 nor 1, or the timeout header is no time.
+        InvalidRequestError: `x-trace` is neither 0 nor 1, the timeout header is no time, or the
+            request's name is none.
     """
     wanted = headers.get("x-trace", "0").strip()
     if wanted not in ("0", "1"):
@@ -105,7 +123,25 @@ def context_of(endpoint: str, headers: Mapping[str, str]) -> RequestContext:
         wants_timeline=wanted == "1",
         traceparent=headers.get("traceparent", ""),
         timeout_ms=timeout_of(headers),
+        request_id=_request_id(headers),
     )
+
+
+def _request_id(headers: Mapping[str, str]) -> str:
+    given = headers.get(REQUEST_ID_HEADER, "")
+    if given and not is_request_id(given):
+        raise InvalidRequestError(
+            f"the header {REQUEST_ID_HEADER} is {given[:40]!r}, it must be 1 to 128 visible ASCII"
+            " characters",
+            param=REQUEST_ID_HEADER,
+            code="invalid_value",
+        )
+    return given
+
+
+def is_request_id(text: str) -> bool:
+    """Whether a request may be called that."""
+    return _REQUEST_ID.fullmatch(text) is not None
 
 
 class TimelineBuilder:

@@ -29,7 +29,6 @@ _TRANSFER = "transfer of caches between servers"
 UNSUPPORTED: Mapping[str, Unsupported] = {
     "annotations": Unsupported("citations in messages", ([],)),
     "audio": Unsupported(_MEDIA),
-    "documents": Unsupported("retrieval templates", ([],)),
     "ec_transfer_params": Unsupported(_TRANSFER),
     "function_call": Unsupported(_TOOLS, ("none",)),
     "functions": Unsupported(_TOOLS, ([],)),
@@ -48,7 +47,6 @@ UNSUPPORTED: Mapping[str, Unsupported] = {
     "mm_processor_kwargs": Unsupported(_MEDIA),
     "modalities": Unsupported("output other than text", (["text"],)),
     "prediction": Unsupported("predicted outputs"),
-    "prompt_cache_key": Unsupported("routing between servers (see cache_salt)"),
     "prompt_cache_retention": Unsupported("cached prompts that are kept for a time"),
     "prompt_embeds": Unsupported(_MEDIA),
     "refusal": Unsupported("refusals apart from the text"),
@@ -57,7 +55,6 @@ UNSUPPORTED: Mapping[str, Unsupported] = {
     "return_prompt_text": Unsupported("the prompt's text in replies (see echo)", (False,)),
     "return_token_offsets": Unsupported("token offsets (see logprobs)", (False,)),
     "routed_experts_prompt_start": Unsupported("reports of routed experts"),
-    "safety_identifier": Unsupported("labels of end users (see user)"),
     "service_tier": Unsupported("tiers of service (see priority)", ("auto", "default")),
     "session_id": Unsupported("sessions"),
     "spaces_between_special_tokens": Unsupported("text without those spaces", (True,)),

@@ -36,6 +36,7 @@ VLLM_NAMES = {
     "ostinato_request_decode_seconds": "vllm:request_decode_time_seconds",
     "ostinato_request_inference_seconds": "vllm:request_inference_time_seconds",
     "ostinato_request_prompt_tokens": "vllm:request_prompt_tokens",
+    "ostinato_request_prefill_computed_tokens": "vllm:request_prefill_kv_computed_tokens",
     "ostinato_request_generation_tokens": "vllm:request_generation_tokens",
     "ostinato_request_max_generation_tokens": "vllm:request_max_num_generation_tokens",
     "ostinato_request_params_n": "vllm:request_params_n",
@@ -75,6 +76,7 @@ class VllmCollector(Collector):
             if name is not None:
                 yield _renamed(family, name, labels)
         yield from self._prompt_tokens(labels)
+        yield self._waiting(labels)
         info = GaugeMetricFamily(
             "vllm:cache_config_info", "The KV cache.", labels=[*labels, "num_gpu_blocks"]
         )
@@ -91,6 +93,25 @@ class VllmCollector(Collector):
             family = CounterMetricFamily(name, "Prompt tokens.", labels=list(labels))
             family.add_metric(list(labels.values()), value)
             yield family
+        family = CounterMetricFamily(
+            "vllm:prompt_tokens_by_source", "Prompt tokens.", labels=[*labels, "source"]
+        )
+        family.add_metric([*labels.values(), "local_compute"], stats.num_prompt_tokens)
+        family.add_metric([*labels.values(), "local_cache_hit"], stats.prefix_hits)
+        yield family
+
+    def _waiting(self, labels: dict[str, str]) -> Metric:
+        """Who waits for what; a grammar that is being built is vLLM's `deferred`."""
+        stats = self._stats()
+        num_deferred = stats.num_waiting_for_grammar
+        family = GaugeMetricFamily(
+            "vllm:num_requests_waiting_by_reason",
+            "Sequences that wait.",
+            labels=[*labels, "reason"],
+        )
+        family.add_metric([*labels.values(), "capacity"], stats.num_waiting - num_deferred)
+        family.add_metric([*labels.values(), "deferred"], num_deferred)
+        return family
 
 
 def _renamed(family: Metric, name: str, labels: dict[str, str]) -> Metric:

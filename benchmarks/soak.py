@@ -57,6 +57,8 @@ _FDS_KEPT = 16  # more than before the traffic: pipes of the processes that chec
 _WARM_SHARE = 0.3  # of the time, before memory is expected to stand still
 _GROWTH_MIB = 32.0  # that a process may grow by after that: the allocator's, not a request's
 _GROWTH_FROM_S = 120.0  # shorter runs have no time to stand still
+# What the log says, as an error, of an engine that was killed on purpose.
+_SAID_OF_KILLS = ("the engine died: its process was killed", "flight recorder: the last")
 _MOST_SLOWER = 2.0  # p99 of good requests among bad clients, against good ones alone
 
 
@@ -388,7 +390,7 @@ def run_soak(
         line.rstrip()
         for line in server.lines
         if (" ERROR " in line or "Traceback" in line)
-        and not (faults.kill_every_s and "the engine died: its process was killed" in line)
+        and not (faults.kill_every_s and any(text in line for text in _SAID_OF_KILLS))
     ]
     growth = _growth(memory, seconds)
     latency = _latency(counts, seconds, faults.calm_s) if faults.calm_s else {}

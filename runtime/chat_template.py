@@ -22,7 +22,7 @@ from ostinato.runtime.errors import InvalidRequestError, StartupError
 
 __all__ = ("ChatTemplate",)
 
-_RESERVED = ("self", "messages", "tools", "documents", "add_generation_prompt")
+_RESERVED = ("self", "messages", "tools", "add_generation_prompt")
 _END_OF_MESSAGE = "OSTINATO_END_OF_FINAL_MESSAGE "
 
 
@@ -136,9 +136,8 @@ class ChatTemplate:
                 **self._special_tokens,
                 messages=conversation,
                 tools=[dict(tool) for tool in tools] if tools else None,
-                documents=None,
                 add_generation_prompt=add_generation_prompt,
-                **(variables or {}),
+                **{"documents": None, **(variables or {})},
             )
         except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
             raise InvalidRequestError(

@@ -93,6 +93,8 @@ class ResponsesReply:
             tools=body.tools or [],
             top_p=sampling.top_p,
             user=body.user,
+            safety_identifier=body.safety_identifier,
+            prompt_cache_key=body.prompt_cache_key,
         )
 
     async def prepare(self) -> None:

@@ -54,10 +54,8 @@ UNSUPPORTED: Mapping[str, Unsupported] = {
     "max_tool_calls": Unsupported("tools that the server runs"),
     "moderation": Unsupported(_SERVICE),
     "prompt": Unsupported("stored prompts"),
-    "prompt_cache_key": Unsupported("routing between servers", instead="cache_salt"),
     "prompt_cache_options": Unsupported(_SERVICE),
     "prompt_cache_retention": Unsupported("cached prompts that are kept for a time"),
-    "safety_identifier": Unsupported("labels of end users", instead="user"),
     "service_tier": Unsupported("tiers of service", ("auto", "default")),
     "top_logprobs": Unsupported("log-probabilities in this dialect", (0,)),
 }
@@ -194,6 +192,8 @@ class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     truncation: Literal["disabled"] | None = None  # too long an input is refused
     metadata: dict[str, str] | None = None  # comes back with the reply
     user: str | None = None  # the caller's label of an end user; never used for anything
+    safety_identifier: str | None = None  # its newer name
+    prompt_cache_key: str | None = None  # where to look for a cached prompt: there is one cache
     priority: int = 0  # lower runs first under scheduler.policy=priority
     cache_salt: Annotated[str, msgspec.Meta(max_length=256)] = ""
 
@@ -288,6 +288,8 @@ class Response(msgspec.Struct, frozen=True, kw_only=True):
     truncation: str = "disabled"
     usage: Usage | None = None
     user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
     trace: Timeline | UnsetType = UNSET
 
 

@@ -10,6 +10,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from ostinato.api.app import create_app
+from ostinato.api.unserved import why_unserved
 from ostinato.conf.schema import SamplingSection, ServerConfig
 from ostinato.runtime.errors import EngineDeadError
 from ostinato.runtime.types import EngineStats, FinishReason, LateCompile
@@ -121,10 +122,21 @@ class TestChat:
             "<|begin|>user Ada\nHi<|end|><|begin|>assistant\nSo"
         )
 
-    def test_the_user_field_changes_nothing(self, app):
-        app.chat(user="someone")
+    @pytest.mark.parametrize("label", ["user", "safety_identifier", "prompt_cache_key"])
+    def test_labels_change_nothing(self, app, label):
+        app.chat(**{label: "someone"})
         app.chat()
         assert app.engine.requests[0] == app.engine.requests[1]
+
+    def test_documents_reach_a_template_that_shows_them(self, app):
+        documents = [{"title": "One", "text": "fox"}, {"title": "Two", "text": "dog"}]
+        template = "{% for one in documents %}{{ one.title }}: {{ one.text }} {% endfor %}"
+        app.chat(documents=documents, chat_template=template)
+        prompt, *_ = app.engine.requests[0]
+        assert app.engine.tokenizer.decode(prompt).strip() == "One: fox Two: dog"
+        error = error_of(app.chat(documents=documents))
+        assert (error["param"], error["code"]) == ("documents", "unsupported_parameter")
+        assert app.chat(documents=[]).status_code == 200
 
     def test_a_template_that_refuses(self, app):
         response = app.chat(messages=[{"role": "user", "content": "refuse me"}])
@@ -588,3 +600,61 @@ def test_one_log_line_per_request_without_its_text(app, caplog):
     assert "cached=2 output=3 ttft=" in line
     assert "confidential" not in caplog.text
     assert "Hel" not in caplog.text
+
+
+class TestTheRequestsName:
+    def test_from_the_header(self, app, caplog):
+        name = "0af76519-16cd"
+        headers = {"x-request-id": name}
+        bodies = {
+            "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hi"}]},
+            "/v1/completions": {"prompt": "Hi"},
+        }
+        for path, body in bodies.items():
+            reply = app.http.post(path, json=body, headers=headers)
+            assert reply.json()["id"].endswith(f"-{name}")
+            assert reply.headers["x-request-id"] == name
+            stream = app.http.post(path, json={**body, "stream": True}, headers=headers)
+            assert f"-{name}" in stream.text.partition("\n")[0]
+            assert stream.headers["x-request-id"] == name
+            named = app.http.post(path, json={**body, "request_id": "mine"}, headers=headers)
+            assert named.json()["id"].endswith("-mine")  # the body is nearer
+            assert named.headers["x-request-id"] == name
+
+    def test_comes_back_with_refusals(self, app):
+        headers = {"x-request-id": "me"}
+        for reply in (
+            app.http.post("/v1/completions", json={"prompt": 1}, headers=headers),
+            app.http.get("/no/such/path", headers=headers),
+            app.http.get("/health", headers=headers),
+        ):
+            assert reply.headers["x-request-id"] == "me"
+        assert "x-request-id" not in app.http.get("/health").headers
+
+    def test_that_is_none(self, app):
+        reply = app.http.post(
+            "/v1/completions", json={"prompt": "Hi"}, headers={"x-request-id": "a b"}
+        )
+        assert (reply.status_code, error_of(reply)["param"]) == (400, "x-request-id")
+        assert "x-request-id" not in reply.headers
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("/pooling", "use /v1/embeddings"),
+        ("/v1/files", "use `run batch`"),
+        ("/v1/audio/transcriptions", "it needs models that hear"),
+        ("/sleep", "it needs models that sleep"),
+        ("/what", "GET /schema lists the endpoints"),
+    ],
+)
+def test_endpoints_of_other_servers_are_refused_by_name(app, path, said):
+    reply = app.http.post(path, json={})
+    assert (reply.status_code, error_of(reply)["code"]) == (404, "not_found")
+    assert said in error_of(reply)["message"]
+
+
+def test_no_endpoint_that_is_there_is_called_missing(app):
+    paths = app.http.get("/schema/openapi.json").json()["paths"]
+    assert [path for path in paths if why_unserved(path)] == []

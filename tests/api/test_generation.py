@@ -11,6 +11,7 @@ from ostinato.api import completions, tokenization
 from ostinato.api.generation import Tally, check_model, new_id
 from ostinato.api.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs, token_text
 from ostinato.api.schemas import DetokenizeRequest, TokenizeRequest, decode
+from ostinato.api.timeline import RequestContext
 from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.types import TokenLogprobs
 from tests.api.dialect_values import MODEL, PIECES, completion_body, encoded, output
@@ -29,8 +30,9 @@ class TestGeneration:
         )
 
     def test_ids(self):
-        assert new_id("cmpl", completion_body(request_id="mine")) == "cmpl-mine"
-        first, second = (new_id("cmpl", completion_body()) for _ in range(2))
+        context = RequestContext()
+        assert new_id("cmpl", completion_body(request_id="mine"), context) == "cmpl-mine"
+        first, second = (new_id("cmpl", completion_body(), context) for _ in range(2))
         assert first.startswith("cmpl-")
         assert first != second
 

@@ -203,6 +203,8 @@ class TestMetrics:
         app = make_app(traced_script())
         app.engine.stats = EngineStats(
             num_running=3,
+            num_waiting=5,
+            num_waiting_for_grammar=1,
             num_blocks=10,
             num_free_blocks=4,
             num_prompt_tokens=100,
@@ -213,12 +215,21 @@ class TestMetrics:
         post(app)
         labels = {"engine": "0", "model_name": "test-model"}
         text = json.dumps(labels)
+
+        def with_label(name: str, value: str) -> str:
+            return json.dumps(dict(sorted({**labels, name: value}.items())))
+
         found = samples(app)
         expected = {
             f"vllm:num_requests_running{text}": 3,
             f"vllm:kv_cache_usage_perc{text}": 0.6,
             f"vllm:prompt_tokens_total{text}": 130,
             f"vllm:prompt_tokens_cached_total{text}": 30,
+            f"vllm:prompt_tokens_by_source_total{with_label('source', 'local_compute')}": 100,
+            f"vllm:prompt_tokens_by_source_total{with_label('source', 'local_cache_hit')}": 30,
+            f"vllm:num_requests_waiting_by_reason{with_label('reason', 'capacity')}": 4,
+            f"vllm:num_requests_waiting_by_reason{with_label('reason', 'deferred')}": 1,
+            f"vllm:request_prefill_kv_computed_tokens_count{text}": 1,
             f"vllm:iteration_tokens_total_sum{text}": 8,
             f"vllm:request_queue_time_seconds_count{text}": 1,
             f"vllm:time_to_first_token_seconds_count{text}": 1,
@@ -227,6 +238,25 @@ class TestMetrics:
         }
         assert {name: found.get(name) for name in expected} == expected
         assert not any("finished_reason" in name and '"error"' in name for name in found)
+
+    def test_what_was_not_in_the_cache(self, make_app):
+        app = make_app(traced_script())
+        post(app, "/v1/completions", prompt=[1, 2, 3, 4, 5])
+        assert samples(app)["ostinato_request_prefill_computed_tokens_sum"] == 3
+
+    def test_answers_by_endpoint_and_class(self, app):
+        post(app)
+        post(app, temperature=9)
+        post(app, "/no/such/path")
+        app.http.get("/v1/models/nobody")
+
+        def count(handler: str, status: str, method: str = "POST") -> float:
+            labels = {"handler": handler, "method": method, "status": status}
+            return samples(app)[f"http_requests_total{json.dumps(labels)}"]
+
+        assert count("/v1/chat/completions", "2xx") == count("/v1/chat/completions", "4xx") == 1
+        assert count("none", "4xx") == 1
+        assert count("/v1/models/{name}", "4xx", "GET") == 1
 
     def test_every_renamed_figure_exists(self, app):
         families = text_string_to_metric_families(app.http.get("/metrics").text)

@@ -34,6 +34,10 @@ class TestAccepted:
         )
         assert body.messages == [Message(role="user", content=[TextPart("a")])]
 
+    @pytest.mark.parametrize("name", ["user", "safety_identifier", "prompt_cache_key"])
+    def test_labels(self, name):
+        assert getattr(chat(**{name: "somebody"}), name) == "somebody"
+
     def test_null_is_absent(self):
         assert chat(temperature=None, n=None, stop=None, echo=None, cache_salt=None) == chat()
 
