@@ -89,6 +89,7 @@ class BlockPool:
         self.num_blocks = total_blocks - 1  # usable, the null block excluded
         self.num_free = self.num_blocks
         self.num_evictions = 0  # hashed blocks that were handed out for other contents
+        self.highest_block_id = NULL_BLOCK_ID  # of those that were ever handed out
 
     @property
     def num_cached(self) -> int:
@@ -118,6 +119,7 @@ class BlockPool:
             block = following
         ends.next_free, block.prev_free = block, ends
         self.num_free -= num_blocks
+        self.highest_block_id = max(self.highest_block_id, *block_ids, NULL_BLOCK_ID)
         return block_ids
 
     def touch(self, block_ids: Iterable[int]) -> None:

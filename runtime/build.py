@@ -51,6 +51,7 @@ from ostinato.ops.attention import (
 from ostinato.ops.native import library as native
 from ostinato.ops.native.build import NativeBuildError
 from ostinato.runtime.bundles import add_kernels, bundle_root, kernel_libraries
+from ostinato.runtime.cache_pages import map_ahead
 from ostinato.runtime.calibrate import CostStore, calibrate, make_scheduler
 from ostinato.runtime.cost_table import CostTable
 from ostinato.runtime.device import set_threads
@@ -97,8 +98,7 @@ def build_engine(
 ) -> Engine:
     """Build everything and return an engine that compiles nothing any more.
 
-    The weights are loaded on a thread of their own while the main thread traces and compiles: the
-    one waits for disk and the C++ compiler, the other is Python.
+    A thread of its own loads the weights while the main thread traces and compiles.
 
     Args:
         config: the whole configuration; each component is handed its section.
@@ -201,6 +201,7 @@ def _build_engine(
         overlap=_overlaps(config, source),
         cost_table=costs,
         observer=observer,
+        pages=map_ahead(kv_cache, spec),
     )
 
 

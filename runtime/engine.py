@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 from ostinato.graphs.bundle import Bundle
 from ostinato.graphs.seal import CompileMonitor
+from ostinato.runtime.cache_pages import CachePages
 from ostinato.runtime.cost_table import Chunk, CostTable
 from ostinato.runtime.engine_state import EngineState, describe_engine
 from ostinato.runtime.forecast import predict_ttft
@@ -51,6 +52,7 @@ class Engine:
         overlap: bool = False,
         cost_table: CostTable | None = None,
         observer: StepObserver | None = None,
+        pages: CachePages | None = None,
     ) -> None:
         """
         Args:
@@ -64,6 +66,7 @@ class Engine:
                 reporting happen while the device works.
             cost_table: seconds of steps, as measured at the start; None = not measured.
             observer: sees every step; None = one that keeps none in a file.
+            pages: of the cache, to be mapped before they are used; None = that is done already.
         """
         self._scheduler = scheduler
         self._cache = cache
@@ -77,6 +80,7 @@ class Engine:
         self._grammars = GrammarStore(model)
         runner.use_grammars(self._grammars.matcher)
         self._observer = observer or StepObserver()
+        self._pages = pages
         self._num_requests = 0
         self._num_request_tokens = 0  # of their prompts
         self._num_steps = 0
@@ -142,6 +146,8 @@ class Engine:
         begin = time.perf_counter()
         news = self._take_grammars() if self._grammars.num_waiting else []
         output = self._schedule()
+        if self._pages is not None:
+            self._pages.use(self._cache.highest_block_id)
         if output is not None:
             if output.admitted:
                 self._count_admitted(output)
@@ -207,6 +213,8 @@ class Engine:
 
     def close(self) -> None:
         """Free what the programs hold and stop watching for late compiles; no step may follow."""
+        if self._pages is not None:
+            self._pages.close()
         self._monitor.close()
         self._grammars.close()
         self._in_flight.clear()

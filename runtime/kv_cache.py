@@ -45,6 +45,11 @@ class KVCacheManager:
         return self._pool.num_blocks
 
     @property
+    def highest_block_id(self) -> int:
+        """Of the blocks that were ever handed out; blocks beyond it were never written to."""
+        return self._pool.highest_block_id
+
+    @property
     def num_free_blocks(self) -> int:
         """Blocks that can be allocated; cached contents that nobody uses count as free."""
         return self._pool.num_free
