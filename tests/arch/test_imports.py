@@ -19,7 +19,7 @@ def test_import_contracts_are_kept():
         cwd=ROOT / ".types",
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
     report = done.stdout[done.stdout.find("Contracts") :]
@@ -63,7 +63,7 @@ def test_a_light_module_imports_neither_torch_nor_transformers(module: str):
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=False,
     )
     assert (done.stdout, done.stderr) == ("[]\n", "")
@@ -79,7 +79,7 @@ def test_light_modules_are_enough_to_say_what_is_wrong():
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=False,
     )
     assert done.stdout == "2 False\n"
@@ -118,7 +118,7 @@ def test_importing_the_package_changes_no_environment_and_starts_no_thread():
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=False,
     )
     assert done.stdout == "True 1\n", done.stderr
