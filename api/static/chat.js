@@ -66,7 +66,7 @@ export class Chat {
     byId("messages").replaceChildren(
       make("div", "welcome", [
         make("h3", "", "Say something"),
-        make("p", "", "Hover over an answer’s tokens to see what else it could have said."),
+        make("p", "", "Point at an answer’s tokens to see what else it could have said."),
         make("div", "ideas", ideas),
       ]),
     );
