@@ -16,6 +16,7 @@ import hashlib
 import statistics
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich import box
@@ -41,7 +42,14 @@ from ostinato.benchmarks.tune.output import (
 )
 from ostinato.benchmarks.tune.real import RealRun, RealRuns
 from ostinato.benchmarks.tune.search import Candidate, Search, open_storage
-from ostinato.benchmarks.tune.space import Space, Value, Variant, apply_values, searched_keys
+from ostinato.benchmarks.tune.space import (
+    Space,
+    Value,
+    Variant,
+    apply_values,
+    is_alike,
+    searched_keys,
+)
 from ostinato.benchmarks.tune.verdict import highest_load, impossible_goals, why_missed
 from ostinato.conf.errors import ConfigError
 from ostinato.conf.root import EngineConfig
@@ -218,7 +226,9 @@ class _Tuning:
         last_s = 2 * _MIN_RUN_S
         for number in range(self.config.tune.verify):
             ranked = self.search.candidates(self._factors())
-            fresh = [one for one in ranked if one.values not in tried]
+            fresh = [
+                one for one in ranked if not any(is_alike(one.values, other) for other in tried)
+            ]
             if not fresh or self._left() < 1.2 * last_s:
                 break
             chosen = fresh[0]
@@ -227,13 +237,14 @@ class _Tuning:
             self._measure(f"candidate {number + 1}", chosen.values, chosen.predicted)
             last_s = time.monotonic() - begin
 
-    def _factors(self) -> dict[str, float]:
-        """Measured over predicted, the median over what was run for real; 1 where nothing was."""
+    def _factors(self, runs: Sequence[Verified] | None = None) -> dict[str, float]:
+        """Measured over predicted, the median over `runs`, or all that was run for real."""
         factors: dict[str, float] = {}
+        runs = self.verified if runs is None else runs
         for name in ("ttft_ms", "itl_ms", "tpot_ms", "e2e_ms", "throughput"):
             ratios = [
                 getattr(one.measured, name) / getattr(one.predicted, name)
-                for one in self.verified
+                for one in runs
                 if one.predicted is not None and getattr(one.predicted, name) > 0
             ]
             if ratios:
@@ -287,9 +298,10 @@ class _Tuning:
         text = option_text(tuned, provenance(self.config, goals, facts, best))
         path = write_option(directory, section.name, text)
         if goals.limits:
+            # What a configuration measured beside its prediction says most of its other loads.
             loads = [
-                highest_load(one, self.forecast, goals, self._factors())
-                for one in (self.config, tuned)
+                highest_load(config, self.forecast, goals, self._factors([run]))
+                for config, run in ((self.config, self.verified[0]), (tuned, best))
             ]
             words = ["at no load" if load is None else f"up to {load:.2g}x" for load in loads]
             self.console.print(
@@ -308,7 +320,7 @@ class _Tuning:
             candidates: list[Candidate] = self.search.candidates()
             lines = why_missed(candidates, self.goals, self._factors())
             config = apply_values(self.config, best.values)
-            load = highest_load(config, self.forecast, self.goals, self._factors())
+            load = highest_load(config, self.forecast, self.goals, self._factors([best]))
             if load is not None and load < 1.0:
                 lines.append(
                     f"the goals are predicted to hold up to {load:.2g}x this load: more is what "

@@ -10,7 +10,7 @@ from ostinato.benchmarks.tune.goals import Goals
 from ostinato.conf.errors import ConfigError
 from ostinato.conf.root import EngineConfig
 
-__all__ = ("Space", "Value", "Variant", "apply_values", "searched_keys", "value_of")
+__all__ = ("Space", "Value", "Variant", "apply_values", "is_alike", "searched_keys", "value_of")
 
 Value = int | float | bool | str | None
 
@@ -24,6 +24,7 @@ _USUAL_KEYS = (
 _SEQS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 _TOKENS = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 _MEMORY_SHARES = (0.25, 0.5, 1.0)
+_ALIKE = 0.1  # targets that differ by less are one
 
 
 class Variant(NamedTuple):
@@ -127,3 +128,17 @@ def apply_values(config: EngineConfig, values: Mapping[str, Value]) -> EngineCon
     except ValueError as error:
         raise ConfigError(str(error)) from error
     return dataclasses.replace(config, **sections)
+
+
+def is_alike(values: Mapping[str, Value], others: Mapping[str, Value]) -> bool:
+    """Whether a real run would tell the two apart only by chance: all the same, but for a target
+    within a tenth.
+    """
+    one, other = (dict(its) for its in (values, others))
+    targets = [its.pop("scheduler.itl_target_ms", None) for its in (one, other)]
+    if one != other:
+        return False
+    low, high = (None if its is None else float(its) for its in targets)
+    if low is None or high is None:
+        return low is high
+    return abs(low - high) <= _ALIKE * max(low, high)

@@ -23,11 +23,12 @@ from ostinato.benchmarks.tune.output import (
     write_option,
 )
 from ostinato.benchmarks.tune.search import Search, open_storage
-from ostinato.benchmarks.tune.space import Space, Variant, apply_values
+from ostinato.benchmarks.tune.space import Space, Variant, apply_values, is_alike
 from ostinato.benchmarks.tune.verdict import highest_load, impossible_goals, why_missed
 from ostinato.conf.bench_schema import SloSection
 from ostinato.conf.compose import load_config
 from ostinato.conf.errors import ConfigError
+from ostinato.conf.root import EngineConfig
 from ostinato.conf.tuning_schema import TuneObjective
 from tests.runtime.cost_tables import make_table
 
@@ -76,7 +77,16 @@ def test_values_become_a_configuration():
         apply_values(config, {"cache.block_size": 17})
 
 
-def make_space(*overrides: str, goals: Goals | None = None) -> tuple[Space, object]:
+def test_configurations_that_only_chance_tells_apart_are_alike():
+    values = {"scheduler.max_num_seqs": 8, "scheduler.itl_target_ms": 14.0}
+    assert is_alike(values, values | {"scheduler.itl_target_ms": 13.5})
+    assert not is_alike(values, values | {"scheduler.itl_target_ms": 10.0})
+    assert not is_alike(values, values | {"scheduler.itl_target_ms": None})
+    assert not is_alike(values, values | {"scheduler.max_num_seqs": 4})
+    assert is_alike({"device.threads": 1}, {"device.threads": 1})
+
+
+def make_space(*overrides: str, goals: Goals | None = None) -> tuple[Space, EngineConfig]:
     config = load_config(["model.max_model_len=512", "cache.memory_gib=0.05", *overrides])
     space = Space.of(
         config,
@@ -118,7 +128,9 @@ def mixed_requests() -> list[JobRequest]:
     return streams + prompts
 
 
-def make_search(tmp_path: Path, goals: Goals, *overrides: str) -> tuple[Search, Forecast, object]:
+def make_search(
+    tmp_path: Path, goals: Goals, *overrides: str
+) -> tuple[Search, Forecast, EngineConfig]:
     space, config = make_space(*overrides, goals=goals)
     forecast = make_forecast(config, mixed_requests())
     storage = open_storage(tmp_path / "study.journal")
