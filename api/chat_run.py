@@ -9,6 +9,7 @@ import msgspec
 from ostinato.api import chat
 from ostinato.api.answers import AnswerNews, answer_news
 from ostinato.api.errors import renamed
+from ostinato.api.generation import with_thinking
 from ostinato.api.schemas import ChatCompletionRequest
 from ostinato.api.service import Service
 from ostinato.api.templates import ChatPrompt
@@ -55,15 +56,16 @@ class ChatRun:
             self._names["structured_outputs"] = given
         self._request_id = request_id
         self._context = context or RequestContext()
-        self.generations = [
-            chat.to_request(
-                body,
-                prompt.token_ids,
-                service.client.model,
-                request_id=request_id,
-                default_max_tokens=service.sampling.max_tokens,
-            )
-        ]
+        generation = chat.to_request(
+            body,
+            prompt.token_ids,
+            service.client.model,
+            request_id=request_id,
+            default_max_tokens=service.sampling.max_tokens,
+        )
+        if prompt.thinking is not None:
+            generation = with_thinking(generation, prompt.thinking)
+        self.generations = [generation]
 
     async def prepare(self) -> None:
         """Call it first; raises InvalidRequestError for what only another process can tell."""

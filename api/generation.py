@@ -21,6 +21,7 @@ from ostinato.runtime.types import (
     RequestOutput,
     SamplingParams,
     ServedModel,
+    ThinkingLimit,
     TokenLogprobs,
 )
 
@@ -35,6 +36,7 @@ __all__ = (
     "collect",
     "make_generation",
     "new_id",
+    "with_thinking",
 )
 
 # Sampling fields that a model's generation_config.json may set; the names are the same everywhere.
@@ -68,6 +70,21 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     cache_salt: str = ""
     deadline_ms: float | None = None  # since the request's arrival
+
+
+def with_thinking(generation: Generation, limit: ThinkingLimit) -> Generation:
+    """The same with a limit on its reasoning.
+
+    Raises:
+        InvalidRequestError: it does not go with the other parameters.
+    """
+    try:
+        sampling = msgspec.structs.replace(generation.sampling, thinking=limit)
+    except ValueError as error:
+        raise InvalidRequestError(
+            str(error), param="thinking_token_budget", code="invalid_value"
+        ) from error
+    return msgspec.structs.replace(generation, sampling=sampling)
 
 
 class ReplyHead(msgspec.Struct, frozen=True, kw_only=True):

@@ -155,6 +155,8 @@ class ChatCompletionRequest(
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: bool | None = None  # false = at most one call in an answer
     reasoning_effort: ReasoningEffort | None = None  # reaches the template
+    # Tokens of reasoning after which its end is written; absent = any number.
+    thinking_token_budget: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)] | None = None
     include_reasoning: bool = True  # false = reasoning is left out of the answer
 
 

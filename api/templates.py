@@ -22,7 +22,7 @@ from ostinato.runtime.pooling import require_task
 from ostinato.runtime.structured_output import StructuredOutputsParams
 from ostinato.runtime.template_process import render_apart
 from ostinato.runtime.tokenizer import Tokenizer
-from ostinato.runtime.types import ServedTask
+from ostinato.runtime.types import ServedTask, ThinkingLimit
 
 __all__ = ("ChatPrompt", "prepare", "render")
 
@@ -36,14 +36,15 @@ class ChatPrompt(msgspec.Struct, frozen=True, kw_only=True):
     # What keeps the answers' calls right, or lets reasoning stand before what is constrained; it
     # takes the place of the request's own constraint.
     constraint: StructuredOutputsParams | None = None
+    thinking: ThinkingLimit | None = None  # how much reasoning there may be
 
 
 async def prepare(service: Service, body: ChatCompletionRequest) -> ChatPrompt:
     """The prompt of a chat request.
 
     Raises:
-        InvalidRequestError: as `render`; or the model does not generate, or the template has no
-            setting of `reasoning_effort`.
+        InvalidRequestError: as `render`; or the model does not generate, the template has no
+            setting of `reasoning_effort`, or a budget is given to a model that does not reason.
     """
     require_task(service.client.model, ServedTask.generate)
     tokenizer = service.tokenizer("messages")
@@ -72,6 +73,7 @@ async def prepare(service: Service, body: ChatCompletionRequest) -> ChatPrompt:
         token_ids=token_ids,
         form=form,
         constraint=constraint,
+        thinking=_thinking(body, form, tokenizer),
         skip_special_tokens=body.skip_special_tokens
         and not any(tokenizer.is_special(marker) for marker in form.markers),
     )
@@ -157,6 +159,36 @@ def _variables(
         param="reasoning_effort",
         code="unsupported_parameter",
     )
+
+
+def _thinking(
+    body: ChatCompletionRequest, form: AnswerForm, tokenizer: Tokenizer
+) -> ThinkingLimit | None:
+    """The limit of reasoning that the request sets."""
+    if body.thinking_token_budget is None:
+        return None
+    markers = form.reasoning
+    begin = None if markers is None else _token(tokenizer, markers.begin)
+    end = None if markers is None else _token(tokenizer, markers.end)
+    if begin is None or end is None:
+        lacks = "no reasoning that this server knows" if markers is None else "no token for its end"
+        raise InvalidRequestError(
+            f"thinking_token_budget is not supported: the model has {lacks}; leave it out",
+            param="thinking_token_budget",
+            code="unsupported_parameter",
+        )
+    return ThinkingLimit(
+        max_tokens=body.thinking_token_budget,
+        begin_token_id=begin,
+        end_token_id=end,
+        is_open=form.reasoning_is_open,
+    )
+
+
+def _token(tokenizer: Tokenizer, text: str) -> int | None:
+    """The one token that is the text; None when it takes several."""
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    return ids[0] if len(ids) == 1 else None
 
 
 def _ends_in_reasoning(text: str, body: ChatCompletionRequest, found: TemplateTraits) -> bool:

@@ -61,7 +61,6 @@ UNSUPPORTED: Mapping[str, Unsupported] = {
     "store": Unsupported(_STORE, (False,)),
     "stream_interval": Unsupported("chunks of several steps", (1,)),
     "suffix": Unsupported("models that fill in the middle", ("",)),
-    "thinking_token_budget": Unsupported("a limit on reasoning (see reasoning_effort)"),
     "verbosity": Unsupported("models with a setting of it"),
     "vllm_xargs": Unsupported("plugins for logits"),
     "web_search_options": Unsupported("web search"),

@@ -1,4 +1,4 @@
-"""What the grammars of a step's rows allow: one matcher a row, one bit a token.
+"""What the grammars and the thinking budgets of a step's rows allow: one bit a token.
 
 A row's mask depends on the token that it sampled last. So a step's draw waits until the step
 before it was read, if it has such a row in both; its model runs in the meantime.
@@ -17,6 +17,7 @@ from torch import Tensor
 from ostinato.ops.draw import rows_at_once
 from ostinato.ops.sampling import apply_token_bitmask
 from ostinato.runtime.grammar_limits import problem
+from ostinato.runtime.thinking import ThinkingBudget
 from ostinato.runtime.types import Request
 
 if TYPE_CHECKING:
@@ -32,17 +33,31 @@ _NOTHING_LEFT = (
 
 
 class GrammarRow:
-    """The grammar of a running sequence, and how far it is.
+    """The grammar and the thinking budget of a running sequence, and how far it is.
 
     Attributes:
-        num_unread: tokens that were drawn for the row and are not known to its matcher.
+        matcher: of its grammar; None = it has none.
+        num_unread: tokens that were drawn for the row and are not known here.
         ending: None while it goes on; then empty when the grammar is complete, or the error.
     """
 
-    __slots__ = ("_banned", "_early", "_kept", "ending", "matcher", "min_position", "num_unread")
+    __slots__ = (
+        "_banned",
+        "_early",
+        "_kept",
+        "_thinking",
+        "ending",
+        "matcher",
+        "min_position",
+        "num_unread",
+    )
 
     def __init__(
-        self, matcher: LLMatcher, request: Request, output_token_ids: list[int], vocab_size: int
+        self,
+        matcher: LLMatcher | None,
+        request: Request,
+        output_token_ids: list[int],
+        vocab_size: int,
     ) -> None:
         params = request.sampling
         self.matcher = matcher
@@ -56,12 +71,24 @@ class GrammarRow:
         self.min_position = len(request.prompt_token_ids) + params.min_tokens
         eos_token_ids = () if params.ignore_eos else request.eos_token_ids
         self._early = ~_bits((*eos_token_ids, *params.stop_token_ids), vocab_size)
-        if output_token_ids and not matcher.consume_tokens(output_token_ids):
+        self._thinking: ThinkingBudget | None = None
+        if params.thinking is not None:
+            self._thinking = ThinkingBudget(params.thinking, output_token_ids)
+        if (
+            matcher is not None
+            and output_token_ids
+            and not matcher.consume_tokens(output_token_ids)
+        ):
             self.ending = problem(matcher) or "the grammar does not allow what was written"
+
+    @property
+    def is_free(self) -> bool:
+        """Whether nothing is masked any more: it has no grammar and its reasoning is over."""
+        return self.matcher is None and (self._thinking is None or self._thinking.is_over)
 
     def limit(self, bits: np.ndarray, position: int) -> None:
         """Lay the request's other limits over its mask, [W] int32; sets `ending` on a conflict."""
-        error = problem(self.matcher)
+        error = None if self.matcher is None else problem(self.matcher)
         if error is not None and self.ending is None:
             self.ending = f"structured_outputs: {error}"
         bits &= self._banned
@@ -69,6 +96,12 @@ class GrammarRow:
             bits &= self._kept
         if position < self.min_position and (bits & self._early).any():
             bits &= self._early  # a grammar that has no other way ends before min_tokens
+        if self._thinking is not None and self._thinking.is_spent:
+            end = self._thinking.end_token_id
+            word, bit = divmod(end, 32)
+            if bits[word] >> bit & 1:  # else something else forbids it
+                bits[:] = 0
+                bits[word] = np.uint32(1 << bit).view(np.int32)
         if self.ending is None and not bits.any():
             self.ending = _NOTHING_LEFT
         if self.ending is not None:
@@ -84,6 +117,10 @@ class GrammarRow:
         self.num_unread -= 1
         if self.ending is not None:
             return self.ending
+        if self._thinking is not None:
+            self._thinking.take(token_id)
+        if self.matcher is None:
+            return None
         if not self.matcher.consume_token(token_id):
             self.ending = problem(self.matcher) or "the grammar does not allow what was drawn"
         elif self.matcher.is_stopped():
@@ -112,11 +149,14 @@ class GrammarMasks:
         self.seconds = 0.0
 
     def admit(self, request: Request, output_token_ids: list[int]) -> GrammarRow | None:
-        """The state of a sequence that takes a row; None when it has no grammar."""
-        if not request.grammar:
+        """The state of a sequence that takes a row; None when nothing is masked."""
+        if not request.grammar and request.sampling.thinking is None:
             return None
-        assert self.source is not None, "a request with a grammar came to an engine without any"
-        return GrammarRow(self.source(request), request, output_token_ids, self._vocab_size)
+        matcher = None
+        if request.grammar:
+            assert self.source is not None, "a request with a grammar came to an engine without any"
+            matcher = self.source(request)
+        return GrammarRow(matcher, request, output_token_ids, self._vocab_size)
 
     def apply(
         self, logits: Tensor, rows: Sequence[GrammarRow | None], positions: Sequence[int]
@@ -145,15 +185,18 @@ class GrammarMasks:
             apply_token_bitmask(logits, some, their_bits)
 
     def _fill(self, states: Sequence[GrammarRow]) -> Tensor:
-        """[C, W] int32: the masks of the rows that have grammars."""
+        """[C, W] int32: the masks of the rows that have grammars; all bits of the others."""
         words = -(-self._vocab_size // 32)
         # New memory every step: what the last step copies from may still be read by the device.
         bits = torch.empty(
             (len(states), words), dtype=torch.int32, pin_memory=self._device.type == "cuda"
         )
-        open_rows = [
-            (state.matcher, place) for place, state in enumerate(states) if state.ending is None
-        ]
+        open_rows = []
+        for place, state in enumerate(states):
+            if state.matcher is None:
+                bits[place] = -1
+            elif state.ending is None:
+                open_rows.append((state.matcher, place))
         if len(open_rows) == 1:
             ((matcher, place),) = open_rows
             matcher.unsafe_compute_mask_ptr(bits[place].data_ptr(), words * 4)

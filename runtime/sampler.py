@@ -93,6 +93,7 @@ class _Row:
             or self.counts is not None
             or self.is_limited
             or bool(request.grammar)
+            or params.thinking is not None
         )
 
     def draw(self, position: int) -> RowDraw:
@@ -243,7 +244,10 @@ class Sampler:
         if any(state.is_limited for state in states):
             limited_rows = torch.tensor(self._staged_rows, device=self._device)
             self._limits.apply(logits, limited_rows)
-        grammars = [state.grammar for state in states]
+        grammars = [
+            None if state.grammar is None or state.grammar.is_free else state.grammar
+            for state in states
+        ]
         if any(grammars):
             self.grammars.apply(logits, grammars, self._positions)
         token_ids = self._drawer.run(logits)
@@ -287,7 +291,9 @@ class Sampler:
                 frequency=state.params.frequency_penalty,
             )
         # A grammar's mask does this itself, as far as the grammar has another way.
-        is_early = position < state.min_length and state.grammar is None
+        is_early = position < state.min_length and (
+            state.grammar is None or state.grammar.matcher is None
+        )
         if state.stop_ids is not None and is_early:
             logits[state.stop_ids] = float("-inf")
 

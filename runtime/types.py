@@ -36,6 +36,7 @@ __all__ = (
     "ServedTask",
     "StepResult",
     "StructuredOutputsParams",
+    "ThinkingLimit",
     "TimelineEvent",
     "TokenLogprobs",
 )
@@ -59,6 +60,15 @@ class FinishReason(StrEnum):
 def _check(ok: bool, name: str, allowed: str, value: object) -> None:
     if not ok:
         raise ValueError(f"{name} must be {allowed}, got {value!r}")
+
+
+class ThinkingLimit(msgspec.Struct, frozen=True, kw_only=True):
+    """How much of an answer may be reasoning, between two tokens at its beginning."""
+
+    max_tokens: int  # between the two
+    begin_token_id: int
+    end_token_id: int
+    is_open: bool = False  # the prompt ends with the first one
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -101,6 +111,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     skip_special_tokens: bool = True
     # What the answer must look like; it ends when that is complete.
     structured_outputs: StructuredOutputsParams | None = None
+    thinking: ThinkingLimit | None = None  # of a model that reasons; chat sets it
 
     def __post_init__(self) -> None:
         _check(1 <= self.n <= MAX_N, "n", f"in [1, {MAX_N}]", self.n)
@@ -212,6 +223,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             "structured_outputs",
             "null with use_beam_search=true, which does not sample",
             None if constraint is None else constraint.kind,
+        )
+        limit = self.thinking
+        _check(
+            limit is None or not self.use_beam_search,
+            "thinking_token_budget",
+            "null with use_beam_search=true, which does not sample",
+            None if limit is None else limit.max_tokens,
         )
         if self.use_beam_search:
             neutral: dict[str, tuple[object, ...]] = {

@@ -42,6 +42,7 @@ from ostinato.runtime.types import FinishReason
 __all__ = ("block_event", "reply_blocks", "stop_of", "to_chat")
 
 FIELD_NAMES = {
+    "thinking_token_budget": "thinking",
     "stop": "stop_sequences",
     "parallel_tool_calls": "tool_choice",
     "continue_final_message": "messages",
@@ -71,7 +72,15 @@ def to_chat(body: CountTokensRequest) -> ChatCompletionRequest:
             "stop": body.stop_sequences,
         }
     if body.thinking is not None:
-        fields["reasoning_effort"] = "none" if body.thinking.type == "disabled" else "high"
+        thinking = body.thinking
+        if (thinking.type == "enabled") == (thinking.budget_tokens is None):
+            raise InvalidRequestError(
+                "thinking.budget_tokens is for thinking.type enabled, and required then",
+                param="thinking.budget_tokens",
+                code="invalid_value",
+            )
+        fields["reasoning_effort"] = "none" if thinking.type == "disabled" else "high"
+        fields["thinking_token_budget"] = thinking.budget_tokens
     return ChatCompletionRequest(
         messages=messages,
         tools=tools,

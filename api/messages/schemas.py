@@ -138,7 +138,8 @@ class NoChoice(
 class Thinking(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Whether the model reasons, where its template has a setting of it."""
 
-    type: Literal["adaptive", "disabled"]
+    type: Literal["adaptive", "disabled", "enabled"]
+    budget_tokens: Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)] | None = None  # with enabled
 
 
 class Metadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

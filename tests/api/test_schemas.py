@@ -131,7 +131,7 @@ class TestRefused:
             ("functions", [{"name": "f"}]),
             ("audio", {"voice": "x"}),
             ("store", True),
-            ("thinking_token_budget", 5),
+            ("repetition_detection", {"max_pattern_size": 5}),
             ("stream_interval", True),  # not the number 1
         ],
     )

@@ -20,6 +20,7 @@ ANSWERS = {
     "age?": ["<think>", "\n", THOUGHT, "\n\n", "</think>", "\n\n\n", '{"age":', " 7", " years", "}"],
     "yes?": ["no", ", maybe", "yes", " 1", "8", "{a}"],
 }  # fmt: skip
+TOKENS = ["<unk>", "</s>", *ANSWERS, *ANSWERS["age?"]]  # as the scripted model numbers them
 TEMPLATE = "{# tools <tool_call> </think> #}{% for m in messages %}{{ m.content }}{% endfor %}"
 AGE = {
     "type": "object",
@@ -87,6 +88,48 @@ def test_who_does_not_think_keeps_to_the_form_from_the_start(server):
     (choice,) = ask(server, "yes?", **asked).json()["choices"]
     assert (choice["finish_reason"], choice["message"]["content"]) == ("stop", "no")
     assert "reasoning" not in choice["message"]
+
+
+@pytest.mark.parametrize(
+    ("budget", "thought"), [(0, ""), (1, ""), (2, THOUGHT), (3, THOUGHT), (1000, THOUGHT)]
+)
+@pytest.mark.parametrize("asked", [{}, {"response_format": FORMAT}], ids=["free", "schema"])
+def test_a_budget_ends_the_thoughts(server, budget, thought, asked):
+    """Its tokens: a line end, the thought, line ends; then the marker comes by itself."""
+    fields = {"thinking_token_budget": budget, "return_token_ids": True, **asked}
+    (choice,) = ask(server, "age?", **fields).json()["choices"]
+    message = choice["message"]
+    assert message.get("reasoning", "") == thought
+    if asked:
+        assert re.fullmatch(JSON, message["content"])
+    else:
+        assert message["content"] == '{"age": 7 years}'
+    num_tokens = choice["token_ids"].index(TOKENS.index("</think>"))
+    assert num_tokens == 1 + min(budget, 3)
+    lines = ask(server, "age?", stream=True, **fields).text.splitlines()
+    events = [json.loads(line.removeprefix("data: ")) for line in lines[:-1] if line[6:7] == "{"]
+    ids = [one for event in events for one in event["choices"][0].get("token_ids", ())]
+    assert ids == choice["token_ids"]
+
+
+def test_a_budget_of_who_does_not_think_changes_nothing(server):
+    plain, limited = (
+        ask(server, "yes?", **fields).json()["choices"][0]["message"]
+        for fields in ({}, {"thinking_token_budget": 0})
+    )
+    assert plain == limited
+
+
+def test_a_budget_where_nobody_thinks_is_refused(server):
+    body = {
+        "messages": [{"role": "user", "content": "age?"}],
+        "chat_template": "{{ messages[-1].content }}",
+        "thinking_token_budget": 5,
+    }
+    reply = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=100)
+    error = reply.json()["error"]
+    assert (reply.status_code, error["param"]) == (400, "thinking_token_budget")
+    assert "no reasoning that this server knows" in error["message"]
 
 
 def test_a_format_in_the_responses_dialect(server):

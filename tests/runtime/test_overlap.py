@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 
 from ostinato import LLM, SamplingParams
-from ostinato.runtime.types import RequestOutput
+from ostinato.runtime.types import RequestOutput, ThinkingLimit
 from tests.runtime.test_engine import make_prompts
 from tests.runtime.tiny import tiny_config
 
@@ -38,6 +38,13 @@ SAMPLING = {
         allowed_token_ids=tuple(range(40)),
         bad_words=("a", "b c"),
         prompt_logprobs=1,
+    ),
+    "reasoning with a limit": SamplingParams(
+        seed=3,
+        max_tokens=12,
+        ignore_eos=True,
+        logprobs=2,
+        thinking=ThinkingLimit(max_tokens=5, begin_token_id=5, end_token_id=6, is_open=True),
     ),
     "edited logits": SamplingParams(
         temperature=0.7, seed=1, max_tokens=8, logit_bias={5: 4.0, 9: -100.0}

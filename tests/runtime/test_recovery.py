@@ -14,7 +14,7 @@ from ostinato import SamplingParams
 from ostinato.runtime.client import EngineClient
 from ostinato.runtime.errors import EngineDeadError
 from ostinato.runtime.messages import AddRequest, ClientMessage
-from ostinato.runtime.types import FinishReason, RequestOutput, TokenLogprobs
+from ostinato.runtime.types import FinishReason, RequestOutput, ThinkingLimit, TokenLogprobs
 from tests.runtime.test_client import engine_pid, run_with_client, until
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
@@ -36,6 +36,10 @@ KINDS = {
     "allowed": like(SEEDED, allowed_token_ids=tuple(range(2, 40))),
     "minimum": like(
         SEEDED, min_tokens=40, stop_token_ids=tuple(range(2, 90)), max_tokens=60, top_k=200
+    ),
+    "thinking": like(
+        SEEDED,
+        thinking=ThinkingLimit(max_tokens=30, begin_token_id=5, end_token_id=7, is_open=True),
     ),
     "n": like(SEEDED, n=3, logprobs=2),
     "best": like(SEEDED, n=2, best_of=4),

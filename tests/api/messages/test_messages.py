@@ -13,6 +13,7 @@ from ostinato.api.messages.convert import to_chat
 from ostinato.api.messages.schemas import UNSUPPORTED, MessagesRequest
 from ostinato.api.schemas import decode
 from ostinato.runtime.chat_template import ChatTemplate
+from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.tokenizer import Tokenizer
 from ostinato.runtime.types import FinishReason
 from tests.api.fake_client import news
@@ -124,6 +125,14 @@ class TestToChat:
     def test_thinking(self, kind, effort):
         assert chat_of(thinking={"type": kind}).reasoning_effort == effort
 
+    def test_a_thinking_budget(self):
+        chat = chat_of(thinking={"type": "enabled", "budget_tokens": 1024})
+        assert (chat.reasoning_effort, chat.thinking_token_budget) == ("high", 1024)
+        for thinking in ({"type": "enabled"}, {"type": "adaptive", "budget_tokens": 5}):
+            with pytest.raises(InvalidRequestError) as refused:
+                chat_of(thinking=thinking)
+            assert refused.value.param == "thinking.budget_tokens"
+
 
 BLOCKS = [
     {"type": "thinking", "thinking": "hm", "signature": ""},
@@ -217,7 +226,8 @@ class TestErrors:
             ({"messages": [{"role": "system", "content": "a"}]}, "messages[0].role"),
             ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages[0].content[0].type"),
             ({"messages": [{"role": "user", "content": [{"type": "thinking", "thinking": ""}]}]}, "thinking block"),
-            ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
+            ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens is for"),
+            ({"thinking": {"type": "enabled", "budget_tokens": 0}}, "thinking.budget_tokens"),
             ({"output_config": {"effort": "low"}}, "output_config is not supported"),
             ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0]"),
             ({"colour": 1}, "colour is not a field"),
