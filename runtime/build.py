@@ -11,46 +11,25 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import partial
-from pathlib import Path
+from contextlib import ExitStack, contextmanager
 
 import torch
 
 from ostinato.conf.root import EngineConfig
-from ostinato.conf.schema import GraphMode, LoadFormat, PoolingChoice, Quantization
-from ostinato.graphs.buckets import (
-    GraphKey,
-    name_buckets,
-    why_incomplete,
-)
+from ostinato.conf.schema import GraphMode
+from ostinato.graphs.buckets import GraphKey, name_buckets, why_incomplete
 from ostinato.graphs.buffers import StaticBuffers
 from ostinato.graphs.bundle import Bundle
 from ostinato.graphs.capture import GraphRunner
-from ostinato.graphs.compile import Binder, compile_model
 from ostinato.graphs.draw import StaticDrawer
 from ostinato.graphs.recorder import BoundRecorder, CudaRecorder, Recorder, is_out_of_memory
 from ostinato.graphs.seal import CompileMonitor
 from ostinato.graphs.threads import StepThreads
 from ostinato.graphs.timing import make_timer
-from ostinato.models.base import EncoderModel, KVCache, LanguageModel
-from ostinato.models.checkpoint import (
-    CheckpointError,
-    resolve_directory,
-)
-from ostinato.models.packing import pack_model
-from ostinato.models.quantization import quantize_model, quantize_module
-from ostinato.models.registry import build_model
-from ostinato.models.weights import init_dummy_weights, load_weights
-from ostinato.ops.attention import (
-    AttentionPlanner,
-    PlannedBackend,
-    load_backend,
-    select_backend,
-)
+from ostinato.models.base import EncoderModel, LanguageModel
+from ostinato.ops.attention import AttentionPlanner, PlannedBackend, load_backend, select_backend
 from ostinato.ops.native import library as native
-from ostinato.ops.native.build import NativeBuildError
-from ostinato.runtime.bundles import add_kernels, bundle_root, kernel_libraries
+from ostinato.runtime.bundles import add_kernels
 from ostinato.runtime.cache_pages import map_ahead
 from ostinato.runtime.calibrate import CostStore, calibrate, make_scheduler
 from ostinato.runtime.cost_table import CostTable
@@ -58,12 +37,11 @@ from ostinato.runtime.device import set_threads
 from ostinato.runtime.engine import Engine
 from ostinato.runtime.errors import StartupError
 from ostinato.runtime.kv_cache import KVCacheManager
+from ostinato.runtime.loading import Phase, begin_model, open_bundle, packs
 from ostinato.runtime.measured_memory import CudaMemory, compare_with_plan
-from ostinato.runtime.memory import (
-    MemoryPlan,
-)
+from ostinato.runtime.memory import MemoryPlan
 from ostinato.runtime.model_runner import ModelRunner
-from ostinato.runtime.model_shelf import KeptModel, ModelShelf
+from ostinato.runtime.model_shelf import ModelShelf
 from ostinato.runtime.observer import StepObserver
 from ostinato.runtime.planning import (
     ModelSource,
@@ -75,19 +53,14 @@ from ostinato.runtime.planning import (
 from ostinato.runtime.pooler import Pooler
 from ostinato.runtime.sampler import Sampler
 from ostinato.runtime.scheduler import Scheduler
-from ostinato.runtime.types import PoolingKind, ServedModel, ServedTask
+from ostinato.runtime.served_model import describe_model
 
 __all__ = ("build_engine",)
 
 Report = Callable[[str, float], None]
 """Called with a finished phase's name and its seconds; from two threads, one at a time each."""
 
-Phase = Callable[[str], AbstractContextManager[None]]
-
 _LOG = logging.getLogger(__name__)
-
-# generation_config.json's fields that are defaults of a request.
-_SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 def build_engine(
@@ -154,7 +127,7 @@ def _build_engine(
         backend = _select_backend(config, source)
         _check_graphs(config, source, backend)
     with torch.inference_mode(), ThreadPoolExecutor(1, "load") as loader:
-        model, finish = _begin_model(config, source, backend, plan, loader, phase, shelf)
+        model, finish = begin_model(config, source, backend, plan, loader, phase, shelf)
         buffers = _make_buffers(config, source, plan)
         planner = _make_planner(config, source, backend, buffers, undo)
         recorder, drawer = _make_recorder(config, source)
@@ -163,7 +136,7 @@ def _build_engine(
                 plan = plan_measured(config, source, plan, model, buffers, planner, drawer)
         spec = source.config.kv_cache_spec(config.cache.block_size, source.cache_dtype)
         kv_cache = spec.allocate(plan.num_blocks, source.device)
-        bundle = _open_bundle(config, source, plan, backend)
+        bundle = open_bundle(config, source, plan, backend)
         bind = finish(kv_cache, buffers, bundle)
         cost_store = CostStore(config.graphs, source.limits, threads, bundle)
         costs = cost_store.load()
@@ -185,7 +158,7 @@ def _build_engine(
             phase,
         )
         runner = _make_runner(config, source, model, graphs, buffers, drawer, threads)
-        served = _served_model(config, source, plan, phases)
+        served = describe_model(config.model, config.sampling, source, plan, phases)
         if costs is None and cost_store.is_wanted and not source.config.is_encoder:
             with phase("cost table"):
                 costs = calibrate(cost_store, runner, kv_cache, plan, served)
@@ -235,60 +208,10 @@ def _save(bundle: Bundle | None, config: EngineConfig, source: ModelSource, phas
         bundle.save()
 
 
-def _begin_model(
-    config: EngineConfig,
-    source: ModelSource,
-    backend: str,
-    plan: MemoryPlan,
-    loader: ThreadPoolExecutor,
-    phase: Phase,
-    shelf: ModelShelf | None,
-) -> tuple[LanguageModel, Callable[[KVCache, StaticBuffers, Bundle | None], Binder | None]]:
-    """A model that is being loaded, and what compiles its program and waits for the weights; an
-    earlier engine's from the shelf needs neither.
-    """
-    # Everything that a loaded model depends on: not the scheduler, not the size of the cache.
-    sections = (config.model, config.device, config.graphs)
-    cache = (config.cache.block_size, config.cache.dtype)
-    key = repr((*sections, *cache, backend, plan.max_model_len))
-    kept = None if shelf is None else shelf.find(key)
-    if kept is not None:
-        return kept.model, lambda kv_cache, buffers, bundle: kept.bind
-    model = _build(config, source, backend, plan.max_model_len)
-    loading = loader.submit(_load, config, source, model, backend, phase)
-
-    def finish(kv_cache: KVCache, buffers: StaticBuffers, bundle: Bundle | None) -> Binder | None:
-        prototype = _prototype(config, source, backend, model, plan)
-        bind = _compile(config, prototype, kv_cache, buffers, bundle, phase)
-        loading.result()
-        if shelf is not None:
-            shelf.keep(key, KeptModel(model, bind))
-        return bind
-
-    return model, finish
-
-
 def _overlaps(config: EngineConfig, source: ModelSource) -> bool:
     """On a CPU the step itself runs on the thread that would schedule meanwhile."""
     overlap = config.scheduler.overlap
     return source.device.type != "cpu" if overlap is None else overlap
-
-
-def _prototype(
-    config: EngineConfig, source: ModelSource, backend: str, model: LanguageModel, plan: MemoryPlan
-) -> LanguageModel:
-    """What is traced: a model with weights in their final form and contents of no matter.
-
-    Packing changes that form, so it is a second model, whose memory is never touched. A GPU's
-    memory is taken as soon as it is reserved: there the model itself is traced while it is filled.
-    """
-    if not _packs(config, source):
-        return model
-    prototype = _build(config, source, backend, plan.max_model_len)
-    if source.quantization is not None:
-        quantize_model(prototype, source.quantization, fill=False)
-    pack_model(prototype, fill=False)
-    return prototype
 
 
 def _make_buffers(config: EngineConfig, source: ModelSource, plan: MemoryPlan) -> StaticBuffers:
@@ -351,112 +274,9 @@ def _check_graphs(config: EngineConfig, source: ModelSource, backend: str) -> No
         )
 
 
-def _build(
-    config: EngineConfig, source: ModelSource, backend: str, max_model_len: int
-) -> LanguageModel:
-    return build_model(
-        source.config,
-        dtype=source.dtype,
-        device=source.device,
-        attention_backend=backend,
-        max_model_len=max_model_len,
-    )
-
-
-def _packs(config: EngineConfig, source: ModelSource) -> bool:
-    return config.graphs.pack_weights and source.device.type == "cpu"
-
-
-def _load(
-    config: EngineConfig, source: ModelSource, model: LanguageModel, backend: str, phase: Phase
-) -> None:
-    """Give the model its weights in their final form, and load the kernels that it calls."""
-    packs = _packs(config, source)
-    try:
-        if packs or backend == "cpu":
-            with phase("native kernels"):
-                for library in kernel_libraries(config.model):
-                    native.load(library)
-        with phase("weights"), torch.inference_mode():
-            quantize = _quantizer(source)
-            if config.model.load_format is LoadFormat.dummy:
-                progress = "" if quantize is None else _loading(config)
-                init_dummy_weights(model, config.model.seed, progress=progress, on_loaded=quantize)
-            else:
-                load_weights(
-                    model, source.checkpoint, progress=_loading(config), on_loaded=quantize
-                )
-        if packs:
-            with phase("pack"), torch.inference_mode():
-                pack_model(model)
-    except (CheckpointError, NativeBuildError) as error:
-        raise StartupError(str(error)) from error
-
-
-def _loading(config: EngineConfig) -> str:
-    """What the progress bar says."""
-    kind = config.model.quantization
-    return "weights" if kind is Quantization.none else f"weights, quantised to {kind}"
-
-
-def _quantizer(source: ModelSource) -> Callable[[torch.nn.Module], bool] | None:
-    """What replaces a module's weight by its quantised form; None when nothing should."""
-    if source.quantization is None:
-        return None
-    return partial(quantize_module, quantization=source.quantization)
-
-
-def _compile(
-    config: EngineConfig,
-    prototype: LanguageModel,
-    kv_cache: KVCache,
-    buffers: StaticBuffers,
-    bundle: Bundle | None,
-    phase: Phase,
-) -> Binder | None:
-    """The compiled program, from a model whose weights may hold anything."""
-    if config.graphs.mode is GraphMode.eager:
-        return None
-    with phase("load programs" if bundle is not None and bundle.entries else "compile"):
-        # Any shape of at least 2 will do: the traced program takes every one.
-        tokens = min(16, buffers.host.token_ids.size)
-        seqs = min(2, buffers.host.seq_lens.size)
-        example = buffers.batch(tokens, seqs, seqs)
-        return compile_model(prototype, config.graphs.form, example, kv_cache, bundle)
-
-
-def _open_bundle(
-    config: EngineConfig, source: ModelSource, plan: MemoryPlan, backend: str
-) -> Bundle | None:
-    """What earlier starts compiled for this model, device and shape; empty when there is none."""
-    graphs = config.graphs
-    if not graphs.bundle or graphs.mode is GraphMode.eager:
-        return None
-    name = config.model.name or _name(config.model.path, source.checkpoint.directory)
-    device = "cpu"
-    if source.device.type == "cuda":
-        device = torch.cuda.get_device_name(source.device)
-    return Bundle(
-        bundle_root(graphs),
-        f"{name}-{device}",
-        {
-            "model": repr(source.config),
-            "dtype": f"{source.dtype}, cache {source.cache_dtype}",
-            "cache_dtype": str(source.cache_dtype),
-            "device": device,
-            "form": graphs.form.value,
-            "attention": backend,
-            "packed": str(_packs(config, source)),
-            "quantization": str(source.quantization),
-            "block_size": str(config.cache.block_size),
-            "max_model_len": str(plan.max_model_len),
-        },
-    )
-
-
 def _step_threads(config: EngineConfig, source: ModelSource, threads: int) -> StepThreads | None:
     """The switch, where all that is worth several threads in a small step is our own kernels."""
-    if config.graphs.mode is GraphMode.eager or not _packs(config, source):
+    if config.graphs.mode is GraphMode.eager or not packs(config, source):
         return None
     if source.dtype is torch.float16:  # not packed: its matrix products are torch's
         return None
@@ -537,64 +357,3 @@ def _capture_warning(left_out: list[GraphKey], num_draws: int) -> str:
         "larger buckets or uncaptured, and take longer; lower cache.memory_gib, "
         "device.memory_fraction or scheduler.max_num_seqs, or shorten graphs.capture_sizes"
     )
-
-
-def _served_model(
-    config: EngineConfig, source: ModelSource, plan: MemoryPlan, phases: dict[str, float]
-) -> ServedModel:
-    section = config.model
-    directory = source.checkpoint.directory
-    generation = source.checkpoint.generation_config
-    defaults = {
-        key: generation[key]
-        for key in _SAMPLING_DEFAULTS
-        if config.sampling.use_generation_config and generation.get(key) is not None
-    }
-    if generation.get("do_sample") is False:
-        defaults = {"temperature": 0.0}
-    # Dummy weights without a directory borrow the demo model's tokenizer: resolve_directory("").
-    tokenizer = directory
-    if section.tokenizer or directory is None:
-        tokenizer = resolve_directory(
-            section.tokenizer, section.revision, weights=False, key="model.tokenizer"
-        )
-    return ServedModel(
-        name=section.name or _name(section.path, directory),
-        max_model_len=plan.max_model_len,
-        vocab_size=source.config.vocab_size,
-        eos_token_ids=source.config.eos_token_ids,
-        tokenizer=str(tokenizer),
-        default_sampling=defaults,
-        created=int(time.time()),
-        startup_seconds=phases,
-        tasks=_tasks(source),
-        embedding_size=source.config.hidden_size,
-        pooling=_pooling(config, source),
-        normalize=source.pooling.normalize,
-        num_labels=source.config.num_labels,
-        num_segments=source.config.num_segments,
-    )
-
-
-def _tasks(source: ModelSource) -> tuple[ServedTask, ...]:
-    if source.config.num_labels:
-        return (ServedTask.classify,)
-    if source.config.is_encoder:
-        return (ServedTask.embed,)
-    return (ServedTask.generate, ServedTask.embed)
-
-
-def _pooling(config: EngineConfig, source: ModelSource) -> PoolingKind:
-    """What was chosen, what the checkpoint says, or what is usual."""
-    if source.config.num_labels:
-        return PoolingKind.cls  # what its head reads
-    stated = source.pooling.mode
-    if config.model.pooling is not PoolingChoice.auto:
-        stated = config.model.pooling.value
-    return PoolingKind(stated or ("cls" if source.config.is_encoder else "last"))
-
-
-def _name(path: str, directory: Path | None) -> str:
-    if not path:
-        return "ostinato-demo" if directory is not None else "dummy"
-    return Path(path).name if Path(path).is_dir() else path

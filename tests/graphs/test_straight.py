@@ -17,7 +17,7 @@ from ostinato.graphs.straight import StraightProgram
 from ostinato.models.packing import pack_model
 from ostinato.models.registry import build_model
 from ostinato.models.weights import init_dummy_weights
-from ostinato.runtime.build import open_model
+from ostinato.runtime.planning import open_model
 from tests.graphs.toy import ToyModel, fill, make_buffers, make_cache
 from tests.runtime.tiny import tiny_config
 
