@@ -69,7 +69,7 @@ async def collect_answers(
     async with aclosing(news):
         async for one in news:
             index = one.output.index
-            tally.add(0, one.output)
+            tally.add(0, one.output, one.num_reasoning_tokens)
             collect(completions, 0, one.output)
             answer = answers.get(index)
             if answer is None:

@@ -11,7 +11,12 @@ from typing import Any, Protocol, Self
 
 import msgspec
 
-from ostinato.api.schemas import GenerationFields, PromptTokensDetails, Usage
+from ostinato.api.schemas import (
+    CompletionTokensDetails,
+    GenerationFields,
+    PromptTokensDetails,
+    Usage,
+)
 from ostinato.api.structured_output import constraint_of
 from ostinato.api.timeline import RequestContext
 from ostinato.runtime.errors import InvalidRequestError
@@ -134,9 +139,12 @@ class Tally:
     def __init__(self, num_prompt_tokens: int) -> None:
         self.num_prompt_tokens = num_prompt_tokens
         self.num_output_tokens = 0
+        self.num_reasoning_tokens: int | None = None  # of those; None = the model does not reason
         self._cached: dict[int, int] = {}
 
-    def add(self, prompt_index: int, output: RequestOutput) -> None:
+    def add(self, prompt_index: int, output: RequestOutput, num_reasoning_tokens: int = 0) -> None:
+        if self.num_reasoning_tokens is not None:
+            self.num_reasoning_tokens += num_reasoning_tokens
         self.num_output_tokens += len(output.new_token_ids) + output.num_discarded_tokens
         if output.index == 0:  # the others share this one's blocks by design
             self._cached[prompt_index] = output.num_cached_tokens
@@ -148,6 +156,11 @@ class Tally:
             completion_tokens=self.num_output_tokens,
             total_tokens=self.num_prompt_tokens + self.num_output_tokens,
             prompt_tokens_details=PromptTokensDetails(sum(self._cached.values())),
+            completion_tokens_details=(
+                msgspec.UNSET
+                if self.num_reasoning_tokens is None
+                else CompletionTokensDetails(self.num_reasoning_tokens)
+            ),
         )
 
 

@@ -56,6 +56,7 @@ class ChatReply:
         self._head = _head(service, "chatcmpl", body, self._context)
         self._usage = _UsageOfChunks(body)
         self._options = chat.reply_options(body)
+        self._reasons = prompt.form.reasoning is not None
         self._echo = chat.echo_text(body)
         self._run = ChatRun(service, body, prompt, request_id=self._head.id, context=self._context)
         self._generations = self._run.generations
@@ -65,12 +66,12 @@ class ChatReply:
         await self._run.prepare()
 
     async def chunks(self) -> AsyncGenerator[ChatChunk, None]:
-        tally = Tally.of(self._generations)
+        tally = self._tally()
         # The first chunk of all has the prompt's token ids.
         prompt = self._options.token_ids(self._generations[0].prompt_token_ids)
         async with aclosing(self._run.news()) as news:
             async for one in news:
-                tally.add(0, one.output)
+                tally.add(0, one.output, one.num_reasoning_tokens)
                 for chunk in chat.to_chunks(
                     self._head,
                     one,
@@ -87,7 +88,7 @@ class ChatReply:
             yield chat.usage_chunk(self._head, tally.usage)
 
     async def response(self) -> ChatResponse:
-        tally = Tally.of(self._generations)
+        tally = self._tally()
         answers = await collect_answers(self._run.news(), tally)
         response = chat.to_response(
             self._head,
@@ -99,6 +100,11 @@ class ChatReply:
             usage=tally.usage,
         )
         return msgspec.structs.replace(response, trace=self._context.report())
+
+    def _tally(self) -> Tally:
+        tally = Tally.of(self._generations)
+        tally.num_reasoning_tokens = 0 if self._reasons else None
+        return tally
 
 
 class CompletionReply:

@@ -34,6 +34,7 @@ __all__ = (
     "CompletionChoice",
     "CompletionLogprobs",
     "CompletionRequest",
+    "CompletionTokensDetails",
     "DetokenizeRequest",
     "DetokenizeResponse",
     "FunctionDelta",
@@ -205,11 +206,17 @@ class PromptTokensDetails(msgspec.Struct, frozen=True):
     cached_tokens: int
 
 
+class CompletionTokensDetails(msgspec.Struct, frozen=True):
+    reasoning_tokens: int  # those that ended within reasoning
+
+
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    # In chat, of models that reason.
+    completion_tokens_details: CompletionTokensDetails | msgspec.UnsetType = msgspec.UNSET
 
 
 class PromptLogprob(msgspec.Struct, frozen=True):

@@ -54,6 +54,21 @@ def test_what_the_model_says_by_itself(server):
     assert (message["reasoning"], message["content"]) == (THOUGHT, '{"age": 7 years}')
 
 
+def test_the_usage_tells_thoughts_apart(server):
+    whole = ask(server, "age?").json()["usage"]
+    fields = {"stream": True, "stream_options": {"include_usage": True}}
+    events = ask(server, "age?", **fields).text.split("data: ")
+    assert json.loads(events[-2])["usage"] == whole
+    # The first marker and what follows it, up to the last one.
+    assert whole["completion_tokens_details"] == {"reasoning_tokens": 4}
+    assert whole["completion_tokens"] == len(ANSWERS["age?"]) + 1
+    none = ask(server, "yes?").json()["usage"]["completion_tokens_details"]
+    assert none == {"reasoning_tokens": 0}
+    plain = {"prompt": "age?", "max_tokens": 4}
+    reply = httpx.post(f"{server.url}/v1/completions", json=plain, timeout=100).json()
+    assert "completion_tokens_details" not in reply["usage"]
+
+
 @pytest.mark.parametrize(
     ("asked", "pattern"),
     [
