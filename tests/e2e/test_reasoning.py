@@ -148,11 +148,12 @@ def test_a_budget_where_nobody_thinks_is_refused(server):
 
 
 def test_a_format_in_the_responses_dialect(server):
-    form = {"type": "json_schema", "name": "age", "schema": AGE, "strict": True}
+    form: Any = {"type": "json_schema", "name": "age", "schema": AGE, "strict": True}
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=200) as client:
         reply = client.responses.create(
             model="scripted", input="age?", temperature=0, text={"format": form}
         )
-    assert [one.type for one in reply.output] == ["reasoning", "message"]
-    assert reply.output[0].content[0].text == THOUGHT
+    thoughts, message = reply.model_dump()["output"]
+    assert (thoughts["type"], message["type"]) == ("reasoning", "message")
+    assert thoughts["content"][0]["text"] == THOUGHT
     assert 0 <= json.loads(reply.output_text)["age"] <= 99
