@@ -24,7 +24,7 @@ from torch.nn import functional as F
 __all__ = ("StraightProgram", "straighten")
 
 _FUNCTIONS = {F.embedding, F.linear, operator.getitem}
-_METHODS = {"narrow", "reshape", "size", "view"}
+_METHODS = {"reshape", "size", "split_with_sizes", "view"}
 
 # What an input of a traced graph is: an argument, then its fields, items and sizes.
 _SOURCE = re.compile(r"L\['(\w+)'\]((?:\.\w+|\[\d+\]|\.size\(\)\[\d+\])*)")

@@ -67,9 +67,7 @@ class BertAttention(nn.Module):
         count = self.num_heads
         heads = self.qkv_proj(x).view(-1, 3 * count, self.head_dim)
         out = encoder_attention(
-            heads.narrow(1, 0, count),
-            heads.narrow(1, count, count),
-            heads.narrow(1, 2 * count, count),
+            *heads.split_with_sizes((count, count, count), 1),
             step.attention.query_start_loc,
             scale=self.head_dim**-0.5,
         )

@@ -276,7 +276,7 @@ class Attention(nn.Module):
         # Only views: a graph of ops and views needs no code of a compiler's (graphs/straight.py).
         num_rotated, num_kv = self.num_heads + self.num_kv_heads, self.num_kv_heads
         heads = self.qkv_proj(x).view(-1, num_rotated + num_kv, self.head_dim)
-        queries_keys, v = heads.narrow(1, 0, num_rotated), heads.narrow(1, num_rotated, num_kv)
+        queries_keys, v = heads.split_with_sizes((num_rotated, num_kv), 1)
         if self.rotary:
             queries_keys = rotate_heads(
                 queries_keys,
@@ -287,8 +287,7 @@ class Attention(nn.Module):
                 k_weight=None if self.k_norm is None else self.k_norm.weight,
                 eps=0.0 if self.q_norm is None else self.q_norm.eps,
             )
-        q = queries_keys.narrow(1, 0, self.num_heads)
-        k = queries_keys.narrow(1, self.num_heads, num_kv)
+        q, k = queries_keys.split_with_sizes((self.num_heads, num_kv), 1)
         out = paged_attention(
             q,
             k,

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -116,8 +117,9 @@ def draw_each(logits: Tensor, draws: Sequence[RowDraw]) -> Tensor:
     Returns:
         [R] int64 token ids.
     """
-    columns = torch.tensor(draws, dtype=torch.float64, device=logits.device)
-    return _draw_tokens(logits, columns.t().contiguous())
+    # NumPy makes small arrays of Python's numbers several times as fast as torch does.
+    columns = torch.from_numpy(np.array(draws, dtype=np.float64).T.copy())
+    return _draw_tokens(logits, columns.to(logits.device))
 
 
 def _plain_draw_tokens(logits: Tensor, inputs: Tensor) -> Tensor:

@@ -16,6 +16,8 @@ from ostinato.runtime.types import ScheduledSequence, SchedulerOutput
 
 __all__ = ("BatchBuilder", "StepShape")
 
+_FEW_SEQUENCES = 4  # up to which numbers are written one by one
+
 
 class StepShape(NamedTuple):
     """What was put into the buffers."""
@@ -30,8 +32,9 @@ class StepShape(NamedTuple):
 class BatchBuilder:
     """Owns the per-row arrays on the host."""
 
-    def __init__(self, buffers: StaticBuffers) -> None:
+    def __init__(self, buffers: StaticBuffers, *, few_sequences: int = _FEW_SEQUENCES) -> None:
         self._buffers = buffers
+        self._few_sequences = few_sequences
         max_num_seqs, max_blocks = buffers.host.block_table.shape
         self._block_size = buffers.block_size
         self._block_table = np.zeros((max_num_seqs, max_blocks), dtype=np.int32)
@@ -54,6 +57,8 @@ class BatchBuilder:
         if output.num_tokens == len(output.scheduled) and all(
             entry.samples for entry in output.scheduled
         ):
+            if output.num_tokens <= self._few_sequences:
+                return self._build_few(output.scheduled)
             return self._build_decode(output.scheduled)
         return self._build_mixed(output.scheduled, output.num_tokens)
 
@@ -86,6 +91,31 @@ class BatchBuilder:
         host.sampled_rows[:count] = rows
         positions = [start + 1 for start in start_list]
         return StepShape(count, count, row_list, positions, uniform_decode=True)
+
+    def _build_few(self, scheduled: list[ScheduledSequence]) -> StepShape:
+        """What `_build_decode` does, number by number, since an array operation costs as much as
+        ten of them.
+        """
+        host, size, feeds = self._buffers.host, self._block_size, self._buffers.feeds
+        for index, entry in enumerate(scheduled):
+            row, start = entry.row, entry.start
+            if entry.token_ids:
+                host.token_ids[index] = entry.token_ids[0]
+            else:
+                host.token_ids[index] = -1 - row if feeds else self.last_token[row]
+            blocks = self._block_table[row]
+            host.positions[index] = start
+            host.slot_mapping[index] = int(blocks[start // size]) * size + start % size
+            host.block_table[index] = blocks
+            host.query_start_loc[index] = index
+            host.seq_lens[index] = start + 1
+            host.logits_indices[index] = index
+            host.sampled_rows[index] = row
+        count = len(scheduled)
+        host.query_start_loc[count] = count
+        rows = [entry.row for entry in scheduled]
+        positions = [entry.start + 1 for entry in scheduled]
+        return StepShape(count, count, rows, positions, uniform_decode=True)
 
     def _build_mixed(self, scheduled: list[ScheduledSequence], num_tokens: int) -> StepShape:
         host = self._buffers.host

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ostinato.graphs.buffers import StaticBuffers
 from ostinato.runtime.batch import BatchBuilder
 from ostinato.runtime.types import ScheduledSequence, SchedulerOutput
 
 
-def make_builder() -> tuple[BatchBuilder, StaticBuffers]:
+def make_builder(few_sequences: int = 4) -> tuple[BatchBuilder, StaticBuffers]:
     buffers = StaticBuffers(
         max_num_tokens=16,
         max_num_seqs=3,
@@ -17,7 +19,7 @@ def make_builder() -> tuple[BatchBuilder, StaticBuffers]:
         block_size=4,
         device=torch.device("cpu"),
     )
-    return BatchBuilder(buffers), buffers
+    return BatchBuilder(buffers, few_sequences=few_sequences), buffers
 
 
 def step(*scheduled: ScheduledSequence) -> SchedulerOutput:
@@ -90,3 +92,22 @@ def test_a_new_owner_of_a_row_does_not_see_the_old_blocks() -> None:
     builder.admit(0)
     builder.build(step(ScheduledSequence(0, 0, 2, [8, 9], [3], True)))
     assert buffers.host.block_table[0].tolist() == [3, 0, 0, 0]
+
+
+@given(st.data())
+def test_few_sequences_are_written_as_many_are(data: st.DataObject) -> None:
+    rows = data.draw(st.lists(st.integers(0, 2), min_size=1, max_size=3, unique=True))
+    scheduled, last = [], data.draw(st.lists(st.integers(0, 99), min_size=3, max_size=3))
+    for row in rows:
+        start = data.draw(st.integers(0, 15))
+        given_token = data.draw(st.lists(st.integers(100, 200), max_size=1))
+        blocks = [1 + 4 * row + index for index in range(start // 4 + 1)]
+        scheduled.append(ScheduledSequence(row, start, 1, given_token, blocks, True))
+    few, many = make_builder(3), make_builder(0)
+    for builder, _ in (few, many):
+        for row in rows:
+            builder.admit(row)
+        builder.last_token[:] = last
+    assert few[0].build(step(*scheduled)) == many[0].build(step(*scheduled))
+    for written, expected in zip(few[1].host, many[1].host, strict=True):
+        assert written.tolist() == expected.tolist()
