@@ -6,8 +6,9 @@ time does not grow with depth. Both are `fullgraph`, dynamic in the token and se
 and are called without Dynamo's guards: a step's tensors always come from the same static buffers,
 and evaluating guards costs 0.3-2 ms a step.
 
-A traced graph that is nothing but our own ops (CPUs) runs as it is (graphs/straight.py); anything
-else goes to Inductor. Either is stored for the next start.
+A traced graph that is nothing but our own ops (CPUs) runs as it is (graphs/straight.py), in small
+steps from a tape (graphs/replay.py); anything else goes to Inductor. Programs are stored for the
+next start.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from ostinato.conf.environment import prepare_compiler
 from ostinato.conf.schema import GraphForm
+from ostinato.graphs.replay import LayerCall, Replay, record
 from ostinato.graphs.straight import StraightProgram, straighten
 from ostinato.models.base import DecoderLayer, ForwardBatch, KVCache, LanguageModel, StepInputs
 from ostinato.ops.attention import AttentionMetadata
@@ -49,6 +51,8 @@ Parameters = list[Tensor]
 Function = Callable[..., Any]
 
 _LOG = logging.getLogger(__name__)
+
+_REPLAYED_TOKENS = 64  # of the largest step that is played from a tape
 
 # The first byte of a stored program.
 _STRAIGHT, _INDUCTOR = b"s", b"i"
@@ -138,6 +142,17 @@ def _trace_straight(function: Function, arguments: tuple[Any, ...]) -> StraightP
     raise AssertionError("the backend always raises")
 
 
+class _Straight:
+    """A straight-line program as a function."""
+
+    def __init__(self, program: StraightProgram) -> None:
+        self.program = program
+        self._function = program.load()
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self._function(*arguments)
+
+
 def _compile(
     function: Function,
     arguments: tuple[Any, ...],
@@ -153,7 +168,7 @@ def _compile(
         if program is not None:
             if store is not None:
                 store.put(name, _STRAIGHT + msgspec.msgpack.encode(program))
-            return program.load()
+            return _Straight(program)
     compiled: Any = torch.compile(  # `aot_compile` is not in its declared type
         function, fullgraph=True, dynamic=False, options=_INDUCTOR_OPTIONS
     )
@@ -171,7 +186,7 @@ def _load(data: bytes, skeleton: torch.nn.Module) -> Function:
     """What `_compile` stored."""
     kind, content = data[:1], data[1:]
     if kind == _STRAIGHT:
-        return msgspec.msgpack.decode(content, type=StraightProgram).load()
+        return _Straight(msgspec.msgpack.decode(content, type=StraightProgram))
     if kind != _INDUCTOR:
         raise ValueError(f"a program begins with {_STRAIGHT!r} or {_INDUCTOR!r}, not {kind!r}")
     from torch._dynamo.aot_compile import AOTCompiledFunction
@@ -315,8 +330,13 @@ def _compile_layers(
             for index, layer in enumerate(model.layers)
         ]
 
+        replays = _Replays([*calls, (finish, last_parameters)])
+
         def program(batch: ForwardBatch, kv_cache: KVCache) -> Tensor:
             hidden, step = model.begin(batch)
+            replay = replays.find(kv_cache, hidden, step)
+            if replay is not None:
+                return model.finish(replay(hidden, step, batch.rows))
             for (function, parameters), (k_cache, v_cache) in zip(calls, kv_cache, strict=False):
                 hidden = function(parameters, hidden, step, k_cache, v_cache)
             hidden = finish(last_parameters, hidden, step, *kv_cache[-1], batch.rows)
@@ -325,6 +345,33 @@ def _compile_layers(
         return program
 
     return bind
+
+
+class _Replays:
+    """The tape of a model's layers for small steps, made at the first of them.
+
+    In larger steps Python is a small share, and a tape's results, which lie in memory of its own,
+    would be large.
+    """
+
+    def __init__(self, calls: Sequence[tuple[Function, list[Tensor]]]) -> None:
+        self._calls = calls
+        self._is_possible = all(isinstance(function, _Straight) for function, _ in calls)
+        self._replay: Replay | None = None
+
+    def find(self, kv_cache: KVCache, hidden: Tensor, step: StepInputs) -> Replay | None:
+        """The one for this cache; None when the programs must be called."""
+        if not self._is_possible or len(hidden) > _REPLAYED_TOKENS:
+            return None
+        if self._replay is None or self._replay.kv_cache is not kv_cache:
+            layers = [
+                LayerCall(function.program, parameters)
+                for function, parameters in self._calls
+                if isinstance(function, _Straight)
+            ]
+            self._replay = record(layers, kv_cache, hidden, step)
+            self._is_possible = self._replay is not None
+        return self._replay
 
 
 def _kind(layer: torch.nn.Module) -> tuple[object, ...]:

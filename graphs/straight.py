@@ -21,7 +21,7 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.nn import functional as F
 
-__all__ = ("StraightProgram", "straighten")
+__all__ = ("StraightProgram", "resolve", "straighten")
 
 _FUNCTIONS = {F.embedding, F.linear, operator.getitem}
 _METHODS = {"reshape", "size", "split_with_sizes", "view"}
@@ -39,15 +39,23 @@ class StraightProgram(msgspec.Struct, frozen=True):
     source: str
     names: dict[str, str]  # global name in the source -> "module" or "module:attribute"
 
-    def load(self) -> Callable[..., Any]:
-        """The function."""
-        names: dict[str, Any] = {}
-        for name, path in self.names.items():
-            module, _, attribute = path.partition(":")
-            value: Any = import_module(module)
-            names[name] = operator.attrgetter(attribute)(value) if attribute else value
+    def load(self, resolve_name: Callable[[str], Any] | None = None) -> Callable[..., Any]:
+        """The function.
+
+        Args:
+            resolve_name: what a path in `names` stands for; None = what it names.
+        """
+        find = resolve if resolve_name is None else resolve_name
+        names: dict[str, Any] = {name: find(path) for name, path in self.names.items()}
         exec(compile(self.source, "<straight-line program>", "exec"), names)
         return names["program"]
+
+
+def resolve(path: str) -> Any:
+    """What "module" or "module:attribute" names."""
+    module, _, attribute = path.partition(":")
+    value: Any = import_module(module)
+    return operator.attrgetter(attribute)(value) if attribute else value
 
 
 def straighten(graph_module: GraphModule, function: Callable[..., Any]) -> StraightProgram | None:

@@ -573,13 +573,7 @@ bool is_for_this_backend(StableIValue argument) {
   return std::strcmp(name, "cpu") == 0;
 }
 
-void paged_attention(StableIValue* stack, uint64_t num_arguments, uint64_t) {
-  if (!is_for_this_backend(stack[kBackendArgument])) {
-    require_ok(torch_call_dispatcher("ostinato::paged_attention_in_python", "", stack, TORCH_ABI_VERSION),
-               "run the chosen attention backend");
-    return;
-  }
-  Call call(stack);
+void paged_attention(Call& call) {
   const Tensor q = call.tensor(), k = call.tensor(), v = call.tensor();
   const Tensor k_cache = call.tensor(), v_cache = call.tensor();
   const Tensor query_start_loc = call.tensor(), seq_lens = call.tensor(), block_table = call.tensor();
@@ -611,7 +605,7 @@ void paged_attention(StableIValue* stack, uint64_t num_arguments, uint64_t) {
   OSTINATO_CHECK(window >= 0, "paged_attention: sliding_window must be at least 0, got " + std::to_string(window));
   p.window = window > kMaxWindow ? 0 : static_cast<int>(window);
   check_metadata(p, block_table.sizes[1]);
-  const Tensor out = empty(q.sizes, 3, q.dtype);
+  const Tensor out = call.empty(q.sizes, 3, q.dtype);
   p.out = out.as<char>();
 
   write_cache(p);
@@ -631,7 +625,18 @@ void paged_attention(StableIValue* stack, uint64_t num_arguments, uint64_t) {
   call.give(out);
 }
 
+void boxed_paged_attention(StableIValue* stack, uint64_t, uint64_t) {
+  if (!is_for_this_backend(stack[kBackendArgument])) {
+    require_ok(torch_call_dispatcher("ostinato::paged_attention_in_python", "", stack, TORCH_ABI_VERSION),
+               "run the chosen attention backend");
+    return;
+  }
+  Call call(stack);
+  paged_attention(call);
+}
+
 }  // namespace
 }  // namespace ostinato::attention
 
-OSTINATO_KERNEL(paged_attention, ostinato::attention::paged_attention);
+OSTINATO_BOXED_KERNEL(paged_attention, ostinato::attention::boxed_paged_attention,
+                      ostinato::attention::paged_attention);

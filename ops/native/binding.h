@@ -10,10 +10,14 @@
 #include <torch/csrc/stable/c/shim.h>
 
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
+#include <deque>
+#include <new>
 #include <stdexcept>
 #include <string>
 #include <type_traits>
+#include <vector>
 
 namespace ostinato {
 
@@ -37,7 +41,7 @@ enum class DType : int32_t {
   bfloat16 = 15
 };
 
-// A borrowed tensor; valid while the Call that it was read from lives.
+// A borrowed tensor; valid while the Call that it was read from lives. Of an argument that is None nothing is set.
 struct Tensor {
   AtenTensorHandle handle = nullptr;
   void* data = nullptr;
@@ -46,10 +50,112 @@ struct Tensor {
   int64_t dim = 0;
   DType dtype = DType::float32;
 
+  bool exists() const { return sizes != nullptr; }
+
   template <class T>
   T* as() const {
     return static_cast<T*>(data);
   }
+};
+
+constexpr int kMaxRank = 4;  // of what kernels return and tapes hold
+
+// A tensor with sizes and strides of its own.
+struct OwnTensor {
+  OwnTensor() = default;
+  OwnTensor(const OwnTensor&) = delete;
+  OwnTensor& operator=(const OwnTensor&) = delete;
+
+  // Sets everything but the memory; returns the bytes that it takes.
+  int64_t set_contiguous(const int64_t* new_sizes, int64_t dim, DType dtype);
+
+  Tensor tensor;
+  int64_t sizes[kMaxRank];
+  int64_t strides[kMaxRank];
+};
+
+inline int64_t element_size(DType dtype) {
+  switch (dtype) {
+    case DType::uint8:
+    case DType::int8: return 1;
+    case DType::float16:
+    case DType::bfloat16: return 2;
+    case DType::int32:
+    case DType::float32: return 4;
+    default: return 8;
+  }
+}
+
+inline int64_t OwnTensor::set_contiguous(const int64_t* new_sizes, int64_t dim, DType dtype) {
+  OSTINATO_CHECK(dim <= kMaxRank, "results have at most 4 dimensions");
+  int64_t stride = 1;
+  for (int64_t i = dim - 1; i >= 0; --i) {
+    sizes[i] = new_sizes[i];
+    strides[i] = stride;
+    stride *= new_sizes[i] > 1 ? new_sizes[i] : 1;
+  }
+  tensor.sizes = sizes;
+  tensor.strides = strides;
+  tensor.dim = dim;
+  tensor.dtype = dtype;
+  return stride * element_size(dtype);
+}
+
+// An argument of a recorded call (tape.cpp).
+struct Argument {
+  enum Kind : int64_t { none, tensor, integer, number, text };
+  Kind kind;
+  int64_t whole;  // of a tensor its slot; booleans are 0 and 1
+  double real;
+  const char* characters;
+};
+
+// Memory for the results of recorded calls, taken from front to back and given up all at once.
+class Arena {
+ public:
+  Arena() = default;
+  Arena(const Arena&) = delete;
+  Arena& operator=(const Arena&) = delete;
+  ~Arena() { release(); }
+
+  void* take(int64_t bytes) {
+    bytes = (bytes + 63) / 64 * 64;
+    if (chunks_.empty() || used_ + bytes > chunks_.back().bytes) {
+      const int64_t size = bytes > total_ ? bytes : total_;  // at least doubles what there is
+      void* memory = std::aligned_alloc(64, size);
+      if (memory == nullptr) throw std::bad_alloc();
+      chunks_.push_back({memory, size});
+      total_ += size;
+      used_ = 0;
+    }
+    char* result = static_cast<char*>(chunks_.back().memory) + used_;
+    used_ += bytes;
+    return result;
+  }
+
+  // Afterwards one chunk holds as much as all did.
+  void reset() {
+    used_ = 0;
+    if (chunks_.size() < 2) return;
+    const int64_t total = total_;
+    release();
+    take(total);
+    used_ = 0;
+  }
+
+ private:
+  struct Chunk {
+    void* memory;
+    int64_t bytes;
+  };
+  void release() {
+    for (const Chunk& chunk : chunks_) std::free(chunk.memory);
+    chunks_.clear();
+    total_ = used_ = 0;
+  }
+  std::vector<Chunk> chunks_;
+  int64_t total_ = 0;
+  int64_t used_ = 0;
 };
 
 inline Tensor describe(AtenTensorHandle handle) {
@@ -69,25 +175,15 @@ inline Tensor describe(AtenTensorHandle handle) {
   return tensor;
 }
 
-// An uninitialised contiguous CPU tensor, given to the caller with Call::give.
-inline Tensor empty(const int64_t* sizes, int64_t dim, DType dtype) {
-  int64_t strides[8];
-  int64_t stride = 1;
-  for (int64_t i = dim - 1; i >= 0; --i) {
-    strides[i] = stride;
-    stride *= sizes[i] > 1 ? sizes[i] : 1;
-  }
-  AtenTensorHandle handle;
-  require_ok(aoti_torch_empty_strided(dim, sizes, strides, static_cast<int32_t>(dtype), 0, 0, &handle),
-             "allocate a result");
-  return describe(handle);
-}
-
-// One call of a boxed kernel. Arguments are read in the schema's order, each exactly once and all of them
-// before the first check; what was read is released with this object, also when the kernel throws.
+// One call of a kernel, by torch's dispatcher (`stack`) or by a tape. Arguments are read in the schema's order, each
+// exactly once and all of them before the first check; what was read is released with this object, also when the
+// kernel throws.
 class Call {
  public:
   explicit Call(StableIValue* stack) : stack_(stack) {}
+  // `slots(i)` is the i-th tensor of the tape.
+  Call(const Argument* arguments, const std::deque<OwnTensor>& slots, Arena& arena, OwnTensor& result)
+      : arguments_(arguments), slots_(&slots), arena_(&arena), result_(&result) {}
   Call(const Call&) = delete;
   Call& operator=(const Call&) = delete;
 
@@ -96,13 +192,18 @@ class Call {
   }
 
   Tensor tensor() {
+    if (arguments_ != nullptr) return (*slots_)[next_argument().whole].tensor;
     auto handle = reinterpret_cast<AtenTensorHandle>(take());
     tensors_[num_tensors_++] = handle;
     return describe(handle);
   }
 
-  // A `Tensor?` argument; its handle is null when it is None.
+  // A `Tensor?` argument.
   Tensor optional_tensor() {
+    if (arguments_ != nullptr) {
+      const Argument& argument = next_argument();
+      return argument.kind == Argument::none ? Tensor{} : (*slots_)[argument.whole].tensor;
+    }
     auto* box = reinterpret_cast<StableIValue*>(take());
     if (box == nullptr) return Tensor{};
     auto handle = reinterpret_cast<AtenTensorHandle>(*box);
@@ -111,10 +212,11 @@ class Call {
     return describe(handle);
   }
 
-  int64_t integer() { return static_cast<int64_t>(take()); }
-  bool boolean() { return (take() & 0xff) != 0; }
+  int64_t integer() { return arguments_ != nullptr ? next_argument().whole : static_cast<int64_t>(take()); }
+  bool boolean() { return arguments_ != nullptr ? next_argument().whole != 0 : (take() & 0xff) != 0; }
 
   double number() {
+    if (arguments_ != nullptr) return next_argument().real;
     const uint64_t bits = take();
     double value;
     std::memcpy(&value, &bits, sizeof(value));
@@ -122,6 +224,7 @@ class Call {
   }
 
   std::string text() {
+    if (arguments_ != nullptr) return next_argument().characters;
     auto handle = reinterpret_cast<StringHandle>(take());
     const char* characters;
     size_t length;
@@ -132,30 +235,62 @@ class Call {
     return value;
   }
 
-  // The kernel's only result; call it last.
-  void give(const Tensor& result) { stack_[0] = reinterpret_cast<StableIValue>(result.handle); }
+  // An uninitialised contiguous CPU tensor for the result: once a call.
+  Tensor empty(const int64_t* sizes, int64_t dim, DType dtype) {
+    if (arguments_ != nullptr) {
+      result_->tensor.data = arena_->take(result_->set_contiguous(sizes, dim, dtype));
+      return result_->tensor;
+    }
+    OwnTensor shape;
+    shape.set_contiguous(sizes, dim, dtype);
+    AtenTensorHandle handle;
+    require_ok(aoti_torch_empty_strided(dim, sizes, shape.strides, static_cast<int32_t>(dtype), 0, 0, &handle),
+               "allocate a result");
+    return describe(handle);
+  }
+
+  // The kernel's only result, which `empty` made; call it last.
+  void give(const Tensor& result) {
+    if (stack_ != nullptr) stack_[0] = reinterpret_cast<StableIValue>(result.handle);
+  }
 
  private:
   uint64_t take() { return stack_[next_++]; }
+  const Argument& next_argument() { return arguments_[next_++]; }
 
-  StableIValue* stack_;
+  StableIValue* stack_ = nullptr;
+  const Argument* arguments_ = nullptr;
+  const std::deque<OwnTensor>* slots_ = nullptr;
+  Arena* arena_ = nullptr;
+  OwnTensor* result_ = nullptr;
   uint64_t next_ = 0;
   AtenTensorHandle tensors_[16];
   int num_tensors_ = 0;
 };
 
+using Kernel = void (*)(Call& call);
 using BoxedKernel = void (*)(StableIValue* stack, uint64_t num_arguments, uint64_t num_results);
 
 // A kernel's entry in the list that install() walks; made by OSTINATO_KERNEL only.
 struct Registration {
-  Registration(const char* name, BoxedKernel kernel);
+  Registration(const char* name, BoxedKernel boxed, Kernel kernel);
   const char* name;
-  BoxedKernel kernel;
+  BoxedKernel boxed;
+  Kernel kernel;
   Registration* next;
 };
 
 // Makes `kernel` the CPU implementation of `<namespace>::name` when the library is installed.
-#define OSTINATO_KERNEL(name, kernel) static ostinato::Registration registration_of_##name(#name, kernel)
+#define OSTINATO_KERNEL(name, kernel)                                       \
+  static void boxed_##name(StableIValue* stack, uint64_t, uint64_t) {       \
+    ostinato::Call call(stack);                                             \
+    kernel(call);                                                           \
+  }                                                                         \
+  OSTINATO_BOXED_KERNEL(name, boxed_##name, kernel)
+
+// The same with a function of its own for torch's dispatcher.
+#define OSTINATO_BOXED_KERNEL(name, boxed, kernel) \
+  static ostinato::Registration registration_of_##name(#name, boxed, kernel)
 
 // Threads that kernels may use; 0 = as many as torch has. Set by ostinato_set_threads.
 inline int& thread_setting() {

@@ -64,7 +64,10 @@ LIBRARIES: dict[str, tuple[tuple[str, ...], ...]] = {
     # name: its sources, each library's entry point `install` among them. Those in one pair of
     # brackets are one compiler process: they share the second that their headers take, and their
     # file scope, so the compiler refuses a name that two of them give away.
-    "core": (("install", "attention"), ("linear", "linear_pack", "elementwise", "sampling")),
+    "core": (
+        ("install", "attention"),
+        ("linear", "linear_pack", "elementwise", "sampling", "tape"),
+    ),
     "quantized": (("install", "quantized", "quantized_pack"),),  # for models that ask for it
 }
 REMEDY = "install g++ or set graphs.attention=reference graphs.pack_weights=false"

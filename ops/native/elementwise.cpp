@@ -109,15 +109,14 @@ void layer_norm_row(const T* x, const T* weight, const T* bias, int64_t count, f
 }
 
 // rms_norm(Tensor x, Tensor weight, float eps) -> Tensor
-void rms_norm(StableIValue* stack, uint64_t, uint64_t) {
-  Call call(stack);
+void rms_norm(Call& call) {
   const Tensor x = call.tensor();
   const Tensor weight = call.tensor();
   const auto eps = static_cast<float>(call.number());
   check_matrix(x);
   const int64_t count = x.sizes[1];
   check_vector(weight, count, x.dtype, "weight must be a contiguous vector as long as a row, in x's dtype");
-  const Tensor out = empty(x.sizes, 2, x.dtype);
+  const Tensor out = call.empty(x.sizes, 2, x.dtype);
   with_element(x.dtype, [&]<class T>(T) {
     for_each_row(x.sizes[0], x.sizes[0] * count * element_bytes(x.dtype), [&](int64_t row) {
       rms_norm_row(x.as<T>() + row * x.strides[0], weight.as<T>(), count, eps, out.as<T>() + row * count);
@@ -127,8 +126,7 @@ void rms_norm(StableIValue* stack, uint64_t, uint64_t) {
 }
 
 // layer_norm(Tensor x, Tensor weight, Tensor bias, float eps) -> Tensor
-void layer_norm(StableIValue* stack, uint64_t, uint64_t) {
-  Call call(stack);
+void layer_norm(Call& call) {
   const Tensor x = call.tensor();
   const Tensor weight = call.tensor();
   const Tensor bias = call.tensor();
@@ -137,7 +135,7 @@ void layer_norm(StableIValue* stack, uint64_t, uint64_t) {
   const int64_t count = x.sizes[1];
   check_vector(weight, count, x.dtype, "weight must be a contiguous vector as long as a row, in x's dtype");
   check_vector(bias, count, x.dtype, "bias must be a contiguous vector as long as a row, in x's dtype");
-  const Tensor out = empty(x.sizes, 2, x.dtype);
+  const Tensor out = call.empty(x.sizes, 2, x.dtype);
   with_element(x.dtype, [&]<class T>(T) {
     for_each_row(x.sizes[0], x.sizes[0] * count * element_bytes(x.dtype), [&](int64_t row) {
       layer_norm_row(x.as<T>() + row * x.strides[0], weight.as<T>(), bias.as<T>(), count, eps,
@@ -181,8 +179,7 @@ void rotate_head(const T* x, const T* weight, float eps, int64_t head_dim, const
 
 // rotate_heads(Tensor x, Tensor cos, Tensor sin, Tensor? q_weight, Tensor? k_weight, int num_q_heads, float eps)
 //   -> Tensor
-void rotate_heads(StableIValue* stack, uint64_t, uint64_t) {
-  Call call(stack);
+void rotate_heads(Call& call) {
   const Tensor x = call.tensor();
   const Tensor cos = call.tensor();
   const Tensor sin = call.tensor();
@@ -201,10 +198,10 @@ void rotate_heads(StableIValue* stack, uint64_t, uint64_t) {
                    "cos and sin must be float32 [T, R / 2] with contiguous rows, R at most the head's size");
   }
   for (const Tensor& weight : {q_weight, k_weight}) {
-    if (weight.handle == nullptr) continue;
+    if (!weight.exists()) continue;
     check_vector(weight, head_dim, x.dtype, "a head's weight must be a contiguous vector of its size, in x's dtype");
   }
-  const Tensor out = empty(x.sizes, 3, x.dtype);
+  const Tensor out = call.empty(x.sizes, 3, x.dtype);
   with_element(x.dtype, [&]<class T>(T) {
     for_each_row(tokens, tokens * heads * head_dim * element_bytes(x.dtype), [&](int64_t token) {
       for (int64_t head = 0; head < heads; ++head) {
@@ -286,8 +283,7 @@ void activate_row(Activation kind, const T* x, const T* factor, int64_t count, T
 }
 
 // activation(Tensor x, str kind, bool gated) -> Tensor
-void activation(StableIValue* stack, uint64_t, uint64_t) {
-  Call call(stack);
+void activation(Call& call) {
   const Tensor x = call.tensor();
   const std::string name = call.text();
   const bool gated = call.boolean();
@@ -296,7 +292,7 @@ void activation(StableIValue* stack, uint64_t, uint64_t) {
   OSTINATO_CHECK(!gated || x.sizes[1] % 2 == 0, "rows with a gate must have an even number of elements");
   const int64_t rows = x.sizes[0], count = gated ? x.sizes[1] / 2 : x.sizes[1];
   const int64_t sizes[] = {rows, count};
-  const Tensor out = empty(sizes, 2, x.dtype);
+  const Tensor out = call.empty(sizes, 2, x.dtype);
   with_element(x.dtype, [&]<class T>(T) {
     for_each_row(rows, rows * x.sizes[1] * element_bytes(x.dtype), [&](int64_t row) {
       const T* from = x.as<T>() + row * x.strides[0];

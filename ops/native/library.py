@@ -25,7 +25,7 @@ from ostinato.ops.native.build import (
 )
 from ostinato.ops.register import define_twin
 
-__all__ = ("NativeLibrary", "load", "set_threads")
+__all__ = ("NativeLibrary", "core_library", "kernel_address", "load", "set_threads")
 
 
 class NativeLibrary(NamedTuple):
@@ -87,6 +87,25 @@ def set_threads(count: int) -> None:
     """
     for library in _loaded.values():
         ctypes.CDLL(str(library.path)).ostinato_set_threads(count)
+
+
+def core_library() -> ctypes.CDLL:
+    """The loaded library "core"."""
+    return ctypes.CDLL(str(load("core").path))
+
+
+def kernel_address(op: str) -> int:
+    """Where the C++ kernel of `ostinato::<op>` is, for tapes (tape.py).
+
+    Raises:
+        KeyError: no loaded library has one.
+    """
+    for (_, namespace), loaded in _loaded.items():
+        library = ctypes.CDLL(str(loaded.path))
+        library.ostinato_kernel.restype = ctypes.c_void_p
+        if namespace == "ostinato" and (address := library.ostinato_kernel(op.encode())):
+            return int(address)
+    raise KeyError(f"no loaded library has a kernel of {op}")
 
 
 def _define_twins(library: ctypes.CDLL, namespace: str) -> None:

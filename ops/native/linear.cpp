@@ -109,8 +109,7 @@ void run(const Problem& problem, const PackedWeight& weight) {
 
 // packed_linear(Tensor x, Tensor weight, Tensor? bias, SymInt out_features, bool float32_output,
 //               Tensor? residual=None) -> Tensor
-void packed_linear(StableIValue* stack, uint64_t, uint64_t) {
-  Call call(stack);
+void packed_linear(Call& call) {
   const Tensor x = call.tensor();
   const Tensor weight = call.tensor();
   const Tensor bias = call.optional_tensor();
@@ -121,7 +120,7 @@ void packed_linear(StableIValue* stack, uint64_t, uint64_t) {
   OSTINATO_CHECK(x.dtype == weight.dtype, "x must have the dtype of the packed weight");
   const PackedWeight packed(weight, out_features, x.sizes[1]);
   Tensor out;
-  const Problem problem = make_problem(x, bias, residual, out_features, float32_output, out);
+  const Problem problem = make_problem(call, x, bias, residual, out_features, float32_output, out);
   if (x.dtype == DType::float32) {
     run<Float32, float>(problem, packed);
   } else if (float32_output) {

@@ -21,8 +21,7 @@ void pack_panel(const char* rows, int64_t row_bytes, int columns, int64_t in_byt
 }
 
 // pack_linear(Tensor weight) -> Tensor
-void pack_linear(StableIValue* stack, uint64_t, uint64_t) {
-  Call call(stack);
+void pack_linear(Call& call) {
   const Tensor weight = call.tensor();
   const int64_t elements = elements_per_step(weight.dtype);
   OSTINATO_CHECK(elements != 0 && weight.dim == 2 && (weight.sizes[1] <= 1 || weight.strides[1] == 1),
@@ -31,7 +30,7 @@ void pack_linear(StableIValue* stack, uint64_t, uint64_t) {
   const int64_t element_bytes = 4 / elements;
   const int64_t sizes[] = {ceil_divide(out_features, kPanel), ceil_divide(weight.sizes[1], elements), kPanel,
                            elements};
-  const Tensor packed = empty(sizes, 4, weight.dtype);
+  const Tensor packed = call.empty(sizes, 4, weight.dtype);
   const int64_t panel_units = sizes[1] * kPanel;
   const int64_t bytes = sizes[0] * panel_units * 4;
   prefer_huge_pages(packed.data, bytes);
@@ -50,8 +49,7 @@ void pack_linear(StableIValue* stack, uint64_t, uint64_t) {
 }
 
 // packed_rows(Tensor weight, Tensor ids, SymInt out_features, SymInt in_features) -> Tensor
-void packed_rows(StableIValue* stack, uint64_t, uint64_t) {
-  Call call(stack);
+void packed_rows(Call& call) {
   const Tensor weight = call.tensor();
   const Tensor ids = call.tensor();
   const int64_t out_features = call.integer();
@@ -64,7 +62,7 @@ void packed_rows(StableIValue* stack, uint64_t, uint64_t) {
   const int64_t whole_steps = row_bytes / 4;
   const int64_t num_rows = ids.sizes[0];
   const int64_t sizes[] = {num_rows, in_features};
-  const Tensor out = empty(sizes, 2, weight.dtype);
+  const Tensor out = call.empty(sizes, 2, weight.dtype);
   std::atomic<int64_t> wrong_row{-1};
   const int workers = workers_for(num_rows * packed.steps * 64, num_rows);
   on_workers(workers, [&](int worker) {
@@ -85,7 +83,7 @@ void packed_rows(StableIValue* stack, uint64_t, uint64_t) {
   if (wrong_row >= 0) {
     const int64_t offset = wrong_row * ids.strides[0];
     const int64_t id = wide ? ids.as<int64_t>()[offset] : ids.as<int32_t>()[offset];
-    aoti_torch_delete_tensor_object(out.handle);
+    if (out.handle != nullptr) aoti_torch_delete_tensor_object(out.handle);
     OSTINATO_CHECK(false, "ids[" + std::to_string(wrong_row) + "] is " + std::to_string(id) +
                               ", not a row of the weight: 0 to " + std::to_string(out_features - 1));
   }

@@ -114,25 +114,25 @@ struct Problem {
 };
 
 // The checked problem; `out` receives the tensor that the call gives.
-inline Problem make_problem(const Tensor& x, const Tensor& bias, const Tensor& residual, int64_t out_features,
+inline Problem make_problem(Call& call, const Tensor& x, const Tensor& bias, const Tensor& residual, int64_t out_features,
                             bool float32_output, Tensor& out) {
-  if (bias.handle != nullptr) {
+  if (bias.exists()) {
     OSTINATO_CHECK(bias.dtype == x.dtype && bias.dim == 1 && bias.sizes[0] == out_features &&
                        (out_features <= 1 || bias.strides[0] == 1),
                    "bias must be a contiguous vector of out_features values in x's dtype");
   }
-  if (residual.handle != nullptr) {
+  if (residual.exists()) {
     OSTINATO_CHECK(!float32_output && residual.dtype == x.dtype && residual.dim == 2 &&
                        residual.sizes[0] == x.sizes[0] && residual.sizes[1] == out_features &&
                        (out_features <= 1 || residual.strides[1] == 1),
                    "residual must be [T, out_features] with contiguous rows, in x's dtype, which the result then has");
   }
   const int64_t sizes[] = {x.sizes[0], out_features};
-  out = empty(sizes, 2, float32_output ? DType::float32 : x.dtype);
+  out = call.empty(sizes, 2, float32_output ? DType::float32 : x.dtype);
   return {x.data,        x.strides[0],
           x.sizes[0],    x.sizes[1],
           bias.data,     residual.data,
-          residual.handle == nullptr ? 0 : residual.strides[0],
+          !residual.exists() ? 0 : residual.strides[0],
           out_features,  out.data};
 }
 

@@ -190,8 +190,7 @@ void run(DType dtype, bool float32_output, const Problem& problem, const Quantiz
 
 // quantized_linear(Tensor x, Tensor weight, Tensor? bias, SymInt out_features, bool float32_output, Tensor? residual,
 //                  SymInt bits, SymInt group_size, bool symmetric) -> Tensor
-void quantized_linear(StableIValue* stack, uint64_t, uint64_t) {
-  Call call(stack);
+void quantized_linear(Call& call) {
   const Tensor x = call.tensor();
   const Tensor weight = call.tensor();
   const Tensor bias = call.optional_tensor();
@@ -203,7 +202,7 @@ void quantized_linear(StableIValue* stack, uint64_t, uint64_t) {
   OSTINATO_CHECK(x.dtype == DType::float32 || x.dtype == DType::bfloat16, "x must be float32 or bfloat16");
   const QuantizedWeight quantized(weight, out_features, x.sizes[1], format);
   Tensor out;
-  const Problem problem = make_problem(x, bias, residual, out_features, float32_output, out);
+  const Problem problem = make_problem(call, x, bias, residual, out_features, float32_output, out);
   if (format.bits == 8) {
     run<8>(x.dtype, float32_output, problem, quantized);
   } else {

@@ -183,8 +183,7 @@ void quantize_panel(const T* rows, int64_t row_stride, int columns, int64_t in_f
 }
 
 // quantize_linear(Tensor weight, SymInt bits, SymInt group_size, bool symmetric) -> Tensor
-void quantize_linear(StableIValue* stack, uint64_t, uint64_t) {
-  Call call(stack);
+void quantize_linear(Call& call) {
   const Tensor weight = call.tensor();
   const QuantFormat format = read_format(call);
   OSTINATO_CHECK((weight.dtype == DType::float32 || weight.dtype == DType::bfloat16) && weight.dim == 2 &&
@@ -194,7 +193,7 @@ void quantize_linear(StableIValue* stack, uint64_t, uint64_t) {
   const int64_t in_features = weight.sizes[1];
   const QuantizedShape shape(out_features, in_features, format);
   const int64_t sizes[] = {shape.panels, shape.panel_bytes};
-  const Tensor quantized = empty(sizes, 2, DType::uint8);
+  const Tensor quantized = call.empty(sizes, 2, DType::uint8);
   prefer_huge_pages(quantized.data, shape.bytes());
   const int workers = workers_for(shape.bytes(), shape.panels);
   on_workers(workers, [&](int worker) {
@@ -241,8 +240,7 @@ void read_row(const QuantizedWeight& weight, int64_t row, int64_t in_features, T
 
 // quantized_rows(Tensor weight, Tensor ids, SymInt out_features, SymInt in_features, bool float32_output,
 //                SymInt bits, SymInt group_size, bool symmetric) -> Tensor
-void quantized_rows(StableIValue* stack, uint64_t, uint64_t) {
-  Call call(stack);
+void quantized_rows(Call& call) {
   const Tensor weight = call.tensor();
   const Tensor ids = call.tensor();
   const int64_t out_features = call.integer();
@@ -263,7 +261,7 @@ void quantized_rows(StableIValue* stack, uint64_t, uint64_t) {
                        ", not a row of the weight: 0 to " + std::to_string(out_features - 1));
   }
   const int64_t sizes[] = {num_rows, in_features};
-  const Tensor out = empty(sizes, 2, float32_output ? DType::float32 : DType::bfloat16);
+  const Tensor out = call.empty(sizes, 2, float32_output ? DType::float32 : DType::bfloat16);
   const int workers = workers_for(num_rows * in_features * 8, num_rows);
   on_workers(workers, [&](int worker) {
     const int64_t last = num_rows * (worker + 1) / workers;

@@ -200,8 +200,7 @@ int64_t draw(const float* logits, int64_t count, const Parameters& p) {
 }
 
 // draw_tokens(Tensor logits, Tensor inputs) -> Tensor
-void draw_tokens(StableIValue* stack, uint64_t, uint64_t) {
-  Call call(stack);
+void draw_tokens(Call& call) {
   const Tensor logits = call.tensor();
   const Tensor inputs = call.tensor();
   OSTINATO_CHECK(logits.dtype == DType::float32 && logits.dim == 2 && logits.sizes[1] > 0 &&
@@ -211,7 +210,7 @@ void draw_tokens(StableIValue* stack, uint64_t, uint64_t) {
   OSTINATO_CHECK(inputs.dtype == DType::float64 && inputs.dim == 2 && inputs.sizes[0] == 6 &&
                      inputs.sizes[1] == rows && (rows <= 1 || inputs.strides[1] == 1),
                  "inputs must be float64 [6, R] with contiguous rows");
-  const Tensor out = empty(logits.sizes, 1, DType::int64);
+  const Tensor out = call.empty(logits.sizes, 1, DType::int64);
   const int64_t worth = std::min(rows * count / kLogitsPerWorker, rows);
   const int workers = static_cast<int>(std::clamp<int64_t>(worth, 1, num_threads()));
   on_workers(workers, [&](int worker) {

@@ -1,0 +1,153 @@
+"""Straight-line programs of all layers as one tape (ops/native/tape.py): a CPU's captured step.
+
+A small decode step costs as much between its ops as in them: about 45 microseconds of a layer are
+Python and dispatch. The layers' programs are run once with stand-ins for tensors, which write down
+what is called; from then on C++ walks the list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ostinato.graphs.straight import StraightProgram, resolve
+from ostinato.models.base import KVCache, StepInputs
+from ostinato.ops.attention import AttentionMetadata
+from ostinato.ops.native.tape import FreeSize, Slot, Tape
+
+__all__ = ("LayerCall", "Replay", "record")
+
+_OP_PREFIX = "torch:ops.ostinato."
+
+
+class LayerCall(NamedTuple):
+    """A layer's program and the tensors of that layer."""
+
+    program: StraightProgram
+    parameters: list[Tensor]
+
+
+class Replay:
+    """All layers of a model over one KV cache."""
+
+    def __init__(self, tape: Tape, hidden_size: int, kv_cache: KVCache) -> None:
+        self._tape = tape
+        self._hidden_size = hidden_size
+        self.kv_cache = kv_cache  # whose addresses the tape holds
+
+    def __call__(self, hidden: Tensor, step: StepInputs, rows: Tensor) -> Tensor:
+        """What the layers' programs give: hidden [T, D] -> [R, D] of `rows` [R]."""
+        metadata = step.attention
+        out = hidden.new_empty((len(rows), self._hidden_size))
+        self._tape.play(
+            len(hidden),
+            len(metadata.seq_lens),
+            len(rows),
+            (hidden, step.cos, step.sin, *metadata, rows),
+            out,
+        )
+        return out
+
+
+def record(
+    layers: Sequence[LayerCall], kv_cache: KVCache, hidden: Tensor, step: StepInputs
+) -> Replay | None:
+    """Record the layers of a model.
+
+    Args:
+        layers: the last one's program takes the wanted rows besides.
+        kv_cache: of all layers.
+        hidden: [T, D] of any step, which tells the sizes that do not change, and types.
+        step: of the same step.
+
+    Returns:
+        None when a program does what a tape can not hold: an op without a C++ kernel, another
+        attention backend.
+    """
+    if hidden.device.type != "cpu":
+        return None
+    tape = Tape()
+    recorder = _Recorder(tape)
+    value = recorder.input(hidden.dtype, (FreeSize.tokens, hidden.shape[1]))
+    inputs = StepInputs(
+        recorder.input(step.cos.dtype, (FreeSize.tokens, step.cos.shape[1])),
+        recorder.input(step.sin.dtype, (FreeSize.tokens, step.sin.shape[1])),
+        AttentionMetadata(
+            recorder.input(torch.int32, (FreeSize.seqs_and_one,)),
+            recorder.input(torch.int32, (FreeSize.seqs,)),
+            recorder.input(torch.int32, (FreeSize.seqs, step.attention.block_table.shape[1])),
+            recorder.input(torch.int64, (FreeSize.tokens,)),
+            recorder.input(torch.int64, (1,)),
+        ),
+    )
+    rows = recorder.input(torch.int64, (FreeSize.rows,))
+    try:
+        for index, (layer, caches) in enumerate(zip(layers, kv_cache, strict=True)):
+            tape.begin_layer()
+            program = layer.program.load(recorder.resolve)
+            more = (rows,) if index == len(layers) - 1 else ()
+            value = program(layer.parameters, value, inputs, *caches, *more)
+        tape.finish(value.slot)
+    except (KeyError, AttributeError):  # what neither the tape nor the stand-ins have
+        return None
+    return Replay(tape, hidden.shape[1], kv_cache)
+
+
+class _Value:
+    """Stands for a tensor while a program is recorded; has the methods that programs call."""
+
+    def __init__(self, tape: Tape, slot: Slot) -> None:
+        self._tape = tape
+        self.slot = slot
+
+    def view(self, *sizes: int) -> Any:
+        return _Value(self._tape, self._tape.view(self.slot, sizes))
+
+    reshape = view  # of a kernel's result, which is contiguous
+
+    def split_with_sizes(self, sizes: Sequence[int], dim: int) -> Any:
+        if dim != 1:
+            raise KeyError("parts of dimension 1 alone")
+        starts = [sum(sizes[:index]) for index in range(len(sizes))]
+        return [
+            _Value(self._tape, self._tape.part(self.slot, start, size))
+            for start, size in zip(starts, sizes, strict=True)
+        ]
+
+
+class _Recorder:
+    """What a program's names stand for while it is recorded."""
+
+    def __init__(self, tape: Tape) -> None:
+        self._tape = tape
+
+    def input(self, dtype: torch.dtype, sizes: Sequence[int]) -> Any:
+        return _Value(self._tape, self._tape.input(dtype, sizes))
+
+    def resolve(self, path: str) -> Any:
+        if path == "torch":
+            functional = SimpleNamespace(embedding=self._gather)
+            return SimpleNamespace(Tensor=Tensor, nn=SimpleNamespace(functional=functional))
+        if not path.startswith(_OP_PREFIX):
+            raise KeyError(path)
+        op = resolve(path)
+
+        def call(*arguments: Any) -> Any:
+            if "cpu" not in arguments and op._schema.name == "ostinato::paged_attention":
+                raise KeyError("another backend's kernel")
+            slots = [self._slot(argument) for argument in arguments]
+            return _Value(self._tape, self._tape.call(op, slots))
+
+        return call
+
+    def _gather(self, rows: _Value, matrix: _Value) -> _Value:
+        return _Value(self._tape, self._tape.gather(rows.slot, matrix.slot))
+
+    def _slot(self, value: Any) -> Any:
+        if isinstance(value, _Value):
+            return value.slot
+        return self._tape.constant(value) if isinstance(value, Tensor) else value
