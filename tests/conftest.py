@@ -1,11 +1,23 @@
-"""What holds for every test: no engine compiles after it was ready."""
+"""What holds for every test: how many run side by side, and that no engine compiles after it was ready."""
 
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+
+_MOST_WORKERS = 4  # each with its servers may take 2 GiB
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """A worker a core; none, so in this process, for tests of one file."""
+    paths = {Path(argument.partition("::")[0]) for argument in config.args}
+    if len(paths) == 1 and paths.pop().is_file():
+        return 0
+    return min(_MOST_WORKERS, len(os.sched_getaffinity(0)))
 
 
 class _Collector(logging.Handler):

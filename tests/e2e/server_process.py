@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 __all__ = ("SMALL", "ServerProcess")
 
 _ROOT = Path(__file__).resolve().parents[2]
-_START_S = 120
+_START_S = 240  # as long as a machine may stand still, and as long again
 # The bundled model, as small and as quick to start as it goes; parity of kernels is tested elsewhere.
 SMALL = (
     "server.port=0",
@@ -55,8 +55,12 @@ class ServerProcess:
         self.url = ""
 
     def __enter__(self) -> Self:
-        self.wait_for_line("ready after")
-        self.url = self.wait_for_line("answers 503 until").split()[2]
+        try:
+            self.wait_for_line("ready after")
+            self.url = self.wait_for_line("answers 503 until").split()[2]
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *exception: object) -> None:

@@ -12,9 +12,12 @@ import pytest
 from ostinato.ops.native.build import ISA_LEVELS, detect_isa
 from ostinato.ops.native.library import load
 
+# Of few sources, two compiler processes as for `core`.
 LOAD = """
-from ostinato.ops.native.library import load
-print(load("core").path)
+from ostinato.ops import draw
+from ostinato.ops.native import build, library
+build.LIBRARIES["small"] = (("install",), ("sampling",))
+print(library.load("small").path)
 """
 
 # torch's own loops and then ours, each large enough for every thread.
