@@ -11,6 +11,10 @@ import pytest
 
 _MOST_WORKERS = 4  # each with its servers may take 2 GiB
 
+# Before anything imports torch, and for the servers that tests start: threads that wait for each
+# other at the end of a loop sleep, because other workers need the cores.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """A worker a core; none, so in this process, for tests of one file."""
