@@ -48,7 +48,7 @@ def ends(tmp_path_factory) -> Iterator[dict[str, tuple[int, str]]]:
         for name, override in overrides.items()
     }
     try:
-        yield {name: (one.wait(120), one.stderr.read()) for name, one in running.items()}
+        yield {name: (one.wait(240), one.stderr.read()) for name, one in running.items()}
     finally:
         for one in running.values():
             one.kill()

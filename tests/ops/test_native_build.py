@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from ostinato.ops.native.build import ISA_LEVELS, detect_isa
+from ostinato.ops.native import build
+from ostinato.ops.native.build import ISA_LEVELS, LIBRARIES, detect_isa
 from ostinato.ops.native.library import load
 
 # Of few sources, two compiler processes as for `core`.
@@ -143,6 +144,13 @@ def test_loading_again_gives_the_same_library() -> None:
     assert load("core") is load("core")
     assert load("core").isa == detect_isa()
     assert load("core").namespace == "ostinato"
+
+
+def test_every_source_is_in_a_library_and_every_library_has_its_entry_point() -> None:
+    files = {path.stem for path in Path(build.__file__).parent.glob("*.cpp")}
+    named = [{name for unit in units for name in unit} for units in LIBRARIES.values()]
+    assert set.union(*named) == files
+    assert all("install" in names for names in named)
 
 
 def test_levels_are_ordered_and_checked() -> None:
