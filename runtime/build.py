@@ -136,6 +136,9 @@ def _build_engine(
                 plan = plan_measured(config, source, plan, model, buffers, planner, drawer)
         spec = source.config.kv_cache_spec(config.cache.block_size, source.cache_dtype)
         kv_cache = spec.allocate(plan.num_blocks, source.device)
+        pages = map_ahead(kv_cache, spec)
+        if pages is not None:
+            undo.callback(pages.close)
         bundle = open_bundle(config, source, plan, backend)
         bind = finish(kv_cache, buffers, bundle)
         cost_store = CostStore(config.graphs, source.limits, threads, bundle)
@@ -160,8 +163,12 @@ def _build_engine(
         runner = _make_runner(config, source, model, graphs, buffers, drawer, threads)
         served = describe_model(config.model, config.sampling, source, plan, phases)
         if costs is None and cost_store.is_wanted and not source.config.is_encoder:
+            if pages is not None:
+                pages.set_busy(True)  # the steps that are measured want the machine alone
             with phase("cost table"):
                 costs = calibrate(cost_store, runner, kv_cache, plan, served)
+            if pages is not None:
+                pages.set_busy(False)
     _save(bundle, config, source, phase)
     cache, scheduler = _make_scheduler(config, source, plan, costs)
     return Engine(
@@ -174,7 +181,7 @@ def _build_engine(
         overlap=_overlaps(config, source),
         cost_table=costs,
         observer=observer,
-        pages=map_ahead(kv_cache, spec),
+        pages=pages,
     )
 
 

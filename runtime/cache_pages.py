@@ -3,8 +3,9 @@
 The cache is allocated whole, but the system gives a page when it is first written to, zeroed:
 within a step, at 2 GB/s, while the threads of a kernel wait for one another. The block pool hands
 out blocks that were never used before it gives up cached ones, so a busy engine pays for it at
-every prompt until the whole cache was used. A thread of lowest priority asks for the pages of the
-next blocks instead. Memory that no request comes near is never taken.
+every prompt until the whole cache was used. A thread asks for the pages of the next blocks instead,
+while the engine starts and when it has nothing to do: zeroing beside a step would hold it up just
+so. Memory that no request comes near is never taken.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ class CachePages:
         self._ahead = max(1, _AHEAD_BYTES // bytes_per_block)
         self._wanted = 0  # blocks [0, wanted) shall be mapped
         self._mapped = 0
+        self._busy = False
         self._changed = threading.Condition()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="cache-pages", daemon=True)
@@ -70,6 +72,13 @@ class CachePages:
         if wanted > self._wanted:
             with self._changed:
                 self._wanted = wanted
+                self._changed.notify_all()
+
+    def set_busy(self, busy: bool) -> None:
+        """Whether steps are being run; while they are nothing is mapped."""
+        if busy != self._busy:
+            with self._changed:
+                self._busy = busy
                 self._changed.notify_all()
 
     def wait(self, timeout_s: float) -> bool:
@@ -94,16 +103,22 @@ class CachePages:
         while True:
             with self._changed:
                 self._changed.notify_all()
-                self._changed.wait_for(lambda: self._closed or self._mapped < self._wanted)
+                self._changed.wait_for(self._has_work)
                 if self._closed:
                     return
                 end = min(self._mapped + piece, self._wanted)
             for tensor in self._tensors:
+                while self._busy and not self._closed:
+                    with self._changed:
+                        self._changed.wait_for(lambda: self._closed or not self._busy)
                 error = _map(tensor, self._mapped * row_bytes, end * row_bytes)
                 if error:
                     self._give_up(error)
                     return
             self._mapped = end
+
+    def _has_work(self) -> bool:
+        return self._closed or (self._mapped < self._wanted and not self._busy)
 
     def _give_up(self, reason: str) -> None:
         _LOG.debug("pages of the KV cache are mapped when they are used: %s", reason)

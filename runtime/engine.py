@@ -148,6 +148,7 @@ class Engine:
         output = self._schedule()
         if self._pages is not None:
             self._pages.use(self._cache.highest_block_id)
+            self._pages.set_busy(True)
         if output is not None:
             if output.admitted:
                 self._count_admitted(output)
@@ -174,6 +175,8 @@ class Engine:
         self._step_seconds += end - begin
         self._busy_seconds += end - (self._busy_until or begin)
         self._busy_until = end if self.has_work else None
+        if self._pages is not None:
+            self._pages.set_busy(self.has_work)
         return news
 
     def _take_grammars(self) -> list[SequenceOutput]:

@@ -73,6 +73,17 @@ def test_contents_stay_as_blocks_are_used_up(
     assert float(cache[0][0].float().abs().max()) == 0.0
 
 
+def test_nothing_is_mapped_beside_a_step(pages: CachePages) -> None:
+    pages.set_busy(True)
+    mapped = pages.num_mapped_blocks
+    pages.use(AHEAD)
+    assert not pages.wait(0.2)
+    piece = (2 << 20) // (SPEC.bytes_per_block // 4)
+    assert pages.num_mapped_blocks <= mapped + piece  # what was under way is finished later
+    pages.set_busy(False)
+    assert pages.wait(60.0)
+
+
 def test_a_pool_knows_how_far_it_came() -> None:
     pool = BlockPool(10)
     assert pool.highest_block_id == 0
