@@ -66,11 +66,8 @@ class BertAttention(nn.Module):
         # Only views: a graph of ops and views needs no code of a compiler's (graphs/straight.py).
         count = self.num_heads
         heads = self.qkv_proj(x).view(-1, 3 * count, self.head_dim)
-        out = encoder_attention(
-            *heads.split_with_sizes((count, count, count), 1),
-            step.attention.query_start_loc,
-            scale=self.head_dim**-0.5,
-        )
+        q, k, v = heads.split_with_sizes((count, count, count), 1)
+        out = encoder_attention(q, k, v, step.attention.query_start_loc, scale=self.head_dim**-0.5)
         out = out.reshape(-1, count * self.head_dim)
         if rows is not None:
             out, x = F.embedding(rows, out), F.embedding(rows, x)
