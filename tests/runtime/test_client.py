@@ -76,6 +76,16 @@ def run_with_client() -> Iterator[Run]:
         runner.run(own.__aexit__(None, None, None))
 
 
+def run_with_own_client(scenario: Scenario, *overrides: str) -> None:
+    """Runs a scenario with a client of its own, whose engine it may kill."""
+
+    async def run() -> None:
+        async with started(*overrides) as client:
+            await scenario(client)
+
+    asyncio.run(run())
+
+
 def test_concurrent_streams_get_the_tokens_of_the_in_process_engine(
     run_with_client: Run,
 ) -> None:

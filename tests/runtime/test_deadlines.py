@@ -11,7 +11,7 @@ import pytest
 from ostinato import SamplingParams
 from ostinato.runtime.client import EngineClient
 from ostinato.runtime.errors import DeadlineError
-from tests.runtime.test_client import engine_pid, run_with_client, until
+from tests.runtime.test_client import engine_pid, run_with_own_client, until
 
 ENDLESS = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True, n=2)
 
@@ -57,4 +57,4 @@ def test_a_deadline_ends_what_runs_and_refuses_what_has_not_begun() -> None:
         await until(lambda: client.stats.num_running == 0 and client.stats.num_waiting == 0, 60)
         assert client.stats.num_free_blocks == client.stats.num_blocks
 
-    run_with_client(scenario)
+    run_with_own_client(scenario)

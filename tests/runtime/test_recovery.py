@@ -15,7 +15,7 @@ from ostinato.runtime.client import EngineClient
 from ostinato.runtime.errors import EngineDeadError
 from ostinato.runtime.messages import AddRequest, ClientMessage
 from ostinato.runtime.types import FinishReason, RequestOutput, ThinkingLimit, TokenLogprobs
-from tests.runtime.test_client import engine_pid, run_with_client, until
+from tests.runtime.test_client import engine_pid, run_with_own_client, until
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
 SEEDED = SamplingParams(temperature=1.3, seed=7, max_tokens=60, ignore_eos=True)
@@ -126,7 +126,7 @@ def test_every_way_of_sampling_goes_on_as_if_nothing_had_happened() -> None:
         await until(lambda: client.stats.num_running == 0)
         assert client.stats.num_free_blocks == client.stats.num_blocks
 
-    run_with_client(scenario, "server.restart_backoff_s=0.1")
+    run_with_own_client(scenario, "server.restart_backoff_s=0.1")
 
 
 def test_a_beam_search_is_cleared_while_it_runs_and_holds_up_nobody() -> None:
@@ -150,7 +150,7 @@ def test_a_beam_search_is_cleared_while_it_runs_and_holds_up_nobody() -> None:
         assert await task == expected
         assert client.restarts == {"crash": 2}
 
-    run_with_client(scenario, "server.restart_backoff_s=0.1")
+    run_with_own_client(scenario, "server.restart_backoff_s=0.1")
 
 
 def test_a_request_that_kills_its_engine_is_named_and_the_others_go_on(
@@ -180,7 +180,7 @@ def test_a_request_that_kills_its_engine_is_named_and_the_others_go_on(
         assert await task == expected
         assert client.restarts == {"crash": 2}
 
-    run_with_client(scenario, "server.restart_backoff_s=0.1")
+    run_with_own_client(scenario, "server.restart_backoff_s=0.1")
 
 
 def test_too_many_restarts_end_in_an_error_that_says_so() -> None:
@@ -196,7 +196,7 @@ def test_too_many_restarts_end_in_an_error_that_says_so() -> None:
         assert client.death_reason is not None
         assert not client.is_alive
 
-    run_with_client(scenario, "server.max_restarts=1")
+    run_with_own_client(scenario, "server.max_restarts=1")
 
 
 def test_requests_that_come_or_go_during_a_restart() -> None:
@@ -215,7 +215,7 @@ def test_requests_that_come_or_go_during_a_restart() -> None:
         assert (await late).new_token_ids
         assert client.is_alive
 
-    run_with_client(scenario)
+    run_with_own_client(scenario)
 
 
 def test_a_frozen_engine_is_killed_and_its_streams_go_on() -> None:
@@ -228,4 +228,4 @@ def test_a_frozen_engine_is_killed_and_its_streams_go_on() -> None:
         assert await task == expected
         assert client.restarts == {"hang": 1}
 
-    run_with_client(scenario, "server.hang_timeout_s=2")
+    run_with_own_client(scenario, "server.hang_timeout_s=2")
