@@ -27,7 +27,6 @@ _LOG = logging.getLogger(__name__)
 _AHEAD_BYTES = 256 << 20  # of the whole cache: a few of the largest steps' prompts
 _PIECE_BYTES = 2 << 20  # of one tensor at a time: a huge page
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
-_LOWEST_PRIORITY = 19
 
 
 def map_ahead(kv_cache: KVCache, spec: KVCacheSpec) -> CachePages | None:
@@ -97,7 +96,8 @@ class CachePages:
         if sys.platform != "linux":
             self._give_up(f"madvise of {sys.platform} has no such request")
             return
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
+        # At the priority of all: a thread that the system seldom runs would keep the others waiting
+        # for the interpreter's lock.
         row_bytes = self._tensors[0][0].nbytes
         piece = max(1, _PIECE_BYTES // max(1, row_bytes))
         while True:
