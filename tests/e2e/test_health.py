@@ -16,18 +16,18 @@ import pytest
 
 from tests.e2e.server_process import ServerProcess
 
-HEALTH_S, HANG_S = 1.2, 4.0  # a machine that runs other tests too is silent for a second
+HEALTH_S, HANG_S = 4.0, 6.0  # a machine that runs other tests too may be silent for two seconds
 PATHS = ("/live", "/ready", "/health")
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ServerProcess]:
-    # The reference kernel over two long prompts: a step takes seconds. On one thread, so that other
+    # The reference kernel over six long prompts: a step takes seconds. On one thread, so that other
     # tests beside it make it two or three times slower and not ten times: predictions allow for five.
     with ServerProcess(
         "model.max_model_len=2048",
-        "scheduler.max_num_seqs=4",
-        "scheduler.max_num_batched_tokens=8192",
+        "scheduler.max_num_seqs=6",
+        "scheduler.max_num_batched_tokens=12288",
         "graphs.attention=reference",
         "device.threads=1",
         f"server.health_timeout_s={HEALTH_S}",
@@ -42,7 +42,7 @@ def test_a_busy_engine_is_well_and_the_answers_are_quick(server: ServerProcess) 
     reply: list[httpx.Response] = []
 
     def ask() -> None:
-        prompts = [[first + i % 200 for i in range(2040)] for first in range(5, 7)]
+        prompts = [[first + i % 200 for i in range(2040)] for first in range(5, 11)]
         body = {"prompt": prompts, "max_tokens": 2, "ignore_eos": True}
         reply.append(httpx.post(f"{server.url}/v1/completions", json=body, timeout=250))
         done.set()
@@ -60,7 +60,7 @@ def test_a_busy_engine_is_well_and_the_answers_are_quick(server: ServerProcess) 
             time.sleep(0.02)
     asking.join()
     assert reply[0].status_code == 200, reply[0].text
-    assert time.monotonic() - began > 2 * HEALTH_S, "the step was no longer than the limit"
+    assert time.monotonic() - began > HEALTH_S + 1.0, "the step was no longer than the limit"
     assert sorted(seconds)[len(seconds) // 2] < 1.0  # milliseconds on an idle machine
     assert not any("died" in line for line in server.output)
 
@@ -87,7 +87,7 @@ def test_a_frozen_engine_is_noticed_then_replaced(server: ServerProcess) -> None
     assert seen["/health"] == "unhealthy"
     assert events[-1] == "data: [DONE]"
     assert json.loads(events[-2][6:])["choices"][0]["finish_reason"] == "length"
-    server.wait_for_line("by server.hang_timeout_s=4")
+    server.wait_for_line("by server.hang_timeout_s=6")
     assert server.metrics()['ostinato_engine_restarts_total{reason="hang"}'] == 1
     server.signal(signal.SIGTERM)
     assert server.wait() == 0
