@@ -133,7 +133,7 @@ def _map(tensor: Tensor, begin: int, end: int) -> str | None:
     first = (tensor.data_ptr() + begin) // page * page
     last = -(-(tensor.data_ptr() + end) // page) * page
     libc = ctypes.CDLL(None, use_errno=True)
-    libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    if libc.madvise(first, last - first, _MADV_POPULATE_WRITE) == 0:
+    length = ctypes.c_size_t(last - first)
+    if libc.madvise(ctypes.c_void_p(first), length, _MADV_POPULATE_WRITE) == 0:
         return None
     return os.strerror(ctypes.get_errno())

@@ -10,14 +10,17 @@ which are the tokens of a byte-level tokenizer.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
-__all__ = ("write_scripted_model",)
+from tests.e2e.server_process import ServerProcess
+
+__all__ = ("scripted_server", "write_scripted_model")
 
 _HEAD_DIM = 64
 
@@ -118,3 +121,13 @@ def _tokenizer(tokens: list[str], *, in_pieces: bool) -> Tokenizer:
             [decoders.Fuse(), decoders.Replace(Regex("⟨[0-9]+⟩"), "")]
         )
     return tokenizer
+
+
+@contextmanager
+def scripted_server(
+    directory: Path, answers: Mapping[str, str] | Mapping[str, Sequence[str]], template: str
+) -> Iterator[ServerProcess]:
+    """A server of such a model, which is written into `directory` and called `scripted`."""
+    path = write_scripted_model(directory / "scripted", answers, template)
+    with ServerProcess(f"model.path={path}", "model.name=scripted") as process:
+        yield process

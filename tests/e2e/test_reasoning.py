@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
 
-from tests.e2e.scripted_model import write_scripted_model
+from tests.e2e.scripted_model import scripted_server
 from tests.e2e.server_process import ServerProcess
 
 THOUGHT = 'Is it {"age": "old"} or 7?'
@@ -35,10 +34,7 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "ob
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    directory = write_scripted_model(
-        Path(tmp_path_factory.mktemp("model")) / "scripted", ANSWERS, TEMPLATE
-    )
-    with ServerProcess(f"model.path={directory}", "model.name=scripted") as process:
+    with scripted_server(tmp_path_factory.mktemp("model"), ANSWERS, TEMPLATE) as process:
         yield process
 
 
