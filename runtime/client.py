@@ -490,20 +490,20 @@ class EngineClient:
     async def _watch_engine(self) -> None:
         """Count the engine's silence; end an engine that is silent for too long."""
         limit_s = self._config.server.hang_timeout_s
-        then = time.monotonic()
+        then, cpu_s = time.monotonic(), 0.0
         while True:
             await asyncio.sleep(TICK_S)
             now = time.monotonic()
-            if self.is_alive:
-                self._watch.tick(now - then)
+            if self.is_alive and self._engine is not None:
+                before_s, cpu_s = cpu_s, self._engine.cpu_seconds
+                self._watch.tick(now - then, cpu_s - before_s)
                 overdue_s = self._watch.overdue_s
                 if limit_s is not None and overdue_s > limit_s and self._hang is None:
                     self._hang = (
                         f"it completed no step for {self._watch.silence_s:.0f} s and was killed, "
                         f"by server.hang_timeout_s={limit_s:g}"
                     )
-                    if self._engine is not None:
-                        self._engine.kill()
+                    self._engine.kill()
             then = now
 
     async def _restart(self, death: Death) -> bool:

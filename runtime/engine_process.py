@@ -50,6 +50,17 @@ class EngineProcess:
         return None if self._process is None else self._process.pid
 
     @property
+    def cpu_seconds(self) -> float:
+        """Seconds of processor time that it has used, over all its threads; 0 without a process."""
+        import psutil
+
+        try:
+            times = psutil.Process(self.pid).cpu_times() if self.pid is not None else None
+        except psutil.Error:  # it has ended
+            times = None
+        return 0.0 if times is None else times.user + times.system
+
+    @property
     def return_code(self) -> int:
         """Of the process, which has ended."""
         assert self._process is not None, "spawned"

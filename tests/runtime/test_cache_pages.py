@@ -46,6 +46,14 @@ def pages(cache: list[tuple[Tensor, Tensor]]) -> Iterator[CachePages]:
     pages.close()
 
 
+def test_a_cache_takes_no_memory_and_begins_at_a_page(cache: list[tuple[Tensor, Tensor]]) -> None:
+    for side in (side for layer in cache for side in layer):
+        assert side.data_ptr() % mmap.PAGESIZE == 0
+        assert resident(side) == 0.0
+    side[-1] = 1.0
+    assert float(side[-2:].float().mean()) == 0.5
+
+
 def test_the_next_blocks_are_mapped_and_no_others(
     cache: list[tuple[Tensor, Tensor]], pages: CachePages
 ) -> None:

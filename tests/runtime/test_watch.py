@@ -5,9 +5,9 @@ from __future__ import annotations
 from ostinato.runtime.watch import Watch
 
 
-def pass_time(watch: Watch, seconds: float) -> None:
+def pass_time(watch: Watch, seconds: float, *, cpu_share: float = 0.0) -> None:
     for _ in range(round(seconds * 4)):
-        watch.tick(0.25)
+        watch.tick(0.25, cpu_share * 0.25)
 
 
 def busy(watch: Watch, num_steps: int | None = None, *, has_outputs: bool = False) -> None:
@@ -50,6 +50,19 @@ def test_an_announced_step_may_take_its_time() -> None:
     assert watch.overdue_s == 2.0
 
 
+def test_a_second_of_computing_counts_a_fifth() -> None:
+    watch = Watch()
+    watch.step_begins(1.0)
+    pass_time(watch, 20, cpu_share=0.3)  # of a core that others use too
+    assert (watch.silence_s, watch.overdue_s) == (20.0, 0.0)
+    pass_time(watch, 20, cpu_share=2.0)
+    assert round(watch.overdue_s, 6) == 3.0
+    pass_time(watch, 4, cpu_share=0.01)  # threads that only look at the clock
+    assert round(watch.overdue_s, 6) == 7.0
+    busy(watch, 1)
+    assert watch.overdue_s == 0.0
+
+
 def test_with_overlap_the_step_after_is_announced_before_the_first_is_done() -> None:
     watch = Watch()
     watch.step_begins(6.0)
@@ -64,6 +77,6 @@ def test_with_overlap_the_step_after_is_announced_before_the_first_is_done() -> 
 
 def test_a_machine_that_stood_still_blames_nobody() -> None:
     watch = Watch()
-    watch.tick(0.25)
-    watch.tick(3600.0)
+    watch.tick(0.25, 0.0)
+    watch.tick(3600.0, 0.0)
     assert watch.silence_s == 1.25
