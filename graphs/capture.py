@@ -81,6 +81,11 @@ class GraphRunner:
         self.last_step = RunStep(StepKind.eager, 0, 0)
 
     @property
+    def has_loops(self) -> bool:
+        """Whether there may be parallel loops in a step besides those of our own kernels."""
+        return self._program is None or self._program.has_loops
+
+    @property
     def captured_keys(self) -> list[GraphKey]:
         return list(self._replays)
 

@@ -31,8 +31,19 @@ from ostinato.ops.attention import AttentionMetadata
 
 __all__ = ("Binder", "Program", "ProgramStore", "compile_model")
 
-Program = Callable[[ForwardBatch, KVCache], Tensor]
-"""(batch, kv_cache) -> hidden [R, D] of `batch.rows`; writes K and V of all tokens."""
+
+class Program(Protocol):
+    """A compiled model with its weights."""
+
+    @property
+    def has_loops(self) -> bool:
+        """Whether there may be parallel loops in it besides those of our own kernels."""
+        ...
+
+    def __call__(self, batch: ForwardBatch, kv_cache: KVCache) -> Tensor:
+        """Hidden [R, D] of `batch.rows`; writes K and V of all tokens."""
+        ...
+
 
 Binder = Callable[[LanguageModel], Program]
 """Gives a compiled program the weights of a model with the traced one's structure."""
@@ -255,10 +266,22 @@ def _compile_whole(
         compiled = _compile(forward, arguments, store, "model", skeleton)
 
     def bind(model: LanguageModel) -> Program:
-        values = list(_tensors(model).values())
-        return lambda batch, kv_cache: compiled(values, batch, kv_cache)
+        return _WholeProgram(compiled, list(_tensors(model).values()))
 
     return bind
+
+
+class _WholeProgram:
+    """A model that is one function."""
+
+    has_loops = True
+
+    def __init__(self, function: Function, parameters: list[Tensor]) -> None:
+        self._function = function
+        self._parameters = parameters
+
+    def __call__(self, batch: ForwardBatch, kv_cache: KVCache) -> Tensor:
+        return self._function(self._parameters, batch, kv_cache)
 
 
 def _compile_layer(
@@ -325,43 +348,50 @@ def _compile_layers(
             )
 
     def bind(model: LanguageModel) -> Program:
-        *calls, (finish, last_parameters) = [
-            (compiled[(index == last, *_kind(layer))], list(_tensors(layer).values()))
-            for index, layer in enumerate(model.layers)
-        ]
-
-        replays = _Replays([*calls, (finish, last_parameters)])
-
-        def program(batch: ForwardBatch, kv_cache: KVCache) -> Tensor:
-            hidden, step = model.begin(batch)
-            replay = replays.find(kv_cache, hidden, step)
-            if replay is not None:
-                return model.finish(replay(hidden, step, batch.rows))
-            for (function, parameters), (k_cache, v_cache) in zip(calls, kv_cache, strict=False):
-                hidden = function(parameters, hidden, step, k_cache, v_cache)
-            hidden = finish(last_parameters, hidden, step, *kv_cache[-1], batch.rows)
-            return model.finish(hidden)
-
-        return program
+        return _LayeredProgram(
+            model,
+            [
+                (compiled[(index == last, *_kind(layer))], list(_tensors(layer).values()))
+                for index, layer in enumerate(model.layers)
+            ],
+        )
 
     return bind
 
 
-class _Replays:
-    """The tape of a model's layers for small steps, made at the first of them.
+class _LayeredProgram:
+    """A model whose layers are functions, the last of which takes the wanted rows besides.
 
-    In larger steps Python is a small share, and a tape's results, which lie in memory of its own,
-    would be large.
+    In small steps the layers are played from a tape, made at the first of them. In larger ones
+    Python is a small share, and a tape's results, which lie in memory of its own, would be large.
     """
 
-    def __init__(self, calls: Sequence[tuple[Function, list[Tensor]]]) -> None:
+    def __init__(
+        self, model: LanguageModel, calls: Sequence[tuple[Function, list[Tensor]]]
+    ) -> None:
+        self._model = model
         self._calls = calls
-        self._is_possible = all(isinstance(function, _Straight) for function, _ in calls)
+        self._is_recordable = all(isinstance(function, _Straight) for function, _ in calls)
         self._replay: Replay | None = None
 
-    def find(self, kv_cache: KVCache, hidden: Tensor, step: StepInputs) -> Replay | None:
-        """The one for this cache; None when the programs must be called."""
-        if not self._is_possible or len(hidden) > _REPLAYED_TOKENS:
+    @property
+    def has_loops(self) -> bool:
+        return self._replay is None  # a tape holds nothing but calls of our kernels
+
+    def __call__(self, batch: ForwardBatch, kv_cache: KVCache) -> Tensor:
+        hidden, step = self._model.begin(batch)
+        replay = self._find_replay(kv_cache, hidden, step)
+        if replay is not None:
+            return self._model.finish(replay(hidden, step, batch.rows))
+        *calls, (finish, last_parameters) = self._calls
+        for (function, parameters), (k_cache, v_cache) in zip(calls, kv_cache, strict=False):
+            hidden = function(parameters, hidden, step, k_cache, v_cache)
+        hidden = finish(last_parameters, hidden, step, *kv_cache[-1], batch.rows)
+        return self._model.finish(hidden)
+
+    def _find_replay(self, kv_cache: KVCache, hidden: Tensor, step: StepInputs) -> Replay | None:
+        """The tape for this cache; None when the functions must be called."""
+        if not self._is_recordable or len(hidden) > _REPLAYED_TOKENS:
             return None
         if self._replay is None or self._replay.kv_cache is not kv_cache:
             layers = [
@@ -370,7 +400,7 @@ class _Replays:
                 if isinstance(function, _Straight)
             ]
             self._replay = record(layers, kv_cache, hidden, step)
-            self._is_possible = self._replay is not None
+            self._is_recordable = self._replay is not None
         return self._replay
 
 

@@ -1,14 +1,17 @@
-"""How many CPU threads a step's small loops get.
+"""How many CPU threads a step's loops get besides our own kernels'.
 
 A parallel loop ends in a barrier that costs microseconds on an idle machine and a scheduler's time
 slice on a busy one, and a decode step has several such loops per layer with next to nothing to do.
-So the compiled graph's own loops run on one thread in small steps; the matrix and attention kernels
-choose their threads themselves (ops/native).
+So they run on one thread in small steps, and in all steps of a program that has none worth
+mentioning. The matrix and attention kernels then share their work with threads that nobody has to
+wait for (ops/native/crew.h).
 """
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 __all__ = ("StepThreads",)
 
@@ -20,7 +23,7 @@ class StepThreads:
     """Switches OpenMP's number of threads around a step.
 
     Args:
-        threads: what steps above the limit, and everything outside of steps, use.
+        threads: what other steps, and everything outside of steps, use.
     """
 
     def __init__(self, threads: int) -> None:
@@ -28,12 +31,14 @@ class StepThreads:
         # The OpenMP runtime that torch has loaded; a torch without OpenMP has nothing to switch.
         self._set = getattr(ctypes.CDLL(None), "omp_set_num_threads", None)
 
-    def begin(self, num_tokens: int) -> None:
-        """Call before a step."""
-        if num_tokens <= _SERIAL_TOKENS and self._set is not None:
-            self._set(1)
-
-    def end(self, num_tokens: int) -> None:
-        """Call after it."""
-        if num_tokens <= _SERIAL_TOKENS and self._set is not None:
+    @contextmanager
+    def for_step(self, num_tokens: int, *, has_loops: bool) -> Iterator[None]:
+        """Hold them during a step of so many tokens, whose program may have such loops or not."""
+        if self._set is None or (has_loops and num_tokens > _SERIAL_TOKENS):
+            yield
+            return
+        self._set(1)
+        try:
+            yield
+        finally:
             self._set(self._threads)

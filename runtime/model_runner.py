@@ -5,6 +5,7 @@ queue.
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -166,15 +167,14 @@ class ModelRunner:
         self._buffers.keep(pending.tokens.token_ids)
 
     def _run(self, step: StepShape) -> Tensor:
+        threads = nullcontext()
         if self._threads is not None:
-            self._threads.begin(step.num_tokens)
-        try:
+            has_loops = self.graphs.has_loops
+            threads = self._threads.for_step(step.num_tokens, has_loops=has_loops)
+        with threads:
             return self.graphs.run(
                 step.num_tokens,
                 step.num_seqs,
                 len(step.sampled_rows),
                 uniform_decode=step.uniform_decode,
             )
-        finally:
-            if self._threads is not None:
-                self._threads.end(step.num_tokens)

@@ -1,10 +1,12 @@
 // How a C++ kernel becomes an op's CPU implementation: argument reading, registration, threads.
 //
 // Only the C layer of torch's stable ABI is included (torch >= 2.11): it compiles in half a second where
-// torch/library.h takes more than ten, and a call runs no Python. Threads are torch's own pool: no second
-// OpenMP runtime is loaded, whatever the compiler, and torch.set_num_threads governs every kernel unless
-// ostinato_set_threads gave the kernels a number of their own.
+// torch/library.h takes more than ten, and a call runs no Python. Threads are torch's own pool, or a crew's in small
+// steps: no second OpenMP runtime is loaded, whatever the compiler, and torch.set_num_threads governs every kernel
+// unless ostinato_set_threads gave the kernels a number of their own.
 #pragma once
+
+#include "crew.h"
 
 #include <dlfcn.h>
 #include <torch/csrc/stable/c/shim.h>
@@ -305,45 +307,45 @@ inline int num_threads() {
   return static_cast<int>(count);
 }
 
-// OpenMP's own number of threads, which torch_parallel_for obeys. The engine sets it to 1 around small steps, so
-// that loops which are not worth a barrier run on one thread; kernels decide for themselves and lift it while they
-// run. The functions are those of the OpenMP runtime that torch has loaded; without one nothing is changed.
-class ThreadsLifted {
- public:
-  explicit ThreadsLifted(int count) {
-    static const auto get = reinterpret_cast<int (*)()>(dlsym(RTLD_DEFAULT, "omp_get_max_threads"));
-    static const auto set = reinterpret_cast<void (*)(int)>(dlsym(RTLD_DEFAULT, "omp_set_num_threads"));
-    if (get == nullptr || set == nullptr || get() >= count) return;
-    set_ = set;
-    before_ = get();
-    set(count);
-  }
-  ThreadsLifted(const ThreadsLifted&) = delete;
-  ThreadsLifted& operator=(const ThreadsLifted&) = delete;
+// The crew of this process: that of the library which was loaded first (ostinato_use_crew).
+inline Crew*& crew_setting() {
+  static Crew* crew = nullptr;
+  return crew;
+}
 
-  ~ThreadsLifted() {
-    if (set_ != nullptr) set_(before_);
-  }
+inline Crew& crew() {
+  Crew*& crew = crew_setting();
+  if (crew == nullptr) crew = new Crew;  // never deleted: its threads use it
+  return *crew;
+}
 
- private:
-  void (*set_)(int) = nullptr;
-  int before_ = 0;
-};
+// Whether OpenMP has fewer threads than kernels have. The engine sets it to 1 around small steps, whose other loops
+// are not worth a barrier. The function is that of the OpenMP runtime that torch has loaded.
+inline bool openmp_is_held_back() {
+  static const auto get = reinterpret_cast<int (*)()>(dlsym(RTLD_DEFAULT, "omp_get_max_threads"));
+  return get != nullptr && get() < num_threads();
+}
 
-// Runs body(worker) for worker in [0, num_workers) on torch's threads and waits; workers may share a thread,
-// so they must not wait for each other.
+// Runs body(worker) for worker in [0, num_workers) and waits; workers may share a thread, so they must not wait for
+// each other. In small steps on the crew, else on torch's threads: those of the loops before and after, which keep
+// the cores for a while.
 template <class Body>
 void on_workers(int num_workers, Body&& body) {
   if (num_workers <= 1) {
     body(0);
     return;
   }
+  using Function = std::remove_reference_t<Body>;
+  if (openmp_is_held_back()) {
+    crew().run(
+        num_workers, [](void* context, int worker) { (*static_cast<Function*>(context))(worker); }, &body);
+    return;
+  }
   auto trampoline = [](int64_t begin, int64_t end, void* context) {
     for (int64_t worker = begin; worker < end; ++worker) {
-      (*static_cast<std::remove_reference_t<Body>*>(context))(static_cast<int>(worker));
+      (*static_cast<Function*>(context))(static_cast<int>(worker));
     }
   };
-  const ThreadsLifted lifted(num_threads());
   require_ok(torch_parallel_for(0, num_workers, 1, trampoline, &body), "run on its threads");
 }
 

@@ -55,6 +55,7 @@ __all__ = (
     "build",
     "content_key",
     "detect_isa",
+    "find_compiler",
     "intact_libraries",
 )
 
@@ -193,7 +194,7 @@ def _digest(path: Path) -> str:
 
 def _build(library: str, isa: str, directory: Path) -> Path:
     """Compile each unit in a process of its own, link, move the result in with one rename."""
-    compiler = _find_compiler()
+    compiler = find_compiler()
     torch_dir = _torch_directory()
     level, isa_flags, _ = ISA_LEVELS[isa]
     include = (f"-I{_SOURCE_DIR}", f"-I{torch_dir / 'include'}")
@@ -225,7 +226,7 @@ def _torch_directory() -> Path:
     return Path(spec.origin).parent
 
 
-def _find_compiler() -> str:
+def find_compiler() -> str:
     """The compiler that Inductor would use for its own C++."""
     name = cxx()
     found = shutil.which(name)

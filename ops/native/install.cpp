@@ -44,3 +44,7 @@ OSTINATO_EXPORT int ostinato_install(const char* name_space) {
 
 // Kernels use up to `count` threads from now on, whatever OpenMP's own number is; 0 = as many as that.
 OSTINATO_EXPORT void ostinato_set_threads(int count) { ostinato::thread_setting() = count; }
+
+// The crew of this library's kernels, and that they shall use another library's: one per process.
+OSTINATO_EXPORT void* ostinato_crew() { return &ostinato::crew(); }
+OSTINATO_EXPORT void ostinato_use_crew(void* crew) { ostinato::crew_setting() = static_cast<ostinato::Crew*>(crew); }

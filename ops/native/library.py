@@ -77,6 +77,10 @@ def _load(name: str, isa: str | None, namespace: str) -> NativeLibrary:
         _define_twins(library, namespace)
     if library.ostinato_install(namespace.encode()) != 0:
         raise NativeBuildError(f"torch {torch.__version__} refused the kernels of {path}; {REMEDY}")
+    for first in list(_loaded.values())[:1]:
+        owner = ctypes.CDLL(str(first.path))
+        owner.ostinato_crew.restype = ctypes.c_void_p
+        library.ostinato_use_crew(ctypes.c_void_p(owner.ostinato_crew()))
     return NativeLibrary(level, namespace, path)
 
 

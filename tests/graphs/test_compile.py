@@ -19,7 +19,7 @@ STEPS = [
 ]
 
 
-def run_steps(program: Program, kv_cache: KVCache) -> list[Tensor]:
+def run_steps(program: Program | ToyModel, kv_cache: KVCache) -> list[Tensor]:
     buffers = make_buffers()
     hidden = []
     for sequences, num_logits in zip(STEPS, (1, 2, None, 1), strict=True):

@@ -67,6 +67,19 @@ def test_weights_that_are_written_in_place_are_read_anew() -> None:
 
 
 @torch.inference_mode()
+def test_only_a_program_that_was_recorded_is_known_to_have_no_loops() -> None:
+    device = torch.device("cpu")
+    for backend, has_loops in (("cpu", False), ("reference", True)):
+        model, spec = packed(backend=backend)
+        example = make_buffers().batch(16, 3, 3)
+        bind = compile_model(model, GraphForm.layer, example, spec.allocate(4, device))
+        program = bind(model)
+        assert program.has_loops
+        run(program, spec.allocate(64, device))
+        assert program.has_loops == has_loops, backend
+
+
+@torch.inference_mode()
 def test_what_a_tape_can_not_hold_is_not_recorded() -> None:
     device = torch.device("cpu")
     for backend, is_recorded in (("cpu", True), ("reference", False)):

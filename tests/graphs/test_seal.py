@@ -140,7 +140,7 @@ def test_our_own_kernels(
 def test_a_compiler_however_it_is_started(
     monitor: CompileMonitor, tmp_path: Path, how: str
 ) -> None:
-    words = compile_file(native._find_compiler(), tmp_path)
+    words = compile_file(native.find_compiler(), tmp_path)
 
     def work() -> None:
         if how == "shell":
@@ -215,7 +215,7 @@ def test_flashinfer_starts_ninja(
 def test_counts_are_steps_and_logged_once(
     monitor: CompileMonitor, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    words = compile_file(native._find_compiler(), tmp_path)
+    words = compile_file(native.find_compiler(), tmp_path)
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             monitor.begin_step(4, 4)
@@ -236,7 +236,7 @@ def test_counts_are_steps_and_logged_once(
 
 
 def test_before_the_seal_and_after_the_close(tmp_path: Path) -> None:
-    words = compile_file(native._find_compiler(), tmp_path)
+    words = compile_file(native.find_compiler(), tmp_path)
     monitor = CompileMonitor()
     subprocess.run(words, check=True)
     assert (monitor.compiles, monitor.late_compiles) == ({"c++": 1}, [])
@@ -248,7 +248,7 @@ def test_before_the_seal_and_after_the_close(tmp_path: Path) -> None:
 
 
 def test_the_start_of_another_engine_is_not_late(monitor: CompileMonitor, tmp_path: Path) -> None:
-    words = compile_file(native._find_compiler(), tmp_path)
+    words = compile_file(native.find_compiler(), tmp_path)
     starting = CompileMonitor()
     try:
         subprocess.run(words, check=True)

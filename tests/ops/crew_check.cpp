@@ -1,0 +1,107 @@
+// Exercises ops/native/crew.h by itself, under a thread sanitizer where there is one (test_crew.py). Prints what went
+// wrong and ends with 1, or ends with 0.
+#include "crew.h"
+
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <ctime>
+#include <cstring>
+#include <stdexcept>
+#include <thread>
+#include <vector>
+
+namespace {
+
+void check(bool holds, const char* what) {
+  if (holds) return;
+  std::printf("%s\n", what);
+  std::exit(1);
+}
+
+struct Work {
+  std::vector<int> times;  // each item was done; not atomic: a second thread at one would be a race
+  std::atomic<size_t> next{0};
+  std::atomic<int> parts{0};
+  int failing_worker = -1;
+
+  static void part(void* context, int worker) {
+    auto& work = *static_cast<Work*>(context);
+    work.parts.fetch_add(1);
+    if (worker == work.failing_worker) throw std::runtime_error("as asked");
+    for (size_t i = work.next.fetch_add(1); i < work.times.size(); i = work.next.fetch_add(1)) ++work.times[i];
+  }
+};
+
+bool is_done_once(ostinato::Crew& crew, int num_workers, size_t num_items) {
+  Work work;
+  work.times.resize(num_items);
+  crew.run(num_workers, Work::part, &work);
+  for (int times : work.times) {
+    if (times != 1) return false;
+  }
+  return work.parts == num_workers;
+}
+
+void many_calls(ostinato::Crew& crew, int num_calls) {
+  for (int call = 0; call < num_calls; ++call) {
+    check(is_done_once(crew, 1 + call % 5, call % 37), "a call left work or did some twice");
+    // long enough for helpers to fall asleep
+    if (call % 500 == 0) std::this_thread::sleep_for(std::chrono::milliseconds(2));
+  }
+}
+
+void failures(ostinato::Crew& crew) {
+  for (int worker = 0; worker < 3; ++worker) {
+    Work work;
+    work.times.resize(10);
+    work.failing_worker = worker;
+    bool thrown = false;
+    try {
+      crew.run(3, Work::part, &work);
+    } catch (const std::runtime_error& error) {
+      thrown = std::strcmp(error.what(), "as asked") == 0;
+    }
+    check(thrown, "a part's exception did not reach the caller");
+    check(work.parts == 3, "a call ended before its parts");
+  }
+}
+
+void two_callers(ostinato::Crew& crew) {
+  std::thread other([&] { many_calls(crew, 3000); });
+  many_calls(crew, 3000);
+  other.join();
+}
+
+void a_forked_process(ostinato::Crew& crew) {
+  const pid_t child = fork();
+  if (child == 0) _exit(is_done_once(crew, 4, 100) ? 0 : 1);  // its helpers stayed in the parent
+  int status = 0;
+  check(waitpid(child, &status, 0) == child && WIFEXITED(status) && WEXITSTATUS(status) == 0,
+        "a forked process can not do its work alone");
+}
+
+double cpu_seconds() { return static_cast<double>(std::clock()) / CLOCKS_PER_SEC; }
+
+void idleness(ostinato::Crew& crew) {
+  check(is_done_once(crew, 4, 100), "a call left work");
+  std::this_thread::sleep_for(std::chrono::milliseconds(50));
+  const double before = cpu_seconds();
+  std::this_thread::sleep_for(std::chrono::milliseconds(500));
+  check(cpu_seconds() - before < 0.1, "helpers keep the processor busy between calls");
+}
+
+}  // namespace
+
+int main(int argc, char**) {
+  auto* crew = new ostinato::Crew;
+  many_calls(*crew, 20000);
+  failures(*crew);
+  two_callers(*crew);
+  idleness(*crew);
+  if (argc == 1) a_forked_process(*crew);  // sanitizers do not follow into a fork of several threads
+  std::_Exit(0);
+}
