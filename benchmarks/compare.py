@@ -22,7 +22,7 @@ from ostinato.benchmarks.figures import bootstrap_ratio
 from ostinato.benchmarks.load_run import Target, find_target
 from ostinato.benchmarks.model_facts import model_facts
 from ostinato.benchmarks.record import Metric, Point, Record, conditions_of
-from ostinato.benchmarks.serve import LoadRunner, merge_runs, workload_of
+from ostinato.benchmarks.serve import LoadRunner, first_shift, merge_runs, workload_of
 from ostinato.benchmarks.server import Server
 from ostinato.conf.errors import ConfigError
 from ostinato.conf.root import EngineConfig
@@ -67,14 +67,16 @@ def compare(config: EngineConfig, context: BenchContext) -> Record:
             target, found = find_target(url, config.load, is_ours=engine.config is not None)
             targets.append(target)
             notes += found
-        runner = LoadRunner(config, context, facts, part)
+        stays_up = any(engine.config is None for engine in engines)
+        shift = first_shift(config, stays_up=stays_up)
+        runner = LoadRunner(config, context, facts, part, shift)
         results: list[Point] = []
         for point in points:
             runs: list[list[Point]] = [[] for _ in engines]
             for number in range(config.bench.warmup + config.bench.repeats):
                 # The order turns, so that nobody always runs after the same neighbour.
-                for shift in range(len(engines)):
-                    place = (number + shift) % len(engines)
+                for turn in range(len(engines)):
+                    place = (number + turn) % len(engines)
                     result, warnings = runner.measure(targets[place], point)
                     if number >= config.bench.warmup:
                         runs[place].append(result)
@@ -85,7 +87,7 @@ def compare(config: EngineConfig, context: BenchContext) -> Record:
         notes.append("fewer than three rounds: intervals say little (bench.repeats)")
     return Record(
         kind=config.bench.kind.value,
-        conditions=conditions_of(config, engines=names, reference=names[0]),
+        conditions=conditions_of(config, engines=names, reference=names[0], ids_shift=shift),
         points=results,
         notes=list(dict.fromkeys(notes)),
     )

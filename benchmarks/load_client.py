@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import gc
 import math
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -297,6 +298,8 @@ class LoadClient:
         max_tokens = self._job.requests[place].max_tokens
         times.status, times.error = await self._send(prompt, max_tokens, answer)
         times.end_s = self._now()
+        if not times.num_prompt_tokens and prompt and isinstance(prompt[0], int):
+            times.num_prompt_tokens = len(prompt)  # the server does not say
         if times.status == "ok":
             self._num_ok += 1
             return answer
@@ -389,8 +392,11 @@ def main() -> None:
     job = msgspec.json.decode(sys.stdin.buffer.read(), type=LoadJob)
 
     def say(message: LoadProgress | LoadReport) -> None:
-        sys.stdout.buffer.write(_encode(message) + b"\n")
-        sys.stdout.buffer.flush()
+        try:
+            sys.stdout.buffer.write(_encode(message) + b"\n")
+            sys.stdout.buffer.flush()
+        except BrokenPipeError:
+            os._exit(1)  # nobody listens: no load for nobody
 
     say(run_job(job, say))
 

@@ -45,7 +45,7 @@ class RequestTimes(msgspec.Struct, kw_only=True, omit_defaults=True):
     sent_s: float = 0.0
     end_s: float = 0.0
     chunk_s: list[float] = []  # arrivals of output
-    num_prompt_tokens: int = 0  # as the server counts them; 0 = it does not say
+    num_prompt_tokens: int = 0  # as the server counts them, or the ids sent; 0 = unknown
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
     finish_reason: str | None = None

@@ -134,11 +134,15 @@ def client_warnings(report: LoadReport) -> list[str]:
     warnings: list[str] = []
     gaps = sorted(gap for one in report.requests for gap in _gaps(one))
     limit = max(_MAX_LAG_MS, 200 * percentile(gaps, 50) if gaps else 0.0)
-    lag = report.loop_lag_ms["p99"]
-    if lag > limit:
+    lags = {
+        "its own timer fired": report.loop_lag_ms["p99"],
+        "requests were sent": report.send_lag_ms["p99"],
+    }
+    late = [f"{what} up to {lag:,.0f} ms late" for what, lag in lags.items() if lag > limit]
+    if late:
         warnings.append(
-            f"the client is a bottleneck: its own timer fired up to {lag:.0f} ms late (99th "
-            "percentile); run it on a machine or cores of its own"
+            f"the client is a bottleneck: {' and '.join(late)} (99th percentile); lower the rate, "
+            "or run it on a machine or cores of its own"
         )
     if report.cpu_share > _MAX_CPU:
         warnings.append(

@@ -10,6 +10,7 @@ prompts in the prefix cache.
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -25,10 +26,12 @@ from ostinato.benchmarks.server import Server
 from ostinato.benchmarks.server_watch import ServerWatch
 from ostinato.benchmarks.workload import Part
 from ostinato.benchmarks.workload_source import fit_parts, one_part, read_parts
-from ostinato.conf.bench_schema import PromptFormat, RequestEndpoint
+from ostinato.conf.bench_schema import PromptFormat, RequestEndpoint, WorkloadKind
 from ostinato.conf.root import EngineConfig
 
-__all__ = ("LoadRunner", "merge_runs", "serve", "workload_of")
+__all__ = ("LoadRunner", "first_shift", "merge_runs", "serve", "workload_of")
+
+_SHIFTS = 1 << 20
 
 
 def serve(config: EngineConfig, context: BenchContext) -> Record:
@@ -42,14 +45,17 @@ def serve(config: EngineConfig, context: BenchContext) -> Record:
     facts = model_facts(config)
     part, notes = workload_of(config, facts)
     with ExitStack() as stack:
-        url, startup_s = config.load.url, None
+        url, started = config.load.url, {}
         if not url:
             context.show("starting the server")
             server = stack.enter_context(Server(config))
-            url, startup_s = server.url, server.ready_s
+            url = server.url
+            phases = {name: round(s, 3) for name, s in server.startup_phases().items()}
+            started = {"startup_s": round(server.ready_s, 3), "startup_phases_s": phases}
         target, found = find_target(url, config.load, is_ours=not config.load.url)
         notes += found
-        runner = LoadRunner(config, context, facts, part)
+        shift = first_shift(config, stays_up=bool(config.load.url))
+        runner = LoadRunner(config, context, facts, part, shift)
         results: list[Point] = []
         for point in points:
             runs = []
@@ -58,12 +64,10 @@ def serve(config: EngineConfig, context: BenchContext) -> Record:
                 runs.append(result)
                 notes += warnings
             results.append(merge_runs(runs))
-    more: dict[str, object] = {"url": config.load.url, "served_model": target.model}
-    if startup_s is not None:
-        more["startup_s"] = round(startup_s, 3)
+    more = {"url": config.load.url, "served_model": target.model, "ids_shift": shift}
     return Record(
         kind=config.bench.kind.value,
-        conditions=conditions_of(config, **more),
+        conditions=conditions_of(config, **more, **started),
         points=results,
         notes=notes,
     )
@@ -86,6 +90,19 @@ def workload_of(config: EngineConfig, facts: ModelFacts) -> tuple[Part, list[str
     return fitting[0], notes
 
 
+def first_shift(config: EngineConfig, *, stays_up: bool) -> int:
+    """The number of the first measurement, which shifts the ids that it sends.
+
+    A server that stays up remembers the prompts of an earlier `run bench`, so that drawn ones begin
+    anywhere; those of a file are what somebody wanted to be sent.
+    """
+    return secrets.randbelow(_SHIFTS) if stays_up and _is_drawn(config) else 0
+
+
+def _is_drawn(config: EngineConfig) -> bool:
+    return config.workload.kind not in (WorkloadKind.tokens, WorkloadKind.sharegpt)
+
+
 @dataclass(slots=True)
 class LoadRunner:
     """Measures points with one workload; every measurement sends ids of its own."""
@@ -103,7 +120,7 @@ class LoadRunner:
             load.prompt_format is PromptFormat.ids and load.endpoint is RequestEndpoint.completions
         )
         part = self.part
-        if as_ids:  # shifted ids of a text would be another text
+        if as_ids or _is_drawn(self.config):  # shifted ids of a text would be another text
             part = part.rotated(self.count, self.facts.vocab_size)
         tokenizer = self.facts.tokenizer
         job = make_job(
@@ -127,7 +144,7 @@ class LoadRunner:
         self.context.show(f"{point.label}: {total} requests")
         meter, energy = LoadMeter(), EnergyMeter()
         energy.start()
-        with ServerWatch(target.url) as watch:
+        with ServerWatch(target.url, load.headers) as watch:
             result, warnings = measure_point(
                 job,
                 point,
@@ -144,6 +161,9 @@ class LoadRunner:
         if watch.columns["at_s"]:
             began_at = result.details["client"]["began_at"]
             result.details["server"] = watch.columns_since(began_at)
+            steps = watch.steps_since(began_at)
+            if steps["seconds"]:
+                result.details["steps"] = steps
         self.context.show("")
         return result, warnings
 

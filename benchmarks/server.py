@@ -6,17 +6,21 @@ resolved one needs no command line, and no quoting.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import os
 import signal
 import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from collections import deque
 from collections.abc import Mapping
 from typing import Self
 
 import msgspec
+from prometheus_client.parser import text_string_to_metric_families
 
 from ostinato.conf.root import EngineConfig
 from ostinato.runtime.errors import StartupError
@@ -25,6 +29,7 @@ __all__ = ("Server",)
 
 _START_S = 600.0
 _STOP_S = 60.0
+_ANSWER_S = 60.0
 _READY = "ready after"
 _LOG_LINES = 20
 
@@ -70,8 +75,9 @@ class Server:
         self._reader.start()
         assert self._process.stdin is not None, "stdin=PIPE"
         try:
-            self._process.stdin.write(msgspec.json.encode(self._config).decode())
-            self._process.stdin.close()
+            # One line; the pipe stays open, so that the server sees the end of this process.
+            self._process.stdin.write(msgspec.json.encode(self._config).decode() + "\n")
+            self._process.stdin.flush()
         except BrokenPipeError:
             pass  # it ended at once: its log says why
         self._ready.wait(_START_S)
@@ -91,7 +97,21 @@ class Server:
             except subprocess.TimeoutExpired:
                 self._process.kill()
         self._process.wait()
+        assert self._process.stdin is not None, "stdin=PIPE"
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
         self._reader.join(5)
+
+    def startup_phases(self) -> dict[str, float]:
+        """Seconds of each phase of the start but the last, `ready`, as the server counts them."""
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=_ANSWER_S) as reply:
+            text = reply.read().decode()
+        return {
+            sample.labels["phase"]: sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+            if sample.name == "ostinato_startup_seconds" and sample.labels["phase"] != "ready"
+        }
 
     @property
     def pid(self) -> int:
@@ -111,11 +131,19 @@ class Server:
         self._ready.set()
 
 
+def _end_with_parent() -> None:
+    """Drain and end when whoever started this is gone, however it went: its pipe then ends."""
+    while os.read(0, 4096):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
 def main() -> int:
     """Serve the configuration on standard input."""
     from ostinato.api.server import serve
 
-    config = msgspec.json.decode(sys.stdin.buffer.read(), type=EngineConfig)
+    config = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineConfig)
+    threading.Thread(target=_end_with_parent, name="parent-watch", daemon=True).start()
     try:
         return serve(config)
     except StartupError as error:

@@ -17,8 +17,6 @@ import time
 import urllib.request
 from pathlib import Path
 
-from prometheus_client.parser import text_string_to_metric_families
-
 from ostinato.benchmarks.context import BenchContext
 from ostinato.benchmarks.probes import LoadMeter
 from ostinato.benchmarks.record import Metric, Point, Record, conditions_of
@@ -77,7 +75,7 @@ def _start_once(config: EngineConfig, cache: Path) -> dict[str, float]:
         ready = time.monotonic() - begin
         _request_token(server.url)
         first_token = time.monotonic() - begin
-        return {**_phases(server.url), _READY: ready, "first token": first_token}
+        return {**server.startup_phases(), _READY: ready, "first token": first_token}
 
 
 def _request_token(url: str) -> None:
@@ -88,14 +86,3 @@ def _request_token(url: str) -> None:
     )
     with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as reply:
         reply.read()
-
-
-def _phases(url: str) -> dict[str, float]:
-    with urllib.request.urlopen(f"{url}/metrics", timeout=_TIMEOUT_S) as reply:
-        text = reply.read().decode()
-    return {
-        sample.labels["phase"]: sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-        if sample.name == "ostinato_startup_seconds" and sample.labels["phase"] != _READY
-    }

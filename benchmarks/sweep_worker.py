@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import sys
+import threading
 import traceback
 from typing import Any
 
@@ -23,7 +25,11 @@ def main(config_dir: str) -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever prints goes to standard error
     shelf = ModelShelf()
-    for line in sys.stdin:
+    lines: queue.Queue[str] = queue.Queue()
+    idle = threading.Event()
+    idle.set()
+    threading.Thread(target=_read, args=(lines, idle), name="input", daemon=True).start()
+    while line := lines.get():
         words: list[str] = json.loads(line)
         answer: dict[str, Any]
         try:
@@ -38,8 +44,22 @@ def main(config_dir: str) -> None:
         except Exception as error:  # one point's fault must not end the sweep
             traceback.print_exc()
             answer = {"error": f"{type(error).__name__}: {error}"}
+        idle.set()  # before the answer: the next line comes after it
         answers.write(json.dumps(answer) + "\n")
         answers.flush()
+
+
+def _read(lines: queue.Queue[str], idle: threading.Event) -> None:
+    """Pass lines on, and an empty one at their end; an end while a point runs ends the process.
+
+    Whoever started this is gone then, and the rest of the point would be for nobody.
+    """
+    while line := sys.stdin.readline():
+        idle.clear()
+        lines.put(line)
+    if not idle.is_set():
+        os._exit(1)
+    lines.put("")
 
 
 if __name__ == "__main__":

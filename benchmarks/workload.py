@@ -150,11 +150,14 @@ def load_tokens(path: str) -> list[Part]:
     """
     file = Path(path).expanduser()
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        text = file.read_text(encoding="utf-8")
+        content = json.loads(text) if text.strip() else None
     except OSError as error:
         raise ConfigError(f"workload.path={path} can not be read: {error.strerror}") from error
-    except ValueError as error:  # of JSON and of UTF-8
+    except (ValueError, RecursionError) as error:  # of JSON and of UTF-8; nested too deep
         raise ConfigError(f"workload.path={path} is not JSON: {error}") from error
+    if not text.strip():
+        raise ConfigError(f"workload.path={path} is empty")
     if isinstance(content, list):
         return [Part("list", _items(path, "", content))]
     if not isinstance(content, dict):

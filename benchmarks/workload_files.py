@@ -16,9 +16,10 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 import random
 from collections.abc import Callable, Iterator, Mapping
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -29,6 +30,7 @@ from ostinato.conf.errors import ConfigError
 __all__ = ("MOONCAKE_BLOCK", "sharegpt_part", "trace_part")
 
 MOONCAKE_BLOCK = 512  # tokens that one entry of Mooncake's hash_ids stands for
+_MAX_TOKENS = 100_000_000  # of one request; more is a mistake in the file
 _MIN_TOKENS = 4  # shorter conversations say nothing about a server
 
 
@@ -97,12 +99,13 @@ def trace_part(section: WorkloadSection, vocab_size: int) -> Part:
     """
     where = f"workload.path={section.path}"
     text = _read(section)
-    if not text.strip():
-        raise ConfigError(f"{where} is empty")
     if text.lstrip()[0] in "{[":
         arrivals = list(_json_lines(text, where))
     else:
-        arrivals = list(_csv(text, where))
+        try:
+            arrivals = list(_csv(text, where))
+        except csv.Error as error:
+            raise ConfigError(f"{where} is not CSV: {error}") from error
     arrivals = [one for one in arrivals if one.input_length > 0 and one.output_length > 0]
     if not arrivals:
         raise ConfigError(f"{where} has no request with input and output tokens")
@@ -167,8 +170,9 @@ def _json_lines(text: str, where: str) -> Iterator[_Arrival]:
 
 
 def _csv(text: str, where: str) -> Iterator[_Arrival]:
-    reader = csv.DictReader(io.StringIO(text))
-    names = {name.strip() for name in reader.fieldnames or ()}
+    reader = csv.DictReader(io.StringIO(text), skipinitialspace=True)
+    reader.fieldnames = [name.strip() for name in reader.fieldnames or ()]
+    names = set(reader.fieldnames)
     if {"TIMESTAMP", "ContextTokens", "GeneratedTokens"} <= names:
         time, lengths = "TIMESTAMP", ("ContextTokens", "GeneratedTokens")
     elif {"Timestamp", "Request tokens", "Response tokens"} <= names:
@@ -192,31 +196,38 @@ def _csv(text: str, where: str) -> Iterator[_Arrival]:
 
 
 def _seconds(value: str | None, name: str, place: str) -> float:
-    """Of a number of seconds, or of a date and time; Azure's have seven decimals."""
+    """Of a number of seconds, or of a date and time, without an offset in UTC.
+
+    Azure's of 2023 have seven decimals and no offset, those of 2024 up to six and "+00:00".
+    """
     text = (value or "").strip()
     try:
-        return float(text)
+        seconds = float(text)
     except ValueError:
-        pass
+        seconds = math.nan
+    if math.isfinite(seconds):
+        return seconds
     try:
-        whole, _, fraction = text.partition(".")
-        digits = fraction.partition("+")[0].rstrip("Z")
-        return datetime.fromisoformat(whole).timestamp() + float(f"0.{digits or 0}")
+        moment = datetime.fromisoformat(text)
     except ValueError as error:
         raise ConfigError(f"{place}: {name} must be seconds or a date, got {text!r:.60}") from error
+    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
 
 
 def _number(fields: Mapping[str, Any], name: str, place: str) -> float:
     value = fields.get(name)
     try:
-        return float(cast(Any, value))
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"{place}: {name} must be a number, got {value!r:.60}") from error
+        number = float(cast(Any, value))
+    except (TypeError, ValueError, OverflowError):  # an integer of hundreds of digits overflows
+        number = math.nan
+    if not math.isfinite(number):
+        raise ConfigError(f"{place}: {name} must be a number, got {value!r:.60}")
+    return number
 
 
 def _count(fields: Mapping[str, Any], name: str, place: str) -> int:
     number = _number(fields, name, place)
-    if number < 0 or number != int(number):
+    if not 0 <= number <= _MAX_TOKENS or number != int(number):
         raise ConfigError(f"{place}: {name} must be a number of tokens, got {fields[name]!r:.60}")
     return int(number)
 
@@ -225,17 +236,20 @@ def _read(section: WorkloadSection) -> str:
     if not section.path:
         raise ConfigError(f"workload={section.kind} needs a file: workload.path=FILE")
     try:
-        return Path(section.path).expanduser().read_text(encoding="utf-8-sig")
+        text = Path(section.path).expanduser().read_text(encoding="utf-8-sig")
     except OSError as error:
         raise ConfigError(
             f"workload.path={section.path} can not be read: {error.strerror}"
         ) from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"workload.path={section.path} is not UTF-8 text: {error}") from error
+    if not text.strip():
+        raise ConfigError(f"workload.path={section.path} is empty")
+    return text
 
 
 def _json(text: str, where: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{where} is not JSON: {error}") from error

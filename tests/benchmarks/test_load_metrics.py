@@ -98,7 +98,9 @@ def test_the_histogram_counts_every_gap():
 def test_a_client_that_is_late_or_busy_warns():
     assert client_warnings(report(FIRST)) == []
     late = client_warnings(report(SECOND, loop_lag_ms={"p50": 1.0, "p99": 40.0, "max": 50.0}))
-    assert "up to 40 ms late" in late[0]
+    assert "its own timer fired up to 40 ms late" in late[0]
+    late = client_warnings(report(FIRST, send_lag_ms={"p50": 1.0, "p99": 2351.0, "max": 3000.0}))
+    assert "requests were sent up to 2,351 ms late" in late[0]
     assert "used 95% of a core" in client_warnings(report(FIRST, cpu_share=0.95))[0]
 
 

@@ -137,12 +137,13 @@ def make_search(
     return Search(config, space, forecast, goals, storage, "test"), forecast, config
 
 
-# With a whole prompt of 400 tokens in a step, the streams wait 42 ms.
-HARD = {"itl_ms": 15.0, "ttft_ms": 600.0}
+def hard_goals() -> Goals:
+    """With a whole prompt of 400 tokens in a step, the streams wait 42 ms."""
+    return make_goals(itl_ms=15.0, ttft_ms=600.0)
 
 
 def test_the_search_meets_a_goal_that_the_configuration_misses(tmp_path: Path):
-    goals = make_goals(**HARD)
+    goals = hard_goals()
     search, forecast, config = make_search(tmp_path, goals)
     default = forecast.predict(config)
     assert default is not None
@@ -156,7 +157,7 @@ def test_the_search_meets_a_goal_that_the_configuration_misses(tmp_path: Path):
 
 
 def test_a_study_resumes_and_is_seeded(tmp_path: Path):
-    goals = make_goals(**HARD)
+    goals = hard_goals()
     search, _, _ = make_search(tmp_path, goals)
     search.run(8, time.monotonic() + 60)
     first = [trial.params for trial in search.study.trials]
@@ -190,7 +191,7 @@ def test_an_impossible_goal_is_named_with_what_the_machine_needs(tmp_path: Path)
     _, forecast, config = make_search(tmp_path, goals)
     [line] = impossible_goals(config, forecast, goals)
     assert line.startswith("slo.itl_ms=1 can not be met: with one request at a time p95 is 2.")
-    assert impossible_goals(config, forecast, make_goals(**HARD)) == []
+    assert impossible_goals(config, forecast, hard_goals()) == []
 
 
 def test_goals_that_exclude_each_other_are_told_apart(tmp_path: Path):

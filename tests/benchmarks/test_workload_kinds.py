@@ -1,9 +1,12 @@
 """Workloads made from numbers and read from others' files; a bad file is one clear line."""
 
 import json
+import time
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from ostinato.benchmarks.workload import Part, WorkItem
 from ostinato.benchmarks.workload_source import fit_parts, one_part, read_parts
@@ -105,6 +108,40 @@ OURS = json.dumps(
 )
 
 
+AZURE_2024 = """TIMESTAMP, ContextTokens, GeneratedTokens
+2024-05-12 00:00:00.500000+00:00,274,15
+2024-05-12 00:00:01+00:00,25,6
+2024-05-12 02:00:02.250000+02:00,24,5
+2024-05-12 00:00:03.7500000,23,4
+"""
+BURSTGPT_2 = """Timestamp,Session ID,Elapsed time,Model,Request tokens,Response tokens,Total tokens,Log Type
+19440110.0,1722ac82-0a46-4bf0-aa08-89794e7a2b3f,43,GPT-4,90,44,134,Conversation log
+19440192.0,a5c6,2,ChatGPT,36,29,65,Conversation log
+"""
+
+
+def test_times_with_and_without_an_offset_are_on_one_scale(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("TZ", "Asia/Kolkata")
+    time.tzset()
+    try:
+        items = only(kind="trace", path=write(tmp_path, AZURE_2024)).items
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+    assert [i.arrival_s for i in items] == pytest.approx([0, 0.5, 1.75, 3.25])
+    assert [len(i.prompt) for i in items] == [274, 25, 24, 23]
+
+
+def test_a_burstgpt_trace_with_sessions(tmp_path: Path):
+    items = only(kind="trace", path=write(tmp_path, BURSTGPT_2)).items
+    assert [(len(i.prompt), i.max_tokens, i.arrival_s) for i in items] == [
+        (90, 44, 0),
+        (36, 29, 82),
+    ]
+
+
 def test_an_azure_trace(tmp_path: Path):
     items = only(kind="trace", path=write(tmp_path, AZURE)).items
     assert [(len(i.prompt), i.max_tokens) for i in items] == [(374, 44), (10, 3)]
@@ -155,7 +192,37 @@ def test_our_own_trace_states_its_block_size(tmp_path: Path):
             "TIMESTAMP,ContextTokens,GeneratedTokens\n1,x,2\n",
             "{path}, line 2: ContextTokens must be a number, got 'x'",
         ),
+        (
+            "trace",
+            "TIMESTAMP,ContextTokens,GeneratedTokens\nnan,1,2\n",
+            "{path}, line 2: TIMESTAMP must be seconds or a date, got 'nan'",
+        ),
+        (
+            "trace",
+            "TIMESTAMP,ContextTokens,GeneratedTokens\n1,inf,2\n",
+            "{path}, line 2: ContextTokens must be a number, got 'inf'",
+        ),
+        (
+            "trace",
+            "TIMESTAMP,ContextTokens,GeneratedTokens\n1,1e15,2\n",
+            "{path}, line 2: ContextTokens must be a number of tokens, got '1e15'",
+        ),
+        (
+            "trace",
+            f"TIMESTAMP,ContextTokens,GeneratedTokens\n{'1' * 200_000},1,2\n",
+            "{path} is not CSV: field larger than",
+        ),
         ("trace", '{"timestamp": 1', "{path}, line 1 is not JSON: "),
+        (
+            "trace",
+            '{"timestamp": NaN, "input_length": 2, "output_length": 1}',
+            "{path}, line 1: timestamp must be a number, got nan",
+        ),
+        (
+            "trace",
+            f'{{"timestamp": 1, "input_length": {"9" * 400}, "output_length": 1}}',
+            "{path}, line 1: input_length must be a number, got 9",
+        ),
         ("trace", "[1]", "{path}, line 1 must be an object, got [1]"),
         (
             "trace",
@@ -172,6 +239,9 @@ def test_our_own_trace_states_its_block_size(tmp_path: Path):
         ("sharegpt", '[{"conversations": [{"value": 1}]}]', "{path}, entry [0]: a turn must be"),
         ("sharegpt", '[{"conversations": []}]', "{path} has no conversation with a question"),
         ("sharegpt", "[", "{path} is not JSON: "),
+        ("sharegpt", "[" * 200_000, "{path} is not JSON: "),
+        ("sharegpt", " ", "{path} is empty"),
+        ("tokens", "", "{path} is empty"),
     ],
 )
 def test_a_malformed_file_is_one_line(tmp_path: Path, kind: str, content: str, message: str):
@@ -180,6 +250,45 @@ def test_a_malformed_file_is_one_line(tmp_path: Path, kind: str, content: str, m
         only(kind=kind, path=path)
     assert str(caught.value).startswith("workload.path=" + message.replace("{path}", path))
     assert "\n" not in str(caught.value)
+
+
+CELLS = st.sampled_from(
+    ["1", "0", "-2", "1.5", "nan", "1e400", "", '"', "noon", "2023-11-16 18:15:46.6", "null", "é"]
+)
+HEADS = ("TIMESTAMP,ContextTokens,GeneratedTokens", "Timestamp,Request tokens,Response tokens")
+ROWS = st.lists(st.lists(CELLS, max_size=4).map(",".join), max_size=4).map("\n".join)
+JSON = st.recursive(
+    st.none() | st.booleans() | st.floats() | st.integers() | st.text(max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(
+                ["timestamp", "input_length", "output_length", "hash_ids", "block_size"]
+                + ["conversations", "value", "prompt", "max_tokens", "offline"]
+            ),
+            inner,
+        )
+    ),
+).map(json.dumps)
+
+
+@given(
+    kind=st.sampled_from(["sharegpt", "trace", "tokens"]),
+    content=st.builds("{}\n{}".format, st.sampled_from(HEADS), ROWS) | JSON | st.text(max_size=20),
+)
+@settings(deadline=None)
+def test_any_file_is_a_workload_or_one_line(
+    tmp_path_factory: pytest.TempPathFactory, kind: str, content: str
+):
+    path = tmp_path_factory.getbasetemp() / "any-workload"
+    path.write_text(content, encoding="utf-8", errors="replace")
+    try:
+        part = only(kind=kind, path=str(path), num_requests=3)
+    except ConfigError as error:
+        assert str(error).startswith(f"workload.path={path}")
+        assert "\n" not in str(error)
+    else:
+        assert all(item.prompt and item.max_tokens > 0 for item in part.items)
 
 
 @pytest.mark.parametrize("kind", ["sharegpt", "trace", "tokens"])
