@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import queue
+import signal
 import sys
 import threading
 import traceback
@@ -22,6 +23,7 @@ __all__ = ("main",)
 
 def main(config_dir: str) -> None:
     """Measure until the input ends; the loaded model stays from point to point."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the sweep, and its end this
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever prints goes to standard error
     shelf = ModelShelf()
