@@ -289,6 +289,7 @@ def _sampling(
         ),
         bad_words=tuple(fields.bad_words or ()),
         truncation_side=fields.truncation_side,
+        repetition_detection=fields.repetition_detection,
         skip_special_tokens=fields.skip_special_tokens,
         structured_outputs=constraint_of(fields),
         **reports,

@@ -19,7 +19,7 @@ from ostinato.api.structured_output import ConstraintFields
 from ostinato.api.timeline import REQUEST_ID_PATTERN, Timeline
 from ostinato.api.unsupported import UNSUPPORTED, Unsupported, is_neutral
 from ostinato.runtime.errors import InvalidRequestError
-from ostinato.runtime.types import MAX_LOGPROBS, MAX_N
+from ostinato.runtime.types import MAX_LOGPROBS, MAX_N, RepetitionDetectionParams
 
 __all__ = (
     "ChatChoice",
@@ -118,6 +118,7 @@ class GenerationFields(ConstraintFields, frozen=True, kw_only=True, forbid_unkno
     ignore_eos: bool = False
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
+    repetition_detection: RepetitionDetectionParams | None = None
     truncate_prompt_tokens: KeptTokens | None = None
     truncation_side: Literal["left", "right"] = "left"
     prompt_logprobs: Logprobs | None = None  # not with stream

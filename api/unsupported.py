@@ -50,7 +50,6 @@ UNSUPPORTED: Mapping[str, Unsupported] = {
     "prompt_cache_retention": Unsupported("cached prompts that are kept for a time"),
     "prompt_embeds": Unsupported(_MEDIA),
     "refusal": Unsupported("refusals apart from the text"),
-    "repetition_detection": Unsupported("a detector of repetition"),
     "return_mm_kwargs": Unsupported(_MEDIA, (False,)),
     "return_prompt_text": Unsupported("the prompt's text in replies (see echo)", (False,)),
     "return_token_offsets": Unsupported("token offsets (see logprobs)", (False,)),

@@ -490,7 +490,7 @@ class Scheduler:
             return SequenceOutput(
                 request_id, [], FinishReason.error, error=grammar, is_refusal=True
             )
-        sequence.token_ids.append(token_id)
+        sequence.append(token_id)
         finish_reason, stop_reason = sequence.ending() or (None, None)
         is_complete = grammar is not None and finish_reason is not FinishReason.stop
         if is_complete:

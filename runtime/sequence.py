@@ -11,6 +11,7 @@ from enum import Enum
 from ostinato.runtime.beam_search import Beam
 from ostinato.runtime.block_pool import BlockHash
 from ostinato.runtime.errors import InvalidRequestError
+from ostinato.runtime.repetition import REPETITION_REASON, RepetitionDetector
 from ostinato.runtime.types import FinishReason, Request, TokenLogprobs
 
 __all__ = ("Sequence", "SequenceStatus", "check_prompt_length")
@@ -64,6 +65,7 @@ class Sequence:
         "num_registered_blocks",
         "order",
         "prompt_logprobs",
+        "repetition",
         "request",
         "row",
         "status",
@@ -108,6 +110,12 @@ class Sequence:
         self.min_num_tokens = self.num_prompt_tokens + sampling.min_tokens
         self.eos_token_ids = frozenset(() if sampling.ignore_eos else request.eos_token_ids)
         self.stop_token_ids = frozenset(sampling.stop_token_ids)
+        detection = sampling.repetition_detection
+        self.repetition = (
+            RepetitionDetector(detection, request.output_token_ids)
+            if detection is not None and detection.is_on
+            else None
+        )
         self.beam: Beam | None = None  # which one of a beam search it computes
 
     def fork(self, order: tuple[int, ...], max_model_len: int) -> Sequence:
@@ -153,15 +161,26 @@ class Sequence:
             return self.num_output_tokens > 0 and given - computed == 1
         return given <= computed and computed + 1 < self.max_num_tokens
 
-    def ending(self) -> tuple[FinishReason, int | None] | None:
-        """Why it ends with its last token, and the stop token that ends it; None if it goes on."""
+    def append(self, token_id: int) -> None:
+        """Take in a sampled token."""
+        self.token_ids.append(token_id)
+        if self.repetition is not None:
+            self.repetition.append(token_id)
+
+    def ending(self) -> tuple[FinishReason, int | str | None] | None:
+        """Why it ends with its last token, and what ends it besides; None if it goes on."""
         token_id = self.token_ids[-1]
-        if self.num_tokens >= self.min_num_tokens:
+        may_end = self.num_tokens >= self.min_num_tokens
+        if may_end:
             if token_id in self.eos_token_ids:
                 return FinishReason.stop, None
             if token_id in self.stop_token_ids:
                 return FinishReason.stop, token_id
-        return (FinishReason.length, None) if self.num_tokens >= self.max_num_tokens else None
+        if self.num_tokens >= self.max_num_tokens:
+            return FinishReason.length, None
+        if may_end and self.repetition is not None and self.repetition.found:
+            return FinishReason.repetition, REPETITION_REASON
+        return None
 
     @property
     def is_running(self) -> bool:

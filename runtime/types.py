@@ -12,6 +12,7 @@ from typing import Any, Literal
 import msgspec
 
 from ostinato.graphs.seal import LateCompile
+from ostinato.runtime.repetition import RepetitionDetectionParams
 from ostinato.runtime.structured_output import StructuredOutputsParams
 
 __all__ = (
@@ -26,6 +27,7 @@ __all__ = (
     "PooledOutput",
     "PoolingKind",
     "PoolingParams",
+    "RepetitionDetectionParams",
     "Request",
     "RequestOutput",
     "SamplingParams",
@@ -55,6 +57,7 @@ class FinishReason(StrEnum):
     length = "length"
     abort = "abort"
     error = "error"
+    repetition = "repetition"  # its last tokens were one pattern over and over
 
 
 def _check(ok: bool, name: str, allowed: str, value: object) -> None:
@@ -112,6 +115,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     # What the answer must look like; it ends when that is complete.
     structured_outputs: StructuredOutputsParams | None = None
     thinking: ThinkingLimit | None = None  # of a model that reasons; chat sets it
+    repetition_detection: RepetitionDetectionParams | None = None  # ends outputs in circles
 
     def __post_init__(self) -> None:
         _check(1 <= self.n <= MAX_N, "n", f"in [1, {MAX_N}]", self.n)
@@ -230,6 +234,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             "thinking_token_budget",
             "null with use_beam_search=true, which does not sample",
             None if limit is None else limit.max_tokens,
+        )
+        detection = self.repetition_detection
+        _check(
+            detection is None or not (detection.is_on and self.use_beam_search),
+            "repetition_detection",
+            "off with use_beam_search=true, whose beams end at stop tokens only",
+            detection,
         )
         if self.use_beam_search:
             neutral: dict[str, tuple[object, ...]] = {
@@ -380,7 +391,7 @@ class SequenceOutput(msgspec.Struct, array_like=True, gc=False):
     request_id: str
     new_token_ids: list[int]
     finish_reason: FinishReason | None = None
-    stop_reason: int | None = None  # the stop token's id when one ended it
+    stop_reason: int | str | None = None  # the stop token's id, or what else ended it
     logprobs: list[TokenLogprobs] | None = None  # one per new token
     num_cached_tokens: int = 0  # prompt tokens that were not recomputed at first admission
     error: str | None = None  # text, with finish_reason error

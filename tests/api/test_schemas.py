@@ -131,7 +131,7 @@ class TestRefused:
             ("functions", [{"name": "f"}]),
             ("audio", {"voice": "x"}),
             ("store", True),
-            ("repetition_detection", {"max_pattern_size": 5}),
+            ("vllm_xargs", {"a": 5}),
             ("stream_interval", True),  # not the number 1
         ],
     )

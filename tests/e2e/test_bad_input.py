@@ -232,7 +232,7 @@ class TestPrompts:
     def test_a_lone_surrogate(self, server):
         refuse(server, COMPLETIONS, b'{"prompt": "\\ud83d"}', code="invalid_json")
 
-    @pytest.mark.parametrize("field", ["suffix", "repetition_detection"])
+    @pytest.mark.parametrize("field", ["suffix", "prediction"])
     def test_what_this_server_can_not_do(self, server, field):
         value = "end"
         body = {"prompt": "Hi", field: value}

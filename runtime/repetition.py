@@ -1,0 +1,95 @@
+"""When an output goes round in circles: its last tokens are one pattern several times over.
+
+vLLM's `repetition_detection`. Plain data and integers; imports neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Annotated
+
+import msgspec
+
+__all__ = ("REPETITION_REASON", "RepetitionDetectionParams", "RepetitionDetector")
+
+MAX_PATTERN_TOKENS = 1024
+MAX_COUNT = (1 << 31) - 1
+REPETITION_REASON = "repetition_detected"
+
+PatternSize = Annotated[int, msgspec.Meta(ge=0, le=MAX_PATTERN_TOKENS)]
+
+
+class RepetitionDetectionParams(
+    msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
+):
+    """Which repetitions end an output; without a largest pattern none does.
+
+    Raises:
+        ValueError: a value is out of range; the text names the parameter, the value and the range.
+    """
+
+    max_pattern_size: PatternSize = 0  # tokens; 0 = off
+    min_pattern_size: PatternSize = 0  # tokens; 0 means 1
+    # So many times the pattern stands at the output's end, without a gap.
+    min_count: Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNT)] = 0
+
+    def __post_init__(self) -> None:
+        limits = (
+            ("max_pattern_size", 0, MAX_PATTERN_TOKENS, ""),
+            ("min_pattern_size", 0, self.max_pattern_size, ", which is max_pattern_size"),
+            ("min_count", 2 if self.is_on else 0, MAX_COUNT, ""),
+        )
+        for name, least, most, why in limits:
+            value = getattr(self, name)
+            if not least <= value <= most:
+                raise ValueError(
+                    f"repetition_detection.{name} must be in [{least}, {most}{why}], got {value}"
+                )
+
+    @property
+    def is_on(self) -> bool:
+        return self.max_pattern_size > 0
+
+
+class RepetitionDetector:
+    """Reads one output token by token; how they were grouped into steps makes no difference.
+
+    An output ends with `count` copies of a pattern of `size` tokens exactly when each of its last
+    `size * (count - 1)` tokens is equal to the one `size` before it. So for every size it is enough
+    to know how many of the last tokens are. Only sizes at whose distance the new token occurs can
+    have any: a token costs as many dictionary entries as it occurs in the last `max_pattern_size`
+    tokens, whatever `min_count` is.
+
+    Args:
+        params: with a largest pattern.
+        token_ids: an output so far, of which only the end that can matter is read.
+    """
+
+    __slots__ = ("_max_size", "_min_count", "_min_size", "_num_tokens", "_places", "_runs", "found")
+
+    def __init__(self, params: RepetitionDetectionParams, token_ids: Iterable[int] = ()) -> None:
+        self._max_size = params.max_pattern_size
+        self._min_size = max(1, params.min_pattern_size)
+        self._min_count = params.min_count
+        self._num_tokens = 0
+        self._places: dict[int, list[int]] = {}  # token id -> where it stands, ascending
+        self._runs: dict[int, int] = {}  # size -> last tokens that repeat those so far before them
+        self.found = False  # whether the last tokens are a repetition
+        for token_id in list(token_ids)[-self._max_size * self._min_count :]:
+            self.append(token_id)
+
+    def append(self, token_id: int) -> None:
+        """Take in the next token."""
+        places = self._places.setdefault(token_id, [])
+        runs: dict[int, int] = {}
+        found = False
+        for place in reversed(places):
+            size = self._num_tokens - place
+            if size > self._max_size:
+                break
+            if size >= self._min_size:
+                runs[size] = run = self._runs.get(size, 0) + 1
+                found = found or run >= size * (self._min_count - 1)
+        places.append(self._num_tokens)
+        self._num_tokens += 1
+        self._runs, self.found = runs, found

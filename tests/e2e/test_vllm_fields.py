@@ -1,0 +1,155 @@
+"""What the fields that vLLM adds to the OpenAI API do, seen from outside of a real server process."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.e2e.server_process import ServerProcess
+
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+HI = [{"role": "user", "content": "What is a list?"}]
+GREEDY = {"temperature": 0, "max_tokens": 40, "ignore_eos": True, "return_token_ids": True}
+# One token over and over.
+ONE_TOKEN = {**GREEDY, "logit_bias": {"300": 100}}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ServerProcess]:
+    with ServerProcess() as process:
+        yield process
+
+
+def post(server: ServerProcess, path: str, **body: object) -> dict[str, Any]:
+    response = httpx.post(server.url + path, json=body, timeout=120)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def refused(server: ServerProcess, path: str, **body: object) -> dict[str, Any]:
+    response = httpx.post(server.url + path, json=body, timeout=120)
+    assert response.status_code == 400, response.text
+    return response.json()["error"]
+
+
+def lines(server: ServerProcess, path: str, **body: object) -> Iterator[dict[str, Any]]:
+    """The chunks of a stream as they come."""
+    body["stream"] = True
+    with httpx.stream("POST", server.url + path, json=body, timeout=300) as response:
+        texts = (line[6:] for line in response.iter_lines() if line)
+        for text in texts:
+            if text == "[DONE]":
+                return
+            yield json.loads(text)
+    pytest.fail("the stream has no end")
+
+
+def repetition(largest: int, count: int, smallest: int = 0) -> dict[str, int]:
+    return {"max_pattern_size": largest, "min_pattern_size": smallest, "min_count": count}
+
+
+class TestRepetitionDetection:
+    @pytest.mark.parametrize(("detection", "length"), [((5, 4), 4), ((5, 4, 3), 12)], ids=str)
+    def test_completions_and_chat_end(self, server, detection, length):
+        fields = {**ONE_TOKEN, "repetition_detection": repetition(*detection)}
+        for path, prompt in ((COMPLETIONS, {"prompt": "Once"}), (CHAT, {"messages": HI})):
+            reply = post(server, path, **prompt, **fields)
+            (choice,) = reply["choices"]
+            assert choice["token_ids"] == [300] * length
+            assert choice["finish_reason"] == "repetition"
+            assert choice["stop_reason"] == "repetition_detected"
+            assert reply["usage"]["completion_tokens"] == length
+
+    def test_the_text_is_that_of_the_answer_without_it_up_to_there(self, server):
+        plain = post(server, COMPLETIONS, prompt="Once upon", **{**GREEDY, "max_tokens": 160})
+        (whole,) = plain["choices"]
+        tokens = whole["token_ids"]
+        end = next(  # the model goes round in circles by itself
+            end
+            for end in range(len(tokens))
+            for size in range(2, 33)
+            if end >= 2 * size and tokens[end - size : end] == tokens[end - 2 * size : end - size]
+        )
+        fields = {**GREEDY, "max_tokens": 160, "repetition_detection": repetition(32, 2, 2)}
+        chunks = [
+            chunk["choices"][0]
+            for chunk in lines(server, COMPLETIONS, prompt="Once upon", **fields)
+        ]
+        assert [token for chunk in chunks for token in chunk["token_ids"]] == tokens[:end]
+        text = "".join(chunk["text"] for chunk in chunks)
+        assert text
+        assert whole["text"].startswith(text)
+        assert chunks[-1]["finish_reason"] == "repetition"
+
+    def test_every_completion_for_itself(self, server):
+        fields = {
+            "max_tokens": 60,
+            "temperature": 2,
+            "seed": 2,
+            "allowed_token_ids": list(range(300, 306)),
+            "frequency_penalty": 2,
+            "return_token_ids": True,
+            "n": 4,
+        }
+        plain = post(server, COMPLETIONS, prompt="Once", **fields)["choices"]
+        found = post(
+            server,
+            COMPLETIONS,
+            prompt="Once",
+            **fields,
+            repetition_detection=repetition(1, 2),
+        )["choices"]
+        ends = []
+        for one, other in zip(plain, found, strict=True):
+            tokens = one["token_ids"]
+            ends.append(next(end for end in range(2, 61) if tokens[end - 2] == tokens[end - 1]))
+            assert other["token_ids"] == tokens[: ends[-1]]
+            assert other["finish_reason"] == "repetition"
+        assert len(set(ends)) > 1
+
+    def test_after_an_engine_that_died(self, server):
+        fields = {**ONE_TOKEN, "max_tokens": 480, "repetition_detection": repetition(1, 400)}
+        chunks = []
+        for chunk in lines(server, COMPLETIONS, prompt="Once", **fields):
+            if not chunks:
+                server.engine.kill()
+            chunks.append(chunk["choices"][0])
+        assert sum(server.metrics()[name] for name in restarts(server)) == 1
+        assert [token for chunk in chunks for token in chunk["token_ids"]] == [300] * 400
+        assert chunks[-1]["finish_reason"] == "repetition"
+
+    @pytest.mark.parametrize(
+        ("value", "param"),
+        [
+            ({"max_pattern_size": 4}, "repetition_detection"),
+            ({"max_pattern_size": 4, "min_count": 1}, "repetition_detection"),
+            (repetition(2, 2, 3), "repetition_detection"),
+            (repetition(-1, 2), "repetition_detection.max_pattern_size"),
+            (repetition(2000, 2), "repetition_detection.max_pattern_size"),
+            (repetition(2, 1 << 40), "repetition_detection.min_count"),
+            ({"max_size": 4}, "repetition_detection.max_size"),
+            (True, "repetition_detection"),
+        ],
+        ids=str,
+    )
+    def test_refusals(self, server, value, param):
+        for path, prompt in ((COMPLETIONS, {"prompt": "a"}), (CHAT, {"messages": HI})):
+            error = refused(server, path, **prompt, repetition_detection=value)
+            assert error["param"] == param
+            assert "repetition_detection" in error["message"]
+
+    def test_not_with_beams_and_off_is_off(self, server):
+        body = {"prompt": "a", "use_beam_search": True, "n": 2, "max_tokens": 2}
+        error = refused(server, COMPLETIONS, **body, repetition_detection=repetition(2, 2))
+        assert error["param"] == "repetition_detection"
+        off = post(server, COMPLETIONS, prompt="a", **ONE_TOKEN, repetition_detection={})
+        assert off["choices"][0]["finish_reason"] == "length"
+
+
+def restarts(server: ServerProcess) -> list[str]:
+    return [name for name in server.metrics() if "restarts_total" in name]
