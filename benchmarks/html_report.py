@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ostinato.benchmarks.drawing import THEME
 from ostinato.benchmarks.plots import Plot, draw
 from ostinato.benchmarks.record import Record
 from ostinato.benchmarks.terminal import format_metric, headlines_of, title_of
@@ -19,24 +20,34 @@ __all__ = ("render", "write_report")
 _LOG = logging.getLogger(__name__)
 _PNG_DPI = 150
 _STYLE = """
-:root { color-scheme: light; }
-body { font: 15px/1.5 system-ui, sans-serif; color: #22292f; background: #f5f6f7; margin: 0; }
+:root { color-scheme: light dark; --ground: #f5f6f7; --card: #fff; --ink: #22292f; --soft: #4a545c;
+  --line: #e1e5e8; --link: #2f6f9f; --axis: #8a949d; --grid: #e3e7eb; --warn: #d1495b; }
+@media (prefers-color-scheme: dark) { :root { --ground: #151819; --card: #1e2224; --ink: #e3e6e8;
+  --soft: #a9b2b8; --line: #343b3f; --link: #7db7de; --axis: #727c83; --grid: #32393d; } }
+body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--ground);
+  margin: 0; }
 main { max-width: 980px; margin: 0 auto; padding: 28px 20px 60px; }
 h1 { font-size: 24px; margin: 0 0 4px; } h2 { font-size: 18px; margin: 0 0 4px; }
-p { margin: 0 0 10px; color: #4a545c; }
-section { background: #fff; border: 1px solid #e1e5e8; border-radius: 8px; padding: 18px 20px;
-  margin: 16px 0; overflow-x: auto; }
+p { margin: 0 0 10px; color: var(--soft); }
+section { background: var(--card); border: 1px solid var(--line); border-radius: 8px;
+  padding: 18px 20px; margin: 16px 0; overflow-x: auto; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: 13.5px; }
-th, td { padding: 4px 14px 4px 0; text-align: right; border-bottom: 1px solid #eef0f2;
-  white-space: nowrap; }
-th:first-child, td:first-child { text-align: left; } th { color: #5f6b73; font-weight: 600; }
-tbody tr:hover { background: #f5f8fa; }
-ul { margin: 0; padding-left: 20px; } li { margin: 2px 0; }
-.warning { border-left: 4px solid #d1495b; }
-.conditions td { text-align: left; white-space: normal; }
-svg { width: 100%; height: auto; display: block; }
-pre { font-size: 12px; overflow-x: auto; background: #f5f6f7; padding: 12px; border-radius: 6px; }
-summary { cursor: pointer; color: #2f6f9f; }
+th, td { padding: 4px 14px 4px 0; text-align: right; border-bottom: 1px solid var(--line);
+  white-space: nowrap; vertical-align: top; }
+th { color: var(--soft); font-weight: 600; }
+th:first-child, td:first-child { text-align: left; position: sticky; left: 0;
+  background: var(--card); }
+ul { margin: 0; padding-left: 20px; } li { margin: 2px 0; overflow-wrap: anywhere; }
+.warning { border-left: 4px solid var(--warn); }
+.conditions td { text-align: left; white-space: normal; overflow-wrap: anywhere; }
+.conditions td:first-child { color: var(--soft); overflow-wrap: normal; }
+.plot { overflow-x: auto; } svg { width: 100%; min-width: 600px; height: auto; display: block; }
+pre { font-size: 12px; overflow-x: auto; background: var(--ground); padding: 12px;
+  border-radius: 6px; }
+summary { cursor: pointer; color: var(--link); }
+@media (max-width: 600px) { main { padding: 16px 8px 40px; } section { padding: 14px 12px; }
+  th, td { padding-right: 10px; } td:first-child, th { white-space: normal; } }
+@media print { section { break-inside: avoid; } }
 """
 
 
@@ -76,7 +87,8 @@ def render(record: Record, plots: Sequence[Plot]) -> str:
     parts.append(f"<section><h2>Figures</h2>{_figures(record)}</section>")
     for plot in plots:
         parts.append(
-            f"<section><h2>{_text(plot.title)}</h2><p>{_text(plot.text)}</p>{_svg(plot)}</section>"
+            f"<section><h2>{_text(plot.title)}</h2><p>{_text(plot.text)}</p>"
+            f'<div class="plot">{_svg(plot)}</div></section>'
         )
     parts.append(f"<section><h2>Conditions</h2>{_conditions(record)}</section>")
     body = "\n".join(parts)
@@ -127,18 +139,22 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], kind: str = "") 
 
 def _svg(plot: Plot) -> str:
     buffer = io.StringIO()
-    plot.figure.savefig(buffer, format="svg", dpi=_PNG_DPI, metadata={"Date": None})
+    metadata = {"Date": None}
+    plot.figure.savefig(buffer, format="svg", dpi=_PNG_DPI, metadata=metadata, transparent=True)
     text = buffer.getvalue()
-    return text[text.index("<svg") :]
+    for colour, variable in THEME.items():
+        text = text.replace(colour, f"var({variable})")
+    name = _text(f"{plot.title}. {plot.text}")
+    return f'<svg role="img" aria-label="{name}"' + text[text.index("<svg") + 4 :]
 
 
 def _conditions(record: Record) -> str:
     conditions: dict[str, Any] = dict(record.conditions)
     config = conditions.pop("config")
     rows = [
-        [name.replace("_", " "), _words(value)]
+        [_condition_name(name), _words(value)]
         for name, value in conditions.items()
-        if value not in (None, [], {}, "")
+        if not _is_empty(value)
     ]
     dump = _text(json.dumps(config, indent=2))
     return (
@@ -147,9 +163,24 @@ def _conditions(record: Record) -> str:
     )
 
 
+def _is_empty(value: Any) -> bool:
+    return value is None or value in ("", [], {})
+
+
+def _condition_name(name: str) -> str:
+    """A key in words, with its unit behind: "startup_s" is "startup (s)"."""
+    head, _, tail = name.rpartition("_")
+    unit = {"s": "s", "gib": "GiB", "mib": "MiB"}.get(tail)
+    return name.replace("_", " ") if unit is None else f"{head.replace('_', ' ')} ({unit})"
+
+
 def _words(value: Any) -> str:
     if isinstance(value, dict):
-        return ", ".join(f"{key} {_words(inner)}" for key, inner in value.items())
+        return ", ".join(
+            f"{_condition_name(key)} {_words(inner)}"
+            for key, inner in value.items()
+            if not _is_empty(inner)
+        )
     if isinstance(value, list):
         return " ".join(map(_words, value))
     if isinstance(value, float):

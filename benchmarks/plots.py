@@ -10,16 +10,24 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ostinato.benchmarks.drawing import (
+    AXIS,
+    COLOURS,
+    INK,
+    STYLE,
+    WIDTH,
+    dress,
+    make_axes,
+    plain_log,
+    whole_ticks,
+)
 from ostinato.benchmarks.record import Point, Record
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 __all__ = ("Plot", "draw", "pareto_front")
 
-_COLOURS = ("#2f6f9f", "#d1495b", "#3a8f5c", "#e0a030", "#7a5ba8", "#5f6b73", "#2aa7a1", "#b0603c")
-_WIDTH, _HEIGHT = 9.0, 3.4
 _MAX_SERIES = 6  # lines or histograms in one plot
 
 
@@ -33,17 +41,8 @@ class Plot:
     figure: Figure
 
 
-def _axes(columns: int = 1, height: float = _HEIGHT) -> tuple[Figure, list[Axes]]:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(_WIDTH, height), layout="constrained")
-    found = [figure.add_subplot(1, columns, index + 1) for index in range(columns)]
-    for axes in found:
-        axes.grid(True, color="#e4e7ea", linewidth=0.8)
-        axes.set_axisbelow(True)
-        for side in ("top", "right"):
-            axes.spines[side].set_visible(False)
-    return figure, found
+def _busiest(points: Sequence[Point]) -> Point:
+    return max(points, key=lambda point: _value(point, "peak_concurrency") or 0)
 
 
 def _value(point: Point, name: str) -> float | None:
@@ -75,18 +74,18 @@ def latency_against_load(record: Record) -> Figure | None:
         return None
     points.sort(key=lambda point: point.metrics["request_throughput"].value)
     rates = [point.metrics["request_throughput"].value for point in points]
-    figure, (left, right) = _axes(2)
+    figure, (left, right) = make_axes(2)
     for axes, name, title in (
         (left, "ttft", "time to first token"),
         (right, "itl", "between tokens"),
     ):
-        for figure_name, colour in (("p50", _COLOURS[0]), ("p99", _COLOURS[1])):
+        for figure_name, colour in (("p50", COLOURS[0]), ("p99", COLOURS[1])):
             values = [_value(point, f"{name}_{figure_name}") for point in points]
             if None not in values:
                 axes.plot(rates, values, "o-", color=colour, label=figure_name)  # type: ignore[arg-type]
         goal = record.conditions["config"]["slo"][f"{name}_ms"]
         if goal is not None:
-            axes.axhline(goal, color="#5f6b73", linestyle="--", linewidth=1, label="goal")
+            axes.axhline(goal, color=AXIS, linestyle="--", linewidth=1, label="goal")
         axes.set(xlabel="requests answered per second", ylabel="ms", title=title, ylim=(0, None))
         axes.legend(frameon=False)
     return figure
@@ -101,37 +100,44 @@ def itl_histogram(record: Record) -> Figure | None:
     ]
     if not found:
         return None
-    figure, [axes] = _axes()
+    figure, [axes] = make_axes()
     for place, (label, histogram) in enumerate(found[:_MAX_SERIES]):
         total = sum(histogram["counts"])
         shares = [100 * count / total for count in histogram["counts"]]
         edges = histogram["edges_ms"]
         ends = [*edges, edges[-1] * 10**0.1]
-        axes.stairs(shares, ends, color=_COLOURS[place], label=label, linewidth=1.6)
-        axes.stairs(shares, ends, color=_COLOURS[place], alpha=0.12, fill=True)
+        axes.stairs(shares, ends, color=COLOURS[place], label=label, linewidth=1.6)
+        axes.stairs(shares, ends, color=COLOURS[place], alpha=0.12, fill=True)
     axes.set(xscale="log", xlabel="ms between two pieces of output", ylabel="% of the gaps")
+    plain_log(axes.xaxis)
     axes.legend(frameon=False)
     return figure
 
 
 def pareto(record: Record) -> Figure | None:
     """Throughput against latency, with the front."""
-    cost = next((n for n in ("itl_p50", "ttft_p50", "ttft") if len(_measured(record, n)) > 1), None)
-    if cost is None or record.kind in ("history", "prefix"):
-        return None
+    words = {
+        "itl_p50": "median ms between tokens",
+        "ttft_p50": "median ms to the first token",
+        "time_per_output_token": "ms an output token, prompts included",
+    }
+    cost = next((name for name in words if len(_measured(record, name)) > 1), None)
+    if cost is None or record.kind not in ("serve", "compare", "latency"):
+        return None  # elsewhere points are different requests, not ways to serve the same ones
     points = _measured(record, cost, "output_throughput")
     if len(points) < 2:
         return None
     costs = [point.metrics[cost].value for point in points]
     gains = [point.metrics["output_throughput"].value for point in points]
     front = pareto_front(costs, gains)
-    figure, [axes] = _axes(height=4.0)
-    axes.plot(costs, gains, "o", color=_COLOURS[5], alpha=0.75, label="measured")
+    figure, [axes] = make_axes(height=4.0)
+    if len(front) < len(points):
+        axes.plot(costs, gains, "o", color=COLOURS[5], alpha=0.75, label="measured")
     axes.plot(
         [costs[p] for p in front],
         [gains[p] for p in front],
         "o-",
-        color=_COLOURS[1],
+        color=COLOURS[1],
         label="Pareto front",
     )
     for place in front if len(points) > 12 else range(len(points)):
@@ -141,10 +147,9 @@ def pareto(record: Record) -> Figure | None:
             textcoords="offset points",
             xytext=(7, -4),
             fontsize=8,
-            color="#39424a",
+            color=INK,
         )
-    words = {"itl_p50": "median ms between tokens", "ttft_p50": "median ms to the first token"}
-    axes.set(xlabel=words.get(cost, "ms to the first token"), ylabel="output tokens/s")
+    axes.set(xlabel=words[cost], ylabel="output tokens/s")
     axes.margins(x=0.18, y=0.12)
     axes.legend(frameon=False, loc="best")
     return figure
@@ -155,35 +160,43 @@ def step_timeline(record: Record) -> Figure | None:
     found = [p for p in record.points if p.details.get("steps", {}).get("seconds")]
     if not found:
         return None
-    point = max(found, key=lambda p: len(p.details["steps"]["seconds"]))
+    in_process = "roofline_share" in found[0].metrics
+    point = (
+        max(found, key=lambda p: len(p.details["steps"]["seconds"]))
+        if in_process
+        else (_busiest(found))
+    )
     steps = point.details["steps"]
+    total, there = int(_value(point, "steps") or 0), len(steps["seconds"])
+    # The counter has the warm-up too; much less than that was lost on the way.
+    kept = f", {there:,} of {total:,}" if there < 0.8 * total else ""
     begin = steps["begin_s"]
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(_WIDTH, 4.6), layout="constrained")
+    figure = Figure(figsize=(WIDTH, 4.6), layout="constrained")
     upper, lower = figure.subplots(2, 1, sharex=True)
     widths = [max(s, 1e-4) for s in steps["seconds"]]
     draws: dict[str, Any] = {"align": "edge", "linewidth": 0, "rasterized": len(begin) > 1500}
-    upper.bar(begin, [1000 * s for s in steps["seconds"]], widths, color=_COLOURS[0], **draws)
-    upper.set(ylabel="ms a step", title=f"steps of {point.label}")
+    upper.bar(begin, [1000 * s for s in steps["seconds"]], widths, color=COLOURS[0], **draws)
+    upper.set(ylabel="ms a step", title=f"steps of {point.label}{kept}")
     lower.bar(
-        begin, steps["decode_tokens"], widths, color=_COLOURS[2], label="decode tokens", **draws
+        begin, steps["decode_tokens"], widths, color=COLOURS[2], label="decode tokens", **draws
     )
     lower.bar(
         begin,
         steps["prompt_tokens"],
         widths,
         bottom=steps["decode_tokens"],
-        color=_COLOURS[3],
+        color=COLOURS[3],
         label="prompt tokens",
         **draws,
     )
     lower.set(xlabel="seconds", ylabel="tokens a step", yscale="symlog", ylim=(0, None))
+    lower.set_ylim(0, 4 * lower.get_ylim()[1])  # room for the legend
+    plain_log(lower.yaxis)
     lower.legend(frameon=False, ncols=2, loc="upper right")
     for axes in (upper, lower):
-        axes.grid(True, color="#e4e7ea", linewidth=0.8)
-        axes.set_axisbelow(True)
-        axes.spines[["top", "right"]].set_visible(False)
+        dress(axes)
     return figure
 
 
@@ -192,14 +205,18 @@ def server_timeline(record: Record) -> Figure | None:
     found = [p for p in record.points if len(p.details.get("server", {}).get("at_s", ())) > 1]
     if not found:
         return None
-    point = max(found, key=lambda p: max(p.details["server"]["running"]))
+    point = _busiest(found)
     columns = point.details["server"]
-    figure, (left, right) = _axes(2)
-    left.plot(columns["at_s"], columns["running"], color=_COLOURS[0], label="running")
-    left.plot(columns["at_s"], columns["waiting"], color=_COLOURS[1], label="waiting")
-    left.set(xlabel="seconds", ylabel="sequences", title=f"batch at {point.label}", ylim=(0, None))
-    left.legend(frameon=False)
-    right.plot(columns["at_s"], [100 * u for u in columns["kv_usage"]], color=_COLOURS[4])
+    figure, (left, right) = make_axes(2)
+    at = columns["at_s"]
+    for name, colour in (("running", COLOURS[0]), ("waiting", COLOURS[1])):
+        left.plot(at, columns[name], color=colour, label=name, drawstyle="steps-post")
+    highest = max(1, *columns["running"], *columns["waiting"])
+    left.set(xlabel="seconds", ylabel="sequences", title=f"batch at {point.label}")
+    left.set(ylim=(0, 1.3 * highest))
+    whole_ticks(left.yaxis)
+    left.legend(frameon=False, ncols=2, loc="upper right")
+    right.plot(at, [100 * u for u in columns["kv_usage"]], color=COLOURS[4])
     right.set(xlabel="seconds", ylabel="% of the KV blocks", title="KV cache", ylim=(0, None))
     return figure
 
@@ -209,21 +226,23 @@ def request_timeline(record: Record) -> Figure | None:
     found = [p for p in record.points if p.details.get("requests")]
     if not found or len(found[-1].details["requests"]) < 2:
         return None
-    point = max(found, key=lambda p: _value(p, "peak_concurrency") or 0)
+    point = _busiest(found)
     rows = [row for row in point.details["requests"] if row["end_s"] > 0][:400]
     if not rows:
         return None
-    figure, [axes] = _axes(height=3.8)
+    figure, [axes] = make_axes(height=3.8)
     for place, row in enumerate(rows):
         first = row["first_s"]
         if row["status"] != "ok" or first is None:
-            axes.plot([row["intended_s"], row["end_s"]], [place] * 2, color=_COLOURS[1], lw=1.5)
+            axes.plot([row["intended_s"], row["end_s"]], [place] * 2, color=COLOURS[1], lw=1.5)
             continue
-        axes.plot([row["intended_s"], first], [place] * 2, color=_COLOURS[3], lw=1.5)
-        axes.plot([first, row["end_s"]], [place] * 2, color=_COLOURS[0], lw=1.5)
-    for label, colour in (("first token", 3), ("streaming", 0), ("failed", 1)):
-        axes.plot([], [], color=_COLOURS[colour], label=label)
+        axes.plot([row["intended_s"], first], [place] * 2, color=COLOURS[3], lw=1.5)
+        axes.plot([first, row["end_s"]], [place] * 2, color=COLOURS[0], lw=1.5)
+    for label, colour in (("until the first token", 3), ("streaming", 0), ("failed", 1)):
+        if label != "failed" or any(row["status"] != "ok" for row in rows):
+            axes.plot([], [], color=COLOURS[colour], label=label)
     axes.set(xlabel="seconds", ylabel="request", title=f"requests at {point.label}")
+    whole_ticks(axes.yaxis)
     axes.legend(frameon=False, loc="lower right")
     return figure
 
@@ -233,15 +252,13 @@ def roofline(record: Record) -> Figure | None:
     points = _measured(record, "roofline_share")
     if record.kind != "ops" or not points:
         return None
-    figure, [axes] = _axes(height=1.2 + 0.23 * len(points))
+    figure, [axes] = make_axes(height=1.2 + 0.23 * len(points))
     places = list(range(len(points)))[::-1]
     shares = [100 * point.metrics["roofline_share"].value for point in points]
     kinds = list(dict.fromkeys(point.parameters["kernel"] for point in points))
-    colours = [
-        _COLOURS[kinds.index(point.parameters["kernel"]) % len(_COLOURS)] for point in points
-    ]
+    colours = [COLOURS[kinds.index(point.parameters["kernel"]) % len(COLOURS)] for point in points]
     axes.barh(places, shares, color=colours)
-    axes.axvline(100, color="#5f6b73", linestyle="--", linewidth=1)
+    axes.axvline(100, color=AXIS, linestyle="--", linewidth=1)
     axes.set_yticks(places, [point.label for point in points], fontsize=8)
     axes.set(xlabel="% of the roofline (measured bandwidth or matrix rate)")
     axes.margins(y=0.01)
@@ -254,11 +271,11 @@ def startup_phases(record: Record) -> Figure | None:
     if record.kind != "startup" or not points:
         return None
     names = [n for n in points[0].metrics if points[0].metrics[n].unit == "s"]
-    figure, [axes] = _axes(height=1.4 + 0.28 * len(names))
+    figure, [axes] = make_axes(height=1.4 + 0.28 * len(names))
     for place, point in enumerate(points):
         values = [_value(point, name) or 0.0 for name in names]
         ys = [len(names) - 1 - index - 0.4 * place for index in range(len(names))]
-        axes.barh(ys, values, 0.38, color=_COLOURS[place], label=point.label)
+        axes.barh(ys, values, 0.38, color=COLOURS[place], label=point.label)
     axes.set_yticks([len(names) - 1 - i - 0.2 for i in range(len(names))], names, fontsize=8)
     axes.set(xlabel="seconds (phases overlap)")
     axes.legend(frameon=False)
@@ -274,30 +291,29 @@ def ratio_intervals(record: Record) -> Figure | None:
     ]
     if not rows:
         return None
-    figure, [axes] = _axes(height=1.2 + 0.28 * len(rows))
+    figure, [axes] = make_axes(height=1.2 + 0.28 * len(rows))
     for place, (_, entry) in enumerate(reversed(rows)):
-        axes.plot([entry["low"], entry["high"]], [place] * 2, color=_COLOURS[0], lw=2)
-        axes.plot([entry["ratio"]], [place], "o", color=_COLOURS[1])
-    axes.axvline(1, color="#5f6b73", linestyle="--", linewidth=1)
+        axes.plot([entry["low"], entry["high"]], [place] * 2, color=COLOURS[0], lw=2)
+        axes.plot([entry["ratio"]], [place], "o", color=COLOURS[1])
+    axes.axvline(1, color=AXIS, linestyle="--", linewidth=1)
     axes.set_yticks(range(len(rows)), [label for label, _ in reversed(rows)], fontsize=8)
     axes.set(xlabel=f"times {record.conditions.get('reference', 'the reference')}", xscale="log")
+    plain_log(axes.xaxis)
     return figure
 
 
 def parameter_effect(record: Record) -> Figure | None:
     """The first figure of a sweep, a grid or a history over its points."""
     names = [
-        n
-        for n in ("output_throughput", "ttft_cached", "ready", "equal_together")
-        if len(_measured(record, n)) > 1
+        n for n in ("output_throughput", "ready", "equal_together") if len(_measured(record, n)) > 1
     ]
-    if record.kind in ("ops", "startup", "compare", "determinism") or not names:
+    if record.kind in ("ops", "startup", "compare", "determinism", "prefix") or not names:
         return None
     if record.kind == "serve" and not record.conditions.get("swept"):
         return None
     name = names[0]
     points = _measured(record, name)
-    figure, [axes] = _axes(height=1.3 + 0.3 * len(points))
+    figure, [axes] = make_axes(height=1.3 + 0.3 * len(points))
     places = list(range(len(points)))[::-1]
     values = [point.metrics[name].value for point in points]
     runs = [point.metrics[name].runs or (point.metrics[name].value,) for point in points]
@@ -305,9 +321,26 @@ def parameter_effect(record: Record) -> Figure | None:
         [max(0.0, v - min(r)) for v, r in zip(values, runs, strict=True)],
         [max(0.0, max(r) - v) for v, r in zip(values, runs, strict=True)],
     ]
-    axes.barh(places, values, 0.6, color=_COLOURS[0], xerr=errors, ecolor="#39424a")
+    axes.barh(places, values, 0.6, color=COLOURS[0], xerr=errors, ecolor=INK)
     axes.set_yticks(places, [point.label for point in points], fontsize=8)
     axes.set(xlabel=f"{name.replace('_', ' ')}, {points[0].metrics[name].unit}")
+    return figure
+
+
+def prefix_gain(record: Record) -> Figure | None:
+    """The first token of a prompt that is new, and of one that is cached."""
+    points = _measured(record, "ttft_cold", "ttft_cached")
+    if record.kind != "prefix" or not points:
+        return None
+    figure, [axes] = make_axes(height=1.4 + 0.45 * len(points))
+    for place, (name, label) in enumerate((("ttft_cold", "new"), ("ttft_cached", "cached"))):
+        values = [point.metrics[name].value for point in points]
+        ys = [len(points) - 1 - index - 0.4 * place for index in range(len(points))]
+        axes.barh(ys, values, 0.38, color=COLOURS[place], label=label)
+    ticks = [len(points) - 1.2 - index for index in range(len(points))]
+    axes.set_yticks(ticks, [point.label for point in points], fontsize=8)
+    axes.set(xlabel="ms to the first token")
+    axes.legend(frameon=False)
     return figure
 
 
@@ -360,6 +393,12 @@ _PLOTS: tuple[tuple[str, str, str, Callable[[Record], Any]], ...] = (
         step_timeline,
     ),
     ("roofline", "Kernels against the machine", "100 % is what was measured on it.", roofline),
+    (
+        "prefix",
+        "First token with and without the cache",
+        "Medians, of prompts that have this share in common with others.",
+        prefix_gain,
+    ),
     ("phases", "Phases of the start", "Medians.", startup_phases),
 )
 
@@ -372,14 +411,8 @@ def draw(record: Record) -> list[Plot]:
     """
     from matplotlib import rc_context
 
-    style: dict[Any, Any] = {
-        "font.size": 9,
-        "axes.titlesize": 10,
-        "svg.fonttype": "path",
-        "axes.edgecolor": "#8a949c",
-    }
     plots: list[Plot] = []
-    with rc_context(style):
+    with rc_context(STYLE):
         for name, title, text, function in _PLOTS:
             figure = function(record)
             if figure is not None:

@@ -1,4 +1,4 @@
-"""A result as a table for people, in 100 columns.
+"""A result as a table for people, in 80 to 100 columns: as many as the terminal has.
 
 Few points stand side by side, a figure a row; many stand one below the other, with the figures
 that matter most.
@@ -12,19 +12,22 @@ from typing import Any
 
 from rich import box
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 
 from ostinato.benchmarks.record import Metric, Point, Record
 
 __all__ = ("HEADLINES", "format_metric", "headlines_of", "print_record", "title_of")
 
-_WIDTH = 100
+_NARROWEST, _WIDEST = 80, 100
 _MAX_COLUMNS, _MAX_LABEL = 4, 36  # points side by side, characters over each
+_MAX_NAME = 50  # characters of a point's name, of many
 
 # The figures of each kind in their order; other kinds show all that they have.
 HEADLINES: dict[str, Sequence[str]] = {
     "serve": (
-        *("completed", "failed", "request_throughput", "goodput", "slo_attainment"),
+        *("completed", "failed", "duration", "input_tokens", "output_tokens"),
+        *("request_throughput", "goodput", "slo_attainment"),
         *("output_throughput", "total_throughput", "peak_output_throughput", "peak_concurrency"),
         *(f"{name}_{part}" for name in ("ttft", "tpot", "itl") for part in ("mean", "p50", "p99")),
         *("e2e_mean", "e2e_p50", "e2e_p99", "client_queue_p99", "host_gap", "padding_share"),
@@ -58,6 +61,7 @@ _FEW: dict[str, Sequence[str]] = {
     ),
     "throughput": ("output_throughput", "decode_rate", "ttft", "host_gap", "roofline_share"),
     "latency": ("duration", "time_per_output_token", "output_throughput", "roofline_share"),
+    "ops": ("median", "roofline_share", "bandwidth", "rate", "best"),
     "compare": ("output_throughput", "output_throughput_ratio", "ttft_p50", "itl_p50"),
     "history": ("output_throughput", "ttft_p50", "itl_p50", "decode_rate", "ready"),
 }
@@ -97,15 +101,14 @@ def title_of(record: Record) -> str:
 
 def print_record(record: Record, file: Path | None = None, others: Sequence[Path] = ()) -> None:
     """The table, the notes, and where the result and what was drawn of it were written."""
-    console = Console(width=_WIDTH, highlight=False)
+    console = Console(highlight=False)
+    width = console.width if console.is_terminal else _WIDEST
+    console.width = max(_NARROWEST, min(_WIDEST, width))
     console.print(title_of(record), markup=False)
     measured = [point for point in record.points if point.metrics]
     if measured:
-        names = headlines_of(record)
-        few = len(measured) <= _MAX_COLUMNS and all(
-            len(point.label) <= _MAX_LABEL for point in measured
-        )
-        console.print(_side_by_side(measured, names) if few else _rows(record, measured, names))
+        for table in _tables(record, measured, headlines_of(record), console):
+            console.print(table)
     for point in record.points:
         if point.error is not None:
             console.print(f"- {point.label} failed: {point.error}", markup=False)
@@ -118,6 +121,27 @@ def print_record(record: Record, file: Path | None = None, others: Sequence[Path
         console.print(f"report: {names}", markup=False, soft_wrap=True)
 
 
+def _tables(
+    record: Record, measured: Sequence[Point], names: Sequence[str], console: Console
+) -> list[Table]:
+    """Points side by side, in more than one table where one is too wide; or a row each."""
+    if len(measured) <= _MAX_COLUMNS and all(len(p.label) <= _MAX_LABEL for p in measured):
+        for count in range(len(measured), 0, -1):
+            parts = [measured[k : k + count] for k in range(0, len(measured), count)]
+            tables = [_side_by_side(part, names) for part in parts]
+            if all(_fits(table, console) for table in tables):
+                return tables
+    shown = [name for name in _FEW.get(record.kind, names[:6]) if name in names]
+    while not _fits(table := _rows(measured, shown), console) and len(shown) > 1:
+        shown.pop()
+    return [table]
+
+
+def _fits(table: Table, console: Console) -> bool:
+    wanted = Measurement.get(console, console.options.update(max_width=10_000), table)
+    return wanted.maximum <= console.width
+
+
 def _side_by_side(points: Sequence[Point], names: Sequence[str]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("figure", no_wrap=True)
@@ -126,6 +150,8 @@ def _side_by_side(points: Sequence[Point], names: Sequence[str]) -> Table:
     table.add_column("unit", no_wrap=True)
     for name in names:
         cells = [_cell(point, name) for point in points]
+        if not any(cells):
+            continue
         unit = next(p.metrics[name].unit for p in points if name in p.metrics)
         table.add_row(name, *cells, "" if unit == "share" else unit)
     return table
@@ -141,10 +167,9 @@ def _cell(point: Point, name: str) -> str:
     return format_metric(point.metrics[name])
 
 
-def _rows(record: Record, points: Sequence[Point], names: Sequence[str]) -> Table:
-    few = [name for name in _FEW.get(record.kind, names[:6]) if name in names]
+def _rows(points: Sequence[Point], few: Sequence[str]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("point")
+    table.add_column("point", max_width=_MAX_NAME)
     for name in few:
         unit = next(p.metrics[name].unit for p in points if name in p.metrics)
         table.add_column(f"{name}\n{unit if unit != 'share' else '%'}", justify="right")

@@ -263,8 +263,18 @@ JSON = st.recursive(
         st.lists(inner, max_size=3)
         | st.dictionaries(
             st.sampled_from(
-                "timestamp input_length output_length hash_ids block_size conversations value "
-                "prompt max_tokens offline".split()
+                [
+                    "timestamp",
+                    "input_length",
+                    "output_length",
+                    "hash_ids",
+                    "block_size",
+                    "conversations",
+                    "value",
+                    "prompt",
+                    "max_tokens",
+                    "offline",
+                ]
             ),
             inner,
         )
