@@ -6,7 +6,7 @@ same ones.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
 import msgspec
@@ -16,9 +16,10 @@ from ostinato.api.parsing.answers import AnswerForm, AnswerParser
 from ostinato.api.parsing.events import CallBegins, Event, Message
 from ostinato.api.service import News
 from ostinato.api.tools import new_call_id
+from ostinato.runtime.completion import join_outputs
 from ostinato.runtime.types import FinishReason, RequestOutput
 
-__all__ = ("AnswerNews", "CollectedAnswer", "answer_news", "collect_answers")
+__all__ = ("AnswerNews", "CollectedAnswer", "answer_news", "collect_answers", "join_news")
 
 
 class AnswerNews(msgspec.Struct, frozen=True):
@@ -58,6 +59,16 @@ async def answer_news(
             yield AnswerNews(
                 output, [_with_id(event, form) for event in events], finish_reason, num_reasoning
             )
+
+
+def join_news(news: Sequence[AnswerNews]) -> AnswerNews:
+    """Several that follow each other, of one answer, as one."""
+    return AnswerNews(
+        join_outputs([one.output for one in news]),
+        [event for one in news for event in one.events],
+        news[-1].finish_reason,
+        sum(one.num_reasoning_tokens for one in news),
+    )
 
 
 async def collect_answers(

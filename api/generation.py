@@ -193,6 +193,13 @@ def check_fields(fields: GenerationFields) -> None:
         raise InvalidRequestError(
             "stream_options needs stream=true", param="stream_options", code="invalid_value"
         )
+    if (fields.stream_interval or 1) > 1 and not fields.stream:
+        raise InvalidRequestError(
+            f"stream_interval={fields.stream_interval} needs stream=true: without it there is one"
+            " answer",
+            param="stream_interval",
+            code="invalid_value",
+        )
     if fields.prompt_logprobs is not None and fields.stream:
         raise InvalidRequestError(
             "prompt_logprobs needs stream=false: chunks have no place for them",

@@ -10,7 +10,7 @@ from typing import TypeVar
 import msgspec
 
 from ostinato.api import chat, completions
-from ostinato.api.answers import collect_answers
+from ostinato.api.answers import collect_answers, join_news
 from ostinato.api.chat_run import ChatRun
 from ostinato.api.generation import (
     CollectedCompletion,
@@ -30,8 +30,10 @@ from ostinato.api.schemas import (
     Usage,
 )
 from ostinato.api.service import News, Service
+from ostinato.api.stream_interval import StreamInterval
 from ostinato.api.templates import ChatPrompt
 from ostinato.api.timeline import RequestContext, Timeline
+from ostinato.runtime.completion import join_outputs
 from ostinato.runtime.types import FinishReason, RequestOutput
 
 __all__ = ("ChatReply", "CompletionReply")
@@ -58,6 +60,7 @@ class ChatReply:
         self._options = chat.reply_options(body)
         self._reasons = prompt.form.reasoning is not None
         self._echo = chat.echo_text(body)
+        self._interval = StreamInterval(body.stream_interval or 1, join_news)
         self._run = ChatRun(service, body, prompt, request_id=self._head.id, context=self._context)
         self._generations = self._run.generations
 
@@ -70,7 +73,10 @@ class ChatReply:
         # The first chunk of all has the prompt's token ids.
         prompt = self._options.token_ids(self._generations[0].prompt_token_ids)
         async with aclosing(self._run.news()) as news:
-            async for one in news:
+            async for unpaced in news:
+                output = unpaced.output
+                if (one := self._interval.add(output.index, output, unpaced)) is None:
+                    continue
                 tally.add(0, one.output, one.num_reasoning_tokens)
                 for chunk in chat.to_chunks(
                     self._head,
@@ -131,6 +137,7 @@ class CompletionReply:
         self._context = context or RequestContext()
         self._head = _head(service, "cmpl", body, self._context)
         self._usage = _UsageOfChunks(body)
+        self._interval = StreamInterval(body.stream_interval or 1, join_outputs)
         self._options = completions.reply_options(body)
         self._generations = completions.to_requests(
             body,
@@ -161,9 +168,11 @@ class CompletionReply:
         offsets = completions.TextOffsets(token_bytes)
         begun: set[int] = set()  # choices whose first chunk is out
         async with aclosing(self._run()) as news:
-            async for prompt_index, output in news:
+            async for prompt_index, unpaced in news:
+                choice = prompt_index * self._n + unpaced.index
+                if (output := self._interval.add(choice, unpaced, unpaced)) is None:
+                    continue
                 tally.add(prompt_index, output)
-                choice = prompt_index * self._n + output.index
                 usage = self._usage.of_chunk(tally)
                 new = []
                 is_first = output.num_output_tokens == len(output.new_token_ids)

@@ -128,6 +128,8 @@ class GenerationFields(ConstraintFields, frozen=True, kw_only=True, forbid_unkno
     return_tokens_as_token_ids: bool = False
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    # Tokens of a chunk between the first one and the last.
+    stream_interval: Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)] | None = None
     priority: Int32 = 0  # lower runs first under scheduler.policy=priority
     cache_salt: Annotated[str, msgspec.Meta(max_length=256)] = ""  # see the prefix cache
     # Milliseconds from its arrival on; then it ends with what there is.

@@ -58,7 +58,6 @@ UNSUPPORTED: Mapping[str, Unsupported] = {
     "session_id": Unsupported("sessions"),
     "spaces_between_special_tokens": Unsupported("text without those spaces", (True,)),
     "store": Unsupported(_STORE, (False,)),
-    "stream_interval": Unsupported("chunks of several steps", (1,)),
     "suffix": Unsupported("models that fill in the middle", ("",)),
     "verbosity": Unsupported("models with a setting of it"),
     "vllm_xargs": Unsupported("plugins for logits"),

@@ -15,7 +15,7 @@ from ostinato.runtime.types import (
     SequenceOutput,
 )
 
-__all__ = ("CompletionStream", "PromptCompletions")
+__all__ = ("CompletionStream", "PromptCompletions", "join_outputs")
 
 
 class CompletionStream:
@@ -202,14 +202,21 @@ class _Candidate:
 
     def joined(self, index: int) -> RequestOutput:
         """All its news as one."""
-        return msgspec.structs.replace(
-            self._outputs[-1],
-            index=index,
-            text_delta="".join(output.text_delta for output in self._outputs),
-            new_token_ids=self.token_ids,
-            logprobs=[entry for output in self._outputs for entry in output.logprobs or ()],
-            prompt_logprobs=self._outputs[0].prompt_logprobs,
-            scheduled_time=self._outputs[0].scheduled_time,
-            events=[one for output in self._outputs for one in output.events or ()] or None,
-            score=self.score(),
-        )
+        joined = join_outputs(self._outputs)
+        joined.index, joined.score = index, self.score()
+        return joined
+
+
+def join_outputs(outputs: Sequence[RequestOutput]) -> RequestOutput:
+    """All news of one completion, or some that follow each other, as one."""
+    logprobs = [entry for output in outputs for entry in output.logprobs or ()]
+    return msgspec.structs.replace(
+        outputs[-1],
+        text_delta="".join(output.text_delta for output in outputs),
+        new_token_ids=[token_id for output in outputs for token_id in output.new_token_ids],
+        logprobs=None if all(output.logprobs is None for output in outputs) else logprobs,
+        prompt_logprobs=outputs[0].prompt_logprobs,
+        num_discarded_tokens=sum(output.num_discarded_tokens for output in outputs),
+        scheduled_time=outputs[0].scheduled_time,
+        events=[one for output in outputs for one in output.events or ()] or None,
+    )

@@ -132,7 +132,7 @@ class TestRefused:
             ("audio", {"voice": "x"}),
             ("store", True),
             ("vllm_xargs", {"a": 5}),
-            ("stream_interval", True),  # not the number 1
+            ("store", 1),  # not the value false
         ],
     )
     def test_what_is_known_and_not_there_yet(self, name, value):

@@ -151,5 +151,80 @@ class TestRepetitionDetection:
         assert off["choices"][0]["finish_reason"] == "length"
 
 
+class TestStreamInterval:
+    @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+    @pytest.mark.parametrize(("interval", "sizes"), [(7, [1, 7, 7, 7, 2]), (100, [1, 23])], ids=str)
+    def test_sizes_of_chunks_and_the_same_answer(self, server, path, interval, sizes):
+        body: dict[str, Any] = {"prompt": "Once upon", "logprobs": 1}
+        if path == CHAT:
+            body = {"messages": HI, "logprobs": True, "top_logprobs": 1}
+        body |= {**GREEDY, "max_tokens": 24, "stream_options": {"continuous_usage_stats": True}}
+        plain = list(lines(server, path, **body))
+        wide = list(lines(server, path, **body, stream_interval=interval))
+        assert [len(one) for one in token_lists(wide)] == sizes
+        assert [len(one) for one in token_lists(plain)] == [1] * 24
+        assert tokens_of(wide) == tokens_of(plain)
+        assert text_of(wide) == text_of(plain)
+        assert logprobs_of(wide) == logprobs_of(plain)
+        assert wide[-1]["choices"][0]["finish_reason"] == "length"
+        # The usage so far counts what was given.
+        counts = [one["usage"]["completion_tokens"] for one in wide if len(token_lists([one]))]
+        assert counts == [sum(sizes[: end + 1]) for end in range(len(sizes))]
+
+    def test_each_completion_has_its_own_chunks(self, server):
+        body = {"prompt": ["Once", "What"], "n": 2, "seed": 4, "max_tokens": 9}
+        body |= {"ignore_eos": True, "return_token_ids": True}
+        whole = post(server, COMPLETIONS, **body)["choices"]
+        chunks = list(lines(server, COMPLETIONS, **body, stream_interval=4))
+        for choice in whole:
+            mine = [one for one in chunks if one["choices"][0]["index"] == choice["index"]]
+            assert [len(one) for one in token_lists(mine)] == [1, 4, 4]
+            assert tokens_of(mine) == choice["token_ids"]
+            assert text_of(mine) == choice["text"]
+
+    def test_refusals(self, server):
+        for value in (0, -1, True, "2", 1 << 40):
+            error = refused(server, COMPLETIONS, prompt="a", stream=True, stream_interval=value)
+            assert error["param"] == "stream_interval"
+        error = refused(server, CHAT, messages=HI, stream_interval=2)
+        assert error["param"] == "stream_interval"
+        assert "stream=true" in error["message"]
+        post(server, CHAT, messages=HI, max_tokens=1, stream_interval=1)
+
+
+def token_lists(chunks: list[dict[str, Any]]) -> list[list[int]]:
+    lists = (choice.get("token_ids") for chunk in chunks for choice in chunk["choices"])
+    return [token_ids for token_ids in lists if token_ids]
+
+
+def tokens_of(chunks: list[dict[str, Any]]) -> list[int]:
+    return [token_id for token_ids in token_lists(chunks) for token_id in token_ids]
+
+
+def text_of(chunks: list[dict[str, Any]]) -> str:
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    return "".join(
+        choice["text"] if "text" in choice else choice["delta"].get("content") or ""
+        for choice in choices
+    )
+
+
+def logprobs_of(chunks: list[dict[str, Any]]) -> list[Any]:
+    found = [choice["logprobs"] for chunk in chunks for choice in chunk["choices"]]
+    return [
+        entry
+        for one in found
+        if one
+        for entry in one.get("content")
+        or zip(
+            one["tokens"],
+            one["token_logprobs"],
+            one["top_logprobs"],
+            one["text_offset"],
+            strict=True,
+        )
+    ]
+
+
 def restarts(server: ServerProcess) -> list[str]:
     return [name for name in server.metrics() if "restarts_total" in name]
