@@ -265,7 +265,6 @@ def to_response(
         model=head.model,
         choices=choices,
         usage=usage,
-        prompt_token_ids=options.token_ids(generation.prompt_token_ids),
         prompt_logprobs=scores,
     )
 

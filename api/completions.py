@@ -289,7 +289,6 @@ def to_response(
                 finish_reason=one.finish_reason,
                 stop_reason=one.stop_reason,
                 token_ids=options.token_ids(one.token_ids),
-                prompt_token_ids=options.token_ids(generation.prompt_token_ids),
                 prompt_logprobs=_prompt_logprobs(generation, one, token_bytes, options),
             )
         )

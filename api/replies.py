@@ -20,6 +20,7 @@ from ostinato.api.generation import (
     collect,
     new_id,
 )
+from ostinato.api.prompt_report import PromptReport, prompt_report
 from ostinato.api.schemas import (
     ChatChunk,
     ChatCompletionRequest,
@@ -54,6 +55,9 @@ class ChatReply:
         context: RequestContext | None = None,
     ) -> None:
         self._service = service
+        self._body = body
+        self._source = prompt.text
+        self._prompt = PromptReport()
         self._context = context or RequestContext()
         self._head = _head(service, "chatcmpl", body, self._context)
         self._usage = _UsageOfChunks(body)
@@ -67,11 +71,17 @@ class ChatReply:
     async def prepare(self) -> None:
         """Call it first; raises InvalidRequestError for what only another process can tell."""
         await self._run.prepare()
+        self._prompt = await prompt_report(
+            self._service,
+            self._body,
+            self._source,
+            self._generations[0],
+            add_special_tokens=self._body.add_special_tokens,
+        )
 
     async def chunks(self) -> AsyncGenerator[ChatChunk, None]:
         tally = self._tally()
-        # The first chunk of all has the prompt's token ids.
-        prompt = self._options.token_ids(self._generations[0].prompt_token_ids)
+        prompt = self._prompt  # the first chunk of all has it
         async with aclosing(self._run.news()) as news:
             async for unpaced in news:
                 output = unpaced.output
@@ -86,8 +96,8 @@ class ChatReply:
                     echo=self._echo,
                     usage=self._usage.of_chunk(tally),
                 ):
-                    yield msgspec.structs.replace(chunk, prompt_token_ids=prompt)
-                    prompt = msgspec.UNSET
+                    yield prompt.added_to(chunk)
+                    prompt = PromptReport()
         if (timeline := self._context.report()) is not msgspec.UNSET:
             yield _trace_chunk(ChatChunk, self._head, timeline, self._usage)
         if self._usage.at_end:
@@ -105,6 +115,7 @@ class ChatReply:
             echo=self._echo,
             usage=tally.usage,
         )
+        response = self._prompt.added_to(response)
         return msgspec.structs.replace(response, trace=self._context.report())
 
     def _tally(self) -> Tally:
@@ -134,6 +145,8 @@ class CompletionReply:
     ) -> None:
         self._service = service
         self._body = body
+        self._sources = prompts
+        self._prompts: list[PromptReport] = []
         self._context = context or RequestContext()
         self._head = _head(service, "cmpl", body, self._context)
         self._usage = _UsageOfChunks(body)
@@ -161,6 +174,16 @@ class CompletionReply:
     async def prepare(self) -> None:
         """Call it first; raises InvalidRequestError for what only another process can tell."""
         await self._service.prepare(self._body, self._generations, self._context)
+        self._prompts = [
+            await prompt_report(
+                self._service,
+                self._body,
+                source,
+                generation,
+                add_special_tokens=self._body.add_special_tokens,
+            )
+            for source, generation in zip(self._sources, self._generations, strict=True)
+        ]
 
     async def chunks(self) -> AsyncGenerator[Completion, None]:
         tally = Tally.of(self._generations)
@@ -224,7 +247,10 @@ class CompletionReply:
             echoes=self._echoes,
             usage=tally.usage,
         )
-        return msgspec.structs.replace(response, trace=self._context.report())
+        choices = [
+            self._prompts[choice.index // self._n].added_to(choice) for choice in response.choices
+        ]
+        return msgspec.structs.replace(response, choices=choices, trace=self._context.report())
 
     async def _run(self) -> AsyncGenerator[News, None]:
         """The news; with `max_tokens=0` without the token that the engine had to be asked for."""
@@ -234,13 +260,12 @@ class CompletionReply:
                 yield prompt_index, output if self._gives_output else _without_output(output)
 
     def _with_prompt(self, chunk: Completion, prompt_index: int, begun: set[int]) -> Completion:
-        """The first chunk of each choice has the prompt's token ids, when they are asked for."""
+        """The first chunk of each choice has what was asked for of the prompt."""
         choice = chunk.choices[0]
-        if not self._options.return_token_ids or choice.index in begun:
+        if choice.index in begun:
             return chunk
         begun.add(choice.index)
-        prompt_token_ids = self._generations[prompt_index].prompt_token_ids
-        choice = msgspec.structs.replace(choice, prompt_token_ids=prompt_token_ids)
+        choice = self._prompts[prompt_index].added_to(choice)
         return msgspec.structs.replace(chunk, choices=[choice])
 
 

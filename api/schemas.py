@@ -48,6 +48,7 @@ __all__ = (
     "ReplyToolCall",
     "Status",
     "StreamOptions",
+    "TokenOffsets",
     "TokenizeRequest",
     "TokenizeResponse",
     "ToolCallDelta",
@@ -125,6 +126,8 @@ class GenerationFields(ConstraintFields, frozen=True, kw_only=True, forbid_unkno
     echo: bool = False
     skip_special_tokens: bool = True
     return_token_ids: bool = False
+    return_prompt_text: bool = False
+    return_token_offsets: bool = False
     return_tokens_as_token_ids: bool = False
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -230,6 +233,9 @@ class PromptLogprob(msgspec.Struct, frozen=True):
     decoded_token: str
 
 
+TokenOffsets = list[tuple[int, int]]
+"""Per prompt token the characters [begin, end) of the text; (0, 0) = it stands for none."""
+
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
 """Per prompt token, None for the first: token id -> candidate, the token itself among them."""
 
@@ -287,6 +293,9 @@ class ChatResponse(msgspec.Struct, frozen=True, kw_only=True):
     choices: list[ChatChoice]
     usage: Usage
     prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    prompt_text: str | msgspec.UnsetType = msgspec.UNSET
+    # None = the prompt came as token ids.
+    prompt_token_offsets: TokenOffsets | msgspec.UnsetType | None = msgspec.UNSET
     prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
     trace: Timeline | msgspec.UnsetType = msgspec.UNSET  # with the header x-trace: 1
 
@@ -328,6 +337,9 @@ class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
     choices: list[ChatChunkChoice]
     usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
     prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET  # in the first chunk
+    prompt_text: str | msgspec.UnsetType = msgspec.UNSET
+    # None = the prompt came as token ids.
+    prompt_token_offsets: TokenOffsets | msgspec.UnsetType | None = msgspec.UNSET
     trace: Timeline | msgspec.UnsetType = msgspec.UNSET  # in a chunk without choices near the end
 
 
@@ -346,6 +358,9 @@ class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
     stop_reason: int | str | msgspec.UnsetType | None = msgspec.UNSET
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
     prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET  # in its first chunk
+    prompt_text: str | msgspec.UnsetType = msgspec.UNSET
+    # None = the prompt came as token ids.
+    prompt_token_offsets: TokenOffsets | msgspec.UnsetType | None = msgspec.UNSET
     prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
 
 

@@ -196,6 +196,15 @@ class Service:
             for text in texts
         ]
 
+    async def token_offsets(self, text: str, *, add_special_tokens: bool) -> list[tuple[int, int]]:
+        """Characters of each token that `encode` gives; off the event loop when it takes long."""
+        tokenizer = self.tokenizer("return_token_offsets")
+        if len(text) <= _INLINE_CHARACTERS:
+            return tokenizer.token_offsets(text, add_special_tokens=add_special_tokens)
+        return await asyncio.to_thread(
+            tokenizer.token_offsets, text, add_special_tokens=add_special_tokens
+        )
+
     def _starting(self) -> UnavailableError:
         return UnavailableError(f"the engine is starting: {self.phase}", code="starting")
 

@@ -30,7 +30,8 @@ __all__ = ("ChatPrompt", "prepare", "render")
 class ChatPrompt(msgspec.Struct, frozen=True, kw_only=True):
     """A conversation ready to be continued."""
 
-    token_ids: list[int]
+    text: str
+    token_ids: list[int]  # of the text
     form: AnswerForm  # of its answers
     skip_special_tokens: bool  # false where a marker of the form is one
     # What keeps the answers' calls right, or lets reasoning stand before what is constrained; it
@@ -70,6 +71,7 @@ async def prepare(service: Service, body: ChatCompletionRequest) -> ChatPrompt:
     else:
         constraint = behind_reasoning(body, form)
     return ChatPrompt(
+        text=text,
         token_ids=token_ids,
         form=form,
         constraint=constraint,

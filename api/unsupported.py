@@ -51,8 +51,6 @@ UNSUPPORTED: Mapping[str, Unsupported] = {
     "prompt_embeds": Unsupported(_MEDIA),
     "refusal": Unsupported("refusals apart from the text"),
     "return_mm_kwargs": Unsupported(_MEDIA, (False,)),
-    "return_prompt_text": Unsupported("the prompt's text in replies (see echo)", (False,)),
-    "return_token_offsets": Unsupported("token offsets (see logprobs)", (False,)),
     "routed_experts_prompt_start": Unsupported("reports of routed experts"),
     "service_tier": Unsupported("tiers of service (see priority)", ("auto", "default")),
     "session_id": Unsupported("sessions"),

@@ -106,6 +106,14 @@ class Tokenizer:
         """
         return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
 
+    def token_offsets(self, text: str, *, add_special_tokens: bool = True) -> list[tuple[int, int]]:
+        """Of each token of `encode`, the characters [begin, end) of `text` that it stands for.
+
+        Tokens that are parts of one character have it in common; those that are added around the
+        text have none, (0, 0).
+        """
+        return self._backend.encode(text, add_special_tokens=add_special_tokens).offsets
+
     def encode_pair(
         self,
         first: str,

@@ -192,6 +192,80 @@ class TestStreamInterval:
         post(server, CHAT, messages=HI, max_tokens=1, stream_interval=1)
 
 
+class TestPrompts:
+    def test_chat_shows_what_the_template_gave(self, server):
+        fields = {"max_tokens": 2, "return_prompt_text": True, "return_token_ids": True}
+        messages = [{"role": "user", "content": "Wie heißt du? 🦆"}]
+        reply = post(server, CHAT, messages=messages, **fields)
+        text = reply["prompt_text"]
+        assert "Wie heißt du? 🦆" in text
+        assert text != "Wie heißt du? 🦆"
+        body = {"prompt": text, "add_special_tokens": False}
+        assert post(server, "/tokenize", **body)["tokens"] == reply["prompt_token_ids"]
+        chunks = list(lines(server, CHAT, messages=messages, **fields, n=2))
+        assert [chunk.get("prompt_text") for chunk in chunks] == [text] + [None] * (len(chunks) - 1)
+        assert "prompt_text" not in post(server, CHAT, messages=messages, max_tokens=1)
+
+    def test_offsets_are_where_the_tokens_stand(self, server):
+        fields = {"max_tokens": 1, "return_prompt_text": True, "return_token_offsets": True}
+        fields |= {"return_token_ids": True}
+        prompts = ["Once upon a time, größer.", "What is a list?"]
+        reply = post(server, COMPLETIONS, prompt=prompts, **fields, n=2)
+        assert [one["prompt_text"] for one in reply["choices"]] == [
+            prompt for prompt in prompts for _ in range(2)
+        ]
+        chat = post(server, CHAT, messages=HI, **fields)
+        for one in (*reply["choices"][::2], chat):
+            check_offsets(server, one, one["prompt_text"])
+        chunks = list(lines(server, COMPLETIONS, prompt=prompts, **fields))
+        firsts = [one["choices"][0] for one in chunks if one["choices"][0].get("prompt_text")]
+        assert len(firsts) == 2
+        for one in firsts:
+            same = reply["choices"][2 * one["index"]]
+            assert one["prompt_token_offsets"] == same["prompt_token_offsets"]
+            assert one["prompt_text"] == same["prompt_text"]
+
+    @pytest.mark.parametrize("side", ["left", "right"])
+    def test_a_prompt_that_is_cut(self, server, side):
+        fields = {"max_tokens": 1, "return_prompt_text": True, "return_token_offsets": True}
+        cut = {"truncate_prompt_tokens": 3, "truncation_side": side, "return_token_ids": True}
+        text = "What is a list of things?"
+        (whole,) = post(server, COMPLETIONS, prompt=text, **fields)["choices"]
+        (kept,) = post(server, COMPLETIONS, prompt=text, **fields, **cut)["choices"]
+        offsets = whole["prompt_token_offsets"]
+        assert len(offsets) > 4
+        expected = offsets[-3:] if side == "left" else offsets[:3]
+        assert kept["prompt_token_offsets"] == expected
+        assert len(kept["prompt_token_ids"]) == 3
+        assert kept["prompt_text"] == text
+
+    def test_a_prompt_of_token_ids_and_refusals(self, server):
+        ids = post(server, "/tokenize", prompt="Once upon")["tokens"]
+        fields = {"max_tokens": 1, "return_prompt_text": True, "return_token_offsets": True}
+        (choice,) = post(server, COMPLETIONS, prompt=ids, **fields)["choices"]
+        assert choice["prompt_text"] == post(server, "/detokenize", tokens=ids)["prompt"]
+        assert choice["prompt_token_offsets"] is None
+        for name in ("return_prompt_text", "return_token_offsets"):
+            assert refused(server, CHAT, messages=HI, **{name: "yes"})["param"] == name
+            assert refused(server, COMPLETIONS, prompt="a", **{name: 1})["param"] == name
+
+
+def check_offsets(server: ServerProcess, shown: dict[str, Any], text: str) -> None:
+    """Each token's characters are its text; together they are the whole text."""
+    ids, offsets = shown["prompt_token_ids"], shown["prompt_token_offsets"]
+    assert len(ids) == len(offsets)
+    covered = [pair for pair in offsets if pair != [0, 0]]
+    assert covered[0][0] == 0
+    assert covered[-1][1] == len(text)
+    num_whole = 0
+    for token_id, (begin, end) in zip(ids, offsets, strict=True):
+        piece = post(server, "/detokenize", tokens=[token_id])["prompt"]
+        if end > begin and "\N{REPLACEMENT CHARACTER}" not in piece:
+            assert piece.strip() == text[begin:end].strip()
+            num_whole += 1
+    assert num_whole >= len(ids) - 4
+
+
 def token_lists(chunks: list[dict[str, Any]]) -> list[list[int]]:
     lists = (choice.get("token_ids") for chunk in chunks for choice in chunk["choices"])
     return [token_ids for token_ids in lists if token_ids]
