@@ -42,9 +42,10 @@ def load_metrics(
         "request_throughput": Metric(len(done) / seconds, "requests/s", "higher"),
         "output_throughput": Metric(output / seconds, "tokens/s", "higher"),
         "total_throughput": Metric((prompt + output) / seconds, "tokens/s", "higher"),
-        "peak_output_throughput": Metric(_peak_rate(done), "tokens/s", "higher"),
         "peak_concurrency": Metric(_peak_concurrency(done), "requests"),
     }
+    if seconds >= 1.0:  # of less there is no best second
+        metrics["peak_output_throughput"] = Metric(_peak_rate(done), "tokens/s", "higher")
     if _goals(slo):
         good = sum(meets(one, slo) for one in done)
         metrics["goodput"] = Metric(good / seconds, "requests/s", "higher")

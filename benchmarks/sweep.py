@@ -15,7 +15,7 @@ import hashlib
 import json
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,8 @@ from ostinato.conf.root import EngineConfig
 __all__ = ("sweep",)
 
 SweepPoint = tuple[dict[str, str], list[str]]
-_LOG_LINES = 3  # of a process that died
+# Conditions that each point has of its own.
+_OWN = ("time", "commit", "load_average", "model_reused", "startup_s", "startup_phases_s", "limits")
 
 
 @dataclass(slots=True)
@@ -78,11 +79,13 @@ def sweep(points: Sequence[SweepPoint], config_dir: str | None = None) -> int:
         disable=not sys.stderr.isatty(),
     ) as progress:
         bar = progress.add_task("sweep", total=len(tasks), completed=kept)
-        for task, result in _run(waiting, config_dir):
+        for task, result in _run(
+            waiting, config_dir, lambda t: progress.update(bar, description=t)
+        ):
             found[task.label] = result
             write_record(result, task.path)
-            progress.update(bar, advance=1, description=task.label)
-    notes = [f"{kept} of {len(tasks)} points were there from an earlier run"] if kept else []
+            progress.update(bar, advance=1)
+    notes = [f"kept from an earlier run: {kept} of {len(tasks)} points"] if kept else []
     record = _merged(tasks, [one for one in found.values() if one is not None], notes)
     code = finish(record, configs[0], folder / "sweep.json")
     return 1 if any(point.error is not None for point in record.points) else code
@@ -113,7 +116,9 @@ def _finished(task: _Task, commit: str | None) -> Record | None:
     return None if failed or record.conditions["commit"] != commit else record
 
 
-def _run(tasks: Sequence[_Task], config_dir: str | None) -> Iterator[tuple[_Task, Record]]:
+def _run(
+    tasks: Sequence[_Task], config_dir: str | None, on_begin: Callable[[str], None]
+) -> Iterator[tuple[_Task, Record]]:
     """Results as they come; a process for each group of points that can share a loaded model."""
     groups: dict[str, list[_Task]] = {}
     for task in tasks:
@@ -125,6 +130,7 @@ def _run(tasks: Sequence[_Task], config_dir: str | None) -> Iterator[tuple[_Task
         for task in group:
             if worker is None:
                 worker = _Worker(config_dir)
+            on_begin(task.label)
             answer = worker.measure(task.words)
             if "record" in answer:
                 yield task, Record.from_dict(answer["record"])
@@ -183,7 +189,15 @@ def _merged(tasks: Sequence[_Task], records: Sequence[Record], notes: list[str])
             several = len(record.points) > 1
             label = f"{task.label}, {point.label}" if several else task.label
             chosen = {key: _number(value) for key, value in task.chosen.items()}
-            points.append(replace(point, label=label, parameters={**chosen, **point.parameters}))
+            own = {name: record.conditions[name] for name in _OWN if name in record.conditions}
+            points.append(
+                replace(
+                    point,
+                    label=label,
+                    parameters={**chosen, **point.parameters},
+                    details={**point.details, "conditions": own},
+                )
+            )
         notes = notes + [f"{task.label}: {note}" for note in record.notes]
     kind = tasks[0].config.bench.kind.value
     swept = list(tasks[0].chosen)

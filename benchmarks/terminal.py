@@ -7,6 +7,7 @@ that matter most.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,10 @@ _FEW: dict[str, Sequence[str]] = {
     "latency": ("duration", "time_per_output_token", "output_throughput", "roofline_share"),
     "ops": ("median", "roofline_share", "bandwidth", "rate", "best"),
     "compare": ("output_throughput", "output_throughput_ratio", "ttft_p50", "itl_p50"),
-    "history": ("output_throughput", "ttft_p50", "itl_p50", "decode_rate", "ready"),
+    "history": (
+        *("output_throughput", "ttft_p50", "itl_p50", "decode_rate", "ready"),
+        *("ttft_cached", "time_per_output_token"),
+    ),
 }
 
 
@@ -167,6 +171,15 @@ def _cell(point: Point, name: str) -> str:
     return format_metric(point.metrics[name])
 
 
+def _changed(point: Point, name: str) -> str:
+    """A figure of a history, with how it differs from the first of its line."""
+    if name not in point.metrics:
+        return ""
+    change = point.details["change"].get(name)
+    median = format_metric(replace(point.metrics[name], runs=()))
+    return f"{median} ({change:+.0%})" if change else median
+
+
 def _rows(points: Sequence[Point], few: Sequence[str]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("point", max_width=_MAX_NAME)
@@ -174,12 +187,7 @@ def _rows(points: Sequence[Point], few: Sequence[str]) -> Table:
         unit = next(p.metrics[name].unit for p in points if name in p.metrics)
         table.add_column(f"{name}\n{unit if unit != 'share' else '%'}", justify="right")
     for point in points:
-        changes = point.details.get("change", {})
-        cells = [
-            format_metric(point.metrics[n]) + (f" ({changes[n]:+.0%})" if changes.get(n) else "")
-            if n in point.metrics
-            else ""
-            for n in few
-        ]
+        changes = point.details.get("change")
+        cells = [_cell(point, name) if changes is None else _changed(point, name) for name in few]
         table.add_row(point.label, *cells)
     return table

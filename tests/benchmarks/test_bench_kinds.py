@@ -103,15 +103,21 @@ def test_history_shows_changes(tmp_path: Path, capsys: pytest.CaptureFixture[str
     second["conditions"]["commit"] = "f" * 40
     metric = second["points"][0]["metrics"]["output_throughput"]
     metric["value"] *= 1.5
+    second["conditions"]["config"]["cache"]["block_size"] = 32
+    other = json.loads(json.dumps(second))  # another workload: no change to the first can be told
+    other["conditions"]["config"]["workload"]["input_len"] = 17
     with log.open("a") as file:
-        file.write(json.dumps(second) + "\n")
+        file.write(json.dumps(second) + "\n" + json.dumps(other) + "\n")
     capsys.readouterr()
     result = tmp_path / "history.json"
     assert run(["bench", "history", f"bench.files=[{log}]", f"bench.output={result}"]) == 0
     [record] = read_records(result)
     assert [point.parameters["commit"] for point in record.points][1] == "f" * 9
     assert record.points[1].details["change"]["output_throughput"] == pytest.approx(0.5)
-    assert "+50%" in capsys.readouterr().out
+    assert record.points[2].details["change"]["output_throughput"] == 0.0
+    assert any(note.endswith(": cache.block_size=32 (was 16)") for note in record.notes)
+    printed = capsys.readouterr().out
+    assert printed.count("(+50%)") == 1
 
 
 @pytest.mark.parametrize(

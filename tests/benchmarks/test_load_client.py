@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
+import time
 from typing import Any
 
+import msgspec
+import psutil
 import pytest
 
 from ostinato.benchmarks.load_client import run_job
 from ostinato.benchmarks.load_job import JobRequest, LoadJob, LoadReport
+from ostinato.benchmarks.load_metrics import client_warnings
 from ostinato.benchmarks.load_run import run_client
 from tests.benchmarks.answering import Answering, answer, break_off, stall, status
 
@@ -157,3 +163,62 @@ def test_the_client_is_a_process_of_its_own():
     assert progress
     assert report.loop_lag_ms.keys() == {"p50", "p99", "max"}
     assert 0 <= report.cpu_share < 1.5
+
+
+def test_what_a_frozen_client_did_not_send_in_time_counts_as_latency():
+    """Forty requests within a second, in the middle of which the client does not run."""
+    sent = [JobRequest(prompt=[1, n], max_tokens=2, at_s=0.3 + 0.04 * n) for n in range(40)]
+    frozen: list[float] = []
+
+    def freeze(progress: object) -> None:
+        if not frozen:
+            children = psutil.Process().children()
+            [client] = [c for c in children if "ostinato.benchmarks.load_client" in c.cmdline()]
+            client.suspend()
+            time.sleep(1.0)
+            client.resume()
+            frozen.append(1.0)
+
+    with Answering(answer()) as server:
+        report = run_client(LoadJob(url=server.url, model="m", requests=sent), freeze)
+    assert statuses(report) == ["ok"] * 40
+    assert [one.intended_s for one in report.requests] == pytest.approx(
+        [0.3 + 0.04 * n for n in range(40)]
+    )
+    waits = [one.chunk_s[0] - one.intended_s for one in report.requests]
+    assert max(waits) > 0.8
+    assert sum(wait > 0.3 for wait in waits) > 10  # not one outlier: all that were due meanwhile
+    [warning] = client_warnings(report)
+    assert "requests were sent up to" in warning
+
+
+def test_a_client_ends_with_whoever_started_it():
+    requests = [JobRequest(prompt=[1], max_tokens=2, at_s=0.1 * n) for n in range(36_000)]
+    with Answering(answer()) as server:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "ostinato.benchmarks.load_client"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(
+            msgspec.json.encode(LoadJob(url=server.url, model="m", requests=requests))
+        )
+        process.stdin.close()
+        assert process.stdout.readline()  # it is at work
+        process.stdout.close()
+        assert process.wait(120) == 1
+
+
+def test_without_usage_prompts_count_as_they_were_sent():
+    async def no_usage(body: dict[str, Any], writer: Any) -> None:
+        choice = {"text": "x", "finish_reason": "length"}
+        data = b"data: " + msgspec.json.encode({"choices": [choice]}) + b"\n\n"
+        writer.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n" + data + b"data: [DONE]\n\n")
+
+    with Answering(no_usage) as server:
+        report = run(server.url, requests(2), concurrency=1)
+    assert [(one.num_prompt_tokens, one.num_output_tokens) for one in report.requests] == [
+        (2, 1)
+    ] * 2

@@ -124,5 +124,5 @@ def test_a_sweep_isolates_a_failure_reuses_the_model_and_resumes(
     kept = {file: file.stat().st_mtime_ns for file, r in files.items() if not r.points[0].error}
     assert run([*words, *varied]) == 1
     assert {file: file.stat().st_mtime_ns for file in kept} == kept
-    assert "2 of 4 points were there from an earlier run" in capsys.readouterr().out
+    assert "kept from an earlier run: 2 of 4 points" in capsys.readouterr().out
     assert (folder / "sweep.html").read_text().count("<svg") >= 1

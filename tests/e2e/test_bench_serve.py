@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from ostinato.api.cli import run
@@ -45,10 +48,16 @@ def test_load_then_its_trace_again(server: ServerProcess, trace: Path, tmp_path:
         assert found["prefix_hit_rate"] > 0.2
         assert found["ttft_p50"] <= found["ttft_p99"] <= found["e2e_p99"]
         assert found["steps"] > 0
+        steps = point.details["steps"]  # of the flight recorder, without the warm-up
+        assert 0 < len(steps["seconds"]) <= found["steps"]
+        assert min(steps["begin_s"]) >= 0
+        assert sum(steps["decode_tokens"]) > 0
         rows = point.details["requests"]
         assert all(row["intended_s"] <= row["sent_s"] <= row["first_s"] for row in rows)
     page = (tmp_path / "record.html").read_text()
     for title in ("Latency against load", "Gaps between tokens", "Throughput against latency"):
+        assert title in page
+    for title in ("Requests over time", "Steps and what they computed"):
         assert title in page
 
     # Two points of six requests, each after a warm-up.
@@ -68,6 +77,53 @@ def test_load_then_its_trace_again(server: ServerProcess, trace: Path, tmp_path:
     assert figures["completed"].value == 14
     assert figures["input_tokens"].value == sum(line["input_length"] for line in lines)
     assert figures["prefix_hit_rate"].value > 0.2
+
+
+def test_another_run_does_not_find_the_prompts_of_the_one_before(
+    server: ServerProcess, tmp_path: Path
+):
+    words = ("workload=fixed", "workload.num_requests=3", "workload.input_len=64")
+    load = ("workload.output_len=2", f"load.url={server.url}", "load.concurrency=[1]")
+    for _ in range(2):
+        record = bench(tmp_path, "serve", *words, *load)
+        assert record.points[0].metrics["prefix_hit_rate"].value == 0.0
+
+
+@pytest.mark.timeout(600)
+def test_a_sweep_of_servers_compiles_once(tmp_path: Path):
+    folder = tmp_path / "sweep"
+    words = ["workload=fixed", "workload.num_requests=3", "workload.output_len=3"]
+    varied = ["scheduler.max_num_seqs=4,8", "load.concurrency=[2]", f"bench.output={folder}"]
+    assert run(["bench", "serve", "--multirun", *words, *varied, "bench.report=false"]) == 0
+    [record] = read_records(folder / "sweep.json")
+    phases = [point.details["conditions"]["startup_phases_s"] for point in record.points]
+    assert [point.error for point in record.points] == [None, None]
+    assert "load programs" in phases[1]
+    assert "compile" not in phases[1]
+
+
+_HOLD = """
+import sys
+from ostinato.benchmarks.server import Server
+from ostinato.conf.compose import load_config
+with Server(load_config(["model.max_model_len=512"])) as server:
+    print(server.pid, flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.timeout(600)
+def test_a_server_ends_with_whoever_started_it():
+    process = subprocess.Popen(
+        [sys.executable, "-c", _HOLD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    server = psutil.Process(int(process.stdout.readline()))
+    family = [server, *server.children(recursive=True)]
+    process.kill()  # nobody gets to clean up
+    process.wait()
+    _, alive = psutil.wait_procs(family, 200)
+    assert alive == []
 
 
 def test_conversations_as_chat(server: ServerProcess, tmp_path: Path):
