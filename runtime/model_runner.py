@@ -5,7 +5,7 @@ queue.
 from __future__ import annotations
 
 import time
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -119,6 +119,13 @@ class ModelRunner:
             self.graphs.copy_blocks(output.block_copies)
         step = self._batch.build(output)
         begin = time.perf_counter()
+        with self._hold_threads(step.num_tokens):
+            pending = self._launch(output, step)
+        self.graphs.timer.end()
+        self.model_seconds += time.perf_counter() - begin
+        return pending
+
+    def _launch(self, output: SchedulerOutput, step: StepShape) -> PendingStep:
         if step.sampled_rows:
             self._sampler.stage(step.sampled_rows, step.sampled_positions)
         prompt_logprobs, vectors = None, None
@@ -131,7 +138,12 @@ class ModelRunner:
             if output.num_pooled:
                 vectors = self._pooler.pool(hidden, output.scheduled)
         else:
-            logits = self._run(step)
+            logits = self.graphs.run(
+                step.num_tokens,
+                step.num_seqs,
+                len(step.sampled_rows),
+                uniform_decode=step.uniform_decode,
+            )
         pending = PendingStep(prompt_logprobs, vectors)
         if step.sampled_rows:
             assert logits is not None, "rows that sample have logits"
@@ -140,8 +152,6 @@ class ModelRunner:
                 self._undrawn = pending
             else:
                 self._draw(pending, logits)
-        self.graphs.timer.end()
-        self.model_seconds += time.perf_counter() - begin
         return pending
 
     @torch.inference_mode()
@@ -151,14 +161,15 @@ class ModelRunner:
         these tokens, it follows at once.
         """
         begin = time.perf_counter()
-        result = StepResult([]) if pending.tokens is None else pending.tokens.read()
-        result.prompt_logprobs = pending.prompt_logprobs
-        if pending.vectors is not None:
-            result.pooled = pending.vectors.read()
-        undrawn, self._undrawn = self._undrawn, None
-        if undrawn is not None and undrawn.logits is not None:
-            self._draw(undrawn, undrawn.logits)
-            undrawn.logits = None
+        with self._hold_threads(0):
+            result = StepResult([]) if pending.tokens is None else pending.tokens.read()
+            result.prompt_logprobs = pending.prompt_logprobs
+            if pending.vectors is not None:
+                result.pooled = pending.vectors.read()
+            undrawn, self._undrawn = self._undrawn, None
+            if undrawn is not None and undrawn.logits is not None:
+                self._draw(undrawn, undrawn.logits)
+                undrawn.logits = None
         self.model_seconds += time.perf_counter() - begin
         return result
 
@@ -166,15 +177,7 @@ class ModelRunner:
         pending.tokens = self._sampler.launch(logits)
         self._buffers.keep(pending.tokens.token_ids)
 
-    def _run(self, step: StepShape) -> Tensor:
-        threads = nullcontext()
-        if self._threads is not None:
-            has_loops = self.graphs.has_loops
-            threads = self._threads.for_step(step.num_tokens, has_loops=has_loops)
-        with threads:
-            return self.graphs.run(
-                step.num_tokens,
-                step.num_seqs,
-                len(step.sampled_rows),
-                uniform_decode=step.uniform_decode,
-            )
+    def _hold_threads(self, num_tokens: int) -> AbstractContextManager[None]:
+        if self._threads is None:
+            return nullcontext()
+        return self._threads.for_step(num_tokens, has_loops=self.graphs.has_loops)
