@@ -119,7 +119,7 @@ class ModelRunner:
             self.graphs.copy_blocks(output.block_copies)
         step = self._batch.build(output)
         begin = time.perf_counter()
-        with self._hold_threads(step.num_tokens):
+        with self._hold_threads(step.num_tokens, pools=output.num_pooled > 0):
             pending = self._launch(output, step)
         self.graphs.timer.end()
         self.model_seconds += time.perf_counter() - begin
@@ -177,7 +177,11 @@ class ModelRunner:
         pending.tokens = self._sampler.launch(logits)
         self._buffers.keep(pending.tokens.token_ids)
 
-    def _hold_threads(self, num_tokens: int) -> AbstractContextManager[None]:
-        if self._threads is None:
+    def _hold_threads(
+        self, num_tokens: int, *, pools: bool = False
+    ) -> AbstractContextManager[None]:
+        has_loops = self.graphs.has_loops
+        # Pooling sums, and a sum's bits depend on the threads: they must not on the step's size.
+        if self._threads is None or (pools and has_loops):
             return nullcontext()
-        return self._threads.for_step(num_tokens, has_loops=self.graphs.has_loops)
+        return self._threads.for_step(num_tokens, has_loops=has_loops)
