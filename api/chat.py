@@ -95,7 +95,9 @@ def echo_text(body: ChatCompletionRequest) -> str:
 def reply_options(body: ChatCompletionRequest) -> ReplyOptions:
     """What the reply shows."""
     return ReplyOptions(
-        num_top_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        num_top_logprobs=(
+            len(body.logprob_token_ids or ()) or body.top_logprobs or 0 if body.logprobs else None
+        ),
         num_prompt_logprobs=body.prompt_logprobs,
         return_token_ids=body.return_token_ids,
         as_token_ids=body.return_tokens_as_token_ids,
@@ -126,7 +128,7 @@ def to_request(
         max_tokens=body.max_completion_tokens if newer_name else body.max_tokens,
         default_max_tokens=default_max_tokens,
         reports={
-            "logprobs": options.num_top_logprobs,
+            "logprobs": (body.top_logprobs or 0) if body.logprobs else None,
             "prompt_logprobs": options.num_prompt_logprobs,
         },
         field_names=names,

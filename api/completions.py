@@ -64,12 +64,21 @@ def check(body: CompletionRequest) -> None:
             param="max_tokens",
             code="invalid_value",
         )
+    if body.echo and body.logprob_token_ids:
+        raise InvalidRequestError(
+            "logprob_token_ids needs echo=false: of a prompt's tokens only the likeliest are"
+            " reported",
+            param="logprob_token_ids",
+            code="invalid_value",
+        )
 
 
 def reply_options(body: CompletionRequest) -> ReplyOptions:
     """What the reply shows."""
     return ReplyOptions(
-        num_top_logprobs=body.logprobs,
+        num_top_logprobs=(
+            None if body.logprobs is None else len(body.logprob_token_ids or ()) or body.logprobs
+        ),
         num_prompt_logprobs=body.prompt_logprobs,
         return_token_ids=body.return_token_ids,
         as_token_ids=body.return_tokens_as_token_ids,

@@ -296,6 +296,8 @@ def _sampling(
         ),
         bad_words=tuple(fields.bad_words or ()),
         truncation_side=fields.truncation_side,
+        # None chosen is as none asked for.
+        logprob_token_ids=tuple(fields.logprob_token_ids or ()) or None,
         repetition_detection=fields.repetition_detection,
         skip_special_tokens=fields.skip_special_tokens,
         structured_outputs=constraint_of(fields),

@@ -19,7 +19,12 @@ from ostinato.api.structured_output import ConstraintFields
 from ostinato.api.timeline import REQUEST_ID_PATTERN, Timeline
 from ostinato.api.unsupported import UNSUPPORTED, Unsupported, is_neutral
 from ostinato.runtime.errors import InvalidRequestError
-from ostinato.runtime.types import MAX_LOGPROBS, MAX_N, RepetitionDetectionParams
+from ostinato.runtime.types import (
+    MAX_LOGPROB_TOKEN_IDS,
+    MAX_LOGPROBS,
+    MAX_N,
+    RepetitionDetectionParams,
+)
 
 __all__ = (
     "ChatChoice",
@@ -70,6 +75,7 @@ def _range(**schema: float) -> msgspec.Meta:
     return msgspec.Meta(extra_json_schema=schema)
 
 
+ChosenTokens = Annotated[list[int], _range(maxItems=MAX_LOGPROB_TOKEN_IDS)]
 Completions = Annotated[int, _range(minimum=1, maximum=MAX_N)]
 KeptTokens = Annotated[int, _range(minimum=-1)]
 LengthPenalty = Annotated[float, _range(minimum=-10, maximum=10)]
@@ -123,6 +129,7 @@ class GenerationFields(ConstraintFields, frozen=True, kw_only=True, forbid_unkno
     truncate_prompt_tokens: KeptTokens | None = None
     truncation_side: Literal["left", "right"] = "left"
     prompt_logprobs: Logprobs | None = None  # not with stream
+    logprob_token_ids: ChosenTokens | None = None  # with logprobs, instead of the likeliest
     echo: bool = False
     skip_special_tokens: bool = True
     return_token_ids: bool = False

@@ -41,7 +41,6 @@ UNSUPPORTED: Mapping[str, Unsupported] = {
         _GRAMMAR, instead="structured_outputs.whitespace_pattern"
     ),
     "kv_transfer_params": Unsupported(_TRANSFER),
-    "logprob_token_ids": Unsupported("log-probabilities of chosen tokens", ([],)),
     "media_io_kwargs": Unsupported(_MEDIA),
     "metadata": Unsupported(_STORE, ({},)),
     "mm_processor_kwargs": Unsupported(_MEDIA),

@@ -16,6 +16,7 @@ __all__ = (
     "MAX_CANDIDATES",
     "apply_penalties",
     "apply_token_bitmask",
+    "chosen_logprobs",
     "sample_candidates",
     "sample_filtered",
     "sample_full",
@@ -204,3 +205,16 @@ def token_logprobs(
         logits.topk(top, sorted=True) if top else (logits[:, :0], token_ids[:, None][:, :0])
     )
     return (chosen - total).squeeze(-1), rank, ids, values - total
+
+
+def chosen_logprobs(logits: Tensor, token_ids: Tensor) -> Tensor:
+    """Natural-log probabilities of any tokens.
+
+    Args:
+        logits: [R, V] float32.
+        token_ids: [R, W] int64.
+
+    Returns:
+        [R, W] float32.
+    """
+    return logits.gather(-1, token_ids) - logits.logsumexp(-1, keepdim=True)

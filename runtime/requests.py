@@ -115,6 +115,7 @@ def resolve_sampling(
         ("logit_bias", sampling.logit_bias),
         ("stop_token_ids", sampling.stop_token_ids),
         ("allowed_token_ids", sampling.allowed_token_ids or ()),
+        ("logprob_token_ids", sampling.logprob_token_ids or ()),
     ):
         for token_id in token_ids:
             if not 0 <= token_id < model.vocab_size:

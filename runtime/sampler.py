@@ -12,10 +12,16 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from ostinato.graphs.draw import Drawer, RowDrawer
 from ostinato.ops.draw import DrawPath, RowDraw, draw_bytes, draw_path, rows_at_once
-from ostinato.ops.sampling import apply_penalties, token_logprobs, uniform_number
+from ostinato.ops.sampling import (
+    apply_penalties,
+    chosen_logprobs,
+    token_logprobs,
+    uniform_number,
+)
 from ostinato.runtime.beam_search import num_candidates
 from ostinato.runtime.grammar_masks import GrammarMasks, GrammarRow
 from ostinato.runtime.logits import TokenLimits, limits_tokens
@@ -29,6 +35,7 @@ class _Row:
 
     __slots__ = (
         "bias",
+        "chosen_ids",
         "counts",
         "edits",
         "grammar",
@@ -85,6 +92,12 @@ class _Row:
         self.is_beam = params.use_beam_search
         # How many of the likeliest tokens are reported; None = no log-probabilities.
         self.num_reported = num_candidates(request) if self.is_beam else params.logprobs
+        self.chosen_ids: Tensor | None = None  # reported instead of the likeliest
+        if params.logprob_token_ids is not None:
+            self.num_reported = 0
+            self.chosen_ids = torch.tensor(
+                params.logprob_token_ids, dtype=torch.int64, device=device
+            )
         self.is_limited = limits_tokens(request)
         self.grammar: GrammarRow | None = None
         self.edits = (
@@ -121,6 +134,8 @@ class _PendingLogprobs(NamedTuple):
     columns: list[Tensor]  # the four of `token_logprobs`, for the rows that ask
     asking: list[int]  # those rows, of the step's
     wanted: list[int | None]  # how many of the likeliest each of the step's rows asks for
+    chosen: dict[int, Sequence[int]]  # tokens that rows ask for instead
+    chosen_values: Tensor | None  # [C, W], of those rows in order, as far as each has tokens
 
     def read(self) -> list[TokenLogprobs | None]:
         values, ranks, ids, tops = (column.tolist() for column in self.columns)
@@ -130,6 +145,14 @@ class _PendingLogprobs(NamedTuple):
             result[index] = TokenLogprobs(
                 values[place], ranks[place], ids[place][:count], tops[place][:count]
             )
+        if self.chosen_values is not None:
+            of_rows = self.chosen_values.tolist()
+            for (index, token_ids), of_row in zip(self.chosen.items(), of_rows, strict=True):
+                entry = result[index]
+                assert entry is not None, "a row that chooses tokens asks for log-probabilities"
+                result[index] = TokenLogprobs(
+                    entry.logprob, entry.rank, list(token_ids), of_row[: len(token_ids)]
+                )
         return result
 
 
@@ -310,8 +333,26 @@ def _logprobs(raw: Tensor, token_ids: Tensor, states: list[_Row]) -> _PendingLog
         token_logprobs(raw[rows], token_ids[rows], top)
         for rows in where.split(rows_at_once(raw.shape[-1]))
     ]
-    return _PendingLogprobs(
-        [torch.cat(column) for column in zip(*parts, strict=True)], asking, wanted
+    columns = [torch.cat(column) for column in zip(*parts, strict=True)]
+    chosen = {
+        index: state.params.logprob_token_ids or ()
+        for index, state in enumerate(states)
+        if state.chosen_ids is not None
+    }
+    return _PendingLogprobs(columns, asking, wanted, chosen, _chosen(raw, states))
+
+
+def _chosen(raw: Tensor, states: list[_Row]) -> Tensor | None:
+    """[C, W] log-probabilities of the tokens that C of the rows ask for."""
+    rows = [index for index, state in enumerate(states) if state.chosen_ids is not None]
+    if not rows:
+        return None
+    ids = [state.chosen_ids for state in states if state.chosen_ids is not None]
+    step = rows_at_once(raw.shape[-1])
+    where = torch.tensor(rows, device=raw.device).split(step)
+    padded = pad_sequence(ids, batch_first=True).split(step)
+    return torch.cat(
+        [chosen_logprobs(raw[some], these) for some, these in zip(where, padded, strict=True)]
     )
 
 

@@ -45,6 +45,7 @@ __all__ = (
 
 ITERATION_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 MAX_LOGPROBS = 20
+MAX_LOGPROB_TOKEN_IDS = 128
 MAX_N = 128
 MAX_BAD_WORDS = 256
 MAX_BAD_WORD_TOKENS = 32
@@ -100,6 +101,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     logprobs: int | None = None  # null = none; k = the sampled token's and the k likeliest
+    logprob_token_ids: tuple[int, ...] | None = None  # reported instead of the likeliest
     prompt_logprobs: int | None = None  # as logprobs, of the prompt's tokens after the first
     allowed_token_ids: tuple[int, ...] | None = None  # nothing else is picked; null = all
     # Never generated, as their tokens with and without a space before them; only when nothing else
@@ -157,6 +159,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
                 f"null or in [0, {MAX_LOGPROBS}]",
                 count,
             )
+        self._check_chosen_tokens()
         for name in ("presence_penalty", "frequency_penalty"):
             _check(-2.0 <= getattr(self, name) <= 2.0, name, "in [-2, 2]", getattr(self, name))
         _check(
@@ -206,6 +209,19 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             "biases in [-100, 100]",
             self.logit_bias,
         )
+
+    def _check_chosen_tokens(self) -> None:
+        """Those of `logprob_token_ids`."""
+        chosen = self.logprob_token_ids
+        if chosen is None:
+            return
+        name = "logprob_token_ids"
+        allowed = f"null or 1 to {MAX_LOGPROB_TOKEN_IDS} token ids"
+        count = len(chosen)
+        _check(1 <= len(chosen) <= MAX_LOGPROB_TOKEN_IDS, name, allowed, count)
+        _check(self.logprobs is not None, name, "null without logprobs", count)
+        why = "null with use_beam_search=true, which reports what it compared"
+        _check(not self.use_beam_search, name, why, count)
 
     def _check_beam_search(self) -> None:
         """Nothing is ignored: a parameter that the chosen way has no use for is refused."""

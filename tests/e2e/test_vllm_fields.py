@@ -250,6 +250,83 @@ class TestPrompts:
             assert refused(server, COMPLETIONS, prompt="a", **{name: 1})["param"] == name
 
 
+class TestChosenTokens:
+    NAMES = {"return_tokens_as_token_ids": True, "return_token_ids": True}
+
+    def test_completions_report_them_at_every_position(self, server):
+        fields = {**GREEDY, **self.NAMES, "max_tokens": 5}
+        plain = self.logprobs(server, COMPLETIONS, prompt="Once upon", **fields, logprobs=20)
+        # What is likeliest at one position or another: known there, and not elsewhere.
+        chosen = [int(name[9:]) for top in plain["top_logprobs"] for name in list(top)[2:9:3]]
+        asked = {"logprobs": 1, "logprob_token_ids": chosen}
+        found = self.logprobs(server, COMPLETIONS, prompt="Once upon", **fields, **asked)
+        assert found["token_logprobs"] == plain["token_logprobs"]
+        num_known = 0
+        for name, top, likeliest in zip(
+            found["tokens"], found["top_logprobs"], plain["top_logprobs"], strict=True
+        ):
+            assert set(top) == {f"token_id:{token_id}" for token_id in chosen} | {name}
+            known = top.keys() & likeliest.keys()
+            assert {one: top[one] for one in known} == pytest.approx(
+                {one: likeliest[one] for one in known}, abs=1e-4
+            )
+            assert all(top[one] < min(likeliest.values()) + 1e-4 for one in top.keys() - known)
+            num_known += len(known)
+        assert 15 < num_known < 5 * len(chosen)
+
+    def test_chat_in_order_and_in_a_stream(self, server):
+        fields = {**GREEDY, **self.NAMES, "max_tokens": 4, "logprobs": True, "top_logprobs": 2}
+        chosen = [500, 7, 300]
+        body = {"messages": HI, **fields, "logprob_token_ids": chosen}
+        content = self.logprobs(server, CHAT, **body)["content"]
+        assert len(content) == 4
+        for entry in content:
+            names = [one["token"] for one in entry["top_logprobs"]]
+            assert names == ["token_id:500", "token_id:7", "token_id:300"]
+        assert logprobs_of(list(lines(server, CHAT, **body))) == content
+        # The token itself, chosen, is what it is.
+        itself = int(content[0]["token"][9:])
+        body["logprob_token_ids"] = [itself]
+        first = self.logprobs(server, CHAT, **body)["content"][0]
+        assert first["top_logprobs"][0]["logprob"] == pytest.approx(first["logprob"], abs=1e-5)
+        none = self.logprobs(server, CHAT, messages=HI, **fields, logprob_token_ids=[])
+        assert len(none["content"][0]["top_logprobs"]) == 2
+
+    def test_side_by_side_and_the_most(self, server):
+        fields = {**self.NAMES, "max_tokens": 3, "logprobs": 0, "n": 2, "seed": 3}
+        chosen = list(range(400, 528))
+        reply = post(server, COMPLETIONS, prompt="a", **fields, logprob_token_ids=chosen)
+        for choice in reply["choices"]:
+            for name, top in zip(
+                choice["logprobs"]["tokens"], choice["logprobs"]["top_logprobs"], strict=True
+            ):
+                assert set(top) == {f"token_id:{token_id}" for token_id in chosen} | {name}
+
+    @pytest.mark.parametrize(
+        "fields",
+        [
+            {"logprob_token_ids": [1]},
+            {"logprobs": 1, "logprob_token_ids": [10**6]},
+            {"logprobs": 1, "logprob_token_ids": [-1]},
+            {"logprobs": 1, "logprob_token_ids": [5] * 129},
+            {"logprobs": 1, "logprob_token_ids": [5], "echo": True},
+            {"logprobs": 1, "logprob_token_ids": [5], "use_beam_search": True},
+            {"logprobs": 1, "logprob_token_ids": 5},
+        ],
+        ids=str,
+    )
+    def test_refusals(self, server, fields):
+        error = refused(server, COMPLETIONS, prompt="a", max_tokens=1, **fields)
+        assert error["param"] == "logprob_token_ids"
+        assert "logprob_token_ids" in error["message"]
+        if "echo" not in fields and "logprobs" not in fields:
+            error = refused(server, CHAT, messages=HI, **fields)
+            assert error["param"] == "logprob_token_ids"
+
+    def logprobs(self, server: ServerProcess, path: str, **body: object) -> dict[str, Any]:
+        return post(server, path, **body)["choices"][0]["logprobs"]
+
+
 def check_offsets(server: ServerProcess, shown: dict[str, Any], text: str) -> None:
     """Each token's characters are its text; together they are the whole text."""
     ids, offsets = shown["prompt_token_ids"], shown["prompt_token_offsets"]

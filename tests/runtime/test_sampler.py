@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import random
 
+import msgspec
 import pytest
 import torch
 
 from ostinato.graphs.draw import Drawer, StaticDrawer
 from ostinato.runtime.sampler import Sampler, sampling_bytes
-from ostinato.runtime.types import Request, SamplingParams, StepResult
+from ostinato.runtime.types import MAX_LOGPROB_TOKEN_IDS, Request, SamplingParams, StepResult
 from tests.graphs.test_capture import StaticRecorder
 from tests.live_bytes import LiveBytes
 
@@ -181,9 +182,52 @@ def test_sampling_stays_within_its_memory() -> None:
             allowed_token_ids=list(range(1000)),
         )
     ] * rows
+    chosen = tuple(range(MAX_LOGPROB_TOKEN_IDS))
+    params[0] = msgspec.structs.replace(params[0], logprob_token_ids=chosen)
     with LiveBytes() as live:
         logits = torch.randn(rows, vocab_size)
         drawer = StaticDrawer(torch.zeros(rows, vocab_size))
         sampler = sampler_of(params, vocab_size, drawer)
         sampler.sample(logits, list(range(rows)), [3] * rows)
     assert 25 * rows * vocab_size < live.peak <= sampling_bytes(rows, vocab_size)
+
+
+def test_chosen_tokens_instead_of_the_likeliest() -> None:
+    """Rows with none, with the likeliest, and with different numbers of chosen ones, side by side."""
+    sampler = make_sampler(
+        SamplingParams(logprobs=2, logprob_token_ids=(7, 1, 4), logit_bias={1: 10.0}, **GREEDY),
+        SamplingParams(**GREEDY),
+        SamplingParams(logprobs=2, **GREEDY),
+        SamplingParams(logprobs=0, logprob_token_ids=(5,), **GREEDY),
+    )
+    other = ROW[::-1]
+    result = sample(sampler, [ROW, ROW, ROW, other])
+    assert result.token_ids == [1, 4, 4, 3]
+    assert result.logprobs is not None
+    first, none, likeliest, last = result.logprobs
+    assert none is None
+    total = math.log(sum(math.exp(value) for value in ROW))
+    assert first is not None
+    assert (first.top_ids, first.rank) == ([7, 1, 4], 5)
+    assert first.logprob == pytest.approx(1.0 - total, abs=1e-5)
+    # Of the model itself, before the bias.
+    assert first.top_logprobs == pytest.approx([-total, 1.0 - total, 4.0 - total], abs=1e-5)
+    assert likeliest is not None
+    assert likeliest.top_ids == [4, 5]
+    assert last is not None
+    assert last.top_ids == [5]
+    assert last.top_logprobs == pytest.approx([other[5] - total], abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"logprob_token_ids": (1,)}, "null without logprobs"),
+        ({"logprob_token_ids": (), "logprobs": 1}, "null or 1 to 128 token ids, got 0"),
+        ({"logprob_token_ids": (1,) * 129, "logprobs": 1}, "token ids, got 129"),
+        ({"logprob_token_ids": (1,), "logprobs": 1, "use_beam_search": True}, "null with use_beam"),
+    ],
+)
+def test_when_no_tokens_can_be_chosen(fields, problem) -> None:
+    with pytest.raises(ValueError, match=f"^logprob_token_ids must be .*{problem}"):
+        SamplingParams(**fields)
