@@ -288,7 +288,11 @@ class LoadClient:
         text = "".join(answer.text)
         if self._job.chat:
             return [*prompt, {"role": "assistant", "content": text}]  # type: ignore[list-item]
-        return prompt + (answer.token_ids if isinstance(prompt, list) else text)  # type: ignore[operator]
+        if isinstance(prompt, str):
+            return prompt + text
+        # A server that does not give ids: as many of the prompt's own, so that the length is right.
+        count = answer.times.num_output_tokens
+        return prompt + (answer.token_ids or [prompt[k % len(prompt)] for k in range(count)])  # type: ignore[operator]
 
     async def _measure(self, place: int, prompt: _Prompt, intended: float) -> _Answer | None:
         """Send one request and write down what became of it; the answer, or None of a failure."""

@@ -65,13 +65,14 @@ def find_target(url: str, load: LoadSection, *, is_ours: bool = False) -> tuple[
             request = urllib.request.Request(f"{base}/v1/models", headers=dict(load.headers))
             opener = urllib.request.build_opener(_NoRedirect)
             with opener.open(request, timeout=min(_PROBE_S, load.ready_timeout_s)) as reply:
-                model = json.load(reply)["data"][0]["id"]
-            return Target(url=base, model=str(model), gives_token_ids=is_ours), []
+                entry = json.load(reply)["data"][0]
+            is_ours |= entry.get("owned_by") == "ostinato"
+            return Target(url=base, model=str(entry["id"]), gives_token_ids=is_ours), []
         except urllib.error.HTTPError as error:
             problem = f"answered {error.code}"
             if error.code != 503:  # a server that starts says 503
                 break
-        except (OSError, ValueError, LookupError, TypeError) as error:
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             problem = str(getattr(error, "reason", error)) or type(error).__name__
         if time.monotonic() >= deadline:
             break

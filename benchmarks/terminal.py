@@ -85,9 +85,9 @@ def format_metric(metric: Metric) -> str:
     digits = 0 if abs(value) >= 1000 or value == int(value) else 1 if abs(value) >= 10 else 2
     suffix = "%" if metric.unit == "share" else ""
     middle = f"{value:,.{digits}f}{suffix}"
-    if len(metric.runs) < 2:
+    low, high = (pick(metric.runs or (metric.value,)) * scale for pick in (min, max))
+    if low == high:
         return middle
-    low, high = min(metric.runs) * scale, max(metric.runs) * scale
     return f"{middle} [{low:,.{digits}f}-{high:,.{digits}f}]"
 
 

@@ -73,7 +73,9 @@ def answer(pause_s: float = 0.0) -> Handler:
         count = body["max_tokens"]
         for index in range(count):
             end = "length" if index == count - 1 else None
-            choice: dict[str, Any] = {"text": "x", "token_ids": [index], "finish_reason": end}
+            choice: dict[str, Any] = {"text": "x", "finish_reason": end}
+            if body.get("return_token_ids"):
+                choice["token_ids"] = [index]
             if "messages" in body:
                 choice = {"delta": {"content": "x"}, "finish_reason": end}
             writer.write(_event({"choices": [choice]}))

@@ -88,6 +88,10 @@ def test_a_turn_carries_the_answer_before_it():
             [5, 0, 1, 6, 0, 1, 9],
         ]
         server.bodies.clear()
+        # Without ids of the answer: as many others, so that the length is right.
+        run(server.url, [JobRequest(prompt=[5, 4], max_tokens=3), sent[1]], concurrency=1)
+        assert server.bodies[1]["prompt"] == [5, 4, 5, 4, 5, 6]
+        server.bodies.clear()
         texts = [
             JobRequest(prompt="a", max_tokens=2),
             JobRequest(prompt="b", max_tokens=1, after=0),

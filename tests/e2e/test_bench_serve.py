@@ -79,6 +79,16 @@ def test_load_then_its_trace_again(server: ServerProcess, trace: Path, tmp_path:
     assert figures["prefix_hit_rate"].value > 0.2
 
 
+def test_turns_carry_the_answers_before_them(server: ServerProcess, tmp_path: Path):
+    words = ("workload=conversations", "workload.num_requests=1", "workload.turns=2")
+    lengths = ("workload.input_len=40", "workload.length_spread=0", "workload.output_len=20")
+    load = (f"load.url={server.url}", "load.concurrency=[1]")
+    record = bench(tmp_path, "serve", *words, *lengths, *load)
+    first, second = record.points[0].details["requests"]
+    assert (first["input_tokens"], second["input_tokens"]) == (40, 100)
+    assert second["cached_tokens"] >= 48  # more than the 32 of the first prompt: its answer too
+
+
 def test_another_run_does_not_find_the_prompts_of_the_one_before(
     server: ServerProcess, tmp_path: Path
 ):
