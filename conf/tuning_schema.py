@@ -56,7 +56,7 @@ class SimulateSection(Section):
         0.1, "validate: share by which a prediction may miss", above=0, at_most=1
     )
     validate_s: float = setting(
-        18.0, "validate: seconds of traffic of each workload", above=0, at_most=600
+        56.0, "validate: seconds of traffic of each workload", above=0, at_most=600
     )
     output: str = setting("", "JSON file to write; empty = outputs/bench/simulate-<time>.json")
 

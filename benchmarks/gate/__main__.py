@@ -3,15 +3,18 @@
     python -m ostinato.benchmarks.gate                    # 0 = no, 1 = yes, 2 = no such thing
     python -m ostinato.benchmarks.gate --only scheduler,prefix
     python -m ostinato.benchmarks.gate --store            # what is measured now counts from now on
+    python -m ostinato.benchmarks.gate --against HEAD     # engine steps beside those of a commit
 
 Each check is our work beside a reference that is measured in the same moment; what is stored, one
-set for each kind of machine (ratios.json), are the ratios. Takes less than a minute.
+set for each kind of machine (ratios.json), are the ratios. `--against` needs nothing stored and
+sees smaller losses (benchmarks/gate/versions.py). Either takes less than a minute.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -27,6 +30,12 @@ from ostinato.benchmarks.gate.check import (
     write_ratios,
 )
 from ostinato.benchmarks.gate.host_checks import host_checks
+from ostinato.benchmarks.gate.versions import (
+    ALLOWED,
+    Worker,
+    compare_works,
+    extract,
+)
 from ostinato.conf.errors import ConfigError
 from ostinato.runtime.errors import EngineError
 from ostinato.runtime.machine import cpu_name
@@ -45,8 +54,11 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--only", help="checks whose names contain one of these words, a,b")
     parser.add_argument("--store", action="store_true", help="store the ratios for this machine")
     parser.add_argument("--file", type=Path, default=_RATIOS, help="the stored ratios")
+    parser.add_argument("--against", metavar="COMMIT", help="compare engine steps with a commit's")
     options = parser.parse_args(arguments)
     words = options.only.split(",") if options.only else []
+    if options.against:
+        return _against(options.against, words)
     machine = cpu_name()
     try:
         stored = {} if options.store else read_ratios(options.file, machine)
@@ -63,6 +75,49 @@ def main(arguments: list[str]) -> int:
         print(f"stored in {options.file}")
         return 0
     return _verdict(machine, findings)
+
+
+def _against(revision: str, words: list[str]) -> int:
+    """Compare with a commit; the exit code."""
+    root = Path(__file__).resolve().parents[2]
+    with tempfile.TemporaryDirectory() as directory:
+        there = Path(directory)
+        try:
+            name = extract(revision, root, there / "tree")
+            with (
+                Worker(root, there / "ours") as ours,
+                Worker(there / "tree", there / "theirs") as theirs,
+            ):
+                found = compare_works(ours, theirs, words, _tell)
+        except EngineError as error:
+            print(f"gate: {error}", file=sys.stderr)
+            return 2
+    if not found:
+        print(f"gate: no work has one of {words} in its name", file=sys.stderr)
+        return 2
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=f"beside {name}", title_justify="left")
+    table.add_column("work")
+    for heading in ("ours, ms", "ours / theirs", "surely above", "pairs"):
+        table.add_column(heading, justify="right")
+    table.add_column("")
+    for one in found:
+        figures = (f"{one.ours_ms:.2f}", f"{one.ratio:.3f}", f"{one.at_least:.3f}")
+        mark = "slower" if one.is_slower else ""
+        table.add_row(one.name, *figures, str(one.num_pairs), mark)
+    Console(width=110, highlight=False).print(table)
+    slower = [one for one in found if one.is_slower]
+    for one in slower:
+        print(
+            f"gate: {one.name} takes {one.ratio:.3f} times as long as in {name}, surely more than "
+            f"{one.at_least:.3f} ({1 + ALLOWED:.2f} allowed)"
+        )
+    if not slower:
+        print(f"gate: {len(found)} works are as fast as in {name}")
+    return 1 if slower else 0
+
+
+def _tell(text: str) -> None:
+    print(f"gate: {text}", file=sys.stderr, flush=True)
 
 
 def _verdict(machine: str, findings: list[Finding]) -> int:

@@ -2,7 +2,9 @@
 
 The model is the 45M shape with dummy weights in bfloat16: larger than a processor's caches, and
 quick to load. It runs on one thread, whose processor time counts: two threads wait for each other
-as soon as another program takes a core, and a step would seem to take three times as long.
+as soon as another program takes a core, and a step would seem to take three times as long. What a
+second thread brings is a check of its own, by the wall clock: of its pairs the quickest tenth is
+looked at, and it is left out while other programs use the cores.
 """
 
 from __future__ import annotations
@@ -14,20 +16,26 @@ import msgspec
 import torch
 
 from ostinato.benchmarks.gate.check import Check
+from ostinato.benchmarks.probes import LoadMeter
 from ostinato.conf.compose import load_config
+from ostinato.ops.native.library import set_threads
 from ostinato.runtime.build import build_engine
+from ostinato.runtime.device import available_cores
 from ostinato.runtime.engine import Engine
 from ostinato.runtime.types import Request, SamplingParams
 
-__all__ = ("NAMES", "EngineChecks")
+__all__ = ("NAMES", "SCALING", "EngineChecks")
 
+SCALING = "decode on two threads, 8 sequences"
 NAMES = (
     "decode, 1 sequence",
     "decode, 8 sequences",
     "decode and sample, 8 sequences",
     "prefill, 256 tokens",
+    SCALING,
 )
 
+_MOST_OTHERS = 0.2  # of all cores, that other programs may use while two threads are measured
 _LENGTH = 2048
 _PROMPT = 256
 # The 45M shape: 8 layers of 3.08 M, and 16.4 M of the output layer.
@@ -83,6 +91,7 @@ class EngineChecks:
                 *("graphs.cost_table_budget_s=0", "device.threads=1"),
             ]
         )
+        self._others = LoadMeter()
         self._engine = build_engine(config)
         # Products with as many parameters as a step reads, by torch: another code, the same mix of
         # memory traffic and arithmetic. A plain read of memory moves by a factor of two with what
@@ -148,4 +157,28 @@ class EngineChecks:
                 clock=time.thread_time,
             )
         )
+        if available_cores() > 1 and self._others.stop() < _MOST_OTHERS:
+            found.append(self._scaling(_Decoding(self._engine, 8, greedy)))
         return found
+
+    def _scaling(self, decoding: _Decoding) -> Check:
+        def one_thread() -> None:
+            decoding.prepare()
+            decoding.step()
+
+        def two_threads() -> None:
+            decoding.prepare()
+            set_threads(2)
+            decoding.step()
+            set_threads(1)
+
+        return Check(
+            name=SCALING,
+            what="an engine step on two threads / on one, by the wall clock",
+            ours=two_threads,
+            reference=one_thread,
+            repeats=2,
+            pairs=60,
+            tolerance=0.25,
+            share=0.1,
+        )

@@ -25,8 +25,8 @@ from ostinato.runtime.errors import EngineError
 __all__ = ("Calibration", "read_steps", "recording_server")
 
 _NUM_STEPS = 4096  # that the server keeps; those of one calibration are wanted
-_CLOSED_S, _RISING_S = 1.2, 2.0
-_BATCHES = (12, 6, 16, 4)  # of the closed loops, in turns
+_CLOSED_S, _RISING_S = 2.0, 2.0
+_BATCHES = (12, 6, 16, 4, 8)  # of the closed loops, in turns
 _PROMPTS, _OUTPUTS = (16, 448), (4, 64)  # tokens, at least and at most
 _SHARES = (0.15, 0.9)  # of the closed loop's rate, at the beginning and at the end
 _LONGEST_S = 1.5  # a slow server gets shorter outputs

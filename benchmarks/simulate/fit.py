@@ -13,21 +13,21 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from statistics import fmean, median
-from typing import NamedTuple, TypeVar
+from statistics import fmean
+from typing import TypeVar
 
 import msgspec
 import numpy as np
 
 from ostinato.benchmarks.load_job import LoadJob, LoadReport, RequestTimes
 from ostinato.benchmarks.simulate.serving import Serving, SizedValues
+from ostinato.benchmarks.simulate.step_ratios import SeenStep, fit_ratios
 from ostinato.runtime.cost_table import Chunk, CostTable
 
-__all__ = ("EngineStep", "Fit", "Recording", "Speed", "fit_serving")
+__all__ = ("EngineStep", "Recording", "fit_serving")
 
-_LEAST_GROUP = 12  # steps that a group of one size has at least
 _NUM_KEPT = 400  # values of one distribution
-_LEAST_REQUESTS = 24  # the same of requests
+_LEAST_REQUESTS = 24  # that a group of one size has at least
 _LEAST_STEPS = 20
 _GRID = 160  # of delays that are told apart where only bounds are known
 _ROUNDS = 200
@@ -60,31 +60,8 @@ class Recording:
     steps: list[EngineStep]
 
 
-class Speed(NamedTuple):
-    """How long the steps of one recording took against those of all: machines drift."""
-
-    decode: float = 1.0
-    prompt: float = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class Fit:
-    """What recordings say."""
-
-    serving: Serving  # at the speed of all of them
-    speeds: list[Speed]  # of each
-
-    def between(self, place: int) -> Serving:
-        """At the time between two recordings that followed each other, `place` and the next."""
-        before, after = self.speeds[place : place + 2]
-        return self.serving.scaled(
-            decode=math.sqrt(before.decode * after.decode),
-            prompt=math.sqrt(before.prompt * after.prompt),
-        )
-
-
-def fit_serving(costs: CostTable, recordings: Sequence[Recording]) -> Fit:
-    """The distributions that were seen.
+def fit_serving(costs: CostTable, recordings: Sequence[Recording]) -> Serving:
+    """What was seen.
 
     Args:
         costs: the table that steps are compared with.
@@ -94,35 +71,29 @@ def fit_serving(costs: CostTable, recordings: Sequence[Recording]) -> Fit:
         ValueError: there are too few steps or requests to say anything.
     """
     seen = _Seen()
-    rows: list[list[_Row]] = []
+    steps: list[SeenStep] = []
     for recording in recordings:
-        rows.append(_compare(costs, recording.steps))
+        steps += _compare(costs, recording.steps, len(steps))
         seen.pauses += _pauses(recording.steps)
         _add_requests(seen, recording)
-    num_steps = sum(len(part) for part in rows)
-    if num_steps < _LEAST_STEPS or len({row.has_prompt for part in rows for row in part}) < 2:
+    decode = [one for one in steps if not one.num_prompt_tokens]
+    prompt = [one for one in steps if one.num_prompt_tokens]
+    if len(steps) < _LEAST_STEPS or not decode or not prompt:
         raise ValueError(
             f"a calibration needs at least {_LEAST_STEPS} steps with prompts and decodes, it has "
-            f"{num_steps}"
+            f"{len(steps)}"
         )
     if not seen.idle or not seen.ends:
         raise ValueError("a calibration needs answered requests, one of them to an idle engine")
-    speeds = _speeds(rows)
-    ratios: dict[bool, dict[int, list[tuple[int, float]]]] = defaultdict(lambda: defaultdict(list))
-    for part, speed in zip(rows, speeds, strict=True):
-        for row in part:
-            usual = row.ratio / (speed.prompt if row.has_prompt else speed.decode)
-            ratios[row.has_prompt][row.power].append((row.size, usual))
-    serving = Serving(
-        decode=_groups(ratios[False]),
-        prompt=_groups(ratios[True]),
+    return Serving(
+        decode=fit_ratios(decode),
+        prompt=fit_ratios(prompt),
         pause_s=_kept(seen.pauses or [0.0]),
         idle_request_s=_kept(seen.idle),
         busy_request_s=_busy(seen),
         delivery_s=tuple(seen.deliveries[:: max(1, len(seen.deliveries) // (8 * _NUM_KEPT))]),
         end_s=_kept(seen.ends),
     )
-    return Fit(serving, speeds)
 
 
 class _Seen:
@@ -137,59 +108,18 @@ class _Seen:
         self.ends: list[float] = []
 
 
-class _Row(NamedTuple):
-    """A step beside the table."""
-
-    has_prompt: bool
-    size: int  # tokens of a step with prompts, else sequences
-    ratio: float  # seconds over those of the table
-
-    @property
-    def power(self) -> int:
-        """Of two, the nearest to its size: the exponent."""
-        return round(math.log2(self.size))
-
-
-def _speeds(rows: Sequence[Sequence[_Row]]) -> list[Speed]:
-    """Of each recording. Steps with prompts are too few in one to have a speed of their own: how
-    much they move with the others is taken from all recordings.
-    """
-    kinds: dict[tuple[bool, int], list[float]] = defaultdict(list)
-    for part in rows:
-        for row in part:
-            kinds[row.has_prompt, row.power].append(row.ratio)
-    usual = {kind: median(ratios) for kind, ratios in kinds.items()}
-    logs: dict[bool, list[float]] = {}
-    for has_prompt in (False, True):
-        of_kind = [
-            [
-                row.ratio / usual[has_prompt, row.power]
-                for row in part
-                if row.has_prompt == has_prompt
-            ]
-            for part in rows
-        ]
-        logs[has_prompt] = [
-            math.log(median(ratios)) if len(ratios) >= _LEAST_GROUP else 0.0 for ratios in of_kind
-        ]
-    square = sum(one * one for one in logs[False])
-    share = sum(d * p for d, p in zip(logs[False], logs[True], strict=True)) / (square or 1.0)
-    share = min(max(share, 0.0), 1.0)
-    return [Speed(math.exp(one), math.exp(share * one)) for one in logs[False]]
-
-
-def _compare(costs: CostTable, steps: Sequence[EngineStep]) -> list[_Row]:
-    rows: list[_Row] = []
+def _compare(costs: CostTable, steps: Sequence[EngineStep], first: int) -> list[SeenStep]:
+    rows: list[SeenStep] = []
     ended_at = -math.inf
     for step in steps:
         # With overlap a step is launched while the one before it runs.
         seconds = step.ended_at - max(step.began_at, ended_at)
         ended_at = step.ended_at
         table_s = _table_seconds(costs, step)
-        has_prompt = step.num_tokens > step.num_decodes
         if table_s > 0.0 and seconds > 0.0:
-            size = step.num_tokens if has_prompt else step.num_seqs
-            rows.append(_Row(has_prompt, size, seconds / table_s))
+            num_prompt_tokens = step.num_tokens - step.num_decodes
+            number = first + len(rows)
+            rows.append(SeenStep(number, num_prompt_tokens, step.num_decodes, seconds / table_s))
     return rows
 
 
@@ -229,11 +159,14 @@ def _add_requests(seen: _Seen, recording: Recording) -> None:
             # The engine adds a number to what the client was told.
             entries[request_id.partition("#")[0]].append((number, start + tokens))
     delays: dict[int, list[float]] = defaultdict(list)  # of each step's tokens
-    for request, times in zip(recording.job.requests, report.requests, strict=False):
+    pairs = zip(recording.job.requests, report.requests, strict=False)
+    for place, (request, times) in enumerate(pairs):
         found = entries.get(times.request_id, [])
         if times.status != "ok" or not found or not times.chunk_s:
             continue
-        _add_admission(seen, steps, found[0][0], report.began_at + times.intended_s)
+        # A closed loop's first requests are sent in one moment: together one measurement.
+        if place >= (recording.job.concurrency or 0):
+            _add_admission(seen, steps, found[0][0], report.began_at + times.intended_s)
         num_prompt = len(request.prompt)
         sampled = [number for number, end in found if end >= num_prompt]
         seen.ends.append(max(0.0, times.end_s - times.chunk_s[-1]))
@@ -284,18 +217,6 @@ def _busy(seen: _Seen) -> tuple[SizedValues, ...]:
     if not groups:
         return (SizedValues(1, _kept(seen.idle)),)
     return tuple(SizedValues(1 << power, _from_bounds(bounds)) for power, bounds in groups)
-
-
-def _groups(found: dict[int, list[tuple[int, float]]]) -> tuple[SizedValues, ...]:
-    """Groups of neighbouring sizes with enough steps each."""
-    groups = _gather(found, _LEAST_GROUP) or [(0, [one for part in found.values() for one in part])]
-    return tuple(
-        SizedValues(
-            round(math.exp(fmean(math.log(size) for size, _ in values))),
-            _kept([ratio for _, ratio in values]),
-        )
-        for _, values in groups
-    )
 
 
 def _gather(found: dict[int, list[T]], least: int) -> list[tuple[int, list[T]]]:

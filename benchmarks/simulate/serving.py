@@ -13,10 +13,11 @@ import math
 import random
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import median
 from typing import NamedTuple
 
+from ostinato.benchmarks.simulate.step_ratios import StepRatios, Walk
 from ostinato.runtime.cost_table import Chunk, CostTable
 from ostinato.runtime.types import SchedulerOutput
 
@@ -26,7 +27,7 @@ __all__ = ("Serving", "SizedValues", "StepClock")
 class SizedValues(NamedTuple):
     """What was measured of steps of about one size."""
 
-    size: int  # sequences of a step in which all decode, tokens of one with prompts
+    size: int  # sequences
     values: tuple[float, ...]  # at least one, ascending
 
 
@@ -34,9 +35,8 @@ class SizedValues(NamedTuple):
 class Serving:
     """Distributions, each as its measured values; seconds where nothing else is said."""
 
-    # By size, rising: what steps took over what the table says, where all decode, and with prompts.
-    decode: tuple[SizedValues, ...]
-    prompt: tuple[SizedValues, ...]
+    decode: StepRatios  # what steps in which all decode took over what the table says
+    prompt: StepRatios  # the same of steps with prompts
     pause_s: tuple[float, ...]  # between two steps: messages, scheduling
     idle_request_s: tuple[float, ...]  # from the client's send to the step, of an idle engine
     # From the client's send until a step can take it in, by the sequences that run.
@@ -53,22 +53,14 @@ class Serving:
             return tuple(SizedValues(size, (median(values),)) for size, values in groups)
 
         return Serving(
-            decode=typical(self.decode),
-            prompt=typical(self.prompt),
+            decode=self.decode._replace(spread=(1.0,), order=(0,)),
+            prompt=self.prompt._replace(spread=(1.0,), order=(0,)),
             pause_s=(median(self.pause_s),),
             idle_request_s=(median(self.idle_request_s),),
             busy_request_s=typical(self.busy_request_s),
             delivery_s=((median(delay for one in self.delivery_s for delay in one),),),
             end_s=(median(self.end_s),),
         )
-
-    def scaled(self, *, decode: float, prompt: float) -> Serving:
-        """The same with steps that take so many times as long."""
-
-        def times(groups: tuple[SizedValues, ...], factor: float) -> tuple[SizedValues, ...]:
-            return tuple(SizedValues(n, tuple(factor * v for v in values)) for n, values in groups)
-
-        return replace(self, decode=times(self.decode, decode), prompt=times(self.prompt, prompt))
 
 
 class StepClock:
@@ -86,8 +78,8 @@ class StepClock:
         self._random = random.Random(seed)
         self.is_exact = serving is None
         if serving is not None:
-            self._decode = _Groups(serving.decode)
-            self._prompt = _Groups(serving.prompt)
+            self._kinds = (serving.decode, serving.prompt)
+            self._walk = Walk(self._kinds, self._random)
             self._busy = _Groups(serving.busy_request_s)
             by_size: dict[int, list[tuple[float, ...]]] = {}
             for delays in serving.delivery_s:
@@ -96,11 +88,12 @@ class StepClock:
 
     def step(self, output: SchedulerOutput) -> float:
         """Seconds of a scheduled step."""
-        num_decodes = context = 0
+        num_decodes = context = num_prompt_tokens = 0
         chunks: list[Chunk] = []
         for entry in output.scheduled:
             if entry.token_ids:
                 chunks.append(Chunk(entry.num_new_tokens, entry.start))
+                num_prompt_tokens += entry.num_new_tokens
             else:
                 num_decodes += 1
                 context += entry.start
@@ -108,8 +101,9 @@ class StepClock:
         seconds = self._costs.mixed_seconds(num_decodes, mean, chunks)
         if self._serving is None:
             return seconds
-        group, size = (self._prompt, output.num_tokens) if chunks else (self._decode, num_decodes)
-        return seconds * group.draw(size, self._random)
+        kind = int(bool(chunks))
+        usual = self._kinds[kind].usual(num_prompt_tokens, num_decodes)
+        return seconds * usual * self._walk.next(kind)
 
     def decodes(self, num_seqs: int, context: float) -> float:
         """Seconds by the table of a step in which sequences of a mean context decode."""

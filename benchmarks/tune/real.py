@@ -87,5 +87,5 @@ class RealRuns:
         return RealRun(
             figures=Figures.of(point.metrics, percentile),
             point=point,
-            serving=fit_serving(spec.costs, recordings).serving if spec else None,
+            serving=fit_serving(spec.costs, recordings) if spec else None,
         )

@@ -19,6 +19,7 @@ from ostinato.benchmarks.simulate.leaps import LeapingScheduler
 from ostinato.benchmarks.simulate.outcome import Outcome, percentile
 from ostinato.benchmarks.simulate.replica import Arrival
 from ostinato.benchmarks.simulate.serving import Serving, SizedValues, StepClock
+from ostinato.benchmarks.simulate.step_ratios import StepRatios
 from ostinato.conf.schema import SchedulerConfig, SchedulingPolicy
 from ostinato.runtime.limits import StepLimits
 from ostinato.runtime.types import (
@@ -82,11 +83,17 @@ def test_one_request_by_hand():
     assert (seconds * counts).sum() == pytest.approx(sum(decodes))
 
 
+def step_ratios(*seqs: tuple[int, float], tokens: float = 1.0) -> StepRatios:
+    """Of steps that do not vary: by (decoding sequences and one, ratio)."""
+    curve = tuple((number, math.log(ratio)) for number, ratio in seqs)
+    return StepRatios(((1, math.log(tokens)),), curve, (1.0,), (0,))
+
+
 def make_serving(**changes) -> Serving:
     """Without chance: every distribution has one value."""
     values = {
-        "decode": (SizedValues(1, (1.5,)),),
-        "prompt": (SizedValues(1, (2.0,)),),
+        "decode": step_ratios((2, 1.5)),
+        "prompt": step_ratios((1, 1.0), tokens=2.0),
         "pause_s": (0.001,),
         "idle_request_s": (0.25,),
         "busy_request_s": (SizedValues(1, (0.5,)),),
@@ -122,9 +129,7 @@ def test_tokens_that_arrive_together_are_one_piece():
 
 
 def test_draws_are_seeded_and_between_sizes():
-    serving = make_serving(
-        decode=(SizedValues(1, (1.0,)), SizedValues(8, (9.0,))), pause_s=(0.0, 0.001, 0.002)
-    )
+    serving = make_serving(decode=step_ratios((2, 1.0), (8, 4.0)), pause_s=(0.0, 0.001, 0.002))
     traffic = partial(random_traffic, 3, 30, 100.0)
     one, same, other = (
         rows(simulate_open(make_spec(serving=serving, seed=seed), traffic)) for seed in (1, 1, 2)
@@ -133,14 +138,11 @@ def test_draws_are_seeded_and_between_sizes():
     assert (one != other).any()
     clock = StepClock(make_table(), serving)
     ratios = {
-        size: np.mean([clock.step(decodes_of(size)) for _ in range(400)])
-        / make_table().decode_seconds(size, 10)
-        for size in (1, 2, 4, 8, 16)
+        size: clock.step(decodes_of(size)) / make_table().decode_seconds(size, 10)
+        for size in (1, 3, 7, 16)
     }
-    assert ratios[1] == pytest.approx(1.0)
-    assert [ratios[8], ratios[16]] == pytest.approx([9.0, 9.0])
-    # A third and two thirds of the way, in powers of two.
-    assert [ratios[2], ratios[4]] == pytest.approx([1 + 8 / 3, 1 + 16 / 3], rel=0.2)
+    # Curves are by powers of two, of the sequences and one.
+    assert ratios == pytest.approx({1: 1.0, 3: 2.0, 7: 4.0, 16: 4.0})
 
 
 def decodes_of(num_seqs: int) -> SchedulerOutput:

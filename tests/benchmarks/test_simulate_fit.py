@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from itertools import pairwise
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -15,8 +17,9 @@ from ostinato.benchmarks.simulate.calibrate import Calibration, recording_server
 from ostinato.benchmarks.simulate.engine import EngineSpec
 from ostinato.benchmarks.simulate.fit import EngineStep, Recording, fit_serving
 from ostinato.benchmarks.simulate.specs import measured_spec
+from ostinato.benchmarks.simulate.step_ratios import SeenStep, Walk, fit_ratios
 from ostinato.conf.compose import load_config
-from ostinato.runtime.cost_table import Chunk
+from ostinato.runtime.cost_table import Chunk, CostTable
 from tests.runtime.cost_tables import make_table
 
 TABLE = make_table()
@@ -108,11 +111,11 @@ def record(truth: Truth, *, seed: int = 0, num_requests: int = 60) -> Recording:
 
 def test_the_fit_finds_what_the_server_does():
     truth = Truth()
-    serving = fit_serving(TABLE, [record(truth)]).serving
-    for groups, ratio in ((serving.decode, truth.decode), (serving.prompt, truth.prompt)):
-        assert [value for one in groups for value in one.values] == pytest.approx(
-            [ratio] * sum(len(one.values) for one in groups)
-        )
+    serving = fit_serving(TABLE, [record(truth)])
+    for found, ratio in ((serving.decode, truth.decode), (serving.prompt, truth.prompt)):
+        for tokens, decodes in ((20, 0), (100, 1), (300, 2)):
+            assert found.usual(tokens, decodes) == pytest.approx(ratio, rel=1e-3)
+        assert found.spread == pytest.approx([1.0] * len(found.spread), rel=1e-3)
     assert serving.pause_s == pytest.approx([truth.pause_s] * len(serving.pause_s), abs=1e-6)
     idle = serving.idle_request_s
     assert idle == pytest.approx([truth.request_s] * len(idle), abs=1e-6)
@@ -126,27 +129,56 @@ def test_the_fit_finds_what_the_server_does():
 
 
 def test_disturbances_are_kept_as_they_were():
-    [*_, group] = fit_serving(TABLE, [record(Truth(spread=0.5))]).serving.decode
-    assert np.median(group.values) == pytest.approx(1.3, rel=0.1)
-    assert min(group.values) < 0.8
-    assert max(group.values) > 1.8
+    ratios = fit_serving(TABLE, [record(Truth(spread=0.5))]).decode
+    assert ratios.usual(0, 1) == pytest.approx(1.3, rel=0.1)
+    assert np.median(ratios.spread) == pytest.approx(1.0, rel=0.1)
+    assert min(ratios.spread) < 0.7
+    assert max(ratios.spread) > 1.35
 
 
-def test_a_machine_that_drifts_has_a_speed_for_each_recording():
-    recordings = [
-        record(Truth(decode=1.3 * by, prompt=1.8 * by, spread=0.1), seed=seed)
-        for seed, by in enumerate((1.0, 0.8, 1.25))
-    ]
-    fit = fit_serving(TABLE, recordings)
-    speeds = [one.decode for one in fit.speeds]
-    assert speeds[1] / speeds[0] == pytest.approx(0.8, rel=0.05)
-    assert speeds[2] / speeds[0] == pytest.approx(1.25, rel=0.05)
-    assert [one.prompt for one in fit.speeds] == pytest.approx(speeds, rel=0.1)
-    # Without the drift nothing but the spread is left.
-    values = fit.serving.decode[0].values
-    assert max(values) / min(values) < 1.1**2 * 1.1
-    middle = fit.between(1).decode[0].values
-    assert np.median(middle) / np.median(values) == pytest.approx(1.0, rel=0.05)
+def test_slow_moments_stay_together():
+    recordings = [record(Truth(decode=1.3 * by), seed=by) for by in (1, 1, 1, 2)]
+    serving = fit_serving(TABLE, recordings)
+    walk = Walk((serving.decode, serving.prompt), random.Random(0))
+    drawn = [walk.next(0) > 1.5 for _ in range(20_000)]
+    assert np.mean(drawn) == pytest.approx(0.25, abs=0.1)
+    changes = sum(a != b for a, b in pairwise(drawn))
+    assert changes < len(drawn) / 50  # drawn one by one it were three of eight
+
+
+def test_a_point_of_the_table_that_was_disturbed_is_put_right():
+    places = (1, 16, 64, 256)
+    true = CostTable(
+        tokens=places,
+        seqs=(1, 2),
+        contexts=(0,),
+        seconds=tuple(s for n in places for s in (n * 1e-4 + 2e-3,) * 2),
+        decode=(2e-3, 2e-3),
+    )
+    seconds = list(true.seconds)
+    for place in (4, 5, 6, 7):
+        seconds[place] *= 1.5
+    wrong = msgspec.structs.replace(true, seconds=tuple(seconds))
+    numbers = random.Random(0)
+    steps: list[SeenStep] = []
+    for number in range(400):
+        tokens, decodes = numbers.randrange(16, 256), numbers.randrange(2)
+        ratio = true.step_seconds(tokens, 1 + decodes, 0) / wrong.step_seconds(
+            tokens, 1 + decodes, 0
+        )
+        steps.append(SeenStep(number, tokens, decodes, ratio * numbers.uniform(0.95, 1.05)))
+    found = fit_ratios(steps)
+    for tokens, ratio in ((64, 1 / 1.5), (128, 1 / 1.5), (16, 1.0)):
+        assert found.usual(tokens, 1) == pytest.approx(ratio, rel=0.1), tokens
+    assert max(found.spread) < 1.25
+
+
+def test_numbers_that_were_never_seen_are_those_nearest():
+    ratios = fit_ratios([SeenStep(n, 64 << n % 2, n % 3, 2.0) for n in range(60)])
+    for tokens, decodes in ((1, 0), (80, 1), (10_000, 64)):
+        assert ratios.usual(tokens, decodes) == pytest.approx(2.0)
+    alone = fit_ratios([SeenStep(0, 0, 3, 1.25)])
+    assert alone.usual(0, 30) == pytest.approx(1.25)
 
 
 def test_too_little_is_refused():
@@ -175,7 +207,8 @@ def test_a_calibration_of_a_real_server():
         named = {request_id.partition("#")[0] for s in one.steps for request_id, _, _ in s.entries}
         sent = {times.request_id for times in one.report.requests}
         assert len(sent & named) > len(sent) / 2  # a step names the first 24 of its sequences
-    serving = fit_serving(spec.costs, recordings).serving
-    assert max(one.size for one in serving.decode) > 2 * min(one.size for one in serving.decode)
+    serving = fit_serving(spec.costs, recordings)
+    assert len(serving.decode.seqs) > 2  # batches of several sizes
+    assert 0.3 < serving.decode.usual(0, 4) < 10.0
     assert 0.0 < np.median(serving.idle_request_s) < 1.0
     assert 0.0 < np.median([delay for one in serving.delivery_s for delay in one]) < 1.0

@@ -1,0 +1,152 @@
+"""How long a server's steps take over what the step-cost table says: usually, and how it varies.
+
+The table is measured in a few seconds, by an engine that is alone; single points of it may be off
+by a third. So the usual ratio is a curve, fitted to the steps that a server was seen to take: by
+the tokens of prompts and by the sequences that decode. What is left of each step, divided by what
+is usual for its kind, is kept in the order of time. A machine's slow moments last: seen was a
+correlation of 0.5 between neighbours, and seconds in which all prompts took 1.4 times as long.
+Drawn one by one, such steps would be in every simulated run, and make its tail that of the worst.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+__all__ = ("Curve", "SeenStep", "StepRatios", "Walk", "fit_ratios")
+
+Curve = tuple[tuple[int, float], ...]  # (number, logarithm of a ratio), numbers rising
+
+# Weights of a curve's jumps beside that of one step. The table knows prompts of few sizes only.
+_SMOOTH_TOKENS, _SMOOTH_SEQS = 2.0, 10.0
+_ROUNDS = 30
+_LEAST_RESIDUAL = 0.02  # below it a step's distance from the curve counts as a square
+_MEAN_RUN = 256  # steps that are drawn in succession, about a second of them
+
+
+class SeenStep(NamedTuple):
+    """A step beside the table."""
+
+    number: int  # of all steps that were seen
+    num_prompt_tokens: int
+    num_decodes: int  # sequences
+    ratio: float  # its seconds over those of the table
+
+
+class StepRatios(NamedTuple):
+    """What steps take over the table: the curves' sum, exponentiated, times one of `spread`."""
+
+    tokens: Curve  # by the tokens of prompts; empty = none
+    seqs: Curve  # by the sequences that decode, and one
+    spread: tuple[float, ...]  # at least one, in the order of time; about 1
+    order: tuple[int, ...]  # the number of each among all steps that were seen, rising
+
+    def usual(self, num_prompt_tokens: int, num_decodes: int) -> float:
+        """The ratio without what varies."""
+        return math.exp(_at(self.tokens, num_prompt_tokens) + _at(self.seqs, 1 + num_decodes))
+
+
+class Walk:
+    """Draws from the spreads of several kinds of steps: goes along them together, and begins anew
+    at some other time now and then (the stationary bootstrap of Politis and Romano, 1994).
+    """
+
+    def __init__(self, kinds: Sequence[StepRatios], numbers: random.Random) -> None:
+        self._kinds, self._numbers = kinds, numbers
+        self._end = 1 + max(kind.order[-1] for kind in kinds)
+        self._jump()
+
+    def next(self, kind: int) -> float:
+        """One more of the kind with this place."""
+        if self._numbers.random() * _MEAN_RUN < 1.0:
+            self._jump()
+        spread = self._kinds[kind].spread
+        place = self._places[kind] % len(spread)
+        self._places[kind] = place + 1
+        return spread[place]
+
+    def _jump(self) -> None:
+        number = self._numbers.randrange(self._end)
+        self._places = [bisect_left(kind.order, number) for kind in self._kinds]
+
+
+def fit_ratios(steps: Sequence[SeenStep]) -> StepRatios:
+    """Curves through the medians of steps of one kind: all have prompts, or none has.
+
+    Least absolute distances of logarithms, by weighted squares; neighbouring points of a curve are
+    held together where there are few steps.
+
+    Args:
+        steps: at least one, in the order of time.
+    """
+    tokens = _points([one.num_prompt_tokens for one in steps])
+    seqs = _points([1 + one.num_decodes for one in steps])
+    parts = [_shares(seqs, [1 + one.num_decodes for one in steps])]
+    if tokens:
+        # One of the curves begins at 0, or only their sum would be known.
+        parts = [_shares(tokens, [one.num_prompt_tokens for one in steps]), parts[0][:, 1:]]
+    shares = np.concatenate(parts, axis=1)
+    wanted = np.log([one.ratio for one in steps])
+    jumps = _jumps(len(tokens), len(seqs))
+    weights = np.ones(len(steps))
+    values = np.zeros(shares.shape[1])
+    for _ in range(_ROUNDS):
+        # A whisper of weight on everything, for points that no step is near.
+        square = (shares.T * weights) @ shares + jumps.T @ jumps + 1e-9 * np.eye(len(values))
+        values = np.linalg.solve(square, shares.T @ (weights * wanted))
+        weights = 1.0 / np.maximum(np.abs(wanted - shares @ values), _LEAST_RESIDUAL)
+        weights /= weights.mean()
+    found = [float(one) for one in values]
+    spread = tuple(float(one) for one in np.exp(wanted - shares @ values))
+    order = tuple(one.number for one in steps)
+    if not tokens:
+        return StepRatios((), _curve(seqs, found), spread, order)
+    of_seqs = [0.0, *found[len(tokens) :]]
+    return StepRatios(_curve(tokens, found), _curve(seqs, of_seqs), spread, order)
+
+
+def _points(numbers: Sequence[int]) -> list[int]:
+    """Powers of two between the least and the largest; none when there is nothing but 0."""
+    low, high = max(1, min(numbers)), max(numbers)
+    if not high:
+        return []
+    return [1 << power for power in range(round(math.log2(low)), round(math.log2(high)) + 1)]
+
+
+def _shares(points: Sequence[int], numbers: Sequence[int]) -> np.ndarray:
+    """[numbers, points]: how much of each point's value is in a curve there, linear in log2."""
+    places = np.log2(np.maximum(numbers, 1))
+    units = np.eye(len(points))
+    return np.stack([np.interp(places, np.log2(points), unit) for unit in units], axis=1)
+
+
+def _jumps(num_tokens: int, num_seqs: int) -> np.ndarray:
+    """[jumps, values]: weighted differences of neighbouring points of each curve."""
+    of_tokens = math.sqrt(_SMOOTH_TOKENS) * np.diff(np.eye(num_tokens), axis=0)
+    of_seqs = math.sqrt(_SMOOTH_SEQS) * np.diff(np.eye(num_seqs), axis=0)
+    if not num_tokens:
+        return of_seqs
+    of_seqs = of_seqs[:, 1:]  # the first point is 0
+    right = np.zeros((len(of_tokens), of_seqs.shape[1]))
+    left = np.zeros((len(of_seqs), num_tokens))
+    return np.block([[of_tokens, right], [left, of_seqs]])
+
+
+def _curve(points: Sequence[int], values: Sequence[float]) -> Curve:
+    return tuple((point, float(one)) for point, one in zip(points, values, strict=False))
+
+
+def _at(curve: Curve, number: int) -> float:
+    """Linear in log2 of the number, and constant past the ends."""
+    if not curve:
+        return 0.0
+    index = bisect_right(curve, number, key=lambda one: one[0])
+    if not 0 < index < len(curve):
+        return curve[min(index, len(curve) - 1)][1]
+    (low, before), (high, after) = curve[index - 1 : index + 1]
+    return before + (after - before) * math.log2(number / low) / math.log2(high / low)
