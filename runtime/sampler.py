@@ -334,7 +334,7 @@ def _logprobs(raw: Tensor, token_ids: Tensor, states: list[_Row]) -> _PendingLog
         for rows in where.split(rows_at_once(raw.shape[-1]))
     ]
     columns = [torch.cat(column) for column in zip(*parts, strict=True)]
-    chosen = {
+    chosen: dict[int, Sequence[int]] = {
         index: state.params.logprob_token_ids or ()
         for index, state in enumerate(states)
         if state.chosen_ids is not None

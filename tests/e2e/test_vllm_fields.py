@@ -113,14 +113,14 @@ class TestRepetitionDetection:
         assert len(set(ends)) > 1
 
     def test_after_an_engine_that_died(self, server):
-        fields = {**ONE_TOKEN, "max_tokens": 480, "repetition_detection": repetition(1, 400)}
+        fields = {**ONE_TOKEN, "max_tokens": 480, "repetition_detection": repetition(1, 250)}
         chunks = []
         for chunk in lines(server, COMPLETIONS, prompt="Once", **fields):
             if not chunks:
                 server.engine.kill()
             chunks.append(chunk["choices"][0])
         assert sum(server.metrics()[name] for name in restarts(server)) == 1
-        assert [token for chunk in chunks for token in chunk["token_ids"]] == [300] * 400
+        assert [token for chunk in chunks for token in chunk["token_ids"]] == [300] * 250
         assert chunks[-1]["finish_reason"] == "repetition"
 
     @pytest.mark.parametrize(

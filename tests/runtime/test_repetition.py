@@ -61,20 +61,20 @@ def test_it_finds_what_the_definition_says_wherever_it_begins(tokens, params, da
 
 
 def test_the_work_is_bounded_by_the_pattern_and_not_by_the_count():
-    """Whoever asks for huge numbers slows nobody down: a token costs at most 1024 entries."""
-    params = RepetitionDetectionParams(max_pattern_size=1024, min_count=(1 << 31) - 1)
+    """Whoever asks for huge numbers slows nobody down: a token costs at most 512 entries."""
+    params = RepetitionDetectionParams(max_pattern_size=512, min_count=(1 << 31) - 1)
     detector = RepetitionDetector(params)
     for _ in range(3000):
         detector.append(7)
-    assert len(detector._runs) == 1024
+    assert len(detector._runs) == 512
     assert not detector.found
 
 
 @pytest.mark.parametrize(
     ("fields", "problem"),
     [
-        ({"max_pattern_size": -1}, "max_pattern_size must be in [0, 1024], got -1"),
-        ({"max_pattern_size": 1025}, "max_pattern_size must be in [0, 1024], got 1025"),
+        ({"max_pattern_size": -1}, "max_pattern_size must be in [0, 512], got -1"),
+        ({"max_pattern_size": 513}, "max_pattern_size must be in [0, 512], got 513"),
         (
             {"max_pattern_size": 2, "min_pattern_size": 3, "min_count": 2},
             "min_pattern_size must be in [0, 2, which is max_pattern_size], got 3",

@@ -135,6 +135,7 @@ EVERYTHING = [
     SamplingParams(temperature=0.0, presence_penalty=1.0, frequency_penalty=0.5),
     SamplingParams(temperature=1.0, logit_bias={7: 2.0, 6: -3.0}, seed=9, logprobs=1),
     SamplingParams(temperature=0.8, seed=4, logprobs=3, frequency_penalty=0.3, top_k=700),
+    SamplingParams(temperature=0.7, seed=5, logprobs=0, logprob_token_ids=(6, 1)),
     SamplingParams(temperature=0.0),
 ]
 
