@@ -10,6 +10,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from http.client import HTTPException
 from typing import Any
 
 import msgspec
@@ -34,6 +35,10 @@ __all__ = ("Target", "find_target", "make_job", "measure_point", "run_client", "
 _PROBE_S = 10.0
 Decode = Callable[[Sequence[int]], str]
 OnProgress = Callable[[LoadProgress], None]
+
+
+# Nobody there, another protocol, no JSON, or JSON of another form.
+_NO_ANSWER = (OSError, HTTPException, ValueError, LookupError, TypeError, AttributeError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +77,14 @@ def find_target(url: str, load: LoadSection, *, is_ours: bool = False) -> tuple[
             problem = f"answered {error.code}"
             if error.code != 503:  # a server that starts says 503
                 break
-        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        except (
+            OSError,
+            HTTPException,
+            ValueError,
+            LookupError,
+            TypeError,
+            AttributeError,
+        ) as error:
             problem = str(getattr(error, "reason", error)) or type(error).__name__
         if time.monotonic() >= deadline:
             break

@@ -12,6 +12,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Mapping
+from http.client import HTTPException
 from typing import Any, Self
 
 from ostinato.benchmarks.record import Metric
@@ -49,7 +50,7 @@ def _scrape(url: str, headers: Mapping[str, str]) -> dict[str, float]:
             for sample in family.samples
             if sample.name.startswith("ostinato_") and "_bucket" not in sample.name
         }
-    except (OSError, ValueError):
+    except (OSError, HTTPException, ValueError):
         return {}
 
 
@@ -58,7 +59,7 @@ def _read_steps(url: str, headers: Mapping[str, str]) -> list[dict[str, Any]]:
     try:
         steps = json.loads(_get(f"{url}/debug/flight", headers))["steps"]
         return [step for step in steps if step["state"] == "done"]
-    except (OSError, ValueError, LookupError, TypeError):
+    except (OSError, HTTPException, ValueError, LookupError, TypeError):
         return []
 
 

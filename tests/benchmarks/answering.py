@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import threading
 from collections.abc import Awaitable, Callable
 from typing import Any, Self
 
-__all__ = ("Answering", "answer", "break_off", "stall", "status")
+__all__ = ("Answering", "answer", "break_off", "no_http", "stall", "status")
 
 Handler = Callable[[dict[str, Any], asyncio.StreamWriter], Awaitable[None]]
 _HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n"
@@ -48,10 +49,11 @@ class Answering:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
         length = next(
-            int(line.split(":")[1]) for line in head.splitlines() if "content-length" in line
+            (int(line.split(":")[1]) for line in head.splitlines() if "content-length" in line), 0
         )
-        body = json.loads(await reader.readexactly(length))
-        self.bodies.append(body)
+        body = json.loads(await reader.readexactly(length) or "{}")
+        if length:
+            self.bodies.append(body)
         try:
             await self._handler(body, writer)
             await writer.drain()
@@ -98,9 +100,15 @@ async def stall(_: dict[str, Any], writer: asyncio.StreamWriter) -> None:
     """One piece, then nothing."""
     writer.write(_HEAD + _event({"choices": [{"text": "x"}]}))
     await writer.drain()
-    await asyncio.sleep(600)
+    with contextlib.suppress(asyncio.CancelledError):  # when the test is over
+        await asyncio.sleep(600)
 
 
 async def break_off(_: dict[str, Any], writer: asyncio.StreamWriter) -> None:
     """One piece, then the end of the connection."""
     writer.write(_HEAD + _event({"choices": [{"text": "x"}]}))
+
+
+async def no_http(_: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+    """What a server of another protocol says."""
+    writer.write(b"SSH-2.0-none\r\n")
