@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 import ostinato
+from ostinato.benchmarks.drawing import plain_log
 from ostinato.benchmarks.tune.goals import Figures, Goals
 from ostinato.conf.root import EngineConfig
 from ostinato.conf.schema import Section
@@ -150,6 +151,8 @@ def plot_front(
             )
     axes.set_xscale("log")
     axes.set_yscale("log")
+    plain_log(axes.xaxis)
+    plain_log(axes.yaxis)
     if goals.ttft_ms is not None:
         axes.axvline(goals.ttft_ms, color="tab:green", ls="--", lw=1)
     if goals.itl_ms is not None:
