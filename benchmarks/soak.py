@@ -208,7 +208,7 @@ def _check_choices(choices: list[dict[str, Any]], exchange: Exchange, counts: _C
 
 def _check_ends(reasons: list[str], exchange: Exchange, counts: _Counts) -> None:
     counts.exchanges["answered"] += 1
-    if len(reasons) != exchange.num_choices or not set(reasons) <= {"stop", "length"}:
+    if len(reasons) != exchange.num_choices or not set(reasons) <= {"stop", "length", "repetition"}:
         counts.blame(exchange, f"{exchange.num_choices} choices ended as {reasons}")
 
 

@@ -77,6 +77,14 @@ OPTIONS: dict[str, Callable[[Numbers, Sequence[int], int], Any]] = {
     "truncate_prompt_tokens": lambda r, ids, most: r.choice([-1, 1, 7, 100]),
     "truncation_side": lambda r, ids, most: r.choice(["left", "right"]),
     "prompt_logprobs": lambda r, ids, most: r.choice([0, 3]),
+    "repetition_detection": lambda r, ids, most: {
+        "max_pattern_size": r.randint(1, 20),
+        "min_count": r.randint(2, 4),
+    },
+    "logprob_token_ids": lambda r, ids, most: _some(r, ids, 128),
+    "stream_interval": lambda r, ids, most: r.randint(1, 20),
+    "return_prompt_text": lambda r, ids, most: True,
+    "return_token_offsets": lambda r, ids, most: True,
     "return_token_ids": lambda r, ids, most: True,
     "return_tokens_as_token_ids": lambda r, ids, most: True,
     "cache_salt": lambda r, ids, most: r.choice(["one", "two"]),
@@ -144,9 +152,13 @@ class Traffic:
         body |= {"max_tokens": max_tokens, "stream": stream}
         if stream:
             body.pop("prompt_logprobs", None)  # has no place in a chunk
+        else:
+            body.pop("stream_interval", None)
         num_prompts = 1 if is_chat else self._add_prompts(body)
         if is_chat:
             self._add_conversation(body)
+        if "logprobs" not in body or "echo" in body:
+            body.pop("logprob_token_ids", None)
         status = 200
         if numbers.random() < _SHARE_INVALID:
             body |= numbers.choice(_INVALID)

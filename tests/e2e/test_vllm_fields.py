@@ -26,13 +26,13 @@ def server() -> Iterator[ServerProcess]:
 
 
 def post(server: ServerProcess, path: str, **body: object) -> dict[str, Any]:
-    response = httpx.post(server.url + path, json=body, timeout=120)
+    response = httpx.post(server.url + path, json=body, timeout=300)
     assert response.status_code == 200, response.text
     return response.json()
 
 
 def refused(server: ServerProcess, path: str, **body: object) -> dict[str, Any]:
-    response = httpx.post(server.url + path, json=body, timeout=120)
+    response = httpx.post(server.url + path, json=body, timeout=300)
     assert response.status_code == 400, response.text
     return response.json()["error"]
 
