@@ -53,10 +53,10 @@ class Crew {
 
  private:
   using Clock = std::chrono::steady_clock;
-  // Longer than what lies between two kernels of a step, shorter than what another program would miss.
-  static constexpr std::chrono::microseconds kIdle{100};
-  // For helpers that are in the middle of something. Then the caller's core is theirs, if theirs was taken.
-  static constexpr std::chrono::microseconds kPatience{30};
+  // Longer than what lies between two kernels of a step, and than another's last part (a tenth of a millisecond).
+  static constexpr std::chrono::microseconds kIdle{500};
+  // For helpers that are in the middle of a part. Then the caller's core is theirs, if theirs was taken.
+  static constexpr std::chrono::microseconds kPatience{300};
 
   // Returns once accept(value), spinning at first.
   template <class Accept>
