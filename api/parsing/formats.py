@@ -164,9 +164,9 @@ class ShapedBody:
             return NotACall.malformed if too_long else NotACall.unfinished
         name, text = body[len(head) : position], body[position + len(middle) :]
         state = self._scanner.scan(text)
+        arguments, rest = text[: self._scanner.known_end], text[self._scanner.known_end :]
         if state is JsonState.open:
-            return Begun(name, text.lstrip())
-        arguments, rest = text[: self._scanner.end], text[self._scanner.end :]
+            return Begun(name, arguments.lstrip())
         if state is JsonState.done and end.startswith(rest) and rest != end:
             return Begun(name, arguments.lstrip())
         behind = len(end) if rest.startswith(end) else 0

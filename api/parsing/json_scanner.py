@@ -41,11 +41,14 @@ class JsonScanner:
 
     Attributes:
         end: the position behind the value, once `scan` has said that it is done.
+        known_end: what stands before it may be in a JSON value, whatever follows; the same for a text
+            however it was cut, and it never goes back.
         first_key: position and end of the first key with its quotes, None before it is whole.
     """
 
     def __init__(self) -> None:
         self.end = 0
+        self.known_end = 0
         self.first_key: tuple[int, int] | None = None
         self._stack: list[str] = []  # the closing bracket of every open one
         self._next = _Next.any_value
@@ -67,8 +70,11 @@ class JsonScanner:
             match = _SPACE.match(text, self.end)
             position = match.end() if match else self.end
             if position == len(text):
+                self.known_end = max(self.known_end, position)
                 return JsonState.open
-            begin = position
+            begin = self.known_end = position
+            if not self._may_begin(text[begin]):
+                return JsonState.broken
             token_end = self._token(text, begin)
             if token_end is None:
                 return JsonState.broken
@@ -77,6 +83,7 @@ class JsonScanner:
             self.end = token_end
             if not self._take(text[begin], begin):
                 return JsonState.broken
+            self.known_end = token_end
             if not self._stack:
                 return JsonState.done
 
@@ -97,11 +104,16 @@ class JsonScanner:
     def _string(self, text: str, begin: int) -> int | None:
         """As `_token`, for a string; an open one is not looked at twice."""
         match = _IN_STRING.match(text, max(begin + 1, self._string_end))
-        end = match.end() if match else begin + 1
+        end = self.known_end = match.end() if match else begin + 1
         if end == len(text) or _OPEN_ESCAPE.fullmatch(text, end):
             self._string_end = end
             return -1
         return end + 1 if text[end] == '"' else None
+
+    def _may_begin(self, character: str) -> bool:
+        """Whether a string may, if that is what begins here: it is known before it has ended."""
+        may = self._next not in (_Next.colon, _Next.comma_or_end) and bool(self._stack)
+        return may or character != '"'
 
     def _take(self, character: str, begin: int) -> bool:
         """Whether a token that begins with `character` may stand here."""

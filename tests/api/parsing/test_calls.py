@@ -185,6 +185,25 @@ PIECES = st.sampled_from(
 )  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("arguments", "given"),
+    [
+        ("[TOOL_CALLS]", "["),
+        ('{"a\\word', '{"a'),
+        ('{"a" "b"}', '{"a" '),
+        ('{"a": 12', '{"a": '),
+        ('{"a": 12 word', '{"a": 12 '),
+        ('{"a": "\\u00', '{"a": "'),
+        ("{,}", "{"),
+    ],
+)
+def test_arguments_that_a_grammar_would_not_have_let_through(arguments, given):
+    text = '{"name": "add", "arguments": ' + arguments
+    events = parse("json", text, constrained=True)
+    assert [one.text for one in events if isinstance(one, CallArguments)] == [given]
+    assert parse("json", *text, constrained=True) == events
+
+
 @given(
     data=st.data(),
     name=st.sampled_from(sorted(FORMATS)),
