@@ -41,8 +41,8 @@ class JsonScanner:
 
     Attributes:
         end: the position behind the value, once `scan` has said that it is done.
-        known_end: what stands before it may be in a JSON value, whatever follows; the same for a text
-            however it was cut, and it never goes back.
+        known_end: what stands before it may be in a JSON value, whatever follows; the same for a
+            text however it was cut.
         first_key: position and end of the first key with its quotes, None before it is whole.
     """
 
