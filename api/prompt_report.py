@@ -74,7 +74,8 @@ async def prompt_report(
             # Tokens that were cut off have none; those of the others stay what they were.
             keeps_end = generation.sampling.truncation_side == "left"
             count = len(token_ids)
-            offsets = of_all[-count:] if keeps_end else of_all[:count]
+            kept = of_all[-count:] if keeps_end else of_all[:count]
+            offsets = [[begin, end] for begin, end in kept]
     return PromptReport(
         token_ids=token_ids if fields.return_token_ids else UNSET,
         text=text,

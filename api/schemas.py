@@ -240,8 +240,8 @@ class PromptLogprob(msgspec.Struct, frozen=True):
     decoded_token: str
 
 
-TokenOffsets = list[tuple[int, int]]
-"""Per prompt token the characters [begin, end) of the text; (0, 0) = it stands for none."""
+TokenOffsets = list[Annotated[list[int], msgspec.Meta(min_length=2, max_length=2)]]
+"""Per prompt token the characters [begin, end) of the text; [0, 0] = it stands for none."""
 
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
 """Per prompt token, None for the first: token id -> candidate, the token itself among them."""

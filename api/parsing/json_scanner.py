@@ -14,6 +14,11 @@ _IN_STRING = re.compile(r'(?:[^"\\]++|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*+')
 _OPEN_ESCAPE = re.compile(r"\\(?:u[0-9a-fA-F]{0,3})?")
 _WORD = re.compile(r"[-+.0-9A-Za-z]+")
 _WHOLE_WORD = re.compile(r"true|false|null|-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
+# As much of a word as may begin one of those.
+_WORD_BEGINNING = re.compile(
+    r"t(?:r(?:ue?)?)?|f(?:a(?:l(?:se?)?)?)?|n(?:u(?:ll?)?)?"
+    r"|-?(?:(?:0|[1-9][0-9]*)(?:(?:\.[0-9]+)?[eE][-+]?[0-9]*|\.[0-9]*)?)?"
+)
 
 
 class JsonState(Enum):
@@ -97,6 +102,8 @@ class JsonScanner:
         word = _WORD.match(text, begin)
         if word is None:
             return None
+        beginning = _WORD_BEGINNING.match(text, begin)
+        self.known_end = beginning.end() if beginning else begin
         if word.end() == len(text):
             return -1
         return word.end() if _WHOLE_WORD.fullmatch(word[0]) else None
@@ -111,9 +118,13 @@ class JsonScanner:
         return end + 1 if text[end] == '"' else None
 
     def _may_begin(self, character: str) -> bool:
-        """Whether a string may, if that is what begins here: it is known before it has ended."""
-        may = self._next not in (_Next.colon, _Next.comma_or_end) and bool(self._stack)
-        return may or character != '"'
+        """Whether a string or a word may, if that is what begins here: parts of it are known before
+        it has ended.
+        """
+        if character in "{}[]:,":
+            return True
+        expected = (*_VALUES, _Next.key, _Next.key_or_end) if character == '"' else _VALUES
+        return bool(self._stack) and self._next in expected
 
     def _take(self, character: str, begin: int) -> bool:
         """Whether a token that begins with `character` may stand here."""

@@ -35,6 +35,8 @@ import signal
 import statistics
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -213,6 +215,18 @@ def _measure(
     return results
 
 
+@contextmanager
+def _busy_processes(count: int) -> Iterator[None]:
+    command = [sys.executable, "-c", "while True: pass"]
+    processes = [subprocess.Popen(command) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
 def _show(text: str) -> None:
     if sys.stderr.isatty():
         sys.stderr.write(f"\r\x1b[K{text}")
@@ -245,7 +259,7 @@ def _print(record: dict[str, Any], names: list[str], parts: list[str]) -> None:
     conditions = record["conditions"]
     console.print(
         f"{conditions['model']} {conditions['dtype']}, {conditions['threads']} threads, "
-        f"{conditions['cpu']}",
+        f"{conditions['cpu']}, {conditions['busy_processes']} other busy processes",
         markup=False,
     )
     console.print(table)
@@ -308,6 +322,12 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--parts", nargs="+", default=list(_PARTS), choices=_PARTS)
     parser.add_argument("--warmup", type=int, default=1, help="rounds that do not count")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--busy",
+        type=int,
+        default=0,
+        help="processes that compute all the time beside the engines, as other programs would",
+    )
     parser.add_argument("--overrides", nargs="+", default=[], help="configuration of ours")
     parser.add_argument("--json", type=Path, help="write every single figure to this file")
     options = parser.parse_args(arguments)
@@ -324,7 +344,8 @@ def main(arguments: list[str]) -> None:
             engines.append(
                 Engine(name, command, variables | ({"LD_PRELOAD": preload} if preload else {}))
             )
-        results = _measure(engines, options.parts, options.warmup, options.rounds)
+        with _busy_processes(options.busy):
+            results = _measure(engines, options.parts, options.warmup, options.rounds)
         record = {
             "conditions": {
                 "time": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -332,6 +353,7 @@ def main(arguments: list[str]) -> None:
                 "model": Path(options.model).resolve().name,
                 "dtype": options.dtype,
                 "threads": options.threads,
+                "busy_processes": options.busy,
                 "cpu": cpu_name(),
                 "versions": package_versions(),
                 "ready_s": {engine.name: engine.ready_s for engine in engines},
