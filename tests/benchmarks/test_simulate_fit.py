@@ -192,6 +192,7 @@ def test_too_little_is_refused():
         fit_serving(TABLE, [unanswered])
 
 
+@pytest.mark.slow
 def test_a_calibration_of_a_real_server():
     config = load_config(["model.max_model_len=512", "cache.memory_gib=0.05"])
     spec: EngineSpec = measured_spec(config)

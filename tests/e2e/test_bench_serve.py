@@ -100,6 +100,7 @@ def test_another_run_does_not_find_the_prompts_of_the_one_before(
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.slow
 def test_a_sweep_of_servers_compiles_once(tmp_path: Path):
     folder = tmp_path / "sweep"
     words = ["workload=fixed", "workload.num_requests=3", "workload.output_len=3"]
