@@ -227,6 +227,21 @@ def _busy_processes(count: int) -> Iterator[None]:
             process.wait()
 
 
+def _conditions(options: argparse.Namespace, engines: list[Engine]) -> dict[str, Any]:
+    return {
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": commit_of(Path(ostinato.__file__).parent),
+        "model": Path(options.model).resolve().name,
+        "dtype": options.dtype,
+        "threads": options.threads,
+        "busy_processes": options.busy,
+        "cpu": cpu_name(),
+        "versions": package_versions(),
+        "ready_s": {engine.name: engine.ready_s for engine in engines},
+        "peak_rss_mib": {engine.name: engine.peak_rss_mib for engine in engines},
+    }
+
+
 def _show(text: str) -> None:
     if sys.stderr.isatty():
         sys.stderr.write(f"\r\x1b[K{text}")
@@ -346,21 +361,7 @@ def main(arguments: list[str]) -> None:
             )
         with _busy_processes(options.busy):
             results = _measure(engines, options.parts, options.warmup, options.rounds)
-        record = {
-            "conditions": {
-                "time": datetime.now(UTC).isoformat(timespec="seconds"),
-                "commit": commit_of(Path(ostinato.__file__).parent),
-                "model": Path(options.model).resolve().name,
-                "dtype": options.dtype,
-                "threads": options.threads,
-                "busy_processes": options.busy,
-                "cpu": cpu_name(),
-                "versions": package_versions(),
-                "ready_s": {engine.name: engine.ready_s for engine in engines},
-                "peak_rss_mib": {engine.name: engine.peak_rss_mib for engine in engines},
-            },
-            "results": results,
-        }
+        record = {"conditions": _conditions(options, engines), "results": results}
     finally:
         for engine in engines:
             engine.close()
