@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ostinato.models.base import StepInputs
-from ostinato.models.config import ModelConfig
+from ostinato.models.config.model_config import ModelConfig
 from ostinato.ops.activation import activate
 from ostinato.ops.attention import paged_attention
 from ostinato.ops.linear import empty_packed, gather_rows, linear, pack_linear_weight

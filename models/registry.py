@@ -8,22 +8,22 @@ from typing import cast
 import torch
 
 from ostinato.models.base import EncoderModel, LanguageModel
-from ostinato.models.checkpoint import Checkpoint
-from ostinato.models.config import ModelConfig, architecture_of
-from ostinato.models.encoder_config import read_encoder_config
+from ostinato.models.checkpoints.checkpoint import Checkpoint
+from ostinato.models.config.encoder_config import read_encoder_config
+from ostinato.models.config.model_config import ModelConfig, architecture_of
 from ostinato.models.layers import BuildOptions
 
 __all__ = ("ARCHITECTURES", "build_model", "model_class", "read_model_config")
 
 ARCHITECTURES = {
-    "BertForMaskedLM": "ostinato.models.bert:BertModel",
-    "BertForSequenceClassification": "ostinato.models.bert:BertForSequenceClassification",
-    "BertModel": "ostinato.models.bert:BertModel",
-    "GPT2LMHeadModel": "ostinato.models.gpt2:GPT2LMHeadModel",
-    "LlamaForCausalLM": "ostinato.models.llama:LlamaForCausalLM",
-    "MistralForCausalLM": "ostinato.models.mistral:MistralForCausalLM",
-    "Qwen2ForCausalLM": "ostinato.models.qwen2:Qwen2ForCausalLM",
-    "Qwen3ForCausalLM": "ostinato.models.qwen3:Qwen3ForCausalLM",
+    "BertForMaskedLM": "ostinato.models.families.bert:BertModel",
+    "BertForSequenceClassification": "ostinato.models.families.bert:BertForSequenceClassification",
+    "BertModel": "ostinato.models.families.bert:BertModel",
+    "GPT2LMHeadModel": "ostinato.models.families.gpt2:GPT2LMHeadModel",
+    "LlamaForCausalLM": "ostinato.models.families.llama:LlamaForCausalLM",
+    "MistralForCausalLM": "ostinato.models.families.mistral:MistralForCausalLM",
+    "Qwen2ForCausalLM": "ostinato.models.families.qwen2:Qwen2ForCausalLM",
+    "Qwen3ForCausalLM": "ostinato.models.families.qwen3:Qwen3ForCausalLM",
 }
 """The name under `architectures` in config.json -> module:class."""
 

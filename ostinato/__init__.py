@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ostinato.runtime.async_engine import AsyncEngine
     from ostinato.runtime.llm import LLM
-    from ostinato.runtime.structured_output import StructuredOutputsParams
-    from ostinato.runtime.types import SamplingParams
+    from ostinato.runtime.types.params import SamplingParams
+    from ostinato.runtime.types.structured_outputs import StructuredOutputsParams
 
 __version__ = "0.1.0"
 __all__ = ("LLM", "AsyncEngine", "SamplingParams", "StructuredOutputsParams", "__version__")
@@ -29,8 +29,8 @@ if not (_ROOT / "ostinato" / "conf").is_dir() and (_ROOT / "conf" / "schema.py")
 _PUBLIC = {
     "LLM": "ostinato.runtime.llm",
     "AsyncEngine": "ostinato.runtime.async_engine",
-    "SamplingParams": "ostinato.runtime.types",
-    "StructuredOutputsParams": "ostinato.runtime.structured_output",
+    "SamplingParams": "ostinato.runtime.types.params",
+    "StructuredOutputsParams": "ostinato.runtime.types.structured_outputs",
 }
 
 

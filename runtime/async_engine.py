@@ -16,9 +16,10 @@ import msgspec
 
 from ostinato.conf.compose import load_config
 from ostinato.conf.root import EngineConfig
-from ostinato.runtime.client import EngineClient
+from ostinato.runtime.client.client import EngineClient
 from ostinato.runtime.errors import InvalidRequestError
-from ostinato.runtime.types import RequestOutput, SamplingParams
+from ostinato.runtime.types.outputs import RequestOutput
+from ostinato.runtime.types.params import SamplingParams
 
 __all__ = ("AsyncEngine",)
 

@@ -23,13 +23,8 @@ from rich.progress import (
 
 from ostinato.conf.compose import load_config
 from ostinato.conf.root import EngineConfig
-from ostinato.runtime.build import build_engine
-from ostinato.runtime.completion import PromptCompletions
-from ostinato.runtime.errors import InvalidRequestError
-from ostinato.runtime.grammar_compiler import GrammarCompiler
-from ostinato.runtime.model_shelf import ModelShelf
-from ostinato.runtime.observer import StepObserver
-from ostinato.runtime.pooling import (
+from ostinato.runtime.client.completion import PromptCompletions
+from ostinato.runtime.client.pooling import (
     check_score_head,
     cosine,
     make_pairs,
@@ -38,23 +33,25 @@ from ostinato.runtime.pooling import (
     pair_token_ids,
     require_task,
 )
-from ostinato.runtime.requests import make_requests
-from ostinato.runtime.tokenizer import Tokenizer
-from ostinato.runtime.types import (
+from ostinato.runtime.client.requests import make_requests
+from ostinato.runtime.engine.step_observer import StepObserver
+from ostinato.runtime.errors import InvalidRequestError
+from ostinato.runtime.grammar.compiler import GrammarCompiler
+from ostinato.runtime.startup.build import build_engine
+from ostinato.runtime.startup.model_cache import ModelShelf
+from ostinato.runtime.text.tokenizer import Tokenizer
+from ostinato.runtime.types.engine_info import EngineStats, ServedModel, ServedTask
+from ostinato.runtime.types.outputs import (
     CompletionOutput,
     EmbeddingOutput,
-    EngineStats,
     FinishReason,
     GenerationOutput,
-    PoolingParams,
-    Request,
     RequestOutput,
-    SamplingParams,
     SequenceOutput,
-    ServedModel,
-    ServedTask,
     TokenLogprobs,
 )
+from ostinato.runtime.types.params import PoolingParams, SamplingParams
+from ostinato.runtime.types.request import Request
 
 __all__ = ("LLM",)
 

@@ -16,7 +16,7 @@ import msgspec
 
 from ostinato.api.parsing.events import ToolCall
 from ostinato.api.parsing.json_scanner import JsonScanner, JsonState
-from ostinato.runtime.structured_output import ToolCallFormat
+from ostinato.runtime.types.structured_outputs import ToolCallFormat
 
 __all__ = ("FORMATS", "Begun", "BodyReader", "CallFormat", "Calls", "NotACall")
 

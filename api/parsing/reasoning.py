@@ -9,7 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from ostinato.api.parsing.events import Content, Event, Reasoning
-from ostinato.runtime.stop_strings import num_held
+from ostinato.runtime.text.stop_strings import num_held
 
 __all__ = ("MISTRAL", "THINK", "ReasoningMarkers", "ReasoningSplitter")
 

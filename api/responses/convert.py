@@ -7,15 +7,6 @@ from typing import Any
 
 import msgspec
 
-from ostinato.api.conversation import (
-    CalledFunction,
-    FunctionTool,
-    Message,
-    MessageToolCall,
-    NamedFunction,
-    NamedToolChoice,
-    Tool,
-)
 from ostinato.api.responses.schemas import (
     UNSUPPORTED,
     CallItem,
@@ -26,8 +17,17 @@ from ostinato.api.responses.schemas import (
     ResponsesRequest,
     SchemaFormat,
 )
-from ostinato.api.schemas import ChatCompletionRequest, refusal
-from ostinato.api.structured_output import (
+from ostinato.api.schemas.conversation import (
+    CalledFunction,
+    FunctionTool,
+    Message,
+    MessageToolCall,
+    NamedFunction,
+    NamedToolChoice,
+    Tool,
+)
+from ostinato.api.schemas.openai import ChatCompletionRequest, refusal
+from ostinato.api.schemas.response_format import (
     JsonSchemaFormat,
     NamedSchema,
     ResponseFormat,

@@ -10,11 +10,10 @@ from typing import Any
 
 import msgspec
 
-from ostinato.api.blocks import Block, BlockKind, BlockNews, BlockRow
-from ostinato.api.chat_run import ChatRun
-from ostinato.api.conversation import CalledFunction, Message, MessageToolCall
-from ostinato.api.errors import error_body, status_of
-from ostinato.api.generation import Tally
+from ostinato.api.base.errors import error_body, status_of
+from ostinato.api.base.timeline import RequestContext
+from ostinato.api.openai.chat_generation import ChatRun
+from ostinato.api.openai.content_blocks import Block, BlockKind, BlockNews, BlockRow
 from ostinato.api.responses.schemas import (
     ApiError,
     Event,
@@ -33,9 +32,10 @@ from ostinato.api.responses.schemas import (
     TextConfig,
     Usage,
 )
-from ostinato.api.service import Service
-from ostinato.api.timeline import RequestContext
-from ostinato.runtime.types import FinishReason
+from ostinato.api.schemas.conversation import CalledFunction, Message, MessageToolCall
+from ostinato.api.service.generation import Tally
+from ostinato.api.service.service import Service
+from ostinato.runtime.types.outputs import FinishReason
 
 __all__ = ("ResponsesReply",)
 

@@ -8,18 +8,24 @@ from litestar import Response, delete, get, post
 from litestar.params import FromPath
 from litestar.response import Stream
 
-from ostinato.api.chat_run import ChatRun
-from ostinato.api.errors import ErrorBody, renamed
-from ostinato.api.http import HttpRequest, SharedService, event_stream, json_response, read_body
-from ostinato.api.openapi import answer_of, body_of
+from ostinato.api.base.errors import ErrorBody, renamed
+from ostinato.api.base.timeline import context_of
+from ostinato.api.http.handlers import (
+    HttpRequest,
+    SharedService,
+    event_stream,
+    json_response,
+    read_body,
+)
+from ostinato.api.http.openapi import answer_of, body_of
+from ostinato.api.http.sse import NAMED_EVENTS, until_disconnect
+from ostinato.api.openai.chat_generation import ChatRun
+from ostinato.api.openai.chat_prompt import prepare
 from ostinato.api.responses import schemas
 from ostinato.api.responses.convert import FIELD_NAMES, input_messages, to_chat
 from ostinato.api.responses.reply import ResponsesReply
 from ostinato.api.responses.schemas import UNSUPPORTED, Deleted, ResponsesRequest
-from ostinato.api.service import Service
-from ostinato.api.stream import NAMED_EVENTS, until_disconnect
-from ostinato.api.templates import prepare
-from ostinato.api.timeline import context_of
+from ostinato.api.service.service import Service
 from ostinato.runtime.errors import InvalidRequestError
 
 __all__ = ("HANDLERS",)

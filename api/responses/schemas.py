@@ -11,10 +11,10 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from ostinato.api.conversation import FunctionName, ReasoningEffort
-from ostinato.api.structured_output import JsonObjectFormat, TextFormat
-from ostinato.api.timeline import Timeline
-from ostinato.api.unsupported import Unsupported
+from ostinato.api.base.timeline import Timeline
+from ostinato.api.base.unsupported_fields import Unsupported
+from ostinato.api.schemas.conversation import FunctionName, ReasoningEffort
+from ostinato.api.schemas.response_format import JsonObjectFormat, TextFormat
 
 __all__ = (
     "UNSUPPORTED",

@@ -16,13 +16,14 @@ import msgspec
 import torch
 
 from ostinato.benchmarks.gate.check import Check
-from ostinato.benchmarks.probes import LoadMeter
+from ostinato.benchmarks.machine.probes import LoadMeter
 from ostinato.conf.compose import load_config
 from ostinato.ops.native.library import set_threads
-from ostinato.runtime.build import build_engine
-from ostinato.runtime.device import available_cores
-from ostinato.runtime.engine import Engine
-from ostinato.runtime.types import Request, SamplingParams
+from ostinato.runtime.engine.engine import Engine
+from ostinato.runtime.startup.build import build_engine
+from ostinato.runtime.startup.device import available_cores
+from ostinato.runtime.types.params import SamplingParams
+from ostinato.runtime.types.request import Request
 
 __all__ = ("NAMES", "SCALING", "EngineChecks")
 

@@ -12,13 +12,16 @@ from ostinato.benchmarks.simulate.engine import EngineSpec
 from ostinato.benchmarks.simulate.fleet import simulate_open
 from ostinato.benchmarks.simulate.replica import Arrival
 from ostinato.conf.schema import SchedulerConfig
-from ostinato.runtime.block_pool import hash_blocks, hash_root
-from ostinato.runtime.cost_table import CostTable
-from ostinato.runtime.kv_cache import KVCacheManager
-from ostinato.runtime.limits import StepLimits
-from ostinato.runtime.messages import StepNews, encoder, engine_decoder
-from ostinato.runtime.scheduler import Scheduler
-from ostinato.runtime.types import Request, SamplingParams, SequenceOutput, StepResult
+from ostinato.runtime.costs.cost_table import CostTable
+from ostinato.runtime.costs.step_limits import StepLimits
+from ostinato.runtime.kv.block_pool import hash_blocks, hash_root
+from ostinato.runtime.kv.kv_cache_manager import KVCacheManager
+from ostinato.runtime.process.ipc import StepNews, encoder, engine_decoder
+from ostinato.runtime.scheduling.scheduler import Scheduler
+from ostinato.runtime.types.outputs import SequenceOutput
+from ostinato.runtime.types.params import SamplingParams
+from ostinato.runtime.types.request import Request
+from ostinato.runtime.types.step import StepResult
 
 __all__ = ("host_checks", "python_loop")
 

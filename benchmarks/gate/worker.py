@@ -16,9 +16,16 @@ if __name__ == "__main__":
     sys.path.insert(0, sys.argv[2])
 
 from ostinato.conf.compose import load_config
-from ostinato.runtime.build import build_engine
-from ostinato.runtime.engine import Engine
-from ostinato.runtime.types import Request, SamplingParams
+
+try:
+    from ostinato.runtime.engine.engine import Engine
+    from ostinato.runtime.startup.build import build_engine
+    from ostinato.runtime.types.params import SamplingParams
+    from ostinato.runtime.types.request import Request
+except ModuleNotFoundError:  # a version from before `runtime/` had folders (0.1.0)
+    from ostinato.runtime.build import build_engine  # pyright: ignore
+    from ostinato.runtime.engine import Engine  # pyright: ignore
+    from ostinato.runtime.types import Request, SamplingParams  # pyright: ignore
 
 __all__ = ("main",)
 

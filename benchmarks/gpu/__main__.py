@@ -28,8 +28,8 @@ from pathlib import Path
 from typing import Any
 
 import ostinato
-from ostinato.benchmarks.probes import commit_of
-from ostinato.runtime.machine import cpu_name, gpu_names, package_versions
+from ostinato.benchmarks.machine.probes import commit_of
+from ostinato.runtime.startup.machine_info import cpu_name, gpu_names, package_versions
 
 _LEAST_S = 5.0  # a stage is not begun with less
 

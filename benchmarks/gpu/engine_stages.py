@@ -10,14 +10,16 @@ from typing import Any
 import msgspec
 import torch
 
-from ostinato.benchmarks.gpu.machine import measure_machine
-from ostinato.benchmarks.gpu.roofline import Machine, ModelSizes, sizes_of
+from ostinato.benchmarks.machine.gpu_rates import measure_machine
+from ostinato.benchmarks.machine.roofline import Machine, ModelSizes, sizes_of
 from ostinato.conf.compose import load_config
 from ostinato.conf.root import EngineConfig
-from ostinato.runtime.build import build_engine
-from ostinato.runtime.engine import Engine
-from ostinato.runtime.planning import open_model
-from ostinato.runtime.types import EngineStats, Request, SamplingParams
+from ostinato.runtime.engine.engine import Engine
+from ostinato.runtime.startup.build import build_engine
+from ostinato.runtime.startup.planning import open_model
+from ostinato.runtime.types.engine_info import EngineStats
+from ostinato.runtime.types.params import SamplingParams
+from ostinato.runtime.types.request import Request
 
 __all__ = ("EngineUnderTest", "decode", "offline", "prefill", "stage_config", "startup_once")
 

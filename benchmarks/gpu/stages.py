@@ -26,13 +26,13 @@ from ostinato.benchmarks.gpu.engine_stages import (
     stage_config,
     startup_once,
 )
-from ostinato.benchmarks.gpu.machine import measure_machine, time_calls
+from ostinato.benchmarks.machine.gpu_rates import measure_machine, time_calls
 from ostinato.conf.environment import with_own_caches
 from ostinato.conf.schema import DeviceName
 from ostinato.graphs.draw import StaticDrawer
 from ostinato.graphs.recorder import BoundRecorder, CudaRecorder
 from ostinato.ops.draw import DrawPath, RowDraw
-from ostinato.runtime.device import resolve_device
+from ostinato.runtime.startup.device import resolve_device
 
 __all__ = ("STAGES", "Stage", "StageFailedError", "start")
 

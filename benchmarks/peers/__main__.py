@@ -48,11 +48,11 @@ from rich.console import Console
 from rich.table import Table
 
 import ostinato
-from ostinato.benchmarks.probes import LoadMeter, commit_of, read_bandwidth
-from ostinato.benchmarks.report import summary
-from ostinato.benchmarks.workload import Part, WorkItem, standard_workload
+from ostinato.benchmarks.machine.probes import LoadMeter, commit_of, read_bandwidth
+from ostinato.benchmarks.report.report import summary
+from ostinato.benchmarks.workload.requests import Part, WorkItem, standard_workload
 from ostinato.conf.environment import environment_with
-from ostinato.runtime.machine import cpu_name, package_versions
+from ostinato.runtime.startup.machine_info import cpu_name, package_versions
 
 __all__ = ("Engine", "measure_part")
 

@@ -13,7 +13,7 @@ __all__ = ("load",)
 def load() -> Callable[[Requests], list[int]]:
     """The engine, as a function from requests to the numbers of tokens that they got."""
     from ostinato.conf.compose import load_config
-    from ostinato.runtime.bundles import prepare_kernels
+    from ostinato.runtime.startup.bundles import prepare_kernels
 
     model, dtype, threads, *overrides = sys.argv[1:]
     config = load_config(
@@ -22,7 +22,7 @@ def load() -> Callable[[Requests], list[int]]:
     )
     prepare_kernels(config.model, config.device, config.graphs)
     from ostinato.runtime.llm import LLM
-    from ostinato.runtime.types import SamplingParams
+    from ostinato.runtime.types.params import SamplingParams
 
     llm = LLM(config=config)
 

@@ -14,8 +14,8 @@ from itertools import cycle
 
 import msgspec
 
-from ostinato.benchmarks.load_job import JobRequest, LoadJob
-from ostinato.benchmarks.load_run import Target, run_client
+from ostinato.benchmarks.load.job import JobRequest, LoadJob
+from ostinato.benchmarks.load.run import Target, run_client
 from ostinato.benchmarks.simulate.engine import EngineSpec
 from ostinato.benchmarks.simulate.fit import EngineStep, Recording
 from ostinato.benchmarks.simulate.jobs import simulate_job

@@ -19,11 +19,10 @@ from collections.abc import Callable
 
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from ostinato.benchmarks.arrivals import LoadPoint, load_points
-from ostinato.benchmarks.load_job import LoadJob
-from ostinato.benchmarks.load_run import Target, make_job
-from ostinato.benchmarks.model_facts import ModelFacts, model_facts
-from ostinato.benchmarks.record import (
+from ostinato.benchmarks.bench.serve import workload_of
+from ostinato.benchmarks.load.job import LoadJob
+from ostinato.benchmarks.load.run import Target, make_job
+from ostinato.benchmarks.report.record import (
     Metric,
     Point,
     Record,
@@ -31,15 +30,16 @@ from ostinato.benchmarks.record import (
     output_path,
     write_record,
 )
-from ostinato.benchmarks.serve import workload_of
+from ostinato.benchmarks.report.terminal import print_record
 from ostinato.benchmarks.simulate.engine import EngineSpec
 from ostinato.benchmarks.simulate.fleet import simulate_open
 from ostinato.benchmarks.simulate.jobs import JobTraffic, simulate_job
 from ostinato.benchmarks.simulate.metrics import outcome_metrics
-from ostinato.benchmarks.simulate.outcome import Outcome
+from ostinato.benchmarks.simulate.results import Outcome
 from ostinato.benchmarks.simulate.specs import engine_spec, save_costs, without_weights
-from ostinato.benchmarks.terminal import print_record
-from ostinato.benchmarks.workload import Part
+from ostinato.benchmarks.workload.arrivals import LoadPoint, load_points
+from ostinato.benchmarks.workload.model_facts import ModelFacts, model_facts
+from ostinato.benchmarks.workload.requests import Part
 from ostinato.conf.bench_schema import LoadSection, PromptFormat, RequestEndpoint
 from ostinato.conf.errors import ConfigError
 from ostinato.conf.root import EngineConfig

@@ -8,12 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from ostinato.benchmarks.simulate.serving import Serving
+from ostinato.benchmarks.simulate.overheads import Serving
 from ostinato.conf.schema import SchedulerConfig
-from ostinato.runtime.cost_table import CostTable
-from ostinato.runtime.itl_bound import ItlBound
-from ostinato.runtime.kv_cache import KVCacheManager
-from ostinato.runtime.limits import StepLimits, decide_limits
+from ostinato.runtime.costs.cost_table import CostTable
+from ostinato.runtime.costs.step_limits import StepLimits, decide_limits
+from ostinato.runtime.kv.kv_cache_manager import KVCacheManager
+from ostinato.runtime.scheduling.itl_bound import ItlBound
 
 __all__ = ("EngineSpec",)
 

@@ -19,10 +19,10 @@ from typing import TypeVar
 import msgspec
 import numpy as np
 
-from ostinato.benchmarks.load_job import LoadJob, LoadReport, RequestTimes
-from ostinato.benchmarks.simulate.serving import Serving, SizedValues
-from ostinato.benchmarks.simulate.step_ratios import SeenStep, fit_ratios
-from ostinato.runtime.cost_table import Chunk, CostTable
+from ostinato.benchmarks.load.job import LoadJob, LoadReport, RequestTimes
+from ostinato.benchmarks.simulate.overheads import Serving, SizedValues
+from ostinato.benchmarks.simulate.step_noise import SeenStep, fit_ratios
+from ostinato.runtime.costs.cost_table import Chunk, CostTable
 
 __all__ = ("EngineStep", "Recording", "fit_serving")
 
@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 
 class EngineStep(msgspec.Struct, frozen=True):
-    """A step of the flight recorder (runtime/flight_recorder.py)."""
+    """A step of the flight recorder (runtime/engine/flight_recorder.py)."""
 
     began_at: float  # unix seconds
     seconds: float

@@ -14,8 +14,8 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
 from ostinato.benchmarks.simulate.engine import EngineSpec
-from ostinato.benchmarks.simulate.outcome import Outcome
 from ostinato.benchmarks.simulate.replica import Arrival, Replica
+from ostinato.benchmarks.simulate.results import Outcome
 from ostinato.benchmarks.simulate.router import RoundRobin, Router, make_router
 
 __all__ = ("Traffic", "simulate_open")

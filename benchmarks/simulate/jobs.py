@@ -12,11 +12,11 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator
 
-from ostinato.benchmarks.load_job import JobRequest, LoadJob
+from ostinato.benchmarks.load.job import JobRequest, LoadJob
 from ostinato.benchmarks.simulate.engine import EngineSpec
 from ostinato.benchmarks.simulate.fleet import simulate_open
-from ostinato.benchmarks.simulate.outcome import Outcome
 from ostinato.benchmarks.simulate.replica import OUTPUT_TOKEN_ID, Arrival, Replica
+from ostinato.benchmarks.simulate.results import Outcome
 from ostinato.benchmarks.simulate.router import make_router
 
 __all__ = ("JobTraffic", "simulate_job")

@@ -1,4 +1,4 @@
-"""Figures of a simulation under the names of a measurement (benchmarks/load_metrics.py)."""
+"""Figures of a simulation under the names of a measurement (benchmarks/load/metrics.py)."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ostinato.benchmarks.record import Metric
+from ostinato.benchmarks.report.record import Metric
 from ostinato.benchmarks.simulate.engine import EngineSpec
-from ostinato.benchmarks.simulate.outcome import Outcome, percentile
+from ostinato.benchmarks.simulate.results import Outcome, percentile
 from ostinato.conf.bench_schema import SloSection
 
 __all__ = ("outcome_metrics",)

@@ -8,16 +8,13 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from ostinato.benchmarks.simulate.engine import EngineSpec
-from ostinato.benchmarks.simulate.leaps import LeapingScheduler
-from ostinato.benchmarks.simulate.outcome import Outcome
-from ostinato.benchmarks.simulate.serving import StepClock
-from ostinato.runtime.types import (
-    Request,
-    SamplingParams,
-    SchedulerOutput,
-    SequenceOutput,
-    StepResult,
-)
+from ostinato.benchmarks.simulate.fast_forward import LeapingScheduler
+from ostinato.benchmarks.simulate.overheads import StepClock
+from ostinato.benchmarks.simulate.results import Outcome
+from ostinato.runtime.types.outputs import SequenceOutput
+from ostinato.runtime.types.params import SamplingParams
+from ostinato.runtime.types.request import Request
+from ostinato.runtime.types.step import SchedulerOutput, StepResult
 
 __all__ = ("OUTPUT_TOKEN_ID", "Arrival", "Replica")
 

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ostinato.runtime.cost_table import CostTable
-from ostinato.runtime.limits import StepLimits
+from ostinato.runtime.costs.cost_table import CostTable
+from ostinato.runtime.costs.step_limits import StepLimits
 
 __all__ = ("ACCELERATORS", "Accelerator", "ModelShape", "roofline_table")
 

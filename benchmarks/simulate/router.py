@@ -6,7 +6,7 @@ from collections import OrderedDict
 from typing import Protocol
 
 from ostinato.benchmarks.simulate.replica import Arrival
-from ostinato.runtime.block_pool import BlockHash, hash_blocks, hash_root
+from ostinato.runtime.kv.block_pool import BlockHash, hash_blocks, hash_root
 
 __all__ = ("ROUTERS", "LeastLoad", "PrefixAware", "RoundRobin", "Router", "make_router")
 

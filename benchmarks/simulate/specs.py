@@ -15,12 +15,12 @@ from ostinato.conf.errors import ConfigError
 from ostinato.conf.root import EngineConfig
 from ostinato.conf.schema import LoadFormat
 from ostinato.models.registry import build_model
-from ostinato.runtime.build import build_engine
-from ostinato.runtime.cost_table import CostTable
-from ostinato.runtime.device import resolve_device
+from ostinato.runtime.costs.cost_table import CostTable
+from ostinato.runtime.costs.step_limits import upper_limits
 from ostinato.runtime.errors import StartupError
-from ostinato.runtime.limits import upper_limits
-from ostinato.runtime.planning import ModelSource, open_model, plan_engine
+from ostinato.runtime.startup.build import build_engine
+from ostinato.runtime.startup.device import resolve_device
+from ostinato.runtime.startup.planning import ModelSource, open_model, plan_engine
 
 __all__ = (
     "engine_spec",

@@ -22,14 +22,13 @@ import msgspec
 import numpy as np
 from rich.console import Console
 
-from ostinato.benchmarks.arrivals import LoadPoint
-from ostinato.benchmarks.context import BenchContext
-from ostinato.benchmarks.load_job import LoadJob, LoadReport
-from ostinato.benchmarks.load_metrics import client_warnings, load_metrics
-from ostinato.benchmarks.load_run import Target, find_target, make_job, run_client
-from ostinato.benchmarks.model_facts import ModelFacts, model_facts
-from ostinato.benchmarks.probes import LoadMeter
-from ostinato.benchmarks.record import (
+from ostinato.benchmarks.bench.context import BenchContext
+from ostinato.benchmarks.load.job import LoadJob, LoadReport
+from ostinato.benchmarks.load.metrics import client_warnings, load_metrics
+from ostinato.benchmarks.load.run import Target, find_target, make_job, run_client
+from ostinato.benchmarks.load.server import Server
+from ostinato.benchmarks.machine.probes import LoadMeter
+from ostinato.benchmarks.report.record import (
     Metric,
     Point,
     Record,
@@ -37,19 +36,20 @@ from ostinato.benchmarks.record import (
     output_path,
     write_record,
 )
-from ostinato.benchmarks.server import Server
+from ostinato.benchmarks.simulate.accuracy import COMPARED, compare, print_verdicts, summary
 from ostinato.benchmarks.simulate.calibrate import Calibration, recording_server
 from ostinato.benchmarks.simulate.engine import EngineSpec
 from ostinato.benchmarks.simulate.fit import Recording, fit_serving
 from ostinato.benchmarks.simulate.jobs import simulate_job
 from ostinato.benchmarks.simulate.metrics import outcome_metrics
-from ostinato.benchmarks.simulate.outcome import percentile
-from ostinato.benchmarks.simulate.serving import Serving
+from ostinato.benchmarks.simulate.overheads import Serving
+from ostinato.benchmarks.simulate.results import percentile
 from ostinato.benchmarks.simulate.specs import measured_spec
-from ostinato.benchmarks.simulate.step_ratios import StepRatios
-from ostinato.benchmarks.simulate.verdict import COMPARED, compare, print_verdicts, summary
-from ostinato.benchmarks.workload import Part
-from ostinato.benchmarks.workload_source import fit_parts, read_parts
+from ostinato.benchmarks.simulate.step_noise import StepRatios
+from ostinato.benchmarks.workload.arrivals import LoadPoint
+from ostinato.benchmarks.workload.model_facts import ModelFacts, model_facts
+from ostinato.benchmarks.workload.requests import Part
+from ostinato.benchmarks.workload.select import fit_parts, read_parts
 from ostinato.conf.bench_schema import LoadSection, SloSection, WorkloadKind, WorkloadSection
 from ostinato.conf.root import EngineConfig
 

@@ -24,14 +24,14 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from ostinato.benchmarks.arrivals import load_points
-from ostinato.benchmarks.model_facts import model_facts
-from ostinato.benchmarks.record import Point, Record, conditions_of, write_record
-from ostinato.benchmarks.serve import workload_of
+from ostinato.benchmarks.bench.serve import workload_of
+from ostinato.benchmarks.report.record import Point, Record, conditions_of, write_record
 from ostinato.benchmarks.simulate.jobs import simulate_job
 from ostinato.benchmarks.simulate.specs import measured_spec
 from ostinato.benchmarks.tune.forecast import Forecast
 from ostinato.benchmarks.tune.goals import Figures, Goals
+from ostinato.benchmarks.tune.infeasible import highest_load, impossible_goals, why_missed
+from ostinato.benchmarks.tune.measured_runs import RealRun, RealRuns
 from ostinato.benchmarks.tune.output import (
     Verified,
     option_text,
@@ -40,7 +40,6 @@ from ostinato.benchmarks.tune.output import (
     serve_command,
     write_option,
 )
-from ostinato.benchmarks.tune.real import RealRun, RealRuns
 from ostinato.benchmarks.tune.search import Candidate, Search, open_storage
 from ostinato.benchmarks.tune.space import (
     Space,
@@ -50,12 +49,13 @@ from ostinato.benchmarks.tune.space import (
     is_alike,
     searched_keys,
 )
-from ostinato.benchmarks.tune.verdict import highest_load, impossible_goals, why_missed
+from ostinato.benchmarks.workload.arrivals import load_points
+from ostinato.benchmarks.workload.model_facts import model_facts
 from ostinato.conf.errors import ConfigError
 from ostinato.conf.root import EngineConfig
-from ostinato.runtime.cost_table import CostTable
+from ostinato.runtime.costs.cost_table import CostTable
 from ostinato.runtime.errors import StartupError
-from ostinato.runtime.machine import cpu_name
+from ostinato.runtime.startup.machine_info import cpu_name
 
 __all__ = ("tune",)
 
@@ -252,7 +252,7 @@ class _Tuning:
         return factors
 
     def _cache_gib(self) -> float:
-        from ostinato.runtime.planning import open_model
+        from ostinato.runtime.startup.planning import open_model
 
         source = open_model(self.config)
         per_block = source.config.kv_cache_spec(

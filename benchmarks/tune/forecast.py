@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 
-from ostinato.benchmarks.load_job import JobRequest, LoadJob
+from ostinato.benchmarks.load.job import JobRequest, LoadJob
 from ostinato.benchmarks.simulate.engine import EngineSpec
 from ostinato.benchmarks.simulate.jobs import simulate_job
 from ostinato.benchmarks.simulate.metrics import outcome_metrics
-from ostinato.benchmarks.simulate.serving import Serving
+from ostinato.benchmarks.simulate.overheads import Serving
 from ostinato.benchmarks.simulate.specs import planned_spec
 from ostinato.benchmarks.tune.goals import Figures
 from ostinato.benchmarks.tune.space import Variant
 from ostinato.conf.bench_schema import SloSection
 from ostinato.conf.root import EngineConfig
-from ostinato.runtime.cost_table import CostTable
+from ostinato.runtime.costs.cost_table import CostTable
 from ostinato.runtime.errors import StartupError
 
 __all__ = ("Forecast",)

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Self
 
-from ostinato.benchmarks.record import Metric
+from ostinato.benchmarks.report.record import Metric
 from ostinato.conf.bench_schema import SloSection
 from ostinato.conf.tuning_schema import TuneObjective
 

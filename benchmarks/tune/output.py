@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 import ostinato
-from ostinato.benchmarks.drawing import plain_log
+from ostinato.benchmarks.report.plot_style import plain_log
 from ostinato.benchmarks.tune.goals import Figures, Goals
 from ostinato.conf.root import EngineConfig
 from ostinato.conf.schema import Section

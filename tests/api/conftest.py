@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 from litestar.testing import TestClient
 
-from ostinato.api.app import create_app
-from ostinato.api.keys import with_keys
-from ostinato.api.service import Service
+from ostinato.api.http.api_keys import with_keys
+from ostinato.api.server.app import create_app
+from ostinato.api.service.service import Service
 from ostinato.conf.schema import SamplingSection, ServerConfig
-from ostinato.runtime.chat_template import ChatTemplate
-from ostinato.runtime.tokenizer import Tokenizer
+from ostinato.runtime.text.chat_template import ChatTemplate
+from ostinato.runtime.text.tokenizer import Tokenizer
 from tests.api.fake_client import HELLO, FakeClient
-from tests.runtime import tokenizer_builders
+from tests.runtime.text import tokenizer_builders
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'user' and m.content == 'refuse me' %}"

@@ -7,9 +7,16 @@ from typing import Any
 
 import msgspec
 
-from ostinato.api.generation import CollectedCompletion, ReplyHead, ReplyOptions, Tally, collect
-from ostinato.api.schemas import ChatCompletionRequest, CompletionRequest, Usage, decode
-from ostinato.runtime.types import FinishReason, RequestOutput, ServedModel, TokenLogprobs
+from ostinato.api.schemas.openai import ChatCompletionRequest, CompletionRequest, Usage, decode
+from ostinato.api.service.generation import (
+    CollectedCompletion,
+    ReplyHead,
+    ReplyOptions,
+    Tally,
+    collect,
+)
+from ostinato.runtime.types.engine_info import ServedModel
+from ostinato.runtime.types.outputs import FinishReason, RequestOutput, TokenLogprobs
 
 MODEL = ServedModel(
     name="m", max_model_len=20, vocab_size=100, eos_token_ids=(0,), tokenizer="", created=7

@@ -9,20 +9,13 @@ import threading
 import time
 from collections.abc import AsyncIterator, Sequence
 
-from ostinato.runtime.engine_state import EngineState
+from ostinato.runtime.engine.engine_state import EngineState
+from ostinato.runtime.engine.flight_recorder import StepRecord
 from ostinato.runtime.errors import EngineDeadError, InvalidRequestError
-from ostinato.runtime.flight_recorder import StepRecord
-from ostinato.runtime.tokenizer import Tokenizer
-from ostinato.runtime.types import (
-    EngineStats,
-    FinishReason,
-    PooledOutput,
-    PoolingParams,
-    RequestOutput,
-    SamplingParams,
-    ServedModel,
-    TokenLogprobs,
-)
+from ostinato.runtime.text.tokenizer import Tokenizer
+from ostinato.runtime.types.engine_info import EngineStats, ServedModel
+from ostinato.runtime.types.outputs import FinishReason, PooledOutput, RequestOutput, TokenLogprobs
+from ostinato.runtime.types.params import PoolingParams, SamplingParams
 
 __all__ = ("FakeClient", "news")
 

@@ -8,15 +8,15 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from ostinato.api.conversation import Message
-from ostinato.api.schemas import (
+from ostinato.api.base.unsupported_fields import UNSUPPORTED
+from ostinato.api.schemas.conversation import Message
+from ostinato.api.schemas.openai import (
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
     StreamOptions,
     TokenizeRequest,
 )
-from ostinato.api.unsupported import UNSUPPORTED
 
 DOCS = Path(__file__).parents[2] / "docs"
 TEXT = (DOCS / "endpoints.md").read_text(encoding="utf-8")

@@ -10,15 +10,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ostinato.api.messages.schemas import CountTokensRequest, MessagesRequest
+from ostinato.api.anthropic.schemas import CountTokensRequest, MessagesRequest
+from ostinato.api.base.unsupported_fields import UNSUPPORTED
 from ostinato.api.responses.schemas import ResponsesRequest
-from ostinato.api.schemas import (
+from ostinato.api.schemas.openai import (
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
     TokenizeRequest,
 )
-from ostinato.api.unsupported import UNSUPPORTED
 
 scalars = st.one_of(
     st.none(),

@@ -21,7 +21,7 @@ LONG_FUNCTIONS = {
 # Sentences and word lists that the demo model learns from: data in the form of functions.
 DATA_FOLDER = "models/demo/"
 # Where the process's environment may be touched.
-ENVIRONMENT_FILES = {"conf/environment.py", "api/server.py"}
+ENVIRONMENT_FILES = {"conf/environment.py", "api/server/server.py"}
 # `global` statements that exist; none may be added.
 GLOBALS: set[str] = set()
 

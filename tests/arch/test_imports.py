@@ -41,16 +41,16 @@ def test_links_for_type_checkers_are_complete_and_relative():
     [
         "ostinato",
         "ostinato.conf.compose",
-        "ostinato.api.cli",
-        "ostinato.api.cli_help",
-        "ostinato.api.generate_command",
-        "ostinato.api.chat_command",
-        "ostinato.api.plan_command",
-        "ostinato.api.app",
-        "ostinato.api.server",
-        "ostinato.runtime.client",
-        "ostinato.runtime.scheduler",
-        "ostinato.runtime.memory",
+        "ostinato.api.cli.main",
+        "ostinato.api.cli.help",
+        "ostinato.api.cli.generate_command",
+        "ostinato.api.cli.chat_command",
+        "ostinato.api.cli.plan_command",
+        "ostinato.api.server.app",
+        "ostinato.api.server.server",
+        "ostinato.runtime.client.client",
+        "ostinato.runtime.scheduling.scheduler",
+        "ostinato.runtime.startup.memory_plan",
     ],
 )
 def test_a_light_module_imports_neither_torch_nor_transformers(module: str):
@@ -71,7 +71,7 @@ def test_a_light_module_imports_neither_torch_nor_transformers(module: str):
 
 def test_light_modules_are_enough_to_say_what_is_wrong():
     code = (
-        "import sys; from ostinato.api.cli import run; code = run(['serve', 'modle=x']); "
+        "import sys; from ostinato.api.cli.main import run; code = run(['serve', 'modle=x']); "
         "print(code, 'torch' in sys.modules)"
     )
     done = subprocess.run(
@@ -110,7 +110,7 @@ def imported(file: Path) -> list[str]:
 def test_importing_the_package_changes_no_environment_and_starts_no_thread():
     code = (
         "import os, threading; before = dict(os.environ); "
-        "import ostinato.conf.compose, ostinato.api.cli, ostinato.runtime.scheduler; "
+        "import ostinato.conf.compose, ostinato.api.cli.main, ostinato.runtime.scheduling.scheduler; "
         "print(dict(os.environ) == before, threading.active_count())"
     )
     done = subprocess.run(

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from ostinato.benchmarks.gpu.__main__ import _run_apart
-from ostinato.benchmarks.gpu.roofline import Machine, ModelSizes, sizes_of
+from ostinato.benchmarks.machine.roofline import Machine, ModelSizes, sizes_of
 from ostinato.conf.compose import load_config
-from ostinato.runtime.planning import open_model
+from ostinato.runtime.startup.planning import open_model
 
 ROOT = Path(__file__).parents[2]
 

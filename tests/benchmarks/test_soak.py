@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 
 from ostinato.benchmarks.soak import Faults, run_soak
-from ostinato.benchmarks.soak_traffic import OPTIONS, Traffic
-from ostinato.runtime.types import SamplingParams
+from ostinato.benchmarks.soak.traffic import OPTIONS, Traffic
+from ostinato.runtime.types.params import SamplingParams
 
 # The API says `logprobs` in two ways, and `max_tokens` is always set.
 OTHER_FIELDS = {"max_tokens", "logprobs"}

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from ostinato.api.cli import run
-from ostinato.benchmarks.load_job import JobRequest, LoadJob
+from ostinato.api.cli.main import run
+from ostinato.benchmarks.load.job import JobRequest, LoadJob
 from ostinato.benchmarks.tune.forecast import Forecast
 from ostinato.benchmarks.tune.goals import Figures, Goals
+from ostinato.benchmarks.tune.infeasible import highest_load, impossible_goals, why_missed
 from ostinato.benchmarks.tune.output import (
     Verified,
     option_text,
@@ -24,7 +25,6 @@ from ostinato.benchmarks.tune.output import (
 )
 from ostinato.benchmarks.tune.search import Search, open_storage
 from ostinato.benchmarks.tune.space import Space, Variant, apply_values, is_alike
-from ostinato.benchmarks.tune.verdict import highest_load, impossible_goals, why_missed
 from ostinato.conf.bench_schema import SloSection
 from ostinato.conf.compose import load_config
 from ostinato.conf.errors import ConfigError

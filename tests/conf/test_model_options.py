@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ostinato.conf.compose import group_options, load_config
-from ostinato.models.checkpoint import open_checkpoint
+from ostinato.models.checkpoints.checkpoint import open_checkpoint
 from ostinato.models.registry import build_model, read_model_config
 
 # Parameters as the models' authors state them, tied weights counted once, and tokens of context.

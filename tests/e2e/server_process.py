@@ -81,7 +81,7 @@ class ServerProcess:
         (child,) = [
             one
             for one in psutil.Process(self.pid).children()
-            if "ostinato.runtime.worker" in one.cmdline()
+            if "ostinato.runtime.process.engine_main" in one.cmdline()
         ]
         return child
 

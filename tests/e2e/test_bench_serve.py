@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ostinato.api.cli import run
-from ostinato.benchmarks.record import Record, read_records
+from ostinato.api.cli.main import run
+from ostinato.benchmarks.report.record import Record, read_records
 from tests.e2e.server_process import ServerProcess
 
 
@@ -115,7 +115,7 @@ def test_a_sweep_of_servers_compiles_once(tmp_path: Path):
 
 _HOLD = """
 import sys
-from ostinato.benchmarks.server import Server
+from ostinato.benchmarks.load.server import Server
 from ostinato.conf.compose import load_config
 with Server(load_config(["model.max_model_len=512"])) as server:
     print(server.pid, flush=True)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ostinato.benchmarks.html_report import write_report
-from ostinato.benchmarks.record import read_records
+from ostinato.benchmarks.report.html_report import write_report
+from ostinato.benchmarks.report.record import read_records
 from tests.e2e import test_page
 from tests.e2e.test_page import LAPTOP, NO_SIDEWAYS, PHONE, Browser
 

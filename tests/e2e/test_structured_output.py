@@ -245,7 +245,7 @@ def grammar_processes(server: ServerProcess) -> list[psutil.Process]:
     return [
         one
         for one in psutil.Process(server.pid).children()
-        if "ostinato.runtime.grammar_process" in one.cmdline()
+        if "ostinato.runtime.grammar.process" in one.cmdline()
     ]
 
 

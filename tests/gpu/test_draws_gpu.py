@@ -9,7 +9,7 @@ from ostinato.graphs.draw import StaticDrawer
 from ostinato.graphs.recorder import CudaRecorder
 from ostinato.graphs.timing import make_timer
 from ostinato.ops.draw import draw_bytes
-from ostinato.runtime.measured_memory import CudaMemory
+from ostinato.runtime.startup.measured_memory import CudaMemory
 from tests.graphs.draw_steps import MAX_SEQS, VOCAB, check_draws
 
 pytestmark = pytest.mark.gpu

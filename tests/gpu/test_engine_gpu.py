@@ -9,8 +9,8 @@ import torch
 
 from ostinato import LLM, SamplingParams
 from ostinato.conf.compose import load_config
-from ostinato.runtime.build import build_engine
 from ostinato.runtime.errors import StartupError
+from ostinato.runtime.startup.build import build_engine
 from tests.gpu.tiny_llama import MODEL, VOCAB_SIZE, cuda_config
 from tests.runtime.tiny import tiny_config
 
@@ -171,7 +171,7 @@ def test_a_plan_leaves_room_for_what_is_not_planned(caplog: pytest.LogCaptureFix
          "model.dtype=bfloat16", "scheduler.max_num_batched_tokens=96"],
         values={"model.config": MODEL},
     )  # fmt: skip
-    with caplog.at_level("INFO", "ostinato.runtime.build"):
+    with caplog.at_level("INFO", "ostinato.runtime.startup.build"):
         llm = LLM(config=config)
     assert generate(llm, make_prompts(4)) != []
     left = torch.cuda.mem_get_info()[0]

@@ -15,9 +15,9 @@ from ostinato.graphs.capture import GraphRunner
 from ostinato.graphs.compile import compile_model
 from ostinato.graphs.recorder import CudaRecorder, Recorder
 from ostinato.models.base import KVCache
-from ostinato.models.config import ModelConfig
+from ostinato.models.checkpoints.weights import init_dummy_weights
+from ostinato.models.config.model_config import ModelConfig
 from ostinato.models.registry import build_model
-from ostinato.models.weights import init_dummy_weights
 from ostinato.ops.attention import PlannedBackend, load_backend, select_backend
 from tests.graphs.toy import fill
 from tests.runtime.tiny import MODEL as TINY_MODEL

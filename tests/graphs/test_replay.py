@@ -11,10 +11,10 @@ from ostinato.graphs import compile as compiling
 from ostinato.graphs.compile import compile_model
 from ostinato.graphs.replay import LayerCall, record
 from ostinato.graphs.straight import StraightProgram
+from ostinato.models.checkpoints.weights import init_dummy_weights
 from ostinato.models.packing import pack_model
 from ostinato.models.registry import build_model
-from ostinato.models.weights import init_dummy_weights
-from ostinato.runtime.build import open_model
+from ostinato.runtime.startup.build import open_model
 from tests.graphs.test_straight import Store, make_buffers, run
 from tests.graphs.toy import fill
 from tests.runtime.tiny import tiny_config

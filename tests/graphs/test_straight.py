@@ -14,10 +14,10 @@ from torch.nn import functional as F
 from ostinato.conf.schema import GraphForm
 from ostinato.graphs.compile import compile_model
 from ostinato.graphs.straight import StraightProgram
+from ostinato.models.checkpoints.weights import init_dummy_weights
 from ostinato.models.packing import pack_model
 from ostinato.models.registry import build_model
-from ostinato.models.weights import init_dummy_weights
-from ostinato.runtime.planning import open_model
+from ostinato.runtime.startup.planning import open_model
 from tests.graphs.toy import ToyModel, fill, make_buffers, make_cache
 from tests.runtime.tiny import tiny_config
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ostinato.models.base import CausalLM, ForwardBatch, KVCache
-from ostinato.models.config import ModelConfig
+from ostinato.models.config.model_config import ModelConfig
 from ostinato.ops.attention import AttentionMetadata
 
 Forward = Callable[[ForwardBatch, KVCache], Tensor]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ostinato.conf.schema import LoadFormat, ModelSection
-from ostinato.models.checkpoint import (
+from ostinato.models.checkpoints.checkpoint import (
     Checkpoint,
     CheckpointError,
     open_checkpoint,
@@ -94,7 +94,7 @@ def test_unreachable_hub(tmp_path: Path) -> None:
     """A hub id whose hub refuses connections: one clear line, soon."""
     code = (
         "from ostinato.conf.schema import ModelSection\n"
-        "from ostinato.models.checkpoint import CheckpointError, open_checkpoint\n"
+        "from ostinato.models.checkpoints.checkpoint import CheckpointError, open_checkpoint\n"
         "try:\n"
         "    open_checkpoint(ModelSection(path='someone/some-model', revision='v2'))\n"
         "except CheckpointError as error:\n"

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ostinato.conf.schema import DType
-from ostinato.models.config import ModelConfig, resolve_dtype
+from ostinato.models.config.model_config import ModelConfig, resolve_dtype
 from ostinato.models.registry import ARCHITECTURES, build_model
 from ostinato.ops.rope import LinearScaling, Llama3Scaling, Rope, YarnScaling
 

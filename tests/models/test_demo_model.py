@@ -13,9 +13,9 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from ostinato.models.demo import corpus, train
+from ostinato.models.demo.training import corpus, train
 
-DEMO = Path(train.__file__).parent
+DEMO = Path(train.__file__).parents[1]
 MAX_NEW_TOKENS = 128
 
 # question -> words that the answer at temperature 0 contains

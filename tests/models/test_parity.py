@@ -17,11 +17,11 @@ from torch import Tensor
 from ostinato.conf.schema import GraphForm, ModelSection
 from ostinato.graphs.compile import compile_model
 from ostinato.models.base import CausalLM
-from ostinato.models.checkpoint import open_checkpoint
-from ostinato.models.config import ModelConfig
+from ostinato.models.checkpoints.checkpoint import open_checkpoint
+from ostinato.models.checkpoints.weights import load_weights
+from ostinato.models.config.model_config import ModelConfig
 from ostinato.models.packing import pack_model
 from ostinato.models.registry import build_model, read_model_config
-from ostinato.models.weights import load_weights
 from ostinato.ops.attention import select_backend
 from tests.models.checkpoints import VARIANTS, reference_model, save
 from tests.models.driver import Driver, Sequence

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from ostinato.conf.schema import GraphForm, HeadQuantization, ModelSection, Quantization
 from ostinato.graphs.compile import compile_model
 from ostinato.models.base import CausalLM
-from ostinato.models.checkpoint import CheckpointError, open_checkpoint
-from ostinato.models.config import ModelConfig
+from ostinato.models.checkpoints.checkpoint import CheckpointError, open_checkpoint
+from ostinato.models.checkpoints.weights import init_dummy_weights, load_weights
+from ostinato.models.config.model_config import ModelConfig
 from ostinato.models.layers import Embedding, Matrix
 from ostinato.models.quantization import (
     ModelQuantization,
@@ -29,7 +30,6 @@ from ostinato.models.quantization import (
     quantize_module,
 )
 from ostinato.models.registry import build_model, read_model_config
-from ostinato.models.weights import init_dummy_weights, load_weights
 from ostinato.ops.quantized_reference import QuantFormat, dequantize_linear_weight, quantize_rows
 from tests.models.checkpoints import VARIANTS, reference_model, save
 from tests.models.driver import Driver, Sequence

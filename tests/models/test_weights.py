@@ -13,11 +13,11 @@ from torch import Tensor
 
 from ostinato.conf.schema import LoadFormat, ModelSection
 from ostinato.models.base import CausalLM
-from ostinato.models.checkpoint import CheckpointError, open_checkpoint
+from ostinato.models.checkpoints.checkpoint import CheckpointError, open_checkpoint
+from ostinato.models.checkpoints.weights import init_dummy_weights, load_weights
 from ostinato.models.layers import LayerNorm, RMSNorm
 from ostinato.models.packing import pack_model
 from ostinato.models.registry import build_model, read_model_config
-from ostinato.models.weights import init_dummy_weights, load_weights
 from ostinato.ops.linear import unpack_linear_weight
 from tests.models.checkpoints import VARIANTS, reference_model, save
 

@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("triton", reason="triton has wheels for Linux x86-64 only")
 
-from ostinato.benchmarks.kernel_table import Variant, compile_variant, render, variants
+from ostinato.benchmarks.micro.kernel_table import Variant, compile_variant, render, variants
 
 # The rest of the table takes another minute of one core and shares its code paths with these.
 UNMARKED = {

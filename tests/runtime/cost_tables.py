@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from ostinato.runtime.cost_table import CostTable
+from ostinato.runtime.costs.cost_table import CostTable
 
 TOKENS = (1, 4, 16, 64, 256)
 SEQS = (1, 2, 4, 8)

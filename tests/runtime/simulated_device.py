@@ -15,16 +15,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from ostinato.runtime.beam_search import BeamSearch, num_candidates
-from ostinato.runtime.types import (
-    BeamOutput,
-    FinishReason,
-    Request,
-    ScheduledSequence,
-    SchedulerOutput,
-    StepResult,
-    TokenLogprobs,
-)
+from ostinato.runtime.scheduling.beam_search import BeamSearch, num_candidates
+from ostinato.runtime.types.outputs import BeamOutput, FinishReason, TokenLogprobs
+from ostinato.runtime.types.request import Request
+from ostinato.runtime.types.step import ScheduledSequence, SchedulerOutput, StepResult
 
 VOCAB_SIZE = 7
 EOS = 0

@@ -5,18 +5,13 @@ from __future__ import annotations
 from collections import deque
 
 from ostinato.conf.schema import SchedulerConfig, SchedulingPolicy
-from ostinato.runtime.cost_table import Chunk, CostTable
-from ostinato.runtime.itl_bound import ItlBound
-from ostinato.runtime.kv_cache import KVCacheManager
-from ostinato.runtime.scheduler import Scheduler
-from ostinato.runtime.types import (
-    FinishReason,
-    Request,
-    ScheduledSequence,
-    SchedulerOutput,
-    SequenceOutput,
-    StepResult,
-)
+from ostinato.runtime.costs.cost_table import Chunk, CostTable
+from ostinato.runtime.kv.kv_cache_manager import KVCacheManager
+from ostinato.runtime.scheduling.itl_bound import ItlBound
+from ostinato.runtime.scheduling.scheduler import Scheduler
+from ostinato.runtime.types.outputs import FinishReason, SequenceOutput
+from ostinato.runtime.types.request import Request
+from ostinato.runtime.types.step import ScheduledSequence, SchedulerOutput, StepResult
 from tests.runtime.simulated_device import (
     SimulatedDevice,
     reference_beams,

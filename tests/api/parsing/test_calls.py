@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ostinato.api.parsing.answers import AnswerForm
+from ostinato.api.parsing.answer_parser import AnswerForm
 from ostinato.api.parsing.events import CallArguments, CallBegins, Content, Event, Message, merge
 from ostinato.api.parsing.formats import FORMATS
 from ostinato.api.parsing.reasoning import THINK

@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 from openai.types.responses import Response
 
-from ostinato.api.conversation import CalledFunction, Message, MessageToolCall
-from ostinato.api.response_store import ResponseStore
 from ostinato.api.responses.convert import input_messages
+from ostinato.api.schemas.conversation import CalledFunction, Message, MessageToolCall
+from ostinato.api.service.response_store import ResponseStore
 from ostinato.conf.schema import ServerConfig
-from ostinato.runtime.chat_template import ChatTemplate
 from ostinato.runtime.errors import InvalidRequestError
-from ostinato.runtime.tokenizer import Tokenizer
-from ostinato.runtime.types import FinishReason
+from ostinato.runtime.text.chat_template import ChatTemplate
+from ostinato.runtime.text.tokenizer import Tokenizer
+from ostinato.runtime.types.outputs import FinishReason
 from tests.api.fake_client import news
-from tests.runtime import tokenizer_builders
+from tests.runtime.text import tokenizer_builders
 
 TEMPLATE = (
     "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}[{{ m.role }}]{{ m.content }}"

@@ -1,0 +1,215 @@
+"""From the Anthropic dialect to a chat request and from an answer's blocks back: pure functions."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+
+from ostinato.api.anthropic.schemas import (
+    AnyChoice,
+    CountTokensRequest,
+    Delta,
+    Event,
+    MessagesRequest,
+    NoChoice,
+    ReplyText,
+    ReplyThinking,
+    ReplyToolUse,
+    TextBlock,
+    ThinkingBlock,
+    ToolChoice,
+    ToolDefinition,
+    ToolResultBlock,
+    ToolUseBlock,
+    Turn,
+)
+from ostinato.api.openai.content_blocks import Block, BlockKind, BlockNews
+from ostinato.api.schemas.conversation import (
+    CalledFunction,
+    FunctionTool,
+    Message,
+    MessageToolCall,
+    NamedFunction,
+    NamedToolChoice,
+    Tool,
+)
+from ostinato.api.schemas.openai import ChatCompletionRequest
+from ostinato.runtime.errors import InvalidRequestError
+from ostinato.runtime.types.outputs import FinishReason
+
+__all__ = ("block_event", "reply_blocks", "stop_of", "to_chat")
+
+FIELD_NAMES = {
+    "thinking_token_budget": "thinking",
+    "stop": "stop_sequences",
+    "parallel_tool_calls": "tool_choice",
+    "continue_final_message": "messages",
+}
+
+
+def to_chat(body: CountTokensRequest) -> ChatCompletionRequest:
+    """The chat request that asks for the same.
+
+    Raises:
+        InvalidRequestError: a block stands where its role can not have it.
+    """
+    messages = [] if body.system is None else [Message(role="system", content=_text(body.system))]
+    for index, turn in enumerate(body.messages):
+        messages += _messages(turn, f"messages[{index}]")
+    choice = body.tool_choice
+    tools = None
+    if body.tools:
+        tools = [Tool(type="function", function=_function(tool)) for tool in body.tools]
+    fields: dict[str, Any] = {}
+    if isinstance(body, MessagesRequest):
+        fields = {
+            "max_tokens": body.max_tokens,
+            "temperature": body.temperature,
+            "top_p": body.top_p,
+            "top_k": body.top_k,
+            "stop": body.stop_sequences,
+        }
+    if body.thinking is not None:
+        thinking = body.thinking
+        if (thinking.type == "enabled") == (thinking.budget_tokens is None):
+            raise InvalidRequestError(
+                "thinking.budget_tokens is for thinking.type enabled, and required then",
+                param="thinking.budget_tokens",
+                code="invalid_value",
+            )
+        fields["reasoning_effort"] = "none" if thinking.type == "disabled" else "high"
+        fields["thinking_token_budget"] = thinking.budget_tokens
+    return ChatCompletionRequest(
+        messages=messages,
+        tools=tools,
+        tool_choice=_choice(choice),
+        parallel_tool_calls=None
+        if choice is None or isinstance(choice, NoChoice)
+        else not choice.disable_parallel_tool_use,
+        # An answer whose beginning is given is continued.
+        continue_final_message=body.messages[-1].role == "assistant",
+        **fields,
+    )
+
+
+def _choice(choice: object) -> Any:
+    if isinstance(choice, ToolChoice):
+        return NamedToolChoice("function", NamedFunction(choice.name))
+    if isinstance(choice, AnyChoice):
+        return "required"
+    return "none" if isinstance(choice, NoChoice) else None
+
+
+def _function(tool: ToolDefinition) -> FunctionTool:
+    return FunctionTool(
+        name=tool.name,
+        description=tool.description,
+        parameters=tool.input_schema,
+        strict=tool.strict,
+    )
+
+
+def _messages(turn: Turn, place: str) -> list[Message]:
+    """One turn: results of tools are messages of their own, before what the user says."""
+    if isinstance(turn.content, str):
+        return [Message(role=turn.role, content=turn.content)]
+    for index, block in enumerate(turn.content):
+        wrong = ToolResultBlock if turn.role == "assistant" else (ToolUseBlock, ThinkingBlock)
+        if isinstance(block, wrong):
+            name = block.__struct_config__.tag
+            raise InvalidRequestError(
+                f"{place}.content[{index}]: a message of the {turn.role} has no {name} block",
+                param=f"{place}.content[{index}].type",
+                code="invalid_value",
+            )
+    texts = [block for block in turn.content if isinstance(block, TextBlock)]
+    if turn.role == "user":
+        results = [_result(one) for one in turn.content if isinstance(one, ToolResultBlock)]
+        said = [Message(role="user", content=_text(texts))] if texts or not results else []
+        return results + said
+    thoughts = [one.thinking for one in turn.content if isinstance(one, ThinkingBlock)]
+    calls = [
+        MessageToolCall(
+            id=block.id,
+            function=CalledFunction(name=block.name, arguments=json.dumps(block.input)),
+        )
+        for block in turn.content
+        if isinstance(block, ToolUseBlock)
+    ]
+    return [
+        Message(
+            role="assistant",
+            content=_text(texts) if texts or not calls else None,
+            reasoning="\n".join(thoughts) or None,
+            tool_calls=calls or None,
+        )
+    ]
+
+
+def _result(block: ToolResultBlock) -> Message:
+    text = _text(block.content)
+    return Message(
+        role="tool",
+        tool_call_id=block.tool_use_id,
+        content=f"Error: {text}" if block.is_error else text,
+    )
+
+
+def _text(content: str | list[TextBlock]) -> str:
+    return content if isinstance(content, str) else "\n".join(block.text for block in content)
+
+
+def stop_of(finish_reason: str, stop_reason: int | str | None) -> tuple[str, str | None]:
+    """(stop_reason, stop_sequence) of an answer that ended so."""
+    if finish_reason == "tool_calls":
+        return "tool_use", None
+    if finish_reason == FinishReason.length:
+        return "max_tokens", None
+    if isinstance(stop_reason, str):
+        return "stop_sequence", stop_reason
+    return "end_turn", None
+
+
+def reply_blocks(blocks: list[Block]) -> list[ReplyText | ReplyThinking | ReplyToolUse]:
+    """The content of a whole answer."""
+    return [_reply_block(block, block.text) for block in blocks]
+
+
+def block_event(news: BlockNews) -> list[Event]:
+    """The events that tell of it."""
+    block = news.block
+    if news.begins:
+        # `input` is an empty object first, its text comes as deltas.
+        begun = _reply_block(block, "")
+        return [Event(type="content_block_start", index=block.index, content_block=begun)]
+    if news.ends:
+        events = [Event(type="content_block_stop", index=block.index)]
+        if block.kind is BlockKind.reasoning:
+            signed = Delta(type="signature_delta", signature="")
+            events.insert(0, Event(type="content_block_delta", index=block.index, delta=signed))
+        return events
+    if block.kind is BlockKind.text:
+        delta = Delta(type="text_delta", text=news.delta)
+    elif block.kind is BlockKind.reasoning:
+        delta = Delta(type="thinking_delta", thinking=news.delta)
+    else:
+        delta = Delta(type="input_json_delta", partial_json=news.delta)
+    return [Event(type="content_block_delta", index=block.index, delta=delta)]
+
+
+def _reply_block(block: Block, text: str) -> ReplyText | ReplyThinking | ReplyToolUse:
+    if block.kind is BlockKind.text:
+        return ReplyText(text)
+    if block.kind is BlockKind.reasoning:
+        return ReplyThinking(text)
+    return ReplyToolUse(id=block.call_id, name=block.name, input=_input(text))
+
+
+def _input(text: str) -> dict[str, Any]:
+    """The arguments; of a call that the limit cut off there are none."""
+    try:
+        return msgspec.json.decode(text, type=dict[str, Any]) if text else {}
+    except msgspec.MsgspecError:
+        return {}

@@ -1,0 +1,233 @@
+"""The bodies of `/v1/messages`, as the Anthropic API spells them.
+
+A field is here exactly when it is honoured; `UNSUPPORTED` names the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from ostinato.api.base.timeline import Timeline
+from ostinato.api.base.unsupported_fields import Unsupported
+from ostinato.api.schemas.conversation import FunctionName
+
+__all__ = (
+    "UNSUPPORTED",
+    "AnyChoice",
+    "AutoChoice",
+    "CountTokensRequest",
+    "Delta",
+    "Event",
+    "MessageDelta",
+    "MessagesRequest",
+    "NoChoice",
+    "Reply",
+    "ReplyText",
+    "ReplyThinking",
+    "ReplyToolUse",
+    "TextBlock",
+    "ThinkingBlock",
+    "ToolChoice",
+    "ToolDefinition",
+    "ToolResultBlock",
+    "ToolUseBlock",
+    "Turn",
+    "Usage",
+)
+
+_SERVICE = "features of a hosted service"
+UNSUPPORTED: Mapping[str, Unsupported] = {
+    "container": Unsupported(_SERVICE),
+    "context_management": Unsupported("edits of the context"),
+    "diagnostics": Unsupported(_SERVICE),
+    "inference_geo": Unsupported(_SERVICE),
+    "mcp_servers": Unsupported("tools that the server runs", ([],)),
+    "output_config": Unsupported("effort and formats in this dialect"),
+    "output_format": Unsupported("formats in this dialect"),
+    "service_tier": Unsupported("tiers of service", ("auto", "standard_only")),
+    "speed": Unsupported("tiers of service", ("standard",)),
+}
+
+
+class CacheControl(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Asks that the prompt up to here is cached; every prompt is, so it changes nothing."""
+
+    type: Literal["ephemeral"]
+    ttl: str | None = None
+
+
+class _Block(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    cache_control: CacheControl | None = None
+
+
+class TextBlock(_Block, frozen=True, kw_only=True, tag_field="type", tag="text"):
+    text: str
+    citations: list[Any] | None = None  # as an answer had them: none
+
+
+class ToolUseBlock(_Block, frozen=True, kw_only=True, tag_field="type", tag="tool_use"):
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+class ToolResultBlock(_Block, frozen=True, kw_only=True, tag_field="type", tag="tool_result"):
+    tool_use_id: str
+    content: str | list[TextBlock] = ""
+    is_error: bool = False  # the model is told so
+
+
+class ThinkingBlock(
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    forbid_unknown_fields=True,
+    tag_field="type",
+    tag="thinking",
+):
+    thinking: str
+    signature: str = ""  # as an answer had it
+
+
+class Turn(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One message of a conversation."""
+
+    role: Literal["user", "assistant"]
+    content: str | list[TextBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock]
+
+
+class ToolDefinition(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A function that the model may call."""
+
+    name: FunctionName
+    input_schema: dict[str, Any]
+    description: str | None = None
+    strict: bool | None = None
+    type: Literal["custom"] | None = None
+    cache_control: CacheControl | None = None
+
+
+class AutoChoice(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="auto"
+):
+    disable_parallel_tool_use: bool = False
+
+
+class AnyChoice(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="any"
+):
+    disable_parallel_tool_use: bool = False
+
+
+class ToolChoice(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="tool"
+):
+    name: str
+    disable_parallel_tool_use: bool = False
+
+
+class NoChoice(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="none"
+):
+    pass
+
+
+class Thinking(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Whether the model reasons, where its template has a setting of it."""
+
+    type: Literal["adaptive", "disabled", "enabled"]
+    budget_tokens: Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)] | None = None  # with enabled
+
+
+class Metadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    user_id: str | None = None  # the caller's label of an end user; never used for anything
+
+
+class CountTokensRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`POST /v1/messages/count_tokens`."""
+
+    model: str | None = None
+    messages: Annotated[list[Turn], msgspec.Meta(min_length=1)]
+    system: str | list[TextBlock] | None = None
+    tools: list[ToolDefinition] | None = None
+    tool_choice: AutoChoice | AnyChoice | ToolChoice | NoChoice | None = None
+    thinking: Thinking | None = None
+    cache_control: CacheControl | None = None
+
+
+class MessagesRequest(CountTokensRequest, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`POST /v1/messages`."""
+
+    max_tokens: int
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    stop_sequences: list[str] | None = None
+    stream: bool | None = None
+    metadata: Metadata | None = None
+
+
+class ReplyText(msgspec.Struct, frozen=True, tag_field="type", tag="text"):
+    text: str
+
+
+class ReplyThinking(msgspec.Struct, frozen=True, tag_field="type", tag="thinking"):
+    thinking: str
+    signature: str = ""  # nothing is signed
+
+
+class ReplyToolUse(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="tool_use"):
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+class Usage(msgspec.Struct, frozen=True, kw_only=True):
+    input_tokens: int  # without those that were in the cache
+    cache_creation_input_tokens: int = 0
+    cache_read_input_tokens: int
+    output_tokens: int
+
+
+class Reply(msgspec.Struct, frozen=True, kw_only=True):
+    """A whole answer."""
+
+    id: str
+    type: Literal["message"] = "message"
+    role: Literal["assistant"] = "assistant"
+    model: str
+    content: list[ReplyText | ReplyThinking | ReplyToolUse]
+    stop_reason: str | None
+    stop_sequence: str | None
+    usage: Usage
+    trace: Timeline | msgspec.UnsetType = msgspec.UNSET
+
+
+class Delta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a content block gets more of."""
+
+    type: str
+    text: str | None = None
+    thinking: str | None = None
+    signature: str | None = None
+    partial_json: str | None = None
+
+
+class MessageDelta(msgspec.Struct, frozen=True, kw_only=True):
+    stop_reason: str
+    stop_sequence: str | None
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One event of a stream; `type` says which of the fields it has."""
+
+    type: str
+    message: Reply | None = None
+    index: int | None = None
+    content_block: ReplyText | ReplyThinking | ReplyToolUse | None = None
+    delta: Delta | MessageDelta | None = None
+    usage: Usage | None = None
+    trace: Timeline | msgspec.UnsetType = msgspec.UNSET  # at the end, when it is asked for

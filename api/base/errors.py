@@ -1,0 +1,226 @@
+"""Errors as the OpenAI API writes them: `{"error": {"message", "type", "param", "code"}}`.
+
+Under `/v1/messages` they are `{"type": "error", "error": {"type", "message"}}`, the Anthropic form.
+
+Every failure of the HTTP API ends here, the framework's own 404, 405 and 413 included.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+from litestar import Request, Response
+from litestar.exceptions import HTTPException
+
+from ostinato.api.base.unsupported_endpoints import why_unserved
+from ostinato.runtime.errors import DeadlineError, EngineDeadError, EngineError, InvalidRequestError
+
+__all__ = (
+    "ClientGoneError",
+    "ErrorBody",
+    "ErrorDetail",
+    "OverloadedError",
+    "UnavailableError",
+    "error_body",
+    "error_response",
+    "exception_handlers",
+    "renamed",
+    "status_of",
+    "typed_error_body",
+)
+
+_LOG = logging.getLogger("ostinato.api")
+
+
+class ErrorDetail(msgspec.Struct, frozen=True, kw_only=True):
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorBody(msgspec.Struct, frozen=True):
+    error: ErrorDetail
+
+
+class UnavailableError(EngineError):
+    """The server can not take or finish a request now; a later try may succeed.
+
+    Args:
+        message: what is the case.
+        code: `starting`, `restarting`, `shutting_down`, `engine_dead` or `aborted`.
+        retry_after_s: what the `Retry-After` header suggests.
+    """
+
+    def __init__(self, message: str, *, code: str, retry_after_s: int = 5) -> None:
+        super().__init__(message)
+        self.code = code
+        self.retry_after_s = retry_after_s
+
+
+class OverloadedError(EngineError):
+    """More than this server takes at once; a later try may succeed.
+
+    Args:
+        message: which limit, and what there is.
+        code: `queue_full` or `too_many_requests`.
+        retry_after_s: when there should be room.
+    """
+
+    def __init__(self, message: str, *, code: str, retry_after_s: int) -> None:
+        super().__init__(message)
+        self.code = code
+        self.retry_after_s = retry_after_s
+
+
+class ClientGoneError(Exception):
+    """The client closed its connection; nobody reads the answer."""
+
+
+@contextmanager
+def renamed(names: Mapping[str, str]) -> Iterator[None]:
+    """Refusals within name their parameter as a dialect does.
+
+    Args:
+        names: of chat's fields in that dialect.
+    """
+    try:
+        yield
+    except InvalidRequestError as error:
+        name = error.param or ""
+        if name not in names:
+            raise
+        message = str(error).replace(name, names[name])
+        raise InvalidRequestError(
+            message, param=names[name], code=error.code, status=error.status
+        ) from error
+
+
+def status_of(error: Exception) -> int:
+    """The HTTP status that tells of `error`."""
+    if isinstance(error, InvalidRequestError):
+        return error.status
+    if isinstance(error, UnavailableError | EngineDeadError):
+        return 503
+    if isinstance(error, OverloadedError):
+        return 429
+    if isinstance(error, DeadlineError):
+        return 504
+    if isinstance(error, HTTPException):
+        return error.status_code
+    return 499 if isinstance(error, ClientGoneError) else 500
+
+
+def error_body(error: Exception) -> ErrorBody:
+    """The OpenAI error object for any exception; the text of an unexpected one stays in the log."""
+    message, param, code = str(error), None, "engine_error"
+    if isinstance(error, InvalidRequestError):
+        param, code = error.param, error.code
+    elif isinstance(error, UnavailableError | OverloadedError):
+        code = error.code
+    elif isinstance(error, DeadlineError):
+        code = "deadline_exceeded"
+    elif isinstance(error, EngineDeadError):
+        code = "engine_dead"
+    elif not isinstance(error, EngineError):
+        message = "an unexpected error; the server's log has the details"
+        code = "internal_error"
+    kind = "invalid_request_error" if status_of(error) < 500 else "server_error"
+    if isinstance(error, OverloadedError):
+        kind = "rate_limit_error"
+    return ErrorBody(ErrorDetail(message=message, type=kind, param=param, code=code))
+
+
+class TypedErrorDetail(msgspec.Struct, frozen=True):
+    type: str
+    message: str
+
+
+class TypedErrorBody(msgspec.Struct, frozen=True, kw_only=True):
+    """The Anthropic error object."""
+
+    type: str = "error"
+    error: TypedErrorDetail
+
+
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+}
+
+
+def typed_error_body(error: Exception) -> TypedErrorBody:
+    """The Anthropic error object for any exception; see `error_body`."""
+    kind = _TYPES.get(status_of(error), "invalid_request_error")
+    return TypedErrorBody(error=TypedErrorDetail(kind, error_body(error).error.message))
+
+
+def error_response(error: Exception, path: str = "") -> Response[bytes]:
+    """The whole answer to a request of `path` that failed with `error`."""
+    is_typed = path.startswith("/v1/messages")
+    headers = {}
+    if isinstance(error, UnavailableError | OverloadedError):
+        headers["Retry-After"] = str(error.retry_after_s)
+    if isinstance(error, DeadlineError):
+        headers["x-should-retry"] = "false"  # OpenAI's clients repeat a 504 otherwise
+    if status_of(error) == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    return Response(
+        msgspec.json.encode(typed_error_body(error) if is_typed else error_body(error)),
+        status_code=status_of(error),
+        media_type="application/json",
+        headers=headers,
+    )
+
+
+Handler = Callable[[Request[Any, Any, Any], Exception], Response[bytes]]
+
+
+def exception_handlers(max_body_mib: float) -> dict[int | type[Exception], Handler]:
+    """What the framework calls when a handler, or the framework itself, raises.
+
+    Args:
+        max_body_mib: `server.max_body_mib`, for the text of the 413.
+    """
+
+    def on_framework_error(request: Request[Any, Any, Any], error: Exception) -> Response[bytes]:
+        assert isinstance(error, HTTPException), "registered for HTTPException only"
+        if error.status_code >= 500:
+            return on_error(request, error)
+        message, code = _explain(request, error, max_body_mib)
+        refusal = InvalidRequestError(message, code=code, status=error.status_code)
+        response = error_response(refusal, request.url.path)
+        response.headers.update(error.headers or {})
+        return response
+
+    def on_error(request: Request[Any, Any, Any], error: Exception) -> Response[bytes]:
+        if status_of(error) == 500:
+            _LOG.error("%s %s failed", request.method, request.url.path, exc_info=error)
+        return error_response(error, request.url.path)
+
+    return {HTTPException: on_framework_error, Exception: on_error}
+
+
+def _explain(
+    request: Request[Any, Any, Any], error: HTTPException, max_body_mib: float
+) -> tuple[str, str]:
+    """(message, code) in a sentence for what the framework says in two words."""
+    place = f"{request.method} {request.url.path}"
+    if error.status_code == 404:
+        hint = why_unserved(request.url.path) or "GET /schema lists the endpoints"
+        return f"there is no {place}; {hint}", "not_found"
+    if error.status_code == 405:
+        allowed = (error.headers or {}).get("allow", "another method")
+        return f"{place} is not possible here; use {allowed}", "method_not_allowed"
+    if error.status_code == 413:
+        return f"the body is larger than server.max_body_mib={max_body_mib:g} MiB", "body_too_large"
+    return error.detail, "invalid_request"

@@ -1,0 +1,192 @@
+"""`run batch INPUT OUTPUT`: a file of requests, answered by the API without a server.
+
+Every line goes through the same application that `run serve` serves, so it is checked and answered
+alike. What is answered already is passed over: after an interruption the same command goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
+
+from ostinato.api.cli.batch_file import (
+    BatchInput,
+    BatchLine,
+    BatchOutput,
+    answered_line,
+    refused_line,
+)
+from ostinato.conf.schema import ServerConfig
+from ostinato.runtime.client.client import EngineClient
+from ostinato.runtime.errors import EngineDeadError
+
+if TYPE_CHECKING:
+    from litestar import Litestar
+
+    from ostinato.api.service.service import Service
+    from ostinato.conf.root import EngineConfig
+
+__all__ = ("batch",)
+
+_MAX_BODY_MIB = 1024
+# What a batch may ask: the endpoints that answer a text, not those for the server's operator.
+_PREFIXES = ("/v1/", "/v2/", "/score", "/rerank")
+
+
+def batch(config: EngineConfig, source: str, target: str) -> int:
+    """Answer every request of `source` that `target` has no answer to; returns the exit code.
+
+    Raises:
+        InvalidRequestError: a file can not be used.
+        StartupError: the engine can not start.
+        EngineDeadError: the engine ended; the same command goes on from here.
+    """
+    client = EngineClient(config)
+    app, service = _application(client, config)
+    requests = BatchInput(Path(source), _urls(app))
+    with BatchOutput(Path(target)) as output:
+        todo = [line for line in requests.lines if not output.has(line)]
+        run = _Run(client, app, service, output, num_skipped=len(requests.lines) - len(todo))
+        if any(line.problem is None for line in todo):
+            with asyncio.Runner() as runner:
+                runner.run(run.answer(todo, config.batch.concurrency))
+        else:
+            for line in todo:
+                run.refuse(line)
+    sys.stderr.write(f"{run.summary}: {target}\n")
+    return 0
+
+
+class _Run:
+    """One pass over a file."""
+
+    def __init__(
+        self,
+        client: EngineClient,
+        app: Litestar,
+        service: Service,
+        output: BatchOutput,
+        *,
+        num_skipped: int,
+    ) -> None:
+        self._client = client
+        self._app = app
+        self._service = service
+        self._output = output
+        self._num_skipped = num_skipped
+        self._num_answered = 0
+        self._num_failed = 0
+        self._console = Console(stderr=True)
+
+    @property
+    def summary(self) -> str:
+        """What was done, in words."""
+        return (
+            f"{self._num_answered} answered, {self._num_failed} with an error, "
+            f"{self._num_skipped} were there"
+        )
+
+    def refuse(self, line: BatchLine) -> None:
+        """Answer a line that can not be sent."""
+        self._output.write(refused_line(line))
+        self._num_failed += 1
+
+    async def answer(self, todo: list[BatchLine], concurrency: int | None) -> None:
+        """Start the engine and work through the lines, so many at once."""
+        try:
+            with self._console.status("starting the engine") as status:
+                await self._client.start(
+                    lambda phase, seconds: status.update(
+                        f"starting the engine: {phase} took {seconds:.1f} s"
+                    )
+                )
+            self._service.phase = None
+            # Twice what can run: so the engine never waits for the next line.
+            at_once = concurrency or 2 * self._client.stats.max_num_seqs
+            with self._progress() as progress:
+                total = self._num_skipped + len(todo)
+                task = progress.add_task("answering", total=total, failed=0)
+                progress.advance(task, self._num_skipped)
+                lines = iter(todo)
+                workers = [
+                    asyncio.create_task(self._work(lines, progress, task))
+                    for _ in range(min(at_once, len(todo)))
+                ]
+                try:
+                    await asyncio.gather(*workers)
+                finally:
+                    for worker in workers:
+                        worker.cancel()
+                    await asyncio.gather(*workers, return_exceptions=True)
+        finally:
+            await self._client.close()
+
+    async def _work(self, lines: Iterator[BatchLine], progress: Progress, task: TaskID) -> None:
+        for line in lines:
+            if line.problem is None:
+                await self._send(line)
+            else:
+                self.refuse(line)
+            progress.update(task, advance=1, failed=self._num_failed)
+
+    async def _send(self, line: BatchLine) -> None:
+        from ostinato.api.cli.asgi_client import post_json
+
+        answer = await post_json(self._app, line.url, line.body)
+        if answer.status == 503:
+            # Not the line's fault: it stays unanswered, for the next run.
+            raise EngineDeadError(f"the batch is not finished: {_message(answer.body)}")
+        self._num_answered += 1
+        self._num_failed += answer.status >= 400
+        self._output.write(answered_line(line, answer.status, line.id, answer.body))
+
+    def _progress(self) -> Progress:
+        return Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[failed]} failed"),
+            TimeRemainingColumn(),
+            console=self._console,
+        )
+
+
+def _application(client: EngineClient, config: EngineConfig) -> tuple[Litestar, Service]:
+    from ostinato.api.server.app import create_app
+    from ostinato.api.service.service import Service
+
+    # What a server asks of strangers (keys, limits, a store of replies) is not for one's own file.
+    server = ServerConfig(max_body_mib=_MAX_BODY_MIB, response_store_mib=0)
+    service = Service(client, server, config.sampling)
+    return create_app(service), service
+
+
+def _urls(app: Litestar) -> frozenset[str]:
+    return frozenset(
+        route.path
+        for route in app.routes
+        if "POST" in getattr(route, "methods", ())
+        and "{" not in route.path
+        and route.path.startswith(_PREFIXES)
+    )
+
+
+def _message(body: bytes) -> str:
+    try:
+        return str(msgspec.json.decode(body)["error"]["message"])
+    except (msgspec.MsgspecError, KeyError, TypeError):
+        return body[:200].decode(errors="replace")

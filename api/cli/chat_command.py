@@ -1,0 +1,155 @@
+"""`run chat`: a conversation in the terminal, streamed; also works with lines from a pipe.
+
+Ctrl-C stops the answer that is being written, at the prompt it does nothing but start a new line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from ostinato.api.cli.terminal import choose_sampling, start_llm, write_stream
+from ostinato.conf.environment import cache_dir
+from ostinato.runtime.errors import InvalidRequestError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from ostinato.conf.root import EngineConfig
+    from ostinato.runtime.llm import LLM
+
+__all__ = ("Conversation", "chat")
+
+_HELP = """\
+/help           this text
+/reset          forget the conversation
+/system TEXT    set the system message and forget the conversation; without TEXT: none
+/exit           leave (so does the end of input, Ctrl-D)
+Ctrl-C          stop the answer"""
+_HISTORY_LINES = 1000
+
+
+class Conversation:
+    """The messages so far; a system message stays at their head."""
+
+    def __init__(self, system: str = "") -> None:
+        self.system = system
+        self._turns: list[dict[str, str]] = []
+
+    @property
+    def messages(self) -> list[dict[str, str]]:
+        """What the chat template gets."""
+        head = [{"role": "system", "content": self.system}] if self.system else []
+        return head + self._turns
+
+    def ask(self, text: str) -> None:
+        self._turns.append({"role": "user", "content": text})
+
+    def answer(self, text: str) -> None:
+        self._turns.append({"role": "assistant", "content": text})
+
+    def take_back(self) -> None:
+        """Forget the question that got no answer."""
+        del self._turns[-1]
+
+    def reset(self) -> None:
+        self._turns.clear()
+
+
+def chat(config: EngineConfig) -> int:
+    """Talk until the end of input or /exit.
+
+    Raises:
+        StartupError: the engine can not start.
+        InvalidRequestError: the first question can not be served, as without a chat template.
+    """
+    llm = start_llm(config)
+    console = Console(highlight=False)
+    conversation = Conversation(config.chat.system)
+    interactive = sys.stdin.isatty()
+    if interactive:
+        console.print(f"[bold]{llm.model.name}[/bold]  /help lists the commands")
+    with _history(interactive):
+        for line in _lines(interactive):
+            if line.startswith("/"):
+                if line.split()[0] == "/exit":
+                    break
+                console.print(_command(line, conversation), markup=False)
+            else:
+                _answer(llm, config, conversation, line, console)
+    return 0
+
+
+def _answer(
+    llm: LLM, config: EngineConfig, conversation: Conversation, line: str, console: Console
+) -> None:
+    conversation.ask(line)
+    try:
+        stream = llm.stream(conversation.messages, choose_sampling(llm, config.chat))
+        text, stopped = write_stream(stream)
+    except InvalidRequestError as error:
+        if len(conversation.messages) == 1:
+            raise  # the first question can not be asked: no reset will help
+        conversation.take_back()
+        console.print(f"{error}\n/reset forgets the conversation", markup=False)
+        return
+    conversation.answer(text)
+    console.print(" (stopped)" if stopped else "")
+
+
+def _command(line: str, conversation: Conversation) -> str:
+    """Do a /command and say what was done."""
+    name, _, rest = line.partition(" ")
+    if name == "/help":
+        return _HELP
+    if name == "/reset":
+        conversation.reset()
+        return "(the conversation is forgotten)"
+    if name == "/system":
+        conversation.system = rest.strip()
+        conversation.reset()
+        return f"(system message: {conversation.system or 'none'})"
+    return f"there is no command {name}\n{_HELP}"
+
+
+def _lines(interactive: bool) -> Iterator[str]:
+    """Lines with something in them, until the end of input."""
+    while True:
+        try:
+            line = input("> " if interactive else "")
+        except EOFError:
+            sys.stdout.write("\n" * interactive)
+            return
+        except KeyboardInterrupt:
+            if not interactive:
+                raise
+            sys.stdout.write("\n")
+            continue
+        if line.strip():
+            yield line.strip()
+
+
+@contextlib.contextmanager
+def _history(interactive: bool) -> Iterator[None]:
+    """Arrow keys and a history that is kept between conversations, where the terminal can."""
+    if not interactive:
+        yield
+        return
+    try:
+        import readline
+    except ImportError:  # a Python without it still chats, without arrow keys
+        yield
+        return
+    file = cache_dir() / "chat_history"
+    with contextlib.suppress(OSError):
+        readline.read_history_file(file)
+    readline.set_history_length(_HISTORY_LINES)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            readline.write_history_file(file)

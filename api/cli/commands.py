@@ -1,0 +1,128 @@
+"""The commands of `run`: a literal table; each lives elsewhere and is imported when asked for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ("COMMANDS", "Command")
+
+_ENGINE = ("model", "device", "cache", "scheduler", "graphs", "sampling")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """One sub-command.
+
+    `target` is "module:function"; the function takes the `EngineConfig` (and the prompt, when
+    `takes_prompt`, or the `files`) and returns the exit code.
+    """
+
+    target: str
+    summary: str
+    sections: tuple[str, ...]  # of the configuration, in the order in which help lists them
+    examples: tuple[str, ...]
+    takes_prompt: bool = False
+    files: tuple[str, ...] = ()  # names of the files that it takes, in order
+    # A group of the configuration, one of whose options may be the first word: `run bench serve` is
+    # `run bench bench=serve`.
+    kinds: str = ""
+    # The function also takes the words of the command line that made the configuration, and the
+    # command can be run for many configurations: `--multirun key=1,2`.
+    sweeps: bool = False
+    # What may be written shorter: (flag, the override that it stands for).
+    flags: tuple[tuple[str, str], ...] = ()
+
+
+COMMANDS = {
+    "serve": Command(
+        target="ostinato.api.server.server:serve",
+        summary="Serve a model over HTTP with the OpenAI API.",
+        sections=("server", *_ENGINE),
+        examples=(
+            "run serve",
+            "run serve model=qwen3-0.6b cache.block_size=32 server.port=9000",
+            "run serve model.path=/some/dir model.dtype=bfloat16",
+        ),
+    ),
+    "generate": Command(
+        target="ostinato.api.cli.generate_command:generate",
+        summary="Continue a prompt and stream the text to standard output.",
+        sections=("generate", *_ENGINE),
+        examples=(
+            'run generate "Once upon a time" generate.max_tokens=50',
+            'run generate "What is a block table?" generate.chat=true generate.temperature=0',
+            "run generate - model.path=/some/dir < prompt.txt",
+        ),
+        takes_prompt=True,
+    ),
+    "chat": Command(
+        target="ostinato.api.cli.chat_command:chat",
+        summary="Talk with a model in the terminal.",
+        sections=("chat", *_ENGINE),
+        examples=("run chat", 'run chat model=qwen3-0.6b chat.system="You are terse."'),
+    ),
+    "batch": Command(
+        target="ostinato.api.cli.batch_command:batch",
+        summary="Answer a file of requests, as the OpenAI batch API has them; resumes by itself.",
+        sections=("batch", *_ENGINE),
+        examples=(
+            "run batch in.jsonl out.jsonl",
+            "run batch in.jsonl out.jsonl model=qwen3-0.6b batch.concurrency=64",
+        ),
+        files=("INPUT", "OUTPUT"),
+    ),
+    "bench": Command(
+        target="ostinato.benchmarks.bench.command:bench",
+        summary="Measure an engine in this process, a server under load, kernels, starts.",
+        sections=("bench", "workload", "load", "slo", *_ENGINE),
+        examples=(
+            "run bench model=llama-45m",
+            "run bench serve load.rates=[1,2,4] slo.ttft_ms=300 slo.itl_ms=25",
+            "run bench serve load.url=http://127.0.0.1:8001 load.concurrency=[1,8]",
+            "run bench startup model=qwen3-0.6b model.load_format=dummy",
+            "run bench --multirun scheduler.max_num_seqs=8,16 cache.block_size=16,32",
+        ),
+        kinds="bench",
+        sweeps=True,
+    ),
+    "simulate": Command(
+        target="ostinato.benchmarks.simulate.command:simulate",
+        summary="Predict a server, or a fleet of them, under load: no device, days in minutes.",
+        sections=("simulate", "workload", "load", "slo", *_ENGINE),
+        examples=(
+            "run simulate workload=random load.rates=[2,4,8]",
+            "run simulate model=llama-8b simulate.device=h100 simulate.replicas=8 load.rates=[40]",
+            "run simulate workload=trace workload.path=trace.jsonl simulate.rounds=24",
+            "run simulate --validate",
+        ),
+        flags=(("--validate", "simulate.validate=true"),),
+    ),
+    "tune": Command(
+        target="ostinato.benchmarks.tune.command:tune",
+        summary="Search the configuration that meets latency goals under a given traffic.",
+        sections=("tune", "slo", "workload", "load", *_ENGINE),
+        examples=(
+            "run tune workload=random load.rates=[3] slo.ttft_ms=1500 slo.itl_ms=40",
+            "run tune workload=trace workload.path=trace.jsonl slo.itl_ms=30 tune.name=chat",
+        ),
+    ),
+    "compile": Command(
+        target="ostinato.api.cli.compile_command:compile_bundle",
+        summary="Compile a model ahead of time and keep the bundle that run serve loads.",
+        sections=("model", "device", "cache", "scheduler", "graphs"),
+        examples=(
+            "run compile model.path=/some/dir",
+            "run compile model=qwen3-0.6b model.load_format=dummy graphs.bundle_dir=/some/bundles",
+        ),
+    ),
+    "plan": Command(
+        target="ostinato.api.cli.plan_command:plan",
+        summary="Show where the memory would go; loads no weights.",
+        sections=("plan", "model", "device", "cache", "scheduler", "graphs"),
+        examples=(
+            "run plan model=llama-8b",
+            "run plan model=llama-8b device.name=cuda plan.free_gib=80",
+            "run plan model.path=/some/dir plan.json=true",
+        ),
+    ),
+}

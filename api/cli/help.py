@@ -1,0 +1,76 @@
+"""What `run --help` and `run <command> --help` print, made from the commands and the schema."""
+
+from __future__ import annotations
+
+import shutil
+import textwrap
+
+from ostinato.api.cli.commands import COMMANDS, Command
+from ostinato.conf.describe import KeyDescription, describe_sections
+
+__all__ = ("command_help", "overview")
+
+_KEY_WIDTH = 36
+
+
+def overview() -> str:
+    """The commands, and what all of them understand."""
+    width = max(map(len, COMMANDS))
+    lines = [
+        "Ostinato: inference and serving of large language models around one compiled graph.",
+        "",
+        "usage: run <command> [key=value ...]",
+        "",
+        "commands:",
+        *(f"  {name:<{width}}  {command.summary}" for name, command in COMMANDS.items()),
+        "",
+        "every command:",
+        "  key=value         override the configuration; keys: run <command> --help",
+        "  --cfg job         print the resulting configuration as YAML and do nothing else",
+        "  --config-dir DIR  also find options in DIR, such as DIR/model/mine.yaml for model=mine",
+        "  --help            the command's keys with defaults and ranges",
+        "",
+        "run --version prints the version; run -sc install=bash (or fish, zsh) prints a completion",
+        'script:  eval "$(run -sc install=bash)"',
+    ]
+    return "\n".join(lines)
+
+
+def command_help(name: str, command: Command) -> str:
+    """Usage, examples and every key of the sections that the command reads."""
+    from ostinato.conf.compose import group_options
+
+    columns = min(shutil.get_terminal_size().columns, 120)
+    options = group_options()
+    prompt = " PROMPT" if command.takes_prompt else ""
+    if command.files:
+        prompt = f" {' '.join(command.files)}"
+    if command.kinds:
+        prompt = " [KIND]"
+    lines = [f"usage: run {name}{prompt} [key=value ...]", "", command.summary, "", "examples:"]
+    lines += [f"  {example}" for example in command.examples]
+    if command.kinds:
+        lines[2:2] = textwrap.wrap(f"kinds: {', '.join(options[command.kinds])}", columns)
+    sections = describe_sections()
+    for section_name in command.sections:
+        section, keys = sections[section_name]
+        lines += ["", *textwrap.wrap(f"{section_name}: {section.__doc__}", columns)]
+        if section_name in options:
+            choice = f"an option sets the section's keys: {', '.join(options[section_name])}"
+            lines += _entry(f"{section_name}=...", choice, columns)
+        for entry in keys:
+            lines += _entry(f"{entry.key}={entry.default}", _explanation(entry), columns)
+    return "\n".join(lines)
+
+
+def _explanation(entry: KeyDescription) -> str:
+    return f"{entry.meaning} ({'null or ' if entry.nullable else ''}{entry.allowed})"
+
+
+def _entry(key: str, text: str, columns: int) -> list[str]:
+    wrapped = textwrap.wrap(text, max(columns - _KEY_WIDTH, 30), break_on_hyphens=False)
+    head = f"  {key}"
+    if len(head) >= _KEY_WIDTH:
+        return [head, *(" " * _KEY_WIDTH + line for line in wrapped)]
+    lines = [f"{head:<{_KEY_WIDTH}}{wrapped[0]}"]
+    return lines + [" " * _KEY_WIDTH + line for line in wrapped[1:]]

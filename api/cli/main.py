@@ -1,0 +1,203 @@
+"""The command line `run`: which command, which overrides, and how errors end.
+
+    run serve model=qwen3-0.6b server.port=9000
+    run generate "Once upon a time" generate.max_tokens=50
+    run plan --help
+
+Exit codes: 0 done, 1 the command could not do its work, 2 a misspelt or illegal command line,
+130 interrupted. Commands load lazily, so that help and errors answer without importing torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from typing import NoReturn
+
+from ostinato.api.cli.commands import COMMANDS, Command
+from ostinato.conf.environment import completion_line
+from ostinato.conf.errors import ConfigError
+from ostinato.runtime.errors import EngineError
+
+__all__ = ("main", "run")
+
+
+def main() -> NoReturn:
+    """The console script: `run` with the process's arguments."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Do what the command line asks; returns the exit code. Errors are one line on stderr."""
+    try:
+        return _dispatch(list(arguments))
+    except ConfigError as error:
+        return _fail(error, 2)
+    except EngineError as error:
+        return _fail(error, 1)
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # The reader (head, less) has what it wanted; the last flush must not complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _fail(error: Exception, code: int) -> int:
+    text = " ".join(str(error).split())
+    print(f"run: {text}", file=sys.stderr)
+    return code
+
+
+def _dispatch(arguments: list[str]) -> int:
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        from ostinato.api.cli.help import overview
+
+        print(overview())
+        return 0 if arguments else 2
+    name, *rest = arguments
+    if name in ("-V", "--version"):
+        from ostinato import __version__
+
+        print(f"ostinato {__version__}")
+        return 0
+    if name in ("-sc", "--shell-completion"):
+        return _shell_completion(rest)
+    if name not in COMMANDS:
+        from ostinato.conf.describe import nearest
+
+        close = nearest(name, COMMANDS)
+        hint = f"did you mean run {close}?" if close else f"commands: {', '.join(COMMANDS)}"
+        raise ConfigError(f"there is no command {name!r}; {hint}")
+    return _run_command(name, COMMANDS[name], rest)
+
+
+def _run_command(name: str, command: Command, arguments: list[str]) -> int:
+    options, words, after_dashes = _parse(name, arguments)
+    words = [*words, *options.flags]
+    if options.help:
+        from ostinato.api.cli.help import command_help
+
+        print(command_help(name, command))
+        return 0
+    if command.kinds and words and "=" not in words[0]:
+        words = [_kind(name, command, words[0]), *words[1:]]
+    takes_words = command.takes_prompt or bool(command.files)
+    prompts = [word for word in words if takes_words and not _is_override(word)]
+    overrides = [word for word in words if word not in prompts]
+    prompts += [" ".join(after_dashes)] if after_dashes else []
+    from ostinato.conf.compose import compose_yaml, expand_sweep, load_config
+
+    if options.multirun and not command.sweeps:
+        raise ConfigError(f"run {name} runs once; --multirun is for run bench")
+    if options.cfg:
+        points = [overrides]
+        if options.multirun:
+            points = [each for _, each in expand_sweep(overrides, config_dir=options.config_dir)]
+        configs = (compose_yaml(each, config_dir=options.config_dir) for each in points)
+        print("---\n".join(configs), end="")
+        return 0
+    module, _, function = command.target.partition(":")
+    if options.multirun:
+        points = expand_sweep(overrides, config_dir=options.config_dir)
+        return import_module("ostinato.benchmarks.bench.sweep").sweep(points, options.config_dir)
+    config = load_config(overrides, config_dir=options.config_dir)
+    if command.files and len(prompts) != len(command.files):
+        raise ConfigError(
+            f"run {name} takes {len(command.files)} files, got {len(prompts)}: "
+            f"run {name} {' '.join(command.files)} [key=value ...]"
+        )
+    if command.sweeps:
+        words = (overrides, options.config_dir)
+        return getattr(import_module(module), function)(config, *words)
+    if command.takes_prompt and len(prompts) != 1:
+        raise ConfigError(
+            f"run {name} takes one prompt, got {len(prompts)}: "
+            f'run {name} "Once upon a time" [key=value ...]; - reads it from standard input'
+        )
+    return getattr(import_module(module), function)(config, *prompts)
+
+
+def _kind(name: str, command: Command, word: str) -> str:
+    """The override that the first word of `run bench serve` stands for."""
+    from ostinato.conf.compose import group_options
+    from ostinato.conf.describe import nearest
+
+    options = group_options()[command.kinds]
+    if word not in options:
+        close = nearest(word, options)
+        hint = f"did you mean run {name} {close}?" if close else f"it has {', '.join(options)}"
+        raise ConfigError(f"run {name} has no {word!r}; {hint}")
+    return f"{command.kinds}={word}"
+
+
+class _Parser(argparse.ArgumentParser):
+    """Argparse with our way to fail: one line, no usage text."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; see {self.prog} --help")
+
+
+def _parse(name: str, arguments: list[str]) -> tuple[argparse.Namespace, list[str], list[str]]:
+    """(flags, words before `--`, words after it)."""
+    head, after = arguments, []
+    if "--" in arguments:
+        position = arguments.index("--")
+        head, after = arguments[:position], arguments[position + 1 :]
+        if not COMMANDS[name].takes_prompt:
+            raise ConfigError(
+                f"run {name} takes key=value overrides only, got -- {' '.join(after)}"
+            )
+    parser = _Parser(prog=f"run {name}", add_help=False, allow_abbrev=False)
+    parser.add_argument("-h", "--help", action="store_true")
+    parser.add_argument("-c", "--cfg", choices=["job"])
+    parser.add_argument("--config-dir")
+    parser.add_argument("-m", "--multirun", action="store_true")
+    for flag, override in COMMANDS[name].flags:
+        parser.add_argument(flag, action="append_const", const=override, dest="flags")
+    parser.set_defaults(flags=[])
+    parser.add_argument("words", nargs="*")
+    options = parser.parse_intermixed_args(head)
+    return options, options.words, after
+
+
+def _is_override(word: str) -> bool:
+    """Whether a word is an override rather than a prompt: a known first part, then `key=`.
+
+    `x = 1` and `Who wrote E=mc2?` are prompts; after `--` every word is part of the prompt.
+    """
+    from ostinato.conf.describe import describe_keys
+
+    match = re.match(r"[+~]{0,2}(\w[\w-]*)[\w./@-]*(=|$)", word)
+    if match is None:
+        return False
+    sections = {key.partition(".")[0] for key in describe_keys()}
+    has_value = match[2] == "="
+    return has_value and (match[1] in sections or "." in match[0] or word[0] in "+~")
+
+
+def _shell_completion(arguments: list[str]) -> int:
+    """Hydra's completion; the sub-command is ours: completed here and cut from Hydra's line."""
+    from ostinato.conf.compose import complete, completion_script
+
+    if len(arguments) != 1 or arguments[0].count("=") != 1:
+        raise ConfigError("shell completion: run -sc install=bash, uninstall=bash (or fish, zsh)")
+    action, _, shell = arguments[0].partition("=")
+    if action != "query":
+        completion_script(shell, action)
+        return 0
+    line = completion_line()
+    words = line.split()
+    typing_command = len(words) < 2 or (len(words) == 2 and not line[-1].isspace())
+    if typing_command:
+        typed = words[1] if len(words) == 2 else ""
+        separator = "\n" if shell == "fish" else " "
+        print(separator.join(name for name in COMMANDS if name.startswith(typed)))
+        return 0
+    without_command = re.sub(rf"^(\s*\S+\s+){re.escape(words[1])}\s", r"\1", line, count=1)
+    print(complete(shell, without_command))
+    return 0

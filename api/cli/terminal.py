@@ -1,0 +1,105 @@
+"""What the terminal commands share: starting the engine in this process, and streaming its text."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import closing
+from types import FrameType
+from typing import TYPE_CHECKING, Self
+
+from rich.console import Console
+
+from ostinato.conf.schema import ChatSection, GenerateSection
+from ostinato.runtime.errors import EngineError
+from ostinato.runtime.startup.bundles import prepare_kernels
+
+if TYPE_CHECKING:
+    from ostinato.conf.root import EngineConfig
+    from ostinato.runtime.llm import LLM
+    from ostinato.runtime.types.outputs import RequestOutput
+    from ostinato.runtime.types.params import SamplingParams
+
+__all__ = ("Interruption", "choose_sampling", "start_llm", "write_stream")
+
+_SAMPLING_KEYS = ("max_tokens", "temperature", "top_p", "top_k", "seed")
+
+
+def start_llm(config: EngineConfig) -> LLM:
+    """The engine in this process; shows on stderr, when that is a terminal, what it is doing.
+
+    Raises:
+        StartupError: it can not start.
+    """
+    console = Console(stderr=True)
+    with console.status("starting: importing torch") as status:
+        prepare_kernels(config.model, config.device, config.graphs)
+        from ostinato import LLM
+
+        status.update("starting: loading the model")
+        return LLM(
+            config=config,
+            report=lambda phase, seconds: status.update(f"starting: {phase} took {seconds:.1f} s"),
+        )
+
+
+def choose_sampling(llm: LLM, section: GenerateSection | ChatSection) -> SamplingParams:
+    """The model's own defaults with what the section chooses laid over them."""
+    chosen: dict[str, object] = {
+        key: value for key in _SAMPLING_KEYS if (value := getattr(section, key)) is not None
+    }
+    chosen.setdefault("max_tokens", None)
+    if isinstance(section, GenerateSection):
+        chosen["stop"] = tuple(section.stop)
+    return llm.default_sampling(**chosen)
+
+
+class Interruption:
+    """While active, the first Ctrl-C is only noted; a second one interrupts as usual.
+
+    A KeyboardInterrupt in the middle of a step would leave the engine with blocks that are
+    accounted for but not computed, so an answer is stopped between two steps instead.
+    """
+
+    def __init__(self) -> None:
+        self.is_asked = False
+
+    def __enter__(self) -> Self:
+        self._previous = signal.signal(signal.SIGINT, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.signal(signal.SIGINT, self._previous)
+
+    def _note(self, signum: int, frame: FrameType | None) -> None:
+        if self.is_asked:
+            raise KeyboardInterrupt
+        self.is_asked = True
+
+
+def write_stream(outputs: Iterator[RequestOutput]) -> tuple[str, bool]:
+    """Print the text as it comes. Ctrl-C ends it after the current step and aborts the request.
+
+    Returns:
+        The whole text, and whether Ctrl-C ended it.
+
+    Raises:
+        EngineError: the request ended with an error.
+    """
+    parts: list[str] = []
+    with Interruption() as interruption, closing(_closable(outputs)) as stream:
+        for output in stream:
+            if output.error is not None:
+                raise EngineError(output.error)
+            parts.append(output.text_delta)
+            sys.stdout.write(output.text_delta)
+            sys.stdout.flush()
+            if interruption.is_asked:
+                break
+    return "".join(parts), interruption.is_asked
+
+
+def _closable(outputs: Iterable[RequestOutput]) -> Generator[RequestOutput, None, None]:
+    """A generator over `outputs`; closing it closes them, which aborts the request."""
+    yield from outputs

@@ -1,0 +1,94 @@
+"""Server-sent events, and what happens when the reader goes away."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+import msgspec
+from litestar.types import Receive
+
+from ostinato.api.base.errors import ClientGoneError, error_body, status_of, typed_error_body
+
+__all__ = ("NAMED_EVENTS", "OPENAI_EVENTS", "EventForm", "sse", "until_disconnect")
+
+T = TypeVar("T")
+_LOG = logging.getLogger("ostinato.api")
+
+
+_encode = msgspec.json.Encoder().encode
+
+
+class EventForm(msgspec.Struct, frozen=True, kw_only=True):
+    """How a dialect writes its events."""
+
+    of_chunk: Callable[[Any], bytes]
+    of_error: Callable[[Exception], bytes]
+    end: bytes = b""
+
+
+def _data(value: object) -> bytes:
+    return b"data: " + _encode(value) + b"\n\n"
+
+
+def _named(value: Any) -> bytes:
+    return b"event: " + value.type.encode() + b"\n" + _data(value)
+
+
+OPENAI_EVENTS = EventForm(
+    of_chunk=_data, of_error=lambda error: _data(error_body(error)), end=b"data: [DONE]\n\n"
+)
+# Every event has its `type` as its name too, and the last one of a dialect says that it is.
+NAMED_EVENTS = EventForm(
+    of_chunk=_named,
+    of_error=lambda error: b"event: error\n" + _data(typed_error_body(error)),
+)
+
+
+async def sse(
+    chunks: AsyncGenerator[Any, None], form: EventForm = OPENAI_EVENTS
+) -> AsyncGenerator[bytes, None]:
+    """Each chunk as one event, then the form's end; a failure is an event with the error object.
+
+    A disconnect, a failure and the end all leave through `aclosing`, which aborts what still runs.
+    """
+    async with aclosing(chunks):
+        try:
+            async for chunk in chunks:
+                yield form.of_chunk(chunk)
+            if form.end:
+                yield form.end
+        except Exception as error:  # the status line is out, so the error travels as an event
+            if status_of(error) == 500:
+                _LOG.error("a stream failed", exc_info=error)
+            yield form.of_error(error)
+
+
+async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which is cancelled when the client closes its connection.
+
+    Args:
+        receive: the ASGI channel; the body must have been read.
+
+    Raises:
+        ClientGoneError: the client closed its connection first.
+    """
+    task = asyncio.create_task(work)
+    gone = asyncio.create_task(_disconnect(receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGoneError
+        return task.result()
+    finally:
+        for one in (task, gone):
+            one.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

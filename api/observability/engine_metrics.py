@@ -1,0 +1,234 @@
+"""The engine's newest snapshot and its machine as Prometheus metrics, made at each scrape."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import accumulate
+from typing import Protocol
+
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    InfoMetricFamily,
+)
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from ostinato import __version__
+from ostinato.api.observability.resource_usage import MachineProbe, MachineUse
+from ostinato.graphs.seal import IDLE, CompileKind
+from ostinato.runtime.client.restarts import DeathReason
+from ostinato.runtime.types.engine_info import ITERATION_TOKENS, EngineStats
+
+__all__ = ("EngineCollector", "EngineView", "MachineCollector")
+
+_KINDS = ("captured", "compiled", "eager")
+
+
+class EngineView(Protocol):
+    """Where the engine's newest figures are found."""
+
+    @property
+    def stats(self) -> EngineStats: ...
+
+    @property
+    def startup_seconds(self) -> dict[str, float]: ...
+
+    @property
+    def is_alive(self) -> bool: ...
+
+    @property
+    def seconds_since_step(self) -> float: ...
+
+    @property
+    def restarts(self) -> Mapping[str, int]: ...
+
+    @property
+    def engine_pid(self) -> int | None: ...
+
+
+class EngineCollector(Collector):
+    """The engine's snapshot as metrics; nothing is counted twice or kept here."""
+
+    def __init__(self, engine: EngineView) -> None:
+        self._engine = engine
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._engine.stats
+        yield from self._gauges(stats)
+        yield InfoMetricFamily("ostinato_build", "What runs.", value={"version": __version__})
+        yield _by_label(
+            GaugeMetricFamily(
+                "ostinato_startup_seconds",
+                "Phases of the start, some of them side by side; ready is the whole start.",
+                labels=["phase"],
+            ),
+            self._engine.startup_seconds,
+        )
+        yield from _counters(stats)
+        yield _by_label(
+            CounterMetricFamily(
+                "ostinato_steps", "Engine steps by how the model was run.", labels=["kind"]
+            ),
+            {kind: stats.steps_by_kind.get(kind, 0) for kind in _KINDS},
+        )
+        yield _by_label(
+            CounterMetricFamily(
+                "ostinato_device_seconds",
+                "Time that finished steps took on the device, by how the model was run.",
+                labels=["kind"],
+            ),
+            {kind: stats.device_seconds_by_kind.get(kind, 0.0) for kind in _KINDS},
+        )
+        yield _by_label(
+            CounterMetricFamily(
+                "ostinato_engine_restarts",
+                "Starts of a new engine process, by what the last one died of.",
+                labels=["reason"],
+            ),
+            {one.value: self._engine.restarts.get(one.value, 0) for one in DeathReason},
+        )
+        yield _iteration_tokens(stats)
+        yield _late_compiles(stats)
+
+    def _gauges(self, stats: EngineStats) -> Iterator[Metric]:
+        used = stats.num_blocks - stats.num_free_blocks
+        gauges = {
+            "requests_running": ("Sequences in the running batch.", stats.num_running),
+            "requests_waiting": ("Sequences waiting for a place.", stats.num_waiting),
+            "requests_waiting_for_grammar": (
+                "Of which for their grammar.",
+                stats.num_waiting_for_grammar,
+            ),
+            "kv_cache_usage_ratio": (
+                "KV blocks in use, of all; 0 to 1.",
+                used / stats.num_blocks if stats.num_blocks else 0.0,
+            ),
+            "kv_cache_blocks": ("KV blocks there are.", stats.num_blocks),
+            "max_num_seqs": ("Sequences that may run at once.", stats.max_num_seqs),
+            "max_num_batched_tokens": (
+                "Tokens that one step may compute.",
+                stats.max_num_batched_tokens,
+            ),
+            "predicted_decode_step_seconds": (
+                "Of what decodes now, or of one sequence; 0 without measured step costs.",
+                stats.predicted_step_seconds,
+            ),
+            "predicted_ttft_seconds": (
+                "Of a request of mean length that came now; 0 without measured step costs.",
+                stats.predicted_ttft_seconds,
+            ),
+            "engine_up": ("1 while the engine process runs.", int(self._engine.is_alive)),
+            "engine_heartbeat_age_seconds": (
+                "Since the engine's last step or idle beat.",
+                self._engine.seconds_since_step,
+            ),
+        }
+        for name, (text, value) in gauges.items():
+            yield GaugeMetricFamily(f"ostinato_{name}", text, value=value)
+
+
+class MachineCollector(Collector):
+    """What the two processes and the GPUs use."""
+
+    def __init__(self, engine: EngineView, probe: MachineProbe) -> None:
+        self._engine = engine
+        self._probe = probe
+
+    def collect(self) -> Iterator[Metric]:
+        use = self._probe.read(self._engine.engine_pid)
+        processes = use.processes
+        yield _by_label(
+            CounterMetricFamily(
+                "ostinato_process_cpu_seconds", "Processor time.", labels=["process"]
+            ),
+            {name: one.cpu_seconds for name, one in processes.items()},
+        )
+        yield _by_label(
+            GaugeMetricFamily(
+                "ostinato_process_resident_memory_bytes", "Memory in use.", labels=["process"]
+            ),
+            {name: one.resident_bytes for name, one in processes.items()},
+        )
+        yield GaugeMetricFamily(
+            "ostinato_cpus", "Processors that the server may use.", value=use.num_cpus
+        )
+        yield from _gpus(use)
+
+
+def _counters(stats: EngineStats) -> Iterator[Metric]:
+    counters = {
+        "prompt_tokens": ("Prompt tokens computed, cache hits excluded.", "num_prompt_tokens"),
+        "generation_tokens": ("Output tokens.", "num_output_tokens"),
+        "prefix_cache_queries": ("Prompt tokens looked up in the cache.", "prefix_queries"),
+        "prefix_cache_hits": ("Prompt tokens found there.", "prefix_hits"),
+        "preemptions": ("Sequences put back to wait for blocks.", "num_preemptions"),
+        "kv_cache_evictions": ("Cached blocks reused for other contents.", "num_evictions"),
+        "step_seconds": ("Time in engine steps.", "step_seconds"),
+        "model_seconds": ("Of which in the model and the sampler.", "model_seconds"),
+        "host_gap_seconds": (
+            "Time with work in which the engine was neither in the model nor waiting for it.",
+            "host_gap_seconds",
+        ),
+        "scheduled_tokens": ("Tokens that steps were asked for.", "num_scheduled_tokens"),
+        "padding_tokens": ("Computed to fill captured buckets up.", "num_padding_tokens"),
+        "grammar_seconds": ("Of steps, in which grammars' masks were made.", "grammar_seconds"),
+        "grammar_build_seconds": ("Building grammars, beside the steps.", "grammar_build_seconds"),
+    }
+    for name, (text, field) in counters.items():
+        yield CounterMetricFamily(f"ostinato_{name}", text, value=getattr(stats, field))
+
+
+def _gpus(use: MachineUse) -> Iterator[Metric]:
+    """One family per figure; none without a GPU."""
+    figures = {
+        "utilization_ratio": ("Share of time in which a kernel ran.", "utilization"),
+        "memory_used_bytes": ("Memory in use.", "memory_used_bytes"),
+        "memory_total_bytes": ("Memory there is.", "memory_total_bytes"),
+        "power_watts": ("Power.", "power_watts"),
+        "temperature_celsius": ("Temperature.", "temperature_celsius"),
+    }
+    for name, (text, field) in figures.items():
+        family = GaugeMetricFamily(f"ostinato_gpu_{name}", text, labels=["gpu", "name"])
+        for gpu in use.gpus:
+            value = getattr(gpu, field)
+            if value is not None:
+                family.add_metric([str(gpu.index), gpu.name], value)
+        if family.samples:
+            yield family
+
+
+def _iteration_tokens(stats: EngineStats) -> Metric:
+    counts = stats.iteration_tokens or [0] * (len(ITERATION_TOKENS) + 1)
+    bounds = [*map(str, map(float, ITERATION_TOKENS)), "+Inf"]
+    buckets = list(zip(bounds, accumulate(counts), strict=True))
+    return HistogramMetricFamily(
+        "ostinato_iteration_tokens",
+        "Tokens of a step.",
+        buckets=buckets,
+        sum_value=stats.num_scheduled_tokens,
+    )
+
+
+def _late_compiles(stats: EngineStats) -> Metric:
+    """Every kind has a sample from the start, so that a first one shows as an increase."""
+    family = CounterMetricFamily(
+        "ostinato_late_compiles",
+        "Steps, or pauses between steps, in which something was compiled after start-up; "
+        "should be 0.",
+        labels=["what", "shape"],
+    )
+    counts = {(kind.value, IDLE): 0 for kind in CompileKind}
+    counts |= {(late.what, late.shape): late.count for late in stats.late_compiles}
+    for labels, count in counts.items():
+        family.add_metric(labels, count)
+    return family
+
+
+def _by_label(
+    family: GaugeMetricFamily | CounterMetricFamily, values: Mapping[str, float]
+) -> Metric:
+    for label, value in values.items():
+        family.add_metric([label], value)
+    return family

@@ -1,0 +1,81 @@
+"""`server.record_trace`: what traffic looked like, without a word of it.
+
+One line of JSON for each completion that ended, in the form of Mooncake's traces (Qin et al. 2024):
+`timestamp` (ms), `input_length`, `output_length` and `hash_ids`, one number for each full block of
+the prompt, equal where prompts begin alike; `block_size` says how many tokens a block has. The
+numbers are counted up in the order of their first appearance, so nothing of a text can be found
+from them. `run bench serve workload=trace` sends such traffic again.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+
+from ostinato.runtime.errors import StartupError
+from ostinato.runtime.kv.block_pool import hash_blocks, hash_root
+
+__all__ = ("TraceRecorder",)
+
+_MAX_BLOCKS = 1 << 20  # that are remembered; a block that was longest unseen is new again
+
+
+class TraceRecorder:
+    """Appends to one file; one line at a time, so that what is written can be read.
+
+    Args:
+        path: of the file.
+        block_size: tokens that one number stands for.
+
+    Raises:
+        StartupError: the file can not be written.
+    """
+
+    def __init__(self, path: str, block_size: int) -> None:
+        try:
+            self._file = Path(path).expanduser().open("a", encoding="utf-8", buffering=1)
+        except OSError as error:
+            raise StartupError(
+                f"server.record_trace={path} can not be written: {error.strerror}"
+            ) from error
+        self._block_size = block_size
+        self._numbers: OrderedDict[bytes, int] = OrderedDict()
+        self._next = 0
+        self._to_wall = time.time() - time.monotonic()
+
+    def add(
+        self,
+        arrival: float,
+        prompt_token_ids: Sequence[int],
+        num_output_tokens: int,
+        cache_salt: str = "",
+    ) -> None:
+        """One completion; `arrival` by time.monotonic()."""
+        size = self._block_size
+        full = len(prompt_token_ids) // size * size
+        hashes = hash_blocks(hash_root(cache_salt), prompt_token_ids[:full], size)
+        line = {
+            "timestamp": round(1000 * (arrival + self._to_wall)),
+            "input_length": len(prompt_token_ids),
+            "output_length": num_output_tokens,
+            "hash_ids": [self._number(digest) for digest in hashes],
+            "block_size": size,
+        }
+        self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _number(self, digest: bytes) -> int:
+        number = self._numbers.get(digest)
+        if number is None:
+            number, self._next = self._next, self._next + 1
+            self._numbers[digest] = number
+            if len(self._numbers) > _MAX_BLOCKS:
+                self._numbers.popitem(last=False)
+        else:
+            self._numbers.move_to_end(digest)
+        return number

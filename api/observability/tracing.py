@@ -1,0 +1,133 @@
+"""OpenTelemetry traces of requests, sent where `server.otlp_endpoint` says.
+
+One span per request with a child for each phase: queue, prefill, decode. The SDK is imported only
+when there is an endpoint; it collects, samples and sends on a thread of its own.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from ostinato import __version__
+from ostinato.api.base.timeline import RequestContext
+from ostinato.runtime.errors import StartupError
+
+__all__ = ("Tracer",)
+
+_PHASES = (
+    ("queue", "begin", "scheduled"),
+    ("prefill", "scheduled", "first_token"),
+    ("decode", "first_token", "end"),
+)
+# Attributes of the request's span, by the fields of its record: the semantic conventions for
+# generative models, and vLLM's names of latencies.
+_ATTRIBUTES = {
+    "prompt": "gen_ai.usage.input_tokens",
+    "cached": "gen_ai.usage.cache_read.input_tokens",
+    "output": "gen_ai.usage.output_tokens",
+    "preemptions": "ostinato.preemptions",
+    "endpoint": "url.path",
+}
+_SECONDS = {
+    "queue_ms": "gen_ai.latency.time_in_queue",
+    "ttft_ms": "gen_ai.latency.time_to_first_token",
+    "e2e_ms": "gen_ai.latency.e2e",
+    "grammar_ms": "ostinato.latency.grammar",
+}
+
+
+class Tracer:
+    """Makes and sends spans.
+
+    Args:
+        endpoint: of an OTLP collector over HTTP, with its path.
+
+    Raises:
+        StartupError: the SDK is not installed.
+    """
+
+    def __init__(self, endpoint: str) -> None:
+        try:
+            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+            from opentelemetry.sdk.resources import Resource
+            from opentelemetry.sdk.trace import TracerProvider
+            from opentelemetry.sdk.trace.export import BatchSpanProcessor
+            from opentelemetry.trace.propagation.tracecontext import (
+                TraceContextTextMapPropagator,
+            )
+        except ImportError as error:
+            raise StartupError(
+                f"server.otlp_endpoint={endpoint} needs the OpenTelemetry SDK ({error}):"
+                " pip install 'ostinato[otel]', or leave it empty"
+            ) from error
+        resource = Resource.create({"service.name": "ostinato", "service.version": __version__})
+        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+        self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
+        self._tracer = self._provider.get_tracer("ostinato", __version__)
+        self._propagator = TraceContextTextMapPropagator()
+
+    def export(
+        self,
+        context: RequestContext,
+        reply_id: str,
+        fields: Mapping[str, object],
+        times: Mapping[str, float],
+    ) -> str:
+        """Make the spans of a request that has ended.
+
+        Args:
+            context: `traceparent` names the caller's span, if any.
+            reply_id: as the client sees it.
+            fields: figures of the record.
+            times: monotonic seconds: `begin`, `end`, and `scheduled`, `first_token` when known.
+
+        Returns:
+            The trace's id in hexadecimal; empty when the caller's trace is not sampled.
+        """
+        from opentelemetry import trace
+
+        parent = self._propagator.extract({"traceparent": context.traceparent})
+        offset = time.time_ns() - time.monotonic_ns()
+
+        def at(name: str) -> int:
+            return int(times[name] * 1e9) + offset
+
+        span = self._tracer.start_span(
+            "llm_request",
+            context=parent,
+            kind=trace.SpanKind.SERVER,
+            start_time=at("begin"),
+            attributes=_attributes(reply_id, fields),
+        )
+        if not span.is_recording():
+            return ""
+        within = trace.set_span_in_context(span)
+        for name, begin, end in _PHASES:
+            if begin in times and end in times:
+                child = self._tracer.start_span(name, context=within, start_time=at(begin))
+                child.end(max(at(begin), at(end)))
+        if fields.get("finish") is None:
+            span.set_status(trace.StatusCode.ERROR, "it did not finish")
+        span.end(at("end"))
+        return trace.format_trace_id(span.get_span_context().trace_id)
+
+    def close(self) -> None:
+        """Send what is left; takes as long as the collector."""
+        self._provider.shutdown()
+
+
+def _attributes(reply_id: str, fields: Mapping[str, object]) -> dict[str, Any]:
+    attributes: dict[str, Any] = {"gen_ai.response.id": reply_id}
+    for field, name in _ATTRIBUTES.items():
+        if fields.get(field) is not None:
+            attributes[name] = fields[field]
+    for field, name in _SECONDS.items():
+        value = fields.get(field)
+        if isinstance(value, float):
+            attributes[name] = value / 1e3
+    finish = fields.get("finish")
+    if isinstance(finish, str):
+        attributes["gen_ai.response.finish_reasons"] = finish.split(",")
+    return attributes

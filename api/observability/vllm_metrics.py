@@ -1,0 +1,127 @@
+"""Our figures under the names that dashboards for vLLM read: renamed at each scrape, not counted
+again.
+
+vLLM's names have a colon and the labels `model_name` and `engine`; this server has one engine, "0".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from ostinato.runtime.types.engine_info import EngineStats
+
+__all__ = ("VLLM_NAMES", "VllmCollector")
+
+# Family names as the library has them: counters without "_total".
+VLLM_NAMES = {
+    "ostinato_requests_running": "vllm:num_requests_running",
+    "ostinato_requests_waiting": "vllm:num_requests_waiting",
+    "ostinato_kv_cache_usage_ratio": "vllm:kv_cache_usage_perc",
+    "ostinato_preemptions": "vllm:num_preemptions",
+    "ostinato_prefix_cache_queries": "vllm:prefix_cache_queries",
+    "ostinato_prefix_cache_hits": "vllm:prefix_cache_hits",
+    "ostinato_generation_tokens": "vllm:generation_tokens",
+    "ostinato_iteration_tokens": "vllm:iteration_tokens_total",
+    "ostinato_completions": "vllm:request_success",
+    "ostinato_time_to_first_token_seconds": "vllm:time_to_first_token_seconds",
+    "ostinato_inter_token_latency_seconds": "vllm:inter_token_latency_seconds",
+    "ostinato_time_per_output_token_seconds": "vllm:request_time_per_output_token_seconds",
+    "ostinato_e2e_request_latency_seconds": "vllm:e2e_request_latency_seconds",
+    "ostinato_request_queue_seconds": "vllm:request_queue_time_seconds",
+    "ostinato_request_prefill_seconds": "vllm:request_prefill_time_seconds",
+    "ostinato_request_decode_seconds": "vllm:request_decode_time_seconds",
+    "ostinato_request_inference_seconds": "vllm:request_inference_time_seconds",
+    "ostinato_request_prompt_tokens": "vllm:request_prompt_tokens",
+    "ostinato_request_prefill_computed_tokens": "vllm:request_prefill_kv_computed_tokens",
+    "ostinato_request_generation_tokens": "vllm:request_generation_tokens",
+    "ostinato_request_max_generation_tokens": "vllm:request_max_num_generation_tokens",
+    "ostinato_request_params_n": "vllm:request_params_n",
+    "ostinato_request_params_max_tokens": "vllm:request_params_max_tokens",
+    "ostinato_request_preemptions": "vllm:request_num_preemptions",
+}
+_LABELS = {"finish_reason": "finished_reason"}
+_FAILURES = ("error",)
+
+
+class VllmCollector(Collector):
+    """Renames what other collectors give.
+
+    Args:
+        collect: our own families.
+        model_name: of the served model; None while it is not known, when there is nothing.
+        stats: the engine's newest snapshot.
+    """
+
+    def __init__(
+        self,
+        collect: Callable[[], Iterable[Metric]],
+        model_name: Callable[[], str | None],
+        stats: Callable[[], EngineStats],
+    ) -> None:
+        self._collect = collect
+        self._model_name = model_name
+        self._stats = stats
+
+    def collect(self) -> Iterator[Metric]:
+        model_name = self._model_name()
+        if model_name is None:
+            return
+        labels = {"model_name": model_name, "engine": "0"}
+        for family in self._collect():
+            name = VLLM_NAMES.get(family.name)
+            if name is not None:
+                yield _renamed(family, name, labels)
+        yield from self._prompt_tokens(labels)
+        yield self._waiting(labels)
+        info = GaugeMetricFamily(
+            "vllm:cache_config_info", "The KV cache.", labels=[*labels, "num_gpu_blocks"]
+        )
+        info.add_metric([*labels.values(), str(self._stats().num_blocks)], 1)
+        yield info
+
+    def _prompt_tokens(self, labels: dict[str, str]) -> Iterator[Metric]:
+        """Ours are apart, computed and found; vLLM counts both together."""
+        stats = self._stats()
+        for name, value in {
+            "vllm:prompt_tokens": stats.num_prompt_tokens + stats.prefix_hits,
+            "vllm:prompt_tokens_cached": stats.prefix_hits,
+        }.items():
+            family = CounterMetricFamily(name, "Prompt tokens.", labels=list(labels))
+            family.add_metric(list(labels.values()), value)
+            yield family
+        family = CounterMetricFamily(
+            "vllm:prompt_tokens_by_source", "Prompt tokens.", labels=[*labels, "source"]
+        )
+        family.add_metric([*labels.values(), "local_compute"], stats.num_prompt_tokens)
+        family.add_metric([*labels.values(), "local_cache_hit"], stats.prefix_hits)
+        yield family
+
+    def _waiting(self, labels: dict[str, str]) -> Metric:
+        """Who waits for what; a grammar that is being built is vLLM's `deferred`."""
+        stats = self._stats()
+        num_deferred = stats.num_waiting_for_grammar
+        family = GaugeMetricFamily(
+            "vllm:num_requests_waiting_by_reason",
+            "Sequences that wait.",
+            labels=[*labels, "reason"],
+        )
+        family.add_metric([*labels.values(), "capacity"], stats.num_waiting - num_deferred)
+        family.add_metric([*labels.values(), "deferred"], num_deferred)
+        return family
+
+
+def _renamed(family: Metric, name: str, labels: dict[str, str]) -> Metric:
+    renamed = Metric(name, family.documentation, family.type)
+    for sample in family.samples:
+        suffix = sample.name.removeprefix(family.name)
+        if suffix == "_created":
+            continue
+        own = {_LABELS.get(key, key): value for key, value in sample.labels.items()}
+        if own.get("finished_reason") in _FAILURES:
+            continue  # vLLM counts those that succeeded
+        renamed.add_sample(name + suffix, labels | own, sample.value)
+    return renamed

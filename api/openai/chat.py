@@ -1,0 +1,287 @@
+"""The chat dialect: `/v1/chat/completions`, from body to engine request and from news to chunks.
+
+Pure functions of plain data; the handler in `routes` joins them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from ostinato.api.openai.chat_events import AnswerNews, CollectedAnswer
+from ostinato.api.openai.logprobs import TokenBytes, chat_logprobs, prompt_logprobs
+from ostinato.api.parsing.events import CallBegins, Content, Event, Reasoning
+from ostinato.api.schemas.openai import (
+    ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
+    ChatCompletionRequest,
+    ChatDelta,
+    ChatResponse,
+    FunctionDelta,
+    PromptLogprobs,
+    ReplyFunction,
+    ReplyMessage,
+    ReplyToolCall,
+    TokenizeRequest,
+    ToolCallDelta,
+    Usage,
+)
+from ostinato.api.service.generation import (
+    Generation,
+    ReplyHead,
+    ReplyOptions,
+    check_fields,
+    make_generation,
+)
+from ostinato.runtime.errors import InvalidRequestError
+from ostinato.runtime.types.engine_info import ServedModel
+
+__all__ = (
+    "asks_for_answer",
+    "check",
+    "echo_text",
+    "reply_options",
+    "to_chunks",
+    "to_delta",
+    "to_request",
+    "to_response",
+    "usage_chunk",
+)
+
+
+def check(body: ChatCompletionRequest) -> None:
+    """Refuses what no tokenisation is needed to refuse.
+
+    Raises:
+        InvalidRequestError: two fields contradict each other.
+    """
+    check_fields(body)
+    if body.echo and body.messages[-1].role != "assistant":
+        raise InvalidRequestError(
+            f"echo=true repeats the last message when it is the assistant's, it is the"
+            f" {body.messages[-1].role}'s; leave it out",
+            param="echo",
+            code="invalid_value",
+        )
+    if body.top_logprobs is not None and not body.logprobs:
+        raise InvalidRequestError(
+            "top_logprobs needs logprobs=true", param="top_logprobs", code="invalid_value"
+        )
+    if None not in (body.max_tokens, body.max_completion_tokens) and (
+        body.max_tokens != body.max_completion_tokens
+    ):
+        raise InvalidRequestError(
+            f"max_tokens={body.max_tokens} and max_completion_tokens={body.max_completion_tokens}"
+            " are two names of one limit; give one",
+            param="max_completion_tokens",
+            code="invalid_value",
+        )
+
+
+def asks_for_answer(body: ChatCompletionRequest | TokenizeRequest) -> bool:
+    """Whether a new assistant message follows; by default yes, unless the last is continued."""
+    if body.add_generation_prompt is None:
+        return not body.continue_final_message
+    return body.add_generation_prompt
+
+
+def echo_text(body: ChatCompletionRequest) -> str:
+    """What the answer begins with: the last message, with `echo`."""
+    return (body.messages[-1].text or "") if body.echo else ""
+
+
+def reply_options(body: ChatCompletionRequest) -> ReplyOptions:
+    """What the reply shows."""
+    return ReplyOptions(
+        num_top_logprobs=(
+            len(body.logprob_token_ids or ()) or body.top_logprobs or 0 if body.logprobs else None
+        ),
+        num_prompt_logprobs=body.prompt_logprobs,
+        return_token_ids=body.return_token_ids,
+        as_token_ids=body.return_tokens_as_token_ids,
+    )
+
+
+def to_request(
+    body: ChatCompletionRequest,
+    prompt_token_ids: list[int],
+    model: ServedModel,
+    *,
+    request_id: str,
+    default_max_tokens: int | None,
+) -> Generation:
+    """What the engine is asked; see `make_generation`."""
+    newer_name = body.max_completion_tokens is not None
+    names: Mapping[str, str] = {
+        "prompt": "messages",
+        "max_tokens": "max_completion_tokens" if newer_name else "max_tokens",
+        "logprobs": "top_logprobs",
+    }
+    options = reply_options(body)
+    return make_generation(
+        body,
+        prompt_token_ids,
+        model,
+        request_id=request_id,
+        max_tokens=body.max_completion_tokens if newer_name else body.max_tokens,
+        default_max_tokens=default_max_tokens,
+        reports={
+            "logprobs": (body.top_logprobs or 0) if body.logprobs else None,
+            "prompt_logprobs": options.num_prompt_logprobs,
+        },
+        field_names=names,
+    )
+
+
+def to_chunks(
+    head: ReplyHead,
+    news: AnswerNews,
+    token_bytes: TokenBytes,
+    *,
+    options: ReplyOptions,
+    echo: str = "",
+    usage: Usage | msgspec.UnsetType | None = msgspec.UNSET,
+) -> list[ChatChunk]:
+    """The chunks for one piece of news: none while its text is held back.
+
+    Args:
+        echo: what the first chunk's text is.
+        usage: what the chunks' `usage` says; unset = they have none.
+    """
+    output = news.output
+    choices = []
+    if output.num_output_tokens == len(output.new_token_ids):  # the first news of this completion
+        choices.append(ChatChunkChoice(index=output.index, delta=ChatDelta("assistant", echo)))
+    logprobs = None
+    if options.num_top_logprobs is not None and output.new_token_ids:
+        assert output.logprobs is not None, "the engine reports what the request asked for"
+        logprobs = chat_logprobs(
+            output.new_token_ids,
+            output.logprobs,
+            token_bytes,
+            num_top=options.num_top_logprobs,
+            as_ids=options.as_token_ids,
+        )
+    has_news = logprobs is not None or (options.return_token_ids and output.new_token_ids)
+    delta = to_delta(news.events)
+    if delta != ChatDelta() or has_news or news.finish_reason is not None:
+        if delta == ChatDelta() and has_news:
+            delta = ChatDelta(content="")
+        choices.append(
+            ChatChunkChoice(
+                index=output.index,
+                delta=delta,
+                logprobs=logprobs,
+                finish_reason=news.finish_reason,
+                stop_reason=msgspec.UNSET if output.finish_reason is None else output.stop_reason,
+                token_ids=options.token_ids(output.new_token_ids),
+            )
+        )
+    return [
+        ChatChunk(id=head.id, created=head.created, model=head.model, choices=[choice], usage=usage)
+        for choice in choices
+    ]
+
+
+def to_delta(events: Sequence[Event]) -> ChatDelta:
+    """The events of one piece of news as one delta."""
+    content = "".join(event.text for event in events if isinstance(event, Content))
+    reasoning = "".join(event.text for event in events if isinstance(event, Reasoning)) or None
+    calls: dict[int, ToolCallDelta] = {}
+    for event in events:
+        if isinstance(event, CallBegins):
+            calls[event.index] = ToolCallDelta(
+                index=event.index,
+                id=event.id,
+                type="function",
+                function=FunctionDelta(event.name, ""),
+            )
+        elif not isinstance(event, Content | Reasoning):
+            before = calls.get(event.index)
+            if before is None:
+                before = ToolCallDelta(index=event.index, function=FunctionDelta())
+            text = (before.function.arguments or "") + event.text
+            calls[event.index] = msgspec.structs.replace(
+                before, function=FunctionDelta(before.function.name, text)
+            )
+    return ChatDelta(
+        content=content or None,
+        reasoning=reasoning,
+        reasoning_content=reasoning,
+        tool_calls=list(calls.values()) or None,
+    )
+
+
+def usage_chunk(head: ReplyHead, usage: Usage) -> ChatChunk:
+    """The last chunk of a stream with `stream_options.include_usage`."""
+    return ChatChunk(id=head.id, created=head.created, model=head.model, choices=[], usage=usage)
+
+
+def to_response(
+    head: ReplyHead,
+    generation: Generation,
+    answers: Mapping[int, CollectedAnswer],
+    token_bytes: TokenBytes,
+    *,
+    options: ReplyOptions,
+    echo: str = "",
+    usage: Usage,
+) -> ChatResponse:
+    """The whole answer to a request without `stream`; `answers` by the choice's index."""
+    choices = []
+    for index, answer in sorted(answers.items()):
+        one = answer.completion
+        assert answer.finish_reason is not None, "collected until every completion had ended"
+        logprobs = None
+        if options.num_top_logprobs is not None:
+            logprobs = chat_logprobs(
+                one.token_ids,
+                one.logprobs,
+                token_bytes,
+                num_top=options.num_top_logprobs,
+                as_ids=options.as_token_ids,
+            )
+        choices.append(
+            ChatChoice(
+                index=index,
+                message=_reply_message(answer, echo),
+                logprobs=logprobs,
+                finish_reason=answer.finish_reason,
+                stop_reason=one.stop_reason,
+                token_ids=options.token_ids(one.token_ids),
+            )
+        )
+    scores: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
+    if options.num_prompt_logprobs is not None:
+        scores = prompt_logprobs(
+            generation.prompt_token_ids,
+            answers[0].completion.prompt_logprobs or (),
+            token_bytes,
+            num_top=options.num_prompt_logprobs,
+        )
+    return ChatResponse(
+        id=head.id,
+        created=head.created,
+        model=head.model,
+        choices=choices,
+        usage=usage,
+        prompt_logprobs=scores,
+    )
+
+
+def _reply_message(answer: CollectedAnswer, echo: str) -> ReplyMessage:
+    message = answer.message
+    content = echo + message.content
+    calls = [
+        ReplyToolCall(id=call.id or "", function=ReplyFunction(call.name, call.arguments))
+        for call in message.calls
+    ]
+    return ReplyMessage(
+        "assistant",
+        content if content or not calls else None,
+        reasoning=message.reasoning or msgspec.UNSET,
+        reasoning_content=message.reasoning or msgspec.UNSET,
+        tool_calls=calls or msgspec.UNSET,
+    )

@@ -1,0 +1,324 @@
+"""The legacy dialect: `/v1/completions`, for text or token ids, one prompt or many.
+
+Pure functions of plain data; the handler in `routes` joins them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from ostinato.api.openai.logprobs import (
+    TokenBytes,
+    completion_logprobs,
+    prompt_logprobs,
+    token_text,
+)
+from ostinato.api.openai.prompt_inputs import read_inputs
+from ostinato.api.schemas.openai import (
+    Completion,
+    CompletionChoice,
+    CompletionLogprobs,
+    CompletionRequest,
+    PromptLogprobs,
+    Usage,
+)
+from ostinato.api.service.generation import (
+    CollectedCompletion,
+    Generation,
+    ReplyHead,
+    ReplyOptions,
+    check_fields,
+    make_generation,
+)
+from ostinato.runtime.errors import InvalidRequestError
+from ostinato.runtime.types.engine_info import ServedModel
+from ostinato.runtime.types.outputs import RequestOutput, TokenLogprobs
+from ostinato.runtime.types.params import MAX_N
+
+__all__ = (
+    "Echo",
+    "TextOffsets",
+    "check",
+    "echo_chunk",
+    "prompts",
+    "reply_options",
+    "to_chunk",
+    "to_requests",
+    "to_response",
+    "usage_chunk",
+)
+
+_MAX_SEQUENCES = 2048  # prompts times n of one request
+
+
+def check(body: CompletionRequest) -> None:
+    """Refuses what no tokenisation is needed to refuse.
+
+    Raises:
+        InvalidRequestError: two fields contradict each other.
+    """
+    check_fields(body)
+    if body.max_tokens == 0 and not body.echo:
+        raise InvalidRequestError(
+            "max_tokens=0 gives nothing but the prompt, with echo=true; ask for at least 1",
+            param="max_tokens",
+            code="invalid_value",
+        )
+    if body.echo and body.logprob_token_ids:
+        raise InvalidRequestError(
+            "logprob_token_ids needs echo=false: of a prompt's tokens only the likeliest are"
+            " reported",
+            param="logprob_token_ids",
+            code="invalid_value",
+        )
+
+
+def reply_options(body: CompletionRequest) -> ReplyOptions:
+    """What the reply shows."""
+    return ReplyOptions(
+        num_top_logprobs=(
+            None if body.logprobs is None else len(body.logprob_token_ids or ()) or body.logprobs
+        ),
+        num_prompt_logprobs=body.prompt_logprobs,
+        return_token_ids=body.return_token_ids,
+        as_token_ids=body.return_tokens_as_token_ids,
+    )
+
+
+def prompts(body: CompletionRequest) -> list[str] | list[list[int]]:
+    """The prompts, each a text or each a list of token ids.
+
+    Raises:
+        InvalidRequestError: there are none, too many, or the two kinds are mixed.
+    """
+    inputs = read_inputs(body.prompt, "prompt")
+    num_sequences = len(inputs) * min(body.best_of or body.n or 1, MAX_N)
+    if len(inputs) > 1 and num_sequences > _MAX_SEQUENCES:
+        raise InvalidRequestError(
+            f"prompt has {len(inputs)} prompts, {num_sequences} sequences with n and best_of; a"
+            f" request may have {_MAX_SEQUENCES}: send several",
+            param="prompt",
+        )
+    return inputs
+
+
+def to_requests(
+    body: CompletionRequest,
+    prompts_token_ids: list[list[int]],
+    model: ServedModel,
+    *,
+    request_id: str,
+    default_max_tokens: int | None,
+) -> list[Generation]:
+    """What the engine is asked, one per prompt; see `make_generation`.
+
+    With `max_tokens=0` it is asked for one token, which the reply leaves out.
+    """
+    scored = [body.prompt_logprobs, body.logprobs if body.echo else None]
+    reports = {
+        "logprobs": body.logprobs,
+        "prompt_logprobs": max((count for count in scored if count is not None), default=None),
+    }
+    return [
+        make_generation(
+            body,
+            prompt_token_ids,
+            model,
+            request_id=request_id if len(prompts_token_ids) == 1 else f"{request_id}-{index}",
+            max_tokens=1 if body.max_tokens == 0 else body.max_tokens,
+            default_max_tokens=default_max_tokens,
+            reports=reports,
+            field_names={},
+        )
+        for index, prompt_token_ids in enumerate(prompts_token_ids)
+    ]
+
+
+class Echo(msgspec.Struct, frozen=True, kw_only=True):
+    """A prompt as a completion that repeats it shows it."""
+
+    text: str
+    token_ids: list[int]
+
+    def logprobs(
+        self,
+        scores: Sequence[TokenLogprobs] | None,
+        token_bytes: TokenBytes,
+        options: ReplyOptions,
+    ) -> CompletionLogprobs | None:
+        """Those of its tokens, when the request asks for log-probabilities."""
+        if options.num_top_logprobs is None:
+            return None
+        assert scores is not None, "the engine reports what the request asked for"
+        return completion_logprobs(
+            self.token_ids,
+            [None, *scores],
+            token_bytes,
+            num_top=options.num_top_logprobs,
+            text_offset=0,
+            as_ids=options.as_token_ids,
+        )
+
+
+class TextOffsets:
+    """Where the next token of each completion begins, in characters of its tokens' texts."""
+
+    def __init__(self, token_bytes: TokenBytes) -> None:
+        self._token_bytes = token_bytes
+        self._offsets: dict[int, int] = {}
+
+    def advance(self, choice: int, token_ids: list[int]) -> int:
+        """The offset of `token_ids[0]`; the next call's lies behind these tokens."""
+        begin = self._offsets.get(choice, 0)
+        length = sum(len(token_text(self._token_bytes(token_id))) for token_id in token_ids)
+        self._offsets[choice] = begin + length
+        return begin
+
+
+def echo_chunk(
+    head: ReplyHead,
+    choice: int,
+    echo: Echo,
+    output: RequestOutput,
+    token_bytes: TokenBytes,
+    *,
+    options: ReplyOptions,
+    usage: Usage | msgspec.UnsetType | None = msgspec.UNSET,
+) -> Completion:
+    """The chunk with the prompt, before those of its completion; `output` is its first news."""
+    return Completion(
+        id=head.id,
+        created=head.created,
+        model=head.model,
+        choices=[
+            CompletionChoice(
+                index=choice,
+                text=echo.text,
+                logprobs=echo.logprobs(output.prompt_logprobs, token_bytes, options),
+                finish_reason=None,
+            )
+        ],
+        usage=usage,
+    )
+
+
+def to_chunk(
+    head: ReplyHead,
+    choice: int,
+    output: RequestOutput,
+    token_bytes: TokenBytes,
+    *,
+    options: ReplyOptions,
+    text_offset: int = 0,
+    usage: Usage | msgspec.UnsetType | None = msgspec.UNSET,
+) -> Completion | None:
+    """The chunk for one piece of news, or None while its text is held back.
+
+    Args:
+        choice: prompt index * n + completion index.
+        text_offset: see `TextOffsets`.
+        usage: what the chunk's `usage` says; unset = it has none.
+    """
+    logprobs = None
+    if options.num_top_logprobs is not None and output.new_token_ids:
+        assert output.logprobs is not None, "the engine reports what the request asked for"
+        logprobs = completion_logprobs(
+            output.new_token_ids,
+            output.logprobs,
+            token_bytes,
+            num_top=options.num_top_logprobs,
+            text_offset=text_offset,
+            as_ids=options.as_token_ids,
+        )
+    has_news = logprobs is not None or (options.return_token_ids and output.new_token_ids)
+    if not output.text_delta and not has_news and output.finish_reason is None:
+        return None
+    return Completion(
+        id=head.id,
+        created=head.created,
+        model=head.model,
+        choices=[
+            CompletionChoice(
+                index=choice,
+                text=output.text_delta,
+                logprobs=logprobs,
+                finish_reason=output.finish_reason,
+                stop_reason=msgspec.UNSET if output.finish_reason is None else output.stop_reason,
+                token_ids=options.token_ids(output.new_token_ids),
+            )
+        ],
+        usage=usage,
+    )
+
+
+def usage_chunk(head: ReplyHead, usage: Usage) -> Completion:
+    """The last chunk of a stream with `stream_options.include_usage`."""
+    return Completion(id=head.id, created=head.created, model=head.model, choices=[], usage=usage)
+
+
+def to_response(
+    head: ReplyHead,
+    generations: Sequence[Generation],
+    completions: dict[tuple[int, int], CollectedCompletion],
+    token_bytes: TokenBytes,
+    *,
+    options: ReplyOptions,
+    echoes: Sequence[Echo] = (),
+    usage: Usage,
+) -> Completion:
+    """The whole answer to a request without `stream`; `completions` as `collect` fills it.
+
+    Args:
+        echoes: the prompts, when completions repeat them.
+    """
+    choices = []
+    for (prompt_index, index), one in sorted(completions.items()):
+        generation = generations[prompt_index]
+        token_ids = list(one.token_ids)
+        scores: list[TokenLogprobs | None] = list(one.logprobs)
+        text = one.text
+        if echoes:
+            text = echoes[prompt_index].text + text
+            token_ids = echoes[prompt_index].token_ids + token_ids
+            scores = [None, *(one.prompt_logprobs or ()), *scores]
+        choices.append(
+            CompletionChoice(
+                index=prompt_index * generation.sampling.n + index,
+                text=text,
+                logprobs=None
+                if options.num_top_logprobs is None
+                else completion_logprobs(
+                    token_ids,
+                    scores,
+                    token_bytes,
+                    num_top=options.num_top_logprobs,
+                    text_offset=0,
+                    as_ids=options.as_token_ids,
+                ),
+                finish_reason=one.finish_reason,
+                stop_reason=one.stop_reason,
+                token_ids=options.token_ids(one.token_ids),
+                prompt_logprobs=_prompt_logprobs(generation, one, token_bytes, options),
+            )
+        )
+    return Completion(
+        id=head.id, created=head.created, model=head.model, choices=choices, usage=usage
+    )
+
+
+def _prompt_logprobs(
+    generation: Generation,
+    one: CollectedCompletion,
+    token_bytes: TokenBytes,
+    options: ReplyOptions,
+) -> PromptLogprobs | msgspec.UnsetType:
+    if options.num_prompt_logprobs is None:
+        return msgspec.UNSET
+    return prompt_logprobs(
+        generation.prompt_token_ids,
+        one.prompt_logprobs or (),
+        token_bytes,
+        num_top=options.num_prompt_logprobs,
+    )

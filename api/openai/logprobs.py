@@ -1,0 +1,126 @@
+"""Log-probabilities in the two shapes of the OpenAI API: chat, and the legacy completions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from ostinato.api.schemas.openai import (
+    ChatLogprobs,
+    ChatTokenLogprob,
+    CompletionLogprobs,
+    PromptLogprob,
+    PromptLogprobs,
+    TopLogprob,
+)
+from ostinato.runtime.types.outputs import TokenLogprobs
+
+__all__ = ("TokenBytes", "chat_logprobs", "completion_logprobs", "prompt_logprobs", "token_text")
+
+TokenBytes = Callable[[int], bytes]
+
+_LOWEST = -9999.0  # JSON has no -infinity
+
+
+def token_text(piece: bytes) -> str:
+    """A token's bytes as text; a part of a character is written `bytes:\\xf0\\x9f`."""
+    try:
+        return piece.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece)
+
+
+def chat_logprobs(
+    token_ids: Sequence[int],
+    logprobs: Sequence[TokenLogprobs],
+    token_bytes: TokenBytes,
+    *,
+    num_top: int,
+    as_ids: bool = False,
+) -> ChatLogprobs:
+    """One entry per token, each with its `num_top` likeliest alternatives.
+
+    Args:
+        as_ids: tokens are named `token_id:N`; their bytes stay what they are.
+    """
+    content = []
+    for token_id, entry in zip(token_ids, logprobs, strict=True):
+        top = [
+            TopLogprob(
+                _name(top_id, token_bytes, as_ids), max(logprob, _LOWEST), list(token_bytes(top_id))
+            )
+            for top_id, logprob in zip(entry.top_ids[:num_top], entry.top_logprobs, strict=False)
+        ]
+        name = _name(token_id, token_bytes, as_ids)
+        logprob = max(entry.logprob, _LOWEST)
+        content.append(ChatTokenLogprob(name, logprob, list(token_bytes(token_id)), top))
+    return ChatLogprobs(content)
+
+
+def completion_logprobs(
+    token_ids: Sequence[int],
+    logprobs: Sequence[TokenLogprobs | None],
+    token_bytes: TokenBytes,
+    *,
+    num_top: int,
+    text_offset: int,
+    as_ids: bool = False,
+) -> CompletionLogprobs:
+    """Four lists of one entry per token.
+
+    Args:
+        logprobs: None for a token that nothing comes before.
+        num_top: likeliest alternatives per token; the sampled one is added when it is not among
+            them.
+        text_offset: characters of tokens before the first of these.
+        as_ids: tokens are named `token_id:N`; offsets count the characters of their texts.
+    """
+    names, offsets = [], []
+    values: list[float | None] = []
+    tops: list[dict[str, float] | None] = []
+    for token_id, entry in zip(token_ids, logprobs, strict=True):
+        name = _name(token_id, token_bytes, as_ids)
+        names.append(name)
+        offsets.append(text_offset)
+        text_offset += len(token_text(token_bytes(token_id)))
+        values.append(None if entry is None else max(entry.logprob, _LOWEST))
+        tops.append(
+            None
+            if entry is None
+            else {
+                _name(top_id, token_bytes, as_ids): max(value, _LOWEST)
+                for top_id, value in zip(entry.top_ids[:num_top], entry.top_logprobs, strict=False)
+            }
+            | {name: max(entry.logprob, _LOWEST)}
+        )
+    return CompletionLogprobs(names, values, tops, offsets)
+
+
+def prompt_logprobs(
+    prompt_token_ids: Sequence[int],
+    logprobs: Sequence[TokenLogprobs],
+    token_bytes: TokenBytes,
+    *,
+    num_top: int,
+) -> PromptLogprobs:
+    """Per prompt token its `num_top` likeliest candidates and itself, by token id; None first.
+
+    Args:
+        logprobs: of the tokens after the first.
+    """
+    result: PromptLogprobs = [None]
+    for token_id, entry in zip(prompt_token_ids[1:], logprobs, strict=True):
+        candidates = {
+            str(top_id): PromptLogprob(max(value, _LOWEST), rank, token_text(token_bytes(top_id)))
+            for rank, (top_id, value) in enumerate(
+                zip(entry.top_ids[:num_top], entry.top_logprobs, strict=False), 1
+            )
+        }
+        itself = PromptLogprob(
+            max(entry.logprob, _LOWEST), entry.rank, token_text(token_bytes(token_id))
+        )
+        result.append(candidates | {str(token_id): itself})
+    return result
+
+
+def _name(token_id: int, token_bytes: TokenBytes, as_ids: bool) -> str:
+    return f"token_id:{token_id}" if as_ids else token_text(token_bytes(token_id))

@@ -1,0 +1,83 @@
+"""What a reply says of its prompt: token ids, text, and where in the text the tokens stand."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from ostinato.api.schemas.openai import (
+    ChatChunk,
+    ChatResponse,
+    CompletionChoice,
+    GenerationFields,
+    TokenOffsets,
+)
+from ostinato.api.service.generation import Generation
+from ostinato.api.service.service import Service
+
+__all__ = ("PromptReport", "prompt_report")
+
+T = TypeVar("T", ChatChunk, ChatResponse, CompletionChoice)
+
+
+class PromptReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What of it was asked for."""
+
+    token_ids: list[int] | UnsetType = UNSET
+    text: str | UnsetType = UNSET
+    token_offsets: TokenOffsets | UnsetType | None = UNSET
+
+    def added_to(self, shown: T) -> T:
+        """The same with the prompt."""
+        return msgspec.structs.replace(
+            shown,
+            prompt_token_ids=self.token_ids,
+            prompt_text=self.text,
+            prompt_token_offsets=self.token_offsets,
+        )
+
+
+async def prompt_report(
+    service: Service,
+    fields: GenerationFields,
+    source: str | list[int],
+    generation: Generation,
+    *,
+    add_special_tokens: bool,
+) -> PromptReport:
+    """What a reply to `generation` says of its prompt.
+
+    Args:
+        source: what the token ids were made of, or token ids that came with the request.
+        add_special_tokens: as they were made.
+
+    Raises:
+        InvalidRequestError: the prompt came as token ids, and there is no tokenizer for its text.
+    """
+    text: str | UnsetType = UNSET
+    offsets: TokenOffsets | UnsetType | None = UNSET
+    token_ids = generation.prompt_token_ids
+    if fields.return_prompt_text:
+        text = (
+            source
+            if isinstance(source, str)
+            else service.tokenizer("return_prompt_text").decode(
+                token_ids, skip_special_tokens=False
+            )
+        )
+    if fields.return_token_offsets:
+        offsets = None
+        if isinstance(source, str):
+            of_all = await service.token_offsets(source, add_special_tokens=add_special_tokens)
+            # Tokens that were cut off have none; those of the others stay what they were.
+            keeps_end = generation.sampling.truncation_side == "left"
+            count = len(token_ids)
+            kept = of_all[-count:] if keeps_end else of_all[:count]
+            offsets = [[begin, end] for begin, end in kept]
+    return PromptReport(
+        token_ids=token_ids if fields.return_token_ids else UNSET,
+        text=text,
+        token_offsets=offsets,
+    )

@@ -1,0 +1,108 @@
+"""The grammar that keeps tool calls right, where they must be made or must be strict.
+
+Where the answer is constrained besides (`response_format`), it is either calls or that.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ostinato.api.openai.tools import ToolUse
+from ostinato.api.parsing.answer_parser import AnswerForm
+from ostinato.runtime.errors import InvalidRequestError
+from ostinato.runtime.types.structured_outputs import (
+    StructuredOutputsParams,
+    ToolCallFormat,
+    constrain_tool_calls,
+)
+
+__all__ = ("tool_constraint",)
+
+
+def tool_constraint(
+    use: ToolUse, form: AnswerForm, wanted: StructuredOutputsParams | None
+) -> StructuredOutputsParams | None:
+    """The constraint of an answer, or None where its calls need none.
+
+    Args:
+        form: what the answer may contain; its `calls` are not None.
+        wanted: what the request constrains the answer to.
+
+    Raises:
+        InvalidRequestError: `wanted` can not be combined with calls.
+    """
+    if form.calls is None or not (use.must_call or use.is_strict or wanted is not None):
+        return None
+    calls = _calls(use, form.calls.shape, only_calls=use.must_call or wanted is not None)
+    if wanted is not None:
+        if use.must_call:
+            raise InvalidRequestError(
+                "tool_choice makes the answer a call, response_format something else; give one",
+                param="tool_choice",
+                code="invalid_value",
+            )
+        calls = {"type": "or", "elements": [calls, _part(wanted)]}
+    return StructuredOutputsParams(
+        structural_tag={"type": "structural_tag", "format": _behind_reasoning(calls, form)},
+        strict=use.is_strict or (wanted is not None and wanted.strict),
+    )
+
+
+def _calls(use: ToolUse, shape: ToolCallFormat, *, only_calls: bool) -> dict[str, Any]:
+    constraint = constrain_tool_calls(
+        [(one.name, _schema(one.parameters)) for one in use.callable_tools],
+        shape,
+        at_least_one=only_calls,
+        only_calls=only_calls,
+        parallel=use.parallel,
+    )
+    tag = constraint.structural_tag
+    assert isinstance(tag, dict), "constrain_tool_calls gives a tag as an object"
+    return tag["format"]
+
+
+def _schema(parameters: dict[str, Any] | None) -> dict[str, Any]:
+    return {"type": "object", **(parameters or {"properties": {}})}
+
+
+def _part(wanted: StructuredOutputsParams) -> dict[str, Any]:
+    """A constraint as a part of a structural tag."""
+    if wanted.kind == "json_object":
+        return {"type": "json_schema", "json_schema": {"type": "object"}}
+    has_options = (
+        wanted.disable_any_whitespace
+        or wanted.disable_additional_properties
+        or wanted.whitespace_pattern is not None
+    )
+    if wanted.kind == "json" and isinstance(wanted.json, dict | bool) and not has_options:
+        return {"type": "json_schema", "json_schema": wanted.json}
+    if wanted.kind == "regex" and wanted.regex is not None:
+        return {"type": "regex", "pattern": wanted.regex}
+    if wanted.kind == "choice" and wanted.choice is not None:
+        texts = [{"type": "const_string", "value": text} for text in wanted.choice]
+        return {"type": "or", "elements": texts}
+    raise InvalidRequestError(
+        f"tools can not be offered beside structured_outputs.{wanted.kind} as it is; beside it are"
+        " possible: json and json_object without options for white space or properties, regex,"
+        " choice",
+        param="tools",
+        code="invalid_value",
+    )
+
+
+def _behind_reasoning(part: dict[str, Any], form: AnswerForm) -> dict[str, Any]:
+    """The part, where the model may reason before it."""
+    markers = form.reasoning
+    if markers is None or part["type"] == "triggered_tags":
+        return part
+    thoughts: dict[str, Any] = {
+        "type": "tag",
+        "begin": "" if form.reasoning_is_open else markers.begin,
+        "content": {"type": "any_text"},
+        "end": markers.end,
+    }
+    behind = [thoughts, {"type": "regex", "pattern": r"\n{0,2}"}, part]
+    with_thoughts = {"type": "sequence", "elements": behind}
+    if form.reasoning_is_open:
+        return with_thoughts
+    return {"type": "or", "elements": [with_thoughts, part]}

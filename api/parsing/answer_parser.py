@@ -1,0 +1,90 @@
+"""One answer's text, split as it comes into reasoning, content and tool calls.
+
+The stages are of one kind: text goes in, what is certain comes out, the rest is held back until it
+is. The answer that is not streamed is the streamed one run to its end.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from ostinato.api.parsing.events import Content, Event, Reasoning
+from ostinato.api.parsing.formats import CallFormat
+from ostinato.api.parsing.reasoning import ReasoningMarkers, ReasoningSplitter
+from ostinato.api.parsing.tool_calls import CallParser
+
+__all__ = ("AnswerForm", "AnswerParser")
+
+
+class AnswerForm(msgspec.Struct, frozen=True, kw_only=True):
+    """What one request's answers may contain beside content; the default is nothing."""
+
+    reasoning: ReasoningMarkers | None = None
+    reasoning_is_open: bool = False  # the prompt ends with the marker that begins it
+    shows_reasoning: bool = True
+    calls: CallFormat | None = None
+    tool_names: frozenset[str] = frozenset()
+    max_calls: int | None = None
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """All markers that an answer may contain."""
+        reasoning = () if self.reasoning is None else (self.reasoning.begin, self.reasoning.end)
+        return reasoning + (() if self.calls is None else self.calls.markers)
+
+    def parser(self) -> AnswerParser:
+        """For one answer."""
+        return AnswerParser(self)
+
+
+class AnswerParser:
+    """One answer of a form; `feed` its text, then `finish`."""
+
+    def __init__(self, form: AnswerForm) -> None:
+        self._shows_reasoning = form.shows_reasoning
+        self._reasoning = (
+            None
+            if form.reasoning is None
+            else ReasoningSplitter(form.reasoning, is_open=form.reasoning_is_open)
+        )
+        self._calls = (
+            None
+            if form.calls is None
+            else CallParser(form.calls, form.tool_names, max_calls=form.max_calls)
+        )
+
+    @property
+    def has_calls(self) -> bool:
+        """Whether there has been a tool call."""
+        return self._calls is not None and self._calls.num_calls > 0
+
+    @property
+    def is_reasoning(self) -> bool:
+        """Whether the text so far ends within reasoning."""
+        return self._reasoning is not None and self._reasoning.is_inside
+
+    def feed(self, text: str) -> list[Event]:
+        """What new text adds."""
+        if not text:
+            return []
+        if self._reasoning is None:
+            return self._split_calls(text)
+        return self._pass_on(self._reasoning.feed(text))
+
+    def finish(self) -> list[Event]:
+        """What was still held back at the end."""
+        events = [] if self._reasoning is None else self._pass_on(self._reasoning.finish())
+        return events if self._calls is None else events + self._calls.finish()
+
+    def _pass_on(self, events: list[Event]) -> list[Event]:
+        """The first stage's content goes through the second."""
+        result: list[Event] = []
+        for event in events:
+            if isinstance(event, Content):
+                result += self._split_calls(event.text)
+            elif self._shows_reasoning or not isinstance(event, Reasoning):
+                result.append(event)
+        return result
+
+    def _split_calls(self, text: str) -> list[Event]:
+        return [Content(text)] if self._calls is None else self._calls.feed(text)

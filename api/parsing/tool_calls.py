@@ -1,0 +1,163 @@
+"""Tool calls among an answer's content, found as the text comes.
+
+A call is given when it is whole and right: it has the form of its format, its arguments are a JSON
+object, and its name is one of the functions that were offered. Anything else is content, exactly as
+the model wrote it. Whitespace next to a call belongs to the call. Where a grammar keeps calls
+right, they are given as they are written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from ostinato.api.parsing.events import CallArguments, CallBegins, Content, Event, ToolCall
+from ostinato.api.parsing.formats import Begun, BodyReader, CallFormat, Calls, NotACall
+from ostinato.runtime.text.stop_strings import num_held
+
+__all__ = ("CallParser",)
+
+
+class CallParser:
+    """Splits one answer's text; `feed` it, then `finish`.
+
+    Args:
+        form: how the model writes calls.
+        names: the functions that were offered.
+        max_calls: what follows that many calls is dropped; None = no limit.
+    """
+
+    def __init__(
+        self, form: CallFormat, names: Collection[str], *, max_calls: int | None = None
+    ) -> None:
+        self._form = form
+        self._names = names
+        self._max_calls = max_calls
+        self._state = self._at_bracket
+        self._buffer = ""
+        self._opening = ""  # what stands before the body of the call that is being read
+        self._reader: BodyReader = form.reader()
+        self._num_given: int | None = None  # characters of the arguments of a call that has begun
+        self.num_calls = 0
+
+    def feed(self, text: str) -> list[Event]:
+        """What new text adds."""
+        self._buffer += text
+        events: list[Event] = []
+        while self._state(events):
+            pass
+        return events
+
+    def finish(self) -> list[Event]:
+        """What was still held back at the end."""
+        events: list[Event] = []
+        while True:
+            while self._state(events):
+                pass
+            if self._state != self._in_body:
+                break
+            if self._num_given is not None:  # cut off within a call that the reader has
+                self._buffer = ""
+                break
+            self._to_content(events)
+        behind_call = self.num_calls > 0 and self._state in (self._behind_call, self._at_bracket)
+        if self._buffer and not (behind_call and not self._buffer.strip()):
+            events.append(Content(self._buffer))
+        self._buffer = ""
+        return events
+
+    # Each state takes what it can from the buffer and says whether another has its turn.
+
+    def _at_bracket(self, events: list[Event]) -> bool:
+        """At the beginning of the text, or behind a call: a bracket opens one."""
+        text = self._buffer.lstrip()
+        if not text:
+            return False
+        if text[0] in self._form.brackets:
+            self._open(len(self._buffer) - len(text), "")
+        else:
+            self._state = self._in_content
+        return True
+
+    def _in_content(self, events: list[Event]) -> bool:
+        found = [
+            (position, opening)
+            for opening in self._form.openings
+            if (position := self._buffer.find(opening)) >= 0
+        ]
+        if found:
+            position, opening = min(found)
+            self._show(position, events)
+            self._open(len(self._buffer) - len(self._buffer.lstrip()), opening)
+            return True
+        self._show(len(self._buffer) - num_held(self._buffer, self._form.openings), events)
+        return False
+
+    def _show(self, end: int, events: list[Event]) -> None:
+        """Gives the buffer up to `end` as content, but for the whitespace before it."""
+        end = len(self._buffer[:end].rstrip())
+        if end:
+            events.append(Content(self._buffer[:end]))
+            self._buffer = self._buffer[end:]
+
+    def _open(self, num_spaces: int, opening: str) -> None:
+        begin = num_spaces + len(opening)
+        self._opening, self._buffer = self._buffer[:begin], self._buffer[begin:]
+        self._reader = self._form.reader()
+        self._state = self._in_body
+
+    def _in_body(self, events: list[Event]) -> bool:
+        outcome = self._reader.read(self._buffer)
+        if outcome is NotACall.unfinished:
+            return False
+        if isinstance(outcome, Begun) and outcome.name in self._names:
+            self._give(ToolCall(name=outcome.name, arguments=outcome.arguments), events)
+            return False
+        if isinstance(outcome, Calls) and all(one.name in self._names for one in outcome.calls):
+            self._buffer = self._buffer[outcome.end :]
+            room = None if self._max_calls is None else self._max_calls - self._num_whole
+            for call in outcome.calls[:room]:
+                self._give(call, events)
+                self._num_given = None
+            enough = self._max_calls is not None and self.num_calls >= self._max_calls
+            self._state = self._enough if enough else self._behind_call
+        else:
+            self._to_content(events)
+        return True
+
+    @property
+    def _num_whole(self) -> int:
+        return self.num_calls - (self._num_given is not None)
+
+    def _give(self, call: ToolCall, events: list[Event]) -> None:
+        """What is new of a call."""
+        if self._num_given is None:
+            events.append(CallBegins(self.num_calls, call.name, call.id))
+            self.num_calls += 1
+            self._num_given = 0
+        if len(call.arguments) > self._num_given:
+            new = call.arguments[self._num_given :]
+            events.append(CallArguments(self.num_calls - 1, new))
+            self._num_given = len(call.arguments)
+
+    def _to_content(self, events: list[Event]) -> None:
+        """What opened the call is content; the rest is looked at once more."""
+        if self._opening:
+            events.append(Content(self._opening))
+            self._opening = ""
+        self._state = self._in_content
+
+    def _behind_call(self, events: list[Event]) -> bool:
+        text = self._buffer.lstrip()
+        for closing in self._form.closings:
+            if text.startswith(closing):
+                self._buffer = text[len(closing) :]
+                return True
+        if not text or any(one.startswith(text) for one in self._form.closings):
+            return False
+        self._buffer = text
+        self._state = self._at_bracket
+        return True
+
+    def _enough(self, events: list[Event]) -> bool:
+        self._buffer = ""
+        return False

@@ -1,0 +1,126 @@
+"""The bodies of `/v1/embeddings`, `/v1/score` and `/v1/rerank`, as OpenAI, vLLM and Jina do it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from ostinato.api.base.timeline import Timeline
+from ostinato.api.schemas.openai import Int32, PromptTokensDetails, RequestId
+
+__all__ = (
+    "EmbeddingData",
+    "EmbeddingRequest",
+    "EmbeddingResponse",
+    "PoolingUsage",
+    "RerankDocument",
+    "RerankRequest",
+    "RerankResponse",
+    "RerankResult",
+    "ScoreData",
+    "ScoreRequest",
+    "ScoreResponse",
+)
+
+Texts = Annotated[list[str], msgspec.Meta(min_length=1)]
+TokenLimit = Annotated[int, msgspec.Meta(ge=-1)]
+
+
+class PoolingFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the three share."""
+
+    model: str | None = None  # absent = the model that is served
+    truncate_prompt_tokens: TokenLimit | None = None  # keep that many; -1 = as many as fit
+    truncation_side: Literal["right", "left"] = "right"  # where tokens are cut off
+    priority: Int32 = 0  # lower runs first under scheduler.policy=priority
+    cache_salt: Annotated[str, msgspec.Meta(max_length=256)] = ""  # see the prefix cache
+    request_id: RequestId | None = None  # names the reply and its log line
+    user: str | None = None  # the caller's label of an end user; never used for anything
+
+
+class EmbeddingRequest(PoolingFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`POST /v1/embeddings`."""
+
+    input: str | list[str | int | list[int]]  # text, token ids, or a list of either
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: Int32 | None = None  # the first so many numbers; absent = all
+    pooling: Literal["mean", "last", "cls"] | None = None  # absent = the model's own
+    normalize: bool | None = None  # to length 1; absent = the model's own
+    add_special_tokens: bool = True  # bos and the like around texts
+
+
+class ScoreRequest(PoolingFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`POST /v1/score`: `text_1` with `text_2`, or under their other names `queries` with
+    `documents`.
+    """
+
+    text_1: str | Texts | None = None  # one for all of text_2, or one for each
+    text_2: str | Texts | None = None
+    queries: str | Texts | None = None
+    documents: str | Texts | None = None
+
+
+class RerankRequest(PoolingFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`POST /v1/rerank`."""
+
+    query: str
+    documents: Texts
+    top_n: Annotated[int, msgspec.Meta(ge=0)] | None = None  # absent or 0 = all
+    return_documents: bool = True
+
+
+class PoolingUsage(msgspec.Struct, frozen=True, kw_only=True):
+    prompt_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class EmbeddingData(msgspec.Struct, frozen=True, kw_only=True):
+    object: Literal["embedding"] = "embedding"
+    index: int
+    embedding: list[float] | str  # base64 of little-endian float32
+
+
+class EmbeddingResponse(msgspec.Struct, frozen=True, kw_only=True):
+    id: str
+    object: Literal["list"] = "list"
+    created: int
+    model: str
+    data: list[EmbeddingData]
+    usage: PoolingUsage
+    trace: Timeline | msgspec.UnsetType = msgspec.UNSET  # with the header x-trace: 1
+
+
+class ScoreData(msgspec.Struct, frozen=True, kw_only=True):
+    object: Literal["score"] = "score"
+    index: int
+    score: float
+
+
+class ScoreResponse(msgspec.Struct, frozen=True, kw_only=True):
+    id: str
+    object: Literal["list"] = "list"
+    created: int
+    model: str
+    data: list[ScoreData]
+    usage: PoolingUsage
+    trace: Timeline | msgspec.UnsetType = msgspec.UNSET
+
+
+class RerankDocument(msgspec.Struct, frozen=True):
+    text: str
+
+
+class RerankResult(msgspec.Struct, frozen=True, kw_only=True):
+    index: int  # among the documents that were sent
+    relevance_score: float
+    document: RerankDocument | msgspec.UnsetType = msgspec.UNSET
+
+
+class RerankResponse(msgspec.Struct, frozen=True, kw_only=True):
+    id: str
+    model: str
+    results: list[RerankResult]  # best first
+    usage: PoolingUsage
+    trace: Timeline | msgspec.UnsetType = msgspec.UNSET

@@ -1,0 +1,65 @@
+"""The ASGI application: handlers, errors and limits put together."""
+
+from __future__ import annotations
+
+from litestar import Litestar
+from litestar.config.cors import CORSConfig
+from litestar.di import Provide
+from litestar.middleware import DefineMiddleware
+from litestar.openapi.config import OpenAPIConfig
+from litestar.types import Message, Scope
+
+from ostinato import __version__
+from ostinato.api.anthropic.routes import HANDLERS as MESSAGES_HANDLERS
+from ostinato.api.base.errors import exception_handlers, status_of
+from ostinato.api.base.timeline import REQUEST_ID_HEADER, is_request_id
+from ostinato.api.http.api_keys import KeyRing
+from ostinato.api.http.auth import AccessControl
+from ostinato.api.responses.routes import HANDLERS as RESPONSES_HANDLERS
+from ostinato.api.server.page import PAGE_HANDLERS
+from ostinato.api.server.routes import HANDLERS
+from ostinato.api.service.service import Service
+
+__all__ = ("create_app",)
+
+
+def create_app(service: Service) -> Litestar:
+    """The application that serves `service`; the caller starts and ends the engine."""
+
+    async def count_refusal(error: Exception, _scope: Scope) -> None:
+        service.metrics.count_refusal(status_of(error))
+
+    async def begin_reply(message: Message, scope: Scope) -> None:
+        """Count it, and send the request's name back for the logs of proxies and clients."""
+        if message["type"] != "http.response.start":
+            return
+        template = scope.get("path_template") or "none"  # no unknown path becomes a label
+        service.metrics.count_reply(template, scope.get("method", ""), message["status"])
+        name = dict(scope["headers"]).get(REQUEST_ID_HEADER.encode(), b"")
+        if is_request_id(name.decode("latin-1")):
+            headers = [*message["headers"], (REQUEST_ID_HEADER.encode(), name)]
+            message["headers"] = headers
+
+    server = service.server
+    middleware: list[DefineMiddleware] = []
+    if server.api_keys:
+        keys, limit = KeyRing(server.api_keys), server.max_requests_per_key
+        middleware = [DefineMiddleware(AccessControl, keys=keys, max_requests=limit)]
+    cors = CORSConfig(allow_origins=server.cors_origins) if server.cors_origins else None
+    return Litestar(
+        middleware=middleware,
+        cors_config=cors,
+        route_handlers=[
+            *HANDLERS,
+            *MESSAGES_HANDLERS,
+            *RESPONSES_HANDLERS,
+            *(PAGE_HANDLERS if service.server.page else ()),
+        ],
+        dependencies={"service": Provide(lambda: service, sync_to_thread=False)},
+        exception_handlers=exception_handlers(service.server.max_body_mib),
+        after_exception=[count_refusal],
+        before_send=[begin_reply],
+        request_max_body_size=int(service.server.max_body_mib * (1 << 20)),
+        openapi_config=OpenAPIConfig(title="Ostinato", version=__version__),
+        logging_config=None,
+    )

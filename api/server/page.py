@@ -1,0 +1,159 @@
+"""The page at `/`, and what it and people who look for trouble read at `/debug`.
+
+The files are the package's own and need nothing from elsewhere; a policy in their headers lets the
+browser load nothing else, so that no text of a model can become code.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from importlib import resources
+from typing import Any
+
+import msgspec
+from litestar import Response, get
+from litestar.params import FromPath
+
+from ostinato.api.http.handlers import SharedService, json_response
+from ostinato.api.http.openapi import answer_of
+from ostinato.api.observability.recent_latency import Percentiles
+from ostinato.api.observability.resource_usage import MachineUse
+from ostinato.api.service.service import Service
+from ostinato.runtime.engine.engine_state import EngineState
+from ostinato.runtime.engine.flight_recorder import as_json
+from ostinato.runtime.errors import EngineDeadError, InvalidRequestError
+from ostinato.runtime.types.engine_info import ServedTask
+
+__all__ = ("PAGE_HANDLERS",)
+
+_TYPES = {
+    ".html": "text/html",
+    ".css": "text/css",
+    ".js": "text/javascript",
+    ".svg": "image/svg+xml",
+}
+_HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self';"
+        " connect-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+_INSPECT_S = 2.0
+
+
+class PageModel(msgspec.Struct, frozen=True):
+    """What the chat must know of the model."""
+
+    name: str
+    max_model_len: int
+    can_generate: bool
+    can_chat: bool  # through a chat template
+
+
+class PageState(msgspec.Struct, frozen=True):
+    """One answer of `/debug/state`."""
+
+    time: float  # seconds, of a clock that only goes forward
+    problem: str | None  # why the engine does not serve, or can not be seen
+    model: PageModel | None  # None until it is known
+    stats: dict[str, Any]  # `EngineStats` by name
+    engine: dict[str, Any] | None  # `EngineState` by name, without its stats
+    engine_pid: int | None
+    live: dict[str, Percentiles | None]  # of the last 10 s, seconds
+    use: MachineUse
+
+
+@get("/", include_in_schema=False)
+async def page() -> Response[bytes]:
+    """The page."""
+    return _file("index.html")
+
+
+@get("/page/{name:str}", include_in_schema=False)
+async def page_file(name: FromPath[str]) -> Response[bytes]:
+    """What the page is made of."""
+    return _file(name)
+
+
+@get("/debug/state", operation_class=answer_of(PageState, "/debug/state"))
+async def debug_state(service: SharedService) -> Response[bytes]:
+    """What the engine is doing this moment; no text and no token of any request."""
+    return json_response(await _state(service))
+
+
+@get("/debug/flight", operation_class=answer_of(None, "/debug/flight"))
+async def debug_flight(service: SharedService) -> Response[bytes]:
+    """The flight recorder: the engine's last steps, even when it hangs."""
+    records = await asyncio.to_thread(service.client.flight_records)
+    return json_response(as_json(records))
+
+
+PAGE_HANDLERS = [page, page_file, debug_state, debug_flight]
+
+
+def _file(name: str) -> Response[bytes]:
+    kind = _TYPES.get(name[name.rfind(".") :])
+    file = resources.files("ostinato.api.server") / "static" / name
+    if kind is None or "/" in name or not file.is_file():
+        raise InvalidRequestError(
+            f"the page has no file {name[:100]!r}", code="not_found", status=404
+        )
+    return Response(file.read_bytes(), media_type=kind, headers=_HEADERS)
+
+
+async def _state(service: Service) -> PageState:
+    refusal = service.unreadiness()
+    problem = None if refusal is None else str(refusal)
+    engine: EngineState | None = None
+    if refusal is None or service.is_draining:
+        try:
+            engine = await service.client.inspect(_INSPECT_S)
+        except TimeoutError:
+            problem = problem or f"the engine has not answered for {_INSPECT_S:g} s: it is busy"
+        except EngineDeadError as error:
+            problem = str(error)
+    stats = service.client.stats if engine is None else engine.stats
+    return PageState(
+        time=time.monotonic(),
+        problem=problem,
+        model=_model(service),
+        stats=_by_name(stats),
+        engine=None if engine is None else _engine(engine),
+        engine_pid=service.client.engine_pid,
+        live=service.metrics.live.look(),
+        use=service.metrics.probe.read(service.client.engine_pid),
+    )
+
+
+def _model(service: Service) -> PageModel | None:
+    if service.phase is not None:
+        return None
+    model, tokenizer = service.client.model, service.client.tokenizer
+    return PageModel(
+        name=model.name,
+        max_model_len=model.max_model_len,
+        can_generate=ServedTask.generate in model.tasks and tokenizer is not None,
+        can_chat=tokenizer is not None and tokenizer.chat_template is not None,
+    )
+
+
+def _engine(state: EngineState) -> dict[str, Any]:
+    return {
+        "rows": [_by_name(row) for row in state.rows],
+        "num_rows": state.num_rows,
+        "waiting": [_by_name(one) for one in state.waiting],
+        "blocks": _by_name(state.blocks),
+        "steps": [_by_name(step) for step in state.steps],
+        "bucket_tokens": state.bucket_tokens,
+        "max_num_seqs": state.stats.max_num_seqs,
+        "seconds": state.seconds,
+    }
+
+
+def _by_name(struct: msgspec.Struct) -> dict[str, Any]:
+    """What crosses the process border as an array, for a reader that wants names."""
+    return {name: getattr(struct, name) for name in struct.__struct_fields__}

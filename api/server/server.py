@@ -1,0 +1,298 @@
+"""`run serve`: the composition root of the API process.
+
+Binds the port, starts the engine process and the HTTP server side by side (until the model is ready
+requests get 503), and on SIGTERM or SIGINT stops admitting, lets running requests finish, ends the
+engine and exits 0. A second signal cuts them off.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import gc
+import json
+import logging
+import os
+import signal
+import socket
+import ssl
+import sys
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ostinato import __version__
+from ostinato.api.http.api_keys import with_keys
+from ostinato.api.observability.trace_recorder import TraceRecorder
+from ostinato.conf.root import EngineConfig
+from ostinato.conf.schema import ServerConfig
+from ostinato.runtime.client.client import EngineClient
+from ostinato.runtime.errors import StartupError
+from ostinato.runtime.process.log_format import configure_logging
+from ostinato.runtime.types.engine_info import ServedTask
+
+if TYPE_CHECKING:
+    import uvicorn
+
+    from ostinato.api.service.service import Service
+
+__all__ = ("serve",)
+
+_LOG = logging.getLogger("ostinato.server")
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_FLUSH_S = 3  # how long connections get to take their last bytes
+_KEEP_ALIVE_S = 60
+
+
+def serve(config: EngineConfig) -> int:
+    """Serve until a signal; returns the exit code.
+
+    Raises:
+        StartupError: the port is taken, a file of the configuration is wrong, or the engine can
+            not start; one line that says why.
+    """
+    config = replace(config, server=with_keys(config.server))
+    _check_tls(config.server)
+    _configure_logging(config.server)
+    listener = _listen(config.server)
+    trace = None
+    if config.server.record_trace:
+        trace = TraceRecorder(config.server.record_trace, config.cache.block_size)
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        return runner.run(_serve(config, listener, trace))
+
+
+async def _serve(config: EngineConfig, listener: socket.socket, trace: TraceRecorder | None) -> int:
+    began = time.monotonic() - _age_s()
+    client = EngineClient(config)
+    await client.spawn()
+    client.startup_seconds["launch"] = time.monotonic() - began
+    # The engine process is under way: only now this one spends its time on the web framework.
+    return await _Server(config, client, listener, trace, began).run()
+
+
+class _Server:
+    """One run of the server: engine, HTTP and the way down.
+
+    Args:
+        client: its engine process is spawned.
+        listener: bound and listening.
+        trace: records the traffic; None = nothing does.
+        began: when this process was started, by time.monotonic().
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        client: EngineClient,
+        listener: socket.socket,
+        trace: TraceRecorder | None,
+        began: float,
+    ) -> None:
+        self._config = config
+        self._listener = listener
+        self._say = sys.stdout.write
+        self._url = _url(listener, "https" if config.server.tls_certificate else "http")
+        self._began = began
+        self._client = client
+        self._service, self._http = _http_server(client, config, trace)
+        self._first_signal = asyncio.Event()
+        self._second_signal = asyncio.Event()
+        self._exit_code = 0
+
+    async def run(self) -> int:
+        """Returns the exit code; raises StartupError as `serve`."""
+        loop = asyncio.get_running_loop()
+        for number in _SIGNALS:
+            loop.add_signal_handler(number, self._on_signal, number)
+        serving = asyncio.create_task(self._http.serve(sockets=[self._listener]))
+        serving.add_done_callback(lambda _: self._first_signal.set())
+        try:
+            if await self._before_signal(self._start()):
+                await self._first_signal.wait()
+            await self._drain()
+        finally:
+            self._service.is_draining = True
+            await self._client.close()
+            self._http.should_exit = True
+            await serving
+            await asyncio.to_thread(self._service.close)
+            for number in _SIGNALS:
+                loop.remove_signal_handler(number)
+        return self._exit_code
+
+    def _on_signal(self, number: int) -> None:
+        if self._first_signal.is_set():
+            self._exit_code = 128 + number
+            self._http.force_exit = True
+            self._second_signal.set()
+        self._first_signal.set()
+
+    async def _before_signal(self, work: Coroutine[Any, Any, None]) -> bool:
+        """Whether `work` finished; a signal cancels it."""
+        task = asyncio.create_task(work)
+        stop = asyncio.create_task(self._first_signal.wait())
+        await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
+        stop.cancel()
+        if task.done():
+            task.result()
+            return True
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        return False
+
+    async def _start(self) -> None:
+        self._say(f"ostinato {__version__}: {self._url} answers 503 until the model is ready\n")
+        self._on_phase("launch", self._client.startup_seconds["launch"])
+        self._service.phase = "loading"
+        await self._client.wait_until_ready(self._on_phase)
+        self._service.phase = None
+        gc.collect()
+        gc.freeze()  # what start-up made stays; later collections need not look at it
+        seconds = time.monotonic() - self._began
+        self._client.startup_seconds["ready"] = seconds
+        self._say(self._hints(seconds))
+        sys.stdout.flush()
+
+    def _on_phase(self, name: str, seconds: float) -> None:
+        self._service.phase = f"{name} is done"
+        self._say(f"  {name:<28} {seconds:7.2f} s\n")
+        sys.stdout.flush()
+
+    def _hints(self, seconds: float) -> str:
+        model, tokenizer = self._client.model, self._client.tokenizer
+        if ServedTask.generate not in model.tasks:
+            path, body = "/v1/embeddings", {"input": "What is a block table?"}
+            if ServedTask.classify in model.tasks:
+                path = "/v1/rerank"
+                body = {"query": "What is a block table?", "documents": ["A map.", "A chair."]}
+        elif tokenizer is not None and tokenizer.chat_template is not None:
+            path = "/v1/chat/completions"
+            body = {"messages": [{"role": "user", "content": "What is a block table?"}]}
+        else:
+            path = "/v1/completions"
+            body = {"prompt": "Once upon a time" if tokenizer else [1], "max_tokens": 40}
+        return (
+            f"ready after {seconds:.1f} s: {model.name}, context {model.max_model_len} tokens\n"
+            f"\n  curl {self._url}{path} -H 'Content-Type: application/json' \\\n"
+            f"    -d '{json.dumps(body)}'\n\n"
+            f"  endpoints {self._url}/schema   metrics {self._url}/metrics   stop with Ctrl-C\n"
+        )
+
+    async def _drain(self) -> None:
+        self._service.is_draining = True
+        timeout_s = self._config.server.drain_timeout_s
+        unfinished = self._client.num_unfinished
+        if not unfinished:
+            return
+        _LOG.info("finishing %d sequences, for at most %g s", unfinished, timeout_s)
+        drain = asyncio.create_task(self._client.drain(timeout_s))
+        cut = asyncio.create_task(self._second_signal.wait())
+        await asyncio.wait({drain, cut}, return_when=asyncio.FIRST_COMPLETED)
+        if self._client.num_unfinished:
+            _LOG.warning("%d sequences are cut off", self._client.num_unfinished)
+        for task in (drain, cut):
+            task.cancel()
+        await asyncio.gather(drain, cut, return_exceptions=True)
+
+
+def _http_server(
+    client: EngineClient, config: EngineConfig, trace: TraceRecorder | None
+) -> tuple[Service, uvicorn.Server]:
+    import uvicorn
+
+    from ostinato.api.server.app import create_app
+    from ostinato.api.service.service import Service
+
+    class Server(uvicorn.Server):
+        """Without its own signal handling: `_Server` decides when it ends."""
+
+        @contextlib.contextmanager
+        def capture_signals(self) -> Iterator[None]:
+            yield
+
+    service = Service(client, config.server, config.sampling)
+    service.trace = trace
+    http = Server(
+        uvicorn.Config(
+            create_app(service),
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            lifespan="off",
+            ssl_certfile=config.server.tls_certificate or None,
+            ssl_keyfile=config.server.tls_key or None,
+            timeout_keep_alive=_KEEP_ALIVE_S,
+            timeout_graceful_shutdown=_FLUSH_S,
+        )
+    )
+    return service, http
+
+
+def _age_s() -> float:
+    """Seconds since the system started this process: the interpreter's own start counts too.
+
+    0 where the system does not say: wall-clock times of processes are a second off on Linux.
+    """
+    try:
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        started = int(fields[19]) / os.sysconf("SC_CLK_TCK")  # field 22, counted from the boot
+        return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - started)
+    except (OSError, AttributeError, ValueError, IndexError):
+        return 0.0
+
+
+def _listen(server: ServerConfig) -> socket.socket:
+    """A listening socket: taking the port before the model loads makes a clash show at once."""
+    family = socket.AF_INET6 if ":" in server.host else socket.AF_INET
+    try:
+        return socket.create_server((server.host, server.port), family=family, backlog=2048)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise StartupError(
+                f"server.port={server.port} on {server.host} is in use: stop the program that"
+                f" listens there, or choose another port (server.port=0 takes any free one)"
+            ) from error
+        raise StartupError(
+            f"can not listen on server.host={server.host} server.port={server.port}:"
+            f" {error.strerror or error}"
+        ) from error
+
+
+def _url(listener: socket.socket, scheme: str) -> str:
+    host, port = listener.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host) or str(host)
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+
+def _check_tls(server: ServerConfig) -> None:
+    """Loads the files once before anything else starts: a wrong one shows at once."""
+    if not server.tls_certificate:
+        return
+    try:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(server.tls_certificate, server.tls_key)
+    except (OSError, ssl.SSLError) as error:
+        raise StartupError(
+            f"server.tls_certificate={server.tls_certificate!r} and "
+            f"server.tls_key={server.tls_key!r} can not be used: {error}"
+        ) from error
+
+
+def _configure_logging(server: ServerConfig) -> None:
+    configure_logging(server.log_level, server.log_format, "api")
+    if server.log_level == "info":  # uvicorn's and asyncio's own steps are for debugging
+        for name in ("uvicorn", "asyncio"):
+            logging.getLogger(name).setLevel(logging.WARNING)
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """Uvloop's where it is installed; None = asyncio's own."""
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    return uvloop.new_event_loop

@@ -1,0 +1,231 @@
+"""The record of one reply, of tokens or of vectors: timed while it runs, then counted, logged and
+traced once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import msgspec
+
+from ostinato.api.base.timeline import RequestContext
+from ostinato.api.observability.metrics import Metrics
+from ostinato.api.observability.request_log import log_request
+from ostinato.api.observability.tracing import Tracer
+from ostinato.api.service.generation import Tally
+from ostinato.runtime.types.outputs import PooledOutput, RequestOutput
+from ostinato.runtime.types.params import SamplingParams
+
+__all__ = ("Recorder", "ReplyRecord")
+
+
+class Recorder(msgspec.Struct, frozen=True):
+    """Where records go."""
+
+    metrics: Metrics
+    tracer: Tracer | None  # None = traces go nowhere
+    with_prompts: bool  # whether log lines have the prompts' token ids
+
+
+class _Completion:
+    """Times of one completion, seconds by the monotonic clock."""
+
+    __slots__ = ("first", "last", "num_tokens", "scheduled")
+
+    def __init__(self) -> None:
+        self.scheduled = 0.0  # 0 = not known
+        self.first = 0.0
+        self.last = 0.0
+        self.num_tokens = 0
+
+
+class ReplyRecord:
+    """Timing of one reply; `close` ends it, once.
+
+    Args:
+        recorder: where it goes.
+        reply_id: as the client sees it.
+        prompts: token ids of each.
+        context: of its HTTP request.
+        sampling: of each prompt; None = the reply is vectors.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        reply_id: str,
+        prompts: Sequence[list[int]],
+        context: RequestContext,
+        sampling: Sequence[SamplingParams] | None = None,
+    ) -> None:
+        self._recorder = recorder
+        self._metrics = recorder.metrics
+        self._reply_id = reply_id
+        self._prompts = prompts
+        self._context = context
+        self._sampling = sampling
+        self._tally = Tally(sum(map(len, prompts)))
+        self._begin = context.arrived_at
+        self._completions: dict[tuple[int, int], _Completion] = {}
+        self._finish_reasons: list[str] = []
+        self._num_preemptions = 0
+        if context.timeline is not None:
+            context.timeline.sent()
+
+    def add(self, prompt_index: int, output: RequestOutput) -> None:
+        """Take in one piece of news."""
+        now = time.monotonic()
+        self._tally.add(prompt_index, output)
+        if self._context.timeline is not None:
+            self._context.timeline.add(prompt_index, output)
+        key = prompt_index, output.index
+        one = self._completions.get(key)
+        if one is None:
+            one = self._completions[key] = _Completion()
+        if output.scheduled_time:
+            one.scheduled = output.scheduled_time
+            self._metrics.queue.observe(max(0.0, output.scheduled_time - self._begin))
+        if output.new_token_ids:
+            self._add_tokens(one, len(output.new_token_ids), now)
+        if output.finish_reason is not None:
+            self._end(one, output)
+
+    def add_vector(self, prompt_index: int, output: PooledOutput) -> None:
+        """Take in a vector: an end without tokens."""
+        self.add(
+            prompt_index,
+            RequestOutput(
+                request_id=output.request_id,
+                index=0,
+                text_delta="",
+                new_token_ids=[],
+                finish_reason=output.finish_reason,
+                num_cached_tokens=output.num_cached_tokens,
+                scheduled_time=output.scheduled_time,
+                num_preemptions=output.num_preemptions,
+                events=output.events,
+            ),
+        )
+
+    @property
+    def begin(self) -> float:
+        """When the request came, by the monotonic clock."""
+        return self._begin
+
+    def num_tokens(self) -> list[tuple[int, int]]:
+        """Of each completion that gave something: its prompt's index and its output tokens."""
+        return [(index, one.num_tokens) for (index, _), one in self._completions.items()]
+
+    def _add_tokens(self, one: _Completion, count: int, now: float) -> None:
+        metrics = self._metrics
+        if one.num_tokens:
+            metrics.itl.observe(now - one.last)
+            metrics.live.add("itl", now - one.last)
+        else:
+            metrics.ttft.observe(now - self._begin)
+            metrics.live.add("ttft", now - self._begin)
+            one.first = now
+            if one.scheduled:
+                metrics.prefill.observe(max(0.0, now - one.scheduled))
+        one.last = now
+        one.num_tokens += count
+
+    def _end(self, one: _Completion, output: RequestOutput) -> None:
+        assert output.finish_reason is not None, "checked by add"
+        metrics = self._metrics
+        self._finish_reasons.append(output.finish_reason.value)
+        self._num_preemptions += output.num_preemptions
+        if self._sampling is not None:
+            metrics.count_completion(output.finish_reason.value)
+        metrics.preemptions.observe(output.num_preemptions)
+        if one.num_tokens:
+            metrics.decode.observe(one.last - one.first)
+            if one.scheduled:
+                metrics.inference.observe(max(0.0, one.last - one.scheduled))
+        if one.num_tokens > 1:
+            metrics.tpot.observe((one.last - one.first) / (one.num_tokens - 1))
+
+    def close(self, outcome: str) -> None:
+        """The reply has ended.
+
+        Args:
+            outcome: `done`, `disconnected` or `error` and the status.
+        """
+        now = time.monotonic()
+        if outcome == "done":
+            self._metrics.e2e.observe(now - self._begin)
+            num_tokens = self._tally.num_prompt_tokens
+            num_cached = self._tally.usage.prompt_tokens_details.cached_tokens
+            self._metrics.prompt_tokens.observe(num_tokens)
+            self._metrics.computed_tokens.observe(max(0, num_tokens - num_cached))
+            if self._sampling is None:
+                self._metrics.count_vectors(len(self._prompts))
+            else:
+                self._count_answer(self._sampling)
+        fields = self._fields(now)
+        trace_id = ""
+        if self._recorder.tracer is not None:
+            trace_id = self._recorder.tracer.export(
+                self._context, self._reply_id, fields, self._times(now)
+            )
+        if trace_id:
+            fields["trace_id"] = trace_id
+        if self._recorder.with_prompts:
+            fields["prompt_token_ids"] = self._prompts
+        log_request(self._reply_id, outcome, fields)
+
+    def _count_answer(self, sampling: Sequence[SamplingParams]) -> None:
+        metrics = self._metrics
+        metrics.generation_tokens.observe(self._tally.num_output_tokens)
+        metrics.max_generation_tokens.observe(
+            max((one.num_tokens for one in self._completions.values()), default=0)
+        )
+        for one in sampling:
+            metrics.params_n.observe(one.n)
+            metrics.params_max_tokens.observe(one.max_tokens or 0)
+        if self._context.grammar_seconds:
+            metrics.grammar.observe(self._context.grammar_seconds)
+
+    def _fields(self, now: float) -> dict[str, object]:
+        """Figures of the whole reply, by the names that the log and the traces have."""
+        tally, completions = self._tally, self._completions.values()
+        firsts = [one.first for one in completions if one.num_tokens]
+        scheduled = [one.scheduled for one in completions if one.scheduled]
+        gaps = sum(one.num_tokens - 1 for one in completions if one.num_tokens)
+        spent = sum(one.last - one.first for one in completions if one.num_tokens)
+        fields: dict[str, object] = {
+            "prompt": tally.num_prompt_tokens,
+            "cached": tally.usage.prompt_tokens_details.cached_tokens,
+            "output": None if self._sampling is None else tally.num_output_tokens,
+            "vectors": len(self._prompts) if self._sampling is None else None,
+            "queue_ms": _ms(min(scheduled) - self._begin) if scheduled else None,
+            "ttft_ms": _ms(min(firsts) - self._begin) if firsts else None,
+            "tpot_ms": _ms(spent / gaps) if gaps else None,
+            "e2e_ms": _ms(now - self._begin),
+            "finish": ",".join(sorted(set(self._finish_reasons))) or None,
+            "preemptions": self._num_preemptions,
+        }
+        if self._context.grammar_seconds:
+            fields["grammar_ms"] = _ms(self._context.grammar_seconds)
+        if self._context.endpoint:
+            fields["endpoint"] = self._context.endpoint
+        return fields
+
+    def _times(self, now: float) -> dict[str, float]:
+        """Monotonic seconds of what bounds the phases; those that are known."""
+        completions = self._completions.values()
+        times = {"begin": self._begin, "end": now}
+        scheduled = [one.scheduled for one in completions if one.scheduled]
+        firsts = [one.first for one in completions if one.num_tokens]
+        if scheduled:
+            times["scheduled"] = min(scheduled)
+        if firsts:
+            times["first_token"] = min(firsts)
+        elif scheduled and self._sampling is None:
+            times["first_token"] = now  # a vector is there when its prompt is computed
+        return times
+
+
+def _ms(seconds: float) -> float:
+    return round(max(0.0, seconds) * 1e3, 3)

@@ -1,0 +1,88 @@
+"""Replies that later requests may go on from: in memory, the oldest go first."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import msgspec
+
+from ostinato.api.schemas.conversation import Message
+from ostinato.runtime.errors import InvalidRequestError
+
+__all__ = ("ResponseStore",)
+
+
+class _Stored(msgspec.Struct, frozen=True):
+    response: bytes
+    messages: bytes
+
+    @property
+    def size(self) -> int:
+        return len(self.response) + len(self.messages)
+
+
+class ResponseStore:
+    """Replies and their conversations by the reply's id, as JSON.
+
+    Args:
+        limit_mib: what they may take together; 0 = nothing is stored.
+    """
+
+    def __init__(self, limit_mib: float) -> None:
+        self._limit = int(limit_mib * (1 << 20))
+        self._size = 0
+        self._stored: OrderedDict[str, _Stored] = OrderedDict()
+
+    @property
+    def is_enabled(self) -> bool:
+        return self._limit > 0
+
+    def put(self, response_id: str, response: bytes, messages: Sequence[Message]) -> None:
+        """Keep a reply; one that is larger than the limit is not kept.
+
+        Args:
+            response: its body.
+            messages: the conversation up to and with it, without instructions.
+        """
+        one = _Stored(response, msgspec.json.encode(messages))
+        self._stored[response_id] = one
+        self._size += one.size
+        while self._size > self._limit:
+            _, oldest = self._stored.popitem(last=False)
+            self._size -= oldest.size
+
+    def response(self, response_id: str) -> bytes:
+        """The reply's body; raises InvalidRequestError (404) when it is not there."""
+        return self._get(response_id).response
+
+    def messages(self, response_id: str) -> list[Message]:
+        """The conversation up to and with the reply.
+
+        Raises:
+            InvalidRequestError: it is not there.
+        """
+        if response_id not in self._stored:
+            raise InvalidRequestError(
+                f"previous_response_id {response_id[:100]!r} is not stored here (any more): send"
+                " the conversation as input",
+                param="previous_response_id",
+                code="previous_response_not_found",
+            )
+        return msgspec.json.decode(self._stored[response_id].messages, type=list[Message])
+
+    def delete(self, response_id: str) -> None:
+        """Forget a reply; raises InvalidRequestError (404) when it is not there."""
+        self._size -= self._get(response_id).size
+        del self._stored[response_id]
+
+    def _get(self, response_id: str) -> _Stored:
+        one = self._stored.get(response_id)
+        if one is None:
+            raise InvalidRequestError(
+                f"the reply {response_id[:100]!r} is not stored here (any more)",
+                param="response_id",
+                code="not_found",
+                status=404,
+            )
+        return one

@@ -1,0 +1,84 @@
+"""`run bench`: what every kind has in common: measure, write, print, plot.
+
+Each kind is a function from the configuration to a `Record`; here it is written as JSON, appended
+to a history, printed as a table, and drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+
+from ostinato.benchmarks.bench.context import BenchContext
+from ostinato.benchmarks.report.html_report import write_report
+from ostinato.benchmarks.report.record import (
+    Metric,
+    Record,
+    append_record,
+    output_path,
+    write_record,
+)
+from ostinato.benchmarks.report.terminal import print_record
+from ostinato.conf.bench_schema import BenchKind
+from ostinato.conf.root import EngineConfig
+
+__all__ = ("bench", "finish", "measure_kind")
+
+_KINDS = {
+    BenchKind.throughput: "throughput:throughput",
+    BenchKind.serve: "serve:serve",
+    BenchKind.startup: "startup:startup",
+    BenchKind.latency: "latency:latency",
+    BenchKind.prefix: "prefix:prefix",
+    BenchKind.determinism: "determinism:determinism",
+    BenchKind.ops: "ops:ops",
+    BenchKind.compare: "compare:compare",
+    BenchKind.history: "history:history",
+}
+
+
+def bench(
+    config: EngineConfig, overrides: Sequence[str] = (), config_dir: str | None = None
+) -> int:
+    """Measure what `bench.kind` says; 1 when not a single figure came of it.
+
+    Args:
+        config: what was asked for.
+        overrides: the words that made it, which `compare` adds to.
+        config_dir: where more options are.
+
+    Raises:
+        ConfigError: what is asked for can not be measured.
+        StartupError: an engine can not start.
+    """
+    path = output_path(config.bench.output, config.bench.kind.value)
+    record = measure_kind(config, BenchContext(overrides, config_dir))
+    return finish(record, config, path)
+
+
+def measure_kind(config: EngineConfig, context: BenchContext) -> Record:
+    """The result of one kind, not yet written."""
+    module, _, name = _KINDS[config.bench.kind].partition(":")
+    function = getattr(import_module(f"ostinato.benchmarks.{module}"), name)
+    try:
+        return function(config, context)
+    finally:
+        context.show("")
+
+
+def finish(record: Record, config: EngineConfig, path: Path) -> int:
+    """Write, append, print and draw a result; the exit code."""
+    write_record(record, path)
+    if config.bench.append:
+        append_record(record, Path(config.bench.append).expanduser())
+    files = []
+    if config.bench.report:
+        files = write_report(record, path)
+    print_record(record, path, files)
+    return 0 if any(_has_success(point.metrics) for point in record.points) else 1
+
+
+def _has_success(metrics: Mapping[str, Metric]) -> bool:
+    completed = metrics.get("completed")
+    return bool(metrics) and (completed is None or completed.value > 0)

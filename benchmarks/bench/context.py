@@ -1,0 +1,65 @@
+"""What a measurement is handed besides the configuration: a place for progress, and engines."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from ostinato.conf.compose import load_config
+from ostinato.conf.root import EngineConfig
+
+if TYPE_CHECKING:
+    from ostinato.runtime.engine.step_observer import StepObserver
+    from ostinato.runtime.llm import LLM
+    from ostinato.runtime.startup.model_cache import ModelShelf
+
+__all__ = ("BenchContext",)
+
+
+class BenchContext:
+    """One run of `run bench`.
+
+    Args:
+        overrides: the words that made the configuration.
+        config_dir: where more options are.
+        shelf: keeps a loaded model between the points of a sweep; None = each engine loads its own.
+        quiet: say nothing, because somebody else shows progress.
+    """
+
+    def __init__(
+        self,
+        overrides: Sequence[str] = (),
+        config_dir: str | None = None,
+        *,
+        shelf: ModelShelf | None = None,
+        quiet: bool = False,
+    ) -> None:
+        self.overrides = list(overrides)
+        self._config_dir = config_dir
+        self._shelf = shelf
+        self._shows = not quiet and sys.stderr.isatty()
+
+    def show(self, text: str) -> None:
+        """What is being done, on standard error when that is a terminal; empty = nothing."""
+        if self._shows:
+            sys.stderr.write(f"\r\x1b[K{text}")
+            sys.stderr.flush()
+
+    def config_with(self, words: Sequence[str]) -> EngineConfig:
+        """The configuration with further overrides.
+
+        Raises:
+            ConfigError: one of them is wrong.
+        """
+        return load_config([*self.overrides, *words], config_dir=self._config_dir)
+
+    def open_llm(self, config: EngineConfig, observer: StepObserver | None = None) -> LLM:
+        """An engine in this process, whose steps `observer` sees.
+
+        Raises:
+            StartupError: it can not start.
+        """
+        from ostinato.runtime.llm import LLM
+
+        return LLM(config=config, observer=observer, shelf=self._shelf)

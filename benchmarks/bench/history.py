@@ -1,0 +1,122 @@
+"""`run bench history`: results of several runs or commits beside each other.
+
+    run bench serve load.concurrency=[8] bench.append=history.jsonl      # now and then
+    run bench history bench.files=[history.jsonl]
+
+Points of one kind, model, workload and number of threads with the same parameters stand one below
+the other; each figure is shown with its change from the first. What else differs between their
+configurations is in the notes.
+"""
+
+from __future__ import annotations
+
+import glob
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import cast
+
+from ostinato.benchmarks.bench.context import BenchContext
+from ostinato.benchmarks.report.record import Point, Record, conditions_of, read_records
+from ostinato.conf.errors import ConfigError
+from ostinato.conf.root import EngineConfig
+
+__all__ = ("history",)
+
+_MAX_CHANGES = 5
+# Where results go, and what differs between the points of one result anyway.
+_NOT_MEASURED = {"bench", "slo", "workload", "load.rates", "load.concurrency", "load.url"}
+
+
+def history(config: EngineConfig, context: BenchContext) -> Record:
+    """Every point of every result, oldest first, labelled with its commit and time.
+
+    Raises:
+        ConfigError: no file, or one that is no result.
+    """
+    paths = [
+        Path(found)
+        for pattern in config.bench.files
+        for found in sorted(glob.glob(str(Path(pattern).expanduser()))) or [pattern]
+    ]
+    if not paths:
+        raise ConfigError(
+            "bench.files names no result: bench.files=[history.jsonl], or a pattern such as "
+            "bench.files=['outputs/bench/*.json']"
+        )
+    records = [record for path in paths for record in read_records(path)]
+    records.sort(key=lambda record: (record.kind, record.conditions["time"]))
+    points: list[Point] = []
+    models = {record.conditions["model"] for record in records}
+    for record in records:
+        commit = (record.conditions["commit"] or "unknown").replace("-dirty", "+")[:9]
+        when = record.conditions["time"][:16].replace("T", " ")
+        for point in record.points:
+            parameters = {"kind": record.kind, **point.parameters, "commit": commit, "time": when}
+            model = f" {record.conditions['model']}" if len(models) > 1 else ""
+            label = f"{record.kind}{model} {point.label}, {commit} {when}"
+            details = {"measured": _what(record)}
+            points.append(replace(point, label=label, parameters=parameters, details=details))
+    order = {key: n for n, key in enumerate(dict.fromkeys(_identity(point) for point in points))}
+    points.sort(key=lambda point: order[_identity(point)])  # stable: by time within
+    machines = {record.conditions["machine"]["cpu"] for record in records}
+    notes = []
+    if len(machines) > 1:
+        notes.append(f"different machines: {', '.join(sorted(machines))}")
+    notes += _differences(records)
+    _add_changes(points)
+    return Record(kind="history", conditions=conditions_of(config), points=points, notes=notes)
+
+
+def _what(record: Record) -> dict[str, object]:
+    """What must be alike for figures to be compared."""
+    conditions = record.conditions
+    workload = conditions["config"].get("workload")
+    return {"model": conditions["model"], "threads": conditions["threads"], "workload": workload}
+
+
+def _identity(point: Point) -> str:
+    named = {k: v for k, v in point.parameters.items() if k not in ("commit", "time")}
+    return json.dumps([named, point.details["measured"]], sort_keys=True)
+
+
+def _differences(records: Sequence[Record]) -> list[str]:
+    """For each result what its configuration has that the first of the same kind has not."""
+    first: dict[str, dict[str, object]] = {}
+    notes: list[str] = []
+    for record in records:
+        config = dict(_leaves(record.conditions["config"]))
+        key = json.dumps([record.kind, _what(record)], sort_keys=True)
+        reference = first.setdefault(key, config)
+        # A key that only one of the commits has says nothing about how it was run.
+        changed = [name for name in config if reference.get(name, config[name]) != config[name]]
+        if changed:
+            pairs = [f"{name}={config[name]} (was {reference[name]})" for name in changed]
+            more = f" and {len(pairs) - _MAX_CHANGES} more" if len(pairs) > _MAX_CHANGES else ""
+            when = record.conditions["time"][:16].replace("T", " ")
+            notes.append(f"{record.kind} {when}: {', '.join(pairs[:_MAX_CHANGES])}{more}")
+    return notes
+
+
+def _leaves(section: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
+    for name, value in section.items():
+        key = f"{prefix}{name}"
+        if key in _NOT_MEASURED:
+            continue
+        if isinstance(value, dict):
+            yield from _leaves(cast(Mapping[str, object], value), f"{key}.")
+        else:
+            yield key, value
+
+
+def _add_changes(points: list[Point]) -> None:
+    """Put into each point how its figures relate to the first one's with the same identity."""
+    first: dict[str, Point] = {}
+    for point in points:
+        reference = first.setdefault(_identity(point), point)
+        point.details["change"] = {
+            name: metric.value / reference.metrics[name].value - 1
+            for name, metric in point.metrics.items()
+            if metric.better and name in reference.metrics and reference.metrics[name].value
+        }

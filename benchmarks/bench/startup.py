@@ -1,0 +1,88 @@
+"""`run bench startup`: how long `run serve` takes until it serves, cold and warm.
+
+    run bench startup
+    run bench startup model=qwen3-0.6b model.load_format=dummy bench.repeats=5
+
+Real server processes. Cold has an empty cache directory: kernels are built, programs traced and
+compiled. Warm finds the bundle of the cold start. Both end with the first token of a request. The
+operating system's file cache is warm in both; the first import of torch after a boot takes longer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import tempfile
+import time
+import urllib.request
+from pathlib import Path
+
+from ostinato.benchmarks.bench.context import BenchContext
+from ostinato.benchmarks.load.server import Server
+from ostinato.benchmarks.machine.probes import LoadMeter
+from ostinato.benchmarks.report.record import Metric, Point, Record, conditions_of
+from ostinato.conf.environment import with_own_caches
+from ostinato.conf.root import EngineConfig
+
+__all__ = ("startup",)
+
+_TIMEOUT_S = 600.0
+_READY = "ready"
+
+
+def startup(config: EngineConfig, context: BenchContext) -> Record:
+    """Start a server `bench.repeats` times cold and as often warm.
+
+    Raises:
+        StartupError: a server did not start; the text has the end of its log.
+    """
+    count = config.bench.repeats
+    starts: dict[str, list[dict[str, float]]] = {"cold": [], "warm": []}
+    with tempfile.TemporaryDirectory(prefix="ostinato-startup-") as scratch:
+        for number in range(count):
+            cache = Path(scratch) / f"cache-{number}"
+            for state, found in starts.items():
+                context.show(f"{state} start {number + 1} of {count}")
+                load = LoadMeter()
+                found.append(_start_once(config, cache) | {"other_cpu": load.stop()})
+    points = [
+        Point(label=state, parameters={"state": state}, metrics=_metrics(found))
+        for state, found in starts.items()
+    ]
+    notes = ["phases overlap: weights and kernels beside imports and tracing"]
+    return Record(
+        kind=config.bench.kind.value, conditions=conditions_of(config), points=points, notes=notes
+    )
+
+
+def _metrics(starts: list[dict[str, float]]) -> dict[str, Metric]:
+    names = dict.fromkeys(name for start in starts for name in start)
+    last = (_READY, "first token", "other_cpu")
+    metrics: dict[str, Metric] = {}
+    for name in sorted(names, key=lambda name: last.index(name) if name in last else -1):
+        runs = [start[name] for start in starts if name in start]
+        unit, better = ("share", "") if name == "other_cpu" else ("s", "lower")
+        metrics[name] = Metric.of(runs, unit, better)
+    return metrics
+
+
+def _start_once(config: EngineConfig, cache: Path) -> dict[str, float]:
+    """Seconds of each phase of one start, `ready` and `first token` among them."""
+    graphs = dataclasses.replace(config.graphs, bundle_dir="")
+    config = dataclasses.replace(config, graphs=graphs)
+    begin = time.monotonic()
+    with Server(config, environment=with_own_caches(cache)) as server:
+        ready = time.monotonic() - begin
+        _request_token(server.url)
+        first_token = time.monotonic() - begin
+        return {**server.startup_phases(), _READY: ready, "first token": first_token}
+
+
+def _request_token(url: str) -> None:
+    request = urllib.request.Request(
+        f"{url}/v1/completions",
+        data=json.dumps({"prompt": [1, 2, 3], "max_tokens": 1}).encode(),
+        headers={"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as reply:
+        reply.read()

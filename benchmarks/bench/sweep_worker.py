@@ -1,0 +1,68 @@
+"""A process of a sweep: a line of overrides in, a line with the result or the error out."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import sys
+import threading
+import traceback
+from typing import Any
+
+from ostinato.benchmarks.bench.command import measure_kind
+from ostinato.benchmarks.bench.context import BenchContext
+from ostinato.conf.compose import load_config
+from ostinato.conf.errors import ConfigError
+from ostinato.runtime.errors import EngineError
+from ostinato.runtime.startup.model_cache import ModelShelf
+
+__all__ = ("main",)
+
+
+def main(config_dir: str) -> None:
+    """Measure until the input ends; the loaded model stays from point to point."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the sweep, and its end this
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever prints goes to standard error
+    shelf = ModelShelf()
+    lines: queue.Queue[str] = queue.Queue()
+    idle = threading.Event()
+    idle.set()
+    threading.Thread(target=_read, args=(lines, idle), name="input", daemon=True).start()
+    while line := lines.get():
+        words: list[str] = json.loads(line)
+        answer: dict[str, Any]
+        try:
+            context = BenchContext(words, config_dir or None, shelf=shelf, quiet=True)
+            config = load_config(words, config_dir=config_dir or None)
+            before = shelf.num_reused
+            record = measure_kind(config, context)
+            record.conditions["model_reused"] = shelf.num_reused > before
+            answer = {"record": record.to_dict()}
+        except (ConfigError, EngineError) as error:
+            answer = {"error": " ".join(str(error).split())}
+        except Exception as error:  # one point's fault must not end the sweep
+            traceback.print_exc()
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        idle.set()  # before the answer: the next line comes after it
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+
+
+def _read(lines: queue.Queue[str], idle: threading.Event) -> None:
+    """Pass lines on, and an empty one at their end; an end while a point runs ends the process.
+
+    Whoever started this is gone then, and the rest of the point would be for nobody.
+    """
+    while line := sys.stdin.readline():
+        idle.clear()
+        lines.put(line)
+    if not idle.is_set():
+        os._exit(1)
+    lines.put("")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,44 @@
+"""How fast this machine reads memory and multiplies matrices, in the type of a model."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from ostinato.benchmarks.machine.gpu_rates import measure_machine
+from ostinato.benchmarks.machine.probes import read_bandwidth
+from ostinato.benchmarks.machine.roofline import Machine, ModelSizes, sizes_of
+from ostinato.conf.root import EngineConfig
+from ostinato.runtime.startup.device import set_threads
+from ostinato.runtime.startup.planning import open_model
+
+__all__ = ("machine_of", "measure_rates")
+
+_SIDE = 1024
+_REPEATS = 5
+
+
+def machine_of(device: torch.device, dtype: torch.dtype) -> Machine:
+    """Bandwidth and matrix rate; a CPU's best of a few, as its state changes between them."""
+    if device.type == "cuda":
+        return measure_machine(device, dtype, tiny=False)
+    left, right = (torch.randn(_SIDE, _SIDE).to(dtype) for _ in range(2))
+    best = float("inf")
+    for _ in range(_REPEATS):
+        begin = time.perf_counter()
+        torch.mm(left, right)
+        best = min(best, time.perf_counter() - begin)
+    return Machine(copy_bytes_s=read_bandwidth(device) * 1e9, matmul_flop_s=2 * _SIDE**3 / best)
+
+
+def measure_rates(config: EngineConfig, device: torch.device) -> tuple[ModelSizes, Machine]:
+    """What the configured model needs, and what this machine has.
+
+    Raises:
+        StartupError: the model can not be opened.
+    """
+    set_threads(config.device)
+    source = open_model(config)
+    sizes = sizes_of(source.config, source.dtype, source.cache_dtype)
+    return sizes, machine_of(device, source.dtype)

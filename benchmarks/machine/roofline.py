@@ -1,0 +1,79 @@
+"""What a step must at least move and compute: pure arithmetic on a model's sizes.
+
+A decode step reads every weight once and the keys and values of every context; a prompt's tokens
+are multiplied with every weight. A device can not be faster than its memory and its matrix units,
+as measured in the same run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ostinato.models.config.model_config import ModelConfig
+from ostinato.models.layers import Embedding
+from ostinato.models.registry import build_model
+
+__all__ = ("Machine", "ModelSizes", "sizes_of")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """What the device was measured to do."""
+
+    copy_bytes_s: float  # bytes read and bytes written, together
+    matmul_flop_s: float  # in the model's type
+
+    def least_seconds(self, num_bytes: float, num_flop: float) -> float:
+        """No step that moves and computes so much can take less."""
+        return max(num_bytes / self.copy_bytes_s, num_flop / self.matmul_flop_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSizes:
+    """What decides about the cost of a step."""
+
+    body_parameters: int  # multiplied with every token
+    head_parameters: int  # multiplied with every token that samples
+    weight_bytes: int  # of one weight
+    kv_bytes_per_token: int
+    attention_size: int  # query heads x head size, over all layers
+
+    def decode_bytes(self, batch: int, context: int) -> int:
+        """Weights, keys and values that a step of `batch` tokens reads."""
+        weights = (self.body_parameters + self.head_parameters) * self.weight_bytes
+        return weights + batch * context * self.kv_bytes_per_token
+
+    def decode_flop(self, batch: int, context: int) -> int:
+        """Multiplications and additions of a step of `batch` tokens."""
+        parameters = self.body_parameters + self.head_parameters
+        return batch * (2 * parameters + 4 * context * self.attention_size)
+
+    def prefill_flop(self, num_prompts: int, length: int) -> int:
+        """Of whole prompts, causal attention counted as the half that is needed."""
+        attention = 2 * length * (length + 1) * self.attention_size
+        one = 2 * length * self.body_parameters + 2 * self.head_parameters + attention
+        return num_prompts * one
+
+
+def sizes_of(config: ModelConfig, dtype: torch.dtype, cache_dtype: torch.dtype) -> ModelSizes:
+    """The sizes of a model, which is built without memory."""
+    model = build_model(
+        config, dtype=dtype, device=torch.device("meta"), attention_backend="reference"
+    )
+    tables = sum(_count(module) for module in model.modules() if isinstance(module, Embedding))
+    head = config.vocab_size * config.hidden_size
+    tied = config.tie_word_embeddings
+    return ModelSizes(
+        body_parameters=_count(model) - tables - (0 if tied else head),
+        head_parameters=head,
+        weight_bytes=dtype.itemsize,
+        kv_bytes_per_token=config.kv_cache_spec(1, cache_dtype).bytes_per_block,
+        attention_size=config.num_layers * config.num_heads * config.head_dim,
+    )
+
+
+def _count(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())

@@ -1,0 +1,67 @@
+"""The engine's steps as they ran: when, how long, how many tokens of which sort; and the roofline.
+
+The least that a step can take is what it must move through memory (weights once, keys and values of
+every context) or compute, at the rates that this machine was measured to have.
+"""
+
+from __future__ import annotations
+
+import time
+
+from ostinato.benchmarks.machine.roofline import Machine, ModelSizes
+from ostinato.runtime.types.step import SchedulerOutput
+
+__all__ = ("StepLog",)
+
+_MAX_STEPS = 20_000  # kept as columns; sums go on
+
+
+class StepLog:
+    """Columns of steps; `add` is the `on_step` of the engine's observer."""
+
+    def __init__(self, sizes: ModelSizes, machine: Machine) -> None:
+        self.sizes = sizes
+        self.machine = machine
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget everything; times count from now."""
+        self._begin = time.perf_counter()
+        self._columns: dict[str, list[float]] = {
+            name: [] for name in ("begin_s", "seconds", "prompt_tokens", "decode_tokens", "seqs")
+        }
+        self._seconds = self._least_s = 0.0
+
+    def add(self, output: SchedulerOutput, seconds: float) -> None:
+        """A step that has just ended, so long after it was launched."""
+        began = time.perf_counter() - seconds - self._begin
+        decodes = contexts = attended = samples = 0
+        for entry in output.scheduled:
+            end = entry.start + entry.num_new_tokens
+            decodes += entry.num_new_tokens == 1 and entry.start > 0
+            contexts += end
+            # Positions start..end-1 attend to 1 + their position each.
+            attended += (entry.start + 1 + end) * entry.num_new_tokens // 2
+            samples += entry.samples
+        sizes = self.sizes
+        parameters = sizes.body_parameters + (sizes.head_parameters if samples else 0)
+        num_bytes = parameters * sizes.weight_bytes + contexts * sizes.kv_bytes_per_token
+        num_flop = 2 * sizes.body_parameters * output.num_tokens
+        num_flop += 2 * sizes.head_parameters * samples + 4 * attended * sizes.attention_size
+        self._least_s += self.machine.least_seconds(num_bytes, num_flop)
+        self._seconds += seconds
+        columns = self._columns
+        if len(columns["seconds"]) < _MAX_STEPS:
+            columns["begin_s"].append(round(began, 6))
+            columns["seconds"].append(round(seconds, 6))
+            columns["prompt_tokens"].append(output.num_tokens - decodes)
+            columns["decode_tokens"].append(decodes)
+            columns["seqs"].append(output.num_seqs)
+
+    def roofline_share(self) -> float:
+        """Least possible seconds of all steps over those that they took; 0 without steps."""
+        return self._least_s / self._seconds if self._seconds else 0.0
+
+    def columns(self) -> dict[str, list[float]]:
+        """One entry a step: begin_s, seconds, prompt_tokens, decode_tokens, seqs."""
+        return self._columns

@@ -1,0 +1,245 @@
+"""What the Triton attention kernels need of a GPU: registers, spills, shared memory, instructions.
+
+Compiles the kernels of the usual models ahead of time, so no GPU is needed. Prints a table and puts
+it into docs/kernels.md, in the section of the installed Triton version:
+
+    python -m ostinato.benchmarks.micro.kernel_table
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
+from triton.compiler import ASTSource
+
+from ostinato.ops.backends.triton_kernels import attention_kernel, combine_kernel, write_kv_kernel
+from ostinato.ops.backends.triton_tiles import (
+    KernelShape,
+    attention_constants,
+    combine_constants,
+    write_constants,
+)
+
+__all__ = ("Resources", "Variant", "compile_variant", "main", "render", "variants")
+
+_CAPABILITY = 90
+_SHARED_MEMORY_LIMIT = 227 * 1024  # bytes that one program of capability 9.0 may use
+_RESERVED_SHARED_MEMORY = 1024  # bytes that the device keeps for itself, per program
+_SHARED_MEMORY = 228 * 1024  # bytes of a multiprocessor
+_REGISTERS = 64 * 1024  # of a multiprocessor, 32 bits each
+_LAUNCH_OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
+_POINTERS = {"bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32", "fp8_e4m3": "*fp8e4nv"}
+_METADATA = {
+    "query_start_loc": "*i32",
+    "seq_lens": "*i32",
+    "block_table": "*i32",
+    "slot_mapping": "*i64",
+}
+_TITLE = "# Kernels of the triton attention backend\n"
+_INTRODUCTION = """
+Compiled ahead of time for compute capability 9.0 by
+`python -m ostinato.benchmarks.micro.kernel_table`, one section per Triton version: versions
+allocate registers differently. The gate, held by
+`tests/ops/test_triton_aot.py`, is no spills, at most 227 KiB of shared memory and tensor-core
+instructions in every 16-bit attention kernel.
+
+Columns: *short* is the launch for sequences whose query rows fit one tile (decode), *long* the one
+for the others (prefill). *Cache* is the KV cache's type where it is another (`cache.dtype`); it is
+widened in registers. M × N is query rows × keys of a tile. Spills are bytes stored and loaded.
+Copies are asynchronous copies from global memory, tensor the matrix instructions (`wgmma` on tiles
+of 128 rows, else `mma`), both counted in the PTX. Programs is how many fit one multiprocessor.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One kernel, specialised to a model."""
+
+    model: str
+    role: str  # short | long | combine | write
+    dtype: str
+    kernel: Any
+    constants: Mapping[str, int | float]
+    cache_dtype: str = ""  # of the KV cache; empty = dtype
+
+    @property
+    def uses_tensor_cores(self) -> bool:
+        return self.role in ("short", "long") and self.dtype != "float32"
+
+
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """What a compiled kernel takes."""
+
+    registers: int  # per thread
+    spill_bytes: int  # stored and loaded
+    shared_bytes: int
+    num_wgmma: int
+    num_mma: int
+    num_copies: int
+    num_threads: int
+
+    @property
+    def programs_per_processor(self) -> int:
+        """How many programs are resident on a multiprocessor at once."""
+        by_registers = _REGISTERS // (-(-self.registers // 8) * 8 * self.num_threads)
+        by_memory = _SHARED_MEMORY // (self.shared_bytes + _RESERVED_SHARED_MEMORY)
+        return min(by_registers, by_memory, 2048 // self.num_threads)
+
+
+def variants() -> Iterator[Variant]:
+    """The models that the table lists."""
+    models = {
+        "Llama-8B 32/8 heads, D128": (KernelShape(32, 8, 128, 16, 2, 1 << 17), 0, 0.0),
+        "Qwen3-0.6B 16/8 heads, D128": (KernelShape(16, 8, 128, 16, 2, 1 << 15), 0, 0.0),
+        "32/8 heads, D64": (KernelShape(32, 8, 64, 16, 2, 1 << 17), 0, 0.0),
+        "Llama-8B, block 64": (KernelShape(32, 8, 128, 64, 2, 1 << 17), 0, 0.0),
+        "window 4096, cap 50, D128": (KernelShape(32, 8, 128, 16, 2, 1 << 17), 4096, 50.0),
+        "GPT-2 12/12 heads, D64": (KernelShape(12, 12, 64, 16, 2, 1 << 10), 0, 0.0),
+        "32/32 heads, D80": (KernelShape(32, 32, 80, 16, 2, 1 << 12), 0, 0.0),
+        "16/8 heads, D256": (KernelShape(16, 8, 256, 16, 2, 1 << 13), 0, 0.0),
+        "71/1 heads, D64": (KernelShape(71, 1, 64, 16, 2, 1 << 11), 0, 0.0),
+    }
+    for model, (shape, window, cap) in models.items():
+        combine = combine_constants(shape, window)
+        yield Variant(model, "combine", "bfloat16", combine_kernel, combine)
+        for cache_dtype in ("", "fp8_e4m3"):
+            converting = replace(shape, converts_cache=cache_dtype != "")
+            for is_long in (False, True):
+                constants = attention_constants(converting, window, cap, is_long=is_long)
+                role = "long" if is_long else "short"
+                yield Variant(model, role, "bfloat16", attention_kernel, constants, cache_dtype)
+            write = write_constants(
+                shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.block_size
+            )
+            yield Variant(model, "write", "bfloat16", write_kv_kernel, write, cache_dtype)
+    for head_dim in (128, 256):
+        single = KernelShape(32, 8, head_dim, 16, 4, 1 << 17)
+        for is_long in (False, True):
+            constants = attention_constants(single, 0, 0.0, is_long=is_long)
+            role = "long" if is_long else "short"
+            model = f"32/8 heads, D{head_dim}"
+            yield Variant(model, role, "float32", attention_kernel, constants)
+
+
+def compile_variant(variant: Variant) -> Resources:
+    """Compile for capability 9.0 and read what the assembler says."""
+    constants = dict(variant.constants)
+    options = {name: constants.pop(name) for name in _LAUNCH_OPTIONS if name in constants}
+    signature: dict[str, str] = {}
+    divisible: dict[tuple[int], list[list[Any]]] = {}
+    for index, name in enumerate(variant.kernel.arg_names):
+        signature[name] = _type_of(name, variant)
+        # As at a launch: data pointers and strides are multiples of 16, metadata is not examined.
+        is_data = signature[name].startswith("*") and name not in _METADATA
+        if is_data or name.endswith(("_stride_token", "_stride_head")):
+            divisible[(index,)] = [["tt.divisibility", 16]]
+    source = ASTSource(variant.kernel, signature, constexprs=constants, attrs=divisible)
+    compiled: Any = triton.compile(
+        source, target=GPUTarget("cuda", _CAPABILITY, 32), options=options
+    )
+    ptx = compiled.asm["ptx"]
+    log = _assemble(ptx)
+    spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", log)
+    registers = re.search(r"Used (\d+) registers", log)
+    assert registers is not None, f"the assembler's report has no registers: {log}"
+    return Resources(
+        registers=int(registers[1]),
+        spill_bytes=sum(map(int, spills)),
+        shared_bytes=compiled.metadata.shared,
+        num_wgmma=ptx.count("wgmma.mma_async"),
+        num_mma=ptx.count("mma.sync"),
+        num_copies=len(re.findall(r"cp\.async\.c[ag]\.", ptx)),
+        num_threads=32 * int(options["num_warps"]),
+    )
+
+
+def _type_of(name: str, variant: Variant) -> str:
+    if name in variant.constants:
+        return "constexpr"
+    if name in _METADATA:
+        return _METADATA[name]
+    if name.startswith("partial_"):
+        return "*fp32"
+    if name in ("k_cache", "v_cache"):
+        return _POINTERS[variant.cache_dtype or variant.dtype]
+    if name in ("out", "q", "k", "v"):
+        return _POINTERS[variant.dtype]
+    return "fp32" if name == "scale" else "i32"
+
+
+def _assemble(ptx: str) -> str:
+    """The report of the assembler that Triton itself would call."""
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "kernel.ptx"
+        source.write_text(ptx)
+        architecture = f"--gpu-name=sm_{_CAPABILITY}a"
+        command = [get_ptxas(_CAPABILITY).path, "-v", architecture, str(source)]
+        command += ["-o", str(Path(folder) / "kernel.cubin")]
+        run = subprocess.run(command, capture_output=True, text=True, check=False)
+        if run.returncode:
+            raise RuntimeError(f"{command[0]} could not assemble the kernel: {run.stderr}")
+        return run.stderr
+
+
+def render(rows: list[tuple[Variant, Resources]]) -> str:
+    """The table as Markdown."""
+    lines = [
+        "| model | kernel | type | cache | M × N | warps | registers | spills | shared KiB "
+        "| tensor | copies | programs |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for variant, used in rows:
+        constants = variant.constants
+        tile = ""
+        if "BLOCK_M" in constants:
+            tile = f"{constants['BLOCK_M']} × {constants['BLOCK_N']}"
+        cells = [
+            variant.model,
+            variant.role,
+            variant.dtype,
+            variant.cache_dtype,
+            tile,
+            constants["num_warps"],
+            used.registers,
+            used.spill_bytes,
+            f"{used.shared_bytes / 1024:.1f}",
+            used.num_wgmma + used.num_mma,
+            used.num_copies,
+            used.programs_per_processor,
+        ]
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _replace_section(document: str, title: str, body: str) -> str:
+    """`document` with the section `title` replaced or appended."""
+    sections = re.split(r"(?m)^(?=## )", document)
+    kept = [section for section in sections[1:] if not section.startswith(title + "\n")]
+    parts = sorted([*kept, f"{title}\n\n{body}"])
+    return _TITLE + _INTRODUCTION + "\n" + "\n".join(part.rstrip("\n") + "\n" for part in parts)
+
+
+def main() -> None:
+    rows = [(variant, compile_variant(variant)) for variant in variants()]
+    table = render(rows)
+    print(table)
+    path = Path(__file__).parents[2] / "docs" / "kernels.md"
+    document = path.read_text() if path.exists() else ""
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(_replace_section(document, f"## Triton {triton.__version__}", table))
+    worst = max(used.shared_bytes for _, used in rows)
+    print(f"most shared memory: {worst / 1024:.1f} of {_SHARED_MEMORY_LIMIT // 1024} KiB")
+
+
+if __name__ == "__main__":
+    main()

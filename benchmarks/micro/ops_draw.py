@@ -1,0 +1,105 @@
+"""Drawing tokens from logits: the C++ op beside the same in plain torch, in turns.
+
+    python -m ostinato.benchmarks.micro.ops_draw
+    python -m ostinato.benchmarks.micro.ops_draw --vocabularies 32000 --rows 1,64 --json FILE
+
+Best and median milliseconds of a call for rows of random logits, every way of drawing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ostinato.benchmarks.machine.probes import LoadMeter
+from ostinato.ops.draw import DrawInputs, DrawPath, RowDraw, draw_each, draw_rows
+from ostinato.ops.native.library import load
+from ostinato.runtime.startup.machine_info import cpu_name
+
+__all__ = ("measure_draws",)
+
+_MAX_CALLS = 20
+_BUDGET_S = 0.5  # for one way of drawing, both forms
+
+
+def _ways(vocabulary: int) -> dict[str, RowDraw]:
+    v = vocabulary
+    return {
+        "greedy": RowDraw(DrawPath.greedy, 1.0, v, 1.0, 0.0, 0.5),
+        "temperature": RowDraw(DrawPath.full, 1.0, v, 1.0, 0.0, 0.5),
+        "top-k 50": RowDraw(DrawPath.narrow, 1.0, 50, 1.0, 0.0, 0.5),
+        "top-p 0.95": RowDraw(DrawPath.wide, 1.0, v, 0.95, 0.0, 0.5),
+        "min-p 0.05": RowDraw(DrawPath.wide, 1.0, v, 1.0, 0.05, 0.5),
+    }
+
+
+def _in_turns(calls: dict[str, Callable[[], Tensor]]) -> dict[str, list[float]]:
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    end = time.perf_counter() + _BUDGET_S
+    for _ in range(_MAX_CALLS):
+        for name, call in calls.items():
+            begin = time.perf_counter()
+            call()
+            seconds[name].append(time.perf_counter() - begin)
+        if time.perf_counter() > end:
+            break
+    return seconds
+
+
+def measure_draws(vocabulary: int, num_rows: int) -> dict[str, dict[str, list[float]]]:
+    """Seconds of each call by way of drawing and by form (`native`, `torch`)."""
+    logits = torch.randn(num_rows, vocabulary) * 3
+    found = {}
+    for name, row in _ways(vocabulary).items():
+        rows = [row] * num_rows
+        inputs = DrawInputs(*torch.tensor(rows, dtype=torch.float64).t().contiguous())
+        calls: dict[str, Callable[[], Tensor]] = {
+            "native": lambda rows=rows: draw_each(logits, rows),
+            "torch": lambda inputs=inputs, row=row: draw_rows(logits, inputs, {row.path}),
+        }
+        found[name] = _in_turns(calls)
+    return found
+
+
+def main(arguments: list[str]) -> None:
+    """Measure what the command line names; see --help."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--vocabularies", default="32000,151936")
+    parser.add_argument("--rows", default="1,8,64")
+    parser.add_argument("--json", type=Path, help="write every call's seconds to this file")
+    options = parser.parse_args(arguments)
+    load("core")
+    conditions: dict[str, Any] = {
+        "cpu": cpu_name(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+    }
+    print(json.dumps(conditions))
+    meter, results = LoadMeter(), []
+    for vocabulary in map(int, options.vocabularies.split(",")):
+        for num_rows in map(int, options.rows.split(",")):
+            for name, forms in measure_draws(vocabulary, num_rows).items():
+                results.append({"vocabulary": vocabulary, "rows": num_rows, "way": name, **forms})
+                native, plain = (
+                    f"{1e3 * statistics.median(forms[form]):9.3f} ({1e3 * min(forms[form]):9.3f})"
+                    for form in ("native", "torch")
+                )
+                case = f"V={vocabulary:6d} R={num_rows:3d} {name:12s}"
+                print(f"{case} native {native} ms | torch {plain} ms")
+    conditions["other_cpu"] = meter.stop()
+    if options.json is not None:
+        record = {"conditions": conditions, "results": results}
+        options.json.write_text(json.dumps(record) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

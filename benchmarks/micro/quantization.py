@@ -1,0 +1,252 @@
+"""What quantisation costs in accuracy: perplexity of the demo model, logits of random models.
+
+    python -m ostinato.benchmarks.micro.quantization --json benchmarks/results/quantization.json
+
+Perplexity is that of text which the demo model has not been trained on, every row from its
+beginning. Logit errors are those of random weights in the shapes of larger models, relative to the
+logits of the same weights unquantised. Each format is measured twice: as it runs, and with the
+weights that it stands for in the unquantised kernels, which leaves out the rounding of activations.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from tokenizers import Tokenizer
+from torch import Tensor, nn
+
+import ostinato
+from ostinato.benchmarks.machine.probes import commit_of
+from ostinato.conf.compose import load_config
+from ostinato.conf.schema import LoadFormat
+from ostinato.models.base import CausalLM, ForwardBatch, KVCache
+from ostinato.models.checkpoints.weights import init_dummy_weights, load_weights
+from ostinato.models.demo.training.corpus import documents
+from ostinato.models.layers import Matrix
+from ostinato.models.packing import pack_model
+from ostinato.models.quantization import quantize_module
+from ostinato.models.registry import build_model
+from ostinato.ops.attention import AttentionMetadata
+from ostinato.ops.native.library import load
+from ostinato.ops.quantized_reference import dequantize_linear_weight
+from ostinato.runtime.startup.machine_info import cpu_name
+from ostinato.runtime.startup.planning import open_model
+
+__all__ = ("Loaded", "perplexity")
+
+_DEMO = Path(ostinato.__file__).parents[1] / "models" / "demo"
+_HELD_OUT_SEED = 10**9 + 1  # as models/demo/training/train.py: no document of the training run
+_BLOCK_SIZE = 16
+_KEY = "model.quantization"
+_FORMATS: dict[str, list[str]] = {
+    "none": [],
+    "int8": [f"{_KEY}=int8"],
+    "int8, groups of 32": [f"{_KEY}=int8", f"{_KEY}_group_size=32"],
+    "int8, zero points": [f"{_KEY}=int8", f"{_KEY}_symmetric=false"],
+    "int4": [f"{_KEY}=int4"],
+    "int4, zero points": [f"{_KEY}=int4", f"{_KEY}_symmetric=false"],
+    "int4, groups of 128": [f"{_KEY}=int4", f"{_KEY}_group_size=128"],
+    "int4, head too": [f"{_KEY}=int4", f"{_KEY}_head=int4"],
+}
+
+
+class Loaded(NamedTuple):
+    """A model that is run on one sequence at a time."""
+
+    model: CausalLM
+    cache: KVCache
+    weight_bytes: int
+
+    @classmethod
+    @torch.inference_mode()
+    def make(cls, overrides: list[str], *, exact_inputs: bool, length: int) -> Loaded:
+        """The model of a configuration.
+
+        Args:
+            overrides: in the command line's words.
+            exact_inputs: put the weights that the quantised ones stand for in their place.
+            length: tokens of the longest sequence.
+        """
+        config = load_config(overrides)
+        source = open_model(config)
+        model = build_model(
+            source.config,
+            dtype=source.dtype,
+            device=torch.device("cpu"),
+            attention_backend="cpu",
+            max_model_len=length,
+        )
+        assert isinstance(model, CausalLM), "the benchmark's models generate"
+
+        def quantize(module: nn.Module) -> None:
+            if source.quantization is not None:
+                quantize_module(module, source.quantization)
+
+        if config.model.load_format is LoadFormat.dummy:
+            init_dummy_weights(model, config.model.seed, on_loaded=quantize)
+        else:
+            load_weights(model, source.checkpoint, on_loaded=quantize)
+        size = sum(parameter.nbytes for parameter in model.parameters())
+        if exact_inputs:
+            _restore(model, source.dtype)
+        pack_model(model)
+        spec = source.config.kv_cache_spec(_BLOCK_SIZE, source.dtype)
+        cache = spec.allocate(-(-length // _BLOCK_SIZE) + 1, torch.device("cpu"))
+        return cls(model, cache, size)
+
+    @torch.inference_mode()
+    def logits(self, token_ids: list[int]) -> Tensor:
+        """[T] -> [T, vocab_size] float32."""
+        count = len(token_ids)
+        positions = torch.arange(count)
+        blocks = torch.arange(1, -(-count // _BLOCK_SIZE) + 1, dtype=torch.int32)
+        attention = AttentionMetadata(
+            torch.tensor([0, count], dtype=torch.int32),
+            torch.tensor([count], dtype=torch.int32),
+            blocks[None],
+            positions + _BLOCK_SIZE,
+            torch.zeros(1, dtype=torch.int64),
+        )
+        batch = ForwardBatch(torch.tensor(token_ids), positions, attention, positions)
+        return self.model.compute_logits(self.model(batch, self.cache))
+
+
+def _restore(model: nn.Module, dtype: torch.dtype) -> None:
+    for module in model.modules():
+        if isinstance(module, Matrix) and module.quantized is not None:
+            size = (module.out_features, module.in_features)
+            weight = dequantize_linear_weight(module.weight, module.quantized, *size).to(dtype)
+            module.weight = nn.Parameter(weight, requires_grad=False)
+            module.quantized = None
+
+
+def perplexity(loaded: Loaded, rows: list[list[int]]) -> float:
+    """exp of the mean negative log-likelihood of each row's tokens after its first."""
+    total, count = 0.0, 0
+    for row in rows:
+        likelihoods = loaded.logits(row)[:-1].log_softmax(-1)
+        chosen = likelihoods.gather(1, torch.tensor(row[1:])[:, None])
+        total -= float(chosen.double().sum())
+        count += len(row) - 1
+    return math.exp(total / count)
+
+
+def _held_out(num_rows: int, length: int) -> list[list[int]]:
+    tokenizer = Tokenizer.from_file(str(_DEMO / "tokenizer.json"))
+    end_of_text = tokenizer.token_to_id("<|endoftext|>")
+    stream = documents(_HELD_OUT_SEED)
+    rows: list[list[int]] = []
+    while len(rows) < num_rows:
+        row: list[int] = []
+        while len(row) < length:
+            row += [*tokenizer.encode(next(stream)).ids, end_of_text]
+        rows.append(row[:length])
+    return rows
+
+
+def _measure_demo(num_rows: int, length: int) -> list[dict[str, Any]]:
+    rows, results = _held_out(num_rows, length), []
+    for name, overrides in _FORMATS.items():
+        for exact_inputs in (False, True) if overrides else (False,):
+            loaded = Loaded.make(overrides, exact_inputs=exact_inputs, length=length)
+            results.append(
+                {
+                    "model": "demo",
+                    "format": name,
+                    "exact_inputs": exact_inputs,
+                    "weight_mib": loaded.weight_bytes / (1 << 20),
+                    "perplexity": perplexity(loaded, rows),
+                }
+            )
+    return results
+
+
+def _measure_random(option: str, length: int) -> list[dict[str, Any]]:
+    generator = torch.Generator().manual_seed(1)
+    results: list[dict[str, Any]] = []
+    expected = torch.empty(0)
+    vocab_size = load_config([f"model={option}"]).model.config["vocab_size"]
+    ids = torch.randint(vocab_size, (length,), generator=generator).tolist()
+    for name, exact_inputs in itertools.product(("none", "int8", "int4"), (False, True)):
+        if name == "none" and exact_inputs:
+            continue
+        overrides = [f"model={option}", "model.load_format=dummy", *_FORMATS[name]]
+        loaded = Loaded.make(overrides, exact_inputs=exact_inputs, length=length)
+        if name == "none":
+            expected = loaded.logits(ids).double()
+            continue
+        logits = loaded.logits(ids).double()
+        before, after = expected.log_softmax(-1), logits.log_softmax(-1)
+        results.append(
+            {
+                "model": option,
+                "format": name,
+                "exact_inputs": exact_inputs,
+                "weight_mib": loaded.weight_bytes / (1 << 20),
+                "relative_error": float((logits - expected).norm() / expected.norm()),
+                "kl_divergence": float((before.exp() * (before - after)).sum(-1).mean()),
+                "same_likeliest": float((logits.argmax(-1) == expected.argmax(-1)).double().mean()),
+            }
+        )
+        del loaded
+    return results
+
+
+def _print(results: list[dict[str, Any]]) -> None:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in ("model", "format", "inputs", "weights MiB", "perplexity", "logit error", "KL"):
+        table.add_column(column)
+    for result in results:
+        perplexities, errors = result.get("perplexity"), result.get("relative_error")
+        table.add_row(
+            result["model"],
+            result["format"],
+            "exact" if result["exact_inputs"] else "as it runs",
+            f"{result['weight_mib']:.1f}",
+            "" if perplexities is None else f"{perplexities:.4f}",
+            "" if errors is None else f"{errors:.2%}",
+            f"{result['kl_divergence']:.1e}" if errors is not None else "",
+        )
+    Console(width=110, highlight=False).print(table)
+
+
+def main(arguments: list[str]) -> None:
+    """Measure what the command line names; see --help."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--rows", type=int, default=48, help="of held-out text")
+    parser.add_argument("--length", type=int, default=512, help="tokens of a row")
+    parser.add_argument("--random", default="llama-45m,qwen3-0.6b", help="options of model=")
+    parser.add_argument("--random-length", type=int, default=64)
+    parser.add_argument("--json", type=Path, help="also write every figure to this file")
+    options = parser.parse_args(arguments)
+    conditions = {
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": commit_of(Path(ostinato.__file__).parent),
+        "cpu": cpu_name(),
+        "isa": load("core").isa,
+        "torch": torch.__version__,
+        "held_out_tokens": options.rows * (options.length - 1),
+        "random_tokens": options.random_length,
+    }
+    results = _measure_demo(options.rows, options.length)
+    for option in filter(None, options.random.split(",")):
+        results += _measure_random(option, options.random_length)
+    _print(results)
+    if options.json is not None:
+        record = {"conditions": conditions, "results": results}
+        options.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,129 @@
+"""What a validation says of each prediction, given how well the real figure is known."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import StrEnum
+from math import comb
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from ostinato.benchmarks.report.record import Point, Record
+
+__all__ = ("COMPARED", "Verdict", "compare", "interval", "judge", "print_verdicts", "summary")
+
+COMPARED = ("output_throughput", "ttft_p50", "ttft_p99", "itl_p50", "itl_p99")
+_SURE = 0.9  # that the median lies where the rounds say
+
+
+class Verdict(StrEnum):
+    """What can be said of a prediction."""
+
+    within = ""  # the tolerance
+    missed = "missed"
+    unknown = "unknown"  # the real figure itself is not known to the tolerance
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """Where the median of what `values` are drawn from lies, nine times of ten: as many values at
+    either end are left out as that allows. With too few values it is less sure.
+    """
+    ordered, count = sorted(values), len(values)
+    outside, left_out = 0.5 ** (count - 1), 0
+    while (more := outside + comb(count, left_out + 1) * 0.5 ** (count - 1)) <= 1.0 - _SURE:
+        outside, left_out = more, left_out + 1
+    return ordered[left_out], ordered[-1 - left_out]
+
+
+def judge(point: Point, figure: str, tolerance: float) -> Verdict:
+    """Compare the prediction of a figure with what the rounds measured.
+
+    A figure whose rounds do not say it to within the tolerance can not confirm a prediction. It can
+    refute one that lies further from all that the figure may be.
+    """
+    measured = point.metrics[figure]
+    low, high = interval(measured.runs)
+    if max(high / measured.value - 1.0, 1.0 - low / measured.value) > tolerance:
+        predicted = point.metrics[f"{figure}_predicted"].value
+        is_near = low * (1.0 - tolerance) <= predicted <= high * (1.0 + tolerance)
+        return Verdict.unknown if is_near else Verdict.missed
+    return Verdict.within if abs(_error(point, figure)) <= tolerance else Verdict.missed
+
+
+def compare(points: Sequence[Point], tolerance: float) -> list[str]:
+    """Figures whose prediction misses by more than `tolerance`, in words."""
+    return _with_verdict(points, tolerance, Verdict.missed)
+
+
+def _with_verdict(points: Sequence[Point], tolerance: float, wanted: Verdict) -> list[str]:
+    return [
+        f"{point.label} {figure} ({_error(point, figure):+.0%})"
+        for point in points
+        for figure in COMPARED
+        if judge(point, figure, tolerance) is wanted
+    ]
+
+
+def summary(points: Sequence[Point], tolerance: float) -> list[str]:
+    """How many figures each verdict has, and which, in words."""
+    found = {one: _with_verdict(points, tolerance, one) for one in Verdict}
+    count = sum(len(texts) for texts in found.values())
+    near = sum(abs(_error(point, one)) <= tolerance for point in points for one in COMPARED)
+    lines = [
+        f"{near} of {count} predictions are within {tolerance:.0%} of what was measured; for "
+        f"{len(found[Verdict.within])} of them that is known to {tolerance:.0%}"
+    ]
+    if missed := found[Verdict.missed]:
+        lines.append(f"missed: {', '.join(missed)}")
+    if unknown := found[Verdict.unknown]:
+        lines.append(
+            f"unknown: {', '.join(unknown)}; rounds of the real server differ too much on this "
+            f"machine to say what their median is to within {tolerance:.0%}"
+        )
+    lines.append(
+        "measured: median of the rounds; known to: where that median may lie, nine times of ten; "
+        "rounds: the least and the largest of them"
+    )
+    return lines
+
+
+def _error(point: Point, figure: str) -> float:
+    measured, predicted = point.metrics[figure], point.metrics[f"{figure}_predicted"]
+    return predicted.value / max(measured.value, 1e-9) - 1.0
+
+
+def print_verdicts(record: Record, tolerance: float) -> None:
+    """The table, and the record's notes."""
+    console = Console(width=130, highlight=False)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    texts = ("workload", "figure", "unit", "")
+    numbers = ("predicted", "measured", "known to", "rounds", "error")
+    for heading in (*texts[:3], *numbers, texts[3]):
+        table.add_column(heading, justify="left" if heading in texts else "right", no_wrap=True)
+    for point in record.points:
+        load = f"{point.parameters['concurrency']} at a time"
+        if point.parameters["rate"]:
+            load = f"{point.parameters['rate']:g} requests/s"
+        labels = iter((point.label, load, f"{point.metrics['completed'].value:.0f} requests"))
+        for figure in COMPARED:
+            measured, predicted = point.metrics[figure], point.metrics[f"{figure}_predicted"]
+            table.add_row(
+                next(labels, ""),
+                figure,
+                measured.unit,
+                f"{predicted.value:.1f}",
+                f"{measured.value:.1f}",
+                _beside(measured.value, *interval(measured.runs)),
+                _beside(measured.value, min(measured.runs), max(measured.runs)),
+                f"{_error(point, figure):+.1%}",
+                judge(point, figure, tolerance).value,
+            )
+    console.print(table)
+    for note in record.notes:
+        console.print(f"- {note}", markup=False)
+
+
+def _beside(value: float, low: float, high: float) -> str:
+    return f"{low / max(value, 1e-9) - 1:+.0%} .. {high / max(value, 1e-9) - 1:+.0%}"

@@ -1,0 +1,89 @@
+"""The engine's scheduler, which can also take many alike decode steps at once.
+
+Between two changes (an arrival, an end, a shortage of blocks) every step gives each running
+sequence one token. What `count` such steps do to sequences and blocks is known without planning
+them one by one; `leap` does that. The state after it is the state after as many calls of `schedule`
+and `update` (tests/benchmarks/test_leaps.py compares them, block by block).
+"""
+
+from __future__ import annotations
+
+from ostinato.runtime.scheduling.scheduler import Scheduler
+from ostinato.runtime.types.step import SchedulerOutput
+
+__all__ = ("LeapingScheduler",)
+
+
+class LeapingScheduler(Scheduler):
+    """A scheduler for simulation; requests have no stop tokens and no beam search."""
+
+    @property
+    def contexts(self) -> int:
+        """Cached tokens of all running sequences."""
+        return sum(sequence.num_computed_tokens for sequence in self._running)
+
+    def running_ids(self) -> list[str]:
+        """Requests that have a row."""
+        return [sequence.request.request_id for sequence in self._running]
+
+    def repeats(self, output: SchedulerOutput) -> bool:
+        """Whether the step after `output`, the last one to be scheduled and taken in, is like it:
+        the same sequences decode, nobody joins and nobody has left.
+        """
+        return (
+            not output.admitted
+            and output.num_tokens == len(output.scheduled) == len(self._running)
+            and not self._draining
+            and not any(entry.token_ids for entry in output.scheduled)
+            and all(sequence.is_decoding for sequence in self._running)
+        )
+
+    def num_alike(self, most: int) -> int:
+        """How many steps like the last one are certain to follow, at most `most`.
+
+        One is left for `schedule` before any sequence ends, and where blocks run short.
+        """
+        running = self._running
+        if not running:
+            return 0
+        count = min(
+            most,
+            min(s.max_num_tokens - max(s.num_computed_tokens, s.num_tokens) for s in running) - 1,
+        )
+        size, free = self._cache.block_size, self._cache.num_free_blocks
+        while count > 0:
+            needed = sum(
+                -(-(s.num_computed_tokens + count) // size) - len(s.block_table) for s in running
+            )
+            if needed <= free:
+                return count
+            count //= 2
+        return 0
+
+    def leap(self, count: int, token_id: int) -> None:
+        """Take `count` steps at once, at most `num_alike`; each sequence gets that token in each.
+
+        Args:
+            count: at least 1.
+            token_id: in place of what would be sampled.
+        """
+        running, cache = self._running, self._cache
+        size = cache.block_size
+        # Blocks are handed out in the order of steps, then of sequences, as schedule() would.
+        crossings = sorted(
+            (position - sequence.num_computed_tokens, index, position)
+            for index, sequence in enumerate(running)
+            for position in range(
+                len(sequence.block_table) * size, sequence.num_computed_tokens + count, size
+            )
+        )
+        for _, index, position in crossings:
+            taken = cache.allocate(running[index], position + 1)
+            assert taken is not None, "num_alike counted the blocks"
+        token_ids = [token_id] * count
+        for sequence in running:
+            sequence.token_ids += token_ids
+            sequence.num_computed_tokens += count
+            if sequence.num_computed_tokens // size > sequence.num_registered_blocks:
+                cache.register(sequence)
+        self.num_output_tokens += count * len(running)

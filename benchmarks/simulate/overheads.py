@@ -1,0 +1,157 @@
+"""What a real server adds to the step-cost table, as data, and the clock that draws from it.
+
+The table times steps of an engine that is alone. In a server the same step takes longer or shorter:
+the process that streams the answers, the clients and the machine's other work share its cores and
+caches. How much is no number but a distribution, and so is what a request takes to reach the
+engine and a token to reach the client. Each is kept as it was measured (benchmarks/simulate/fit.py)
+and drawn from at random, seeded.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import NamedTuple
+
+from ostinato.benchmarks.simulate.step_noise import StepRatios, Walk
+from ostinato.runtime.costs.cost_table import Chunk, CostTable
+from ostinato.runtime.types.step import SchedulerOutput
+
+__all__ = ("Serving", "SizedValues", "StepClock")
+
+
+class SizedValues(NamedTuple):
+    """What was measured of steps of about one size."""
+
+    size: int  # sequences
+    values: tuple[float, ...]  # at least one, ascending
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Serving:
+    """Distributions, each as its measured values; seconds where nothing else is said."""
+
+    decode: StepRatios  # what steps in which all decode took over what the table says
+    prompt: StepRatios  # the same of steps with prompts
+    pause_s: tuple[float, ...]  # between two steps: messages, scheduling
+    idle_request_s: tuple[float, ...]  # from the client's send to the step, of an idle engine
+    # From the client's send until a step can take it in, by the sequences that run.
+    busy_request_s: tuple[SizedValues, ...]
+    # From a step's end until its tokens are with their clients: for each measured step one value a
+    # sequence, in the step's order.
+    delivery_s: tuple[tuple[float, ...], ...]
+    end_s: tuple[float, ...]  # from the last token until the client has the end of the answer
+
+    def typical(self) -> Serving:
+        """The same without what varies: every distribution is its median."""
+
+        def typical(groups: tuple[SizedValues, ...]) -> tuple[SizedValues, ...]:
+            return tuple(SizedValues(size, (median(values),)) for size, values in groups)
+
+        return Serving(
+            decode=self.decode._replace(spread=(1.0,), order=(0,)),
+            prompt=self.prompt._replace(spread=(1.0,), order=(0,)),
+            pause_s=(median(self.pause_s),),
+            idle_request_s=(median(self.idle_request_s),),
+            busy_request_s=typical(self.busy_request_s),
+            delivery_s=((median(delay for one in self.delivery_s for delay in one),),),
+            end_s=(median(self.end_s),),
+        )
+
+
+class StepClock:
+    """Seconds of steps and of what is between them and the client.
+
+    Args:
+        costs: the table.
+        serving: on top of it; None = steps cost what the table says, and nothing else takes time.
+        seed: of the draws.
+    """
+
+    def __init__(self, costs: CostTable, serving: Serving | None, seed: int = 0) -> None:
+        self._costs = costs
+        self._serving = serving
+        self._random = random.Random(seed)
+        self.is_exact = serving is None
+        if serving is not None:
+            self._kinds = (serving.decode, serving.prompt)
+            self._walk = Walk(self._kinds, self._random)
+            self._busy = _Groups(serving.busy_request_s)
+            by_size: dict[int, list[tuple[float, ...]]] = {}
+            for delays in serving.delivery_s:
+                by_size.setdefault(_power(len(delays)), []).append(delays)
+            self._delivery = by_size
+
+    def step(self, output: SchedulerOutput) -> float:
+        """Seconds of a scheduled step."""
+        num_decodes = context = num_prompt_tokens = 0
+        chunks: list[Chunk] = []
+        for entry in output.scheduled:
+            if entry.token_ids:
+                chunks.append(Chunk(entry.num_new_tokens, entry.start))
+                num_prompt_tokens += entry.num_new_tokens
+            else:
+                num_decodes += 1
+                context += entry.start
+        mean = context / num_decodes if num_decodes else 0.0
+        seconds = self._costs.mixed_seconds(num_decodes, mean, chunks)
+        if self._serving is None:
+            return seconds
+        kind = int(bool(chunks))
+        usual = self._kinds[kind].usual(num_prompt_tokens, num_decodes)
+        return seconds * usual * self._walk.next(kind)
+
+    def decodes(self, num_seqs: int, context: float) -> float:
+        """Seconds by the table of a step in which sequences of a mean context decode."""
+        return self._costs.decode_seconds(num_seqs, context)
+
+    def pause(self) -> float:
+        """Seconds between two steps."""
+        return 0.0 if self._serving is None else self._random.choice(self._serving.pause_s)
+
+    def request(self, num_running: int) -> float:
+        """Seconds from a client's send until the engine, which runs so many, has the request."""
+        serving = self._serving
+        if serving is None:
+            return 0.0
+        if not num_running:
+            return self._random.choice(serving.idle_request_s)
+        return self._busy.draw(num_running, self._random)
+
+    def deliveries(self, num_seqs: int) -> Sequence[float]:
+        """Seconds from a step's end until each of its tokens is with its client."""
+        if self._serving is None:
+            return [0.0] * num_seqs
+        wanted = _power(num_seqs)
+        nearest = min(self._delivery, key=lambda size: abs(size - wanted))
+        delays = self._random.choice(self._delivery[nearest])
+        return [delays[place * len(delays) // num_seqs] for place in range(num_seqs)]
+
+    def end(self) -> float:
+        """Seconds from the last token until the client knows that it is the last."""
+        return 0.0 if self._serving is None else self._random.choice(self._serving.end_s)
+
+
+def _power(number: int) -> int:
+    """Of two, at most `number`: its exponent."""
+    return number.bit_length() - 1
+
+
+class _Groups:
+    """Draws from groups by size. Between two sizes either is drawn from, the nearer one more."""
+
+    def __init__(self, groups: tuple[SizedValues, ...]) -> None:
+        self._sizes = [math.log(one.size) for one in groups]
+        self._values = [one.values for one in groups]
+
+    def draw(self, size: int, numbers: random.Random) -> float:
+        sizes, place = self._sizes, math.log(size)
+        index = bisect_right(sizes, place)
+        if 0 < index < len(sizes):
+            share = (place - sizes[index - 1]) / (sizes[index] - sizes[index - 1])
+            index -= numbers.random() >= share
+        return numbers.choice(self._values[min(index, len(sizes) - 1)])

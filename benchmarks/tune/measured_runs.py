@@ -1,0 +1,91 @@
+"""Real runs: a server of a configuration, the load client, and what serving costs besides steps."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from ostinato.benchmarks.load.job import LoadJob
+from ostinato.benchmarks.load.run import Target, find_target, make_job, measure_point
+from ostinato.benchmarks.load.server import Server
+from ostinato.benchmarks.report.record import Point
+from ostinato.benchmarks.simulate.calibrate import Calibration, recording_server
+from ostinato.benchmarks.simulate.engine import EngineSpec
+from ostinato.benchmarks.simulate.fit import fit_serving
+from ostinato.benchmarks.simulate.overheads import Serving
+from ostinato.benchmarks.tune.goals import Figures
+from ostinato.benchmarks.workload.arrivals import LoadPoint
+from ostinato.benchmarks.workload.model_facts import ModelFacts
+from ostinato.benchmarks.workload.requests import Part
+from ostinato.conf.root import EngineConfig
+
+__all__ = ("RealRun", "RealRuns")
+
+_CALIBRATIONS = 2  # before a run, and after it
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RealRun:
+    """One configuration under the workload."""
+
+    figures: Figures
+    point: Point
+    serving: Serving | None  # when it was calibrated
+
+
+@dataclasses.dataclass(slots=True)
+class RealRuns:
+    """Runs the same traffic, each time with other ids.
+
+    Args:
+        config: its `load` says how requests are sent.
+        facts: of the model.
+        part: the requests.
+        point: rate or concurrency.
+        duration_s: later requests are left out; None = all are sent.
+    """
+
+    config: EngineConfig
+    facts: ModelFacts
+    part: Part
+    point: LoadPoint
+    duration_s: float | None
+    count: int = 0
+
+    def job(self, url: str = "", model: str = "", *, gives_token_ids: bool = False) -> LoadJob:
+        """The requests of the next run, sent as token ids."""
+        load = dataclasses.replace(self.config.load, duration_s=self.duration_s)
+        part = self.part.rotated(self.count, self.facts.vocab_size)
+        tokenizer = self.facts.tokenizer
+        return make_job(
+            Target(url=url, model=model, gives_token_ids=gives_token_ids),
+            part,
+            self.point,
+            load,
+            seed=self.config.workload.seed,
+            decode=None if tokenizer is None else tokenizer.decode,
+        )
+
+    def run(self, config: EngineConfig, spec: EngineSpec | None = None) -> RealRun:
+        """Start a server of `config` and measure; with `spec`, what serving adds to its step
+        costs too, before and after.
+
+        Raises:
+            StartupError: it can not start.
+            EngineError: the load client ended without a report.
+        """
+        percentile = self.config.tune.percentile
+        with Server(recording_server(config) if spec else config) as server:
+            target, _ = find_target(server.url, config.load, is_ours=True)
+            calibration = spec and Calibration(target, self.facts.vocab_size, spec)
+            recordings = [calibration.run() for _ in range(_CALIBRATIONS)] if calibration else []
+            job = self.job(target.url, target.model, gives_token_ids=target.gives_token_ids)
+            self.count += 1
+            percentiles = sorted({50.0, percentile, 99.0})
+            point, _ = measure_point(job, self.point, self.config.slo, percentiles)
+            if calibration:
+                recordings += [calibration.run() for _ in range(_CALIBRATIONS)]
+        return RealRun(
+            figures=Figures.of(point.metrics, percentile),
+            point=point,
+            serving=fit_serving(spec.costs, recordings) if spec else None,
+        )

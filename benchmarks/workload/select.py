@@ -1,0 +1,141 @@
+"""The configured workload, whatever its kind, as parts of requests that a model can serve."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from ostinato.benchmarks.workload.files import sharegpt_part, trace_part
+from ostinato.benchmarks.workload.requests import Part, WorkItem, load_tokens, standard_workload
+from ostinato.benchmarks.workload.synthetic import conversations_part, prefix_part, random_part
+from ostinato.conf.bench_schema import WorkloadKind, WorkloadSection
+from ostinato.conf.errors import ConfigError
+
+__all__ = ("fit_parts", "one_part", "read_parts")
+
+Encode = Callable[[str], list[int]]
+
+_MADE = {
+    WorkloadKind.random: random_part,
+    WorkloadKind.fixed: random_part,
+    WorkloadKind.prefix: prefix_part,
+    WorkloadKind.conversations: conversations_part,
+    WorkloadKind.trace: trace_part,
+}
+_FROM_FILE = {WorkloadKind.sharegpt, WorkloadKind.tokens, WorkloadKind.trace}
+
+
+def read_parts(
+    section: WorkloadSection,
+    vocab_size: int,
+    encode: Encode | None = None,
+    parts: Sequence[str] = ("single", "ttft", "offline", "prefix"),
+) -> list[Part]:
+    """The workload's parts; every kind but the standard one has one.
+
+    Args:
+        section: which workload.
+        vocab_size: drawn ids lie below it.
+        encode: text to token ids, for ShareGPT files.
+        parts: of the standard kind, those that are wanted.
+
+    Raises:
+        ConfigError: the file is missing, malformed or empty; or texts without a tokenizer.
+    """
+    kind = section.kind
+    if section.path and kind not in _FROM_FILE:
+        raise ConfigError(
+            f"workload.path={section.path}: workload={kind} reads no file; choose "
+            "workload=sharegpt, tokens or trace"
+        )
+    if kind in _MADE:
+        return [_MADE[kind](section, vocab_size)]
+    if kind is WorkloadKind.sharegpt:
+        if encode is None:
+            raise ConfigError("workload=sharegpt needs a tokenizer: set model.tokenizer")
+        return [sharegpt_part(section, encode)]
+    if kind is WorkloadKind.tokens:
+        if not section.path:
+            raise ConfigError("workload=tokens needs a file: workload.path=FILE")
+        found = [
+            replace(part, items=part.items[: section.num_requests])
+            for part in load_tokens(section.path)
+        ]
+    else:
+        found = standard_workload()
+    chosen = [part for part in found if part.name in parts or part.name == "list"]
+    if not chosen:
+        raise ConfigError(
+            f"bench.parts=[{','.join(parts)}] leaves nothing of workload={kind}, which has "
+            f"{', '.join(part.name for part in found)}"
+        )
+    return chosen
+
+
+def fit_parts(
+    parts: Sequence[Part], *, model: str, max_model_len: int, vocab_size: int
+) -> tuple[list[Part], list[str]]:
+    """The parts that the model can serve, and in words what was changed for it.
+
+    Raises:
+        ConfigError: nothing is left, or a file has ids that the model does not.
+    """
+    notes: list[str] = []
+    fitting: list[Part] = []
+    for part in parts:
+        kept, dropped = _within(part, max_model_len)
+        if not kept.items:
+            notes.append(
+                f"{part.name} left out: {part.longest()} tokens, the context holds {max_model_len}"
+            )
+            continue
+        if dropped:
+            notes.append(
+                f"{part.name}: {dropped} of {len(part.items)} requests left out, longer than the "
+                f"context of {max_model_len}"
+            )
+        if kept.max_id >= vocab_size:
+            if not kept.shifts:
+                raise ConfigError(
+                    f"workload.path: {part.name} has token id {kept.max_id}, the vocabulary of "
+                    f"{model} is [0, {vocab_size})"
+                )
+            notes.append(f"{part.name}: ids modulo the vocabulary of {vocab_size}")
+        fitting.append(kept)
+    if not fitting:
+        raise ConfigError(f"the workload does not fit {model}: {'; '.join(notes)}")
+    return fitting, notes
+
+
+def _within(part: Part, max_model_len: int) -> tuple[Part, int]:
+    """Without the requests that are too long, and without the turns that follow them.
+
+    The standard parts are compared between engines: they are kept as a whole or not at all.
+    """
+    if part.longest() <= max_model_len:
+        return part, 0
+    if part.shifts:
+        return Part(part.name, []), len(part.items)
+    places: dict[int, int] = {}
+    totals: dict[int, int] = {}
+    kept: list[WorkItem] = []
+    for place, item in enumerate(part.items):
+        if item.after is not None and item.after not in places:
+            continue
+        total = item.num_tokens + (0 if item.after is None else totals[item.after])
+        if total > max_model_len:
+            continue
+        places[place], totals[place] = len(kept), total
+        after = None if item.after is None else places[item.after]
+        kept.append(replace(item, after=after))
+    return Part(part.name, kept, part.shifts), len(part.items) - len(kept)
+
+
+def one_part(parts: Sequence[Part]) -> Part:
+    """The part to load a server with: the only one, or of the standard ones `offline`."""
+    if len(parts) == 1:
+        return parts[0]
+    for part in parts:
+        if part.name == "offline":
+            return part
+    return parts[0]

@@ -1,0 +1,173 @@
+"""Where a model comes from: a local directory, a hub id, the bundled demo, or inline settings.
+
+`open_checkpoint` reads the two small JSON files and says where the weights are;
+models/checkpoints/weights.py streams them. Whatever is wrong with a checkpoint is a
+`CheckpointError` of one line.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+from ostinato.conf.schema import LoadFormat, ModelSection
+
+__all__ = ("Checkpoint", "CheckpointError", "open_checkpoint", "resolve_directory")
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
+_SAFETENSORS = ["*.safetensors"]
+_PICKLES = ["pytorch_model*.bin"]
+_NOT_WEIGHTS = ["original/*", "consolidated*", "onnx/*", "*/*.safetensors"]
+
+
+class CheckpointError(ValueError):
+    """A checkpoint can not be found, read or fitted to its model; the message is one line."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """A checkpoint's place and its two small files."""
+
+    directory: Path | None  # None = everything came from model.config
+    hf_config: dict[str, Any]  # config.json with model.config laid over it
+    generation_config: dict[str, Any]  # generation_config.json, {} when there is none
+
+    def weight_files(self) -> list[Path]:
+        """The files with the weights: safetensors before pickles, an index before a single file.
+
+        Raises:
+            CheckpointError: there are none, or the index names one that is missing.
+        """
+        if self.directory is None:
+            raise CheckpointError(
+                "there are no weights: model.path is empty; set it, or model.load_format=dummy"
+            )
+        for name in ("model.safetensors", "pytorch_model.bin"):
+            index = self.directory / f"{name}.index.json"
+            if index.is_file():
+                return _shards(index)
+            if (self.directory / name).is_file():
+                return [self.directory / name]
+        raise CheckpointError(
+            f"no weights in {self.directory}: looked for model.safetensors, pytorch_model.bin and "
+            "their .index.json; model.load_format=dummy runs without weights"
+        )
+
+
+def open_checkpoint(section: ModelSection) -> Checkpoint:
+    """Find a checkpoint and read its configuration.
+
+    Args:
+        section: its `path` is a local directory, a hub id, or empty for the bundled demo model; its
+            `config` is laid over config.json, nested objects key by key. With `load_format=dummy`,
+            an empty path and a `config` that names its `architectures`, nothing is read at all.
+
+    Raises:
+        CheckpointError: no such directory, no or invalid config.json, hub unreachable.
+    """
+    inline = section.load_format is LoadFormat.dummy and "architectures" in section.config
+    if inline and not Path(section.path or "?").expanduser().is_dir():
+        return Checkpoint(directory=None, hf_config=dict(section.config), generation_config={})
+    directory = resolve_directory(
+        section.path, section.revision, weights=section.load_format is not LoadFormat.dummy
+    )
+    config_file = directory / "config.json"
+    if not config_file.is_file():
+        raise CheckpointError(
+            f"no config.json in {directory}: model.path must be a model's directory"
+        )
+    generation_file = directory / "generation_config.json"
+    return Checkpoint(
+        directory=directory,
+        hf_config=_laid_over(_read_json(config_file), section.config),
+        generation_config=_read_json(generation_file) if generation_file.is_file() else {},
+    )
+
+
+def resolve_directory(
+    path: str, revision: str = "", *, weights: bool = True, key: str = "model.path"
+) -> Path:
+    """The local directory behind a configured path, downloaded from the hub when it is a hub id.
+
+    Args:
+        path: a directory, a hub id, or empty for the bundled demo model.
+        revision: a hub branch, tag or commit; empty = the default branch.
+        weights: False leaves out the weight files of a download.
+        key: the setting that `path` came from, for messages.
+
+    Raises:
+        CheckpointError: it is neither, or the hub can not be reached.
+    """
+    if not path:
+        return Path(__file__).parents[1] / "demo"
+    local = Path(path).expanduser()
+    if local.is_dir():
+        return local
+    if local.exists():
+        raise CheckpointError(f"{key}={path!r} is a file; it must be a model's directory")
+    if not _HUB_ID.fullmatch(path):
+        raise CheckpointError(f"{key}={path!r}: no such directory")
+    return _download(path, revision, weights, key)
+
+
+def _download(hub_id: str, revision: str, weights: bool, key: str) -> Path:
+    def fetch(patterns: list[str]) -> Path:
+        return Path(
+            snapshot_download(
+                hub_id,
+                revision=revision or None,
+                allow_patterns=patterns,
+                ignore_patterns=_NOT_WEIGHTS,
+            )
+        )
+
+    try:
+        directory = fetch(_SMALL_FILES + (_SAFETENSORS if weights else []))
+        if weights and not any(directory.glob("*.safetensors")):
+            directory = fetch(_SMALL_FILES + _PICKLES)
+    except (OSError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
+        at = f" at revision {revision!r}" if revision else ""
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise CheckpointError(
+            f"{key}={hub_id!r}: no such directory, and the hub did not give it{at}: {reason}"
+        ) from error
+    return directory
+
+
+def _laid_over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    """Both, where objects are merged key by key and otherwise `above` wins."""
+    merged = below | above
+    for key in below.keys() & above.keys():
+        if isinstance(below[key], dict) and isinstance(above[key], dict):
+            merged[key] = _laid_over(below[key], above[key])
+    return merged
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise CheckpointError(f"{file} is not readable as JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{file} must hold a JSON object, got {type(value).__name__}")
+    return value
+
+
+def _shards(index: Path) -> list[Path]:
+    weight_map = _read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{index} has no weight_map")
+    shards = [index.parent / str(name) for name in sorted(set(weight_map.values()))]
+    for shard in shards:
+        if not shard.is_file():
+            raise CheckpointError(
+                f"{index.name} names the shard {shard.name}, which is missing from {index.parent}"
+            )
+    return shards

@@ -1,0 +1,86 @@
+"""What a checkpoint says of embeddings: the small files that sentence-transformers puts beside it.
+
+`modules.json` lists the steps after the model (pooling, perhaps normalisation), each with a folder
+of its own, and `sentence_bert_config.json` has the length that the model was trained for.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ostinato.models.checkpoints.checkpoint import CheckpointError
+
+__all__ = ("PoolingFiles", "read_pooling_files")
+
+# The library's word -> ours. Earlier versions write one flag a mode, later ones the mode's name.
+_MODES = {"cls_token": "cls", "cls": "cls", "mean_tokens": "mean", "mean": "mean"}
+_MODES |= {"lasttoken": "last", "last_token": "last"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolingFiles:
+    """Without any such file nothing is stated."""
+
+    mode: str | None = None  # mean, last or cls
+    normalize: bool = True
+    max_seq_length: int | None = None  # tokens
+    unsupported: str | None = None  # why the checkpoint's embeddings can not be made here
+
+
+def read_pooling_files(directory: Path | None) -> PoolingFiles:
+    """Read them.
+
+    Args:
+        directory: the checkpoint's; None = there is none.
+
+    Raises:
+        CheckpointError: a file is broken.
+    """
+    if directory is None or not (directory / "modules.json").is_file():
+        return PoolingFiles()
+    mode, unsupported, normalize = None, None, False
+    for module in _read(directory / "modules.json", list):
+        kind = str(module.get("type", "")).rpartition(".")[2]
+        path = str(module.get("path", ""))
+        if kind == "Pooling":
+            mode, unsupported = _mode(_read(directory / path / "config.json", dict))
+        elif kind == "Normalize":
+            normalize = True
+        elif kind != "Transformer":
+            unsupported = f"modules.json asks for a {kind} module, which is not supported"
+    length = None
+    if (directory / "sentence_bert_config.json").is_file():
+        length = _read(directory / "sentence_bert_config.json", dict).get("max_seq_length")
+    return PoolingFiles(
+        mode=mode, normalize=normalize, max_seq_length=length, unsupported=unsupported
+    )
+
+
+def _mode(config: dict[str, Any]) -> tuple[str | None, str | None]:
+    """(our word for the mode, or why it is not supported)."""
+    stated = config.get("pooling_mode")
+    prefix = "pooling_mode_"
+    names = [
+        key.removeprefix(prefix)
+        for key, value in config.items()
+        if key.startswith(prefix) and value is True
+    ]
+    if isinstance(stated, str):
+        names = [stated]
+    if len(names) == 1 and names[0] in _MODES:
+        return _MODES[names[0]], None
+    asked = " and ".join(names) or "no mode"
+    return None, f"the checkpoint's pooling is {asked}, supported are cls, mean and last token"
+
+
+def _read(file: Path, kind: type) -> Any:
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file} is not readable as JSON: {error}") from error
+    if not isinstance(value, kind):
+        raise CheckpointError(f"{file} must hold a JSON {kind.__name__}")
+    return value

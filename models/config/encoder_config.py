@@ -1,0 +1,71 @@
+"""The configuration of an encoder, read from its config.json; see models/config/model_config.py."""
+
+from __future__ import annotations
+
+from ostinato.models.config.model_config import (
+    HFConfig,
+    ModelConfig,
+    architecture_of,
+    read_activation,
+    read_integer,
+    stated_dtype,
+)
+
+__all__ = ("read_encoder_config",)
+
+# Keys that would change the output if they were ignored, with the only value that is served.
+_MUST_BE = {
+    "add_cross_attention": False,
+    "is_decoder": False,
+    "position_embedding_type": "absolute",
+    "quantization_config": None,
+}
+
+
+def read_encoder_config(hf_config: HFConfig) -> ModelConfig:
+    """Read a BERT config.json.
+
+    Raises:
+        ValueError: a key is missing, or has a value that is not supported; the text names it.
+    """
+    for key, only in _MUST_BE.items():
+        if hf_config.get(key, only) != only:
+            raise ValueError(f"config.json: {key}={hf_config[key]} is not supported, only {only}")
+    hidden_size = read_integer(hf_config, "hidden_size")
+    num_heads = read_integer(hf_config, "num_attention_heads")
+    num_layers = read_integer(hf_config, "num_hidden_layers")
+    if hidden_size % num_heads:
+        raise ValueError(
+            f"config.json: hidden_size={hidden_size} is not a multiple of "
+            f"num_attention_heads={num_heads}"
+        )
+    architecture = architecture_of(hf_config)
+    return ModelConfig(
+        architecture=architecture,
+        vocab_size=read_integer(hf_config, "vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=read_integer(hf_config, "intermediate_size"),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_heads,
+        head_dim=hidden_size // num_heads,
+        max_model_len=read_integer(hf_config, "max_position_embeddings"),
+        norm_eps=float(hf_config.get("layer_norm_eps", 1e-12)),
+        activation=read_activation(hf_config, "hidden_act", "gelu"),
+        tie_word_embeddings=False,
+        attention_bias=True,
+        mlp_bias=True,
+        rope=None,
+        sliding_windows=(0,) * num_layers,
+        dtype=stated_dtype(hf_config),
+        eos_token_ids=(),
+        bos_token_id=None,
+        num_segments=read_integer(hf_config, "type_vocab_size", default=2),
+        num_labels=_num_labels(hf_config) if "SequenceClassification" in architecture else 0,
+    )
+
+
+def _num_labels(hf_config: HFConfig) -> int:
+    """As transformers counts them: two unless the labels are listed."""
+    labels = hf_config.get("id2label")
+    return len(labels) if labels else read_integer(hf_config, "num_labels", default=2)

@@ -1,0 +1,218 @@
+"""Completions on the client's side of the border: token news in, text news out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from ostinato.runtime.text.detokenizer import IncrementalDetokenizer, TextDecoder
+from ostinato.runtime.types.outputs import FinishReason, RequestOutput, SequenceOutput
+from ostinato.runtime.types.params import SamplingParams
+from ostinato.runtime.types.request import Request
+
+__all__ = ("CompletionStream", "PromptCompletions", "join_outputs")
+
+
+class CompletionStream:
+    """Turns the engine's news of one request into `RequestOutput`s; decides stop strings."""
+
+    def __init__(self, request: Request, index: int, tokenizer: TextDecoder | None) -> None:
+        """
+        Args:
+            request: what was sent to the engine.
+            index: which of the n completions it is.
+            tokenizer: None = no text, token ids only.
+        """
+        self._request = request
+        self._index = index
+        self._text = (
+            IncrementalDetokenizer(tokenizer, request.prompt_token_ids, request.sampling)
+            if tokenizer is not None
+            else None
+        )
+        self._num_output_tokens = 0
+        self._num_cached_tokens = 0
+        self.is_finished = False
+
+    def process(self, news: SequenceOutput) -> RequestOutput:
+        """The client's view of `news`.
+
+        When a stop string ends the completion the output says so before the engine knows: the
+        caller then aborts the request in the engine and ignores later news.
+        """
+        new_token_ids, finish, reason = news.new_token_ids, news.finish_reason, news.stop_reason
+        logprobs = news.logprobs
+        text, stop_reason = "", None
+        stops_at_token = finish is FinishReason.stop and not news.is_complete
+        if self._text is not None:
+            before = self._text.num_tokens
+            text = self._text.append(new_token_ids, ends_with_stop_token=stops_at_token)
+            if self._text.stop_reason is None and finish is not None:
+                text += self._text.flush()
+            stop_reason = self._text.stop_reason
+            if stop_reason is not None:
+                # Tokens past the stop string were computed but are not part of the answer.
+                kept = self._text.num_tokens - before
+                new_token_ids = new_token_ids[:kept]
+                logprobs = logprobs[:kept] if logprobs is not None else None
+                finish = FinishReason.stop
+        self._num_output_tokens += len(new_token_ids)
+        self._num_cached_tokens = max(self._num_cached_tokens, news.num_cached_tokens)
+        self.is_finished = finish is not None
+        return RequestOutput(
+            request_id=self._request.request_id,
+            index=self._index,
+            text_delta=text,
+            new_token_ids=new_token_ids,
+            logprobs=logprobs,
+            finish_reason=finish,
+            stop_reason=stop_reason if stop_reason is not None else reason,
+            num_prompt_tokens=len(self._request.prompt_token_ids),
+            num_cached_tokens=self._num_cached_tokens,
+            num_output_tokens=self._num_output_tokens,
+            error=news.error,
+            is_refusal=news.is_refusal,
+            prompt_logprobs=news.prompt_logprobs,
+            scheduled_time=news.scheduled_time,
+            num_preemptions=news.num_preemptions,
+            events=news.events,
+        )
+
+
+class PromptCompletions:
+    """All completions of one prompt: each as it comes, or the n best when all have ended.
+
+    Args:
+        requests: what `make_requests` made of the prompt.
+        sampling: what it was made from; `n`, `best_of` and `logprobs` are read.
+        tokenizer: None = no text, token ids only.
+    """
+
+    def __init__(
+        self, requests: Sequence[Request], sampling: SamplingParams, tokenizer: TextDecoder | None
+    ) -> None:
+        self._requests = requests
+        self._sampling = sampling
+        self._tokenizer = tokenizer
+        self._streams = {
+            request.request_id: CompletionStream(request, index, tokenizer)
+            for index, request in enumerate(requests)
+        }
+        # With more candidates than answers, nobody knows the answers before the end.
+        self._candidates: dict[str, _Candidate] | None = (
+            {request.request_id: _Candidate() for request in requests}
+            if len(requests) > sampling.n
+            else None
+        )
+
+    @property
+    def unfinished_ids(self) -> list[str]:
+        """The engine's requests that have not ended."""
+        return list(self._streams)
+
+    def process(self, news: SequenceOutput) -> list[RequestOutput]:
+        """The client's view of news of one of the requests.
+
+        When a request is not in `unfinished_ids` any more and `news` has no finish reason, a stop
+        string ended it: the caller aborts it in the engine.
+        """
+        stream = self._streams.get(news.request_id)
+        if stream is None:  # ended by a stop string a moment ago
+            return []
+        if news.beams is not None:
+            del self._streams[news.request_id]
+            return self._of_beams(news)
+        output = stream.process(news)
+        if stream.is_finished:
+            del self._streams[news.request_id]
+        if self._candidates is None:
+            return [output]
+        if output.finish_reason in (FinishReason.error, FinishReason.abort):
+            self._streams.clear()
+            return [output]
+        self._candidates[news.request_id].add(output)
+        return [] if self._streams else self._best(self._candidates)
+
+    def cut(self, stop_reason: str) -> list[RequestOutput]:
+        """End what has not ended with the text that it has; `stop_reason` says why."""
+        outputs = [
+            output
+            for request_id in self.unfinished_ids
+            for output in self.process(SequenceOutput(request_id, [], FinishReason.length))
+        ]
+        for output in outputs:
+            output.stop_reason = stop_reason
+        return outputs
+
+    def _best(self, candidates: dict[str, _Candidate]) -> list[RequestOutput]:
+        """The n candidates with the highest log-probability per token; the first of equals."""
+        ranked = sorted(candidates.values(), key=_Candidate.score, reverse=True)
+        chosen, others = ranked[: self._sampling.n], ranked[self._sampling.n :]
+        outputs = [one.joined(index) for index, one in enumerate(chosen)]
+        outputs[0].num_discarded_tokens = sum(len(one.token_ids) for one in others)
+        if self._sampling.logprobs is None:
+            for output in outputs:
+                output.logprobs = None
+        return outputs
+
+    def _of_beams(self, news: SequenceOutput) -> list[RequestOutput]:
+        (request,) = self._requests
+        outputs: list[RequestOutput] = []
+        for index, beam in enumerate(news.beams or ()):
+            stream = CompletionStream(request, index, self._tokenizer)
+            output = stream.process(
+                SequenceOutput(
+                    news.request_id,
+                    beam.token_ids,
+                    beam.finish_reason,
+                    beam.stop_reason,
+                    beam.logprobs,
+                    news.num_cached_tokens,
+                    prompt_logprobs=news.prompt_logprobs,
+                    scheduled_time=news.scheduled_time,
+                    num_preemptions=news.num_preemptions,
+                    events=None if index else news.events,
+                )
+            )
+            output.score = beam.score
+            outputs.append(output)
+        return outputs
+
+
+class _Candidate:
+    """One completion that may be among the best."""
+
+    def __init__(self) -> None:
+        self._outputs: list[RequestOutput] = []
+        self.token_ids: list[int] = []
+
+    def add(self, output: RequestOutput) -> None:
+        self._outputs.append(output)
+        self.token_ids += output.new_token_ids
+
+    def score(self) -> float:
+        """The mean log-probability of its tokens."""
+        logprobs = [entry.logprob for output in self._outputs for entry in output.logprobs or ()]
+        return sum(logprobs) / max(1, len(logprobs))
+
+    def joined(self, index: int) -> RequestOutput:
+        """All its news as one."""
+        joined = join_outputs(self._outputs)
+        joined.index, joined.score = index, self.score()
+        return joined
+
+
+def join_outputs(outputs: Sequence[RequestOutput]) -> RequestOutput:
+    """All news of one completion, or some that follow each other, as one."""
+    logprobs = [entry for output in outputs for entry in output.logprobs or ()]
+    return msgspec.structs.replace(
+        outputs[-1],
+        text_delta="".join(output.text_delta for output in outputs),
+        new_token_ids=[token_id for output in outputs for token_id in output.new_token_ids],
+        logprobs=None if all(output.logprobs is None for output in outputs) else logprobs,
+        prompt_logprobs=outputs[0].prompt_logprobs,
+        num_discarded_tokens=sum(output.num_discarded_tokens for output in outputs),
+        scheduled_time=outputs[0].scheduled_time,
+        events=[one for output in outputs for one in output.events or ()] or None,
+    )

@@ -1,0 +1,46 @@
+"""Questions that an engine answers between two steps, as the asking side keeps them.
+
+The answering side is runtime/process/utility_calls.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+
+from ostinato.runtime.errors import EngineDeadError, InvalidRequestError
+from ostinato.runtime.process.ipc import Call, CallName, CallReply
+
+__all__ = ("PendingCalls",)
+
+
+class PendingCalls:
+    """Calls whose replies have not come."""
+
+    def __init__(self) -> None:
+        self._ids = itertools.count()
+        self._pending: dict[int, asyncio.Future[str]] = {}
+
+    def begin(self, name: CallName) -> tuple[Call, asyncio.Future[str]]:
+        """What to send, and where the reply's text will be."""
+        call = Call(next(self._ids), name)
+        future: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._pending[call.call_id] = future
+        return call, future
+
+    def finish(self, reply: CallReply) -> None:
+        """Take in a reply."""
+        future = self._pending.pop(reply.call_id, None)
+        if future is None or future.done():  # whoever asked has gone
+            return
+        if reply.is_refused:
+            future.set_exception(InvalidRequestError(reply.text, code="call_refused", status=409))
+        else:
+            future.set_result(reply.text)
+
+    def fail(self, reason: str) -> None:
+        """The engine died: nothing will come."""
+        pending, self._pending = self._pending, {}
+        for future in pending.values():
+            if not future.done():
+                future.set_exception(EngineDeadError(f"the engine ended: {reason}"))

@@ -1,0 +1,165 @@
+"""At the door of pooled requests: what can be refused is refused here; and vectors as numbers.
+
+A pooled request has no output tokens: its prompt becomes a vector (an embedding), or a
+classification head's answer to it.
+"""
+
+from __future__ import annotations
+
+import array
+import sys
+import time
+from collections.abc import Sequence
+from typing import TypeVar
+
+from ostinato.runtime.errors import InvalidRequestError
+from ostinato.runtime.types.engine_info import ServedModel, ServedTask
+from ostinato.runtime.types.params import PoolingParams, SamplingParams
+from ostinato.runtime.types.request import Request
+
+__all__ = (
+    "check_pooling",
+    "check_score_head",
+    "cosine",
+    "make_pairs",
+    "make_pooling_request",
+    "numbers",
+    "pair_token_ids",
+    "require_task",
+)
+
+T = TypeVar("T")
+_NO_SAMPLING = SamplingParams(max_tokens=1)
+_WHERE = {
+    ServedTask.generate: "/v1/chat/completions and /v1/completions",
+    ServedTask.embed: "/v1/embeddings, /v1/score and /v1/rerank",
+    ServedTask.classify: "/v1/score and /v1/rerank",
+}
+
+
+def require_task(model: ServedModel, task: ServedTask) -> None:
+    """Raises InvalidRequestError when the model is not made for `task`, saying what it does."""
+    if task in model.tasks:
+        return
+    verbs = {"generate": "generate text", "embed": "give embeddings", "classify": "classify"}
+    there = "; ".join(_WHERE[one] for one in model.tasks)
+    raise InvalidRequestError(
+        f"{model.name} does not {verbs[task]}; this server has {there} for it",
+        param="model",
+        code="unsupported_task",
+    )
+
+
+def check_pooling(
+    prompt_token_ids: Sequence[int], params: PoolingParams, model: ServedModel
+) -> None:
+    """Check a text and what is asked of it against the model.
+
+    Raises:
+        InvalidRequestError: what can not be served, naming parameter, value, range and remedy.
+    """
+    require_task(model, ServedTask.classify if params.classify else ServedTask.embed)
+    length = len(prompt_token_ids)
+    if not 1 <= length <= model.max_model_len:
+        raise InvalidRequestError(
+            f"input has {length} tokens, {model.name} takes 1 to {model.max_model_len}; "
+            + ("shorten it, or set truncate_prompt_tokens=-1" if length else "send some text"),
+            param="input",
+            code="context_length_exceeded" if length else "invalid_value",
+        )
+    num_ids = model.vocab_size * max(1, model.num_segments)
+    if min(prompt_token_ids) < 0 or max(prompt_token_ids) >= num_ids:
+        wrong = next(t for t in prompt_token_ids if not 0 <= t < num_ids)
+        raise InvalidRequestError(
+            f"input has token id {wrong}, the vocabulary of {model.name} is "
+            f"[0, {model.vocab_size})",
+            param="input",
+            code="invalid_value",
+        )
+    if params.dimensions is not None and not 1 <= params.dimensions <= model.embedding_size:
+        raise InvalidRequestError(
+            f"dimensions={params.dimensions}, vectors of {model.name} have 1 to "
+            f"{model.embedding_size}",
+            param="dimensions",
+            code="invalid_value",
+        )
+
+
+def make_pooling_request(
+    request_id: str,
+    prompt_token_ids: list[int],
+    params: PoolingParams,
+    model: ServedModel,
+    *,
+    priority: int = 0,
+    cache_salt: str = "",
+    trace: bool = False,
+) -> Request:
+    """The engine's request for one text.
+
+    Args:
+        prompt_token_ids: of an encoder's second segment with `vocab_size` added.
+
+    Raises:
+        InvalidRequestError: as `check_pooling`.
+    """
+    check_pooling(prompt_token_ids, params, model)
+    return Request(
+        request_id=request_id,
+        prompt_token_ids=prompt_token_ids,
+        sampling=_NO_SAMPLING,
+        arrival_time=time.monotonic(),
+        priority=priority,
+        cache_salt=cache_salt,
+        pooling=params,
+        trace=trace,
+    )
+
+
+def make_pairs(first: Sequence[T], second: Sequence[T]) -> list[tuple[T, T]]:
+    """One of `first` for all of `second`, or as many.
+
+    Raises:
+        InvalidRequestError: neither.
+    """
+    if not second or len(first) not in (1, len(second)):
+        raise InvalidRequestError(
+            f"{len(first)} first and {len(second)} second texts make no pairs: give one first text "
+            "for all, or one for each",
+            param="text_1",
+            code="invalid_value",
+        )
+    return list(zip(list(first) * len(second) if len(first) == 1 else first, second, strict=True))
+
+
+def check_score_head(model: ServedModel) -> None:
+    """Raises InvalidRequestError for a head whose labels are no score."""
+    if model.num_labels != 1:
+        raise InvalidRequestError(
+            f"{model.name} tells {model.num_labels} labels apart; a score needs a head with one",
+            param="model",
+            code="unsupported_task",
+        )
+
+
+def pair_token_ids(ids: Sequence[int], segments: Sequence[int], model: ServedModel) -> list[int]:
+    """A pair's tokens as an encoder takes them: those of segment 1 with `vocab_size` added."""
+    last = model.num_segments - 1  # a model with one kind of segment does not tell them apart
+    return [
+        token + min(segment, last) * model.vocab_size
+        for token, segment in zip(ids, segments, strict=True)
+    ]
+
+
+def numbers(data: bytes) -> list[float]:
+    """The numbers of a vector, which are little-endian float32."""
+    values = array.array("f")
+    values.frombytes(data)
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values.tolist()
+
+
+def cosine(first: bytes, second: bytes) -> float:
+    """The dot product of two vectors of length 1."""
+    return sum(a * b for a, b in zip(numbers(first), numbers(second), strict=True))

@@ -1,0 +1,213 @@
+"""At the door: everything that can be refused is refused here, before a request reaches the
+scheduler.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+import msgspec
+
+from ostinato.runtime.errors import InvalidRequestError
+from ostinato.runtime.types.engine_info import ServedModel
+from ostinato.runtime.types.params import MAX_BAD_WORD_TOKENS, SamplingParams
+from ostinato.runtime.types.request import Request
+
+__all__ = ("TextEncoder", "bad_words_token_ids", "make_requests", "resolve_sampling", "truncate")
+
+_MASK = (1 << 63) - 1
+
+
+class TextEncoder(Protocol):
+    """What the door needs of a tokenizer."""
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text."""
+        ...
+
+
+def truncate(
+    prompt_token_ids: list[int], sampling: SamplingParams, model: ServedModel
+) -> list[int]:
+    """The part of a prompt that `truncate_prompt_tokens` leaves.
+
+    -1 leaves room for `max_tokens` output tokens, or for one when they are not limited.
+    """
+    limit = sampling.truncate_prompt_tokens
+    if limit is None:
+        return prompt_token_ids
+    if limit == -1:
+        limit = max(1, model.max_model_len - (sampling.max_tokens or 1))
+    if len(prompt_token_ids) <= limit:
+        return prompt_token_ids
+    return (
+        prompt_token_ids[-limit:]
+        if sampling.truncation_side == "left"
+        else prompt_token_ids[:limit]
+    )
+
+
+def bad_words_token_ids(words: Sequence[str], tokenizer: TextEncoder | None) -> list[list[int]]:
+    """The tokens of each word as given, and at the beginning of and within a text.
+
+    Raises:
+        InvalidRequestError: a word has too many tokens, or there is no tokenizer.
+    """
+    if not words:
+        return []
+    if tokenizer is None:
+        raise InvalidRequestError(
+            "bad_words needs a tokenizer, and this model was loaded without one; use logit_bias"
+            " with token ids",
+            param="bad_words",
+            code="no_tokenizer",
+        )
+    found: dict[tuple[int, ...], None] = {}
+    for word in words:
+        bare = word.lstrip()
+        for form in (word, bare, " " + bare):
+            token_ids = tuple(tokenizer.encode(form, add_special_tokens=False))
+            if len(token_ids) > MAX_BAD_WORD_TOKENS:
+                raise InvalidRequestError(
+                    f"bad_words: {word[:40]!r} has {len(token_ids)} tokens, a word may have "
+                    f"{MAX_BAD_WORD_TOKENS}; shorten it",
+                    param="bad_words",
+                )
+            if token_ids:
+                found[token_ids] = None
+    return [list(token_ids) for token_ids in found]
+
+
+def resolve_sampling(
+    prompt_token_ids: Sequence[int], sampling: SamplingParams, model: ServedModel
+) -> SamplingParams:
+    """Check a prompt and its parameters against the model; fill in `max_tokens`.
+
+    Raises:
+        InvalidRequestError: what can not be served, naming parameter, value, range and remedy.
+    """
+    length = len(prompt_token_ids)
+    if length == 0:
+        raise InvalidRequestError(
+            "prompt has 0 tokens, it needs at least 1; send some text", param="prompt"
+        )
+    if length >= model.max_model_len:
+        raise InvalidRequestError(
+            f"prompt has {length} tokens, and the context of {model.name} holds "
+            f"{model.max_model_len} with at least 1 for the answer; shorten it",
+            param="prompt",
+            code="context_length_exceeded",
+        )
+    if min(prompt_token_ids) < 0 or max(prompt_token_ids) >= model.vocab_size:
+        wrong = next(t for t in prompt_token_ids if not 0 <= t < model.vocab_size)
+        raise InvalidRequestError(
+            f"prompt has token id {wrong}, the vocabulary of {model.name} is "
+            f"[0, {model.vocab_size})",
+            param="prompt",
+        )
+    for name, token_ids in (
+        ("logit_bias", sampling.logit_bias),
+        ("stop_token_ids", sampling.stop_token_ids),
+        ("allowed_token_ids", sampling.allowed_token_ids or ()),
+        ("logprob_token_ids", sampling.logprob_token_ids or ()),
+    ):
+        for token_id in token_ids:
+            if not 0 <= token_id < model.vocab_size:
+                raise InvalidRequestError(
+                    f"{name} names token id {token_id}, the vocabulary of {model.name} is "
+                    f"[0, {model.vocab_size})",
+                    param=name,
+                )
+    _check_that_something_is_allowed(sampling, model)
+    room = model.max_model_len - length
+    if sampling.max_tokens is None:
+        return msgspec.structs.replace(sampling, max_tokens=room)
+    if sampling.max_tokens > room:
+        raise InvalidRequestError(
+            f"max_tokens={sampling.max_tokens} with a prompt of {length} tokens exceeds the "
+            f"context of {model.name}, {model.max_model_len} tokens; ask for at most {room}",
+            param="max_tokens",
+            code="context_length_exceeded",
+        )
+    return sampling
+
+
+def _check_that_something_is_allowed(sampling: SamplingParams, model: ServedModel) -> None:
+    if sampling.allowed_token_ids is None or not sampling.min_tokens:
+        return
+    ends = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else model.eos_token_ids)}
+    if ends.issuperset(sampling.allowed_token_ids):
+        raise InvalidRequestError(
+            f"allowed_token_ids={list(sampling.allowed_token_ids)} are all stop tokens, which "
+            f"min_tokens={sampling.min_tokens} forbids; allow another one or set min_tokens=0",
+            param="allowed_token_ids",
+        )
+
+
+def make_requests(
+    request_id: str,
+    prompt_token_ids: list[int],
+    sampling: SamplingParams,
+    model: ServedModel,
+    *,
+    priority: int = 0,
+    cache_salt: str = "",
+    tokenizer: TextEncoder | None = None,
+    grammar: str = "",
+) -> list[Request]:
+    """The engine's requests for one prompt: one per candidate, which share the prompt's cached
+    blocks, or one for a beam search.
+
+    Every request gets a seed, drawn when the caller gave none, so that it can be replayed.
+
+    Args:
+        tokenizer: needed for `bad_words` only.
+        grammar: what `GrammarCompiler` made of `sampling.structured_outputs`.
+
+    Raises:
+        InvalidRequestError: as `resolve_sampling` and `bad_words_token_ids`.
+    """
+    prompt_token_ids = truncate(prompt_token_ids, sampling, model)
+    sampling = resolve_sampling(prompt_token_ids, sampling, model)
+    seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
+    has_grammar = sampling.structured_outputs is not None
+    assert has_grammar == bool(grammar), "structured_outputs were not made a grammar"
+    count, each = (
+        sampling.num_candidates,
+        msgspec.structs.replace(sampling, structured_outputs=None),
+    )
+    if sampling.use_beam_search:
+        count, each = 1, msgspec.structs.replace(each, temperature=0.0)
+    else:
+        # Candidates are chosen by their log-probabilities.
+        ranked = sampling.logprobs is None and count > sampling.n
+        logprobs = 0 if ranked else sampling.logprobs
+        each = msgspec.structs.replace(each, n=1, best_of=None, logprobs=logprobs)
+    first = Request(
+        request_id=request_id if count == 1 else f"{request_id}:0",
+        prompt_token_ids=prompt_token_ids,
+        sampling=msgspec.structs.replace(each, seed=seed),
+        eos_token_ids=model.eos_token_ids,
+        arrival_time=time.monotonic(),
+        priority=priority,
+        cache_salt=cache_salt,
+        bad_words_token_ids=bad_words_token_ids(sampling.bad_words, tokenizer),
+        grammar=grammar,
+    )
+    return [
+        first,
+        *(
+            msgspec.structs.replace(
+                first,
+                request_id=f"{request_id}:{index}",
+                # An odd multiplier spreads neighbouring seeds apart.
+                sampling=msgspec.structs.replace(
+                    each, seed=(seed + index * 0x9E3779B97F4A7C15) & _MASK
+                ),
+            )
+            for index in range(1, count)
+        ),
+    ]

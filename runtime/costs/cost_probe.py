@@ -1,0 +1,263 @@
+"""Measures the step-cost table: real steps through the runner, before the first request.
+
+A step is a `SchedulerOutput` like any other, so what is timed is all that a step of service does:
+filling the buffers, the model as it was captured or compiled, the sampler. New tokens go to the
+null block; contexts are read from blocks that nobody owns yet.
+
+Lines of the grid are measured, the rest follows from them: prompts of one sequence, decodes of
+several, each without and with context. A line is walked up with one run a point, as far as the
+budget goes, then down with two, largest first; a point's cost is the median of its runs, so that a
+disturbance of some moments does not hit all of one point's.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import cycle, islice
+from statistics import median
+
+from ostinato.runtime.costs.cost_table import Chunk, CostTable
+from ostinato.runtime.types.params import SamplingParams
+from ostinato.runtime.types.request import Request
+from ostinato.runtime.types.step import AdmittedSequence, ScheduledSequence, SchedulerOutput
+
+__all__ = ("StepSpace", "measure_costs")
+
+_LEAST_BUDGET_S, _MOST_BUDGET_S = 0.5, 4.0
+_BUDGET_STEPS = 150  # of one token; what the budget is between those two
+_CONTEXTS = (1024, 8192)
+# Shares of the budget by which each line is done: prompts, decodes; then both for each context.
+_SHARES = ((0.4, 0.65), (0.75, 0.9), (0.95, 1.0))
+_RUNS_UP, _RUNS_DOWN = 1, 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSpace:
+    """Which steps there can be."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int  # tokens of one sequence
+    block_size: int  # tokens
+    decode_sizes: Sequence[int]  # numbers of sequences to measure decodes of, rising
+    context_block_ids: Sequence[int]  # blocks to read contexts from
+    sampling: SamplingParams  # of a usual request
+
+
+class _Prober:
+    """Runs and times steps."""
+
+    def __init__(
+        self,
+        execute: Callable[[SchedulerOutput], object],
+        space: StepSpace,
+        clock: Callable[[], float],
+    ) -> None:
+        self._execute = execute
+        self._space = space
+        self.clock = clock
+
+    def decodes(self, num_seqs: int, context: int, num_runs: int) -> list[float]:
+        """Seconds of steps in which sequences of that context decode."""
+        return self._times([Chunk(1, context)] * num_seqs, num_runs)
+
+    def prompts(self, num_tokens: int, context: int, num_runs: int) -> list[float]:
+        """Seconds of steps with that many tokens behind a context, of few sequences."""
+        most = self._space.max_model_len - context
+        chunks = [Chunk(most, context)] * (num_tokens // most)
+        if rest := num_tokens % most:
+            chunks.append(Chunk(rest, context))
+        return self._times(chunks, num_runs)
+
+    def _times(self, chunks: list[Chunk], num_runs: int) -> list[float]:
+        """The first run takes the rows, the others find them taken: the usual case."""
+        seconds: list[float] = []
+        output = self._output(chunks, admits=True)
+        again = self._output(chunks, admits=False) if num_runs > 1 else output
+        for _ in range(num_runs):
+            begin = self.clock()
+            self._execute(output)
+            seconds.append(self.clock() - begin)
+            output = again
+        return seconds
+
+    def _output(self, chunks: list[Chunk], *, admits: bool) -> SchedulerOutput:
+        space = self._space
+        admitted: list[AdmittedSequence] = []
+        scheduled: list[ScheduledSequence] = []
+        read = cycle(space.context_block_ids)
+        for row, (num_tokens, start) in enumerate(chunks):
+            block_ids: list[int] = []
+            if admits:
+                request = Request(
+                    request_id=f"probe-{row}", prompt_token_ids=[0], sampling=space.sampling
+                )
+                admitted.append(AdmittedSequence(row, request, []))
+                num_written = -(-(start + num_tokens) // space.block_size)
+                num_read = start // space.block_size  # contexts are whole blocks
+                block_ids = [*islice(read, num_read), *[0] * (num_written - num_read)]
+            # A decode's token is the row's last one; the values of a prompt's do not matter.
+            token_ids = [] if num_tokens == 1 else [0] * num_tokens
+            scheduled.append(ScheduledSequence(row, start, num_tokens, token_ids, block_ids, True))
+        return SchedulerOutput(scheduled, admitted, sum(chunk.num_tokens for chunk in chunks))
+
+
+def measure_costs(
+    execute: Callable[[SchedulerOutput], object],
+    space: StepSpace,
+    *,
+    budget_s: float | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> CostTable:
+    """Run steps and tabulate what they take.
+
+    Args:
+        execute: runs a step to its end, tokens on the host; compiles nothing any more.
+        space: the steps there can be.
+        budget_s: stop in about this many seconds; None = half a second, or the time of 150 decode
+            steps up to 4 seconds when that is longer. A slow device is measured at few points.
+        clock: seconds.
+    """
+    prober = _Prober(execute, space, clock)
+    begin = clock()
+    one = median(prober.decodes(1, 0, 5))
+    if budget_s is None:
+        budget_s = min(max(_LEAST_BUDGET_S, _BUDGET_STEPS * one), _MOST_BUDGET_S)
+
+    def until(share: float) -> float:
+        return begin + share * budget_s
+
+    most = space.max_num_seqs * space.max_model_len
+    sizes = _prompt_sizes(min(space.max_num_batched_tokens, most))
+    prompt_share, decode_share = _SHARES[0]
+    prompts = {0: _line(prober.prompts, sizes, 0, one, until(prompt_share), clock)}
+    decodes = {0: _line(prober.decodes, space.decode_sizes, 0, one, until(decode_share), clock)}
+    growth = 2.0  # what a context is guessed to make of a step's cost
+    for context, (prompt_share, decode_share) in zip(_contexts(space), _SHARES[1:], strict=False):
+        sizes = [size for size in prompts[0] if size + context <= space.max_model_len]
+        sizes = sizes[len(sizes) // 2 :: 2]
+        guess = growth * prompts[0][sizes[0]]
+        line = _line(prober.prompts, sizes, context, guess, until(prompt_share), clock)
+        if not line:
+            break
+        prompts[context] = line
+        sizes = sorted({*list(decodes[0])[::2], max(decodes[0])})
+        line = _line(prober.decodes, sizes, context, growth * one, until(decode_share), clock)
+        if not line:
+            del prompts[context]
+            break
+        decodes[context] = line
+        growth = _CONTEXTS[1] / _CONTEXTS[0] * max(1.0, line[1] / one)
+    return _tabulate(prompts, decodes)
+
+
+def _prompt_sizes(most: int) -> list[int]:
+    """Powers of four up to 64, then of two up to the largest step, and that."""
+    sizes = [1, 4, 16, *(1 << power for power in range(6, most.bit_length()))]
+    return [*(size for size in sizes if size < most), most]
+
+
+def _contexts(space: StepSpace) -> list[int]:
+    """Whole blocks, rising; at most half of the longest sequence."""
+    most = space.max_model_len // 2 // space.block_size * space.block_size
+    lengths = {min(c // space.block_size * space.block_size, most) for c in _CONTEXTS}
+    return sorted(length for length in lengths if length > 0)
+
+
+def _line(
+    times: Callable[[int, int, int], list[float]],
+    sizes: Iterable[int],
+    context: int,
+    guess: float,
+    until: float,
+    clock: Callable[[], float],
+) -> dict[int, float]:
+    """Median seconds by size, for the sizes that can be measured in time.
+
+    Args:
+        times: (size, context, number of runs) -> seconds of each.
+        sizes: rising.
+        context: tokens.
+        guess: seconds of the first size.
+        until: when to be done, by `clock`.
+        clock: seconds.
+    """
+    seconds: dict[int, list[float]] = {}
+    total = 0.0  # of one run of each size
+    for size in sizes:
+        expected = _expected(seconds, size) if seconds else guess
+        end = clock() + (_RUNS_UP + _RUNS_DOWN) * expected + _RUNS_DOWN * total
+        if (seconds or context) and end > until:
+            break
+        seconds[size] = times(size, context, _RUNS_UP)
+        total += min(seconds[size])
+    for size in reversed(seconds):
+        if clock() + min(seconds[size]) < until:
+            seconds[size] += times(size, context, _RUNS_DOWN)
+    return {size: median(runs) for size, runs in seconds.items()}
+
+
+def _expected(seconds: dict[int, list[float]], size: int) -> float:
+    """Seconds of a larger step: by the last slope and some more, at most in proportion."""
+    last, *others = reversed(seconds)
+    known = min(seconds[last])
+    slope = known / last
+    if others:
+        slope = min(slope, 1.5 * max(0.0, known - min(seconds[others[0]])) / (last - others[0]))
+    return max(1.25 * known, known + slope * (size - last))
+
+
+def _tabulate(
+    prompts: dict[int, dict[int, float]], decodes: dict[int, dict[int, float]]
+) -> CostTable:
+    """The grid from its measured lines, {context: {size: seconds}}.
+
+    A mixed step is taken to cost what its tokens cost as one sequence's, and what as many decodes
+    as it has sequences cost more than as many tokens of one.
+    """
+    contexts, tokens, seqs = list(decodes), list(prompts[0]), list(decodes[0])
+    prompt_lines: list[dict[int, float]] = []
+    decode_lines: list[dict[int, float]] = []
+    for context in contexts:
+        surcharges = _surcharges(decodes, context)
+        decode_lines.append({s: decodes[0][s] + _interpolate(surcharges, s) for s in seqs})
+        surcharges = _surcharges(prompts, context)
+        prompt_lines.append({t: prompts[0][t] + _interpolate(surcharges, t) for t in tokens})
+    more = [
+        {s: max(0.0, line[s] - _interpolate(prompt_lines[k], s)) for s in seqs}
+        for k, line in enumerate(decode_lines)
+    ]
+    return CostTable.from_medians(
+        tokens=tokens,
+        seqs=seqs,
+        contexts=contexts,
+        seconds=[
+            prompt_lines[k][t] + more[k][s]
+            for t in tokens
+            for s in seqs
+            for k in range(len(contexts))
+        ],
+        decode=[line[s] for s in seqs for line in decode_lines],
+    )
+
+
+def _surcharges(lines: dict[int, dict[int, float]], context: int) -> dict[int, float]:
+    """What a context costs, by size."""
+    return {
+        size: max(0.0, seconds - lines[0][size]) for size, seconds in lines.get(context, {}).items()
+    }
+
+
+def _interpolate(line: dict[int, float], size: float) -> float:
+    """Linear between the points of a line, in proportion before and after them."""
+    sizes = list(line)
+    index = bisect_left(sizes, size)
+    if index in (0, len(sizes)):
+        nearest = sizes[max(0, index - 1)]
+        return line[nearest] * size / nearest
+    low, high = sizes[index - 1], sizes[index]
+    share = (size - low) / (high - low)
+    return line[low] + share * (line[high] - line[low])

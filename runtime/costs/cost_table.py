@@ -1,0 +1,245 @@
+"""The step-cost table: how many seconds a step takes, by its tokens, sequences and context.
+
+Measured when the engine starts (runtime/costs/cost_probe.py); plain data that goes into a bundle
+as bytes and answers in microseconds without torch. A step is
+
+    tokens    T, computed in the step, over all of its sequences
+    seqs      S, sequences that take part
+    context   C, tokens that a sequence has in the cache before the step
+
+Steps in which every sequence decodes (T = S, all sampled) have a line of their own: they may run as
+another program.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from itertools import pairwise
+from typing import NamedTuple, Self
+
+import msgspec
+
+__all__ = ("Chunk", "CostTable")
+
+
+class Chunk(NamedTuple):
+    """Part of a prompt: positions [start, start + num_tokens)."""
+
+    num_tokens: int
+    start: int
+
+
+class CostTable(msgspec.Struct, frozen=True, kw_only=True, dict=True):
+    """Seconds at the points of a grid, interpolated between them; see the module's text.
+
+    `seconds` and `decode` never fall when an argument grows. Between points they are multilinear.
+    Below the first point the first one counts; past the last, each axis adds its excess times a
+    slope: the last interval's, the steepest of those with smaller other arguments, so that nothing
+    falls there either.
+
+    Raises:
+        ValueError: axes that do not rise, a wrong number of entries, entries that are negative, not
+            finite or fall along an axis.
+    """
+
+    tokens: tuple[int, ...]  # T axis, rising
+    seqs: tuple[int, ...]  # S axis, rising
+    contexts: tuple[int, ...]  # C axis, rising
+    seconds: tuple[float, ...]  # [T, S, C], contexts fastest
+    decode: tuple[float, ...]  # [S, C], steps in which every sequence decodes
+
+    def __post_init__(self) -> None:
+        for name in ("tokens", "seqs", "contexts"):
+            axis: tuple[int, ...] = getattr(self, name)
+            least = 0 if name == "contexts" else 1
+            if not axis or axis[0] < least or any(a >= b for a, b in pairwise(axis)):
+                raise ValueError(
+                    f"cost table: {name} must rise from at least {least}, got {axis}; measure again"
+                )
+        shape = self._shape
+        for name, sizes in (("seconds", shape), ("decode", shape[1:])):
+            values: tuple[float, ...] = getattr(self, name)
+            if len(values) != math.prod(sizes):
+                raise ValueError(
+                    f"cost table: {name} must have {math.prod(sizes)} entries, got {len(values)}; "
+                    f"measure again"
+                )
+            if not all(math.isfinite(value) and value >= 0.0 for value in values):
+                raise ValueError(f"cost table: {name} must be finite and at least 0; measure again")
+            if values != tuple(_envelope(values, sizes)):
+                raise ValueError(f"cost table: {name} falls along an axis; measure again")
+
+    @classmethod
+    def from_medians(
+        cls,
+        *,
+        tokens: Sequence[int],
+        seqs: Sequence[int],
+        contexts: Sequence[int],
+        seconds: Sequence[float],
+        decode: Sequence[float],
+    ) -> Self:
+        """A table from measured values that may fall where they should not.
+
+        Every entry becomes the least of those at or past it on all axes: what disturbs a
+        measurement only ever adds time, so of two that contradict each other the larger is wrong.
+        """
+        shape = (len(tokens), len(seqs), len(contexts))
+        return cls(
+            tokens=tuple(tokens),
+            seqs=tuple(seqs),
+            contexts=tuple(contexts),
+            seconds=tuple(_envelope(seconds, shape)),
+            decode=tuple(_envelope(decode, shape[1:])),
+        )
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Self:
+        """The table that `to_bytes` wrote.
+
+        Raises:
+            ValueError: `data` is something else.
+        """
+        try:
+            return msgspec.msgpack.decode(data, type=cls)
+        except msgspec.MsgspecError as error:
+            raise ValueError(f"not a step-cost table: {error}") from error
+
+    def to_bytes(self) -> bytes:
+        """The table as msgpack; a machine of the same kind may read it."""
+        return msgspec.msgpack.encode(self)
+
+    def step_seconds(self, tokens: float, seqs: float, context: float) -> float:
+        """Seconds of a step of `tokens` tokens over `seqs` sequences that each have `context`."""
+        t, s, c = _at(self.tokens, tokens), _at(self.seqs, seqs), _at(self.contexts, context)
+        shape, slopes = self._shape, self._slopes
+        seconds = _interpolate(self.seconds, shape, (t, s, c))
+        if t.excess:
+            seconds += t.excess * _interpolate(slopes[0], shape[1:], (s, c))
+        if s.excess:
+            seconds += s.excess * _interpolate(slopes[1], (shape[0], shape[2]), (t, c))
+        if c.excess:
+            seconds += c.excess * _interpolate(slopes[2], shape[:2], (t, s))
+        return seconds
+
+    def decode_seconds(self, seqs: float, context: float) -> float:
+        """Seconds of a step in which `seqs` sequences of `context` tokens each decode one more."""
+        s, c = _at(self.seqs, seqs), _at(self.contexts, context)
+        shape, slopes = self._shape[1:], self._decode_slopes
+        seconds = _interpolate(self.decode, shape, (s, c))
+        if s.excess:
+            seconds += s.excess * _interpolate(slopes[0], shape[1:], (c,))
+        if c.excess:
+            seconds += c.excess * _interpolate(slopes[1], shape[:1], (s,))
+        return seconds
+
+    def mixed_seconds(self, num_decodes: int, context: float, chunks: Iterable[Chunk]) -> float:
+        """Seconds of a step of decodes with `context` tokens each and of parts of prompts.
+
+        One mean context of such a step would say little, since a decode reads its context for one
+        token and a chunk for all of its own. So each part's context is charged by itself, on top of
+        the step's cost without any.
+        """
+        chunks = list(chunks)
+        if not chunks:
+            return self.decode_seconds(num_decodes, context) if num_decodes else 0.0
+        num_tokens = num_decodes + sum(chunk.num_tokens for chunk in chunks)
+        seconds = self.step_seconds(num_tokens, num_decodes + len(chunks), 0)
+        if num_decodes:
+            seconds += self.decode_surcharge(num_decodes, context)
+        return seconds + sum(self.chunk_surcharge(chunk) for chunk in chunks)
+
+    def decode_surcharge(self, seqs: float, context: float) -> float:
+        """Of `decode_seconds`, those that the context costs."""
+        return self.decode_seconds(seqs, context) - self.decode_seconds(seqs, 0)
+
+    def chunk_surcharge(self, chunk: Chunk) -> float:
+        """Of the seconds of a chunk by itself, those that the tokens before it cost."""
+        if chunk.start <= self.contexts[0]:
+            return 0.0
+        num_tokens = chunk.num_tokens
+        return self.step_seconds(num_tokens, 1, chunk.start) - self.step_seconds(num_tokens, 1, 0)
+
+    @property
+    def _shape(self) -> tuple[int, int, int]:
+        return len(self.tokens), len(self.seqs), len(self.contexts)
+
+    @cached_property
+    def _slopes(self) -> tuple[list[float], list[float], list[float]]:
+        """Seconds a unit past the end of each axis, over the grid of the other two."""
+        axes = (self.tokens, self.seqs, self.contexts)
+        t, s, c = (_end_slopes(self.seconds, axes, axis) for axis in range(3))
+        return t, s, c
+
+    @cached_property
+    def _decode_slopes(self) -> tuple[list[float], list[float]]:
+        s, c = (_end_slopes(self.decode, (self.seqs, self.contexts), axis) for axis in range(2))
+        return s, c
+
+
+class _Place(NamedTuple):
+    """Where a value lies on an axis: between points `below` and `below + 1`."""
+
+    below: int
+    fraction: float  # of the way to the next point; 0 at and past the last one
+    excess: float  # past the last point, in units of the axis
+
+
+def _at(axis: tuple[int, ...], value: float) -> _Place:
+    if value >= axis[-1]:
+        return _Place(len(axis) - 1, 0.0, value - axis[-1])
+    if value <= axis[0]:
+        return _Place(0, 0.0, 0.0)
+    index = bisect_right(axis, value) - 1
+    return _Place(index, (value - axis[index]) / (axis[index + 1] - axis[index]), 0.0)
+
+
+def _interpolate(
+    values: Sequence[float], shape: Sequence[int], places: Sequence[_Place], offset: int = 0
+) -> float:
+    """Multilinear; `values` has the given shape, its last axis fastest, and begins at `offset`."""
+    if not places:
+        return values[offset]
+    below, fraction, _ = places[0]
+    stride = math.prod(shape[1:])
+    offset += below * stride
+    low = _interpolate(values, shape[1:], places[1:], offset)
+    if not fraction:
+        return low
+    high = _interpolate(values, shape[1:], places[1:], offset + stride)
+    # Rounding must not lead out of the interval.
+    return min(low + fraction * (high - low), high) if high > low else low
+
+
+def _envelope(values: Sequence[float], shape: Sequence[int]) -> list[float]:
+    """Each value lowered to the least of those at or past it on every axis."""
+    result = list(values)
+    for axis, size in enumerate(shape):
+        stride = math.prod(shape[axis + 1 :])
+        for index in reversed(range(len(result))):
+            if index // stride % size < size - 1:
+                result[index] = min(result[index], result[index + stride])
+    return result
+
+
+def _end_slopes(values: Sequence[float], axes: Sequence[tuple[int, ...]], axis: int) -> list[float]:
+    """The slope of the last interval of `axis` at every point of the other axes, made to rise.
+
+    An axis of one point has the slope of a line through the origin when that is a number of tokens
+    or sequences, and none when it is a context.
+    """
+    shape = [len(points) for points in axes]
+    points, stride = axes[axis], math.prod(shape[axis + 1 :])
+    last = [i for i in range(len(values)) if i // stride % shape[axis] == shape[axis] - 1]
+    end = points[-1]
+    interval = end - points[-2] if len(points) > 1 else 0
+    if interval:
+        slopes = [(values[i] - values[i - stride]) / interval for i in last]
+    else:
+        slopes = [values[i] / max(1, end) if axis != len(axes) - 1 else 0.0 for i in last]
+    others = [size for index, size in enumerate(shape) if index != axis]
+    # The envelope of the negated, reversed slopes: each raised to the largest at or before it.
+    return [-value for value in reversed(_envelope([-v for v in reversed(slopes)], others))]

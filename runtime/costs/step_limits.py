@@ -1,0 +1,125 @@
+"""How large a step may be: upper bounds before anything is measured, limits once it is.
+
+The static buffers, the memory plan and the captured buckets need bounds at once, and step costs can
+only be measured with those in place. So a limit that nobody set begins as an upper bound, buffers
+are made for that, and the measured table may lower what the scheduler uses of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ostinato.conf.schema import SchedulerConfig
+from ostinato.runtime.costs.cost_table import CostTable
+
+__all__ = ("DecidedLimits", "StepLimits", "decide_limits", "needless_sizes", "upper_limits")
+
+# Upper bounds of what is not set. A GPU gains from batches that would only make a CPU slower.
+_MAX_NUM_SEQS = {"cpu": 64, "cuda": 256}
+_MAX_NUM_BATCHED_TOKENS = {"cpu": 2048, "cuda": 8192}
+
+# A larger step is worth its latency when it raises tokens a second by more than this share.
+_WORTH = 0.03
+# Decided limits are no lower than this: a disturbed measurement must not cripple a server.
+_LEAST_SEQS = 32
+_LEAST_TOKENS = 256
+# Tokens of context that the decodes are taken to have.
+_TYPICAL_CONTEXT = 512
+
+
+class StepLimits(NamedTuple):
+    """The largest step."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+
+
+class DecidedLimits(NamedTuple):
+    """Limits and where they come from."""
+
+    limits: StepLimits
+    seqs_origin: str  # in words, for the log
+    tokens_origin: str
+
+
+def upper_limits(config: SchedulerConfig, *, is_cpu: bool = True) -> StepLimits:
+    """What buffers, memory plan and buckets are made for: what is set, else the device's bound."""
+    device = "cpu" if is_cpu else "cuda"
+    seqs, tokens = config.max_num_seqs, config.max_num_batched_tokens
+    if tokens is None:
+        tokens = max(_MAX_NUM_BATCHED_TOKENS[device], seqs or 0)
+    if seqs is None:
+        seqs = min(_MAX_NUM_SEQS[device], tokens)
+    return StepLimits(seqs, tokens)
+
+
+def decide_limits(
+    config: SchedulerConfig, upper: StepLimits, costs: CostTable | None
+) -> DecidedLimits:
+    """What the scheduler uses of the upper bounds.
+
+    The smallest measured number of sequences, and of tokens, past which a larger step hardly gives
+    more tokens a second and only takes longer. What was set stays; so does an upper bound up to
+    which throughput rises, or was not measured.
+
+    Args:
+        config: which limits were set.
+        upper: from `upper_limits`.
+        costs: the measured table; None = there is none, the upper bounds stay.
+    """
+    context = _TYPICAL_CONTEXT
+    seqs, seqs_origin = upper.max_num_seqs, "set"
+    if config.max_num_seqs is None:
+        rates = (
+            {} if costs is None else {s: s / costs.decode_seconds(s, context) for s in costs.seqs}
+        )
+        seqs, seqs_origin = _decide(rates, seqs, _LEAST_SEQS)
+    tokens, tokens_origin = upper.max_num_batched_tokens, "set"
+    if config.max_num_batched_tokens is None:
+        rates = {}
+        if costs is not None:
+            rates = {size: _rate(size, costs.step_seconds(size, 1, 0)) for size in costs.tokens}
+        tokens, tokens_origin = _decide(rates, tokens, _LEAST_TOKENS)
+        # Decodes come first: what prompts are given is what they leave.
+        tokens = min(tokens + seqs, upper.max_num_batched_tokens)
+    elif seqs > tokens:
+        seqs = tokens
+    return DecidedLimits(StepLimits(seqs, tokens), seqs_origin, tokens_origin)
+
+
+def needless_sizes(sizes: Sequence[int], costs: CostTable) -> list[int]:
+    """Decode buckets that are as slow as a larger one that stays: their steps can use that.
+
+    Args:
+        sizes: numbers of sequences, rising.
+        costs: measured at those sizes.
+    """
+    needless: list[int] = []
+    larger: float | None = None  # seconds of the next larger one that stays
+    for size in reversed(sizes):
+        seconds = costs.decode_seconds(size, 0)
+        if larger is not None and seconds > (1.0 - _WORTH) * larger:
+            needless.insert(0, size)
+        else:
+            larger = seconds
+    return needless
+
+
+def _rate(size: int, seconds: float) -> float:
+    return size / max(seconds, 1e-9)
+
+
+def _decide(rates: dict[int, float], upper: int, least: int) -> tuple[int, str]:
+    """The smallest size with nearly the best rate, and why it is that."""
+    rates = {size: rate for size, rate in rates.items() if size <= upper}
+    if not rates:
+        return upper, "upper bound, not measured"
+    best = max(rates.values())
+    size = min(size for size, rate in rates.items() if rate >= (1.0 - _WORTH) * best)
+    # One larger size that is no better may be a disturbed measurement; two are a plateau.
+    if sum(larger > size for larger in rates) < 2:
+        return upper, f"upper bound, throughput rises up to the {max(rates)} measured"
+    if size < least:
+        return min(least, upper), f"decided, the least; throughput rises up to {size}"
+    return size, f"decided, {max(rates)} give {best / rates[size] - 1.0:.0%} more tokens a second"

@@ -1,0 +1,165 @@
+"""What an engine is doing this moment, for people who look: rows, queue, blocks, recent steps.
+
+Made only when a client asks (`messages.Inspect`), never as part of a step. It holds no text and no
+token ids.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+
+import msgspec
+
+from ostinato.runtime.engine.flight_recorder import StepRecord
+from ostinato.runtime.kv.kv_cache_manager import KVCacheManager
+from ostinato.runtime.scheduling.sequence import Sequence
+from ostinato.runtime.types.engine_info import EngineStats
+
+__all__ = ("BlockMap", "EngineState", "RowState", "WaitingState", "describe_engine")
+
+_MAX_CELLS = 2048
+_MAX_ROWS = 512
+_MAX_WAITING = 100
+_NUM_GROUPS = 8
+_SHARED = 3
+
+
+class RowState(msgspec.Struct, frozen=True, array_like=True):
+    """A sequence that takes part in steps."""
+
+    row: int
+    request_id: str
+    num_prompt_tokens: int
+    num_computed_tokens: int
+    num_output_tokens: int
+    max_num_tokens: int  # of prompt and output
+    num_blocks: int
+    num_shared_blocks: int  # of which others hold too
+    group: int  # colour of its shared blocks; 0 = it shares none
+    num_preemptions: int
+    age_s: float  # since it arrived
+
+
+class WaitingState(msgspec.Struct, frozen=True, array_like=True):
+    """A sequence without a row."""
+
+    request_id: str
+    num_prompt_tokens: int
+    num_output_tokens: int  # not 0 after a preemption
+    age_s: float  # since it arrived
+    priority: int
+
+
+class BlockMap(msgspec.Struct, frozen=True, array_like=True):
+    """The block pool in at most 2048 cells of equally many consecutive blocks."""
+
+    num_blocks: int  # usable
+    block_size: int  # tokens
+    blocks_per_cell: int  # the last cell may have fewer
+    kinds: list[int]  # per cell, of most of its blocks: 0 free, 1 cached, 2 held, 3 shared
+    groups: list[int]  # per cell: 1 to 8 = which prefix its shared blocks belong to, 0 = none
+    counts: list[int]  # blocks of each kind
+
+
+class EngineState(msgspec.Struct, frozen=True, array_like=True):
+    """One look at an engine."""
+
+    stats: EngineStats
+    rows: list[RowState]  # at most 512
+    num_rows: int  # there are
+    waiting: list[WaitingState]  # the first, at most 100
+    blocks: BlockMap
+    steps: list[StepRecord]  # the last 120, oldest first, without their sequences
+    bucket_tokens: list[int]  # token counts of the captured buckets
+    seconds: float = 0.0  # that it took to make this
+
+
+def describe_engine(
+    requests: Iterable[Sequence],
+    cache: KVCacheManager,
+    stats: EngineStats,
+    steps: Iterable[StepRecord],
+    bucket_tokens: Iterable[int],
+) -> EngineState:
+    """The state of an engine between two steps.
+
+    Args:
+        requests: those that have not ended, in order of arrival.
+        cache: who holds which blocks.
+        stats: the engine's figures.
+        steps: the last ones.
+        bucket_tokens: sizes of the captured programs.
+    """
+    begin, now = time.perf_counter(), time.monotonic()
+    kinds = cache.block_kinds()
+    rows: list[RowState] = []
+    waiting: list[WaitingState] = []
+    groups: dict[int, int] = {}
+    for sequence in requests:
+        if not sequence.is_running:
+            if len(waiting) < _MAX_WAITING:
+                waiting.append(_waiting(sequence, now))
+            continue
+        shared = [one for one in sequence.block_table if kinds[one - 1] == _SHARED]
+        # Who shares a prefix has its first block in common.
+        group = 1 + shared[0] % _NUM_GROUPS if shared else 0
+        groups.update(dict.fromkeys(shared, group))
+        if len(rows) < _MAX_ROWS:
+            rows.append(_row(sequence, len(shared), group, now))
+    rows.sort(key=lambda row: row.row)
+    return EngineState(
+        stats,
+        rows,
+        stats.num_running,
+        waiting,
+        _block_map(kinds, groups, cache.block_size),
+        list(steps),
+        sorted(set(bucket_tokens)),
+        time.perf_counter() - begin,
+    )
+
+
+def _row(sequence: Sequence, num_shared: int, group: int, now: float) -> RowState:
+    return RowState(
+        sequence.row,
+        sequence.request.request_id,
+        sequence.num_prompt_tokens,
+        min(sequence.num_computed_tokens, sequence.num_tokens),
+        sequence.num_output_tokens,
+        sequence.max_num_tokens,
+        len(sequence.block_table),
+        num_shared,
+        group,
+        sequence.num_preemptions,
+        max(0.0, now - sequence.request.arrival_time),
+    )
+
+
+def _waiting(sequence: Sequence, now: float) -> WaitingState:
+    return WaitingState(
+        sequence.request.request_id,
+        sequence.num_prompt_tokens,
+        sequence.num_output_tokens,
+        max(0.0, now - sequence.request.arrival_time),
+        sequence.request.priority,
+    )
+
+
+def _block_map(kinds: bytes, groups: dict[int, int], block_size: int) -> BlockMap:
+    counts = [kinds.count(kind) for kind in range(_SHARED + 1)]
+    num_blocks = len(kinds)
+    per_cell = max(1, -(-num_blocks // _MAX_CELLS))
+    cells = [_most(kinds[at : at + per_cell]) for at in range(0, num_blocks, per_cell)]
+    colours = [0] * len(cells)
+    for block_id, group in groups.items():
+        colours[(block_id - 1) // per_cell] = group
+    return BlockMap(num_blocks, block_size, per_cell, cells, colours, counts)
+
+
+def _most(kinds: bytes) -> int:
+    """The commonest kind, the largest of equals."""
+    if len(kinds) == 1:
+        return kinds[0]
+    _, most = max((kinds.count(kind), kind) for kind in range(_SHARED + 1))
+    return most

@@ -1,0 +1,229 @@
+"""What happens in steps, seen from outside: for metrics, timelines and the flight recorder.
+
+It reads what the scheduler hands to the runner and what comes back, and decides nothing. Without
+traced requests a step costs it a few microseconds.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable, Iterable
+from itertools import islice
+
+from ostinato.runtime.engine.flight_recorder import FlightRecorder, StepRecord
+from ostinato.runtime.types.engine_info import ITERATION_TOKENS
+from ostinato.runtime.types.outputs import SequenceOutput, TimelineEvent
+from ostinato.runtime.types.request import Request
+from ostinato.runtime.types.step import SchedulerOutput
+
+__all__ = ("StepObserver",)
+
+_NUM_RECENT = 120
+
+
+class _Progress:
+    """A request that has had a row."""
+
+    __slots__ = ("is_preempted", "is_reported", "num_preemptions", "scheduled_at")
+
+    def __init__(self, scheduled_at: float) -> None:
+        self.scheduled_at = scheduled_at
+        self.is_reported = False  # whether its news have said so
+        self.is_preempted = False  # known for traced requests only
+        self.num_preemptions = 0
+
+
+class StepObserver:
+    """Follows the steps of one engine.
+
+    Args:
+        flight: also gets every step; None = nobody keeps them.
+        clock: seconds; the one of `Request.arrival_time`.
+        on_step: also told of each step that has ended, and of the seconds since it was launched.
+
+    Attributes:
+        recent: the last steps, oldest first, without their sequences.
+        num_scheduled_tokens: that steps were asked for.
+        progress: positions that requests had computed after the last step that was done, of those
+            to which it gave no news.
+        iteration_tokens: steps by their tokens: one count per bound of ITERATION_TOKENS, then those
+            above the last.
+    """
+
+    def __init__(
+        self,
+        flight: FlightRecorder | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        on_step: Callable[[SchedulerOutput, float], None] | None = None,
+    ) -> None:
+        self._flight = flight
+        self._clock = clock
+        self._on_step = on_step
+        self._rows: dict[int, str] = {}
+        self._live: dict[str, _Progress] = {}
+        self._traces: dict[str, list[TimelineEvent]] = {}  # events that no news has carried yet
+        self._num_steps = 0
+        self._launched: deque[tuple[float, StepRecord]] = deque()
+        self.recent: deque[StepRecord] = deque(maxlen=_NUM_RECENT)
+        self.progress: dict[str, int] = {}
+        self.num_scheduled_tokens = 0
+        self.iteration_tokens = [0] * (len(ITERATION_TOKENS) + 1)
+
+    @property
+    def traced(self) -> Iterable[str]:
+        """Requests whose timeline is wanted."""
+        return self._traces.keys()
+
+    def add(self, request: Request) -> None:
+        """A request was queued."""
+        if request.trace:
+            self._traces[request.request_id] = []
+
+    def grammar_built(self, request: Request) -> None:
+        """A request leaves the queue of those that wait for their grammar."""
+        if request.trace:
+            seconds = max(0.0, self._clock() - request.arrival_time)
+            event = TimelineEvent("grammar_built", request.arrival_time, seconds)
+            self._traces[request.request_id].append(event)
+
+    def forget(self, request_id: str) -> None:
+        """A request was aborted."""
+        self._live.pop(request_id, None)
+        self._traces.pop(request_id, None)
+
+    def preempted(self, request_ids: Iterable[str]) -> None:
+        """These of the traced requests lost their rows."""
+        now = self._clock()
+        for request_id in request_ids:
+            progress = self._live.get(request_id)
+            if progress is not None and not progress.is_preempted:
+                progress.is_preempted = True
+                self._traces[request_id].append(TimelineEvent("preempted", now))
+
+    def begin(
+        self, output: SchedulerOutput, *, num_running: int, num_waiting: int, num_free_blocks: int
+    ) -> None:
+        """A step is about to be launched."""
+        now = self._clock()
+        for admitted in output.admitted:
+            self._admit(admitted.row, admitted.request, now)
+        rows, scheduled = self._rows, output.scheduled
+        self._num_steps += 1
+        record = StepRecord(
+            self._num_steps,
+            time.time(),
+            output.num_tokens,
+            output.num_seqs,
+            num_running,
+            num_waiting,
+            num_free_blocks,
+            sum(1 for entry in scheduled if not entry.token_ids),
+            [],
+        )
+        if self._flight is not None:
+            record.entries = FlightRecorder.entries(
+                [(rows[e.row], e.start, e.num_new_tokens) for e in islice(scheduled, 32)]
+            )
+            self._flight.write(record)
+        self._launched.append((now, record))
+
+    def launch(self, kind: str, num_padded_tokens: int) -> None:
+        """The step that began last runs."""
+        _, record = self._launched[-1]
+        record.kind, record.num_padded_tokens = kind, num_padded_tokens
+        self.num_scheduled_tokens += record.num_tokens
+        self.iteration_tokens[bisect_left(ITERATION_TOKENS, record.num_tokens)] += 1
+        if self._flight is not None:
+            self._flight.write(record)
+
+    def end(self, output: SchedulerOutput, news: Iterable[SequenceOutput]) -> None:
+        """The oldest launched step is done, and this is what it gave: completes its news."""
+        began, record = self._launched.popleft()
+        now = self._clock()
+        record.seconds = max(now - began, 1e-9)
+        self.recent.append(record)
+        if self._flight is not None:
+            self._flight.write(record)
+        if record.num_decodes < record.num_seqs:
+            self._note_progress(output, news)
+        if self._on_step is not None:
+            self._on_step(output, record.seconds)
+        if self._traces:
+            self._trace_chunks(output, began, now, record)
+        live = self._live
+        for one in news:
+            progress = live.get(one.request_id)
+            if progress is None:
+                continue
+            if not progress.is_reported:
+                progress.is_reported = True
+                one.scheduled_time = progress.scheduled_at
+                if one.request_id in self._traces and one.pooled is None:
+                    self._traces[one.request_id].append(TimelineEvent("first_token", now))
+            if one.finish_reason is not None:
+                one.num_preemptions = progress.num_preemptions
+                del live[one.request_id]
+        if self._traces:
+            self._deliver(news)
+
+    def _admit(self, row: int, request: Request, now: float) -> None:
+        request_id = request.request_id
+        self._rows[row] = request_id
+        progress = self._live.get(request_id)
+        events = self._traces.get(request_id)
+        if progress is None:
+            self._live[request_id] = _Progress(now)
+            if events is not None:
+                events.append(TimelineEvent("scheduled", now))
+        elif not request.sampling.use_beam_search:  # whose beams take several rows, and move
+            progress.num_preemptions += 1
+            if events is not None:
+                if not progress.is_preempted:
+                    events.append(TimelineEvent("preempted", now))
+                progress.is_preempted = False
+                events.append(TimelineEvent("resumed", now))
+
+    def _note_progress(self, output: SchedulerOutput, news: Iterable[SequenceOutput]) -> None:
+        """Note how far those came that were given tokens and have none of their own to show."""
+        self.progress = {
+            self._rows[entry.row]: entry.start + entry.num_new_tokens
+            for entry in output.scheduled
+            if entry.token_ids
+        }
+        for one in news:
+            self.progress.pop(one.request_id, None)
+
+    def _trace_chunks(
+        self, output: SchedulerOutput, began: float, now: float, record: StepRecord
+    ) -> None:
+        """Note the parts of prompts that a step computed of traced requests."""
+        for entry in output.scheduled:
+            if not entry.token_ids:
+                continue
+            events = self._traces.get(self._rows[entry.row])
+            if events is not None:
+                events.append(
+                    TimelineEvent(
+                        "prefill",
+                        began,
+                        now - began,
+                        entry.start,
+                        entry.num_new_tokens,
+                        record.step,
+                        record.kind,
+                        record.num_seqs,
+                    )
+                )
+
+    def _deliver(self, news: Iterable[SequenceOutput]) -> None:
+        for one in news:
+            events = self._traces.get(one.request_id)
+            if events is None:
+                continue
+            if events:
+                one.events = events
+                self._traces[one.request_id] = []
+            if one.finish_reason is not None:
+                del self._traces[one.request_id]

@@ -1,0 +1,149 @@
+"""From a scheduler's decision to a step's tensors: fills the static buffers, row state included.
+
+A row is a running sequence's index into persistent arrays (block table, last token). The step's
+batch is
+compact: entry i of the scheduler's output is sequence i of the step's metadata.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from ostinato.graphs.buffers import StaticBuffers
+from ostinato.runtime.types.step import ScheduledSequence, SchedulerOutput
+
+__all__ = ("BatchBuilder", "StepShape")
+
+_FEW_SEQUENCES = 4  # up to which numbers are written one by one
+
+
+class StepShape(NamedTuple):
+    """What was put into the buffers."""
+
+    num_tokens: int
+    num_seqs: int
+    sampled_rows: list[int]  # rows that get a token, in the scheduler's order
+    sampled_positions: list[int]  # the position of each of those new tokens in its sequence
+    uniform_decode: bool
+
+
+class BatchBuilder:
+    """Owns the per-row arrays on the host."""
+
+    def __init__(self, buffers: StaticBuffers, *, few_sequences: int = _FEW_SEQUENCES) -> None:
+        self._buffers = buffers
+        self._few_sequences = few_sequences
+        max_num_seqs, max_blocks = buffers.host.block_table.shape
+        self._block_size = buffers.block_size
+        self._block_table = np.zeros((max_num_seqs, max_blocks), dtype=np.int32)
+        self._num_blocks = [0] * max_num_seqs
+        # Of every row; on a CPU this is the device's memory itself.
+        self.last_token = buffers.last_tokens.cpu().numpy()
+        self._counting = np.arange(max_num_seqs + 1, dtype=np.int32)
+
+    def admit(self, row: int) -> None:
+        """A new sequence takes the row; its block table starts empty."""
+        self._block_table[row] = 0
+        self._num_blocks[row] = 0
+
+    def build(self, output: SchedulerOutput) -> StepShape:
+        """Write the step's inputs into the host buffers."""
+        self._buffers.wait_for_upload()
+        for entry in output.scheduled:
+            if entry.new_block_ids:
+                self._append_blocks(entry.row, entry.new_block_ids)
+        if output.num_tokens == len(output.scheduled) and all(
+            entry.samples for entry in output.scheduled
+        ):
+            if output.num_tokens <= self._few_sequences:
+                return self._build_few(output.scheduled)
+            return self._build_decode(output.scheduled)
+        return self._build_mixed(output.scheduled, output.num_tokens)
+
+    def _append_blocks(self, row: int, block_ids: list[int]) -> None:
+        used = self._num_blocks[row]
+        self._block_table[row, used : used + len(block_ids)] = block_ids
+        self._num_blocks[row] = used + len(block_ids)
+
+    def _build_decode(self, scheduled: list[ScheduledSequence]) -> StepShape:
+        """One sampled token per sequence: no loop over sequences but to read their integers."""
+        host, count = self._buffers.host, len(scheduled)
+        row_list = [entry.row for entry in scheduled]
+        start_list = [entry.start for entry in scheduled]
+        rows = np.array(row_list, dtype=np.intp)
+        starts = np.array(start_list, dtype=np.int64)
+        if self._buffers.feeds:
+            host.token_ids[:count] = -1 - rows
+        else:
+            np.take(self.last_token, rows, out=host.token_ids[:count])
+        for index, entry in enumerate(scheduled):
+            if entry.token_ids:
+                host.token_ids[index] = entry.token_ids[0]
+        host.positions[:count] = starts
+        np.take(self._block_table, rows, axis=0, out=host.block_table[:count])
+        blocks = self._block_table[rows, starts // self._block_size].astype(np.int64)
+        host.slot_mapping[:count] = blocks * self._block_size + starts % self._block_size
+        host.query_start_loc[: count + 1] = self._counting[: count + 1]
+        host.seq_lens[:count] = starts + 1
+        host.logits_indices[:count] = self._counting[:count]
+        host.sampled_rows[:count] = rows
+        positions = [start + 1 for start in start_list]
+        return StepShape(count, count, row_list, positions, uniform_decode=True)
+
+    def _build_few(self, scheduled: list[ScheduledSequence]) -> StepShape:
+        """What `_build_decode` does, number by number, since an array operation costs as much as
+        ten of them.
+        """
+        host, size, feeds = self._buffers.host, self._block_size, self._buffers.feeds
+        for index, entry in enumerate(scheduled):
+            row, start = entry.row, entry.start
+            if entry.token_ids:
+                host.token_ids[index] = entry.token_ids[0]
+            else:
+                host.token_ids[index] = -1 - row if feeds else self.last_token[row]
+            blocks = self._block_table[row]
+            host.positions[index] = start
+            host.slot_mapping[index] = int(blocks[start // size]) * size + start % size
+            host.block_table[index] = blocks
+            host.query_start_loc[index] = index
+            host.seq_lens[index] = start + 1
+            host.logits_indices[index] = index
+            host.sampled_rows[index] = row
+        count = len(scheduled)
+        host.query_start_loc[count] = count
+        rows = [entry.row for entry in scheduled]
+        positions = [entry.start + 1 for entry in scheduled]
+        return StepShape(count, count, rows, positions, uniform_decode=True)
+
+    def _build_mixed(self, scheduled: list[ScheduledSequence], num_tokens: int) -> StepShape:
+        host = self._buffers.host
+        sampled_rows: list[int] = []
+        sampled_positions: list[int] = []
+        begin = 0
+        for index, entry in enumerate(scheduled):
+            end = begin + entry.num_new_tokens
+            row, stop = entry.row, entry.start + entry.num_new_tokens
+            if entry.token_ids or not self._buffers.feeds:
+                host.token_ids[begin:end] = entry.token_ids or self.last_token[row]
+            else:
+                host.token_ids[begin:end] = -1 - row
+            positions = np.arange(entry.start, stop)
+            host.positions[begin:end] = positions
+            blocks = self._block_table[row, positions // self._block_size].astype(np.int64)
+            host.slot_mapping[begin:end] = blocks * self._block_size + positions % self._block_size
+            host.query_start_loc[index] = begin
+            host.seq_lens[index] = stop
+            host.block_table[index] = self._block_table[row]
+            if entry.samples:
+                host.logits_indices[len(sampled_rows)] = end - 1
+                host.sampled_rows[len(sampled_rows)] = row
+                sampled_rows.append(row)
+                sampled_positions.append(stop)
+            begin = end
+        assert begin == num_tokens, f"scheduler announced {num_tokens} tokens and listed {begin}"
+        host.query_start_loc[len(scheduled)] = begin
+        return StepShape(
+            num_tokens, len(scheduled), sampled_rows, sampled_positions, uniform_decode=False
+        )

@@ -1,0 +1,218 @@
+"""What the grammars and the thinking budgets of a step's rows allow: one bit a token.
+
+A row's mask depends on the token that it sampled last. So a step's draw waits until the step
+before it was read, if it has such a row in both; its model runs in the meantime.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ostinato.ops.draw import rows_at_once
+from ostinato.ops.sampling import apply_token_bitmask
+from ostinato.runtime.execution.thinking_budget import ThinkingBudget
+from ostinato.runtime.grammar.matcher import problem
+from ostinato.runtime.types.request import Request
+
+if TYPE_CHECKING:
+    from llguidance import LLExecutor, LLMatcher
+
+__all__ = ("GrammarMasks", "GrammarRow", "MatcherSource")
+
+MatcherSource = Callable[[Request], "LLMatcher"]
+_NOTHING_LEFT = (
+    "the grammar allows no token that allowed_token_ids leave; allow more tokens or change the "
+    "grammar"
+)
+
+
+class GrammarRow:
+    """The grammar and the thinking budget of a running sequence, and how far it is.
+
+    Attributes:
+        matcher: of its grammar; None = it has none.
+        num_unread: tokens that were drawn for the row and are not known here.
+        ending: None while it goes on; then empty when the grammar is complete, or the error.
+    """
+
+    __slots__ = (
+        "_banned",
+        "_early",
+        "_kept",
+        "_thinking",
+        "ending",
+        "matcher",
+        "min_position",
+        "num_unread",
+    )
+
+    def __init__(
+        self,
+        matcher: LLMatcher | None,
+        request: Request,
+        output_token_ids: list[int],
+        vocab_size: int,
+    ) -> None:
+        params = request.sampling
+        self.matcher = matcher
+        self.num_unread = 0
+        self.ending: str | None = None
+        self._kept = None
+        if params.allowed_token_ids is not None:
+            self._kept = _bits(params.allowed_token_ids, vocab_size)
+        # With ignore_eos the answer goes on as long as the grammar does.
+        self._banned = ~_bits(request.eos_token_ids if params.ignore_eos else (), vocab_size)
+        self.min_position = len(request.prompt_token_ids) + params.min_tokens
+        eos_token_ids = () if params.ignore_eos else request.eos_token_ids
+        self._early = ~_bits((*eos_token_ids, *params.stop_token_ids), vocab_size)
+        self._thinking: ThinkingBudget | None = None
+        if params.thinking is not None:
+            self._thinking = ThinkingBudget(params.thinking, output_token_ids)
+        if (
+            matcher is not None
+            and output_token_ids
+            and not matcher.consume_tokens(output_token_ids)
+        ):
+            self.ending = problem(matcher) or "the grammar does not allow what was written"
+
+    @property
+    def is_free(self) -> bool:
+        """Whether nothing is masked any more: it has no grammar and its reasoning is over."""
+        return self.matcher is None and (self._thinking is None or self._thinking.is_over)
+
+    def limit(self, bits: np.ndarray, position: int) -> None:
+        """Lay the request's other limits over its mask, [W] int32; sets `ending` on a conflict."""
+        error = None if self.matcher is None else problem(self.matcher)
+        if error is not None and self.ending is None:
+            self.ending = f"structured_outputs: {error}"
+        bits &= self._banned
+        if self._kept is not None:
+            bits &= self._kept
+        if position < self.min_position and (bits & self._early).any():
+            bits &= self._early  # a grammar that has no other way ends before min_tokens
+        if self._thinking is not None and self._thinking.is_spent:
+            end = self._thinking.end_token_id
+            word, bit = divmod(end, 32)
+            if bits[word] >> bit & 1:  # else something else forbids it
+                bits[:] = 0
+                bits[word] = np.uint32(1 << bit).view(np.int32)
+        if self.ending is None and not bits.any():
+            self.ending = _NOTHING_LEFT
+        if self.ending is not None:
+            bits[:] = -1  # its token is dropped
+
+    def take(self, token_id: int) -> str | None:
+        """The row's next token is known.
+
+        Returns:
+            None when it goes on; empty when the grammar is complete with this token; or an error,
+            and the token is none of the answer's.
+        """
+        self.num_unread -= 1
+        if self.ending is not None:
+            return self.ending
+        if self._thinking is not None:
+            self._thinking.take(token_id)
+        if self.matcher is None:
+            return None
+        if not self.matcher.consume_token(token_id):
+            self.ending = problem(self.matcher) or "the grammar does not allow what was drawn"
+        elif self.matcher.is_stopped():
+            self.ending = problem(self.matcher) or ""
+        return self.ending
+
+
+class GrammarMasks:
+    """Makes a step's masks and lays them over its logits.
+
+    Attributes:
+        source: gives a request a matcher of its own; None = no request has a grammar.
+        seconds: spent on masks, summed over steps.
+    """
+
+    def __init__(self, *, vocab_size: int, device: torch.device) -> None:
+        """
+        Args:
+            vocab_size: V.
+            device: of the logits.
+        """
+        self._vocab_size = vocab_size
+        self._device = device
+        self.source: MatcherSource | None = None
+        self._executor: LLExecutor | None = None
+        self.seconds = 0.0
+
+    def admit(self, request: Request, output_token_ids: list[int]) -> GrammarRow | None:
+        """The state of a sequence that takes a row; None when nothing is masked."""
+        if not request.grammar and request.sampling.thinking is None:
+            return None
+        matcher = None
+        if request.grammar:
+            assert self.source is not None, "a request with a grammar came to an engine without any"
+            matcher = self.source(request)
+        return GrammarRow(matcher, request, output_token_ids, self._vocab_size)
+
+    def apply(
+        self, logits: Tensor, rows: Sequence[GrammarRow | None], positions: Sequence[int]
+    ) -> None:
+        """Make what the grammars do not allow impossible, in place.
+
+        Args:
+            logits: [R, V] float32.
+            rows: of the R rows; those that are not None have all their tokens read.
+            positions: where in its sequence each row's new token goes.
+        """
+        begin = time.perf_counter()
+        where = [index for index, row in enumerate(rows) if row is not None]
+        states = [row for row in rows if row is not None]
+        bits = self._fill(states)
+        array = bits.numpy()
+        for place, (index, state) in enumerate(zip(where, states, strict=True)):
+            state.limit(array[place], positions[index])
+            state.num_unread += 1
+        self.seconds += time.perf_counter() - begin
+        indices = torch.tensor(where, dtype=torch.int64, pin_memory=bits.is_pinned())
+        indices = indices.to(self._device, non_blocking=True)
+        bits = bits.to(self._device, non_blocking=True)
+        at_once = rows_at_once(logits.shape[-1])  # it takes memory as a draw does, and before it
+        for some, their_bits in zip(indices.split(at_once), bits.split(at_once), strict=True):
+            apply_token_bitmask(logits, some, their_bits)
+
+    def _fill(self, states: Sequence[GrammarRow]) -> Tensor:
+        """[C, W] int32: the masks of the rows that have grammars; all bits of the others."""
+        words = -(-self._vocab_size // 32)
+        # New memory every step: what the last step copies from may still be read by the device.
+        bits = torch.empty(
+            (len(states), words), dtype=torch.int32, pin_memory=self._device.type == "cuda"
+        )
+        open_rows = []
+        for place, state in enumerate(states):
+            if state.matcher is None:
+                bits[place] = -1
+            elif state.ending is None:
+                open_rows.append((state.matcher, place))
+        if len(open_rows) == 1:
+            ((matcher, place),) = open_rows
+            matcher.unsafe_compute_mask_ptr(bits[place].data_ptr(), words * 4)
+        elif open_rows:
+            if self._executor is None:
+                from llguidance import LLExecutor
+
+                self._executor = LLExecutor()
+            self._executor.unsafe_compute_mask_ptr(
+                open_rows, bits.data_ptr(), words * 4, len(states)
+            )
+        return bits
+
+
+def _bits(token_ids: Sequence[int], vocab_size: int) -> np.ndarray:
+    """[W] int32 with one bit for each token, lowest first."""
+    flags = np.zeros(-(-vocab_size // 32) * 32, dtype=np.uint8)
+    flags[list(token_ids)] = 1
+    return np.packbits(flags, bitorder="little").view(np.int32)

@@ -1,0 +1,188 @@
+"""Executes what the scheduler decided: build the batch, run the graph, sample. Knows no request
+queue.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+from ostinato.graphs.buffers import StaticBuffers
+from ostinato.graphs.capture import GraphRunner
+from ostinato.graphs.threads import StepThreads
+from ostinato.runtime.execution.batch_builder import BatchBuilder, StepShape
+from ostinato.runtime.execution.grammar_masks import MatcherSource
+from ostinato.runtime.execution.pooler import PendingVectors, Pooler
+from ostinato.runtime.execution.prompt_logprobs import PromptScorer
+from ostinato.runtime.execution.sampler import PendingTokens, Sampler
+from ostinato.runtime.types.outputs import TokenLogprobs
+from ostinato.runtime.types.step import SchedulerOutput, StepResult
+
+__all__ = ("ModelRunner", "PendingStep")
+
+
+# Rows of logits made at once to score prompts: fewer take longer, more than a draw's take memory.
+_SCORED_ROWS = 16
+
+
+class PendingStep:
+    """A step that was launched and not read."""
+
+    __slots__ = ("logits", "prompt_logprobs", "tokens", "vectors")
+
+    def __init__(
+        self, prompt_logprobs: list[list[TokenLogprobs]] | None, vectors: PendingVectors | None
+    ) -> None:
+        self.prompt_logprobs = prompt_logprobs
+        self.vectors = vectors  # none when nothing is pooled
+        self.tokens: PendingTokens | None = None  # none when no sequence samples
+        self.logits: Tensor | None = None  # while the draw waits for the step before
+
+
+class ModelRunner:
+    """One device's executor of steps.
+
+    `model_seconds` sums the time between a step's inputs being ready and its tokens being on the
+    host, without what the caller does between launching and reading it.
+    """
+
+    def __init__(
+        self,
+        graphs: GraphRunner,
+        buffers: StaticBuffers,
+        sampler: Sampler,
+        threads: StepThreads | None = None,
+        pooler: Pooler | None = None,
+    ) -> None:
+        """
+        Args:
+            graphs: the programs.
+            buffers: those that `graphs` reads.
+            sampler: picks the tokens.
+            threads: switches CPU threads around a step; None = leave them alone.
+            pooler: makes vectors; None = one for a model without a classification head.
+        """
+        self.graphs = graphs
+        self._threads = threads
+        self._sampler = sampler
+        self._buffers = buffers
+        self._batch = BatchBuilder(buffers)
+        self._scorer = PromptScorer(
+            graphs.compute_logits, max_rows=min(_SCORED_ROWS, buffers.host.block_table.shape[0])
+        )
+        self._pooler = pooler or Pooler()
+        self._undrawn: PendingStep | None = None  # the last launch, if its draw waits
+        self._device_seconds_before: dict[str, float] = {}
+        self.model_seconds = 0.0
+
+    def use_grammars(self, source: MatcherSource) -> None:
+        """Take requests with a grammar, whose matchers `source` gives."""
+        self._sampler.grammars.source = source
+
+    @property
+    def grammar_seconds(self) -> float:
+        """Spent on the masks of grammars."""
+        return self._sampler.grammars.seconds
+
+    @property
+    def device_seconds_by_kind(self) -> dict[str, float]:
+        """Of finished steps, by the device's own clock where it has one, by how they were run."""
+        before = self._device_seconds_before
+        sums = self.graphs.timer.seconds_by_kind
+        return {str(kind): seconds - before.get(kind, 0.0) for kind, seconds in sums.items()}
+
+    def reset_counters(self) -> None:
+        """Count from zero again, after steps that were no service."""
+        self.model_seconds = 0.0
+        self._device_seconds_before = dict(self.graphs.timer.seconds_by_kind)
+        self.graphs.steps_by_kind = dict.fromkeys(self.graphs.steps_by_kind, 0)
+        self.graphs.num_padding_tokens = 0
+
+    def execute(self, output: SchedulerOutput) -> StepResult:
+        """Run one step and return the sampled tokens, in the order of its sampling rows."""
+        return self.read(self.launch(output))
+
+    @torch.inference_mode()
+    def launch(self, output: SchedulerOutput) -> PendingStep:
+        """Start a step. The next one may be launched before this one is read: what it needs of this
+        one's tokens stays on the device. Only the draw of a step whose rows have grammars waits,
+        until the step before is read.
+        """
+        for admitted in output.admitted:
+            self._batch.admit(admitted.row)
+            self._sampler.admit(admitted.row, admitted.request, admitted.output_token_ids)
+            self._scorer.admit(admitted.row, admitted.request)
+            self._pooler.admit(admitted.row, admitted.request)
+        if output.block_copies:
+            self.graphs.copy_blocks(output.block_copies)
+        step = self._batch.build(output)
+        begin = time.perf_counter()
+        with self._hold_threads(step.num_tokens, pools=output.num_pooled > 0):
+            pending = self._launch(output, step)
+        self.graphs.timer.end()
+        self.model_seconds += time.perf_counter() - begin
+        return pending
+
+    def _launch(self, output: SchedulerOutput, step: StepShape) -> PendingStep:
+        if step.sampled_rows:
+            self._sampler.stage(step.sampled_rows, step.sampled_positions)
+        prompt_logprobs, vectors = None, None
+        if output.num_prompt_logits or output.num_pooled:
+            logits, hidden = self.graphs.run_with_hidden(
+                step.num_tokens, step.num_seqs, len(step.sampled_rows)
+            )
+            if output.num_prompt_logits:
+                prompt_logprobs = self._scorer.score(hidden, output.scheduled)
+            if output.num_pooled:
+                vectors = self._pooler.pool(hidden, output.scheduled)
+        else:
+            logits = self.graphs.run(
+                step.num_tokens,
+                step.num_seqs,
+                len(step.sampled_rows),
+                uniform_decode=step.uniform_decode,
+            )
+        pending = PendingStep(prompt_logprobs, vectors)
+        if step.sampled_rows:
+            assert logits is not None, "rows that sample have logits"
+            if self._sampler.waits_for_tokens:
+                pending.logits = logits
+                self._undrawn = pending
+            else:
+                self._draw(pending, logits)
+        return pending
+
+    @torch.inference_mode()
+    def read(self, pending: PendingStep) -> StepResult:
+        """A launched step's tokens, in the order of its sampling rows; waits for the device. Steps
+        are read in the order in which they were launched. If the draw of the next one waits for
+        these tokens, it follows at once.
+        """
+        begin = time.perf_counter()
+        with self._hold_threads(0):
+            result = StepResult([]) if pending.tokens is None else pending.tokens.read()
+            result.prompt_logprobs = pending.prompt_logprobs
+            if pending.vectors is not None:
+                result.pooled = pending.vectors.read()
+            undrawn, self._undrawn = self._undrawn, None
+            if undrawn is not None and undrawn.logits is not None:
+                self._draw(undrawn, undrawn.logits)
+                undrawn.logits = None
+        self.model_seconds += time.perf_counter() - begin
+        return result
+
+    def _draw(self, pending: PendingStep, logits: Tensor) -> None:
+        pending.tokens = self._sampler.launch(logits)
+        self._buffers.keep(pending.tokens.token_ids)
+
+    def _hold_threads(
+        self, num_tokens: int, *, pools: bool = False
+    ) -> AbstractContextManager[None]:
+        has_loops = self.graphs.has_loops
+        # Pooling sums, and a sum's bits depend on the threads: they must not on the step's size.
+        if self._threads is None or (pools and has_loops):
+            return nullcontext()
+        return self._threads.for_step(num_tokens, has_loops=has_loops)

@@ -1,0 +1,130 @@
+"""Which tokens a row may pick next: allowed token ids and bad words, for all rows of a step.
+
+The state of every row lies in tensors on the device, and `apply` and `advance` are tensor
+operations whose shapes depend on the number of rows alone: no loop over rows, no wait for the
+device, nothing that a captured graph could not hold.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ostinato.runtime.types.request import Request
+
+__all__ = ("TokenLimits", "limits_tokens")
+
+# What a bad word's last token weighs. Finite, so that a row which may pick nothing else still has a
+# distribution; lower than any logit, so that it is picked in that case only.
+BAD_WORD_LOGIT = -1e30
+_ANY = -1  # matches every token: fills up words that are shorter than the longest
+_NONE = -2  # matches no token: the history before the first output token
+
+
+def limits_tokens(request: Request) -> bool:
+    """Whether a request needs `TokenLimits` at all."""
+    return request.sampling.allowed_token_ids is not None or bool(request.bad_words_token_ids)
+
+
+class TokenLimits:
+    """The limits of every row, S rows over a vocabulary of V tokens.
+
+    Nothing is allocated before the first request with such a limit: [S, V] booleans for allowed
+    token ids; for W bad words of at most L tokens [S, W, L - 1] and [S, W] 32-bit integers.
+    """
+
+    def __init__(self, *, max_num_seqs: int, vocab_size: int, device: torch.device) -> None:
+        self._max_num_seqs = max_num_seqs
+        self._vocab_size = vocab_size
+        self._device = device
+        self._limited: set[int] = set()  # rows whose state is not neutral
+        self._allowed: Tensor | None = None  # [S, V] bool
+        # A word is a beginning, which the latest output must match, and the token to forbid then.
+        self._beginnings = self._full((max_num_seqs, 0, 0), _ANY)  # [S, W, L - 1]
+        self._ends = self._full((max_num_seqs, 0), 0)  # [S, W]
+        self._is_word = torch.zeros((max_num_seqs, 0), dtype=torch.bool, device=device)  # [S, W]
+        self._latest = self._full((max_num_seqs, 0), _NONE)  # [S, L - 1] output tokens, newest last
+
+    def admit(self, row: int, request: Request, output_token_ids: list[int]) -> None:
+        """A sequence takes the row; `output_token_ids` is not empty when it resumes."""
+        if row in self._limited:
+            self._limited.discard(row)
+            self._is_word[row] = False
+            if self._allowed is not None:
+                self._allowed[row] = True
+        if not limits_tokens(request):
+            return
+        self._limited.add(row)
+        allowed = request.sampling.allowed_token_ids
+        if allowed is not None:
+            if self._allowed is None:
+                shape = (self._max_num_seqs, self._vocab_size)
+                self._allowed = torch.ones(shape, dtype=torch.bool, device=self._device)
+            self._allowed[row] = False
+            self._allowed[row, torch.tensor(allowed, device=self._device)] = True
+        if request.bad_words_token_ids:
+            self._set_words(row, request.bad_words_token_ids, output_token_ids)
+
+    def apply(self, logits: Tensor, rows: Tensor) -> None:
+        """Make what the rows may not pick impossible, in place.
+
+        Args:
+            logits: [R, V] float32.
+            rows: [R] int64, the rows of `logits`; rows without limits stay as they are.
+        """
+        if self._allowed is not None:
+            logits.masked_fill_(~self._allowed[rows], float("-inf"))
+        if self._ends.shape[1]:
+            latest = self._latest[rows][:, None, :]
+            beginnings = self._beginnings[rows]
+            matches = ((beginnings == latest) | (beginnings == _ANY)).all(-1) & self._is_word[rows]
+            # The least of all words' values: one token may end several words.
+            values = torch.where(matches, BAD_WORD_LOGIT, float("inf")).to(logits.dtype)
+            logits.scatter_reduce_(1, self._ends[rows].long(), values, "amin")
+
+    def advance(self, rows: Tensor, token_ids: Tensor) -> None:
+        """Remember the rows' new tokens, both [R] int64."""
+        if self._latest.shape[1]:
+            newest = token_ids[:, None].to(self._latest.dtype)
+            self._latest[rows] = torch.cat((self._latest[rows][:, 1:], newest), 1)
+
+    def _set_words(self, row: int, words: list[list[int]], output_token_ids: list[int]) -> None:
+        self._grow(len(words), max(map(len, words)) - 1)
+        length = self._latest.shape[1]
+        beginnings = [[_ANY] * (length - len(word) + 1) + word[:-1] for word in words]
+        count = len(words)
+        self._beginnings[row, :count] = self._tensor(beginnings).view(count, length)
+        self._ends[row, :count] = self._tensor([word[-1] for word in words])
+        self._is_word[row, :count] = True
+        latest = output_token_ids[-length:] if length else []
+        self._latest[row] = self._tensor([_NONE] * (length - len(latest)) + latest)
+
+    def _grow(self, num_words: int, length: int) -> None:
+        """Room for words whose beginnings have up to `length` tokens; sizes are powers of two."""
+        old_words, old_length = self._ends.shape[1], self._latest.shape[1]
+        new_words = max(old_words, _power_of_two(num_words))
+        new_length = max(old_length, _power_of_two(length))
+        if (new_words, new_length) == (old_words, old_length):
+            return
+        rows = self._max_num_seqs
+        beginnings = self._full((rows, new_words, new_length), _ANY)
+        beginnings[:, :old_words, new_length - old_length :] = self._beginnings
+        ends = self._full((rows, new_words), 0)
+        ends[:, :old_words] = self._ends
+        is_word = torch.zeros((rows, new_words), dtype=torch.bool, device=self._device)
+        is_word[:, :old_words] = self._is_word
+        # Running rows keep what they know; the words they have are no longer than that.
+        latest = self._full((rows, new_length), _NONE)
+        latest[:, new_length - old_length :] = self._latest
+        self._beginnings, self._ends = beginnings, ends
+        self._is_word, self._latest = is_word, latest
+
+    def _full(self, shape: tuple[int, ...], value: int) -> Tensor:
+        return torch.full(shape, value, dtype=torch.int32, device=self._device)
+
+    def _tensor(self, values: list[int] | list[list[int]]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=self._device)
+
+
+def _power_of_two(count: int) -> int:
+    return 1 << (count - 1).bit_length() if count > 0 else 0

@@ -1,0 +1,271 @@
+"""Structural tags as a Lark grammar: free text with constrained parts, and parts in a row.
+
+Understands vLLM's form (`structures` and `triggers`) and the `format` trees of xgrammar:
+const_string, json_schema, regex, grammar, any_text, sequence, or, tag, triggered_tags,
+tags_with_separator.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from llguidance import grammar_from, regex_to_lark
+
+from ostinato.runtime.types.structured_outputs import Preamble
+
+__all__ = ("behind", "tags_to_lark")
+
+_TEXT = r"/(.|\n)*/"
+
+
+def tags_to_lark(
+    tag: object, special_tokens: Mapping[str, int], json_options: Mapping[str, Any]
+) -> str:
+    """The grammar of a structural tag.
+
+    Args:
+        tag: `{"type": "structural_tag", ...}`.
+        special_tokens: text -> id, of tokens that are no plain text to the grammar.
+        json_options: of every JSON schema in it.
+
+    Raises:
+        ValueError: it is not well formed, or has a part that is not supported.
+    """
+    if not isinstance(tag, dict):
+        raise ValueError(f"structural_tag is an object, got {tag!r:.40}")  # noqa: TRY004
+    builder = _Builder(special_tokens, json_options)
+    if "structures" in tag:
+        body = builder.triggered_tags(
+            {
+                "triggers": _list(tag, "triggers"),
+                "tags": [
+                    {
+                        "begin": one.get("begin"),
+                        "content": {"type": "json_schema", "json_schema": one.get("schema", True)},
+                        "end": one.get("end"),
+                    }
+                    for one in _list(tag, "structures")
+                    if isinstance(one, dict)
+                ],
+            }
+        )
+    else:
+        body = builder.part(tag.get("format"))
+    return builder.text(body)
+
+
+def behind(preamble: Preamble, grammar: str, special_tokens: Mapping[str, int]) -> str:
+    """The grammar of an answer that may have free text between two markers before it."""
+    is_lark = not grammar.startswith("{")
+    grammars = [{"lark_grammar": grammar}] if is_lark else json.loads(grammar)["grammars"]
+    first = {key: value for key, value in grammars[0].items() if value is not None}
+    builder = _Builder(special_tokens, {})
+    text = builder.part(
+        {
+            "type": "tag",
+            "begin": "" if preamble.is_open else preamble.begin,
+            "content": {"type": "any_text"},
+            "end": preamble.end,
+        }
+    )
+    text = f"({text} BREAK)"
+    outer = builder.text(f"{text if preamble.is_open else text + '?'} @answer")
+    (lark,) = json.loads(outer)["grammars"]
+    lark["lark_grammar"] += "BREAK: /\\n{0,2}/\n"
+    return json.dumps({"grammars": [lark, {**first, "name": "answer"}, *grammars[1:]]})
+
+
+class _Builder:
+    """Collects rules; every method gives the expression that stands for its part."""
+
+    def __init__(self, special_tokens: Mapping[str, int], json_options: Mapping[str, Any]) -> None:
+        self._special_tokens = special_tokens
+        self._json_options = json_options
+        longest_first = sorted(special_tokens, key=len, reverse=True)
+        self._special = (
+            re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
+        )
+        self._rules: list[str] = []
+        self._grammars: list[dict[str, Any]] = []
+        self._parts: dict[str, Callable[[dict[str, Any]], str]] = {
+            "const_string": lambda part: self._literal(_text(part, "value")),
+            "json_schema": self._json_schema,
+            "regex": self._regex,
+            "grammar": self._grammar,
+            "any_text": lambda part: self._rule(_TEXT),
+            "sequence": self._sequence,
+            "or": lambda part: self._either([self.part(one) for one in _list(part, "elements")]),
+            "tag": self._tag,
+            "triggered_tags": self.triggered_tags,
+            "tags_with_separator": self._tags_with_separator,
+        }
+
+    def text(self, body: str) -> str:
+        """The grammar whose start is `body`."""
+        lark = "\n".join((f"start: {body}", "TEXT: " + _TEXT, *self._rules)) + "\n"
+        grammars = [{"name": "structural_tag", "lark_grammar": lark}, *self._grammars]
+        return json.dumps({"grammars": grammars})
+
+    def part(self, part: object) -> str:
+        """Any part of a format tree."""
+        kind = part.get("type") if isinstance(part, dict) else None
+        if not isinstance(part, dict) or kind not in self._parts:
+            raise ValueError(
+                f"structural_tag: a part's type is one of {', '.join(self._parts)}, got {kind!r}"
+            )
+        return self._parts[kind](part)
+
+    def triggered_tags(self, part: dict[str, Any]) -> str:
+        """Free text; a trigger begins one of its tags."""
+        at_least_one, only_one = _flag(part, "at_least_one"), _flag(part, "stop_after_first")
+        tags = _list(part, "tags")
+        by_trigger = _by_trigger(tags, _list(part, "triggers"))
+        # The answer begins with it: a model that may write text first may never come to it.
+        first = self._either([self._tag(tag) for tag in tags]) if at_least_one else ""
+        if at_least_one and only_one:
+            return first
+        calls = self._either(
+            [self._after_text(trigger, group) for trigger, group in by_trigger.items()]
+        )
+        return f"({calls} | TEXT)" if only_one else f"{first} {calls}* TEXT"
+
+    def _after_text(self, trigger: str, tags: list[dict[str, Any]]) -> str:
+        """Text up to a trigger, then what the tags that begin with it have besides."""
+        special = self._special.search(trigger) if self._special else None
+        if special is None:
+            # Lazy: the text ends where the trigger occurs first.
+            head = self._rule(f"TEXT {_quoted(trigger)}", "[lazy]")
+        elif special.start() == 0:
+            head = f"TEXT {self._literal(trigger)}"
+        else:
+            raise ValueError(
+                f"structural_tag: the trigger {trigger!r} has a special token within it; begin it "
+                "with the token"
+            )
+        rests = [
+            self._tag({**tag, "begin": _text(tag, "begin").removeprefix(trigger)}) for tag in tags
+        ]
+        return f"({head} {self._either(rests)})"
+
+    def _tags_with_separator(self, part: dict[str, Any]) -> str:
+        tag = self._either([self._tag(one) for one in _list(part, "tags")])
+        more = f"({self._literal(_text(part, 'separator'))} {tag})*"
+        several = tag if _flag(part, "stop_after_first") else f"({tag} {more})"
+        return several if _flag(part, "at_least_one") else f"{several}?"
+
+    def _tag(self, part: dict[str, Any]) -> str:
+        begin, content, ends = _text(part, "begin"), part.get("content"), part.get("end")
+        given = ends if isinstance(ends, list) and ends else [ends]
+        texts = [end for end in given if isinstance(end, str)]
+        if len(texts) < len(given):
+            raise ValueError(f"structural_tag: end is a text or a list of texts, got {ends!r}")
+        if isinstance(content, dict) and content.get("type") == "any_text":
+            inner = self._either([self._text_until(end) for end in texts])
+        else:
+            inner = f"{self.part(content)} {self._either([self._literal(end) for end in texts])}"
+        return f"({self._literal(begin)} {inner})"
+
+    def _text_until(self, end: str) -> str:
+        if not end:
+            return self._rule(_TEXT)
+        if self._special and self._special.search(end):
+            return f"TEXT {self._literal(end)}"
+        return self._rule(f"TEXT {_quoted(end)}", "[lazy]")
+
+    def _sequence(self, part: dict[str, Any]) -> str:
+        elements = _list(part, "elements")
+        for one in elements[:-1]:
+            if isinstance(one, dict) and one.get("type") in ("any_text", "triggered_tags"):
+                raise ValueError(
+                    f"structural_tag: {one['type']} has no end, so it is the last of a sequence or"
+                    " the content of a tag"
+                )
+        return f"({' '.join(self.part(one) for one in elements)})"
+
+    def _json_schema(self, part: dict[str, Any]) -> str:
+        schema = part.get("json_schema", part.get("schema"))
+        if isinstance(schema, bool):
+            schema = {} if schema else {"not": {}}
+        if not isinstance(schema, dict):
+            raise ValueError("structural_tag: json_schema is an object or a boolean")  # noqa: TRY004
+        name = f"json{len(self._grammars)}"
+        schema = {**schema, "x-guidance": dict(self._json_options)}
+        self._grammars.append({"name": name, "json_schema": schema})
+        return f"@{name}"
+
+    def _regex(self, part: dict[str, Any]) -> str:
+        return self._rule(f"/{regex_to_lark(_text(part, 'pattern'))}/")
+
+    def _grammar(self, part: dict[str, Any]) -> str:
+        name = f"grammar{len(self._grammars)}"
+        lark = grammar_from("grammar", _text(part, "grammar"))
+        self._grammars.append({"name": name, "lark_grammar": lark})
+        return f"@{name}"
+
+    def _rule(self, body: str, attribute: str = "") -> str:
+        name = f"part{len(self._rules)}"
+        self._rules.append(f"{name}{attribute}: {body}")
+        return name
+
+    def _either(self, parts: list[str]) -> str:
+        if not parts:
+            raise ValueError("structural_tag: a list of parts is empty")
+        return parts[0] if len(parts) == 1 else f"({' | '.join(parts)})"
+
+    def _literal(self, text: str) -> str:
+        """The text, in which special tokens are themselves."""
+        if self._special is None:
+            return _quoted(text)
+        pieces: list[str] = []
+        done = 0
+        for match in self._special.finditer(text):
+            pieces += [_quoted(text[done : match.start()])] if match.start() > done else []
+            pieces.append(f"<[{self._special_tokens[match[0]]}]>")
+            done = match.end()
+        pieces += [_quoted(text[done:])] if done < len(text) or not pieces else []
+        return " ".join(pieces)
+
+
+def _by_trigger(tags: list[dict[str, Any]], triggers: list[str]) -> dict[str, list[dict[str, Any]]]:
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for tag in tags:
+        begin = _text(tag, "begin")
+        own = next(
+            (one for one in triggers if isinstance(one, str) and one and begin.startswith(one)),
+            None,
+        )
+        if own is None:
+            raise ValueError(f"structural_tag: {begin!r} begins with none of the triggers")
+        groups.setdefault(own, []).append(tag)
+    unused = [one for one in triggers if one not in groups]
+    if unused:
+        raise ValueError(f"structural_tag: no tag begins with the trigger {unused[0]!r}")
+    return groups
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text)
+
+
+def _text(part: object, name: str) -> str:
+    value = part.get(name) if isinstance(part, dict) else None
+    if not isinstance(value, str):
+        raise ValueError(f"structural_tag: {name} is a text, got {value!r}")  # noqa: TRY004
+    return value
+
+
+def _list(part: dict[str, Any], name: str) -> list[Any]:
+    value = part.get(name)
+    if not isinstance(value, list) or not value:
+        raise ValueError(f"structural_tag: {name} is a list with something in it, got {value!r}")
+    return value
+
+
+def _flag(part: dict[str, Any], name: str) -> bool:
+    value = part.get(name, False)
+    if not isinstance(value, bool):
+        raise ValueError(f"structural_tag: {name} is true or false, got {value!r}")  # noqa: TRY004
+    return value

@@ -1,0 +1,215 @@
+"""The engine process: `python -m ostinato.runtime.process.engine_main ADDRESS < config.json`.
+
+Reads the resolved configuration from standard input, connects to the client's ZeroMQ socket at
+ADDRESS, builds the engine and runs its loop. Standard input stays open for the life of the client:
+its end means that the client is gone, and the process exits.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import msgspec
+import zmq
+
+from ostinato.conf.root import EngineConfig
+from ostinato.runtime.engine.flight_recorder import FlightRecorder, flight_path
+from ostinato.runtime.errors import InvalidRequestError, StartupError
+from ostinato.runtime.process.ipc import (
+    AbortRequests,
+    AddRequest,
+    Call,
+    ClientMessage,
+    EngineFailed,
+    EngineMessage,
+    EngineReady,
+    Inspect,
+    Inspected,
+    Phase,
+    StepBegins,
+    StepNews,
+    client_decoder,
+    encoder,
+)
+from ostinato.runtime.process.log_format import configure_logging
+from ostinato.runtime.process.utility_calls import EngineCalls
+from ostinato.runtime.startup.bundles import prepare_kernels
+from ostinato.runtime.types.outputs import FinishReason, SequenceOutput
+from ostinato.runtime.types.request import Request
+
+if TYPE_CHECKING:
+    from ostinato.runtime.engine.engine import Engine
+
+__all__ = ("main", "run_loop")
+
+_LOG = logging.getLogger(__name__)
+_BEAT_S = 0.5  # an idle engine says that it lives this often
+_BEATS_BEFORE_CHECK = 4  # in a row: then nobody is likely to wait for the check
+_LONG_CALL_S = 60.0  # writing the trace of a long profile
+_LONG_STEP_S = 0.25  # the client hears of a step that should take longer before it begins
+_STATS_S = 0.05  # statistics ride on a step's message at most this often
+
+
+class _Connection:
+    """The socket to the client, typed."""
+
+    def __init__(self, address: str) -> None:
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.PAIR)
+        self._socket.setsockopt(zmq.SNDHWM, 0)  # a slow client must not stop the engine
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.connect(address)
+        self._encoder = encoder()
+
+    def send(self, message: EngineMessage) -> None:
+        self._socket.send(self._encoder.encode(message), copy=True)
+
+    def receive(self, timeout_s: float) -> list[ClientMessage]:
+        """All messages that are there; sleeps up to `timeout_s` for a first one."""
+        messages: list[ClientMessage] = []
+        if timeout_s and not self._socket.poll(int(timeout_s * 1000)):
+            return messages
+        while True:
+            try:
+                messages.append(client_decoder.decode(self._socket.recv(zmq.NOBLOCK)))
+            except zmq.Again:
+                return messages
+
+    def close(self) -> None:
+        self._socket.close(linger=2000)
+        self._context.term()
+
+
+def run_loop(engine: Engine, connection: _Connection, calls: EngineCalls) -> None:
+    """Serve until a Shutdown arrives: take messages, step, report."""
+
+    def announce(request_ids: list[str], seconds: float) -> None:
+        if request_ids or seconds >= _LONG_STEP_S:
+            connection.send(StepBegins(request_ids, seconds))
+
+    last_stats = 0.0
+    idle_beats = 0
+    while True:
+        outputs = []
+        messages = connection.receive(0.0 if engine.has_work else _BEAT_S)
+        idle_beats = 0 if messages or engine.has_work else idle_beats + 1
+        if idle_beats == _BEATS_BEFORE_CHECK:
+            engine.check_integrity()  # a broken one is better started again now than in use
+        for message in messages:
+            if isinstance(message, AddRequest):
+                outputs += _add(engine, message.request)
+            elif isinstance(message, AbortRequests):
+                ended = (engine.abort(request_id) for request_id in message.request_ids)
+                outputs += [output for output in ended if output is not None]
+            elif isinstance(message, Inspect):
+                connection.send(Inspected(engine.inspect()))
+            elif isinstance(message, Call):
+                # It may take long, and nothing comes of it meanwhile: no reason to be replaced.
+                connection.send(StepBegins([], _LONG_CALL_S))
+                connection.send(calls.answer(message))
+            else:
+                return
+        outputs += engine.step(announce)
+        now = time.monotonic()
+        stats = None
+        if not engine.has_work or now - last_stats >= _STATS_S:
+            stats, last_stats = engine.stats(), now
+        progress = engine.take_progress()
+        if outputs or progress or stats is not None:
+            connection.send(StepNews(outputs, stats, progress))
+
+
+def _add(engine: Engine, request: Request) -> list[SequenceOutput]:
+    """What can be refused was refused by the client: a refusal here is one request's end."""
+    try:
+        engine.add_request(request)
+    except InvalidRequestError as error:
+        return [SequenceOutput(request.request_id, [], FinishReason.error, error=str(error))]
+    return []
+
+
+def _exit_with_client() -> None:
+    """Ends this process when the client's side of standard input closes."""
+
+    def watch() -> None:
+        while os.read(0, 4096):
+            pass
+        os._exit(0)
+
+    threading.Thread(target=watch, name="watch-client", daemon=True).start()
+
+
+def _read_config() -> EngineConfig:
+    """The first line of standard input."""
+    line = b""
+    while not line.endswith(b"\n"):
+        byte = os.read(0, 65536)
+        if not byte:
+            raise StartupError("the engine process got no configuration on standard input")
+        line += byte
+    return msgspec.json.decode(line, type=EngineConfig)
+
+
+def _flight_recorder(num_steps: int, address: str) -> FlightRecorder | None:
+    """In a file beside the socket, where the client finds it when this process is gone."""
+    if not num_steps:
+        return None
+    return FlightRecorder(flight_path(address.removeprefix("ipc://")), num_steps)
+
+
+def main(address: str) -> int:
+    """Build the engine, report each phase, run. Returns the exit code."""
+    # A terminal's Ctrl-C and a supervisor's SIGTERM go to the whole process group; the client
+    # decides when the engine ends, so that it can let requests finish first.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    config = _read_config()
+    configure_logging(config.server.log_level, config.server.log_format, "engine")
+    _exit_with_client()
+    prepare_kernels(config.model, config.device, config.graphs)
+    connection = _Connection(address)
+    at_start = True
+    engine: Engine | None = None
+    try:
+        begin = time.perf_counter()
+        from ostinato.runtime.engine.step_observer import StepObserver
+        from ostinato.runtime.startup.build import build_engine
+
+        connection.send(Phase("imports", time.perf_counter() - begin))
+        engine = build_engine(
+            config,
+            report=lambda name, seconds: connection.send(Phase(name, seconds)),
+            observer=StepObserver(_flight_recorder(config.server.flight_recorder_steps, address)),
+        )
+        connection.send(EngineReady(engine.model, engine.stats()))
+        at_start = False
+        # What the start left behind lives as long as the process: collections need not look at it.
+        gc.collect()
+        gc.freeze()
+        run_loop(engine, connection, EngineCalls(engine, config.server.profile_dir))
+        engine.abort_all()
+        engine.check_integrity()
+    except StartupError as error:
+        connection.send(EngineFailed(str(error), at_start=True))
+        return 1
+    except Exception as error:  # the process's boundary: the client must learn why it ends
+        _LOG.exception("the engine failed")
+        connection.send(EngineFailed(f"{type(error).__name__}: {error}", at_start=at_start))
+        return 1
+    finally:
+        if engine is not None:
+            engine.close()
+        gc.unfreeze()
+        connection.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

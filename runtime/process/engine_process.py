@@ -1,0 +1,159 @@
+"""One engine process and the socket to it, from its start to its end. Imports no torch."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import zmq
+import zmq.asyncio
+
+from ostinato.runtime.engine.flight_recorder import flight_path
+from ostinato.runtime.errors import EngineDeadError, StartupError
+from ostinato.runtime.process.ipc import (
+    ClientMessage,
+    EngineFailed,
+    EngineMessage,
+    EngineReady,
+    Phase,
+    Shutdown,
+    encoder,
+    engine_decoder,
+)
+
+__all__ = ("EngineProcess",)
+
+_CLOSE_S = 5.0  # how long a closing engine process gets before it is killed
+
+
+class EngineProcess:
+    """Started by `spawn`, ended by `close`; never started twice.
+
+    Args:
+        context: of the socket; it outlives this object.
+        path: of the socket's file; nothing is there yet.
+    """
+
+    def __init__(self, context: zmq.asyncio.Context, path: Path) -> None:
+        self._encoder = encoder()
+        self._socket = context.socket(zmq.PAIR)
+        self.path = path
+        self._process: asyncio.subprocess.Process | None = None
+        self._ended: asyncio.Task[int] | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process; None before it was spawned."""
+        return None if self._process is None else self._process.pid
+
+    @property
+    def cpu_seconds(self) -> float:
+        """Seconds of processor time that it has used, over all its threads; 0 without a process."""
+        import psutil
+
+        try:
+            times = psutil.Process(self.pid).cpu_times() if self.pid is not None else None
+        except psutil.Error:  # it has ended
+            times = None
+        return 0.0 if times is None else times.user + times.system
+
+    @property
+    def return_code(self) -> int:
+        """Of the process, which has ended."""
+        assert self._process is not None, "spawned"
+        assert self._process.returncode is not None, "ended"
+        return self._process.returncode
+
+    async def spawn(self, config: bytes) -> None:
+        """Start the process.
+
+        Args:
+            config: the resolved configuration as one line of JSON.
+        """
+        address = f"ipc://{self.path}"
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.bind(address)
+        self._process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "ostinato.runtime.process.engine_main",
+            address,
+            stdin=asyncio.subprocess.PIPE,
+        )
+        self._ended = asyncio.create_task(self._process.wait())
+        assert self._process.stdin is not None, "stdin=PIPE"
+        with contextlib.suppress(ConnectionError):  # killed at once: its end is seen elsewhere
+            self._process.stdin.write(config + b"\n")
+            await self._process.stdin.drain()
+
+    async def wait_until_ready(self, on_phase: Callable[[str, float], None]) -> EngineReady:
+        """Wait until it serves.
+
+        Args:
+            on_phase: called with each finished phase of the start and its seconds.
+
+        Raises:
+            StartupError: it can not start; one line that says why.
+        """
+        while True:
+            message = await self.next_message()
+            if message is None:
+                raise StartupError(
+                    f"the engine process ended with code {self.return_code} while starting; its "
+                    "log is above"
+                )
+            if isinstance(message, Phase):
+                on_phase(message.name, message.seconds)
+            elif isinstance(message, EngineReady):
+                return message
+            elif isinstance(message, EngineFailed):
+                raise StartupError(message.message)
+
+    async def send(self, message: ClientMessage) -> None:
+        """Send a message.
+
+        Raises:
+            EngineDeadError: the process has left its socket.
+        """
+        # The queue has no limit, so a send could only ever wait for a peer that is gone: for ever.
+        try:
+            await self._socket.send(self._encoder.encode(message), flags=zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            raise EngineDeadError("the engine ended: it left its socket") from error
+
+    async def next_message(self) -> EngineMessage | None:
+        """The next message; None when the process has ended and all its messages were given."""
+        assert self._ended is not None, "called after spawn"
+        receive = asyncio.ensure_future(self._socket.recv())
+        try:
+            await asyncio.wait({receive, self._ended}, return_when=asyncio.FIRST_COMPLETED)
+            # A dying process's last words are in the socket before its end is seen.
+            if not receive.done():
+                await asyncio.wait({receive}, timeout=0.2)
+            return engine_decoder.decode(receive.result()) if receive.done() else None
+        finally:
+            receive.cancel()
+
+    def kill(self) -> None:
+        """End it at once, however it is; nothing when it has ended."""
+        if self._process is not None and self._process.returncode is None:
+            self._process.kill()
+
+    async def close(self) -> None:
+        """Ask it to end, wait for that, and free the socket; safe to call twice."""
+        if self._process is not None and self._process.returncode is None:
+            with contextlib.suppress(EngineDeadError):
+                await self.send(Shutdown())
+            try:
+                await asyncio.wait_for(self._process.wait(), _CLOSE_S)
+            except TimeoutError:
+                self._process.kill()
+                await self._process.wait()
+        if not self._socket.closed:
+            self._socket.close(linger=0)
+        self.path.unlink(missing_ok=True)
+        flight_path(self.path).unlink(missing_ok=True)

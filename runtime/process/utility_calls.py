@@ -1,0 +1,60 @@
+"""What an engine is asked between two steps: reset the prefix cache, profile."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ostinato.runtime.errors import InvalidRequestError
+from ostinato.runtime.process.ipc import Call, CallName, CallReply
+
+if TYPE_CHECKING:
+    from ostinato.runtime.engine.engine import Engine
+    from ostinato.runtime.engine.profiler import Profiler
+
+__all__ = ("EngineCalls",)
+
+
+class EngineCalls:
+    """The engine's side.
+
+    Args:
+        engine: that is asked.
+        profile_dir: where traces are written; empty = nobody may profile.
+    """
+
+    def __init__(self, engine: Engine, profile_dir: str) -> None:
+        self._engine = engine
+        self._profile_dir = profile_dir
+        self._profiler: Profiler | None = None
+
+    def answer(self, call: Call) -> CallReply:
+        """Do what is asked; a refusal is a reply too."""
+        try:
+            return CallReply(call.call_id, self._do(call.name))
+        except InvalidRequestError as error:
+            return CallReply(call.call_id, str(error), is_refused=True)
+
+    def _do(self, name: CallName) -> str:
+        if name is CallName.reset_prefix_cache:
+            if not self._engine.reset_prefix_cache():
+                raise InvalidRequestError(
+                    "sequences use blocks of the prefix cache: try again when nothing runs"
+                )
+            return ""
+        if not self._profile_dir:
+            raise InvalidRequestError(
+                "server.profile_dir is not set: start the server with a directory for traces"
+            )
+        if name is CallName.start_profile:
+            if self._profiler is not None:
+                raise InvalidRequestError("a profile is being taken: end it with /stop_profile")
+            from ostinato.runtime.engine.profiler import (
+                Profiler,  # the profiler takes time to import
+            )
+
+            self._profiler = Profiler(self._profile_dir)
+            return self._profile_dir
+        if self._profiler is None:
+            raise InvalidRequestError("no profile is being taken: begin one with /start_profile")
+        profiler, self._profiler = self._profiler, None
+        return profiler.stop()

@@ -1,0 +1,130 @@
+"""The sequences of the beam searches: one per beam, forked and dropped as the searches advance.
+
+A beam whose candidates have come waits for those of the others of its search. While it waits it
+keeps its row and blocks, if nobody needs them; what it computed can be computed again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ostinato.runtime.kv.kv_cache_manager import KVCacheManager
+from ostinato.runtime.scheduling.beam_search import BeamSearch
+from ostinato.runtime.scheduling.sequence import Sequence, SequenceStatus
+from ostinato.runtime.types.outputs import SequenceOutput, TokenLogprobs
+
+__all__ = ("BeamGroups", "is_parked")
+
+
+def is_parked(sequence: Sequence) -> bool:
+    """Whether it is a beam with nothing to compute before the others of its search have."""
+    return sequence.beam is not None and sequence.beam.candidates is not None
+
+
+class _Group:
+    """One search and who computes its beams."""
+
+    def __init__(self, search: BeamSearch, sequence: Sequence, max_model_len: int) -> None:
+        self.search = search
+        self.sequences = [sequence]  # one per beam, in the same order
+        self.order = sequence.order
+        self.max_model_len = max_model_len
+        self.num_forks = 0
+        self.prompt_logprobs: list[TokenLogprobs] | None = None
+
+    def fork(self, parent: Sequence) -> Sequence:
+        self.num_forks += 1
+        return parent.fork((*self.order, self.num_forks), self.max_model_len)
+
+
+class BeamGroups:
+    """All beam searches of a scheduler.
+
+    Args:
+        cache: the blocks.
+        place: gives a fork a row or lets it wait; does nothing for a sequence that runs.
+        drop: ends a sequence without news.
+    """
+
+    def __init__(
+        self,
+        cache: KVCacheManager,
+        place: Callable[[Sequence], None],
+        drop: Callable[[Sequence], None],
+    ) -> None:
+        self._cache = cache
+        self._place = place
+        self._drop = drop
+        self._groups: dict[str, _Group] = {}  # by request id
+        self._ready: list[_Group] = []
+
+    def begin(self, sequence: Sequence, max_model_len: int) -> None:
+        """Start the search of a new sequence's request."""
+        request = sequence.request
+        search = BeamSearch(request, sequence.max_num_tokens - sequence.num_prompt_tokens)
+        sequence.beam = search.beams[0]
+        self._groups[request.request_id] = _Group(search, sequence, max_model_len)
+
+    def end(self, request_id: str) -> list[Sequence]:
+        """Forget a search; its sequences, which the caller ends."""
+        return self._groups.pop(request_id).sequences
+
+    def take(self, sequence: Sequence, candidates: TokenLogprobs | None) -> None:
+        """Keep what a step found to continue a beam with."""
+        assert sequence.beam is not None, "a sequence of a beam search"
+        assert candidates is not None, "the sampler reports the candidates of every beam"
+        group = self._groups[sequence.request.request_id]
+        sequence.beam.candidates = candidates
+        if sequence.prompt_logprobs is not None:
+            group.prompt_logprobs, sequence.prompt_logprobs = sequence.prompt_logprobs, None
+        if sequence.status is SequenceStatus.preempted:
+            sequence.status = SequenceStatus.parked  # there is nothing to compute again
+        if group.search.is_ready:
+            self._ready.append(group)
+
+    def advance(self) -> list[SequenceOutput]:
+        """Advance every search whose candidates are complete; the news of those that end."""
+        ready, self._ready = self._ready, []
+        outputs = []
+        for group in ready:
+            if group.sequences[0].request.request_id not in self._groups:
+                continue
+            moves = group.search.advance()
+            if group.search.is_done:
+                outputs.append(self._finish(group))
+                continue
+            by_beam = {id(sequence.beam): sequence for sequence in group.sequences}
+            children: list[Sequence] = []
+            for move in moves:
+                parent = by_beam[id(move.beam)]
+                child = parent
+                if parent in children:  # it goes on with its first move already
+                    child = group.fork(parent)
+                    self._cache.fork(parent, child)
+                children.append(child)
+            for sequence in group.sequences:
+                if sequence not in children:
+                    self._drop(sequence)
+            for move, child in zip(moves, children, strict=True):
+                child.beam = move.beam.continued(move)
+                child.token_ids.append(move.token_id)
+                child.num_given_tokens = child.num_tokens
+            group.sequences = children
+            group.search.beams = [child.beam for child in children if child.beam is not None]
+            for child in children:
+                self._place(child)
+        return outputs
+
+    def _finish(self, group: _Group) -> SequenceOutput:
+        first = group.sequences[0]
+        beams = group.search.results()
+        for sequence in self.end(first.request.request_id):
+            self._drop(sequence)
+        return SequenceOutput(
+            first.request.request_id,
+            [],
+            beams[0].finish_reason,
+            num_cached_tokens=first.num_cached_tokens or 0,
+            prompt_logprobs=group.prompt_logprobs,
+            beams=beams,
+        )

@@ -1,0 +1,119 @@
+"""The inter-token-latency target: how many prompt tokens fit into a step that has decodes.
+
+Every decoding sequence waits for the whole step, so what a long prompt gets of a step is bounded by
+the step's cost, not by its tokens alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ostinato.runtime.costs.cost_table import Chunk, CostTable
+from ostinato.runtime.scheduling.sequence import Sequence
+
+__all__ = ("ItlBound", "StepAllowance")
+
+
+class StepAllowance:
+    """What one step's decodes leave for prompts. Chunks are asked for, then taken.
+
+    Args:
+        costs: seconds of steps.
+        target_s: what the step may take.
+        least_chunk: tokens for the first chunk when not even one fits.
+        num_decodes: decoding sequences of the step, at least 1.
+        context: their mean number of cached tokens.
+    """
+
+    __slots__ = (
+        "_costs",
+        "_least_chunk",
+        "_num_chunks",
+        "_num_seqs",
+        "_num_tokens",
+        "_seconds_left",
+    )
+
+    def __init__(
+        self,
+        costs: CostTable,
+        target_s: float,
+        *,
+        least_chunk: int,
+        num_decodes: int,
+        context: float,
+    ) -> None:
+        self._costs = costs
+        self._least_chunk = least_chunk
+        self._num_tokens = self._num_seqs = num_decodes
+        self._num_chunks = 0
+        self._seconds_left = target_s - costs.decode_surcharge(num_decodes, context)
+
+    def largest(self, limit: int, start: int) -> int:
+        """Tokens of a chunk from position `start` that keep the step within the target.
+
+        Args:
+            limit: at most this many.
+            start: tokens of the sequence that are in the cache already.
+
+        Returns:
+            At most `limit`; 0 when none fit. The first chunk of a step always gets some: where the
+            decodes alone miss the target, prompts would wait for ever.
+        """
+        if limit < 1 or self._fits(limit, start):
+            return max(limit, 0)
+        fits, too_many = 0, limit
+        while too_many - fits > 1:
+            middle = (fits + too_many) // 2
+            if self._fits(middle, start):
+                fits = middle
+            else:
+                too_many = middle
+        if fits or self._num_chunks:
+            return fits
+        return min(limit, self._least_chunk)
+
+    def take(self, num_tokens: int, start: int) -> None:
+        """A chunk becomes part of the step."""
+        self._num_tokens += num_tokens
+        self._num_seqs += 1
+        self._num_chunks += 1
+        self._seconds_left -= self._costs.chunk_surcharge(Chunk(num_tokens, start))
+
+    def _fits(self, num_tokens: int, start: int) -> bool:
+        costs = self._costs
+        seconds = costs.step_seconds(self._num_tokens + num_tokens, self._num_seqs + 1, 0)
+        seconds += costs.chunk_surcharge(Chunk(num_tokens, start))
+        return seconds <= self._seconds_left
+
+
+class ItlBound:
+    """The target of an engine.
+
+    Args:
+        costs: seconds of steps.
+        target_s: what a step with decodes may take.
+        least_chunk: tokens that a prompt gets of a step when the decodes alone miss the target.
+    """
+
+    def __init__(self, costs: CostTable, target_s: float, *, least_chunk: int) -> None:
+        self._costs = costs
+        self._target_s = target_s
+        self._least_chunk = least_chunk
+
+    def open(self, running: Iterable[Sequence]) -> StepAllowance | None:
+        """The allowance of a step of these sequences; None when none of them decodes."""
+        contexts = [s.num_computed_tokens for s in running if s.is_decoding]
+        if not contexts:
+            return None
+        return self.allowance(len(contexts), sum(contexts) / len(contexts))
+
+    def allowance(self, num_decodes: int, context: float) -> StepAllowance:
+        """The allowance of a step with so many decodes of a mean context."""
+        return StepAllowance(
+            self._costs,
+            self._target_s,
+            least_chunk=self._least_chunk,
+            num_decodes=num_decodes,
+            context=context,
+        )

@@ -1,0 +1,58 @@
+"""When an output goes round in circles: its last tokens are one pattern several times over.
+
+vLLM's `repetition_detection`. Plain data and integers; imports neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ostinato.runtime.types.params import RepetitionDetectionParams
+
+__all__ = ("REPETITION_REASON", "RepetitionDetector")
+
+REPETITION_REASON = "repetition_detected"
+
+
+class RepetitionDetector:
+    """Reads one output token by token; how they were grouped into steps makes no difference.
+
+    An output ends with `count` copies of a pattern of `size` tokens exactly when each of its last
+    `size * (count - 1)` tokens is equal to the one `size` before it. So for every size it is enough
+    to know how many of the last tokens are. Only sizes at whose distance the new token occurs can
+    have any: a token costs as many dictionary entries as it occurs in the last `max_pattern_size`
+    tokens, whatever `min_count` is: less than a microsecond in ordinary text.
+
+    Args:
+        params: with a largest pattern.
+        token_ids: an output so far, of which only the end that can matter is read.
+    """
+
+    __slots__ = ("_max_size", "_min_count", "_min_size", "_num_tokens", "_places", "_runs", "found")
+
+    def __init__(self, params: RepetitionDetectionParams, token_ids: Iterable[int] = ()) -> None:
+        self._max_size = params.max_pattern_size
+        self._min_size = max(1, params.min_pattern_size)
+        self._min_count = params.min_count
+        self._num_tokens = 0
+        self._places: dict[int, list[int]] = {}  # token id -> where it stands, ascending
+        self._runs: dict[int, int] = {}  # size -> last tokens that repeat those so far before them
+        self.found = False  # whether the last tokens are a repetition
+        for token_id in list(token_ids)[-self._max_size * self._min_count :]:
+            self.append(token_id)
+
+    def append(self, token_id: int) -> None:
+        """Take in the next token."""
+        places = self._places.setdefault(token_id, [])
+        runs: dict[int, int] = {}
+        found = False
+        for place in reversed(places):
+            size = self._num_tokens - place
+            if size > self._max_size:
+                break
+            if size >= self._min_size:
+                runs[size] = run = self._runs.get(size, 0) + 1
+                found = found or run >= size * (self._min_count - 1)
+        places.append(self._num_tokens)
+        self._num_tokens += 1
+        self._runs, self.found = runs, found

@@ -1,0 +1,200 @@
+"""A request while the engine works on it: the scheduler's mutable record, never sent anywhere.
+
+A sequence has no phases. `num_computed_tokens` catches up with its tokens; a chunk of a prompt, a
+prefix hit, recomputation after preemption and decoding are the same case.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from ostinato.runtime.errors import InvalidRequestError
+from ostinato.runtime.kv.block_pool import BlockHash
+from ostinato.runtime.scheduling.beam_search import Beam
+from ostinato.runtime.scheduling.repetition import REPETITION_REASON, RepetitionDetector
+from ostinato.runtime.types.outputs import FinishReason, TokenLogprobs
+from ostinato.runtime.types.request import Request
+
+__all__ = ("Sequence", "SequenceStatus", "check_prompt_length")
+
+
+class SequenceStatus(Enum):
+    """Where a sequence is. A preempted or finished one may still be part of a step in flight."""
+
+    waiting = "waiting"
+    running = "running"
+    preempted = "preempted"
+    parked = "parked"  # a beam without row and blocks, whose candidates are known
+    finished = "finished"
+
+
+def check_prompt_length(request: Request, max_model_len: int) -> None:
+    """Raises InvalidRequestError for an empty prompt, or one that leaves no room for output."""
+    kept = 1 if request.pooling is None else 0
+    if not 1 <= len(request.prompt_token_ids) <= max_model_len - kept:
+        raise InvalidRequestError(
+            f"the prompt must have 1 to {max_model_len - kept} tokens (max_model_len="
+            f"{max_model_len}{', one is kept for the output' if kept else ''}), got "
+            f"{len(request.prompt_token_ids)}; shorten it",
+            param="prompt",
+            code="context_length_exceeded",
+        )
+
+
+class Sequence:
+    """One request's progress.
+
+    Args:
+        request: what to generate; `sampling.n` is ignored, each completion is a request of its own.
+        order: the policy's key; a smaller one runs first. Unique.
+        max_model_len: tokens of prompt plus output that the model can hold.
+    """
+
+    __slots__ = (
+        "beam",
+        "block_hashes",
+        "block_table",
+        "eos_token_ids",
+        "max_num_tokens",
+        "min_num_tokens",
+        "num_cached_tokens",
+        "num_computed_tokens",
+        "num_given_tokens",
+        "num_in_flight",
+        "num_preemptions",
+        "num_prompt_tokens",
+        "num_registered_blocks",
+        "order",
+        "prompt_logprobs",
+        "repetition",
+        "request",
+        "row",
+        "status",
+        "stop_token_ids",
+        "token_ids",
+    )
+
+    def __init__(self, request: Request, order: tuple[int, ...], max_model_len: int) -> None:
+        sampling = request.sampling
+        self.request = request
+        self.order = order
+        self.status = SequenceStatus.waiting
+        # Prompt, then the output that has arrived.
+        self.token_ids = [*request.prompt_token_ids, *request.output_token_ids]
+        self.num_prompt_tokens = len(request.prompt_token_ids)
+        self.row = -1  # index into the runner's buffers; set while it is part of steps
+
+        # Positions below are computed, or will be by a step that is in flight.
+        self.num_computed_tokens = 0
+        # Tokens known when it took its row. Later positions read the row's last sampled token, on
+        # the device.
+        self.num_given_tokens = 0
+        self.num_in_flight = 0  # steps that include it and have not come back
+        self.num_cached_tokens: int | None = None  # prefix hits at first admission; None before it
+        self.num_preemptions = 0
+        # Of prompt tokens 1, 2, ... as far as they have come back; None = not wanted, or given out.
+        self.prompt_logprobs: list[TokenLogprobs] | None = (
+            None if sampling.prompt_logprobs is None or request.output_token_ids else []
+        )
+
+        self.block_table: list[int] = []  # block ids by position // block_size; append-only
+        self.block_hashes: list[
+            BlockHash
+        ] = []  # of the full blocks of token_ids, as far as needed yet
+        self.num_registered_blocks = (
+            0  # leading blocks of the table that are findable or duplicates
+        )
+
+        room = max_model_len - self.num_prompt_tokens
+        max_tokens = room if sampling.max_tokens is None else min(sampling.max_tokens, room)
+        self.max_num_tokens = self.num_prompt_tokens + max_tokens
+        self.min_num_tokens = self.num_prompt_tokens + sampling.min_tokens
+        self.eos_token_ids = frozenset(() if sampling.ignore_eos else request.eos_token_ids)
+        self.stop_token_ids = frozenset(sampling.stop_token_ids)
+        detection = sampling.repetition_detection
+        self.repetition = (
+            RepetitionDetector(detection, request.output_token_ids)
+            if detection is not None and detection.is_on
+            else None
+        )
+        self.beam: Beam | None = None  # which one of a beam search it computes
+
+    def fork(self, order: tuple[int, ...], max_model_len: int) -> Sequence:
+        """A waiting sequence with the same tokens; it holds no blocks yet."""
+        other = Sequence(self.request, order, max_model_len)
+        other.token_ids = self.token_ids[:]
+        other.block_hashes = self.block_hashes[:]
+        other.num_cached_tokens = self.num_cached_tokens
+        other.prompt_logprobs = self.prompt_logprobs
+        return other
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and arrived output tokens."""
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Output tokens that have arrived."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def max_cached_tokens(self) -> int:
+        """Leading tokens that need no computing when their keys and values are there."""
+        if self.prompt_logprobs is not None:
+            return min(len(self.prompt_logprobs), self.num_tokens - 1)
+        pooling = self.request.pooling
+        if pooling is not None and pooling.needs_all_tokens:
+            return 0
+        return self.num_tokens - 1  # the last one must be computed to get logits
+
+    def num_prompt_logits(self, start: int, end: int) -> int:
+        """How many of the positions [start, end) predict a prompt token that is to be scored."""
+        if self.prompt_logprobs is None:
+            return 0
+        return max(0, min(end, self.num_prompt_tokens - 1) - start)
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether the next step computes one token of it, that the step before samples."""
+        given, computed = self.num_given_tokens, self.num_computed_tokens
+        if self.beam is not None:  # its last token was given; None is left while it waits
+            return self.num_output_tokens > 0 and given - computed == 1
+        return given <= computed and computed + 1 < self.max_num_tokens
+
+    def append(self, token_id: int) -> None:
+        """Take in a sampled token."""
+        self.token_ids.append(token_id)
+        if self.repetition is not None:
+            self.repetition.append(token_id)
+
+    def ending(self) -> tuple[FinishReason, int | str | None] | None:
+        """Why it ends with its last token, and what ends it besides; None if it goes on."""
+        token_id = self.token_ids[-1]
+        may_end = self.num_tokens >= self.min_num_tokens
+        if may_end:
+            if token_id in self.eos_token_ids:
+                return FinishReason.stop, None
+            if token_id in self.stop_token_ids:
+                return FinishReason.stop, token_id
+        if self.num_tokens >= self.max_num_tokens:
+            return FinishReason.length, None
+        if may_end and self.repetition is not None and self.repetition.found:
+            return FinishReason.repetition, REPETITION_REASON
+        return None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it takes part in the next step."""
+        return self.status is SequenceStatus.running
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether its terminal output was given."""
+        return self.status is SequenceStatus.finished
+
+    def __repr__(self) -> str:
+        return (
+            f"Sequence({self.request.request_id!r}, {self.status.value}, row={self.row}, "
+            f"computed {self.num_computed_tokens} of {self.num_tokens} tokens)"
+        )

@@ -1,0 +1,133 @@
+"""One step while it is planned, and while it is out: what the scheduler spends its budget on."""
+
+from __future__ import annotations
+
+from ostinato.runtime.scheduling.itl_bound import StepAllowance
+from ostinato.runtime.scheduling.sequence import Sequence, SequenceStatus
+from ostinato.runtime.types.outputs import FinishReason, SequenceOutput
+from ostinato.runtime.types.step import (
+    AdmittedSequence,
+    ScheduledSequence,
+    SchedulerOutput,
+    StepResult,
+)
+
+__all__ = ("StepPlan",)
+
+
+class StepPlan:
+    """One step: the budget that `schedule` spends, what on, and whose tokens will come back."""
+
+    __slots__ = (
+        "admitted",
+        "allowance",
+        "block_copies",
+        "is_closed",
+        "is_stalled",
+        "num_grown",
+        "num_pooled",
+        "num_prompt_logits",
+        "num_samples",
+        "num_tokens_left",
+        "output",
+        "scheduled",
+        "sequences",
+    )
+
+    def __init__(self, num_tokens: int, allowance: StepAllowance | None) -> None:
+        self.num_tokens_left = num_tokens
+        self.allowance = allowance  # of prompts, next to decodes; None = the tokens alone count
+        self.num_grown = 0  # leading running sequences that have had their turn
+        self.num_samples = 0
+        self.num_prompt_logits = 0
+        self.num_pooled = 0
+        self.is_closed = False  # nobody else is admitted
+        self.is_stalled = False  # blocks come back with the next update; who needs one waits for it
+        self.scheduled: list[ScheduledSequence] = []
+        self.sequences: list[Sequence] = []  # of `scheduled`, in its order
+        self.admitted: list[AdmittedSequence] = []
+        self.block_copies: list[tuple[int, int]] = []
+        self.output: SchedulerOutput | None = None
+
+    @property
+    def takes_prompts(self) -> bool:
+        """Whether there is room for a token of a prompt."""
+        if self.allowance is not None and self.allowance.largest(1, 0) < 1:
+            return False
+        return self.num_tokens_left > 0
+
+    def chunk_limit(self, num_reserved: int, num_tokens: int, start: int) -> int:
+        """Tokens that a sequence may get from position `start` on, of `num_tokens` that it has
+        left, with `num_reserved` kept for others; less than 1 when it must wait.
+        """
+        limit = min(self.num_tokens_left - num_reserved, num_tokens)
+        return limit if self.allowance is None else self.allowance.largest(limit, start)
+
+    def take_chunk(self, num_tokens: int, start: int) -> None:
+        """Count given tokens that nobody counted as a decode when the step began."""
+        if self.allowance is not None:
+            self.allowance.take(num_tokens, start)
+
+    def close(self, max_num_tokens: int) -> SchedulerOutput | None:
+        """The plan as the runner gets it; None when there is nothing to run.
+
+        Args:
+            max_num_tokens: what the step began with.
+        """
+        if self.scheduled:
+            self.output = SchedulerOutput(
+                self.scheduled,
+                self.admitted,
+                max_num_tokens - self.num_tokens_left,
+                self.num_prompt_logits,
+                self.block_copies,
+                self.num_pooled,
+            )
+        return self.output
+
+    def take_pooled(self, result: StepResult) -> list[SequenceOutput]:
+        """End the sequences whose vectors are there; their terminal outputs.
+
+        Raises:
+            ValueError: `result` has not one for each prompt that ends in this step.
+        """
+        vectors = iter(result.pooled or ())
+        outputs: list[SequenceOutput] = []
+        for entry, sequence in zip(self.scheduled, self.sequences, strict=True):
+            is_end = entry.start + entry.num_new_tokens == sequence.num_prompt_tokens
+            if not (entry.is_pooled and is_end):
+                continue
+            vector = next(vectors, None)
+            if vector is None:
+                raise ValueError(f"row {entry.row} ends a pooled prompt, the result has no vector")
+            if sequence.status is SequenceStatus.running:
+                sequence.status = SequenceStatus.finished
+                outputs.append(
+                    SequenceOutput(
+                        sequence.request.request_id,
+                        [],
+                        FinishReason.stop,
+                        num_cached_tokens=sequence.num_cached_tokens or 0,
+                        pooled=vector,
+                    )
+                )
+        return outputs
+
+    def take_prompt_logprobs(self, result: StepResult) -> None:
+        """Hand log-probabilities of prompt tokens to their sequences.
+
+        Raises:
+            ValueError: `result` has not one for each that was to be scored.
+        """
+        lists = iter(result.prompt_logprobs or ())
+        for entry, sequence in zip(self.scheduled, self.sequences, strict=True):
+            if entry.num_prompt_logits:
+                scores = next(lists, [])
+                if len(scores) != entry.num_prompt_logits:
+                    raise ValueError(
+                        f"row {entry.row} has {entry.num_prompt_logits} prompt tokens to score, "
+                        f"the step's result {len(scores)}"
+                    )
+                if sequence.prompt_logprobs is not None:
+                    # From `start` on: after a preemption some may come a second time.
+                    sequence.prompt_logprobs[entry.start :] = scores

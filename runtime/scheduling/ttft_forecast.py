@@ -1,0 +1,105 @@
+"""When a request that is queued now would get its first token, from the step-cost table."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence as Many
+from typing import NamedTuple
+
+from ostinato.runtime.costs.cost_table import Chunk, CostTable
+from ostinato.runtime.costs.step_limits import StepLimits
+from ostinato.runtime.scheduling.itl_bound import ItlBound
+from ostinato.runtime.scheduling.sequence import Sequence
+
+__all__ = ("QueueLoad", "predict_ttft", "queue_load")
+
+
+class QueueLoad(NamedTuple):
+    """What is ahead of a request that comes now."""
+
+    num_decodes: int  # running sequences that decode
+    context: float  # their mean number of cached tokens
+    num_prefill_tokens: int  # that running sequences still have to compute of what they were given
+    num_waiting: int  # sequences without a row
+    num_waiting_tokens: int  # of those
+    num_free_rows: int
+    expected_steps: list[int]  # of each running sequence until it ends
+
+
+def queue_load(
+    running: Many[Sequence], waiting: Many[Sequence], num_free_rows: int, mean_output: float | None
+) -> QueueLoad:
+    """Sums over a scheduler's sequences.
+
+    Args:
+        running: those with a row.
+        waiting: those without.
+        num_free_rows: rows that nobody has.
+        mean_output: tokens that ended requests have given; None = none has ended, so each is taken
+            to give all that it may.
+    """
+    contexts = [s.num_computed_tokens for s in running if s.is_decoding]
+    mean = math.inf if mean_output is None else mean_output
+    return QueueLoad(
+        num_decodes=len(contexts),
+        context=sum(contexts) / max(1, len(contexts)),
+        num_prefill_tokens=sum(max(0, s.num_given_tokens - s.num_computed_tokens) for s in running),
+        num_waiting=len(waiting),
+        num_waiting_tokens=sum(s.num_tokens for s in waiting),
+        num_free_rows=num_free_rows,
+        expected_steps=[
+            max(1, math.ceil(min(s.max_num_tokens - s.num_tokens, mean - s.num_output_tokens)))
+            for s in running
+        ],
+    )
+
+
+def predict_ttft(
+    load: QueueLoad,
+    num_prompt_tokens: int,
+    *,
+    costs: CostTable,
+    limits: StepLimits,
+    bound: ItlBound | None = None,
+) -> float:
+    """Seconds until the first token of a request that is queued behind everybody else.
+
+    The prompts ahead and its own are computed in parts beside the decodes that run now; when no row
+    is left, it also waits until enough sequences have ended. Prefix hits, which shorten it, and a
+    shortage of blocks, which lengthens it, are not foreseen. It never falls when the queue or the
+    prompt grows.
+
+    Args:
+        load: the scheduler's state.
+        num_prompt_tokens: of the request.
+        costs: seconds of steps.
+        limits: the largest step.
+        bound: the target for inter-token latency, when there is one.
+    """
+    num_decodes = load.num_decodes
+    context = load.context if num_decodes else 0.0
+    num_tokens = load.num_prefill_tokens + load.num_waiting_tokens + max(1, num_prompt_tokens)
+    part = max(1, limits.max_num_batched_tokens - num_decodes)
+    if bound is not None and num_decodes:
+        part = bound.allowance(num_decodes, context).largest(part, 0)
+    decode_s = costs.decode_seconds(max(1, num_decodes), context)
+
+    def seconds(num_tokens: int) -> float:
+        mixed_s = costs.mixed_seconds(num_decodes, context, [Chunk(num_tokens, 0)])
+        return max(mixed_s, decode_s)  # measured apart, so they may contradict each other
+
+    num_full, rest = divmod(num_tokens, part)
+    num_steps = _steps_until_row(load) - num_full - bool(rest)
+    ttft = num_full * seconds(part) + max(0, num_steps) * decode_s
+    return ttft + (seconds(rest) if rest else 0.0)
+
+
+def _steps_until_row(load: QueueLoad) -> int:
+    """Steps until there is a row for one more than those that wait."""
+    num_missing = load.num_waiting + 1 - load.num_free_rows
+    if num_missing <= 0 or not load.expected_steps:
+        return 0
+    steps = sorted(load.expected_steps)
+    rounds, index = divmod(num_missing - 1, len(steps))
+    # Those that take the rows first are taken to run as long as the longest of now.
+    return rounds * steps[-1] + steps[index]

@@ -1,0 +1,180 @@
+"""From measured step costs to decisions: the table, the buckets, the scheduler's limits and bound.
+
+Called once, between capture and the first request, with everything in place that a step needs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from dataclasses import dataclass
+
+import msgspec
+
+from ostinato.conf.schema import GraphConfig, SchedulerConfig
+from ostinato.graphs.bundle import Bundle
+from ostinato.models.base import KVCache
+from ostinato.runtime.costs.cost_probe import StepSpace, measure_costs
+from ostinato.runtime.costs.cost_table import CostTable
+from ostinato.runtime.costs.step_limits import StepLimits, decide_limits, needless_sizes
+from ostinato.runtime.errors import StartupError
+from ostinato.runtime.execution.model_runner import ModelRunner
+from ostinato.runtime.kv.kv_cache_manager import KVCacheManager
+from ostinato.runtime.scheduling.itl_bound import ItlBound
+from ostinato.runtime.scheduling.scheduler import Scheduler
+from ostinato.runtime.startup.machine_info import cpu_name
+from ostinato.runtime.startup.memory_plan import MemoryPlan
+from ostinato.runtime.types.engine_info import ServedModel
+from ostinato.runtime.types.params import SamplingParams
+
+__all__ = ("CostStore", "calibrate", "make_scheduler")
+
+_LOG = logging.getLogger(__name__)
+
+# Of cache memory that the contexts of measured steps are read from: more than a processor caches.
+_CONTEXT_BYTES = 32 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class CostStore:
+    """Where a start finds the step costs that an earlier one has measured.
+
+    One bundle may serve several machines and configurations; each kind has a table of its own.
+    """
+
+    graphs: GraphConfig
+    limits: StepLimits  # that buffers are made for
+    threads: int  # of the model on a CPU
+    bundle: Bundle | None  # saved by its owner; None = tables are not kept
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether there is to be a table."""
+        return self.graphs.cost_table_budget_s != 0
+
+    def load(self) -> CostTable | None:
+        """The table of such a machine and such steps, or None."""
+        if self.bundle is None or not self.is_wanted:
+            return None
+        data = self.bundle.get(self._name())
+        if data is None:
+            return None
+        try:
+            return CostTable.from_bytes(data)
+        except ValueError as error:
+            _LOG.warning("step costs are measured again: %s", error)
+            return None
+
+    def put(self, costs: CostTable) -> None:
+        """Keep a table for the next start."""
+        if self.bundle is not None:
+            self.bundle.put(self._name(), costs.to_bytes())
+
+    def _name(self) -> str:
+        graphs = self.graphs
+        kind = (cpu_name(), self.threads, graphs.mode.value, graphs.capture_sizes, *self.limits)
+        return f"step-costs-{hashlib.sha256(repr(kind).encode()).hexdigest()[:12]}.msgpack"
+
+
+def calibrate(
+    store: CostStore, runner: ModelRunner, kv_cache: KVCache, plan: MemoryPlan, model: ServedModel
+) -> CostTable:
+    """Time steps of the finished engine, and give up the decode buckets that bring nothing.
+
+    Args:
+        store: keeps the table; knows the limits and how long it may take.
+        runner: everything is captured; its counters begin anew.
+        kv_cache: no block of it has an owner or contents yet, and none has afterwards.
+        plan: the engine's memory plan.
+        model: its sampling defaults are those of a usual request.
+    """
+    limits = store.limits
+    is_cpu = all(side.device.type == "cpu" for layer in kv_cache for side in layer)
+    num_blocks = max(1, min(plan.num_blocks - 1, _CONTEXT_BYTES // plan.bytes_per_block))
+    if is_cpu:
+        # Zeros are what fresh memory holds; writing them maps its pages. Unmapped ones are all the
+        # same page, and a context in them would be read from the processor's cache.
+        for side in (side for layer in kv_cache for side in layer):
+            side[: num_blocks + 1].zero_()
+    buckets = sorted(key.num_seqs for key in runner.graphs.captured_keys if key.uniform_decode)
+    sizes = buckets
+    if is_cpu or not buckets:
+        most = limits.max_num_seqs
+        sizes = [*(1 << power for power in range(most.bit_length()) if 1 << power < most), most]
+    costs = measure_costs(
+        runner.execute,
+        StepSpace(
+            max_num_seqs=limits.max_num_seqs,
+            max_num_batched_tokens=limits.max_num_batched_tokens,
+            max_model_len=plan.max_model_len,
+            block_size=plan.block_size,
+            decode_sizes=sizes,
+            context_block_ids=range(1, num_blocks + 1),
+            sampling=msgspec.convert(model.default_sampling, SamplingParams, strict=False),
+        ),
+        budget_s=store.graphs.cost_table_budget_s,
+    )
+    runner.reset_counters()
+    store.put(costs)
+    # On a CPU a bucket is a bound call, which costs nothing, and a padded row is computed.
+    needless = [] if is_cpu else needless_sizes(buckets, costs)
+    if needless:
+        runner.graphs.drop_decode_buckets(needless)
+        _LOG.info("decode buckets as slow as the next larger one are given up: %s", needless)
+    return costs
+
+
+def make_scheduler(
+    config: SchedulerConfig,
+    cache: KVCacheManager,
+    max_model_len: int,
+    upper: StepLimits,
+    costs: CostTable | None,
+    *,
+    whole_prompts: bool = False,
+) -> Scheduler:
+    """The scheduler with the limits and the bound that the step costs give.
+
+    Args:
+        config: what was set.
+        cache: the blocks.
+        max_model_len: tokens of one sequence.
+        upper: what buffers were made for.
+        costs: seconds of steps; None = not measured.
+        whole_prompts: a prompt is never computed in chunks.
+
+    Raises:
+        StartupError: a target for inter-token latency without step costs.
+    """
+    decided = decide_limits(config, upper, costs)
+    _LOG.info(
+        "scheduler.max_num_seqs=%d (%s), scheduler.max_num_batched_tokens=%d (%s)",
+        decided.limits.max_num_seqs,
+        decided.seqs_origin,
+        decided.limits.max_num_batched_tokens,
+        decided.tokens_origin,
+    )
+    bound = None
+    if (target_ms := config.itl_target_ms) is not None:
+        if costs is None:
+            raise StartupError(
+                f"scheduler.itl_target_ms={target_ms:g} needs measured step costs, but "
+                f"graphs.cost_table_budget_s=0; raise it, or leave it null"
+            )
+        bound = ItlBound(costs, target_ms / 1e3, least_chunk=cache.block_size)
+        if (alone_ms := costs.decode_seconds(1, 0) * 1e3) > target_ms:
+            _LOG.warning(
+                "scheduler.itl_target_ms=%g can not be kept: a step of one sequence takes %.1f ms; "
+                "beside decodes, prompts advance by %d tokens a step",
+                target_ms,
+                alone_ms,
+                cache.block_size,
+            )
+    return Scheduler(
+        config,
+        cache,
+        max_model_len=max_model_len,
+        limits=decided.limits,
+        bound=bound,
+        whole_prompts=whole_prompts,
+    )

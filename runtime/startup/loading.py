@@ -1,0 +1,193 @@
+"""The model of an engine: built, loaded on a thread of its own, and compiled meanwhile.
+
+Part of the composition root (build.py): the weights' thread waits for disk and the C++ compiler,
+the other traces Python.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from functools import partial
+
+import torch
+
+from ostinato.conf.root import EngineConfig
+from ostinato.conf.schema import GraphMode, LoadFormat, Quantization
+from ostinato.graphs.buffers import StaticBuffers
+from ostinato.graphs.bundle import Bundle
+from ostinato.graphs.compile import Binder, compile_model
+from ostinato.models.base import KVCache, LanguageModel
+from ostinato.models.checkpoints.checkpoint import CheckpointError
+from ostinato.models.checkpoints.weights import init_dummy_weights, load_weights
+from ostinato.models.packing import pack_model
+from ostinato.models.quantization import quantize_model, quantize_module
+from ostinato.models.registry import build_model
+from ostinato.ops.native import library as native
+from ostinato.ops.native.build import NativeBuildError
+from ostinato.runtime.errors import StartupError
+from ostinato.runtime.startup.bundles import bundle_root, kernel_libraries
+from ostinato.runtime.startup.memory_plan import MemoryPlan
+from ostinato.runtime.startup.model_cache import KeptModel, ModelShelf
+from ostinato.runtime.startup.planning import ModelSource
+from ostinato.runtime.startup.served_model import model_name
+
+__all__ = ("Phase", "begin_model", "open_bundle", "packs")
+
+Phase = Callable[[str], AbstractContextManager[None]]
+"""What times a part of the start: `with phase("weights"):`."""
+
+
+def begin_model(
+    config: EngineConfig,
+    source: ModelSource,
+    backend: str,
+    plan: MemoryPlan,
+    loader: ThreadPoolExecutor,
+    phase: Phase,
+    shelf: ModelShelf | None,
+) -> tuple[LanguageModel, Callable[[KVCache, StaticBuffers, Bundle | None], Binder | None]]:
+    """A model that is being loaded, and what compiles its program and waits for the weights; an
+    earlier engine's from the shelf needs neither.
+    """
+    # Everything that a loaded model depends on: not the scheduler, not the size of the cache.
+    sections = (config.model, config.device, config.graphs)
+    cache = (config.cache.block_size, config.cache.dtype)
+    key = repr((*sections, *cache, backend, plan.max_model_len))
+    kept = None if shelf is None else shelf.find(key)
+    if kept is not None:
+        return kept.model, lambda kv_cache, buffers, bundle: kept.bind
+    model = _build(config, source, backend, plan.max_model_len)
+    loading = loader.submit(_load, config, source, model, backend, phase)
+
+    def finish(kv_cache: KVCache, buffers: StaticBuffers, bundle: Bundle | None) -> Binder | None:
+        prototype = _prototype(config, source, backend, model, plan)
+        bind = _compile(config, prototype, kv_cache, buffers, bundle, phase)
+        loading.result()
+        if shelf is not None:
+            shelf.keep(key, KeptModel(model, bind))
+        return bind
+
+    return model, finish
+
+
+def _prototype(
+    config: EngineConfig, source: ModelSource, backend: str, model: LanguageModel, plan: MemoryPlan
+) -> LanguageModel:
+    """What is traced: a model with weights in their final form and contents of no matter.
+
+    Packing changes that form, so it is a second model, whose memory is never touched. A GPU's
+    memory is taken as soon as it is reserved: there the model itself is traced while it is filled.
+    """
+    if not packs(config, source):
+        return model
+    prototype = _build(config, source, backend, plan.max_model_len)
+    if source.quantization is not None:
+        quantize_model(prototype, source.quantization, fill=False)
+    pack_model(prototype, fill=False)
+    return prototype
+
+
+def _build(
+    config: EngineConfig, source: ModelSource, backend: str, max_model_len: int
+) -> LanguageModel:
+    return build_model(
+        source.config,
+        dtype=source.dtype,
+        device=source.device,
+        attention_backend=backend,
+        max_model_len=max_model_len,
+    )
+
+
+def packs(config: EngineConfig, source: ModelSource) -> bool:
+    """Whether weights are laid out for the CPU's kernels."""
+    return config.graphs.pack_weights and source.device.type == "cpu"
+
+
+def _load(
+    config: EngineConfig, source: ModelSource, model: LanguageModel, backend: str, phase: Phase
+) -> None:
+    """Give the model its weights in their final form, and load the kernels that it calls."""
+    will_pack = packs(config, source)
+    try:
+        if will_pack or backend == "cpu":
+            with phase("native kernels"):
+                for library in kernel_libraries(config.model):
+                    native.load(library)
+        with phase("weights"), torch.inference_mode():
+            quantize = _quantizer(source)
+            if config.model.load_format is LoadFormat.dummy:
+                progress = "" if quantize is None else _progress_of(config)
+                init_dummy_weights(model, config.model.seed, progress=progress, on_loaded=quantize)
+            else:
+                load_weights(
+                    model, source.checkpoint, progress=_progress_of(config), on_loaded=quantize
+                )
+        if will_pack:
+            with phase("pack"), torch.inference_mode():
+                pack_model(model)
+    except (CheckpointError, NativeBuildError) as error:
+        raise StartupError(str(error)) from error
+
+
+def _progress_of(config: EngineConfig) -> str:
+    """What the progress bar says."""
+    kind = config.model.quantization
+    return "weights" if kind is Quantization.none else f"weights, quantised to {kind}"
+
+
+def _quantizer(source: ModelSource) -> Callable[[torch.nn.Module], bool] | None:
+    """What replaces a module's weight by its quantised form; None when nothing should."""
+    if source.quantization is None:
+        return None
+    return partial(quantize_module, quantization=source.quantization)
+
+
+def _compile(
+    config: EngineConfig,
+    prototype: LanguageModel,
+    kv_cache: KVCache,
+    buffers: StaticBuffers,
+    bundle: Bundle | None,
+    phase: Phase,
+) -> Binder | None:
+    """The compiled program, from a model whose weights may hold anything."""
+    if config.graphs.mode is GraphMode.eager:
+        return None
+    with phase("load programs" if bundle is not None and bundle.entries else "compile"):
+        # Any shape of at least 2 will do: the traced program takes every one.
+        tokens = min(16, buffers.host.token_ids.size)
+        seqs = min(2, buffers.host.seq_lens.size)
+        example = buffers.batch(tokens, seqs, seqs)
+        return compile_model(prototype, config.graphs.form, example, kv_cache, bundle)
+
+
+def open_bundle(
+    config: EngineConfig, source: ModelSource, plan: MemoryPlan, backend: str
+) -> Bundle | None:
+    """What earlier starts compiled for this model, device and shape; empty when there is none."""
+    graphs = config.graphs
+    if not graphs.bundle or graphs.mode is GraphMode.eager:
+        return None
+    name = model_name(config.model, source.checkpoint.directory)
+    device = "cpu"
+    if source.device.type == "cuda":
+        device = torch.cuda.get_device_name(source.device)
+    return Bundle(
+        bundle_root(graphs),
+        f"{name}-{device}",
+        {
+            "model": repr(source.config),
+            "dtype": f"{source.dtype}, cache {source.cache_dtype}",
+            "cache_dtype": str(source.cache_dtype),
+            "device": device,
+            "form": graphs.form.value,
+            "attention": backend,
+            "packed": str(packs(config, source)),
+            "quantization": str(source.quantization),
+            "block_size": str(config.cache.block_size),
+            "max_model_len": str(plan.max_model_len),
+        },
+    )

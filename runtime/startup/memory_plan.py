@@ -1,0 +1,375 @@
+"""The memory plan: a ledger of who gets how much, made before anything is allocated.
+
+`plan_memory` is a function of sizes alone; `run plan` prints its result and the engine obeys it. On
+CUDA the engine plans once more with what it measured (runtime/startup/measured_memory.py).
+`free_memory` says what this machine has left for us, container limits included.
+
+    free memory x device.memory_fraction = budget
+    budget - weights - activations - graph pool = room for KV blocks
+
+How much of that room the KV cache takes:
+
+    cache.memory_gib is set   exactly that
+    CUDA                      all of it
+    CPU                       what max_num_seqs sequences of max_model_len need, at most 4 GiB or
+                              one such sequence (when that takes no more than half of the room):
+                              a CPU's memory belongs to other programs too
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import psutil
+
+from ostinato.conf.schema import CacheConfig, DeviceConfig
+from ostinato.runtime.costs.step_limits import StepLimits
+from ostinato.runtime.errors import StartupError
+
+__all__ = (
+    "FreeMemory",
+    "GraphFootprint",
+    "MeasuredMemory",
+    "MemoryPlan",
+    "ModelFootprint",
+    "free_memory",
+    "plan_memory",
+)
+
+GIB = 1 << 30
+CPU_KV_BYTES = 4 * GIB
+CUDA_GRAPH_BYTES = 4 << 20  # of driver state for one captured graph, next to the shared pool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredMemory:
+    """What a device says when the weights have their memory and before the KV cache has, in bytes.
+
+    It takes the place of what the plan estimates from sizes.
+    """
+
+    used_bytes: int  # by weights, static buffers, workspaces and libraries, since `free_bytes`
+    step_bytes: int  # at most, by the largest step while it runs uncaptured
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFootprint:
+    """The sizes that a plan needs to know of a model."""
+
+    weights_bytes: int  # of all parameters and buffers as they lie on the device
+    kv_bytes_per_token: int  # keys and values over all layers
+    hidden_size: int
+    intermediate_size: int
+    qkv_size: int  # (num_heads + 2 * num_kv_heads) * head_dim
+    dtype_bytes: int  # of activations
+    max_model_len: int  # tokens; what the model states
+    sampling_bytes: int = 0  # of the largest step's logits and their sampling
+    workspace_bytes: int = 0  # of the attention backend in the largest step
+    measured: MeasuredMemory | None = None  # what a device said, in place of estimates
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphFootprint:
+    """What will be captured."""
+
+    num_graphs: int
+    max_tokens: int  # of the largest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPlan:
+    """Who gets how much, in bytes, and what fits."""
+
+    free_bytes: int  # before the weights are there
+    budget_bytes: int  # of which the engine plans with
+    weights_bytes: int
+    activation_bytes: int
+    graph_bytes: int
+    kv_bytes: int  # num_blocks whole blocks
+    block_size: int  # tokens
+    bytes_per_block: int
+    num_blocks: int  # to allocate, the null block included
+    max_model_len: int  # tokens; may be less than what the model states
+    reasons: tuple[str, ...]  # what was decided and why, one sentence each
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the usable blocks hold."""
+        return (self.num_blocks - 1) * self.block_size
+
+    @property
+    def num_full_sequences(self) -> float:
+        """How many sequences of max_model_len fit at once."""
+        return (self.num_blocks - 1) / _blocks(self.max_model_len, self.block_size)
+
+    @property
+    def unplanned_bytes(self) -> int:
+        """Free memory that the plan leaves alone; never negative for a plan that was returned."""
+        used = self.weights_bytes + self.activation_bytes + self.graph_bytes + self.kv_bytes
+        return self.free_bytes - used
+
+
+def plan_memory(
+    model: ModelFootprint,
+    *,
+    free_bytes: int,
+    is_cpu: bool,
+    device: DeviceConfig,
+    cache: CacheConfig,
+    scheduler: StepLimits,
+    max_model_len: int | None = None,
+    graphs: GraphFootprint | None = None,
+) -> MemoryPlan:
+    """Divide a device's free memory.
+
+    Args:
+        model: the model's sizes.
+        free_bytes: free on the device before the weights are loaded.
+        is_cpu: the CPU's rule for the KV cache instead of a GPU's.
+        device: the share to plan with.
+        cache: block size and, when the user chose it, the memory for blocks.
+        scheduler: the largest step.
+        max_model_len: what the user asked for; None = what the model states, or less.
+        graphs: what will be captured on CUDA.
+
+    Raises:
+        StartupError: the weights, one block, or one sequence of the length that the user asked for
+            does not fit, or the model can not be that long; it has the numbers and the remedies.
+    """
+    if max_model_len is not None and max_model_len > model.max_model_len:
+        raise StartupError(
+            f"model.max_model_len={max_model_len}, but the model is made for {model.max_model_len} "
+            f"tokens; lower it"
+        )
+    measured = model.measured
+    length = model.max_model_len if max_model_len is None else max_model_len
+    bytes_per_block = model.kv_bytes_per_token * cache.block_size
+    plan = MemoryPlan(
+        free_bytes=free_bytes,
+        budget_bytes=int(free_bytes * device.memory_fraction),
+        weights_bytes=model.weights_bytes if measured is None else measured.used_bytes,
+        activation_bytes=(
+            _activation_bytes(model, scheduler.max_num_batched_tokens)
+            if measured is None
+            else measured.step_bytes
+        ),
+        graph_bytes=0 if graphs is None or is_cpu else _graph_bytes(model, graphs),
+        kv_bytes=0,
+        block_size=cache.block_size,
+        bytes_per_block=bytes_per_block,
+        num_blocks=0,
+        max_model_len=length,
+        reasons=(f"budget: {device.memory_fraction:g} of {_size(free_bytes)} of free memory",),
+    )
+    room = _room(plan)
+    if not bytes_per_block:
+        return _without_cache(plan, scheduler)
+    sequence_blocks = _blocks(length, cache.block_size)
+    kv_bytes, reason = _kv_bytes(
+        room,
+        one_sequence=(sequence_blocks + 1) * bytes_per_block,
+        all_sequences=(sequence_blocks * scheduler.max_num_seqs + 1) * bytes_per_block,
+        is_cpu=is_cpu,
+        memory_gib=cache.memory_gib,
+    )
+    num_blocks = kv_bytes // bytes_per_block
+    plan = replace(
+        plan,
+        num_blocks=num_blocks,
+        kv_bytes=num_blocks * bytes_per_block,
+        reasons=(*plan.reasons, reason),
+    )
+    return _with_length(plan, is_asked=max_model_len is not None, room=room)
+
+
+def _without_cache(plan: MemoryPlan, scheduler: StepLimits) -> MemoryPlan:
+    """The plan of an encoder. Its blocks take no memory; there are so many that none ever lacks."""
+    per_sequence = _blocks(plan.max_model_len, plan.block_size) + 1  # one to spare at admission
+    return replace(
+        plan,
+        num_blocks=scheduler.max_num_seqs * per_sequence + 1,
+        reasons=(*plan.reasons, "KV cache: none, an encoder keeps no keys and values"),
+    )
+
+
+def _room(plan: MemoryPlan) -> int:
+    """Bytes that the budget leaves for KV blocks.
+
+    Raises:
+        StartupError: less than the null block and one more.
+    """
+    room = plan.budget_bytes - plan.weights_bytes - plan.activation_bytes - plan.graph_bytes
+    if room < 2 * plan.bytes_per_block:
+        raise StartupError(
+            f"not enough memory: {_size(plan.budget_bytes)} planned of {_size(plan.free_bytes)} "
+            f"free, weights need {_size(plan.weights_bytes)}, activations "
+            f"{_size(plan.activation_bytes)}, graphs {_size(plan.graph_bytes)}, two KV blocks "
+            f"{_size(2 * plan.bytes_per_block)}; use a smaller model, model.dtype=bfloat16, a "
+            f"higher device.memory_fraction or a lower scheduler.max_num_batched_tokens"
+        )
+    return room
+
+
+def _kv_bytes(
+    room: int, *, one_sequence: int, all_sequences: int, is_cpu: bool, memory_gib: float | None
+) -> tuple[int, str]:
+    """Bytes for KV blocks out of `room`, and why; the null block is counted."""
+    if memory_gib is not None:
+        wanted = int(memory_gib * GIB)
+        if wanted > room:
+            raise StartupError(
+                f"cache.memory_gib={memory_gib:g}, but {room / GIB:.2f} GiB are left for KV "
+                f"blocks; lower it or raise device.memory_fraction"
+            )
+        return wanted, f"KV cache: cache.memory_gib={memory_gib:g}"
+    if not is_cpu:
+        return room, "KV cache: all that is left of the budget"
+    wanted = min(room, max(CPU_KV_BYTES, min(one_sequence, room // 2)))
+    if all_sequences <= wanted:
+        return all_sequences, "KV cache: scheduler.max_num_seqs sequences of full length fit"
+    if wanted == room:
+        return room, "KV cache: all that is left of the budget"
+    return wanted, (
+        f"KV cache: {_size(wanted)} of {_size(room)} that are left, as a CPU's memory belongs to "
+        f"other programs too; cache.memory_gib takes more"
+    )
+
+
+def _with_length(plan: MemoryPlan, *, is_asked: bool, room: int) -> MemoryPlan:
+    """The plan with the longest sequence that it can hold.
+
+    Raises:
+        StartupError: that is shorter than what the user asked for, or no token at all.
+    """
+    if plan.num_tokens >= plan.max_model_len and plan.num_tokens > 0:
+        return plan
+    if plan.num_tokens > 0 and not is_asked:
+        reason = (
+            f"context: shortened from {plan.max_model_len} to {plan.num_tokens} tokens, what the "
+            f"KV cache holds; raise cache.memory_gib for longer ones"
+        )
+        return replace(plan, max_model_len=plan.num_tokens, reasons=(*plan.reasons, reason))
+    length = plan.max_model_len if is_asked else plan.block_size
+    need = (_blocks(length, plan.block_size) + 1) * plan.bytes_per_block
+    remedies: list[str] = []
+    if plan.num_tokens > 0:
+        remedies.append(f"lower model.max_model_len to at most {plan.num_tokens}")
+    if need <= room:
+        remedies.append(f"set cache.memory_gib={math.ceil(need / GIB * 1000) / 1000:g}")
+    remedies.append("use a smaller model or a higher device.memory_fraction")
+    raise StartupError(
+        f"not enough memory for one sequence of {length} tokens: its KV blocks need {_size(need)}, "
+        f"planned are {_size(plan.kv_bytes)}; {', or '.join(remedies)}"
+    )
+
+
+def _blocks(num_tokens: int, block_size: int) -> int:
+    return -(-num_tokens // block_size)
+
+
+def _graph_bytes(model: ModelFootprint, graphs: GraphFootprint) -> int:
+    """The pool that all captured graphs share, and the driver's state of each."""
+    pool = _activation_bytes(model, graphs.max_tokens)
+    return pool + graphs.num_graphs * CUDA_GRAPH_BYTES
+
+
+def _activation_bytes(model: ModelFootprint, num_tokens: int) -> int:
+    """Peak estimate of a step's intermediate tensors.
+
+    A layer holds at once, per token: the residual, the normed input and one more of that size, then
+    queries, keys and values before and after rotation, or the two halves of the gated MLP with
+    their product. Attention's workspace, and logits with their sampling, come on top.
+    """
+    layer = 3 * model.hidden_size + max(2 * model.qkv_size, 3 * model.intermediate_size)
+    return num_tokens * layer * model.dtype_bytes + model.sampling_bytes + model.workspace_bytes
+
+
+def _size(num_bytes: float) -> str:
+    return (
+        f"{num_bytes / GIB:.2f} GiB"
+        if num_bytes >= GIB / 10
+        else f"{num_bytes / (1 << 20):.1f} MiB"
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FreeMemory:
+    """What a device has, in bytes."""
+
+    total_bytes: int
+    free_bytes: int
+    source: str  # where the figure comes from, for people
+
+
+def free_memory(
+    *,
+    is_cpu: bool,
+    cgroup_root: Path = Path("/sys/fs/cgroup"),
+    membership: Path = Path("/proc/self/cgroup"),
+) -> FreeMemory:
+    """Memory that this process may still take: of the current CUDA device, or of the host.
+
+    On the host the smallest of what the system has available and what every enclosing cgroup still
+    allows; pages that only cache files count as free, as the kernel gives them up first.
+    """
+    if not is_cpu:
+        import torch
+
+        free, total = torch.cuda.mem_get_info()
+        name = torch.cuda.get_device_name()
+        return FreeMemory(total_bytes=total, free_bytes=free, source=name)
+    memory = psutil.virtual_memory()
+    best = FreeMemory(
+        total_bytes=memory.total, free_bytes=memory.available, source="available to the system"
+    )
+    for limit, used in _cgroup_limits(cgroup_root, membership):
+        if limit - used < best.free_bytes:
+            best = FreeMemory(
+                total_bytes=min(limit, memory.total),
+                free_bytes=max(0, limit - used),
+                source="left under the control group's limit",
+            )
+    return best
+
+
+def _cgroup_limits(root: Path, membership: Path) -> list[tuple[int, int]]:
+    """(limit, bytes in use without the file cache) of every enclosing cgroup that has a limit."""
+    try:
+        lines = membership.read_text().splitlines()
+    except OSError:
+        return []
+    found: list[tuple[int, int]] = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            files = ("memory.max", "memory.current", "inactive_file")
+            base = root
+        elif "memory" in controllers.split(","):
+            files = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            base = root / "memory"
+        else:
+            continue
+        directory = base / path.lstrip("/")
+        while True:
+            if (entry := _cgroup_limit(directory, *files)) is not None:
+                found.append(entry)
+            if directory == base or base not in directory.parents:
+                break
+            directory = directory.parent
+    return found
+
+
+def _cgroup_limit(
+    directory: Path, limit_file: str, usage_file: str, cache_entry: str
+) -> tuple[int, int] | None:
+    try:
+        limit = int((directory / limit_file).read_text())  # "max" when there is none
+        used = int((directory / usage_file).read_text())
+        statistics = dict(
+            line.split() for line in (directory / "memory.stat").read_text().splitlines()
+        )
+    except (OSError, ValueError):
+        return None
+    return limit, used - int(statistics.get(cache_entry, 0))

@@ -1,0 +1,273 @@
+"""What an engine will be, decided before it is built: the model, its buckets, its memory.
+
+Nothing is allocated, except by `plan_measured`, which runs the largest step once on a CUDA device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+
+from ostinato.conf.root import EngineConfig
+from ostinato.conf.schema import GraphMode, PoolingChoice, Quantization
+from ostinato.graphs.buckets import BucketTable, default_decode_sizes, default_mixed_sizes
+from ostinato.graphs.buffers import StaticBuffers
+from ostinato.graphs.capture import GraphRunner
+from ostinato.graphs.draw import StaticDrawer, num_draw_graphs
+from ostinato.models.base import LanguageModel
+from ostinato.models.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from ostinato.models.checkpoints.pooling_files import PoolingFiles, read_pooling_files
+from ostinato.models.config.model_config import ModelConfig, resolve_cache_dtype, resolve_dtype
+from ostinato.models.quantization import ModelQuantization, quantization_of, quantize_model
+from ostinato.models.registry import build_model, read_model_config
+from ostinato.ops.attention import AttentionPlanner, AttentionSpec, workspace_bytes
+from ostinato.runtime.costs.cost_table import CostTable
+from ostinato.runtime.costs.step_limits import StepLimits, needless_sizes, upper_limits
+from ostinato.runtime.errors import StartupError
+from ostinato.runtime.execution.sampler import sampling_bytes
+from ostinato.runtime.startup.device import resolve_device
+from ostinato.runtime.startup.measured_memory import CudaMemory, measure
+from ostinato.runtime.startup.memory_plan import (
+    GraphFootprint,
+    MeasuredMemory,
+    MemoryPlan,
+    ModelFootprint,
+    free_memory,
+    plan_memory,
+)
+
+__all__ = ("ModelSource", "bucket_table", "open_model", "plan_engine", "plan_measured")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSource:
+    """A model that was found and understood, but not loaded."""
+
+    checkpoint: Checkpoint
+    config: ModelConfig
+    device: torch.device
+    dtype: torch.dtype  # of weights and activations
+    cache_dtype: torch.dtype  # of keys and values in the cache
+    limits: StepLimits  # that buffers, buckets and memory are sized for
+    pooling: PoolingFiles  # what the checkpoint says of embeddings
+    quantization: ModelQuantization | None = None  # of weights, while they are loaded
+
+    def attention_spec(self, block_size: int) -> AttentionSpec:
+        """What the model asks of an attention backend."""
+        return self.config.attention_spec(
+            block_size, self.dtype, self.device, cache_dtype=self.cache_dtype
+        )
+
+
+def open_model(config: EngineConfig, device: torch.device | None = None) -> ModelSource:
+    """Find the model and read its configuration; loads no weights.
+
+    Args:
+        config: the engine's configuration.
+        device: to plan for a device that is not here; None = the configured one.
+
+    Raises:
+        StartupError: no such model, or one that is not supported.
+    """
+    try:
+        checkpoint = open_checkpoint(config.model)
+        model_config = read_model_config(checkpoint)
+        pooling = read_pooling_files(checkpoint.directory)
+    except ValueError as error:
+        raise StartupError(str(error)) from error
+    if pooling.unsupported is not None and config.model.pooling is PoolingChoice.auto:
+        raise StartupError(f"{pooling.unsupported}; choose one with model.pooling")
+    dtype = resolve_dtype(config.model.dtype, model_config)
+    device = device or resolve_device(config.device.name)
+    limits = upper_limits(config.scheduler, is_cpu=device.type == "cpu")
+    if model_config.is_encoder:
+        length = config.model.max_model_len or pooling.max_seq_length or model_config.max_model_len
+        limits = _encoder_limits(config, limits, length)
+    _check_quantization(config, device, dtype)
+    return ModelSource(
+        checkpoint=checkpoint,
+        config=model_config,
+        device=device,
+        dtype=dtype,
+        cache_dtype=resolve_cache_dtype(config.cache.dtype, dtype),
+        limits=limits,
+        pooling=pooling,
+        quantization=quantization_of(config.model),
+    )
+
+
+def _check_quantization(config: EngineConfig, device: torch.device, dtype: torch.dtype) -> None:
+    """Refuse quantisation where no kernel reads quantised weights.
+
+    Raises:
+        StartupError: it is asked for, and can not be had with this device, dtype or setting.
+    """
+    if config.model.quantization is Quantization.none:
+        return
+    asked = f"model.quantization={config.model.quantization}"
+    if device.type != "cpu":
+        raise StartupError(
+            f"{asked}, but only the CPU's kernels read quantised weights and the device is "
+            f"{device.type}; leave it out, or set device.name=cpu"
+        )
+    if dtype not in (torch.float32, torch.bfloat16):
+        raise StartupError(
+            f"{asked}, but its kernels take activations in float32 or bfloat16, not "
+            f"{str(dtype).removeprefix('torch.')}; set model.dtype=bfloat16"
+        )
+    if not config.graphs.pack_weights:
+        raise StartupError(
+            f"{asked}, but graphs.pack_weights=false keeps weights as they are; leave one out"
+        )
+
+
+def _encoder_limits(config: EngineConfig, limits: StepLimits, max_model_len: int) -> StepLimits:
+    """Room in a step for a whole text.
+
+    Raises:
+        StartupError: too small a step was asked for, or a bound that means nothing here.
+    """
+    if config.scheduler.itl_target_ms is not None:
+        raise StartupError("scheduler.itl_target_ms is for models that generate; leave it null")
+    if config.scheduler.max_num_batched_tokens is None:
+        most = max(limits.max_num_batched_tokens, max_model_len)
+        return limits._replace(max_num_batched_tokens=most)
+    if limits.max_num_batched_tokens < max_model_len:
+        raise StartupError(
+            f"scheduler.max_num_batched_tokens={limits.max_num_batched_tokens}, but an encoder "
+            f"computes a whole text in one step, up to model.max_model_len={max_model_len} tokens; "
+            "raise the one or lower the other"
+        )
+    return limits
+
+
+def plan_engine(
+    config: EngineConfig,
+    source: ModelSource,
+    *,
+    free_bytes: int | None = None,
+    measured: MeasuredMemory | None = None,
+) -> MemoryPlan:
+    """The memory plan of an engine; allocates nothing.
+
+    Args:
+        config: the engine's configuration.
+        source: from `open_model`.
+        free_bytes: to plan for another machine; None = what is free on this one.
+        measured: what the device said; None = plan by estimates.
+
+    Raises:
+        StartupError: it does not fit.
+    """
+    model = source.config
+    is_cpu = source.device.type == "cpu"
+    skeleton = build_model(
+        model, dtype=source.dtype, device=torch.device("meta"), attention_backend="reference"
+    )
+    if source.quantization is not None:
+        quantize_model(skeleton, source.quantization, fill=False)
+    tensors = [*skeleton.parameters(), *skeleton.buffers()]
+    keys = bucket_table(config, source).keys
+    num_seqs, num_tokens = source.limits
+    return plan_memory(
+        ModelFootprint(
+            weights_bytes=sum(tensor.numel() * tensor.itemsize for tensor in tensors),
+            kv_bytes_per_token=model.kv_cache_spec(1, source.cache_dtype).bytes_per_block,
+            hidden_size=model.hidden_size,
+            intermediate_size=model.intermediate_size,
+            qkv_size=(model.num_heads + 2 * model.num_kv_heads) * model.head_dim,
+            dtype_bytes=source.dtype.itemsize,
+            max_model_len=model.max_model_len,
+            sampling_bytes=0 if model.is_encoder else sampling_bytes(num_seqs, model.vocab_size),
+            workspace_bytes=0
+            if model.is_encoder
+            else workspace_bytes(
+                config.graphs.attention.value,
+                source.attention_spec(config.cache.block_size),
+                num_tokens=num_tokens,
+                num_seqs=num_seqs,
+                max_model_len=config.model.max_model_len or model.max_model_len,
+            ),
+            measured=measured,
+        ),
+        free_bytes=free_memory(is_cpu=is_cpu).free_bytes if free_bytes is None else free_bytes,
+        is_cpu=is_cpu,
+        device=config.device,
+        cache=config.cache,
+        scheduler=source.limits,
+        max_model_len=config.model.max_model_len or source.pooling.max_seq_length,
+        graphs=GraphFootprint(
+            num_graphs=len(keys) + num_draw_graphs(num_seqs) if keys else 0,
+            max_tokens=max((key.num_tokens for key in keys), default=0),
+        ),
+    )
+
+
+def bucket_table(
+    config: EngineConfig, source: ModelSource, costs: CostTable | None = None
+) -> BucketTable:
+    """The buckets to capture; empty unless graphs.mode=captured, and for an encoder, whose steps
+    all have other shapes.
+
+    Args:
+        config: the engine's configuration.
+        source: on a CPU every size of a decode has its bucket, which costs nothing.
+        costs: of an earlier start; leaves out the buckets that brought nothing on a GPU.
+    """
+    graphs, scheduler, is_cpu = config.graphs, source.limits, source.device.type == "cpu"
+    if graphs.mode is not GraphMode.captured or source.config.is_encoder:
+        return BucketTable(decode_sizes=[], mixed_sizes=[], max_num_seqs=scheduler.max_num_seqs)
+    chosen = [size for size in graphs.capture_sizes if size <= scheduler.max_num_seqs]
+    if not graphs.capture_sizes:
+        chosen = default_decode_sizes(scheduler.max_num_seqs, exact=is_cpu)
+    if costs is not None and not is_cpu:
+        needless = needless_sizes(sorted(chosen), costs)
+        chosen = [size for size in chosen if size not in needless]
+    # On a CPU a mixed bucket would compute its padding, and there is no launch cost to save.
+    mixed_sizes = [] if is_cpu else default_mixed_sizes(scheduler.max_num_batched_tokens)
+    return BucketTable(
+        decode_sizes=chosen, mixed_sizes=mixed_sizes, max_num_seqs=scheduler.max_num_seqs
+    )
+
+
+def plan_measured(
+    config: EngineConfig,
+    source: ModelSource,
+    plan: MemoryPlan,
+    model: LanguageModel,
+    buffers: StaticBuffers,
+    planner: AttentionPlanner | None,
+    drawer: StaticDrawer,
+) -> MemoryPlan:
+    """The plan with the device's own figures; everything but the KV cache has its memory.
+
+    The weights may still be on their way: what a step allocates does not depend on them.
+
+    Args:
+        config: the engine's configuration.
+        source: from `open_model`.
+        plan: by estimates.
+        model: in its memory.
+        buffers: of the steps.
+        planner: of the attention backend; None when it needs none.
+        drawer: of the sampler.
+
+    Raises:
+        StartupError: it does not fit.
+    """
+    spec = source.config.kv_cache_spec(config.cache.block_size, source.cache_dtype)
+    table = bucket_table(config, source)
+
+    def largest_step() -> None:
+        null_block = spec.allocate(1, source.device)
+        runner = GraphRunner(model, null_block, buffers, table=table, planner=planner)
+        runner.plan_buckets()
+        runner.warm_up([(source.limits.max_num_batched_tokens, source.limits.max_num_seqs)])
+        drawer.run_largest()
+
+    measured = measure(CudaMemory(), largest_step, free_before=plan.free_bytes)
+    again = plan_engine(config, source, free_bytes=plan.free_bytes, measured=measured)
+    # Static buffers are as wide as the first plan's longest sequence.
+    return dataclasses.replace(again, max_model_len=min(plan.max_model_len, again.max_model_len))

@@ -1,0 +1,94 @@
+"""What an engine says of the model that it serves."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from ostinato.conf.schema import ModelSection, PoolingChoice, SamplingSection
+from ostinato.models.checkpoints.checkpoint import resolve_directory
+from ostinato.runtime.startup.memory_plan import MemoryPlan
+from ostinato.runtime.startup.planning import ModelSource
+from ostinato.runtime.types.engine_info import ServedModel, ServedTask
+from ostinato.runtime.types.params import PoolingKind
+
+__all__ = ("describe_model", "model_name")
+
+# generation_config.json's fields that are defaults of a request.
+_SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+def describe_model(
+    section: ModelSection,
+    sampling: SamplingSection,
+    source: ModelSource,
+    plan: MemoryPlan,
+    phases: dict[str, float],
+) -> ServedModel:
+    """What the API tells of the model and checks requests against.
+
+    Args:
+        section: the configuration of the model.
+        sampling: whether the model's own defaults count.
+        source: what was opened.
+        plan: knows the context's length.
+        phases: seconds of the start's parts; still grows while the engine is built.
+    """
+    directory = source.checkpoint.directory
+    generation = source.checkpoint.generation_config
+    defaults = {
+        key: generation[key]
+        for key in _SAMPLING_DEFAULTS
+        if sampling.use_generation_config and generation.get(key) is not None
+    }
+    if generation.get("do_sample") is False:
+        defaults = {"temperature": 0.0}
+    # Dummy weights without a directory borrow the demo model's tokenizer: resolve_directory("").
+    tokenizer = directory
+    if section.tokenizer or directory is None:
+        tokenizer = resolve_directory(
+            section.tokenizer, section.revision, weights=False, key="model.tokenizer"
+        )
+    return ServedModel(
+        name=model_name(section, directory),
+        max_model_len=plan.max_model_len,
+        vocab_size=source.config.vocab_size,
+        eos_token_ids=source.config.eos_token_ids,
+        tokenizer=str(tokenizer),
+        default_sampling=defaults,
+        created=int(time.time()),
+        startup_seconds=phases,
+        tasks=_tasks(source),
+        embedding_size=source.config.hidden_size,
+        pooling=_pooling(section, source),
+        normalize=source.pooling.normalize,
+        num_labels=source.config.num_labels,
+        num_segments=source.config.num_segments,
+    )
+
+
+def _tasks(source: ModelSource) -> tuple[ServedTask, ...]:
+    if source.config.num_labels:
+        return (ServedTask.classify,)
+    if source.config.is_encoder:
+        return (ServedTask.embed,)
+    return (ServedTask.generate, ServedTask.embed)
+
+
+def _pooling(section: ModelSection, source: ModelSource) -> PoolingKind:
+    """What was chosen, what the checkpoint says, or what is usual."""
+    if source.config.num_labels:
+        return PoolingKind.cls  # what its head reads
+    stated = source.pooling.mode
+    if section.pooling is not PoolingChoice.auto:
+        stated = section.pooling.value
+    return PoolingKind(stated or ("cls" if source.config.is_encoder else "last"))
+
+
+def model_name(section: ModelSection, directory: Path | None) -> str:
+    """What is served is called this: as configured, or after where it comes from."""
+    if section.name:
+        return section.name
+    if not section.path:
+        return "ostinato-demo" if directory is not None else "dummy"
+    return Path(section.path).name if Path(section.path).is_dir() else section.path

@@ -1,0 +1,203 @@
+"""Incremental detokenisation of one completion: tokens in, text that is safe to show out.
+
+Three things are held back: the bytes of a character that is not complete yet, text that may still
+become a stop string, and (in the window method) text whose last character a further token may
+change. The text does not depend on how the tokens were grouped into calls. Imports neither torch
+nor transformers.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+from typing import Protocol
+
+from ostinato.runtime.text.stop_strings import StopStringMatcher
+from ostinato.runtime.text.token_bytes import TokenPieces
+from ostinato.runtime.types.params import SamplingParams
+
+__all__ = ("IncrementalDetokenizer", "PieceText", "TextDecoder", "WindowText")
+
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+_PROMPT_WINDOW = 6  # prompt tokens that the first output tokens are decoded after
+_MAX_SILENT = 16  # ids unknown to the tokenizer add nothing; the window must not fill up with them
+_LONGEST_CHARACTER = 4  # bytes, so also tokens, of one UTF-8 character
+
+
+class TextDecoder(Protocol):
+    """What detokenisation needs of a tokenizer."""
+
+    @property
+    def pieces(self) -> TokenPieces | None:
+        """Bytes per token where a text is its tokens' bytes joined, else None."""
+        ...
+
+    @property
+    def special_token_ids(self) -> frozenset[int]:
+        """The ids that `skip_special_tokens` leaves out."""
+        ...
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of a whole token sequence."""
+        ...
+
+
+class IncrementalDetokenizer:
+    """The text of one completion as its tokens arrive.
+
+    The text is what the tokens add after the prompt, so a model whose words carry their leading
+    space continues a prompt correctly. Special tokens are left out with
+    `sampling.skip_special_tokens`.
+
+    Args:
+        tokenizer: decodes tokens; see `TextDecoder`.
+        prompt_token_ids: the tokens that the completion continues.
+        sampling: `stop`, `min_tokens`, `include_stop_str_in_output` and `skip_special_tokens` are
+            read.
+
+    Attributes:
+        stop_reason: the stop string that ended the text, else None. Later tokens are ignored.
+        num_tokens: output tokens taken so far, up to and with the one that completed the stop
+            string.
+    """
+
+    def __init__(
+        self, tokenizer: TextDecoder, prompt_token_ids: Sequence[int], sampling: SamplingParams
+    ) -> None:
+        skip = sampling.skip_special_tokens
+        pieces = tokenizer.pieces
+        self._text = (
+            WindowText(tokenizer, prompt_token_ids, skip_special_tokens=skip)
+            if pieces is None
+            else PieceText(pieces, prompt_token_ids, skip_special_tokens=skip)
+        )
+        self._min_tokens = sampling.min_tokens
+        self._include_stop = sampling.include_stop_str_in_output
+        self._matcher = (
+            StopStringMatcher(sampling.stop, include_stop=self._include_stop)
+            if sampling.stop
+            else None
+        )
+        self.num_tokens = 0
+
+    @property
+    def stop_reason(self) -> str | None:
+        return None if self._matcher is None else self._matcher.matched
+
+    def append(self, token_ids: Sequence[int], *, ends_with_stop_token: bool = False) -> str:
+        """Takes new output tokens and returns the text that can be shown now.
+
+        Args:
+            token_ids: the next output tokens.
+            ends_with_stop_token: the last of them is the end-of-sequence or stop token that ended
+                the completion; its text is left out unless `include_stop_str_in_output`.
+        """
+        hidden = 1 if ends_with_stop_token and not self._include_stop else 0
+        shown = token_ids[: len(token_ids) - hidden]
+        if self._matcher is None:
+            self.num_tokens += len(token_ids)
+            return self._text.append(shown)
+        released = []
+        for token_id in shown:
+            if self._matcher.matched is not None:
+                break
+            self.num_tokens += 1
+            may_stop = self.num_tokens > self._min_tokens
+            released.append(self._matcher.feed(self._text.append((token_id,)), may_stop=may_stop))
+        if self._matcher.matched is None:
+            self.num_tokens += hidden
+        return "".join(released)
+
+    def flush(self) -> str:
+        """The text still held back; call once, when the completion has ended."""
+        text = self._text.flush()
+        if self._matcher is None:
+            return text
+        if self._matcher.matched is not None:
+            return ""
+        may_stop = self.num_tokens > self._min_tokens
+        released = self._matcher.feed(text, may_stop=may_stop)
+        return released + self._matcher.flush()
+
+
+class PieceText:
+    """Text of tokens whose bytes simply join: a look-up and an incremental UTF-8 decoder.
+
+    Invalid bytes become one replacement character per maximal invalid part, the practice of the
+    Unicode standard (section 3.9).
+    """
+
+    def __init__(
+        self, pieces: TokenPieces, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool
+    ) -> None:
+        self._piece = pieces.shown_piece if skip_special_tokens else pieces.piece
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._at_beginning = pieces.strips_leading_space and not any(
+            map(self._piece, reversed(prompt_token_ids))
+        )
+        # A prompt given as token ids may end within a character, which the output then completes.
+        self._decoder.decode(b"".join(map(self._piece, prompt_token_ids[-_LONGEST_CHARACTER:])))
+
+    def append(self, token_ids: Sequence[int]) -> str:
+        return self._begin(self._decoder.decode(b"".join(map(self._piece, token_ids))))
+
+    def flush(self) -> str:
+        return self._begin(self._decoder.decode(b"", final=True))
+
+    def _begin(self, text: str) -> str:
+        if self._at_beginning and text:
+            self._at_beginning = False
+            return text.removeprefix(" ")
+        return text
+
+
+class WindowText:
+    """Text for any decoder: decodes a short window of tokens and takes what is new in it.
+
+    The window begins at tokens whose text is already out, so that what a decoder does at the
+    beginning of a text (dropping a space, say) falls on them.
+    """
+
+    def __init__(
+        self,
+        tokenizer: TextDecoder,
+        prompt_token_ids: Sequence[int],
+        *,
+        skip_special_tokens: bool,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
+        self._skipped = tokenizer.special_token_ids if skip_special_tokens else frozenset()
+        self._window = list(prompt_token_ids[-_PROMPT_WINDOW:])
+        self._num_read = len(self._window)  # tokens of the window whose text is out
+        self._read_text = self._decode(self._window)
+
+    def append(self, token_ids: Sequence[int]) -> str:
+        return "".join(map(self._append_one, token_ids))
+
+    def flush(self) -> str:
+        return self._release(self._decode(self._window))
+
+    def _append_one(self, token_id: int) -> str:
+        if token_id in self._skipped:
+            return ""
+        self._window.append(token_id)
+        text = self._decode(self._window)
+        num_unread = len(self._window) - self._num_read
+        if text == self._read_text:
+            if num_unread >= _MAX_SILENT:
+                del self._window[self._num_read :]
+            return ""
+        if text.endswith(_REPLACEMENT) and num_unread < _LONGEST_CHARACTER:
+            return ""
+        return self._release(text)
+
+    def _release(self, text: str) -> str:
+        new_text = text[len(self._read_text) :]
+        self._window = self._window[self._num_read :]
+        self._num_read = len(self._window)
+        self._read_text = self._decode(self._window)
+        return new_text
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special_tokens)

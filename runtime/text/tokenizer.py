@@ -1,0 +1,294 @@
+"""The tokenizer of a model directory, straight from its `tokenizer.json`, with its chat template.
+
+Uses the `tokenizers` library: importing transformers costs seconds and is only done for a directory
+without `tokenizer.json`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import tokenizers
+
+from ostinato.runtime.errors import InvalidRequestError, StartupError
+from ostinato.runtime.text.chat_template import ChatTemplate
+from ostinato.runtime.text.token_bytes import TokenPieces
+
+__all__ = ("Tokenizer", "tokenizer_facts")
+
+_NAMED_SPECIAL_TOKENS = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
+
+
+class Tokenizer:
+    """Text to token ids and back; make it with `from_directory`.
+
+    Safe to call from several threads at once.
+
+    Args:
+        backend: the loaded `tokenizers` tokenizer.
+        special_tokens: the named ones (`bos_token`, `eos_token`, ...) that exist.
+        chat_template: None for a model without one.
+    """
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        special_tokens: Mapping[str, str],
+        chat_template: ChatTemplate | None,
+    ) -> None:
+        backend.no_truncation()
+        backend.no_padding()
+        backend.add_special_tokens(
+            [token for token in special_tokens.values() if backend.token_to_id(token) is not None]
+        )
+        self._backend = backend
+        self.special_tokens = dict(special_tokens)
+        self.chat_template = chat_template
+        self.special_token_ids = frozenset(
+            token_id
+            for token_id, token in backend.get_added_tokens_decoder().items()
+            if token.special
+        )
+        self.pieces = TokenPieces.from_tokenizer(backend, self.special_token_ids)
+
+    @classmethod
+    def from_directory(cls, path: str | Path, *, chat_template_file: str = "") -> Self:
+        """Loads a Hugging Face model directory's tokenizer.
+
+        Args:
+            path: the directory; `tokenizer_config.json`, `special_tokens_map.json` and the template
+                files in it are read when they are there.
+            chat_template_file: a Jinja file instead of the model's own template; "" = the model's
+                own.
+
+        Raises:
+            StartupError: there is no tokenizer, or a file can not be read; the text names the file.
+        """
+        directory = Path(path)
+        config = _read_json(directory / "tokenizer_config.json")
+        special_tokens = _special_tokens(
+            {**_read_json(directory / "special_tokens_map.json"), **config}
+        )
+        source = _template_source(directory, config, chat_template_file)
+        template = None if source is None else ChatTemplate(source, special_tokens)
+        return cls(_load_backend(directory), special_tokens, template)
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of ids that the tokenizer knows, added tokens included."""
+        return self._backend.get_vocab_size(with_added_tokens=True)
+
+    def token_id(self, token: str) -> int | None:
+        """The id of exactly this token, None when there is none."""
+        return self._backend.token_to_id(token)
+
+    def is_special(self, token: str) -> bool:
+        """Whether this is a special token, which `skip_special_tokens` leaves out of a text."""
+        return self.token_id(token) in self.special_token_ids
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`; special tokens written in it are recognised.
+
+        Args:
+            add_special_tokens: add what the model expects around a text (usually bos); off for the
+                output of a chat template, which contains them already.
+        """
+        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def token_offsets(self, text: str, *, add_special_tokens: bool = True) -> list[tuple[int, int]]:
+        """Of each token of `encode`, the characters [begin, end) of `text` that it stands for.
+
+        Tokens that are parts of one character have it in common; those that are added around the
+        text have none, (0, 0).
+        """
+        return self._backend.encode(text, add_special_tokens=add_special_tokens).offsets
+
+    def encode_pair(
+        self,
+        first: str,
+        second: str,
+        *,
+        limit: int | None = None,
+        side: Literal["left", "right"] = "right",
+    ) -> tuple[list[int], list[int]]:
+        """Two texts as one input, with the special tokens that go around and between them.
+
+        Args:
+            limit: tokens of both; the second is cut for it. None = all of both.
+            side: where tokens are cut off.
+
+        Returns:
+            Token ids, and of each the segment that it belongs to: 0 or 1.
+        """
+        one, other = (
+            self._backend.encode(text, add_special_tokens=False) for text in (first, second)
+        )
+        if limit is not None:
+            limit -= self._backend.num_special_tokens_to_add(is_pair=True) + len(one.ids)
+            other.truncate(max(0, limit), direction=side)
+        encoding = self._backend.post_process(one, other)
+        return encoding.ids, encoding.type_ids
+
+    def encode_at_most(
+        self, text: str, limit: int, *, side: Literal["left", "right"], add_special_tokens: bool
+    ) -> list[int]:
+        """As `encode`, cut to `limit` tokens; the special tokens around the text stay.
+
+        Args:
+            side: where tokens are cut off.
+        """
+        encoding = self._backend.encode(text, add_special_tokens=False)
+        if add_special_tokens:
+            limit -= self._backend.num_special_tokens_to_add(is_pair=False)
+        encoding.truncate(max(0, limit), direction=side)
+        return self._backend.post_process(encoding, add_special_tokens=add_special_tokens).ids
+
+    def encode_batch(
+        self, texts: Sequence[str], *, add_special_tokens: bool = True
+    ) -> list[list[int]]:
+        """As `encode`, for many texts at once on several threads."""
+        encodings = self._backend.encode_batch_fast(
+            list(texts), add_special_tokens=add_special_tokens
+        )
+        return [encoding.ids for encoding in encodings]
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of a whole sequence; ids that the tokenizer does not know add nothing."""
+        return self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def token(self, token_id: int) -> str:
+        """The token as the vocabulary spells it; empty for an unknown id."""
+        return self._backend.id_to_token(token_id) or ""
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that one token stands for; they may be a part of a character."""
+        if self.pieces is not None:
+            return self.pieces.piece(token_id)
+        return self.decode([token_id], skip_special_tokens=False).encode()
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        variables: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> str:
+        """The conversation as text; see `ChatTemplate.render`. Encode it without special tokens.
+
+        Raises:
+            InvalidRequestError: the model has no chat template, or it refuses the messages.
+        """
+        if self.chat_template is None:
+            raise InvalidRequestError(
+                "this model has no chat template, so it can not chat: use /v1/completions, or start"
+                " the server with model.chat_template=FILE",
+                param="messages",
+                code="no_chat_template",
+            )
+        return self.chat_template.render(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            variables=variables,
+            tools=tools,
+        )
+
+
+def tokenizer_facts(directory: str | Path, tokenizer: Tokenizer) -> dict[str, Any]:
+    """What a client may want to know of a tokenizer: its tokenizer_config.json, completed.
+
+    Raises:
+        StartupError: the file can not be read any more.
+    """
+    config = _read_json(Path(directory) / "tokenizer_config.json")
+    template = tokenizer.chat_template
+    return {
+        **config,
+        **tokenizer.special_tokens,
+        "vocab_size": tokenizer.vocab_size,
+        "chat_template": None if template is None else template.source,
+    }
+
+
+def _load_backend(directory: Path) -> tokenizers.Tokenizer:
+    file = directory / "tokenizer.json"
+    if not file.is_file():
+        return _convert_with_transformers(directory)
+    try:
+        return tokenizers.Tokenizer.from_file(str(file))
+    except Exception as error:  # the library's own type for any broken file
+        raise StartupError(f"{file} can not be read: {error}") from error
+
+
+def _convert_with_transformers(directory: Path) -> tokenizers.Tokenizer:
+    """For older directories: vocab.json + merges.txt, or a SentencePiece model."""
+    if not directory.is_dir():
+        raise StartupError(f"{directory} is not a directory: give model.tokenizer=DIRECTORY")
+    from transformers import AutoTokenizer  # seconds to import, so only here
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(directory)
+    except Exception as error:  # whatever the conversion trips over, the remedy is the same
+        raise StartupError(
+            f"{directory} has no tokenizer.json and no tokenizer that can be converted"
+            f" ({str(error).splitlines()[0]}): give model.tokenizer=DIRECTORY"
+        ) from error
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise StartupError(
+            f"{directory}: {type(tokenizer).__name__} can not be converted to a tokenizer.json;"
+            " give model.tokenizer=DIRECTORY with a converted one"
+        )
+    return backend
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    """The file's object, {} when there is no such file."""
+    if not file.is_file():
+        return {}
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise StartupError(f"{file} is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise StartupError(f"{file} must hold a JSON object, got {type(value).__name__}")
+    return value
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """Named special tokens; a token is written as a string or as an object with `content`."""
+    tokens = {name: config.get(name) for name in _NAMED_SPECIAL_TOKENS}
+    texts = {
+        name: token.get("content") if isinstance(token, dict) else token
+        for name, token in tokens.items()
+    }
+    return {name: text for name, text in texts.items() if isinstance(text, str)}
+
+
+def _template_source(directory: Path, config: Mapping[str, Any], user_file: str) -> str | None:
+    """The template's text from the first place that has one: the user's file, then the model's."""
+    for file in (Path(user_file),) if user_file else (directory / "chat_template.jinja",):
+        if file.is_file():
+            return file.read_text(encoding="utf-8")
+        if user_file:
+            raise StartupError(f"model.chat_template: there is no file {user_file}")
+    template = config.get("chat_template")
+    if isinstance(template, list):  # named templates; the others are for tools or retrieval
+        named = {entry["name"]: entry["template"] for entry in template}
+        template = named.get("default")
+    if template is None:
+        template = _read_json(directory / "chat_template.json").get("chat_template")
+    return template if isinstance(template, str) else None

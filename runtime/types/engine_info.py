@@ -1,0 +1,82 @@
+"""What an engine says about itself: the model that it serves, and its counters."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+from ostinato.graphs.seal import LateCompile
+from ostinato.runtime.types.params import PoolingKind
+
+__all__ = ("ITERATION_TOKENS", "EngineStats", "ServedModel", "ServedTask")
+
+ITERATION_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+
+
+class ServedTask(StrEnum):
+    """What a model can do."""
+
+    generate = "generate"
+    embed = "embed"
+    classify = "classify"
+
+
+class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
+    """What clients may know about the model that an engine serves."""
+
+    name: str
+    max_model_len: int  # tokens, prompt plus output
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    tokenizer: str  # directory with the tokenizer's files; empty = none, token ids only
+    default_sampling: dict[str, int | float] = {}  # from generation_config.json
+    created: int = 0  # unix seconds
+    startup_seconds: dict[str, float] = {}  # phase -> seconds, in order
+    tasks: tuple[ServedTask, ...] = (ServedTask.generate,)
+    embedding_size: int = 0  # numbers of a vector
+    pooling: PoolingKind = PoolingKind.last  # of a request that names none
+    normalize: bool = True  # the same
+    num_labels: int = 0  # of the classification head; 0 = there is none
+    num_segments: int = 0  # that an encoder tells apart; 0 = not an encoder
+
+
+class EngineStats(msgspec.Struct, array_like=True, gc=False):
+    """A snapshot of the engine for metrics and health; counters grow from zero at engine start."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_blocks: int = 0  # usable blocks, the null block excluded
+    num_free_blocks: int = 0  # cached but unused blocks count as free
+    num_steps: int = 0
+    steps_by_kind: dict[str, int] = {}  # captured | compiled | eager
+    num_prompt_tokens: int = 0  # computed, cache hits excluded
+    num_output_tokens: int = 0
+    prefix_queries: int = 0  # prompt tokens looked up in the prefix cache
+    prefix_hits: int = 0  # of which found
+    num_preemptions: int = 0
+    late_compiles: list[LateCompile] = []  # empty when all is well
+    step_seconds: float = 0.0  # summed over steps
+    model_seconds: float = 0.0  # of which in the model's graph and sampler
+    # Of finished steps, by the device's own clock where it has one, by how they were run.
+    device_seconds_by_kind: dict[str, float] = {}
+    max_num_seqs: int = 0  # as set, or as decided from measured step costs
+    max_num_batched_tokens: int = 0  # the same
+    predicted_step_seconds: float = 0.0  # of decoding what runs now; 0 = no step costs
+    predicted_ttft_seconds: float = 0.0  # of a request of mean length that comes now
+    num_evictions: int = 0  # cached blocks that were reused for other contents
+    num_admitted: int = 0  # sequences that left the queue for the first time
+    queue_seconds: float = 0.0  # that those waited, summed
+    num_waiting_for_grammar: int = 0  # of `num_waiting`
+    grammar_seconds: float = 0.0  # of steps, in which grammars' masks were made
+    grammar_build_seconds: float = 0.0  # beside the steps
+    num_padding_tokens: int = 0  # computed to fill captured buckets up
+    host_gap_seconds: float = 0.0  # with work, but neither in the model nor waiting for it
+    num_scheduled_tokens: int = 0  # that steps were asked for
+    # Steps by their tokens: one count per bound of ITERATION_TOKENS, then those above the last.
+    iteration_tokens: list[int] = []
+
+    @property
+    def device_seconds(self) -> float:
+        """Of all finished steps."""
+        return sum(self.device_seconds_by_kind.values())

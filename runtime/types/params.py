@@ -1,0 +1,312 @@
+"""What a request asks for: sampling, pooling and thinking parameters, with their ranges."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated, Literal
+
+import msgspec
+
+from ostinato.runtime.types.structured_outputs import StructuredOutputsParams
+
+__all__ = (
+    "MAX_BAD_WORDS",
+    "MAX_BAD_WORD_TOKENS",
+    "MAX_LOGPROBS",
+    "MAX_LOGPROB_TOKEN_IDS",
+    "MAX_N",
+    "PoolingKind",
+    "PoolingParams",
+    "RepetitionDetectionParams",
+    "SamplingParams",
+    "ThinkingLimit",
+)
+
+MAX_PATTERN_TOKENS = 512
+MAX_COUNT = (1 << 31) - 1
+
+PatternSize = Annotated[int, msgspec.Meta(ge=0, le=MAX_PATTERN_TOKENS)]
+MAX_LOGPROBS = 20
+
+
+MAX_LOGPROB_TOKEN_IDS = 128
+
+
+MAX_N = 128
+
+
+MAX_BAD_WORDS = 256
+
+
+MAX_BAD_WORD_TOKENS = 32
+
+
+def _check(ok: bool, name: str, allowed: str, value: object) -> None:
+    if not ok:
+        raise ValueError(f"{name} must be {allowed}, got {value!r}")
+
+
+class RepetitionDetectionParams(
+    msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
+):
+    """Which repetitions end an output; without a largest pattern none does.
+
+    Raises:
+        ValueError: a value is out of range; the text names the parameter, the value and the range.
+    """
+
+    max_pattern_size: PatternSize = 0  # tokens; 0 = off
+    min_pattern_size: PatternSize = 0  # tokens; 0 means 1
+    # So many times the pattern stands at the output's end, without a gap.
+    min_count: Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNT)] = 0
+
+    def __post_init__(self) -> None:
+        limits = (
+            ("max_pattern_size", 0, MAX_PATTERN_TOKENS, ""),
+            ("min_pattern_size", 0, self.max_pattern_size, ", which is max_pattern_size"),
+            ("min_count", 2 if self.is_on else 0, MAX_COUNT, ""),
+        )
+        for name, least, most, why in limits:
+            value = getattr(self, name)
+            if not least <= value <= most:
+                raise ValueError(
+                    f"repetition_detection.{name} must be in [{least}, {most}{why}], got {value}"
+                )
+
+    @property
+    def is_on(self) -> bool:
+        return self.max_pattern_size > 0
+
+
+class ThinkingLimit(msgspec.Struct, frozen=True, kw_only=True):
+    """How much of an answer may be reasoning, between two tokens at its beginning."""
+
+    max_tokens: int  # between the two
+    begin_token_id: int
+    end_token_id: int
+    is_open: bool = False  # the prompt ends with the first one
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How to pick tokens and when to stop. The same names and meanings as in the OpenAI and vLLM
+    APIs.
+
+    Raises:
+        ValueError: a value is out of range; the text names the parameter, the value and the range.
+    """
+
+    n: int = 1  # completions per prompt; they share the prompt's blocks
+    best_of: int | None = None  # candidates, of which the n likeliest per token are given; null = n
+    # The n best of as many beams as `best_of`: the likeliest sequences as a whole, no sampling.
+    use_beam_search: bool = False
+    length_penalty: float = 1.0  # a beam's score is its log-probability / length ** this
+    early_stopping: bool | Literal["never"] = False  # True = as soon as there are enough beams
+    temperature: float = 1.0  # 0 = greedy
+    top_p: float = 1.0
+    top_k: int = 0  # 0 or -1 = off
+    min_p: float = 0.0
+    seed: int | None = None  # same seed, same tokens, whatever else is in the batch
+    max_tokens: int | None = 16  # null = up to the end of the context
+    min_tokens: int = 0  # no end-of-sequence or stop token before this many
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    logprobs: int | None = None  # null = none; k = the sampled token's and the k likeliest
+    logprob_token_ids: tuple[int, ...] | None = None  # reported instead of the likeliest
+    prompt_logprobs: int | None = None  # as logprobs, of the prompt's tokens after the first
+    allowed_token_ids: tuple[int, ...] | None = None  # nothing else is picked; null = all
+    # Never generated, as their tokens with and without a space before them; only when nothing else
+    # is possible.
+    bad_words: tuple[str, ...] = ()
+    truncate_prompt_tokens: int | None = None  # keep that many; -1 = as many as fit; null = all
+    truncation_side: Literal["left", "right"] = "left"  # where tokens are cut off
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = {}
+    skip_special_tokens: bool = True
+    # What the answer must look like; it ends when that is complete.
+    structured_outputs: StructuredOutputsParams | None = None
+    thinking: ThinkingLimit | None = None  # of a model that reasons; chat sets it
+    repetition_detection: RepetitionDetectionParams | None = None  # ends outputs in circles
+
+    def __post_init__(self) -> None:
+        _check(1 <= self.n <= MAX_N, "n", f"in [1, {MAX_N}]", self.n)
+        _check(
+            self.best_of is None or self.n <= self.best_of <= MAX_N,
+            "best_of",
+            f"null or in [n={self.n}, {MAX_N}]",
+            self.best_of,
+        )
+        _check(0.0 <= self.temperature <= 2.0, "temperature", "in [0, 2]", self.temperature)
+        _check(0.0 < self.top_p <= 1.0, "top_p", "in (0, 1]", self.top_p)
+        _check(self.top_k >= -1, "top_k", "-1, 0 (both off) or at least 1", self.top_k)
+        _check(0.0 <= self.min_p <= 1.0, "min_p", "in [0, 1]", self.min_p)
+        _check(
+            self.seed is None or -(1 << 63) <= self.seed < 1 << 63,
+            "seed",
+            "null or a 64-bit integer",
+            self.seed,
+        )
+        _check(
+            self.max_tokens is None or self.max_tokens >= 1,
+            "max_tokens",
+            "at least 1",
+            self.max_tokens,
+        )
+        _check(self.min_tokens >= 0, "min_tokens", "at least 0", self.min_tokens)
+        _check(
+            self.max_tokens is None or self.min_tokens <= self.max_tokens,
+            "min_tokens",
+            f"at most max_tokens={self.max_tokens}",
+            self.min_tokens,
+        )
+        self._check_tokens()
+        for name in ("logprobs", "prompt_logprobs"):
+            count = getattr(self, name)
+            _check(
+                count is None or 0 <= count <= MAX_LOGPROBS,
+                name,
+                f"null or in [0, {MAX_LOGPROBS}]",
+                count,
+            )
+        self._check_chosen_tokens()
+        for name in ("presence_penalty", "frequency_penalty"):
+            _check(-2.0 <= getattr(self, name) <= 2.0, name, "in [-2, 2]", getattr(self, name))
+        _check(
+            0.0 < self.repetition_penalty <= 10.0,
+            "repetition_penalty",
+            "in (0, 10]",
+            self.repetition_penalty,
+        )
+        self._check_beam_search()
+
+    @property
+    def num_candidates(self) -> int:
+        """Completions that are generated for `n` that are given."""
+        return self.best_of or self.n
+
+    def _check_tokens(self) -> None:
+        """What names tokens or texts, or counts them."""
+        _check(
+            len(self.stop) <= 16 and all(self.stop),
+            "stop",
+            "at most 16 non-empty strings",
+            self.stop,
+        )
+        _check(
+            self.allowed_token_ids is None or len(self.allowed_token_ids) > 0,
+            "allowed_token_ids",
+            "null or at least one token id",
+            self.allowed_token_ids,
+        )
+        _check(
+            len(self.bad_words) <= MAX_BAD_WORDS and all(map(str.strip, self.bad_words)),
+            "bad_words",
+            f"at most {MAX_BAD_WORDS} words that are not blank",
+            self.bad_words,
+        )
+        _check(
+            self.truncate_prompt_tokens is None
+            or self.truncate_prompt_tokens == -1
+            or self.truncate_prompt_tokens >= 1,
+            "truncate_prompt_tokens",
+            "null, -1 (as many as fit) or at least 1",
+            self.truncate_prompt_tokens,
+        )
+        _check(
+            all(-100.0 <= bias <= 100.0 for bias in self.logit_bias.values()),
+            "logit_bias",
+            "biases in [-100, 100]",
+            self.logit_bias,
+        )
+
+    def _check_chosen_tokens(self) -> None:
+        """Those of `logprob_token_ids`."""
+        chosen = self.logprob_token_ids
+        if chosen is None:
+            return
+        name = "logprob_token_ids"
+        allowed = f"null or 1 to {MAX_LOGPROB_TOKEN_IDS} token ids"
+        count = len(chosen)
+        _check(1 <= len(chosen) <= MAX_LOGPROB_TOKEN_IDS, name, allowed, count)
+        _check(self.logprobs is not None, name, "null without logprobs", count)
+        why = "null with use_beam_search=true, which reports what it compared"
+        _check(not self.use_beam_search, name, why, count)
+
+    def _check_beam_search(self) -> None:
+        """Nothing is ignored: a parameter that the chosen way has no use for is refused."""
+        _check(
+            -10.0 <= self.length_penalty <= 10.0,
+            "length_penalty",
+            "in [-10, 10]",
+            self.length_penalty,
+        )
+        _check(
+            self.early_stopping in (True, False, "never"),
+            "early_stopping",
+            "true, false or 'never'",
+            self.early_stopping,
+        )
+        constraint = self.structured_outputs
+        _check(
+            constraint is None or not self.use_beam_search,
+            "structured_outputs",
+            "null with use_beam_search=true, which does not sample",
+            None if constraint is None else constraint.kind,
+        )
+        limit = self.thinking
+        _check(
+            limit is None or not self.use_beam_search,
+            "thinking_token_budget",
+            "null with use_beam_search=true, which does not sample",
+            None if limit is None else limit.max_tokens,
+        )
+        detection = self.repetition_detection
+        _check(
+            detection is None or not (detection.is_on and self.use_beam_search),
+            "repetition_detection",
+            "off with use_beam_search=true, whose beams end at stop tokens only",
+            detection,
+        )
+        if self.use_beam_search:
+            neutral: dict[str, tuple[object, ...]] = {
+                "temperature": (1.0, 0.0),
+                "top_p": (1.0,),
+                "top_k": (0, -1),
+                "min_p": (0.0,),
+                "stop": ((),),
+            }
+            reason = "with use_beam_search=true, which does not sample and ends at tokens only"
+        else:
+            neutral = {"length_penalty": (1.0,), "early_stopping": (False,)}
+            reason = "without use_beam_search=true"
+        for name, values in neutral.items():
+            value = getattr(self, name)
+            _check(value in values, name, f"{values[0]!r} {reason}", value)
+
+
+class PoolingKind(StrEnum):
+    """Which of a text's hidden states make its vector."""
+
+    mean = "mean"  # all, averaged
+    last = "last"
+    cls = "cls"  # the first
+
+
+class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What becomes of a prompt that nothing is generated for."""
+
+    kind: PoolingKind = PoolingKind.last
+    normalize: bool = True  # to length 1
+    dimensions: int | None = None  # the vector's first so many, before it is normalised; null = all
+    # Instead of the vector itself the classification head's answer to it: a sigmoid for one label,
+    # a softmax for several, or with `raw_scores` the logits.
+    classify: bool = False
+    raw_scores: bool = False
+
+    @property
+    def needs_all_tokens(self) -> bool:
+        """Whether every token must be computed: what is cached has no hidden state."""
+        return self.kind is not PoolingKind.last

@@ -1,0 +1,28 @@
+"""One request as it crosses the process border to the engine."""
+
+from __future__ import annotations
+
+import msgspec
+
+from ostinato.runtime.types.params import PoolingParams, SamplingParams
+
+__all__ = ("Request",)
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
+    """One sequence to generate, or with `pooling` one to make a vector of. `n` completions of a
+    prompt are n requests that share cached blocks.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling: SamplingParams
+    eos_token_ids: tuple[int, ...] = ()
+    arrival_time: float = 0.0  # seconds, monotonic clock of the sender
+    priority: int = 0  # lower runs first under the priority policy
+    cache_salt: str = ""  # requests share cached blocks only with an equal salt
+    bad_words_token_ids: list[list[int]] = []  # of `sampling.bad_words`, none empty
+    pooling: PoolingParams | None = None  # nothing is generated; `sampling` is not read
+    output_token_ids: list[int] = []  # given before, by an engine that is gone; it goes on there
+    grammar: str = ""  # of `sampling.structured_outputs`, checked
+    trace: bool = False  # its news carry what happened to it in the engine

@@ -1,0 +1,31 @@
+"""A recorded trace has lengths, arrivals and what is shared; it has no text and no ids."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ostinato.api.observability.trace_recorder import TraceRecorder
+from ostinato.runtime.errors import StartupError
+
+
+def test_equal_beginnings_have_equal_numbers(tmp_path: Path):
+    file = tmp_path / "trace.jsonl"
+    recorder = TraceRecorder(str(file), 4)
+    recorder.add(10.0, [1, 2, 3, 4, 5, 6, 7, 8, 9], 3)
+    recorder.add(10.25, [1, 2, 3, 4, 50, 6, 7, 8], 1)
+    recorder.add(10.5, [1, 2, 3, 4], 1, cache_salt="other")
+    recorder.add(11.0, [9], 2)
+    recorder.close()
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [line["hash_ids"] for line in lines] == [[0, 1], [0, 2], [3], []]
+    assert [line["input_length"] for line in lines] == [9, 8, 4, 1]
+    assert [line["output_length"] for line in lines] == [3, 1, 1, 2]
+    starts = [line["timestamp"] - lines[0]["timestamp"] for line in lines]
+    assert starts == [0, 250, 500, 1000]
+    assert {line["block_size"] for line in lines} == {4}
+
+
+def test_a_place_that_can_not_be_written(tmp_path: Path):
+    with pytest.raises(StartupError, match=r"server.record_trace=.* can not be written"):
+        TraceRecorder(str(tmp_path / "no" / "such" / "folder"), 16)

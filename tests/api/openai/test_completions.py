@@ -1,0 +1,107 @@
+"""Completions: bodies to engine requests, news to chunks and responses; literal expectations."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from ostinato.api.openai import completions
+from ostinato.api.service.generation import Generation, ReplyOptions
+from ostinato.runtime.errors import InvalidRequestError
+from ostinato.runtime.types.params import SamplingParams
+from tests.api.dialect_values import (
+    HEAD,
+    MODEL,
+    PIECES,
+    PLAIN,
+    collected,
+    completion_body,
+    encoded,
+    no_usage,
+    output,
+)
+
+
+class TestPrompts:
+    def test_kinds(self):
+        assert completions.prompts(completion_body(prompt="a")) == ["a"]
+        assert completions.prompts(completion_body(prompt=["a", "b"])) == ["a", "b"]
+        assert completions.prompts(completion_body(prompt=[1, 2])) == [[1, 2]]
+        assert completions.prompts(completion_body(prompt=[[1], [2, 3]])) == [[1], [2, 3]]
+
+    @pytest.mark.parametrize("prompt", [[], ["a", 1], [[1], "a"], [[1], 2]])
+    def test_empty_or_mixed(self, prompt):
+        with pytest.raises(InvalidRequestError) as refused:
+            completions.prompts(completion_body(prompt=prompt))
+        assert refused.value.param == "prompt"
+
+    def test_too_many(self):
+        with pytest.raises(InvalidRequestError, match="4096 sequences with n"):
+            completions.prompts(completion_body(prompt=["a"] * 1024, n=4))
+
+
+class TestToRequests:
+    def test_completions_name_their_own_fields(self):
+        with pytest.raises(InvalidRequestError) as refused:
+            completions.to_requests(
+                completion_body(), [[1], [1] * 20], MODEL, request_id="r", default_max_tokens=None
+            )
+        assert refused.value.param == "prompt"
+
+    def test_one_request_per_prompt(self):
+        requests = completions.to_requests(
+            completion_body(logprobs=2), [[1], [2]], MODEL, request_id="r", default_max_tokens=None
+        )
+        assert [(one.request_id, one.prompt_token_ids) for one in requests] == [
+            ("r-0", [1]),
+            ("r-1", [2]),
+        ]
+        assert {one.sampling.logprobs for one in requests} == {2}
+
+
+class TestChunks:
+    def test_text(self):
+        chunk = completions.to_chunk(
+            HEAD, 3, output("a", [1], 1), PIECES.__getitem__, options=PLAIN
+        )
+        assert encoded(chunk) == (
+            '{"id":"chatcmpl-1","object":"text_completion","created":7,"model":"m",'
+            '"choices":[{"index":3,"text":"a","logprobs":null,"finish_reason":null}]}'
+        )
+
+    def test_held_back(self):
+        news = output("", [1], 1)
+        assert completions.to_chunk(HEAD, 0, news, PIECES.__getitem__, options=PLAIN) is None
+
+    def test_offsets_go_on_from_chunk_to_chunk(self):
+        offsets = completions.TextOffsets(PIECES.__getitem__)
+        assert [offsets.advance(0, [1, 2]), offsets.advance(1, [2]), offsets.advance(0, [1])] == [
+            0,
+            0,
+            3,
+        ]
+
+
+class TestResponses:
+    def test_choices_are_numbered_over_all_prompts(self):
+        answers = collected()
+        answers[(1, 0)] = answers[(0, 0)]
+        response = completions.to_response(
+            HEAD,
+            [Generation(request_id="r", prompt_token_ids=[1], sampling=SamplingParams(n=2))] * 2,
+            answers,
+            PIECES.__getitem__,
+            options=ReplyOptions(num_top_logprobs=0),
+            usage=no_usage(),
+        )
+        assert [(choice.index, choice.text) for choice in response.choices] == [
+            (0, "a0"),
+            (1, "a1"),
+            (2, "a0"),
+        ]
+        assert msgspec.to_builtins(response.choices[0].logprobs) == {
+            "tokens": ["a", " b"],
+            "token_logprobs": [-0.5, -0.5],
+            "top_logprobs": [{"a": -0.5}, {" b": -0.5}],
+            "text_offset": [0, 1],
+        }

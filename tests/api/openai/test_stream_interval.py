@@ -1,0 +1,48 @@
+"""Which news go out together."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ostinato.api.openai.stream_interval import StreamInterval
+from ostinato.runtime.client.completion import join_outputs
+from ostinato.runtime.types.outputs import FinishReason, RequestOutput, TokenLogprobs
+from tests.api.dialect_values import output
+
+# Of each piece of news: which of three completions, and its tokens; some have none.
+NEWS = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3)), max_size=30)
+
+
+def outputs_of(news: list[tuple[int, int]]) -> list[RequestOutput]:
+    """The same as the engine's client gives them: each completion ends."""
+    totals = {0: 0, 1: 0, 2: 0}
+    result = []
+    for index, count in [*news, *((index, 0) for index in totals)]:
+        tokens = list(range(totals[index], totals[index] + count))
+        totals[index] += count
+        one = output(f"<{tokens}>", tokens, totals[index], index=index)
+        one.logprobs = [TokenLogprobs(-float(token), 1, [], []) for token in tokens]
+        one.finish_reason = FinishReason.stop if len(result) >= len(news) else None
+        result.append(one)
+    return result
+
+
+@given(NEWS, st.integers(1, 6))
+def test_nothing_is_lost_and_the_sizes_are_right(news, num_tokens):
+    interval = StreamInterval(num_tokens, join_outputs)
+    before = outputs_of(news)
+    after = [interval.add(one.index, one, one) for one in before]
+    for index in range(3):
+        given_out = [one for one in after if one is not None and one.index == index]
+        came = [one for one in before if one.index == index]
+        assert join_outputs(given_out) == join_outputs(came)
+        assert given_out[-1].finish_reason is FinishReason.stop
+        sizes = [len(one.new_token_ids) for one in given_out]
+        if num_tokens == 1:
+            assert given_out == came
+            continue
+        first = next((place for place, size in enumerate(sizes) if size), len(sizes) - 1)
+        # At once, as it came.
+        assert given_out[first] in came
+        assert all(num_tokens <= size < num_tokens + 3 for size in sizes[first + 1 : -1])

@@ -1,0 +1,157 @@
+"""Bodies: what is accepted, and the refusals' words for what is not."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from ostinato.api.base.unsupported_fields import UNSUPPORTED
+from ostinato.api.schemas.conversation import Message, TextPart
+from ostinato.api.schemas.openai import ChatCompletionRequest, CompletionRequest, decode
+from ostinato.runtime.errors import InvalidRequestError
+
+MESSAGES = [{"role": "user", "content": "Hi"}]
+
+
+def chat(**fields: object) -> ChatCompletionRequest:
+    return decode(json.dumps({"messages": MESSAGES, **fields}).encode(), ChatCompletionRequest)
+
+
+def refusal(body: bytes | dict, schema: type = ChatCompletionRequest) -> InvalidRequestError:
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    with pytest.raises(InvalidRequestError) as refused:
+        decode(data, schema)
+    assert refused.value.status == 400
+    return refused.value
+
+
+class TestAccepted:
+    def test_text_and_parts(self):
+        body = decode(
+            b'{"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]}',
+            ChatCompletionRequest,
+        )
+        assert body.messages == [Message(role="user", content=[TextPart("a")])]
+
+    @pytest.mark.parametrize("name", ["user", "safety_identifier", "prompt_cache_key"])
+    def test_labels(self, name):
+        assert getattr(chat(**{name: "somebody"}), name) == "somebody"
+
+    def test_null_is_absent(self):
+        assert chat(temperature=None, n=None, stop=None, echo=None, cache_salt=None) == chat()
+
+    @pytest.mark.parametrize(
+        "prompt", ["a", ["a", "b"], [1, 2], [[1, 2], [3]]], ids=["text", "texts", "ids", "lists"]
+    )
+    def test_all_kinds_of_prompt(self, prompt):
+        assert decode(json.dumps({"prompt": prompt}).encode(), CompletionRequest).prompt == prompt
+
+    @pytest.mark.parametrize("name", sorted(UNSUPPORTED))
+    def test_unsupported_fields_that_ask_for_nothing(self, name):
+        for value in (None, *UNSUPPORTED[name].neutral):
+            assert chat(**{name: value}) == chat()
+
+    def test_the_nulls_that_an_sdk_keeps_in_a_message(self):
+        message = {"role": "assistant", "content": "Hi", "refusal": None, "tool_calls": None}
+        assert chat(messages=[message]) == chat(messages=[{"role": "assistant", "content": "Hi"}])
+
+
+class TestRefused:
+    @pytest.mark.parametrize(
+        "body",
+        [b"", b"{", b'{"messages": }', b"{}x", b'{"messages": "\\ud800"}', b"\xff\xfe", b"\x00"],
+    )
+    def test_not_json(self, body):
+        error = refusal(body)
+        assert (error.code, error.param) == ("invalid_json", None)
+
+    def test_not_utf8_within_a_string(self):
+        error = refusal(b'{"messages": [{"role": "user", "content": "\xff"}]}')
+        assert error.code == "invalid_json"
+
+    @pytest.mark.parametrize("body", [b"[]", b"null", b'"a"', b"1"])
+    def test_not_an_object(self, body):
+        assert str(refusal(body)).startswith("the body: Expected `object`")
+
+    def test_a_deep_pit_of_brackets(self):
+        error = refusal(b'{"chat_template_kwargs": {"a":' + b"[" * 100_000)
+        assert error.code == "invalid_json"
+
+    @pytest.mark.parametrize(
+        ("fields", "param"),
+        [
+            ({"temperature": "1"}, "temperature"),
+            ({"n": 1.5}, "n"),
+            ({"stream": "yes"}, "stream"),
+            ({"stop": [1]}, "stop[0]"),
+            ({"logit_bias": {"a": 1}}, "logit_bias"),
+            ({"logit_bias": {"1": "a"}}, "logit_bias"),
+            ({"messages": "Hi"}, "messages"),
+            ({"messages": []}, "messages"),
+            ({"messages": ["Hi"]}, "messages[0]"),
+            ({"messages": [{"role": "robot", "content": "a"}]}, "messages[0].role"),
+            ({"messages": [{"role": "user", "content": 1}]}, "messages[0].content"),
+            ({"stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
+            ({"priority": 1 << 40}, "priority"),
+            ({"top_k": 10**30}, "top_k"),
+            ({"request_id": "a b"}, "request_id"),
+            ({"request_id": ""}, "request_id"),
+            ({"cache_salt": "a" * 257}, "cache_salt"),
+            ({"chat_template_kwargs": [1]}, "chat_template_kwargs"),
+        ],
+    )
+    def test_a_wrong_value_names_its_field(self, fields, param):
+        error = refusal({"messages": MESSAGES, **fields})
+        assert error.param == param
+        assert str(error).startswith(param)
+
+    def test_a_missing_field(self):
+        error = refusal({"model": "x"})
+        assert (str(error), error.param, error.code) == (
+            "messages is required",
+            "messages",
+            "missing_field",
+        )
+
+    def test_an_unknown_field_with_the_nearest_known_one(self):
+        error = refusal({"messages": MESSAGES, "temprature": 1})
+        assert str(error) == (
+            "temprature is not a field of this endpoint; did you mean temperature?"
+        )
+        assert (error.param, error.code) == ("temprature", "unknown_parameter")
+
+    def test_an_unknown_field_inside_a_message(self):
+        error = refusal({"messages": [{"role": "user", "content": "a", "colour": 1}]})
+        assert error.param == "messages[0].colour"
+
+    @pytest.mark.parametrize(
+        ("name", "value"),
+        [
+            ("functions", [{"name": "f"}]),
+            ("audio", {"voice": "x"}),
+            ("store", True),
+            ("vllm_xargs", {"a": 5}),
+            ("store", 1),  # not the value false
+        ],
+    )
+    def test_what_is_known_and_not_there_yet(self, name, value):
+        error = refusal({"messages": MESSAGES, name: value})
+        assert str(error) == (
+            f"{name} is not supported: it needs {UNSUPPORTED[name].needs}, which this server does "
+            "not have yet; leave it out"
+        )
+        assert (error.param, error.code) == (name, "unsupported_parameter")
+
+    @pytest.mark.parametrize("name", ["suffix", "prompt_embeds"])
+    def test_the_same_for_completions(self, name):
+        value = {"suffix": "a", "prompt_embeds": "AAAA"}[name]
+        error = refusal({"prompt": "a", name: value}, CompletionRequest)
+        assert (error.param, error.code) == (name, "unsupported_parameter")
+
+    @pytest.mark.parametrize("kind", ["image_url", "input_audio", "file"])
+    def test_content_that_is_not_text(self, kind):
+        part = {"type": kind, kind: {"url": "data:"}}
+        error = refusal({"messages": [{"role": "user", "content": [part]}]})
+        assert error.param == "messages[0].content[0].type"
+        assert f"Invalid value '{kind}'; the model takes text only" in str(error)

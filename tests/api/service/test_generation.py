@@ -1,0 +1,120 @@
+"""What the dialects share: names of models and answers, usage, log-probabilities, tokenisation."""
+
+from __future__ import annotations
+
+import json
+
+import msgspec
+import pytest
+
+from ostinato.api.base.timeline import RequestContext
+from ostinato.api.openai import completions, tokenization
+from ostinato.api.openai.logprobs import (
+    chat_logprobs,
+    completion_logprobs,
+    prompt_logprobs,
+    token_text,
+)
+from ostinato.api.schemas.openai import DetokenizeRequest, TokenizeRequest, decode
+from ostinato.api.service.generation import Tally, check_model, new_id
+from ostinato.runtime.errors import InvalidRequestError
+from ostinato.runtime.types.outputs import TokenLogprobs
+from tests.api.dialect_values import MODEL, PIECES, completion_body, encoded, output
+
+
+class TestGeneration:
+    def test_unknown_model(self):
+        check_model(None, MODEL)
+        check_model("m", MODEL)
+        with pytest.raises(InvalidRequestError) as refused:
+            check_model("gpt-9", MODEL)
+        assert (refused.value.status, refused.value.param, refused.value.code) == (
+            404,
+            "model",
+            "model_not_found",
+        )
+
+    def test_ids(self):
+        context = RequestContext()
+        assert new_id("cmpl", completion_body(request_id="mine"), context) == "cmpl-mine"
+        first, second = (new_id("cmpl", completion_body(), context) for _ in range(2))
+        assert first.startswith("cmpl-")
+        assert first != second
+
+    def test_prompts_count_once_and_completions_all(self):
+        requests = completions.to_requests(
+            completion_body(n=2), [[1, 1], [1, 1, 1]], MODEL, request_id="", default_max_tokens=4
+        )
+        tally = Tally.of(requests)
+        for prompt_index, index, cached in ((0, 0, 1), (0, 1, 2), (1, 0, 2), (1, 1, 3)):
+            news = output("", [1, 2], 2, index=index, num_cached_tokens=cached)
+            tally.add(prompt_index, news)
+        assert msgspec.to_builtins(tally.usage) == {
+            "prompt_tokens": 5,
+            "completion_tokens": 8,
+            "total_tokens": 13,
+            "prompt_tokens_details": {"cached_tokens": 3},
+        }
+
+
+class TestLogprobs:
+    def test_half_a_character(self):
+        assert token_text(b"\xf0\x9f") == "bytes:\\xf0\\x9f"
+        assert token_text("é".encode()) == "é"
+
+    def test_minus_infinity_is_a_number_in_json(self):
+        entry = TokenLogprobs(float("-inf"), 9, [1], [float("-inf")])
+        assert '"logprob":-9999.0' in encoded(
+            chat_logprobs([2], [entry], PIECES.__getitem__, num_top=1)
+        )
+
+    def test_the_sampled_token_joins_the_likeliest(self):
+        entry = TokenLogprobs(-3.0, 4, [1, 2], [-0.5, -1.0])
+        logprobs = completion_logprobs([4], [entry], PIECES.__getitem__, num_top=2, text_offset=5)
+        assert logprobs.top_logprobs == [{"a": -0.5, " b": -1.0, "bytes:\\xa6\\x86": -3.0}]
+        assert logprobs.text_offset == [5]
+
+    def test_tokens_as_ids(self):
+        entry = TokenLogprobs(-0.5, 1, [4, 1], [-0.5, -1.0])
+        logprobs = completion_logprobs(
+            [4], [entry], PIECES.__getitem__, num_top=2, text_offset=0, as_ids=True
+        )
+        assert logprobs.tokens == ["token_id:4"]
+        assert logprobs.top_logprobs == [{"token_id:4": -0.5, "token_id:1": -1.0}]
+        (content,) = chat_logprobs([4], [entry], PIECES.__getitem__, num_top=1, as_ids=True).content
+        assert (content.token, content.bytes) == ("token_id:4", [0xA6, 0x86])
+        assert content.top_logprobs[0].token == "token_id:4"
+
+    def test_nothing_comes_before_the_first_token(self):
+        entry = TokenLogprobs(-0.5, 2, [1], [-0.1])
+        logprobs = completion_logprobs(
+            [1, 2], [None, entry], PIECES.__getitem__, num_top=1, text_offset=0
+        )
+        assert msgspec.to_builtins(logprobs) == {
+            "tokens": ["a", " b"],
+            "token_logprobs": [None, -0.5],
+            "top_logprobs": [None, {"a": -0.1, " b": -0.5}],
+            "text_offset": [0, 1],
+        }
+        scores = prompt_logprobs([1, 2], [entry], PIECES.__getitem__, num_top=1)
+        assert msgspec.to_builtins(scores) == [
+            None,
+            {
+                "1": {"logprob": -0.1, "rank": 1, "decoded_token": "a"},
+                "2": {"logprob": -0.5, "rank": 2, "decoded_token": " b"},
+            },
+        ]
+
+
+class TestTokenization:
+    @pytest.mark.parametrize(
+        "fields", [{}, {"prompt": "a", "messages": [{"role": "user", "content": "a"}]}]
+    )
+    def test_not_both_and_not_neither(self, fields):
+        body = decode(json.dumps(fields).encode(), TokenizeRequest)
+        with pytest.raises(InvalidRequestError, match="either prompt or messages"):
+            tokenization.check(body)
+
+    def test_ids_outside_of_the_vocabulary(self, tokenizer):
+        with pytest.raises(InvalidRequestError, match=r"tokens has id 100, .* \[0, 100\)"):
+            tokenization.to_text(DetokenizeRequest(tokens=[1, 100]), tokenizer, MODEL)

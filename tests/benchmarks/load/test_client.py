@@ -1,0 +1,228 @@
+"""The load client against servers that answer, and against those that do not."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import time
+from typing import Any
+
+import msgspec
+import psutil
+import pytest
+
+from ostinato.benchmarks.load.client import run_job
+from ostinato.benchmarks.load.job import JobRequest, LoadJob, LoadReport
+from ostinato.benchmarks.load.metrics import client_warnings
+from ostinato.benchmarks.load.run import run_client
+from tests.benchmarks.load.answering import Answering, answer, break_off, stall, status
+
+
+def requests(count: int, **fields: Any) -> list[JobRequest]:
+    return [JobRequest(prompt=[7, index], max_tokens=3, **fields) for index in range(count)]
+
+
+def run(url: str, sent: list[JobRequest], **fields: Any) -> LoadReport:
+    return run_job(LoadJob(url=url, model="m", requests=sent, **fields), lambda progress: None)
+
+
+def statuses(report: LoadReport) -> list[str]:
+    return [one.status for one in report.requests]
+
+
+def test_tokens_and_times_of_good_answers():
+    with Answering(answer()) as server:
+        report = run(server.url, requests(4), concurrency=2, body={"temperature": 0.0})
+    assert statuses(report) == ["ok"] * 4
+    for one in report.requests:
+        assert (one.num_prompt_tokens, one.num_output_tokens) == (3, 3)
+        assert one.intended_s <= one.sent_s <= one.chunk_s[0] <= one.chunk_s[-1] <= one.end_s
+        assert one.finish_reason == "length"
+    body = server.bodies[0]
+    assert body["prompt"] == [7, 0]
+    assert body["stream_options"] == {"include_usage": True}
+    assert (body["model"], body["max_tokens"], body["temperature"]) == ("m", 3, 0.0)
+
+
+def test_a_closed_loop_holds_its_number():
+    with Answering(answer(pause_s=0.05)) as server:
+        report = run(server.url, requests(9), concurrency=3)
+    changes = sorted((t, d) for r in report.requests for t, d in ((r.sent_s, 1), (r.end_s, -1)))
+    under_way = [sum(d for _, d in changes[: n + 1]) for n in range(len(changes))]
+    assert max(under_way) == 3
+
+
+def test_waiting_at_the_client_counts_from_the_intended_time():
+    """One request at a time although ten arrive at once: the last has waited for nine."""
+    with Answering(answer(pause_s=0.05)) as server:
+        report = run(server.url, requests(10, at_s=0.0), max_concurrency=1)
+    last = max(report.requests, key=lambda one: one.end_s)
+    assert last.intended_s == 0
+    assert last.chunk_s[0] - last.intended_s > 0.45
+    assert last.sent_s > 0.4
+    assert last.chunk_s[0] - last.sent_s < last.chunk_s[0] - last.intended_s
+
+
+def test_an_open_loop_does_not_wait_for_answers():
+    sent = [JobRequest(prompt=[1], max_tokens=1, at_s=0.1 * n) for n in range(5)]
+    with Answering(answer(pause_s=2.0)) as server:
+        report = run(server.url, sent)
+    assert [one.intended_s for one in report.requests] == pytest.approx([0, 0.1, 0.2, 0.3, 0.4])
+    # All were under way at once: none waited for the 2 seconds of another.
+    assert max(one.sent_s for one in report.requests) < min(one.end_s for one in report.requests)
+
+
+def test_a_turn_carries_the_answer_before_it():
+    sent = [
+        JobRequest(prompt=[5], max_tokens=2),
+        JobRequest(prompt=[6], max_tokens=2, after=0),
+        JobRequest(prompt=[9], max_tokens=1, after=1),
+    ]
+    with Answering(answer()) as server:
+        report = run(server.url, sent, concurrency=1, return_token_ids=True)
+        assert statuses(report) == ["ok"] * 3
+        assert [body["prompt"] for body in server.bodies] == [
+            [5],
+            [5, 0, 1, 6],
+            [5, 0, 1, 6, 0, 1, 9],
+        ]
+        server.bodies.clear()
+        # Without ids of the answer: as many others, so that the length is right.
+        run(server.url, [JobRequest(prompt=[5, 4], max_tokens=3), sent[1]], concurrency=1)
+        assert server.bodies[1]["prompt"] == [5, 4, 5, 4, 5, 6]
+        server.bodies.clear()
+        texts = [
+            JobRequest(prompt="a", max_tokens=2),
+            JobRequest(prompt="b", max_tokens=1, after=0),
+        ]
+        run(server.url, texts, concurrency=1, chat=True)
+        assert server.bodies[1]["messages"] == [
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "content": "xx"},
+            {"role": "user", "content": "b"},
+        ]
+
+
+def test_the_duration_of_a_closed_loop_ends_the_sending():
+    with Answering(answer(pause_s=0.2)) as server:
+        report = run(server.url, requests(500), concurrency=1, stop_after_s=0.5)
+    assert 1 <= len(report.requests) < 20
+    assert set(statuses(report)) == {"ok"}
+
+
+def test_an_address_that_refuses():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # bound and not listening
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        report = run(url, requests(50, at_s=0.0), give_up_after=5)
+    found = statuses(report)
+    assert found.count("refused") >= 5
+    assert set(found) <= {"refused", "not sent"}
+
+
+@pytest.mark.parametrize(
+    ("handler", "expected", "words"),
+    [
+        (status(500, body=b"kaputt"), "http 500", "kaputt"),
+        (status(404), "http 404", "no"),
+        (status(307, "Location: http://example.invalid/\r\n"), "redirected", "example.invalid"),
+        (status(200, "Content-Type: text/html\r\n", b"<html>"), "broken", "without an end"),
+        (status(200, body=b"data: {]\n\n"), "broken", "malformed"),
+        (status(200, body=b'data: {"error": {"message": "late"}}\n\n'), "error", "late"),
+        (break_off, "broken", "without an end"),
+        (stall, "stalled", "no byte for 0.3 s"),
+    ],
+)
+def test_answers_that_are_none_are_counted_and_the_run_ends(
+    handler: Any, expected: str, words: str
+):
+    with Answering(handler) as server:
+        report = run(server.url, requests(3), concurrency=3, stall_timeout_s=0.3)
+    assert statuses(report) == [expected] * 3
+    assert words in (report.requests[0].error or "")
+
+
+def test_failures_after_a_success_do_not_end_the_run():
+    count = 0
+
+    async def first_only(body: dict[str, Any], writer: Any) -> None:
+        nonlocal count
+        count += 1
+        await (answer() if count == 1 else status(500))(body, writer)
+
+    with Answering(first_only) as server:
+        report = run(server.url, requests(8), concurrency=1, give_up_after=2)
+    assert statuses(report) == ["ok"] + ["http 500"] * 7
+
+
+def test_the_client_is_a_process_of_its_own():
+    progress: list[object] = []
+    job_fields: dict[str, Any] = {"concurrency": 2, "num_warmups": 1}
+    with Answering(answer(pause_s=0.3)) as server:
+        job = LoadJob(url=server.url, model="m", requests=requests(6), **job_fields)
+        report = run_client(job, progress.append)
+        assert server.bodies[0]["prompt"] == [0, 7]  # the warm-up, backwards
+    assert statuses(report) == ["ok"] * 6
+    assert progress
+    assert report.loop_lag_ms.keys() == {"p50", "p99", "max"}
+    assert 0 <= report.cpu_share < 1.5
+
+
+def test_what_a_frozen_client_did_not_send_in_time_counts_as_latency():
+    """Forty requests within a second, in the middle of which the client does not run."""
+    sent = [JobRequest(prompt=[1, n], max_tokens=2, at_s=0.3 + 0.04 * n) for n in range(40)]
+    frozen: list[float] = []
+
+    def freeze(progress: object) -> None:
+        if not frozen:
+            children = psutil.Process().children()
+            [client] = [c for c in children if "ostinato.benchmarks.load.client" in c.cmdline()]
+            client.suspend()
+            time.sleep(1.0)
+            client.resume()
+            frozen.append(1.0)
+
+    with Answering(answer()) as server:
+        report = run_client(LoadJob(url=server.url, model="m", requests=sent), freeze)
+    assert statuses(report) == ["ok"] * 40
+    assert [one.intended_s for one in report.requests] == pytest.approx(
+        [0.3 + 0.04 * n for n in range(40)]
+    )
+    waits = [one.chunk_s[0] - one.intended_s for one in report.requests]
+    assert max(waits) > 0.8
+    assert sum(wait > 0.3 for wait in waits) > 10  # not one outlier: all that were due meanwhile
+    [warning] = client_warnings(report)
+    assert "requests were sent up to" in warning
+
+
+def test_a_client_ends_with_whoever_started_it():
+    requests = [JobRequest(prompt=[1], max_tokens=2, at_s=0.1 * n) for n in range(36_000)]
+    with Answering(answer()) as server:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "ostinato.benchmarks.load.client"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(
+            msgspec.json.encode(LoadJob(url=server.url, model="m", requests=requests))
+        )
+        process.stdin.close()
+        assert process.stdout.readline()  # it is at work
+        process.stdout.close()
+        assert process.wait(120) == 1
+
+
+def test_without_usage_prompts_count_as_they_were_sent():
+    async def no_usage(body: dict[str, Any], writer: Any) -> None:
+        choice = {"text": "x", "finish_reason": "length"}
+        data = b"data: " + msgspec.json.encode({"choices": [choice]}) + b"\n\n"
+        writer.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n" + data + b"data: [DONE]\n\n")
+
+    with Answering(no_usage) as server:
+        report = run(server.url, requests(2), concurrency=1)
+    assert [(one.num_prompt_tokens, one.num_output_tokens) for one in report.requests] == [
+        (2, 1)
+    ] * 2

@@ -1,0 +1,74 @@
+"""The probes beside a figure measure what they say."""
+
+import mmap
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from ostinato.benchmarks.machine.probes import LoadMeter, PeakMemory, commit_of, read_bandwidth
+
+
+def test_bandwidth_is_plausible():
+    assert 0.1 < read_bandwidth(torch.device("cpu")) < 2000  # GB/s of any CPU
+
+
+def test_own_work_is_not_other_programs_work():
+    meter = LoadMeter()
+    data = np.ones(1 << 22)
+    for _ in range(200):
+        data.sum()
+    assert 0.0 <= meter.stop() <= 1.0
+
+
+def write_fresh_memory(num_bytes: int) -> mmap.mmap:
+    """Memory from the system itself: an allocator's may be some that an earlier test has freed."""
+    pages = mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    for begin in range(0, num_bytes, mmap.PAGESIZE):
+        pages[begin] = 1
+    return pages
+
+
+@pytest.fixture
+def memory() -> PeakMemory:
+    """From a fresh peak: what earlier tests took is forgotten."""
+    memory = PeakMemory()
+    memory.forget_probe()
+    if not memory.forgets:
+        pytest.skip("this kernel does not let a process reset its peak")
+    return memory
+
+
+def test_peak_memory_holds_what_was_freed(memory: PeakMemory):
+    before = memory.mib
+    data = write_fresh_memory(128 << 20)
+    memory.note()
+    data.close()
+    memory.forget_probe()
+    assert memory.mib >= before + 100
+
+
+def test_peak_memory_without_probes(memory: PeakMemory):
+    before = memory.mib
+    write_fresh_memory(128 << 20).close()
+    memory.forget_probe()
+    assert memory.mib < before + 100
+
+
+def test_commit_and_its_changes(tmp_path: Path):
+    def git(*arguments: str) -> None:
+        command = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
+        subprocess.run([*command, *arguments], check=True, capture_output=True)
+
+    assert commit_of(tmp_path) is None
+    git("init")
+    (tmp_path / "file").write_text("1")
+    git("add", "file")
+    git("commit", "-m", "one")
+    commit = commit_of(tmp_path)
+    assert commit is not None
+    assert len(commit) == 40
+    (tmp_path / "file").write_text("2")
+    assert commit_of(tmp_path) == f"{commit}-dirty"

@@ -1,0 +1,73 @@
+"""What a validation says of predictions, given how well the real figures are known."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ostinato.benchmarks.report.record import Metric, Point
+from ostinato.benchmarks.simulate.accuracy import (
+    COMPARED,
+    Verdict,
+    compare,
+    interval,
+    judge,
+    summary,
+)
+
+EXACT = (99.0, 100.0, 101.0, 100.0, 98.0, 102.0, 100.0, 100.0)
+WIDE = (60.0, 70.0, 90.0, 100.0, 100.0, 130.0, 150.0, 400.0)
+
+
+def point(runs: tuple[float, ...], predicted: float) -> Point:
+    """One in which every figure has these rounds, and this prediction."""
+    metrics = {name: Metric(100.0, "ms", "lower", runs=runs) for name in COMPARED}
+    metrics |= {f"{name}_predicted": Metric(predicted, "ms", "lower") for name in COMPARED}
+    return Point(label="steady", parameters={}, metrics=metrics)
+
+
+@pytest.mark.parametrize(
+    ("runs", "predicted", "verdict"),
+    [
+        (EXACT, 100.0, Verdict.within),
+        (EXACT, 109.0, Verdict.within),
+        (EXACT, 111.0, Verdict.missed),
+        (EXACT, 85.0, Verdict.missed),
+        (WIDE, 100.0, Verdict.unknown),  # right, for all that is known
+        (WIDE, 140.0, Verdict.unknown),
+        (WIDE, 170.0, Verdict.missed),  # more than a tenth above 150, the largest that may be
+        (WIDE, 60.0, Verdict.missed),
+    ],
+)
+def test_a_figure_that_is_not_known_confirms_nothing(
+    runs: tuple[float, ...], predicted: float, verdict: Verdict
+):
+    assert judge(point(runs, predicted), "itl_p99", 0.1) is verdict
+
+
+def test_only_what_is_missed_is_in_the_list():
+    points = [point(EXACT, 120.0), point(WIDE, 120.0), point(EXACT, 105.0)]
+    assert compare(points, 0.1) == [f"steady {name} (+20%)" for name in COMPARED]
+    lines = summary(points, 0.1)
+    assert lines[0] == (
+        "5 of 15 predictions are within 10% of what was measured; for 5 of them that is known to 10%"
+    )
+    assert lines[1].startswith("missed: steady output_throughput (+20%)")
+    assert lines[2].startswith("unknown: steady output_throughput (+20%)")
+
+
+def test_the_median_lies_in_the_interval_nine_times_of_ten():
+    # Of eight rounds the least and the largest can be left out, of five none.
+    assert interval(WIDE) == (70.0, 150.0)
+    assert interval(WIDE[:5]) == (60.0, 100.0)
+    assert interval(tuple(range(1, 21))) == (6, 15)
+    assert interval((3.0,)) == (3.0, 3.0)
+
+
+@given(st.lists(st.floats(1.0, 100.0), min_size=1, max_size=30))
+def test_an_interval_is_around_the_median(values: list[float]):
+    low, high = interval(values)
+    ordered = sorted(values)
+    middle = ordered[(len(values) - 1) // 2]
+    assert low <= middle <= high

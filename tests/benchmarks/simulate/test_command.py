@@ -1,0 +1,124 @@
+"""`run simulate` as a command, and step costs from data sheets."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ostinato.api.cli.main import run
+from ostinato.benchmarks.report.record import read_records
+from ostinato.benchmarks.simulate.roofline import ACCELERATORS, ModelShape, roofline_table
+from ostinato.runtime.costs.step_limits import StepLimits
+
+LLAMA_8B = ModelShape(
+    num_parameters=7_500_000_000,
+    num_logit_parameters=525_000_000,
+    weight_bytes=16_050_000_000,
+    kv_bytes_per_token=131_072,
+    attention_width=32 * 32 * 128,
+)
+
+
+@pytest.mark.parametrize("name", ACCELERATORS)
+def test_a_roofline_is_a_table_and_bounded_by_the_device(name: str):
+    device = ACCELERATORS[name]
+    table = roofline_table(device, LLAMA_8B, StepLimits(256, 8192), 8192)
+    alone = table.decode_seconds(1, 0)
+    assert alone >= LLAMA_8B.weight_bytes / (device.bandwidth_gb_s * 1e9)
+    assert table.decode_seconds(256, 1024) > table.decode_seconds(256, 0) > alone
+    prompt = table.step_seconds(8192, 1, 0)
+    assert prompt >= 2 * 8192 * LLAMA_8B.num_parameters / (device.tflops * 1e12)
+
+
+def test_a_small_batch_on_an_h100_is_bound_by_its_memory():
+    table = roofline_table(ACCELERATORS["h100"], LLAMA_8B, StepLimits(256, 8192), 8192)
+    # 16.05 GB at 85 % of 3350 GB/s, and a step's own 0.25 ms.
+    assert table.decode_seconds(1, 0) == pytest.approx(16.05e9 / (0.85 * 3350e9) + 250e-6, rel=1e-3)
+
+
+FLEET = (
+    *("simulate", "model=llama-8b", "simulate.device=h100", "simulate.processes=1"),
+    *("workload=random", "workload.num_requests=40", "load.rates=[20]"),
+)
+
+
+def test_a_fleet_in_a_result_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path = tmp_path / "fleet.json"
+    more = ("simulate.replicas=2", "simulate.router=least_load", "slo.ttft_ms=500")
+    assert run([*FLEET, *more, f"simulate.output={path}"]) == 0
+    [record] = read_records(path)  # fits benchmarks/schema.json
+    assert record.kind == "simulate"
+    [point] = record.points
+    assert point.parameters == {
+        "rate": 20.0,
+        "concurrency": None,
+        "replicas": 2,
+        "router": "least_load",
+    }
+    metrics = point.metrics
+    assert metrics["completed"].value == 40
+    assert metrics["slo_attainment"].value == 1.0
+    assert 5 < metrics["itl_p50"].value < 20  # ms; a step of 16 GB on an H100
+    assert metrics["ttft_p50"].value <= metrics["ttft_p99"].value
+    assert "simulated: step costs data sheet of h100" in capsys.readouterr().out
+
+
+def test_rounds_and_a_saved_table(tmp_path: Path):
+    table, first, again = (tmp_path / name for name in ("costs", "a.json", "b.json"))
+    rounds = ("simulate.rounds=3",)
+    assert run([*FLEET, *rounds, f"simulate.save_costs={table}", f"simulate.output={first}"]) == 0
+    assert run([*FLEET, *rounds, f"simulate.costs={table}", f"simulate.output={again}"]) == 0
+    one, two = (
+        {
+            name: metric["value"]
+            for name, metric in json.loads(path.read_text())["points"][0]["metrics"].items()
+            if name not in ("simulation_time", "speed")
+        }
+        for path in (first, again)
+    )
+    assert one == two
+    assert one["completed"] == 120
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["simulate.device=h1000"], "simulate.device must be one of a10g, a100"),
+        (["simulate.costs=/no/such/file"], "simulate.costs=/no/such/file can not be read"),
+        (["simulate.router=random"], "simulate.router must be one of round_robin, least_load"),
+        (["simulate.replicas=0"], "simulate.replicas must be in [1, 100000], got 0"),
+        (
+            ["simulate.rounds=2", "load.rates=[]", "load.concurrency=[2]"],
+            "simulate.rounds=2 repeats",
+        ),
+        (["simulate.speed=2"], "there is no key 'simulate.speed'"),
+    ],
+)
+def test_what_can_not_be_simulated_is_one_line(
+    overrides: list[str], message: str, capsys: pytest.CaptureFixture[str]
+):
+    assert run([*FLEET, *overrides]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("", "is empty"), ("TIMESTAMP,ContextTokens,GeneratedTokens\n", "no request")],
+)
+def test_an_empty_trace_is_refused(
+    text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    trace = tmp_path / "trace.csv"
+    trace.write_text(text)
+    arguments = [*FLEET, "workload=trace", f"workload.path={trace}", "load.rates=[]"]
+    assert run(arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_file_that_is_no_table_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    file = tmp_path / "costs"
+    file.write_bytes(b"nothing of the kind")
+    assert run([*FLEET, f"simulate.costs={file}"]) == 2
+    assert "write one with simulate.save_costs" in capsys.readouterr().err

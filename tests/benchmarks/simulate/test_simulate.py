@@ -1,0 +1,377 @@
+"""The simulator: leaps against single steps, fleets, routers, and figures that can be done by hand."""
+
+from __future__ import annotations
+
+import math
+import random
+from functools import partial
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ostinato.benchmarks.load.job import JobRequest, LoadJob
+from ostinato.benchmarks.simulate.engine import EngineSpec
+from ostinato.benchmarks.simulate.fast_forward import LeapingScheduler
+from ostinato.benchmarks.simulate.fleet import simulate_open
+from ostinato.benchmarks.simulate.jobs import JobTraffic, simulate_job
+from ostinato.benchmarks.simulate.overheads import Serving, SizedValues, StepClock
+from ostinato.benchmarks.simulate.replica import Arrival
+from ostinato.benchmarks.simulate.results import Outcome, percentile
+from ostinato.benchmarks.simulate.step_noise import StepRatios
+from ostinato.conf.schema import SchedulerConfig, SchedulingPolicy
+from ostinato.runtime.costs.step_limits import StepLimits
+from ostinato.runtime.types.params import SamplingParams
+from ostinato.runtime.types.request import Request
+from ostinato.runtime.types.step import ScheduledSequence, SchedulerOutput, StepResult
+from tests.runtime.cost_tables import make_table
+
+
+def make_spec(**changes) -> EngineSpec:
+    values = {
+        "scheduler": SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64),
+        "upper": StepLimits(8, 64),
+        "num_blocks": 129,
+        "block_size": 8,
+        "max_model_len": 256,
+        "costs": make_table(),
+    }
+    return EngineSpec(**(values | changes))
+
+
+def random_traffic(seed: int, count: int, rate: float, *, shared: int = 0):
+    """Poisson arrivals of prompts that begin with `shared` common tokens."""
+    numbers = random.Random(seed)
+    now = 0.0
+    for key in range(count):
+        now += numbers.expovariate(rate)
+        prompt = [*range(shared), *range(1000 * key, 1000 * key + numbers.randint(1, 90))]
+        yield Arrival(now, prompt, numbers.randint(1, 60), numbers.randint(0, 2))
+
+
+def rows(outcome: Outcome) -> np.ndarray:
+    """[requests, (key, sent, first, last, prompt, output, cached)], by key."""
+    columns = [
+        outcome.keys,
+        outcome.sent_s,
+        outcome.first_s,
+        outcome.last_s,
+        outcome.num_prompt,
+        outcome.num_output,
+        outcome.num_cached,
+    ]
+    table = np.array(columns).T
+    return table[np.argsort(table[:, 0])]
+
+
+def test_one_request_by_hand():
+    # 20 prompt tokens in one step, then four decodes; the table has 2 ms a step, 0.1 ms a token,
+    # 0.05 ms a sequence and 1 us for every pair of a token and a context.
+    outcome = simulate_open(make_spec(), lambda: iter([Arrival(1.0, range(20), 5)]))
+    first = 1.0 + (2.0 + 20 * 0.1 + 0.05) / 1e3
+    decodes = [(2.0 + 0.1 + 0.05) / 1e3 + context * 1e-6 for context in (20, 21, 22, 23)]
+    assert list(outcome.first_s) == pytest.approx([first])
+    assert list(outcome.last_s) == pytest.approx([first + sum(decodes)])
+    assert outcome.num_steps == 5
+    seconds, counts = outcome.gaps
+    assert counts.sum() == 4
+    assert (seconds * counts).sum() == pytest.approx(sum(decodes))
+
+
+def step_ratios(*seqs: tuple[int, float], tokens: float = 1.0) -> StepRatios:
+    """Of steps that do not vary: by (decoding sequences and one, ratio)."""
+    curve = tuple((number, math.log(ratio)) for number, ratio in seqs)
+    return StepRatios(((1, math.log(tokens)),), curve, (1.0,), (0,))
+
+
+def make_serving(**changes) -> Serving:
+    """Without chance: every distribution has one value."""
+    values = {
+        "decode": step_ratios((2, 1.5)),
+        "prompt": step_ratios((1, 1.0), tokens=2.0),
+        "pause_s": (0.001,),
+        "idle_request_s": (0.25,),
+        "busy_request_s": (SizedValues(1, (0.5,)),),
+        "delivery_s": ((0.003,),),
+        "end_s": (0.125,),
+    }
+    return Serving(**(values | changes))
+
+
+def test_what_serving_adds_comes_on_top():
+    outcome = simulate_open(
+        make_spec(serving=make_serving()), lambda: iter([Arrival(1.0, range(20), 3)])
+    )
+    first = 1.25 + 2 * 4.05e-3  # the prompt's step takes twice what the table says
+    decodes = [0.001 + 1.5 * (2.15e-3 + context * 1e-6) for context in (20, 21)]
+    assert list(outcome.first_s) == pytest.approx([first + 0.003])
+    assert list(outcome.last_s) == pytest.approx([first + sum(decodes) + 0.003])
+    seconds, counts = outcome.gaps
+    assert list(seconds) == pytest.approx(decodes)
+    assert list(counts) == [1, 1]
+
+
+def test_tokens_that_arrive_together_are_one_piece():
+    # The first step's token is late, so that it comes with the next one's or after.
+    serving = make_serving(delivery_s=((0.1,), (0.0,)))
+    outcome = simulate_open(
+        make_spec(serving=serving, seed=3), lambda: iter([Arrival(0.0, range(20), 30)])
+    )
+    seconds, _ = outcome.gaps
+    assert 0 < len(seconds) < 29
+    assert (seconds > 0.0).all()
+    assert outcome.last_s[0] > outcome.first_s[0]
+
+
+def test_draws_are_seeded_and_between_sizes():
+    serving = make_serving(decode=step_ratios((2, 1.0), (8, 4.0)), pause_s=(0.0, 0.001, 0.002))
+    traffic = partial(random_traffic, 3, 30, 100.0)
+    one, same, other = (
+        rows(simulate_open(make_spec(serving=serving, seed=seed), traffic)) for seed in (1, 1, 2)
+    )
+    assert (one == same).all()
+    assert (one != other).any()
+    clock = StepClock(make_table(), serving)
+    ratios = {
+        size: clock.step(decodes_of(size)) / make_table().decode_seconds(size, 10)
+        for size in (1, 3, 7, 16)
+    }
+    # Curves are by powers of two, of the sequences and one.
+    assert ratios == pytest.approx({1: 1.0, 3: 2.0, 7: 4.0, 16: 4.0})
+
+
+def decodes_of(num_seqs: int) -> SchedulerOutput:
+    """A step in which so many sequences decode behind ten tokens."""
+    scheduled = [ScheduledSequence(row, 10, 1, [], [], True) for row in range(num_seqs)]
+    return SchedulerOutput(scheduled, [], num_seqs)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 1 << 20),
+    rate=st.sampled_from([5.0, 40.0, 400.0]),
+    blocks=st.sampled_from([33, 50, 129]),
+    shared=st.sampled_from([0, 40]),
+    overlap=st.booleans(),
+    policy=st.sampled_from(list(SchedulingPolicy)),
+    target=st.sampled_from([None, 4.0]),
+)
+def test_leaps_give_what_single_steps_give(seed, rate, blocks, shared, overlap, policy, target):
+    spec = make_spec(
+        num_blocks=blocks,
+        overlap=overlap,
+        scheduler=SchedulerConfig(
+            max_num_seqs=8, max_num_batched_tokens=64, policy=policy, itl_target_ms=target
+        ),
+    )
+    traffic = partial(random_traffic, seed, 40, rate, shared=shared)
+    fast, slow = (simulate_open(spec, traffic, leaps=leaps) for leaps in (True, False))
+    assert fast.num_ended == 40
+    assert fast.counters == slow.counters
+    assert fast.num_steps == slow.num_steps
+    assert rows(fast) == pytest.approx(rows(slow), rel=1e-9, abs=1e-9)
+    assert sum(fast.gaps[1]) == sum(slow.gaps[1])
+    for share in (0.5, 0.99):
+        assert percentile(*fast.gaps, share) == pytest.approx(
+            percentile(*slow.gaps, share), rel=0.02
+        )
+
+
+def drive(scheduler: LeapingScheduler, count: int) -> None:
+    """So many single steps, all of which sample."""
+    for _ in range(count):
+        output = scheduler.schedule()
+        assert output is not None
+        scheduler.update(output, StepResult([9] * len(output.scheduled)))
+
+
+def test_a_leap_leaves_the_same_blocks():
+    tables = []
+    for leaps in (True, False):
+        spec = make_spec()
+        cache = spec.cache()
+        scheduler = LeapingScheduler(spec.scheduler, cache, max_model_len=256, limits=spec.limits)
+        for key, length in enumerate((3, 8, 15, 30)):
+            prompt = list(range(100 * key, 100 * key + length))
+            sampling = SamplingParams(max_tokens=80, ignore_eos=True)
+            scheduler.add(Request(request_id=str(key), prompt_token_ids=prompt, sampling=sampling))
+        drive(scheduler, 2)
+        assert scheduler.num_alike(10) == 10
+        assert scheduler.num_alike(1000) == 78 - 1
+        if leaps:
+            scheduler.leap(41, 9)
+        else:
+            drive(scheduler, 41)
+        scheduler.check_integrity()
+        output = scheduler.schedule()
+        assert output is not None
+        tables.append(
+            (
+                [(entry.row, entry.start, entry.new_block_ids) for entry in output.scheduled],
+                [list(sequence.block_table) for sequence in scheduler._running],
+                [list(sequence.block_hashes) for sequence in scheduler._running],
+                cache._pool.free_block_ids(),
+                scheduler.num_output_tokens,
+            )
+        )
+    assert tables[0] == tables[1]
+
+
+def test_no_leap_over_an_end_or_a_shortage():
+    spec = make_spec(num_blocks=33, max_model_len=128)
+    scheduler = LeapingScheduler(
+        spec.scheduler, spec.cache(), max_model_len=128, limits=spec.limits
+    )
+    sampling = SamplingParams(max_tokens=5, ignore_eos=True)
+    scheduler.add(Request(request_id="a", prompt_token_ids=[1, 2], sampling=sampling))
+    drive(scheduler, 1)
+    assert scheduler.num_alike(100) == 3  # the fifth token ends it
+    drive(scheduler, 3)
+    assert scheduler.num_alike(100) == 0
+
+
+@pytest.mark.parametrize("router", ["round_robin", "least_load", "prefix_aware"])
+def test_every_request_ends_once_behind_every_router(router):
+    traffic = partial(random_traffic, 3, 120, 300.0, shared=32)
+    outcome = simulate_open(make_spec(), traffic, num_replicas=5, router=router)
+    assert sorted(outcome.keys) == list(range(120))
+    table = rows(outcome)
+    assert (table[:, 2] > table[:, 1]).all()
+    assert (table[:, 3] >= table[:, 2]).all()
+
+
+def test_a_fleet_of_one_is_one_engine_whatever_the_router():
+    traffic = partial(random_traffic, 5, 60, 100.0, shared=32)
+    alone, *others = (
+        simulate_open(make_spec(), traffic, router=router)
+        for router in ("round_robin", "least_load", "prefix_aware")
+    )
+    for other in others:
+        assert rows(other) == pytest.approx(rows(alone), rel=1e-9)
+
+
+def test_processes_change_nothing():
+    traffic = partial(random_traffic, 7, 60, 200.0)
+    one, two = (
+        simulate_open(make_spec(), traffic, num_replicas=4, num_processes=number)
+        for number in (1, 2)
+    )
+    assert rows(two) == pytest.approx(rows(one), rel=1e-12)
+    assert one.counters == two.counters
+
+
+def test_least_load_beats_round_robin_on_uneven_requests():
+    def traffic():
+        # Every third request is long, so round robin sends all long ones to one of three replicas.
+        for key in range(90):
+            yield Arrival(key * 0.012, range(100 * key, 100 * key + 40), 120 if key % 3 == 0 else 2)
+
+    means = [
+        float(simulate_open(make_spec(), traffic, num_replicas=3, router=router).e2e_s.mean())
+        for router in ("round_robin", "least_load")
+    ]
+    assert means[1] < 0.9 * means[0]
+
+
+def test_prefix_aware_finds_more_prefixes():
+    def traffic():
+        numbers = random.Random(1)
+        for key in range(160):
+            base = 1000 * numbers.randrange(12)
+            yield Arrival(
+                key * 0.01,
+                [*range(base, base + 96), *range(10**6 + 50 * key, 10**6 + 50 * key + 9)],
+                4,
+            )
+
+    hits = [
+        simulate_open(make_spec(num_blocks=65), traffic, num_replicas=4, router=router).counters[
+            "prefix_hits"
+        ]
+        for router in ("round_robin", "prefix_aware")
+    ]
+    assert hits[1] > 1.5 * hits[0]
+
+
+def make_job(requests: list[JobRequest], **changes) -> LoadJob:
+    return LoadJob(url="", model="", requests=requests, **changes)
+
+
+def most_at_once(table: np.ndarray) -> int:
+    """Requests under way at a time, at most."""
+    return max(int(((table[:, 1] <= time) & (table[:, 3] > time)).sum()) for time in table[:, 1])
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_a_closed_loop_keeps_its_concurrency(replicas):
+    requests = [
+        JobRequest(prompt=list(range(100 * key, 100 * key + 10)), max_tokens=6 + key % 5)
+        for key in range(24)
+    ]
+    job = make_job(requests, concurrency=6)
+    fast, slow = (
+        simulate_job(make_spec(), job, num_replicas=replicas, router="least_load", leaps=leaps)
+        for leaps in (True, False)
+    )
+    table = rows(fast)
+    assert len(table) == 24
+    assert most_at_once(table) == 6
+    assert table == pytest.approx(rows(slow), rel=1e-9)
+    if replicas == 1:
+        # The next one is sent in the moment in which one ends.
+        assert set(np.round(table[6:, 1], 9)) <= set(np.round(table[:, 3], 9))
+
+
+def test_a_closed_loop_begins_nothing_after_its_time():
+    requests = [JobRequest(prompt=[key + 1] * 8, max_tokens=20) for key in range(50)]
+    outcome = simulate_job(make_spec(), make_job(requests, concurrency=2, stop_after_s=0.2))
+    assert 4 < outcome.num_ended < 50
+    assert max(outcome.sent_s) <= 0.2 < max(outcome.last_s)
+
+
+def test_turns_wait_for_the_answer_and_find_it_in_the_cache():
+    requests = [
+        JobRequest(prompt=list(range(40)), max_tokens=16, at_s=0.5),
+        JobRequest(prompt=list(range(1000, 1008)), max_tokens=4, after=0, think_s=2.0),
+    ]
+    table = rows(simulate_job(make_spec(), make_job(requests)))
+    assert table[1, 1] == pytest.approx(table[0, 3] + 2.0)
+    assert list(table[:, 4]) == [40, 64]
+    assert table[1, 6] == 48  # of 55 computed tokens, whole blocks of 8
+
+
+def test_requests_wait_at_the_client_while_many_are_under_way():
+    requests = [
+        JobRequest(prompt=[key + 1] * 8, max_tokens=10, at_s=0.001 * key) for key in range(9)
+    ]
+    table = rows(simulate_job(make_spec(), make_job(requests, max_concurrency=1)))
+    assert list(table[:, 1]) == pytest.approx([0.001 * key for key in range(9)])  # intended
+    ends = table[:, 3]
+    assert (table[1:, 2] > ends[:-1]).all()  # served one after the other
+
+
+def test_rounds_repeat_the_traffic_with_other_ids():
+    requests = [JobRequest(prompt=list(range(48)), max_tokens=4, at_s=at) for at in (0.0, 1.0, 2.0)]
+    traffic = JobTraffic(requests, 3, 10.0, 5000)
+    assert traffic.num_requests == 9
+    arrivals = list(traffic())
+    assert [one.time_s for one in arrivals] == [0, 1, 2, 10, 11, 12, 20, 21, 22]
+    assert [one.prompt[0] for one in arrivals] == [0] * 3 + [5000] * 3 + [10000] * 3
+    outcome = simulate_open(make_spec(), traffic)
+    assert list(outcome.num_cached) == [0, 40, 40] * 3
+
+
+def test_requests_that_the_engine_would_refuse_are_counted():
+    requests = [Arrival(0.0, range(300), 4), Arrival(0.0, [], 4), Arrival(0.0, range(9), 4)]
+    outcome = simulate_open(make_spec(), lambda: iter(requests))
+    assert (outcome.num_refused, outcome.num_ended) == (2, 1)
+
+
+def test_weighted_percentiles_are_those_of_repeated_values():
+    numbers = np.random.default_rng(2)
+    values, weights = numbers.random(50), numbers.integers(1, 9, 50)
+    repeated = np.repeat(values, weights)
+    for share in (0.0, 0.1, 0.5, 0.9, 0.99, 1.0):
+        assert percentile(values, weights, share) == pytest.approx(np.quantile(repeated, share))
+    assert math.isnan(percentile(np.array([]), None, 0.5))

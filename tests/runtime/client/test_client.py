@@ -1,0 +1,251 @@
+"""The engine as a real process behind the client: streams, aborts, deaths."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
+
+import msgspec
+import psutil
+import pytest
+
+from ostinato import LLM, AsyncEngine, SamplingParams
+from ostinato.runtime.client.client import EngineClient
+from ostinato.runtime.errors import EngineDeadError, InvalidRequestError, StartupError
+from ostinato.runtime.types.outputs import RequestOutput
+from tests.runtime.tiny import tiny_config
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+ENDLESS = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
+
+
+async def collect(client: EngineClient, request_id: str, prompt: list[int]) -> list[RequestOutput]:
+    return [output async for output in client.generate(request_id, prompt, GREEDY)]
+
+
+def tokens(outputs: list[RequestOutput]) -> list[int]:
+    return [token_id for output in outputs for token_id in output.new_token_ids]
+
+
+async def until(condition: object, timeout_s: float = 20.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < deadline, "the condition did not come true in time"
+        await asyncio.sleep(0.01)
+
+
+def engine_pid(client: EngineClient) -> int:
+    assert client.engine_pid is not None
+    return client.engine_pid
+
+
+Scenario = Callable[[EngineClient], Awaitable[None]]
+Run = Callable[[Scenario], None]
+
+
+@asynccontextmanager
+async def started(*overrides: str) -> AsyncIterator[EngineClient]:
+    client = EngineClient(tiny_config(*overrides))
+    try:
+        await client.start()
+        yield client
+        assert client.stats.late_compiles == []
+    finally:
+        await client.close()
+
+
+@pytest.fixture(scope="module")
+def run_with_client() -> Iterator[Run]:
+    """Runs scenarios with one client, whose engine is idle before and after each."""
+
+    async def run(scenario: Scenario) -> None:
+        assert client.num_unfinished == 0
+        await scenario(client)
+        await until(lambda: client.stats.num_running == 0)
+
+    with asyncio.Runner() as runner:
+        own = started()
+        client = runner.run(own.__aenter__())
+        yield lambda scenario: runner.run(run(scenario))
+        runner.run(own.__aexit__(None, None, None))
+
+
+def run_with_own_client(scenario: Scenario, *overrides: str) -> None:
+    """Runs a scenario with a client of its own, whose engine it may kill."""
+
+    async def run() -> None:
+        async with started(*overrides) as client:
+            await scenario(client)
+
+    asyncio.run(run())
+
+
+def test_concurrent_streams_get_the_tokens_of_the_in_process_engine(
+    run_with_client: Run,
+) -> None:
+    prompts = [[5 + i, 6, 7] * (i + 1) for i in range(12)]
+    llm = LLM(config=tiny_config())
+    expected = [
+        output.outputs[0].token_ids for output in llm.generate(prompts, GREEDY, use_progress=False)
+    ]
+
+    async def scenario(client: EngineClient) -> None:
+        streams = [collect(client, f"r{i}", prompt) for i, prompt in enumerate(prompts)]
+        results = await asyncio.gather(*streams)
+        assert [tokens(outputs) for outputs in results] == expected
+        for outputs in results:
+            assert [output.finish_reason for output in outputs[:-1]] == [None] * 19
+            assert outputs[-1].finish_reason == "length"
+        await until(lambda: client.stats.num_running == 0)
+        assert client.stats.num_free_blocks == client.stats.num_blocks
+        assert client.num_unfinished == 0
+
+    run_with_client(scenario)
+
+
+def test_one_request_id_sent_twice_is_two_requests(
+    run_with_client: Run,
+) -> None:
+    async def scenario(client: EngineClient) -> None:
+        first, second = await asyncio.gather(
+            collect(client, "same", [5, 6]), collect(client, "same", [9, 8, 7])
+        )
+        assert len(tokens(first)) == len(tokens(second)) == 20
+        assert tokens(first) != tokens(second)
+
+    run_with_client(scenario)
+
+
+def test_closing_a_stream_aborts_it_in_the_engine(
+    run_with_client: Run,
+) -> None:
+    async def scenario(client: EngineClient) -> None:
+        before = client.stats.num_output_tokens
+        stream = client.generate("r", [5, 6, 7], ENDLESS)
+        await anext(stream)
+        await stream.aclose()
+        await until(lambda: client.stats.num_running == 0)
+        assert client.stats.num_output_tokens < before + 200
+        assert client.num_unfinished == 0
+
+    run_with_client(scenario)
+
+
+def test_abort_by_id_ends_the_stream_with_its_reason(
+    run_with_client: Run,
+) -> None:
+    async def scenario(client: EngineClient) -> None:
+        outputs = []
+        async for output in client.generate("r", [5, 6, 7], ENDLESS):
+            outputs.append(output)
+            await client.abort("r")
+        assert outputs[-1].finish_reason == "abort"
+        assert client.num_unfinished == 0
+
+    run_with_client(scenario)
+
+
+def test_a_refused_request_reaches_no_engine(run_with_client: Run) -> None:
+    async def scenario(client: EngineClient) -> None:
+        with pytest.raises(InvalidRequestError):
+            await collect(client, "r", [])
+        assert client.num_unfinished == 0
+        assert len(tokens(await collect(client, "r", [5]))) == 20
+
+    run_with_client(scenario)
+
+
+def test_a_killed_engine_that_stays_down_ends_every_stream_with_an_error() -> None:
+    async def main() -> None:
+        async with started("server.max_restarts=0") as client:
+
+            async def consume(index: int) -> None:
+                async for _ in client.generate(f"r{index}", [5 + index], ENDLESS):
+                    pass
+
+            tasks = [asyncio.create_task(consume(i)) for i in range(3)]
+            await until(lambda: client.stats.num_running == 3)
+            os.kill(engine_pid(client), signal.SIGKILL)
+            for result in await asyncio.gather(*tasks, return_exceptions=True):
+                assert isinstance(result, EngineDeadError)
+            assert not client.is_alive
+            assert client.num_unfinished == 0
+            with pytest.raises(EngineDeadError):
+                await collect(client, "late", [5])
+
+    asyncio.run(main())
+
+
+def test_a_frozen_engine_shows_in_the_heartbeat(
+    run_with_client: Run,
+) -> None:
+    async def scenario(client: EngineClient) -> None:
+        await until(lambda: client.seconds_since_step < 0.7)
+        os.kill(engine_pid(client), signal.SIGSTOP)
+        await until(lambda: client.seconds_since_step > 1.5)
+        os.kill(engine_pid(client), signal.SIGCONT)
+        await until(lambda: client.seconds_since_step < 0.7)
+
+    run_with_client(scenario)
+
+
+def test_a_bad_model_is_a_startup_error_of_one_line() -> None:
+    async def main() -> None:
+        client = EngineClient(tiny_config("model.load_format=auto", model__path="/nowhere/at/all"))
+        with pytest.raises(StartupError, match="/nowhere/at/all") as caught:
+            await client.start()
+        assert "\n" not in str(caught.value)
+        await client.close()
+
+    asyncio.run(main())
+
+
+def test_close_leaves_no_process_and_no_files() -> None:
+    async def main() -> tuple[int, str]:
+        client = EngineClient(tiny_config())
+        await client.start()
+        pid = engine_pid(client)
+        await client.close()
+        await client.close()
+        return pid, str(client._directory)
+
+    pid, directory = asyncio.run(main())
+    assert not psutil.pid_exists(pid)
+    assert not os.path.exists(directory)
+
+
+def test_the_engine_ends_when_its_client_is_killed() -> None:
+    program = f"""
+import asyncio, sys, msgspec
+from ostinato.conf.root import EngineConfig
+from ostinato.runtime.client.client import EngineClient
+async def main():
+    client = EngineClient(msgspec.json.decode({msgspec.json.encode(tiny_config())!r}, type=EngineConfig))
+    await client.start()
+    print(client.engine_pid, flush=True)
+    await asyncio.sleep(1000)
+asyncio.run(main())
+"""
+    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    engine = psutil.Process(int(process.stdout.readline()))
+    process.kill()
+    process.wait()
+    process.stdout.close()
+    engine.wait(timeout=20)
+
+
+def test_async_engine_streams_text_free_of_the_event_loop_details() -> None:
+    async def main() -> list[int]:
+        async with AsyncEngine(config=tiny_config()) as engine:
+            outputs = [output async for output in engine.generate([5, 6, 7], GREEDY)]
+        return tokens(outputs)
+
+    expected = LLM(config=tiny_config()).generate([[5, 6, 7]], GREEDY, use_progress=False)
+    assert asyncio.run(main()) == expected[0].outputs[0].token_ids

@@ -1,0 +1,134 @@
+"""The client's view of one completion: text, stop strings, counts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ostinato.runtime.client.completion import CompletionStream, PromptCompletions
+from ostinato.runtime.client.requests import make_requests
+from ostinato.runtime.text.token_bytes import TokenPieces
+from ostinato.runtime.types.engine_info import ServedModel
+from ostinato.runtime.types.outputs import (
+    FinishReason,
+    RequestOutput,
+    SequenceOutput,
+    TokenLogprobs,
+)
+from ostinato.runtime.types.params import SamplingParams
+from ostinato.runtime.types.request import Request
+
+WORDS = ["", " one", " two", " three", "ST", "OP", "<end>"]
+
+
+class Words:
+    """A decoder whose text is its tokens' words joined."""
+
+    pieces: TokenPieces | None = None
+    special_token_ids: frozenset[int] = frozenset()
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        return "".join(WORDS[token_id] for token_id in token_ids)
+
+
+def make_stream(**sampling: object) -> CompletionStream:
+    request = Request(
+        request_id="r",
+        prompt_token_ids=[1, 2],
+        sampling=SamplingParams(**sampling),  # type: ignore[arg-type]
+    )
+    return CompletionStream(request, 0, Words())
+
+
+def news(
+    token_ids: list[int], finish: FinishReason | None = None, **more: object
+) -> SequenceOutput:
+    return SequenceOutput("r", token_ids, finish, **more)  # type: ignore[arg-type]
+
+
+def summary(output: RequestOutput) -> tuple[str, list[int], str | None, object]:
+    return output.text_delta, output.new_token_ids, output.finish_reason, output.stop_reason
+
+
+def test_text_and_counts_grow() -> None:
+    stream = make_stream()
+    first = stream.process(news([1], num_cached_tokens=2))
+    second = stream.process(news([2], FinishReason.length))
+    assert summary(first) == (" one", [1], None, None)
+    assert summary(second) == (" two", [2], "length", None)
+    assert (second.num_prompt_tokens, second.num_cached_tokens, second.num_output_tokens) == (
+        2,
+        2,
+        2,
+    )
+    assert stream.is_finished
+
+
+def test_a_stop_string_across_tokens_ends_it_and_is_not_shown() -> None:
+    stream = make_stream(stop=("STOP",))
+    assert summary(stream.process(news([1]))) == (" one", [1], None, None)
+    assert summary(stream.process(news([4]))) == ("", [4], None, None)
+    assert summary(stream.process(news([5]))) == ("", [5], "stop", "STOP")
+    assert stream.is_finished
+
+
+def test_tokens_after_the_stop_string_are_dropped_with_their_logprobs() -> None:
+    stream = make_stream(stop=("STOP",), logprobs=0)
+    logprobs = [TokenLogprobs(-float(i), 1, [], []) for i in range(4)]
+    output = stream.process(news([1, 4, 5, 2], logprobs=logprobs))
+    assert summary(output) == (" one", [1, 4, 5], "stop", "STOP")
+    assert output.logprobs == logprobs[:3]
+
+
+def test_what_may_become_a_stop_string_is_shown_when_it_does_not() -> None:
+    stream = make_stream(stop=("STOP",))
+    assert stream.process(news([4])).text_delta == ""
+    assert stream.process(news([1])).text_delta == "ST one"
+
+
+def test_held_text_is_flushed_at_the_end() -> None:
+    stream = make_stream(stop=("STOP",))
+    assert stream.process(news([4], FinishReason.length)).text_delta == "ST"
+
+
+def test_a_stop_token_is_not_shown() -> None:
+    stream = make_stream()
+    output = stream.process(news([1, 6], FinishReason.stop, stop_reason=6))
+    assert summary(output) == (" one", [1, 6], "stop", 6)
+
+
+def test_the_best_of_several_are_given_when_all_have_ended() -> None:
+    sampling = SamplingParams(n=2, best_of=3)
+    model = ServedModel(name="m", max_model_len=20, vocab_size=9, eos_token_ids=(6,), tokenizer="")
+    requests = make_requests("r", [1, 2], sampling, model)
+    assert [request.request_id for request in requests] == ["r:0", "r:1", "r:2"]
+    completions = PromptCompletions(requests, sampling, Words())
+
+    def send(index: int, token: int, logprob: float, *, ends: bool) -> list[RequestOutput]:
+        finish = FinishReason.length if ends else None
+        logprobs = [TokenLogprobs(logprob, 1, [], [])]
+        return completions.process(SequenceOutput(f"r:{index}", [token], finish, None, logprobs))
+
+    assert send(0, 1, -1.0, ends=False) == []
+    assert send(0, 2, -2.0, ends=True) == []  # -1.5 a token
+    assert send(1, 3, -3.0, ends=True) == []
+    assert completions.unfinished_ids == ["r:2"]
+    first, second = send(2, 3, -0.5, ends=True)
+    assert (first.index, first.text_delta, first.score, first.logprobs) == (0, " three", -0.5, None)
+    assert (second.index, second.text_delta, second.score) == (1, " one two", -1.5)
+    assert (first.num_discarded_tokens, second.num_discarded_tokens) == (1, 0)
+    assert completions.unfinished_ids == []
+
+
+def test_a_failed_candidate_ends_them_all() -> None:
+    sampling = SamplingParams(best_of=2)
+    model = ServedModel(name="m", max_model_len=20, vocab_size=9, eos_token_ids=(6,), tokenizer="")
+    completions = PromptCompletions(make_requests("r", [1], sampling, model), sampling, None)
+    (output,) = completions.process(SequenceOutput("r:1", [], FinishReason.error, error="no"))
+    assert (output.finish_reason, output.error) == (FinishReason.error, "no")
+    assert completions.unfinished_ids == []
+
+
+def test_without_a_tokenizer_there_are_tokens_only() -> None:
+    request = Request(request_id="r", prompt_token_ids=[1], sampling=SamplingParams())
+    output = CompletionStream(request, 0, None).process(news([3]))
+    assert summary(output) == ("", [3], None, None)

@@ -1,0 +1,60 @@
+"""A request's deadline against a real engine: while it runs, and before its first token."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+
+from ostinato import SamplingParams
+from ostinato.runtime.client.client import EngineClient
+from ostinato.runtime.errors import DeadlineError
+from tests.runtime.client.test_client import engine_pid, run_with_own_client, until
+
+ENDLESS = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True, n=2)
+
+
+def test_a_deadline_ends_what_runs_and_refuses_what_has_not_begun() -> None:
+    async def scenario(client: EngineClient) -> None:
+        outputs = []
+        deadline = None
+        stream = client.generate("late", [5, 6, 7], ENDLESS, deadline=time.monotonic() + 1e6)
+        async for output in stream:
+            outputs.append(output)
+            if deadline is None:
+                # Frozen in the middle: what there is must come without the engine's help.
+                os.kill(engine_pid(client), signal.SIGSTOP)
+                await stream.aclose()
+                break
+        deadline = time.monotonic() + 0.5
+        with pytest.raises(DeadlineError, match="before its first token"):
+            async for _ in client.generate("never", [5, 6], ENDLESS, deadline=deadline):
+                pass
+        assert time.monotonic() >= deadline
+        os.kill(engine_pid(client), signal.SIGCONT)
+
+        outputs = []
+        began = False
+        async for output in client.generate(
+            "cut", [8, 6, 7], ENDLESS, deadline=time.monotonic() + 3.0
+        ):
+            outputs.append(output)
+            if not began and {one.index for one in outputs} == {0, 1}:
+                began = True
+                os.kill(engine_pid(client), signal.SIGSTOP)
+        os.kill(engine_pid(client), signal.SIGCONT)
+        ends = [output for output in outputs if output.finish_reason is not None]
+        assert sorted(one.index for one in ends) == [0, 1]
+        assert {(one.finish_reason, one.stop_reason) for one in ends} == {
+            ("length", "deadline_exceeded")
+        }
+        for end in ends:
+            given = [t for one in outputs if one.index == end.index for t in one.new_token_ids]
+            assert 1 <= len(given) == end.num_output_tokens < 200
+        assert client.num_unfinished == 0
+        await until(lambda: client.stats.num_running == 0 and client.stats.num_waiting == 0, 60)
+        assert client.stats.num_free_blocks == client.stats.num_blocks
+
+    run_with_own_client(scenario)

@@ -1,0 +1,391 @@
+"""Vectors of texts: those of transformers, however a prompt is cut, cached, preempted or batched."""
+
+from __future__ import annotations
+
+import math
+import random
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ostinato import LLM, SamplingParams
+from ostinato.conf.compose import load_config
+from ostinato.conf.schema import SchedulerConfig
+from ostinato.models.checkpoints.pooling_files import PoolingFiles, read_pooling_files
+from ostinato.runtime.client.pooling import make_pooling_request, numbers
+from ostinato.runtime.errors import InvalidRequestError, StartupError
+from ostinato.runtime.kv.kv_cache_manager import KVCacheManager
+from ostinato.runtime.scheduling.scheduler import Scheduler
+from ostinato.runtime.types.engine_info import ServedModel, ServedTask
+from ostinato.runtime.types.outputs import FinishReason, SequenceOutput
+from ostinato.runtime.types.params import PoolingKind, PoolingParams
+from ostinato.runtime.types.step import StepResult
+from tests.models.minilm import minilm_directory
+
+DEMO = Path(__file__).parents[3] / "models" / "demo"
+SMALL = (
+    "graphs.mode=eager",
+    "graphs.bundle=false",
+    "model.dtype=float32",
+    "scheduler.max_num_seqs=8",
+    "graphs.cost_table_budget_s=0",
+)
+TEXTS = [
+    "A block table maps positions to blocks.",
+    "The cat sat on the mat.",
+    "A kitten was sitting on a rug, " + "and it purred, " * 30 + "until the morning.",
+    "ok",
+]
+
+
+def cosine(first: list[float], second: list[float]) -> float:
+    dot = sum(a * b for a, b in zip(first, second, strict=True))
+    return dot / math.sqrt(sum(a * a for a in first) * sum(b * b for b in second))
+
+
+@pytest.fixture(scope="module")
+def encoder():
+    config = load_config(["graphs.bundle=false"], values={"model.path": str(minilm_directory())})
+    with LLM(config=config) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def encoder_states():
+    """text -> transformers' hidden states [T, D]."""
+    directory = minilm_directory()
+    model = transformers.AutoModel.from_pretrained(directory).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
+
+    def compute(text: str) -> torch.Tensor:
+        with torch.no_grad():
+            return model(**tokenizer(text, return_tensors="pt")).last_hidden_state[0]
+
+    return compute
+
+
+def test_the_real_model_as_transformers_has_it(encoder, encoder_states):
+    assert (encoder.model.pooling, encoder.model.max_model_len) == (PoolingKind.mean, 256)
+    for kind, part in (
+        (PoolingKind.mean, lambda hidden: hidden.mean(0)),
+        (PoolingKind.cls, lambda hidden: hidden[0]),
+        (PoolingKind.last, lambda hidden: hidden[-1]),
+    ):
+        outputs = encoder.embed(TEXTS, encoder.default_pooling(kind=kind))
+        for text, output in zip(TEXTS, outputs, strict=True):
+            expected = part(encoder_states(text)).tolist()
+            assert cosine(output.embedding, expected) >= 0.9999
+            assert math.isclose(sum(x * x for x in output.embedding), 1.0, abs_tol=1e-5)
+    (raw,) = encoder.embed(TEXTS[1], encoder.default_pooling(normalize=False))
+    expected = encoder_states(TEXTS[1]).mean(0)
+    torch.testing.assert_close(torch.tensor(raw.embedding), expected, atol=1e-4, rtol=1e-3)
+
+
+def test_its_neighbours_change_nothing(encoder):
+    alone = [encoder.embed(text)[0].embedding for text in TEXTS]
+    assert [output.embedding for output in encoder.embed(TEXTS)] == alone
+
+
+def test_fewer_dimensions_are_the_first_ones_at_length_1(encoder):
+    whole, part = (
+        encoder.embed(TEXTS[0], encoder.default_pooling(dimensions=count))[0].embedding
+        for count in (None, 7)
+    )
+    length = math.sqrt(sum(x * x for x in whole[:7]))
+    assert part == pytest.approx([x / length for x in whole[:7]], abs=1e-6)
+
+
+def test_a_score_is_a_cosine(encoder):
+    kitten, blocks = encoder.score(TEXTS[1], ["A kitten is sitting on a rug.", TEXTS[0]])
+    vectors = [encoder.embed(text)[0].embedding for text in (TEXTS[1], TEXTS[0])]
+    assert blocks == pytest.approx(cosine(*vectors), abs=1e-6)
+    assert kitten > 0.4 > blocks
+
+
+def test_it_does_not_generate(encoder):
+    with pytest.raises(InvalidRequestError, match="does not generate text; this server has"):
+        encoder.generate("Hello")
+
+
+def test_the_context_may_be_full_and_not_more(encoder):
+    assert len(encoder.embed([[101] * 256])[0].embedding) == 384
+    with pytest.raises(InvalidRequestError, match="input has 257 tokens, model takes 1 to 256"):
+        encoder.embed([[101] * 257])
+
+
+def test_it_has_no_blocks_and_gives_no_tokens(encoder):
+    encoder.embed(TEXTS)
+    stats = encoder.stats()
+    assert (stats.num_blocks, stats.num_free_blocks, stats.num_output_tokens) == (0, 0, 0)
+    assert stats.num_prompt_tokens > 0
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["scheduler.max_num_batched_tokens=128"], "computes a whole text in one step"),
+        (["scheduler.itl_target_ms=10"], "scheduler.itl_target_ms is for models that generate"),
+        (["model.max_model_len=600"], "the model is made for 512 tokens"),
+    ],
+)
+def test_an_encoder_that_can_not_start(overrides, message):
+    config = load_config(
+        ["graphs.bundle=false", "scheduler.max_num_seqs=8", *overrides],
+        values={"model.path": str(minilm_directory())},
+    )
+    with pytest.raises(StartupError, match=message):
+        LLM(config=config)
+
+
+@pytest.fixture(scope="module")
+def demo():
+    config = load_config(
+        [*SMALL, "scheduler.max_num_batched_tokens=64", "cache.memory_gib=0.02"],
+        values={"model.path": str(DEMO)},
+    )
+    with LLM(config=config) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def demo_states():
+    model = transformers.AutoModel.from_pretrained(DEMO, dtype=torch.float32).eval()
+
+    def compute(token_ids: list[int]) -> torch.Tensor:
+        with torch.no_grad():
+            return model(torch.tensor([token_ids])).last_hidden_state[0]
+
+    return compute
+
+
+@pytest.mark.parametrize("kind", list(PoolingKind))
+def test_a_long_prompt_in_chunks(demo, demo_states, kind):
+    draw = random.Random(3)
+    prompts = [[draw.randrange(3, 3000) for _ in range(n)] for n in (200, 1, 64, 65, 130)]
+    demo.reset_prefix_cache()
+    before = demo.stats().num_steps
+    outputs = demo.embed(prompts, PoolingParams(kind=kind))
+    assert demo.stats().num_steps - before >= 460 // 64
+    for prompt, output in zip(prompts, outputs, strict=True):
+        hidden = demo_states(prompt)
+        expected = {"mean": hidden.mean(0), "cls": hidden[0], "last": hidden[-1]}[kind]
+        assert cosine(output.embedding, expected.tolist()) >= 0.9999
+
+
+def test_cached_blocks_serve_the_last_token_and_not_the_mean(demo):
+    prompt = [5 + 7 * i % 2900 for i in range(100)]
+    first = demo.embed([prompt], PoolingParams())[0]
+    again = demo.embed([prompt], PoolingParams())[0]
+    assert again.num_cached_tokens == 96
+    assert cosine(first.embedding, again.embedding) > 0.99999
+    whole = demo.embed([prompt], PoolingParams(kind=PoolingKind.mean))[0]
+    assert whole.num_cached_tokens == 0
+
+
+def test_beside_generation(demo):
+    greedy = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    alone = demo.generate("Once upon a time", greedy, use_progress=False)[0].outputs[0].token_ids
+    vector = demo.embed("Once upon a time")[0].embedding
+    stream = demo.stream("Once upon a time", greedy)
+    tokens = list(next(stream).new_token_ids)
+    vectors = [one.embedding for one in demo.embed(["Once upon a time"] * 3)]
+    for one in vectors:
+        assert cosine(one, vector) > 0.99999
+    stream.close()
+    assert tokens == alone[:1]
+    after = demo.generate("Once upon a time", greedy, use_progress=False)[0].outputs[0].token_ids
+    assert after == alone
+
+
+def test_a_cross_encoder_scores_pairs_as_transformers_does(tmp_path):
+    """The real model's tokenizer, and a small classification head of random weights."""
+    torch.manual_seed(2)
+    settings_ = transformers.BertConfig(
+        vocab_size=30522, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, max_position_embeddings=64, num_labels=1, initializer_range=0.4,
+    )  # fmt: skip
+    reference = transformers.BertForSequenceClassification(settings_).eval()
+    reference.save_pretrained(tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json", "vocab.txt"):
+        (tmp_path / name).write_bytes((minilm_directory() / name).read_bytes())
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    with LLM(config=load_config(list(SMALL), values={"model.path": str(tmp_path)})) as llm:
+        assert llm.model.tasks == (ServedTask.classify,)
+        queries, texts = ["a cat"] * 2 + ["the sea"], ["a kitten sleeps", "stocks fell", "waves"]
+        got = llm.score(queries, texts)
+        with pytest.raises(InvalidRequestError, match="does not give embeddings"):
+            llm.embed("text")
+    inputs = tokenizer(queries, texts, return_tensors="pt", padding=True)
+    with torch.no_grad():
+        expected = reference(**inputs).logits[:, 0].sigmoid()
+    torch.testing.assert_close(torch.tensor(got), expected, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({}, PoolingFiles()),
+        (
+            {
+                "modules.json": [
+                    {"type": "sentence_transformers.models.Transformer", "path": ""},
+                    {"type": "sentence_transformers.models.Pooling", "path": "1_Pooling"},
+                ],
+                "1_Pooling/config.json": {"pooling_mode_lasttoken": True, "include_prompt": True},
+            },
+            PoolingFiles(mode="last", normalize=False),
+        ),
+        (
+            {
+                "modules.json": [{"type": "x.Pooling", "path": "p"}, {"type": "x.Normalize"}],
+                "p/config.json": {"pooling_mode": "cls"},
+                "sentence_bert_config.json": {"max_seq_length": 99},
+            },
+            PoolingFiles(mode="cls", max_seq_length=99),
+        ),
+        (
+            {
+                "modules.json": [{"type": "x.Pooling", "path": "p"}],
+                "p/config.json": {"pooling_mode_max_tokens": True},
+            },
+            PoolingFiles(
+                normalize=False,
+                unsupported="the checkpoint's pooling is max_tokens, supported are cls, mean and "
+                "last token",
+            ),
+        ),
+    ],
+)
+def test_what_a_checkpoint_says_of_embeddings(tmp_path, files, expected):
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(msgspec.json.encode(content))
+    assert read_pooling_files(tmp_path) == expected
+
+
+MODEL = ServedModel(
+    name="m",
+    max_model_len=40,
+    vocab_size=50,
+    eos_token_ids=(),
+    tokenizer="",
+    tasks=(ServedTask.generate, ServedTask.embed),
+    embedding_size=8,
+)
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "params", "param", "message"),
+    [
+        ([], PoolingParams(), "input", "input has 0 tokens, m takes 1 to 40; send some text"),
+        ([1] * 41, PoolingParams(), "input", "input has 41 tokens, m takes 1 to 40; shorten it"),
+        ([1, 50], PoolingParams(), "input", r"token id 50, the vocabulary of m is \[0, 50\)"),
+        ([1], PoolingParams(dimensions=9), "dimensions", "vectors of m have 1 to 8"),
+        ([1], PoolingParams(dimensions=0), "dimensions", "dimensions=0"),
+        ([1], PoolingParams(classify=True), "model", "m does not classify; this server has /v1/c"),
+    ],
+)
+def test_the_door(token_ids, params, param, message):
+    with pytest.raises(InvalidRequestError, match=message) as raised:
+        make_pooling_request("r", token_ids, params, MODEL)
+    assert raised.value.param == param
+
+
+class Model:
+    """What a runner would give: of every row the sum of the tokens it has seen, as the vector."""
+
+    def __init__(self) -> None:
+        self.sums: dict[int, int] = {}
+        self.lengths: dict[int, int] = {}
+
+    def run(self, output) -> StepResult:
+        for one in output.admitted:
+            self.sums[one.row], self.lengths[one.row] = 0, len(one.request.prompt_token_ids)
+        vectors, tokens = [], []
+        for entry in output.scheduled:
+            self.sums[entry.row] += sum(entry.token_ids)
+            if entry.is_pooled and entry.start + entry.num_new_tokens == self.lengths[entry.row]:
+                vectors.append(str(self.sums[entry.row]).encode())
+            if entry.samples:
+                tokens.append(7)
+        return StepResult(tokens, pooled=vectors)
+
+
+def run_to_the_end(scheduler, *, ahead, aborted, whole) -> dict[str, SequenceOutput]:
+    """The terminal outputs; `ahead` = one step is in flight while the next is planned."""
+    model, flying = Model(), []
+    ended: dict[str, SequenceOutput] = {}
+    for round_ in range(2000):
+        if round_ == 1:
+            news = (scheduler.abort(f"{index}") for index in aborted)
+            ended |= {one.request_id: one for one in news if one is not None}
+        output = scheduler.schedule()
+        if output is not None:
+            flying.append((output, model.run(output)))
+            if whole:
+                done = [(entry.start, entry.num_new_tokens) for entry in output.scheduled]
+                assert done == [(0, model.lengths[entry.row]) for entry in output.scheduled]
+        if flying and (output is None or len(flying) > ahead):
+            for one in scheduler.update(*flying.pop(0)):
+                if one.finish_reason is not None:
+                    assert one.request_id not in ended
+                    ended[one.request_id] = one
+        elif output is None:
+            return ended
+    raise AssertionError("it does not come to an end")
+
+
+@given(
+    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=12),
+    kinds=st.lists(st.sampled_from(["mean", "last", "generate"]), min_size=12, max_size=12),
+    budget=st.integers(4, 50),
+    num_blocks=st.integers(10, 24),
+    whole=st.booleans(),
+    ahead=st.booleans(),
+    aborted=st.sets(st.integers(0, 11), max_size=3),
+)
+@settings(max_examples=150, deadline=None)
+def test_every_pooled_request_ends_once_with_all_its_tokens(
+    lengths, kinds, budget, num_blocks, whole, ahead, aborted
+):
+    if whole:
+        budget, kinds = max(budget, 40), [k if k != "generate" else "mean" for k in kinds]
+    config = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=budget)
+    cache = KVCacheManager(num_blocks + 1, 4, enable_prefix_caching=not whole)
+    scheduler = Scheduler(config, cache, max_model_len=40, whole_prompts=whole)
+    expected: dict[str, bytes | None] = {}
+    for index, (length, kind) in enumerate(zip(lengths, kinds, strict=False)):
+        prompt = [1 + (index + 3 * i) % 40 for i in range(length)]
+        kind_ = PoolingKind.mean if kind == "generate" else PoolingKind(kind)
+        request = make_pooling_request(f"{index}", prompt, PoolingParams(kind=kind_), MODEL)
+        if kind == "generate":
+            prompt = prompt[:30]
+            request = msgspec.structs.replace(
+                request,
+                pooling=None,
+                prompt_token_ids=prompt,
+                sampling=SamplingParams(max_tokens=5),
+            )
+        # What is cached is not seen again, so only a mean has the sum of all.
+        expected[f"{index}"] = str(sum(prompt)).encode() if kind == "mean" else None
+        scheduler.add(request)
+    ended = run_to_the_end(scheduler, ahead=ahead, aborted=aborted, whole=whole)
+    assert ended.keys() == expected.keys()
+    for request_id, news in ended.items():
+        if news.finish_reason is FinishReason.abort:
+            continue
+        pooled = kinds[int(request_id)] != "generate"
+        assert (news.pooled is not None) == pooled
+        if expected[request_id] is not None:
+            assert news.pooled == expected[request_id]
+    assert not scheduler.has_work
+    scheduler.check_integrity()
+
+
+def test_vectors_cross_as_little_endian_float32():
+    assert numbers(b"\x00\x00\x80\x3f\x00\x00\x00\xc0") == [1.0, -2.0]

@@ -1,0 +1,232 @@
+"""Streams go on in the next engine as if the last one had lived: real processes, real kills."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pytest
+
+from ostinato import SamplingParams
+from ostinato.runtime.client.client import EngineClient
+from ostinato.runtime.errors import EngineDeadError
+from ostinato.runtime.process.ipc import AddRequest, ClientMessage
+from ostinato.runtime.types.outputs import FinishReason, RequestOutput, TokenLogprobs
+from ostinato.runtime.types.params import ThinkingLimit
+from tests.runtime.client.test_client import engine_pid, run_with_own_client, until
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+SEEDED = SamplingParams(temperature=1.3, seed=7, max_tokens=60, ignore_eos=True)
+
+
+def like(base: SamplingParams, **fields: object) -> SamplingParams:
+    return SamplingParams(**{name: getattr(base, name) for name in base.__struct_fields__} | fields)
+
+
+# Everything that depends on what was generated before, or is counted or kept beside it.
+KINDS = {
+    "greedy": GREEDY,
+    "seeded": SEEDED,
+    "penalties": like(
+        SEEDED, repetition_penalty=1.4, presence_penalty=0.7, frequency_penalty=0.9, top_k=50
+    ),
+    "filters": like(SEEDED, top_p=0.8, min_p=0.02, logit_bias={5: 3.0}),
+    "allowed": like(SEEDED, allowed_token_ids=tuple(range(2, 40))),
+    "minimum": like(
+        SEEDED, min_tokens=40, stop_token_ids=tuple(range(2, 90)), max_tokens=60, top_k=200
+    ),
+    "thinking": like(
+        SEEDED,
+        thinking=ThinkingLimit(max_tokens=30, begin_token_id=5, end_token_id=7, is_open=True),
+    ),
+    "n": like(SEEDED, n=3, logprobs=2),
+    "best": like(SEEDED, n=2, best_of=4),
+    "scores": like(GREEDY, logprobs=3, prompt_logprobs=2),
+    "beams": like(GREEDY, use_beam_search=True, n=2, best_of=3, max_tokens=12),
+}
+
+
+class Answer(NamedTuple):
+    """All that a client gets of one completion."""
+
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs]
+    prompt_logprobs: list[TokenLogprobs] | None
+    finish_reason: FinishReason | None
+    stop_reason: int | str | None
+    num_output_tokens: int
+
+
+def answers(outputs: list[RequestOutput]) -> dict[int, Answer]:
+    joined: dict[int, Answer] = {}
+    for output in outputs:
+        before = joined.get(output.index, Answer([], [], None, None, None, 0))
+        assert before.finish_reason is None, "news after the end"
+        joined[output.index] = Answer(
+            before.token_ids + output.new_token_ids,
+            before.logprobs + (output.logprobs or []),
+            output.prompt_logprobs or before.prompt_logprobs,
+            output.finish_reason,
+            output.stop_reason,
+            output.num_output_tokens,
+        )
+    for answer in joined.values():
+        assert answer.num_output_tokens == len(answer.token_ids)
+    return joined
+
+
+async def run_all(
+    client: EngineClient, counts: dict[str, int] | None = None
+) -> dict[str, dict[int, Answer]]:
+    counts = {} if counts is None else counts
+
+    async def one(name: str, index: int) -> dict[int, Answer]:
+        outputs = []
+        prompt = [5 + index, 6, 7, 8, 9] * (2 + index)
+        async for output in client.generate(name, prompt, KINDS[name]):
+            outputs.append(output)
+            counts[name] = counts.get(name, 0) + len(output.new_token_ids)
+        return answers(outputs)
+
+    results = await asyncio.gather(*(one(name, i) for i, name in enumerate(KINDS)))
+    return dict(zip(KINDS, results, strict=True))
+
+
+async def kill(client: EngineClient, number: int = signal.SIGKILL) -> None:
+    """Ends the engine that runs now; returns when the client has noticed."""
+    before = sum(client.restarts.values())
+    os.kill(engine_pid(client), number)
+    await until(lambda: sum(client.restarts.values()) > before or not client.is_alive, 60)
+
+
+def test_every_way_of_sampling_goes_on_as_if_nothing_had_happened() -> None:
+    async def scenario(client: EngineClient) -> None:
+        expected = await run_all(client)
+        counts: dict[str, int] = {}
+        task = asyncio.create_task(run_all(client, counts))
+
+        def reached(number: int) -> Callable[[], bool]:
+            return lambda: client.is_alive and counts.get("greedy", 0) >= number
+
+        await until(reached(1), 60)
+        await kill(client)
+        await until(reached(20), 60)
+        # Who has given nothing since then would be taken for what brings engines down.
+        await until(lambda: client.is_alive and client._flights.num_suspects == 0, 60)
+        pid = client.engine_pid
+        await kill(client, signal.SIGSEGV)
+        # The third one dies before it serves.
+        await until(lambda: client.engine_pid not in (None, pid), 60)
+        await kill(client)
+        assert await task == expected
+        assert client.num_unfinished == 0
+        assert client.is_alive
+        await until(lambda: client.stats.num_running == 0)
+        assert client.stats.num_free_blocks == client.stats.num_blocks
+
+    run_with_own_client(scenario, "server.restart_backoff_s=0.1")
+
+
+def test_a_beam_search_is_cleared_while_it_runs_and_holds_up_nobody() -> None:
+    search = like(GREEDY, use_beam_search=True, n=2, best_of=3, max_tokens=100)
+
+    async def outputs_of(client: EngineClient) -> dict[int, Answer]:
+        return answers([one async for one in client.generate("beams", [5, 6, 7], search)])
+
+    async def scenario(client: EngineClient) -> None:
+        expected = await outputs_of(client)
+        task = asyncio.create_task(outputs_of(client))
+        flights = client._flights
+        stream = client.generate("stream", [8, 9, 7], like(GREEDY, max_tokens=200))
+        for _ in range(2):  # faults of the engine, of which a suspect survives one
+            await until(lambda: client.is_alive and client.stats.num_running >= 3, 60)
+            await anext(stream)
+            await kill(client, signal.SIGSEGV)
+            await until(lambda: client.is_alive and flights.num_suspects == 0, 60)
+            await anext(stream)
+            assert not task.done(), "the search ended before it could be a suspect"
+        assert await task == expected
+        assert client.restarts == {"crash": 2}
+
+    run_with_own_client(scenario, "server.restart_backoff_s=0.1")
+
+
+def test_a_request_that_kills_its_engine_is_named_and_the_others_go_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def scenario(client: EngineClient) -> None:
+        expected = await run_all(client)
+        task = asyncio.create_task(run_all(client))
+        await until(lambda: client.stats.num_running >= 3, 60)
+        # Whenever it comes aboard its engine dies, before it has given anything.
+        send = client._send
+
+        async def send_or_die(message: ClientMessage) -> None:
+            if isinstance(message, AddRequest) and "poison" in message.request.request_id:
+                client._flights.begin([message.request.request_id])
+                os.kill(engine_pid(client), signal.SIGSEGV)
+            else:
+                await send(message)
+
+        monkeypatch.setattr(client, "_send", send_or_die)
+        poison = asyncio.create_task(anext(client.generate("poison", [9, 9, 9], GREEDY)))
+        output = await poison
+        assert output.finish_reason == "error"
+        assert output.error is not None
+        assert "request poison was aboard when the engine died 2 times" in output.error
+        assert "SIGSEGV" in output.error
+        assert await task == expected
+        assert client.restarts == {"crash": 2}
+
+    run_with_own_client(scenario, "server.restart_backoff_s=0.1")
+
+
+def test_too_many_restarts_end_in_an_error_that_says_so() -> None:
+    async def scenario(client: EngineClient) -> None:
+        stream = client.generate("r", [5, 6, 7], like(GREEDY, max_tokens=200))
+        await anext(stream)
+        await kill(client)
+        await until(lambda: client.is_alive, 60)
+        os.kill(engine_pid(client), signal.SIGKILL)
+        with pytest.raises(EngineDeadError, match=r"server\.max_restarts=1 times within"):
+            async for _ in stream:
+                pass
+        assert client.death_reason is not None
+        assert not client.is_alive
+
+    run_with_own_client(scenario, "server.max_restarts=1")
+
+
+def test_requests_that_come_or_go_during_a_restart() -> None:
+    async def scenario(client: EngineClient) -> None:
+        gone = client.generate("gone", [5, 6], like(GREEDY, max_tokens=200))
+        await anext(gone)
+        aborted = client.generate("aborted", [7, 6], like(GREEDY, max_tokens=200))
+        await anext(aborted)
+        os.kill(engine_pid(client), signal.SIGKILL)
+        await until(lambda: client.restart_reason is not None, 60)
+        assert "SIGKILL" in (client.restart_reason or "")
+        late = asyncio.create_task(anext(client.generate("late", [8, 8], GREEDY)))
+        await gone.aclose()
+        await client.abort("aborted")
+        assert [output.finish_reason async for output in aborted][-1] == "abort"
+        assert (await late).new_token_ids
+        assert client.is_alive
+
+    run_with_own_client(scenario)
+
+
+def test_a_frozen_engine_is_killed_and_its_streams_go_on() -> None:
+    async def scenario(client: EngineClient) -> None:
+        expected = await run_all(client)
+        counts: dict[str, int] = {}
+        task = asyncio.create_task(run_all(client, counts))
+        await until(lambda: counts.get("greedy", 0) > 5, 60)
+        os.kill(engine_pid(client), signal.SIGSTOP)
+        assert await task == expected
+        assert client.restarts == {"hang": 1}
+
+    run_with_own_client(scenario, "server.hang_timeout_s=2")

@@ -1,0 +1,83 @@
+"""At the door: what is refused, and how a prompt becomes engine requests."""
+
+from __future__ import annotations
+
+import pytest
+
+from ostinato.runtime.client.requests import make_requests, resolve_sampling
+from ostinato.runtime.errors import InvalidRequestError
+from ostinato.runtime.types.engine_info import ServedModel
+from ostinato.runtime.types.params import SamplingParams
+
+MODEL = ServedModel(name="m", max_model_len=20, vocab_size=100, eos_token_ids=(2,), tokenizer="")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sampling", "param", "code", "text"),
+    [
+        ([], SamplingParams(), "prompt", None, "0 tokens"),
+        (list(range(20)), SamplingParams(), "prompt", "context_length_exceeded", "20 tokens"),
+        ([1, 100], SamplingParams(), "prompt", None, "[0, 100)"),
+        ([-1], SamplingParams(), "prompt", None, "token id -1"),
+        (
+            [1] * 10,
+            SamplingParams(max_tokens=11),
+            "max_tokens",
+            "context_length_exceeded",
+            "at most 10",
+        ),
+        ([1], SamplingParams(logit_bias={100: 1.0}), "logit_bias", None, "100"),
+        ([1], SamplingParams(stop_token_ids=(500,)), "stop_token_ids", None, "500"),
+    ],
+)
+def test_refusals_name_the_parameter(
+    prompt: list[int], sampling: SamplingParams, param: str, code: str | None, text: str
+) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        resolve_sampling(prompt, sampling, MODEL)
+    assert caught.value.param == param
+    assert caught.value.code == code
+    assert text in str(caught.value)
+
+
+def test_max_tokens_defaults_to_the_rest_of_the_context() -> None:
+    assert resolve_sampling([1] * 5, SamplingParams(max_tokens=None), MODEL).max_tokens == 15
+
+
+def test_n_completions_are_n_requests_with_seeds_of_their_own() -> None:
+    requests = make_requests("r", [1, 2], SamplingParams(n=3, seed=7), MODEL, priority=4)
+    assert [request.request_id for request in requests] == ["r:0", "r:1", "r:2"]
+    seeds = [request.sampling.seed for request in requests]
+    assert seeds[0] == 7
+    assert len(set(seeds)) == 3
+    assert all(request.sampling.n == 1 and request.priority == 4 for request in requests)
+    again = make_requests("r", [1, 2], SamplingParams(n=3, seed=7), MODEL)
+    assert [request.sampling.seed for request in again] == seeds
+
+
+def test_a_request_without_a_seed_gets_one_to_be_replayed_with() -> None:
+    one, other = (make_requests("r", [1], SamplingParams(), MODEL)[0] for _ in range(2))
+    assert one.sampling.seed is not None
+    assert one.sampling.seed != other.sampling.seed
+    assert one.eos_token_ids == (2,)
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ({"temperature": 2.1}, "temperature must be in [0, 2], got 2.1"),
+        ({"top_p": 0.0}, "top_p must be in (0, 1], got 0.0"),
+        ({"n": 0}, "n must be in [1, 128], got 0"),
+        ({"max_tokens": 0}, "max_tokens must be at least 1, got 0"),
+        ({"min_tokens": 5, "max_tokens": 4}, "min_tokens must be at most max_tokens=4, got 5"),
+        ({"stop": ("",)}, "stop must be at most 16 non-empty strings"),
+        ({"logprobs": 21}, "logprobs must be null or in [0, 20], got 21"),
+        ({"presence_penalty": -2.5}, "presence_penalty must be in [-2, 2], got -2.5"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty must be in (0, 10], got 0.0"),
+        ({"top_k": -2}, "top_k must be -1, 0 (both off) or at least 1, got -2"),
+    ],
+)
+def test_sampling_ranges(values: dict[str, object], text: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        SamplingParams(**values)  # type: ignore[arg-type]
+    assert text in str(caught.value)

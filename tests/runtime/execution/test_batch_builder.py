@@ -1,0 +1,113 @@
+"""What the batch builder writes, as literals."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ostinato.graphs.buffers import StaticBuffers
+from ostinato.runtime.execution.batch_builder import BatchBuilder
+from ostinato.runtime.types.step import ScheduledSequence, SchedulerOutput
+
+
+def make_builder(few_sequences: int = 4) -> tuple[BatchBuilder, StaticBuffers]:
+    buffers = StaticBuffers(
+        max_num_tokens=16,
+        max_num_seqs=3,
+        max_blocks_per_seq=4,
+        block_size=4,
+        device=torch.device("cpu"),
+    )
+    return BatchBuilder(buffers, few_sequences=few_sequences), buffers
+
+
+def step(*scheduled: ScheduledSequence) -> SchedulerOutput:
+    return SchedulerOutput(list(scheduled), [], sum(entry.num_new_tokens for entry in scheduled))
+
+
+def test_a_prefill_beside_a_decode() -> None:
+    builder, buffers = make_builder()
+    builder.admit(2)
+    shape = builder.build(step(ScheduledSequence(2, 0, 5, [10, 11, 12, 13, 14], [7, 3], True)))
+    assert shape == (5, 1, [2], [5], False)
+    builder.last_token[2] = 99
+    builder.admit(0)
+    shape = builder.build(
+        step(
+            ScheduledSequence(2, 5, 1, [], [], True),
+            ScheduledSequence(0, 4, 3, [20, 21, 22], [5, 6], False),
+        )
+    )
+    host = buffers.host
+    assert shape == (4, 2, [2], [6], False)
+    assert host.token_ids[:4].tolist() == [99, 20, 21, 22]
+    assert host.positions[:4].tolist() == [5, 4, 5, 6]
+    # position 5 is in the second block of row 2 (block 3); positions 4-6 in the second of row 0.
+    assert host.slot_mapping[:4].tolist() == [3 * 4 + 1, 6 * 4, 6 * 4 + 1, 6 * 4 + 2]
+    assert host.query_start_loc[:3].tolist() == [0, 1, 4]
+    assert host.seq_lens[:2].tolist() == [6, 7]
+    assert host.block_table[0].tolist() == [7, 3, 0, 0]
+    assert host.block_table[1].tolist() == [5, 6, 0, 0]
+    assert host.logits_indices[0] == 0
+
+
+def test_a_uniform_decode_reads_the_last_tokens() -> None:
+    builder, buffers = make_builder()
+    for row in (0, 1):
+        builder.admit(row)
+    builder.build(
+        step(
+            ScheduledSequence(0, 0, 4, [1, 2, 3, 4], [1], True),
+            ScheduledSequence(1, 0, 2, [5, 6], [2], True),
+        )
+    )
+    builder.last_token[:2] = 40, 41
+    shape = builder.build(
+        step(ScheduledSequence(1, 2, 1, [], [], True), ScheduledSequence(0, 4, 1, [], [3], True))
+    )
+    host = buffers.host
+    assert shape == (2, 2, [1, 0], [3, 5], True)
+    assert host.token_ids[:2].tolist() == [41, 40]
+    assert host.positions[:2].tolist() == [2, 4]
+    assert host.slot_mapping[:2].tolist() == [2 * 4 + 2, 3 * 4]
+    assert host.query_start_loc[:3].tolist() == [0, 1, 2]
+    assert host.seq_lens[:2].tolist() == [3, 5]
+    assert host.block_table[:2].tolist() == [[2, 0, 0, 0], [1, 3, 0, 0]]
+
+
+def test_a_one_token_prompt_brings_its_token() -> None:
+    builder, buffers = make_builder()
+    builder.admit(0)
+    builder.last_token[0] = 77  # what an earlier owner of the row left behind
+    shape = builder.build(step(ScheduledSequence(0, 0, 1, [5], [1], True)))
+    assert shape.uniform_decode
+    assert buffers.host.token_ids[0] == 5
+
+
+def test_a_new_owner_of_a_row_does_not_see_the_old_blocks() -> None:
+    builder, buffers = make_builder()
+    builder.admit(0)
+    builder.build(step(ScheduledSequence(0, 0, 8, list(range(8)), [1, 2], True)))
+    builder.admit(0)
+    builder.build(step(ScheduledSequence(0, 0, 2, [8, 9], [3], True)))
+    assert buffers.host.block_table[0].tolist() == [3, 0, 0, 0]
+
+
+@given(st.data())
+def test_few_sequences_are_written_as_many_are(data: st.DataObject) -> None:
+    rows = data.draw(st.lists(st.integers(0, 2), min_size=1, max_size=3, unique=True))
+    scheduled, last = [], data.draw(st.lists(st.integers(0, 99), min_size=3, max_size=3))
+    for row in rows:
+        start = data.draw(st.integers(0, 15))
+        given_token = data.draw(st.lists(st.integers(100, 200), max_size=1))
+        blocks = [1 + 4 * row + index for index in range(start // 4 + 1)]
+        scheduled.append(ScheduledSequence(row, start, 1, given_token, blocks, True))
+    few, many = make_builder(3), make_builder(0)
+    for builder, _ in (few, many):
+        for row in rows:
+            builder.admit(row)
+        builder.last_token[:] = last
+    assert few[0].build(step(*scheduled)) == many[0].build(step(*scheduled))
+    for written, expected in zip(few[1].host, many[1].host, strict=True):
+        assert written.tolist() == expected.tolist()

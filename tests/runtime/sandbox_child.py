@@ -1,0 +1,39 @@
+"""What tests/runtime/test_sandbox.py asks: a child with every way to fail."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+
+from ostinato.runtime.sandbox import serve
+
+
+def begin(first: bytes):
+    def answer(job: bytes) -> bytes:
+        if job == b"spin":
+            while True:
+                pass
+        if job == b"work":
+            end = time.process_time() + 0.9
+            while time.process_time() < end:
+                pass
+        if job == b"sleep":
+            time.sleep(60)
+        if job == b"memory":
+            return bytes(len(b"x" * (4 << 30)))
+        if job == b"long":
+            return b"x" * (2 << 20)
+        if job == b"killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if job == b"print":
+            print("not an answer", flush=True)  # noqa: T201 - that it does no harm is tested
+            return b"printed"
+        return first + job + str(os.getpid()).encode()
+
+    return answer
+
+
+if __name__ == "__main__":
+    sys.exit(serve(sys.argv[1:], begin))

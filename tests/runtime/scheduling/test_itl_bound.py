@@ -1,0 +1,189 @@
+"""The inter-token-latency target, on a device whose steps take what the table says."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ostinato.conf.schema import SchedulerConfig
+from ostinato.runtime.costs.cost_table import Chunk, CostTable
+from ostinato.runtime.costs.step_limits import StepLimits
+from ostinato.runtime.kv.kv_cache_manager import KVCacheManager
+from ostinato.runtime.scheduling.itl_bound import ItlBound, StepAllowance
+from ostinato.runtime.scheduling.scheduler import Scheduler
+from ostinato.runtime.types.params import SamplingParams
+from ostinato.runtime.types.request import Request
+from ostinato.runtime.types.step import SchedulerOutput, StepResult
+from tests.runtime.cost_tables import make_table, tables
+
+# 2 ms a step, 0.1 ms a token, 0.05 ms a sequence, 1 us for each token of context attended to.
+TABLE = make_table()
+LEAST = 4
+
+
+def allowance(target_ms: float, num_decodes: int, context: float, least: int = LEAST):
+    bound = ItlBound(TABLE, target_ms / 1e3, least_chunk=least)
+    return bound.allowance(num_decodes, context)
+
+
+def test_the_largest_chunk_that_fits() -> None:
+    # 2 + 4 * 0.15 + 4 * 16 us = 2.664 ms without it; 0.05 + n * 0.1 with it.
+    assert allowance(4.0, 4, 16).largest(1000, 0) == 12
+    assert allowance(4.0, 4, 16).largest(5, 0) == 5
+    # Behind 100 tokens each of its tokens costs 0.1 ms more.
+    assert allowance(4.0, 4, 16).largest(1000, 100) == 6
+
+
+def test_a_second_chunk_gets_what_the_first_left() -> None:
+    step = allowance(4.0, 4, 16)
+    step.take(8, 0)
+    assert step.largest(1000, 0) == 4
+    step.take(4, 0)
+    assert step.largest(1000, 0) == 0
+
+
+def test_a_target_that_decodes_miss_leaves_a_block_to_the_first_prompt() -> None:
+    step = allowance(2.0, 4, 16)
+    assert step.largest(1000, 0) == 4
+    assert step.largest(3, 0) == 3
+    step.take(4, 0)
+    assert step.largest(1000, 0) == 0
+
+
+@given(
+    tables(),
+    st.integers(1, 50),
+    st.integers(0, 300),
+    st.floats(0.0, 40.0),
+    st.lists(st.tuples(st.integers(1, 500), st.integers(0, 300)), min_size=1, max_size=4),
+)
+def test_what_was_allowed_keeps_the_target(
+    table: CostTable, num_decodes: int, context: int, target_s: float, wanted: list[tuple[int, int]]
+) -> None:
+    step = StepAllowance(
+        table, target_s, least_chunk=LEAST, num_decodes=num_decodes, context=context
+    )
+    chunks: list[Chunk] = []
+    for limit, start in wanted:
+        num_tokens = step.largest(limit, start)
+        assert 0 <= num_tokens <= limit
+        if num_tokens:
+            step.take(num_tokens, start)
+            chunks.append(Chunk(num_tokens, start))
+    assert chunks, "no progress"
+    if table.mixed_seconds(num_decodes, context, chunks) > target_s + 1e-6:
+        assert len(chunks) == 1
+        assert chunks[0].num_tokens <= LEAST
+
+
+# --- the scheduler, with a clock ------------------------------------------------------------------
+
+TIMES = make_table(pair_us=0.1)
+
+
+class TimedEngine:
+    """Runs a scheduler's steps; each takes the table's seconds and gives everybody a token."""
+
+    def __init__(self, target_ms: float | None, *, max_num_batched_tokens: int = 256) -> None:
+        bound = None
+        if target_ms is not None:
+            bound = ItlBound(TIMES, target_ms / 1e3, least_chunk=4)
+        self.scheduler = Scheduler(
+            SchedulerConfig(),
+            KVCacheManager(2000, 4),
+            max_model_len=1000,
+            limits=StepLimits(8, max_num_batched_tokens),
+            bound=bound,
+        )
+        self.now = 0.0
+        self.num_steps = 0
+        self.token_times: dict[str, list[float]] = {}
+
+    def add(self, request_id: str, num_prompt_tokens: int, max_tokens: int) -> None:
+        sampling = SamplingParams(max_tokens=max_tokens)
+        prompt = [hash((request_id, i)) % 1000 for i in range(num_prompt_tokens)]
+        self.scheduler.add(
+            Request(request_id=request_id, prompt_token_ids=prompt, sampling=sampling)
+        )
+        self.token_times[request_id] = []
+
+    def step(self) -> SchedulerOutput:
+        output = self.scheduler.schedule()
+        assert output is not None
+        starts = [entry.start for entry in output.scheduled if not entry.token_ids]
+        chunks = [Chunk(e.num_new_tokens, e.start) for e in output.scheduled if e.token_ids]
+        self.now += TIMES.mixed_seconds(len(starts), sum(starts) / max(1, len(starts)), chunks)
+        samples = sum(entry.samples for entry in output.scheduled)
+        for news in self.scheduler.update(output, StepResult([5] * samples)):
+            self.token_times[news.request_id].append(self.now)
+        self.num_steps += 1
+        return output
+
+    def longest_gap(self, request_id: str) -> float:
+        """Milliseconds between two tokens."""
+        times = self.token_times[request_id]
+        return 1e3 * max(late - early for early, late in pairwise(times))
+
+
+def run_streams_beside_long_prompts(target_ms: float | None) -> TimedEngine:
+    engine = TimedEngine(target_ms)
+    for index in range(3):
+        engine.add(f"stream-{index}", 10, 300)
+    for _ in range(5):
+        engine.step()
+    engine.add("long-0", 700, 5)
+    engine.add("long-1", 500, 5)
+    while engine.scheduler.has_work:
+        engine.step()
+        assert engine.num_steps < 1000, "no progress"
+    return engine
+
+
+def test_without_a_target_a_long_prompt_holds_up_every_stream() -> None:
+    engine = run_streams_beside_long_prompts(None)
+    assert engine.longest_gap("stream-0") > 30.0
+
+
+@pytest.mark.parametrize("target_ms", [3.0, 4.0, 6.0, 12.0])
+def test_no_gap_exceeds_the_target_while_long_prompts_are_computed(target_ms: float) -> None:
+    engine = run_streams_beside_long_prompts(target_ms)
+    for index in range(3):
+        assert engine.longest_gap(f"stream-{index}") <= target_ms + 1e-6
+        assert len(engine.token_times[f"stream-{index}"]) == 300
+    assert all(len(engine.token_times[f"long-{index}"]) == 5 for index in range(2))
+
+
+def test_chunks_use_what_the_target_leaves() -> None:
+    """Not only below it: every step in which the prompt goes on is within one token of it."""
+    engine = TimedEngine(6.0)
+    engine.add("stream", 10, 300)
+    engine.step()
+    engine.add("long", 400, 1)
+    before = engine.now
+    sizes = []
+    while not engine.token_times["long"]:
+        output = engine.step()
+        sizes.append(output.scheduled[-1].num_new_tokens)
+        assert 1e3 * (engine.now - before) <= 6.0 + 1e-6
+        if len(engine.token_times["long"]) == 0:
+            assert 1e3 * (engine.now - before) > 5.8  # one more costs at most 0.1 + 0.04 ms
+        before = engine.now
+    assert sizes[0] > sizes[-2] > 1
+    assert sum(sizes) == 400
+
+
+def test_a_prompt_alone_is_not_cut() -> None:
+    engine = TimedEngine(3.0)
+    engine.add("long", 200, 2)
+    assert [entry.num_new_tokens for entry in engine.step().scheduled] == [200]
+
+
+def test_a_target_out_of_reach_still_lets_prompts_advance() -> None:
+    engine = run_streams_beside_long_prompts(1.0)
+    # 4 tokens a step beside the streams: the first prompt needs most of their 300 steps.
+    assert len(engine.token_times["long-0"]) == 5
+    assert len(engine.token_times["long-1"]) == 5
+    assert engine.token_times["long-0"][0] < engine.token_times["long-1"][0]

@@ -1,0 +1,256 @@
+"""The scheduler against a simulated KV memory: a request's tokens are always those it has alone."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from ostinato.conf.schema import SchedulingPolicy
+from ostinato.runtime.types.outputs import FinishReason
+from ostinato.runtime.types.params import SamplingParams
+from ostinato.runtime.types.request import Request
+from tests.runtime.cost_tables import make_table
+from tests.runtime.simulated_device import EOS, VOCAB_SIZE
+from tests.runtime.simulated_engine import SimulatedEngine
+
+MAX_MODEL_LEN = 32
+POLICIES = list(SchedulingPolicy)
+
+# Prompts are cut from a few stems, so that many share a beginning and some are equal.
+STEMS = [
+    [(7 * stem + position * position) % VOCAB_SIZE for position in range(28)] for stem in range(3)
+]
+
+
+@st.composite
+def requests(draw: st.DrawFn, request_id: str = "r") -> Request:
+    stem = draw(st.sampled_from(STEMS))
+    prompt = stem[: draw(st.integers(1, 24))] + draw(st.lists(st.integers(1, 3), max_size=3))
+    max_tokens = draw(st.one_of(st.none(), st.integers(1, 12)))
+    n = draw(st.integers(1, 3))
+    beams = SamplingParams(
+        use_beam_search=True,
+        n=n,
+        best_of=n + draw(st.integers(0, 2)),
+        max_tokens=draw(st.integers(1, 8)),
+        length_penalty=draw(st.sampled_from([0.0, 1.0, 2.0])),
+        early_stopping=draw(st.sampled_from([True, False, "never"])),
+        ignore_eos=draw(st.booleans()),
+        prompt_logprobs=draw(st.sampled_from([None, None, 0])),
+    )
+    sampling = draw(st.sampled_from([None, None, None, beams])) or SamplingParams(
+        max_tokens=max_tokens,
+        min_tokens=draw(st.integers(0, min(3, max_tokens or 3))),
+        ignore_eos=draw(st.booleans()),
+        stop_token_ids=draw(st.sampled_from([(), (), (3,), (EOS, 5)])),
+        prompt_logprobs=draw(st.sampled_from([None, None, None, 0])),
+    )
+    return Request(
+        request_id=request_id,
+        prompt_token_ids=prompt,
+        sampling=sampling,
+        eos_token_ids=(EOS,),
+        priority=draw(st.integers(0, 2)),
+        cache_salt=draw(st.sampled_from(["", "", "salt"])),
+    )
+
+
+@st.composite
+def engines(draw: st.DrawFn) -> SimulatedEngine:
+    block_size = draw(st.sampled_from([1, 2, 4]))
+    least_blocks = -(-MAX_MODEL_LEN // block_size) + 1
+    max_num_seqs = draw(st.integers(1, 6))
+    return SimulatedEngine(
+        total_blocks=least_blocks + draw(st.integers(0, 20)),
+        block_size=block_size,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_seqs + draw(st.integers(0, 24)),
+        max_model_len=MAX_MODEL_LEN,
+        policy=draw(st.sampled_from(POLICIES)),
+        prefix_caching=draw(st.sampled_from([True, True, False])),
+        costs=draw(st.sampled_from([None, make_table(pair_us=draw(st.floats(0.0, 20.0)))])),
+        target_s=draw(st.floats(1e-3, 6e-3)),
+    )
+
+
+class EngineMachine(RuleBasedStateMachine):
+    """Requests come, go and are aborted at any moment, with none, one or two steps in flight."""
+
+    @initialize(engine=engines())
+    def start(self, engine: SimulatedEngine) -> None:
+        self.engine = engine
+
+    @rule(request=requests(), copies=st.sampled_from([1, 1, 1, 3]))
+    def add(self, request: Request, copies: int) -> None:
+        for _ in range(copies):
+            request_id = f"r{len(self.engine.requests)}"
+            self.engine.add(_rename(request, request_id))
+
+    @precondition(lambda self: self.engine.num_in_flight < 2)
+    @rule()
+    def launch(self) -> None:
+        self.engine.launch()
+
+    @precondition(lambda self: self.engine.num_in_flight > 0)
+    @rule()
+    def land(self) -> None:
+        self.engine.land()
+
+    @rule(num_steps=st.integers(1, 8), lookahead=st.booleans())
+    def steps(self, num_steps: int, lookahead: bool) -> None:
+        for _ in range(num_steps):
+            while self.engine.num_in_flight > lookahead:
+                self.engine.land()
+            self.engine.launch()
+
+    @precondition(lambda self: self.engine.requests)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        self.engine.abort(data.draw(st.sampled_from(sorted(self.engine.requests))))
+
+    def teardown(self) -> None:
+        if hasattr(self, "engine"):
+            while self.engine.num_in_flight > 1:
+                self.engine.land()
+            self.engine.run(lookahead=True)
+            self.engine.check_drained()
+
+
+TestEngineMachine = EngineMachine.TestCase
+TestEngineMachine.settings = settings(max_examples=120, stateful_step_count=30, deadline=None)
+
+
+@settings(max_examples=80, deadline=None)
+@given(data=st.data(), arrivals=st.lists(st.tuples(requests(), st.integers(0, 5)), max_size=10))
+def test_tokens_are_those_of_a_request_alone(
+    data: st.DataObject, arrivals: list[tuple[Request, int]]
+) -> None:
+    engine = data.draw(engines())
+    lookahead = data.draw(st.booleans())
+    for index, (request, num_steps) in enumerate(arrivals):
+        engine.add(_rename(request, f"r{index}"))
+        for _ in range(num_steps):
+            while engine.num_in_flight > lookahead:
+                engine.land()
+            engine.launch()
+    while engine.num_in_flight > 1:
+        engine.land()
+    engine.run(lookahead=lookahead)
+    engine.check_drained()
+
+
+def _rename(request: Request, request_id: str) -> Request:
+    return Request(
+        request_id=request_id,
+        prompt_token_ids=request.prompt_token_ids,
+        sampling=request.sampling,
+        eos_token_ids=request.eos_token_ids,
+        priority=request.priority,
+        cache_salt=request.cache_salt,
+    )
+
+
+def run_workload(
+    *,
+    lookahead: bool,
+    total_blocks: int,
+    max_num_batched_tokens: int,
+    policy: SchedulingPolicy = SchedulingPolicy.fcfs,
+    prefix_caching: bool = True,
+    target_s: float | None = None,
+) -> SimulatedEngine:
+    """Forty requests of mixed lengths that share beginnings, arriving over time."""
+    generator = random.Random(11)
+    engine = SimulatedEngine(
+        total_blocks=total_blocks,
+        block_size=4,
+        max_num_seqs=8,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_model_len=96,
+        policy=policy,
+        prefix_caching=prefix_caching,
+        costs=None if target_s is None else make_table(),
+        target_s=target_s or 0.0,
+    )
+    stems = [[generator.randrange(VOCAB_SIZE) for _ in range(60)] for _ in range(4)]
+    for index in range(40):
+        prompt = generator.choice(stems)[: generator.randint(1, 60 if index % 3 == 0 else 12)]
+        sampling = SamplingParams(
+            max_tokens=generator.randint(1, 60),
+            ignore_eos=index % 4 != 0,
+            prompt_logprobs=0 if index % 5 == 0 else None,
+        )
+        if index % 7 == 3:
+            sampling = SamplingParams(
+                use_beam_search=True, n=2, best_of=4, max_tokens=20, early_stopping="never"
+            )
+        request = Request(
+            request_id=str(index),
+            prompt_token_ids=[*prompt, generator.randrange(VOCAB_SIZE)],
+            sampling=sampling,
+            eos_token_ids=(EOS,),
+            priority=generator.randrange(3),
+            cache_salt="tenant" if index % 8 == 0 else "",
+        )
+        engine.add(request)
+        while engine.num_in_flight > lookahead:
+            engine.land()
+        engine.launch()
+    while engine.num_in_flight > 1:
+        engine.land()
+    engine.run(lookahead=lookahead)
+    engine.check_drained()
+    return engine
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("prefix_caching", [True, False])
+@pytest.mark.parametrize("max_num_batched_tokens", [8, 19, 512])
+@pytest.mark.parametrize("total_blocks", [25, 60, 200])
+def test_tokens_do_not_depend_on_memory_chunks_sharing_policy_or_lookahead(
+    total_blocks: int, max_num_batched_tokens: int, prefix_caching: bool, policy: SchedulingPolicy
+) -> None:
+    engines = [
+        run_workload(
+            lookahead=lookahead,
+            total_blocks=total_blocks,
+            max_num_batched_tokens=max_num_batched_tokens,
+            policy=policy,
+            prefix_caching=prefix_caching,
+        )
+        for lookahead in (False, True)
+    ]
+    assert engines[0].tokens == engines[1].tokens
+    assert all(
+        ending.finish_reason in (FinishReason.stop, FinishReason.length)
+        for ending in engines[1].endings.values()
+    )
+
+
+@pytest.mark.parametrize("lookahead", [False, True])
+@pytest.mark.parametrize("target_s", [0.001, 0.003, 0.004])
+def test_tokens_do_not_depend_on_a_target_for_latency(target_s: float, lookahead: bool) -> None:
+    """The first target is missed by any decode, the others cut prompts."""
+    free = run_workload(lookahead=lookahead, total_blocks=60, max_num_batched_tokens=512)
+    bound = run_workload(
+        lookahead=lookahead, total_blocks=60, max_num_batched_tokens=512, target_s=target_s
+    )
+    assert bound.tokens == free.tokens
+    assert bound.num_steps > free.num_steps
+
+
+def test_the_workload_meets_what_it_is_for() -> None:
+    """The twins above would prove little without preemptions, hits and evictions."""
+    tight = run_workload(lookahead=True, total_blocks=25, max_num_batched_tokens=19)
+    ample = run_workload(lookahead=True, total_blocks=200, max_num_batched_tokens=19)
+    assert tight.scheduler.num_preemptions > 10
+    assert tight.cache.num_evictions > 100
+    assert tight.num_copies > 10
+    assert ample.num_copies > 50
+    assert ample.scheduler.num_preemptions < 5  # for rows, which beams take from later arrivals
+    assert ample.cache.prefix_hits > 250  # those who ask for scores take none
+    assert tight.tokens == ample.tokens

@@ -1,0 +1,127 @@
+"""The way a GPU's engine is built and run, on a CPU: only the device's border is replaced.
+
+That border is the recorder (replays on static tensors, as a CUDA graph does) and what the device says
+about its memory. Measuring, planning, capturing, static draws and staging are the real ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from ostinato import LLM, SamplingParams
+from ostinato.conf.root import EngineConfig
+from ostinato.graphs.draw import StaticDrawer
+from ostinato.runtime.startup import build, planning
+from ostinato.runtime.startup.memory_plan import FreeMemory
+from ostinato.runtime.startup.planning import ModelSource
+from tests.graphs.test_capture import OUT_OF_MEMORY, StaticRecorder
+from tests.runtime.engine.test_engine import generate, make_prompts
+from tests.runtime.tiny import tiny_config
+
+MIB = 1 << 20
+SAMPLING = [
+    SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True),
+    SamplingParams(temperature=1.2, seed=1, max_tokens=9, ignore_eos=True),
+    SamplingParams(temperature=0.9, seed=2, top_k=5, max_tokens=7, ignore_eos=True),
+    SamplingParams(temperature=1.0, seed=3, top_p=0.7, min_p=0.01, max_tokens=9),
+    SamplingParams(temperature=0.8, seed=4, logprobs=3, frequency_penalty=0.3, max_tokens=5),
+]
+PROMPTS = make_prompts(5, seed=7)
+
+
+class Memory:
+    """1 GiB free before the engine; a step takes 24 MiB, and what is loaded with it 8 MiB."""
+
+    def __init__(self) -> None:
+        self.free_bytes = 1024 * MIB
+
+    def free(self) -> int:
+        return self.free_bytes
+
+    def peak_of(self, run: Callable[[], None]) -> int:
+        run()
+        self.free_bytes -= 8 * MIB
+        return 24 * MIB
+
+
+class Scarce(StaticRecorder):
+    """Has no memory for programs of these many rows."""
+
+    def __init__(self, missing: set[int]) -> None:
+        super().__init__()
+        self.missing = missing
+
+    def capture(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        replay = super().capture(run)
+        if len(replay()) in self.missing:
+            raise OUT_OF_MEMORY
+        return replay
+
+
+def llm_of(
+    monkeypatch: pytest.MonkeyPatch, *overrides: str, missing: frozenset[int] = frozenset()
+) -> LLM:
+    memory = Memory()
+
+    def make_recorder(
+        config: EngineConfig, source: ModelSource
+    ) -> tuple[Scarce, StaticDrawer | None]:
+        logits = torch.zeros(source.limits.max_num_seqs, source.config.vocab_size)
+        return Scarce(set(missing)), StaticDrawer(logits, recorder=Scarce(set(missing)))
+
+    def free_memory(*, is_cpu: bool) -> FreeMemory:
+        return FreeMemory(total_bytes=2048 * MIB, free_bytes=memory.free(), source="a test")
+
+    monkeypatch.setattr(planning, "free_memory", free_memory)
+    monkeypatch.setattr(build, "_make_recorder", make_recorder)
+    monkeypatch.setattr(build, "CudaMemory", lambda: memory)
+    monkeypatch.setattr(planning, "CudaMemory", lambda: memory)
+    words = ["graphs.mode=captured", "graphs.attention=reference", "graphs.pack_weights=false"]
+    words.append("scheduler.overlap=true")  # a GPU's default
+    return LLM(config=tiny_config(*words, *overrides))
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[list[int]]:
+    return generate(LLM(config=tiny_config("graphs.attention=reference")), PROMPTS, SAMPLING)
+
+
+def test_tokens_are_those_of_the_plain_engine(
+    monkeypatch: pytest.MonkeyPatch, expected: list[list[int]]
+) -> None:
+    llm = llm_of(monkeypatch)
+    assert generate(llm, PROMPTS, SAMPLING) == expected
+    assert "measure" in llm.model.startup_seconds
+    assert llm.stats().steps_by_kind["captured"] > 0
+    assert llm.stats().late_compiles == []
+
+
+def test_captures_that_lack_memory_are_one_warning_and_change_no_token(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    expected: list[list[int]],
+) -> None:
+    llm = llm_of(monkeypatch, missing=frozenset({8, 4, 3}))
+    records = [
+        record for record in caplog.records if record.name == "ostinato.runtime.startup.build"
+    ]
+    assert [record.getMessage() for record in records if record.levelname == "WARNING"] == [
+        "out of memory during capture, buckets left out: decode of 8, 4, 3 sequences; 12 of the "
+        "sampler's. Their steps run in larger buckets or uncaptured, and take longer; lower "
+        "cache.memory_gib, device.memory_fraction or scheduler.max_num_seqs, or shorten "
+        "graphs.capture_sizes"
+    ]
+    assert generate(llm, PROMPTS, SAMPLING) == expected
+
+
+def test_an_engine_without_any_capture_serves(
+    monkeypatch: pytest.MonkeyPatch, expected: list[list[int]]
+) -> None:
+    llm = llm_of(monkeypatch, missing=frozenset(range(1, 9)))
+    assert generate(llm, PROMPTS, SAMPLING) == expected
+    assert llm.stats().steps_by_kind["captured"] == 0
+    assert llm.stats().steps_by_kind["compiled"] > 0

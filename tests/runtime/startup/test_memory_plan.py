@@ -1,0 +1,235 @@
+"""The memory plan against hand-computed ledgers, and free memory against written control groups."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ostinato.conf.schema import CacheConfig, DeviceConfig
+from ostinato.runtime.costs.step_limits import StepLimits
+from ostinato.runtime.errors import StartupError
+from ostinato.runtime.startup.memory_plan import (
+    FreeMemory,
+    GraphFootprint,
+    MeasuredMemory,
+    MemoryPlan,
+    ModelFootprint,
+    free_memory,
+    plan_memory,
+)
+
+GIB = 1 << 30
+MIB = 1 << 20
+# Qwen3-0.6B in bfloat16: 28 layers x 2 x 8 heads x 128 x 2 bytes = 114688 bytes a token.
+QWEN = ModelFootprint(
+    weights_bytes=1_192_099_840,
+    kv_bytes_per_token=114_688,
+    hidden_size=1024,
+    intermediate_size=3072,
+    qkv_size=4096,
+    dtype_bytes=2,
+    max_model_len=40_960,
+)
+SMALL = ModelFootprint(
+    weights_bytes=100 * MIB,
+    kv_bytes_per_token=1024,
+    hidden_size=64,
+    intermediate_size=128,
+    qkv_size=128,
+    sampling_bytes=700_000,
+    workspace_bytes=68_000,
+    dtype_bytes=4,
+    max_model_len=512,
+)
+# 2048 tokens x (3*64 + max(2*128, 3*128)) x 4 bytes + sampling + workspace
+SMALL_ACTIVATIONS = 2048 * 576 * 4 + 768_000
+
+
+def plan(
+    model: ModelFootprint = SMALL,
+    free: int = 16 * GIB,
+    *,
+    is_cpu: bool = True,
+    fraction: float = 0.5,
+    max_model_len: int | None = None,
+    graphs: GraphFootprint | None = None,
+    **cache: object,
+) -> MemoryPlan:
+    return plan_memory(
+        model,
+        free_bytes=free,
+        is_cpu=is_cpu,
+        device=DeviceConfig(memory_fraction=fraction),
+        cache=CacheConfig(**cache),
+        scheduler=StepLimits(64, 2048),
+        max_model_len=max_model_len,
+        graphs=graphs,
+    )
+
+
+def test_cpu_takes_no_more_than_every_sequence_needs():
+    ledger = plan()
+    assert ledger.budget_bytes == 8 * GIB
+    assert ledger.activation_bytes == SMALL_ACTIVATIONS
+    assert ledger.graph_bytes == 0
+    assert ledger.bytes_per_block == 16 * 1024
+    assert ledger.num_blocks == 64 * 32 + 1  # 64 sequences of 512 tokens, and the null block
+    assert ledger.kv_bytes == 2049 * 16 * 1024
+    assert ledger.num_tokens == 64 * 512
+    assert ledger.num_full_sequences == 64.0
+    assert ledger.max_model_len == 512
+
+
+def test_cpu_default_stays_at_four_gib():
+    ledger = plan(QWEN, 64 * GIB, max_model_len=4096)
+    assert ledger.num_blocks == 4 * GIB // (114_688 * 16)
+    assert ledger.kv_bytes <= 4 * GIB
+    assert any("cache.memory_gib takes more" in reason for reason in ledger.reasons)
+
+
+def test_cpu_exceeds_four_gib_for_one_full_sequence_within_half_of_the_room():
+    ledger = plan(QWEN, 64 * GIB)
+    assert ledger.max_model_len == 40_960
+    assert ledger.num_tokens == 40_960  # 4.4 GiB
+    tight = plan(QWEN, 16 * GIB)  # half of the room is less than that
+    assert tight.max_model_len == tight.num_tokens < 40_960
+    assert "shortened from 40960" in tight.reasons[-1]
+
+
+def test_cuda_takes_what_is_left():
+    graphs = GraphFootprint(num_graphs=10, max_tokens=512)
+    ledger = plan(is_cpu=False, graphs=graphs)
+    pool = 512 * 576 * 4 + 768_000
+    assert ledger.graph_bytes == pool + 10 * 4 * MIB
+    room = 8 * GIB - 100 * MIB - SMALL_ACTIVATIONS - ledger.graph_bytes
+    assert ledger.num_blocks == room // 16384
+    assert ledger.unplanned_bytes >= 8 * GIB
+
+
+def test_what_was_measured_takes_the_place_of_estimates():
+    graphs = GraphFootprint(num_graphs=10, max_tokens=512)
+    measured = MeasuredMemory(used_bytes=300 * MIB, step_bytes=50 * MIB)
+    ledger = plan(replace(SMALL, measured=measured), is_cpu=False, graphs=graphs)
+    assert (ledger.weights_bytes, ledger.activation_bytes) == (300 * MIB, 50 * MIB)
+    assert ledger.graph_bytes == plan(is_cpu=False, graphs=graphs).graph_bytes
+    assert ledger.num_blocks == (8 * GIB - 350 * MIB - ledger.graph_bytes) // 16384
+
+
+def test_chosen_cache_size_is_obeyed_exactly():
+    assert plan(memory_gib=0.5).num_blocks == GIB // 2 // 16384
+    assert plan(is_cpu=False, memory_gib=0.5).num_blocks == GIB // 2 // 16384
+
+
+def test_chosen_cache_size_that_does_not_fit_is_refused():
+    with pytest.raises(StartupError, match=r"cache.memory_gib=9, but 7.\d+ GiB are left"):
+        plan(memory_gib=9)
+
+
+def test_null_length_is_shortened_and_said():
+    ledger = plan(QWEN, memory_gib=1)
+    assert ledger.max_model_len == (GIB // 1_835_008 - 1) * 16 == 9344
+    assert ledger.reasons[-1] == (
+        "context: shortened from 40960 to 9344 tokens, what the KV cache holds; raise "
+        "cache.memory_gib for longer ones"
+    )
+
+
+def test_asked_length_that_does_not_fit_is_refused_with_numbers_and_remedies():
+    with pytest.raises(StartupError) as caught:
+        plan(QWEN, memory_gib=1, max_model_len=20_000)
+    assert str(caught.value) == (
+        "not enough memory for one sequence of 20000 tokens: its KV blocks need 2.14 GiB, planned "
+        "are 1.00 GiB; lower model.max_model_len to at most 9344, or set cache.memory_gib=2.138, "
+        "or use a smaller model or a higher device.memory_fraction"
+    )
+    assert plan(QWEN, memory_gib=2.138, max_model_len=20_000).max_model_len == 20_000
+
+
+def test_longer_than_the_model_is_refused():
+    with pytest.raises(StartupError, match="max_model_len=513, but the model is made for 512"):
+        plan(max_model_len=513)
+
+
+def test_weights_that_do_not_fit_are_refused():
+    with pytest.raises(StartupError, match=r"weights need 1.11 GiB.*use a smaller model"):
+        plan(QWEN, GIB)
+
+
+def test_less_than_one_block_is_refused():
+    with pytest.raises(StartupError, match="one sequence of 16 tokens"):
+        plan(memory_gib=1e-6)
+
+
+@given(
+    free=st.integers(200 * MIB, 64 * GIB),
+    fraction=st.floats(0.05, 1.0),
+    block_size=st.sampled_from([8, 16, 32, 64, 128]),
+    is_cpu=st.booleans(),
+    memory_gib=st.none() | st.floats(0.001, 32.0),
+    length=st.none() | st.integers(1, 512),
+)
+def test_a_plan_never_promises_what_is_not_there(
+    free: int,
+    fraction: float,
+    block_size: int,
+    is_cpu: bool,
+    memory_gib: float | None,
+    length: int | None,
+):
+    try:
+        ledger = plan(
+            free=free,
+            fraction=fraction,
+            is_cpu=is_cpu,
+            max_model_len=length,
+            block_size=block_size,
+            memory_gib=memory_gib,
+        )
+    except StartupError:
+        return
+    used = ledger.weights_bytes + ledger.activation_bytes + ledger.graph_bytes + ledger.kv_bytes
+    assert used <= ledger.budget_bytes <= free
+    assert ledger.num_blocks >= 2
+    assert ledger.max_model_len <= ledger.num_tokens
+    assert length is None or ledger.max_model_len == length
+
+
+def write_group(directory: Path, limit: str, usage: int, inactive: int) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "memory.max").write_text(limit)
+    (directory / "memory.current").write_text(str(usage))
+    (directory / "memory.stat").write_text(f"anon 5\ninactive_file {inactive}\n")
+
+
+def test_free_memory_obeys_every_enclosing_group(tmp_path: Path):
+    membership = tmp_path / "cgroup"
+    membership.write_text("0::/service/engine\n")
+    root = tmp_path / "fs"
+    write_group(root / "service" / "engine", "max\n", 100, 0)
+    write_group(root / "service", str(10 * MIB), 4 * MIB, 1 * MIB)
+    found = free_memory(is_cpu=True, cgroup_root=root, membership=membership)
+    assert found == FreeMemory(
+        total_bytes=10 * MIB,
+        free_bytes=7 * MIB,  # 10 - (4 in use - 1 of file cache)
+        source="left under the control group's limit",
+    )
+
+
+def test_free_memory_reads_version_one_groups(tmp_path: Path):
+    membership = tmp_path / "cgroup"
+    membership.write_text("4:cpu:/x\n3:memory:/engine\n0::/\n")
+    group = tmp_path / "fs" / "memory" / "engine"
+    group.mkdir(parents=True)
+    (group / "memory.limit_in_bytes").write_text(str(8 * MIB))
+    (group / "memory.usage_in_bytes").write_text(str(9 * MIB))
+    (group / "memory.stat").write_text("total_inactive_file 0\n")
+    found = free_memory(is_cpu=True, cgroup_root=tmp_path / "fs", membership=membership)
+    assert found.free_bytes == 0  # over the limit is not negative memory
+
+
+def test_free_memory_without_groups_is_the_systems(tmp_path: Path):
+    found = free_memory(is_cpu=True, cgroup_root=tmp_path, membership=tmp_path / "absent")
+    assert 0 < found.free_bytes <= found.total_bytes
+    assert found.source == "available to the system"

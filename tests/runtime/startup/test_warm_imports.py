@@ -1,0 +1,37 @@
+"""A start that has nothing to compile imports no compiler: each takes seconds to import."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+CODE = """
+import sys
+from ostinato import LLM, SamplingParams
+from tests.runtime.tiny import tiny_config
+
+llm = LLM(config=tiny_config("graphs.mode=captured", "graphs.bundle=true", graphs__bundle_dir=sys.argv[1]))
+llm.generate([[3, 4, 5]], SamplingParams(max_tokens=3, temperature=0.7, seed=1), use_progress=False)
+heavy = ("torch._dynamo", "torch._inductor", "sympy")
+print(sorted(llm._engine.model.startup_seconds), [name for name in heavy if name in sys.modules])
+"""
+
+
+def test_the_second_start_imports_no_compiler(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    starts = [
+        subprocess.run(
+            [sys.executable, "-c", CODE, str(tmp_path)],
+            cwd=Path(__file__).parents[3],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=200,
+        ).stdout
+        for _ in range(2)
+    ]
+    assert "'compile'" in starts[0]
+    assert "'torch._dynamo'" in starts[0]
+    assert "'load programs'" in starts[1]
+    assert starts[1].strip().endswith("[]")
