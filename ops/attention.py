@@ -324,7 +324,7 @@ def paged_attention(
         k_cache: [num_blocks, Hkv, block_size, D] in k's dtype or float8_e4m3fn, which saturates
             at 448; written in place. The order of elements within a block is the backend's own
             affair, so a cache belongs to one backend. Its own base tensor: a view made inside a
-            compiled region would lose its offset (see docs/design.md).
+            compiled region would lose its offset (see docs/attention.md).
         v_cache: like `k_cache`.
         metadata: where rows belong.
         scale: factor on the logits, usually D ** -0.5.

@@ -1,4 +1,4 @@
-"""Links within the documents lead to a file that is there, and to a heading that it has."""
+"""Documents name what is there: links, headings, source paths, and the table of CONTRIBUTING.md."""
 
 from __future__ import annotations
 
@@ -7,8 +7,14 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.arch.tree import FOLDERS, ROOT
+
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("models/demo/*.md")])
+SOURCE_PATH = re.compile(rf"(?:{'|'.join((*FOLDERS, 'ostinato', 'tests', 'docs'))})/[\w.<>*/-]*")
+
+
+def name_of(document: Path) -> str:
+    return str(document.relative_to(ROOT))
 
 
 def anchors(document: Path) -> set[str]:
@@ -17,7 +23,18 @@ def anchors(document: Path) -> set[str]:
     return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def source_paths(text: str) -> list[str]:
+    """Every `path` in backticks that begins with a folder of this repository."""
+    quoted = re.findall(r"`([^`\n]+)`", text)
+    return [path for path in quoted if SOURCE_PATH.fullmatch(path)]
+
+
+def is_there(path: str) -> bool:
+    """Whether a path exists; one with a placeholder (`<name>.py`) or `*` if anything fits it."""
+    return any(ROOT.glob(re.sub(r"<\w+>", "*", path).rstrip("/")))
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
 def test_links_lead_somewhere(document: Path) -> None:
     text = document.read_text(encoding="utf-8")
     for link in re.findall(r"\]\((?!\w+:)([^)\s]+)\)", text):
@@ -26,3 +43,26 @@ def test_links_lead_somewhere(document: Path) -> None:
         assert target.exists(), f"{link}: no such file"
         if anchor:
             assert anchor in anchors(target), f"{link}: no such heading"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
+def test_source_paths_exist(document: Path) -> None:
+    if document.name == "CHANGELOG.md":
+        return  # It also names what was there in earlier versions.
+    paths = source_paths(document.read_text(encoding="utf-8"))
+    missing = [path for path in paths if not is_there(path)]
+    assert missing == [], f"{name_of(document)} names files that do not exist: correct the page"
+
+
+def test_where_to_add_what_counts_its_files() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    section = text[text.index("## Where to add what") : text.index("## Commits")]
+    rows = re.findall(r"^\| (an? .+?) \| (\d+) \| (.+) \|$", section, re.MULTILINE)
+    assert len(rows) > 10
+    # A row names each file that it counts. What is optional, or no file, stands behind a semicolon.
+    files = {
+        what: re.findall(r"`(?:[\w./<>-]+\.\w+)`", where.split(";")[0]) for what, _, where in rows
+    }
+    assert {what: len(files[what]) for what in files} == {
+        what: int(count) for what, count, _ in rows
+    }
