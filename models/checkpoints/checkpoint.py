@@ -16,6 +16,7 @@ from typing import Any
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
+from ostinato.conf.errors import first_line
 from ostinato.conf.schema import LoadFormat, ModelSection
 
 __all__ = ("Checkpoint", "CheckpointError", "open_checkpoint", "resolve_directory")
@@ -134,7 +135,7 @@ def _download(hub_id: str, revision: str, weights: bool, key: str) -> Path:
             directory = fetch(_SMALL_FILES + _PICKLES)
     except (OSError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
         at = f" at revision {revision!r}" if revision else ""
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        reason = first_line(error)
         raise CheckpointError(
             f"{key}={hub_id!r}: no such directory, and the hub did not give it{at}: {reason}"
         ) from error

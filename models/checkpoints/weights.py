@@ -22,6 +22,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from ostinato.conf.errors import first_line
 from ostinato.models.base import CheckpointLayout, LanguageModel
 from ostinato.models.checkpoints.checkpoint import Checkpoint, CheckpointError
 from ostinato.models.layers import LayerNorm, Matrix, MergedLinear, RMSNorm
@@ -189,7 +190,7 @@ def _tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
     try:
         yield from read(file)
     except (SafetensorError, OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        reason = first_line(error)
         raise CheckpointError(f"{file} is truncated or not a weights file: {reason}") from error
 
 

@@ -10,6 +10,7 @@ from ostinato.models.config.model_config import (
     read_integer,
     stated_dtype,
 )
+from ostinato.models.config.model_kind import ENCODER
 
 __all__ = ("read_encoder_config",)
 
@@ -60,6 +61,7 @@ def read_encoder_config(hf_config: HFConfig) -> ModelConfig:
         dtype=stated_dtype(hf_config),
         eos_token_ids=(),
         bos_token_id=None,
+        kind=ENCODER,
         num_segments=read_integer(hf_config, "type_vocab_size", default=2),
         num_labels=_num_labels(hf_config) if "SequenceClassification" in architecture else 0,
     )

@@ -15,6 +15,7 @@ import torch
 
 from ostinato.conf.schema import CacheDType, DType
 from ostinato.models.base import KVCacheSpec
+from ostinato.models.config.model_kind import DECODER, ModelKind
 from ostinato.ops.activation import ACTIVATIONS
 from ostinato.ops.attention import AttentionSpec
 from ostinato.ops.rope import LinearScaling, Llama3Scaling, Rope, YarnScaling
@@ -69,13 +70,9 @@ class ModelConfig:
     dtype: torch.dtype  # the checkpoint's own
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
-    num_segments: int = 0  # kinds of segments that an encoder tells apart; 0 = a decoder
+    kind: ModelKind = DECODER
+    num_segments: int = 0  # kinds of segments that an encoder tells apart; 0 = none
     num_labels: int = 0  # of a classification head; 0 = there is none
-
-    @property
-    def is_encoder(self) -> bool:
-        """Tokens see those behind them too, and nothing is kept of them."""
-        return self.num_segments > 0
 
     @classmethod
     def from_hf(cls, hf_config: HFConfig, generation_config: HFConfig | None = None) -> ModelConfig:
@@ -143,7 +140,7 @@ class ModelConfig:
         """
         return KVCacheSpec(
             num_layers=self.num_layers,
-            num_kv_heads=0 if self.is_encoder else self.num_kv_heads,
+            num_kv_heads=self.num_kv_heads if self.kind.needs_kv_cache else 0,
             head_dim=self.head_dim,
             block_size=block_size,
             dtype=dtype,

@@ -246,9 +246,9 @@ class Engine:
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting + self._grammars.num_waiting,
             num_waiting_for_grammar=self._grammars.num_waiting,
-            # An encoder's blocks hold nothing: they are in the scheduler's accounts alone.
-            num_blocks=0 if self.model.num_segments else cache.num_blocks,
-            num_free_blocks=0 if self.model.num_segments else cache.num_free_blocks,
+            # Without a KV cache the scheduler still counts blocks, which hold nothing.
+            num_blocks=cache.num_blocks if self.model.has_kv_cache else 0,
+            num_free_blocks=cache.num_free_blocks if self.model.has_kv_cache else 0,
             num_steps=self._num_steps,
             steps_by_kind=dict(self._runner.graphs.steps_by_kind),
             num_prompt_tokens=scheduler.num_prompt_tokens,

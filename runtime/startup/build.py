@@ -15,6 +15,7 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
+from ostinato.conf.errors import first_line
 from ostinato.conf.root import EngineConfig
 from ostinato.conf.schema import GraphMode
 from ostinato.graphs.buckets import GraphKey, name_buckets, why_incomplete
@@ -94,13 +95,9 @@ def build_engine(
         if not is_out_of_memory(error):
             raise
         raise StartupError(
-            f"the device ran out of memory while the engine was built ({_first_line(error)}); set "
+            f"the device ran out of memory while the engine was built ({first_line(error)}); set "
             "cache.memory_gib, lower device.memory_fraction or use graphs.mode=compiled"
         ) from error
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def _build_engine(
@@ -162,7 +159,7 @@ def _build_engine(
         )
         runner = _make_runner(config, source, model, graphs, buffers, drawer, threads)
         served = describe_model(config.model, config.sampling, source, plan, phases)
-        if costs is None and cost_store.is_wanted and not source.config.is_encoder:
+        if costs is None and cost_store.is_wanted and source.config.kind.generates:
             if pages is not None:
                 pages.set_busy(True)  # the steps that are measured want the machine alone
             with phase("cost table"):
@@ -189,11 +186,11 @@ def _make_scheduler(
     config: EngineConfig, source: ModelSource, plan: MemoryPlan, costs: CostTable | None
 ) -> tuple[KVCacheManager, Scheduler]:
     """The scheduler and the blocks that it deals out."""
-    is_encoder = source.config.is_encoder
+    kind = source.config.kind
     cache = KVCacheManager(
         plan.num_blocks,
         config.cache.block_size,
-        enable_prefix_caching=config.cache.enable_prefix_caching and not is_encoder,
+        enable_prefix_caching=config.cache.enable_prefix_caching and kind.needs_kv_cache,
     )
     scheduler = make_scheduler(
         config.scheduler,
@@ -201,7 +198,7 @@ def _make_scheduler(
         plan.max_model_len,
         source.limits,
         costs,
-        whole_prompts=is_encoder,
+        whole_prompts=kind.takes_whole_prompts,
     )
     return cache, scheduler
 
@@ -252,7 +249,7 @@ def _make_runner(
 
 
 def _select_backend(config: EngineConfig, source: ModelSource) -> str:
-    if source.config.is_encoder:
+    if not source.config.kind.needs_kv_cache:
         return ""  # its attention is another op, with one kernel
     spec = source.attention_spec(config.cache.block_size)
     try:
@@ -318,7 +315,7 @@ def _make_recorder(
     config: EngineConfig, source: ModelSource
 ) -> tuple[Recorder, StaticDrawer | None]:
     """How programs are captured, and the draws of a GPU, whose inputs captured programs write."""
-    if source.device.type == "cpu" or source.config.is_encoder:
+    if source.device.type == "cpu" or not source.config.kind.generates:
         return BoundRecorder(), None
     rows, vocab_size = source.limits.max_num_seqs, source.config.vocab_size
     logits = torch.zeros(rows, vocab_size, dtype=torch.float32, device=source.device)

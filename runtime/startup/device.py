@@ -1,4 +1,4 @@
-"""The device, its threads and the precision: decided once, at start."""
+"""Chooses the device and the number of CPU threads at start-up."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from pathlib import Path
 
 import torch
 
-from ostinato.conf.schema import DeviceConfig, DeviceName, DType
+from ostinato.conf.schema import DeviceConfig, DeviceName
 from ostinato.runtime.errors import StartupError
 
-__all__ = ("available_cores", "resolve_device", "resolve_dtype", "set_threads")
+__all__ = ("available_cores", "resolve_device", "set_threads")
 
 _CGROUP_CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
 
@@ -51,22 +51,3 @@ def resolve_device(name: DeviceName) -> torch.device:
     if name is DeviceName.cpu or not has_cuda:
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
-
-
-def resolve_dtype(configured: DType, checkpoint_dtype: str | None) -> torch.dtype:
-    """The precision of weights, activations and KV cache; `auto` follows the checkpoint.
-
-    Raises:
-        StartupError: the checkpoint names a precision that the engine does not run in.
-    """
-    name = configured.value if configured is not DType.auto else checkpoint_dtype or "float32"
-    known = {
-        "float32": torch.float32,
-        "bfloat16": torch.bfloat16,
-        "float16": torch.float16,
-    }
-    if name not in known:
-        raise StartupError(
-            f"the checkpoint's dtype is {name!r}; set model.dtype to one of {', '.join(known)}"
-        )
-    return known[name]

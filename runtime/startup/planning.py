@@ -82,7 +82,7 @@ def open_model(config: EngineConfig, device: torch.device | None = None) -> Mode
     dtype = resolve_dtype(config.model.dtype, model_config)
     device = device or resolve_device(config.device.name)
     limits = upper_limits(config.scheduler, is_cpu=device.type == "cpu")
-    if model_config.is_encoder:
+    if model_config.kind.takes_whole_prompts:
         length = config.model.max_model_len or pooling.max_seq_length or model_config.max_model_len
         limits = _encoder_limits(config, limits, length)
     _check_quantization(config, device, dtype)
@@ -180,16 +180,18 @@ def plan_engine(
             qkv_size=(model.num_heads + 2 * model.num_kv_heads) * model.head_dim,
             dtype_bytes=source.dtype.itemsize,
             max_model_len=model.max_model_len,
-            sampling_bytes=0 if model.is_encoder else sampling_bytes(num_seqs, model.vocab_size),
-            workspace_bytes=0
-            if model.is_encoder
-            else workspace_bytes(
+            sampling_bytes=sampling_bytes(num_seqs, model.vocab_size)
+            if model.kind.generates
+            else 0,
+            workspace_bytes=workspace_bytes(
                 config.graphs.attention.value,
                 source.attention_spec(config.cache.block_size),
                 num_tokens=num_tokens,
                 num_seqs=num_seqs,
                 max_model_len=config.model.max_model_len or model.max_model_len,
-            ),
+            )
+            if model.kind.needs_kv_cache
+            else 0,
             measured=measured,
         ),
         free_bytes=free_memory(is_cpu=is_cpu).free_bytes if free_bytes is None else free_bytes,
@@ -217,7 +219,7 @@ def bucket_table(
         costs: of an earlier start; leaves out the buckets that brought nothing on a GPU.
     """
     graphs, scheduler, is_cpu = config.graphs, source.limits, source.device.type == "cpu"
-    if graphs.mode is not GraphMode.captured or source.config.is_encoder:
+    if graphs.mode is not GraphMode.captured or not source.config.kind.generates:
         return BucketTable(decode_sizes=[], mixed_sizes=[], max_num_seqs=scheduler.max_num_seqs)
     chosen = [size for size in graphs.capture_sizes if size <= scheduler.max_num_seqs]
     if not graphs.capture_sizes:

@@ -63,6 +63,7 @@ def describe_model(
         pooling=_pooling(section, source),
         normalize=source.pooling.normalize,
         num_labels=source.config.num_labels,
+        has_kv_cache=source.config.kind.needs_kv_cache,
         num_segments=source.config.num_segments,
     )
 
@@ -70,7 +71,7 @@ def describe_model(
 def _tasks(source: ModelSource) -> tuple[ServedTask, ...]:
     if source.config.num_labels:
         return (ServedTask.classify,)
-    if source.config.is_encoder:
+    if not source.config.kind.generates:
         return (ServedTask.embed,)
     return (ServedTask.generate, ServedTask.embed)
 
@@ -82,7 +83,7 @@ def _pooling(section: ModelSection, source: ModelSource) -> PoolingKind:
     stated = source.pooling.mode
     if section.pooling is not PoolingChoice.auto:
         stated = section.pooling.value
-    return PoolingKind(stated or ("cls" if source.config.is_encoder else "last"))
+    return PoolingKind(stated or source.config.kind.default_pooling)
 
 
 def model_name(section: ModelSection, directory: Path | None) -> str:

@@ -38,6 +38,7 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     pooling: PoolingKind = PoolingKind.last  # of a request that names none
     normalize: bool = True  # the same
     num_labels: int = 0  # of the classification head; 0 = there is none
+    has_kv_cache: bool = True  # False: no keys and values are kept between steps
     num_segments: int = 0  # that an encoder tells apart; 0 = not an encoder
 
 

@@ -16,6 +16,7 @@ from ostinato.models.base import EncoderModel, ForwardBatch, KVCache
 from ostinato.models.checkpoints.checkpoint import open_checkpoint
 from ostinato.models.checkpoints.weights import load_weights
 from ostinato.models.config.model_config import ModelConfig
+from ostinato.models.config.model_kind import ENCODER
 from ostinato.models.packing import pack_model
 from ostinato.models.registry import build_model, read_model_config
 from ostinato.ops.attention import AttentionMetadata
@@ -137,7 +138,7 @@ def test_classification(tmp_path):
     reference = transformers.BertForSequenceClassification(settings).eval()
     reference.save_pretrained(tmp_path)
     model, config = load(tmp_path)
-    assert (config.num_labels, config.is_encoder) == (3, True)
+    assert (config.num_labels, config.kind) == (3, ENCODER)
     with torch.inference_mode():
         first = model(pack([SEQUENCES[3]]), no_cache(config))[:1]
         logits = model.classify(first)

@@ -1,0 +1,38 @@
+"""The kinds of models that are served, and what the runtime asks of a kind.
+
+A kind answers questions (does it keep keys and values? does it generate?), so that no caller tells
+kinds apart by a value of the configuration.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ("DECODER", "ENCODER", "ModelKind")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelKind:
+    """What the runtime has to know of a model besides its sizes."""
+
+    name: str
+    generates: bool  # tokens are sampled from its logits, one step after the other
+    needs_kv_cache: bool  # later steps read the keys and values of earlier steps
+    takes_whole_prompts: bool  # one step computes all tokens of a sequence
+    default_pooling: str  # of embeddings, when neither user nor checkpoint names one
+
+
+DECODER = ModelKind(
+    name="decoder",
+    generates=True,
+    needs_kv_cache=True,
+    takes_whole_prompts=False,
+    default_pooling="last",
+)
+ENCODER = ModelKind(
+    name="encoder",
+    generates=False,
+    needs_kv_cache=False,
+    takes_whole_prompts=True,
+    default_pooling="cls",
+)
