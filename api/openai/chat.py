@@ -17,8 +17,8 @@ from ostinato.api.schemas.openai import (
     ChatChunk,
     ChatChunkChoice,
     ChatCompletionRequest,
-    ChatDelta,
     ChatResponse,
+    DeltaMessage,
     FunctionDelta,
     PromptLogprobs,
     ReplyFunction,
@@ -153,7 +153,7 @@ def to_chunks(
     output = news.output
     choices = []
     if output.num_output_tokens == len(output.new_token_ids):  # the first news of this completion
-        choices.append(ChatChunkChoice(index=output.index, delta=ChatDelta("assistant", echo)))
+        choices.append(ChatChunkChoice(index=output.index, delta=DeltaMessage("assistant", echo)))
     logprobs = None
     if options.num_top_logprobs is not None and output.new_token_ids:
         assert output.logprobs is not None, "the engine reports what the request asked for"
@@ -166,9 +166,9 @@ def to_chunks(
         )
     has_news = logprobs is not None or (options.return_token_ids and output.new_token_ids)
     delta = to_delta(news.events)
-    if delta != ChatDelta() or has_news or news.finish_reason is not None:
-        if delta == ChatDelta() and has_news:
-            delta = ChatDelta(content="")
+    if delta != DeltaMessage() or has_news or news.finish_reason is not None:
+        if delta == DeltaMessage() and has_news:
+            delta = DeltaMessage(content="")
         choices.append(
             ChatChunkChoice(
                 index=output.index,
@@ -185,7 +185,7 @@ def to_chunks(
     ]
 
 
-def to_delta(events: Sequence[Event]) -> ChatDelta:
+def to_delta(events: Sequence[Event]) -> DeltaMessage:
     """The events of one piece of news as one delta."""
     content = "".join(event.text for event in events if isinstance(event, Content))
     reasoning = "".join(event.text for event in events if isinstance(event, Reasoning)) or None
@@ -206,7 +206,7 @@ def to_delta(events: Sequence[Event]) -> ChatDelta:
             calls[event.index] = msgspec.structs.replace(
                 before, function=FunctionDelta(before.function.name, text)
             )
-    return ChatDelta(
+    return DeltaMessage(
         content=content or None,
         reasoning=reasoning,
         reasoning_content=reasoning,

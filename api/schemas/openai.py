@@ -31,7 +31,6 @@ __all__ = (
     "ChatChunk",
     "ChatChunkChoice",
     "ChatCompletionRequest",
-    "ChatDelta",
     "ChatLogprobs",
     "ChatResponse",
     "ChatTokenLogprob",
@@ -40,6 +39,7 @@ __all__ = (
     "CompletionLogprobs",
     "CompletionRequest",
     "CompletionTokensDetails",
+    "DeltaMessage",
     "DetokenizeRequest",
     "DetokenizeResponse",
     "FunctionDelta",
@@ -319,7 +319,7 @@ class ToolCallDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     function: FunctionDelta
 
 
-class ChatDelta(msgspec.Struct, frozen=True, omit_defaults=True):
+class DeltaMessage(msgspec.Struct, frozen=True, omit_defaults=True):
     role: str | None = None
     content: str | None = None
     reasoning: str | None = None
@@ -329,7 +329,7 @@ class ChatDelta(msgspec.Struct, frozen=True, omit_defaults=True):
 
 class ChatChunkChoice(msgspec.Struct, frozen=True, kw_only=True):
     index: int
-    delta: ChatDelta
+    delta: DeltaMessage
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | msgspec.UnsetType | None = msgspec.UNSET
