@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from ostinato.api.openai.chat_events import AnswerNews, CollectedAnswer
+from ostinato.api.openai.chat_events import ChatDelta, CollectedAnswer
 from ostinato.api.openai.logprobs import TokenBytes, chat_logprobs, prompt_logprobs
 from ostinato.api.parsing.events import CallBegins, Content, Event, Reasoning
 from ostinato.api.schemas.openai import (
@@ -137,7 +137,7 @@ def to_request(
 
 def to_chunks(
     head: ReplyHead,
-    news: AnswerNews,
+    news: ChatDelta,
     token_bytes: TokenBytes,
     *,
     options: ReplyOptions,

@@ -19,10 +19,10 @@ from ostinato.api.service.service import News
 from ostinato.runtime.client.completion import join_outputs
 from ostinato.runtime.types.outputs import FinishReason, RequestOutput
 
-__all__ = ("AnswerNews", "CollectedAnswer", "answer_news", "collect_answers", "join_news")
+__all__ = ("ChatDelta", "CollectedAnswer", "chat_deltas", "collect_answers", "join_deltas")
 
 
-class AnswerNews(msgspec.Struct, frozen=True):
+class ChatDelta(msgspec.Struct, frozen=True):
     """One piece of news of one answer."""
 
     output: RequestOutput
@@ -39,9 +39,9 @@ class CollectedAnswer(msgspec.Struct, kw_only=True):
     finish_reason: str | None = None
 
 
-async def answer_news(
+async def chat_deltas(
     news: AsyncGenerator[News, None], form: AnswerForm
-) -> AsyncGenerator[AnswerNews, None]:
+) -> AsyncGenerator[ChatDelta, None]:
     """The news of all answers to one prompt, parsed; closing it closes `news`."""
     parsers: dict[int, AnswerParser] = {}
     async with aclosing(news):
@@ -56,14 +56,14 @@ async def answer_news(
                 events += parser.finish()
                 calls_end_it = parser.has_calls and output.finish_reason is FinishReason.stop
                 finish_reason = "tool_calls" if calls_end_it else output.finish_reason.value
-            yield AnswerNews(
+            yield ChatDelta(
                 output, [_with_id(event, form) for event in events], finish_reason, num_reasoning
             )
 
 
-def join_news(news: Sequence[AnswerNews]) -> AnswerNews:
+def join_deltas(news: Sequence[ChatDelta]) -> ChatDelta:
     """Several that follow each other, of one answer, as one."""
-    return AnswerNews(
+    return ChatDelta(
         join_outputs([one.output for one in news]),
         [event for one in news for event in one.events],
         news[-1].finish_reason,
@@ -72,7 +72,7 @@ def join_news(news: Sequence[AnswerNews]) -> AnswerNews:
 
 
 async def collect_answers(
-    news: AsyncGenerator[AnswerNews, None], tally: Tally
+    news: AsyncGenerator[ChatDelta, None], tally: Tally
 ) -> dict[int, CollectedAnswer]:
     """All answers by their index, when they have ended."""
     completions: dict[tuple[int, int], CollectedCompletion] = {}

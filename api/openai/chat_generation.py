@@ -9,7 +9,7 @@ import msgspec
 from ostinato.api.base.errors import renamed
 from ostinato.api.base.timeline import RequestContext
 from ostinato.api.openai import chat
-from ostinato.api.openai.chat_events import AnswerNews, answer_news
+from ostinato.api.openai.chat_events import ChatDelta, chat_deltas
 from ostinato.api.openai.chat_prompt import ChatPrompt
 from ostinato.api.schemas.openai import ChatCompletionRequest
 from ostinato.api.service.generation import with_thinking
@@ -72,7 +72,7 @@ class ChatRun:
         with renamed(self._names):
             await self._service.prepare(self._body, self.generations, self._context)
 
-    def news(self) -> AsyncGenerator[AnswerNews, None]:
+    def news(self) -> AsyncGenerator[ChatDelta, None]:
         """The news of all its answers; closing it aborts what has not ended."""
         running = self._service.run(self._request_id, self.generations, self._context)
-        return answer_news(running, self._form)
+        return chat_deltas(running, self._form)

@@ -11,7 +11,7 @@ import msgspec
 
 from ostinato.api.base.timeline import RequestContext, Timeline
 from ostinato.api.openai import chat, completions
-from ostinato.api.openai.chat_events import collect_answers, join_news
+from ostinato.api.openai.chat_events import collect_answers, join_deltas
 from ostinato.api.openai.chat_generation import ChatRun
 from ostinato.api.openai.chat_prompt import ChatPrompt
 from ostinato.api.openai.prompt_report import PromptReport, prompt_report
@@ -64,7 +64,7 @@ class ChatReply:
         self._options = chat.reply_options(body)
         self._reasons = prompt.form.reasoning is not None
         self._echo = chat.echo_text(body)
-        self._interval = StreamInterval(body.stream_interval or 1, join_news)
+        self._interval = StreamInterval(body.stream_interval or 1, join_deltas)
         self._run = ChatRun(service, body, prompt, request_id=self._head.id, context=self._context)
         self._generations = self._run.generations
 

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from ostinato.api.openai import chat
-from ostinato.api.openai.chat_events import AnswerNews, CollectedAnswer
+from ostinato.api.openai.chat_events import ChatDelta, CollectedAnswer
 from ostinato.api.openai.tools import template_messages
 from ostinato.api.parsing.events import (
     CallArguments,
@@ -189,10 +189,10 @@ class TestTemplateMessages:
         assert chat.asks_for_answer(chat_body(**fields)) is expected
 
 
-def parsed(news: RequestOutput) -> AnswerNews:
+def parsed(news: RequestOutput) -> ChatDelta:
     """News of an answer that is nothing but content."""
     events = [Content(news.text_delta)] if news.text_delta else []
-    return AnswerNews(news, events, news.finish_reason and news.finish_reason.value)
+    return ChatDelta(news, events, news.finish_reason and news.finish_reason.value)
 
 
 class TestChunks:
