@@ -25,7 +25,7 @@ from ostinato.api.anthropic.schemas import (
     ToolUseBlock,
     Turn,
 )
-from ostinato.api.openai.content_blocks import Block, BlockKind, BlockNews
+from ostinato.api.openai.content_blocks import BlockDelta, BlockKind, ContentBlock
 from ostinato.api.schemas.conversation import (
     CalledFunction,
     FunctionTool,
@@ -172,12 +172,12 @@ def stop_of(finish_reason: str, stop_reason: int | str | None) -> tuple[str, str
     return "end_turn", None
 
 
-def reply_blocks(blocks: list[Block]) -> list[ReplyText | ReplyThinking | ReplyToolUse]:
+def reply_blocks(blocks: list[ContentBlock]) -> list[ReplyText | ReplyThinking | ReplyToolUse]:
     """The content of a whole answer."""
     return [_reply_block(block, block.text) for block in blocks]
 
 
-def block_event(news: BlockNews) -> list[Event]:
+def block_event(news: BlockDelta) -> list[Event]:
     """The events that tell of it."""
     block = news.block
     if news.begins:
@@ -199,7 +199,7 @@ def block_event(news: BlockNews) -> list[Event]:
     return [Event(type="content_block_delta", index=block.index, delta=delta)]
 
 
-def _reply_block(block: Block, text: str) -> ReplyText | ReplyThinking | ReplyToolUse:
+def _reply_block(block: ContentBlock, text: str) -> ReplyText | ReplyThinking | ReplyToolUse:
     if block.kind is BlockKind.text:
         return ReplyText(text)
     if block.kind is BlockKind.reasoning:

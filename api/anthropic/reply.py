@@ -13,7 +13,7 @@ from ostinato.api.anthropic.schemas import Event, MessageDelta, Reply, Usage
 from ostinato.api.base.timeline import RequestContext
 from ostinato.api.openai.chat_generation import ChatRun
 from ostinato.api.openai.chat_prompt import ChatPrompt
-from ostinato.api.openai.content_blocks import BlockRow
+from ostinato.api.openai.content_blocks import ContentBlocks
 from ostinato.api.schemas.openai import ChatCompletionRequest
 from ostinato.api.service.generation import Tally
 from ostinato.api.service.service import Service
@@ -43,7 +43,7 @@ class MessagesReply:
         self._run = ChatRun(service, body, prompt, request_id=self._id, context=context)
         self._context = context
         self._tally = Tally.of(self._run.generations)
-        self._row = BlockRow()
+        self._blocks = ContentBlocks()
         self._stop: tuple[str | None, str | None] = None, None
 
     async def prepare(self) -> None:
@@ -59,12 +59,12 @@ class MessagesReply:
                 if not has_begun:  # the first news says what was in the cache
                     has_begun = True
                     yield Event(type="message_start", message=self._message())
-                for change in self._row.feed(one.events):
+                for change in self._blocks.feed(one.events):
                     for event in block_event(change):
                         yield event
                 if one.finish_reason is not None:
                     self._stop = stop_of(one.finish_reason, one.output.stop_reason)
-        for change in self._row.finish():
+        for change in self._blocks.finish():
             for event in block_event(change):
                 yield event
         reason, sequence = self._stop
@@ -87,7 +87,7 @@ class MessagesReply:
         return Reply(
             id=self._id,
             model=self._model,
-            content=reply_blocks(self._row.blocks),
+            content=reply_blocks(self._blocks.blocks),
             stop_reason=reason,
             stop_sequence=sequence,
             usage=self._usage(),

@@ -12,7 +12,7 @@ import msgspec
 
 from ostinato.api.parsing.events import CallArguments, CallBegins, Event, Reasoning
 
-__all__ = ("Block", "BlockKind", "BlockNews", "BlockRow")
+__all__ = ("BlockDelta", "BlockKind", "ContentBlock", "ContentBlocks")
 
 
 class BlockKind(StrEnum):
@@ -21,7 +21,7 @@ class BlockKind(StrEnum):
     call = "call"
 
 
-class Block(msgspec.Struct, kw_only=True):
+class ContentBlock(msgspec.Struct, kw_only=True):
     """One block; its `text` grows until it ends. A call's is its arguments."""
 
     index: int
@@ -31,25 +31,25 @@ class Block(msgspec.Struct, kw_only=True):
     call_id: str = ""
 
 
-class BlockNews(msgspec.Struct, frozen=True):
+class BlockDelta(msgspec.Struct, frozen=True):
     """What happens to a block; it begins with nothing and ends with nothing new."""
 
-    block: Block
+    block: ContentBlock
     delta: str = ""
     begins: bool = False
     ends: bool = False
 
 
-class BlockRow:
+class ContentBlocks:
     """The blocks of one answer so far."""
 
     def __init__(self) -> None:
-        self.blocks: list[Block] = []
+        self.blocks: list[ContentBlock] = []
         self._is_open = False
 
-    def feed(self, events: Iterable[Event]) -> list[BlockNews]:
+    def feed(self, events: Iterable[Event]) -> list[BlockDelta]:
         """What new events change."""
-        news: list[BlockNews] = []
+        news: list[BlockDelta] = []
         for event in events:
             if isinstance(event, CallBegins):
                 news += self._begin(BlockKind.call, event.name, event.id or "")
@@ -61,18 +61,20 @@ class BlockRow:
                 news += self._begin(kind)
             block = self.blocks[-1]
             block.text += event.text
-            news.append(BlockNews(block, delta=event.text))
+            news.append(BlockDelta(block, delta=event.text))
         return news
 
-    def finish(self) -> list[BlockNews]:
+    def finish(self) -> list[BlockDelta]:
         """The end of the last block."""
         if not self._is_open:
             return []
         self._is_open = False
-        return [BlockNews(self.blocks[-1], ends=True)]
+        return [BlockDelta(self.blocks[-1], ends=True)]
 
-    def _begin(self, kind: BlockKind, name: str = "", call_id: str = "") -> list[BlockNews]:
+    def _begin(self, kind: BlockKind, name: str = "", call_id: str = "") -> list[BlockDelta]:
         news = self.finish()
-        self.blocks.append(Block(index=len(self.blocks), kind=kind, name=name, call_id=call_id))
+        self.blocks.append(
+            ContentBlock(index=len(self.blocks), kind=kind, name=name, call_id=call_id)
+        )
         self._is_open = True
-        return [*news, BlockNews(self.blocks[-1], begins=True)]
+        return [*news, BlockDelta(self.blocks[-1], begins=True)]

@@ -13,7 +13,7 @@ import msgspec
 from ostinato.api.base.errors import error_body, status_of
 from ostinato.api.base.timeline import RequestContext
 from ostinato.api.openai.chat_generation import ChatRun
-from ostinato.api.openai.content_blocks import Block, BlockKind, BlockNews, BlockRow
+from ostinato.api.openai.content_blocks import BlockDelta, BlockKind, ContentBlock, ContentBlocks
 from ostinato.api.responses.schemas import (
     ApiError,
     Event,
@@ -70,7 +70,7 @@ class ResponsesReply:
         self._context = context
         self._tally = Tally.of(run.generations)
         self._num_reasoning_tokens = 0
-        self._row = BlockRow()
+        self._blocks = ContentBlocks()
         self._is_incomplete = False
         self._num_events = 0
         sampling = run.generations[0].sampling
@@ -125,18 +125,18 @@ class ResponsesReply:
         response = self._ended()
         yield self._event(f"response.{response.status}", response=response)
 
-    async def _changes(self) -> AsyncGenerator[BlockNews, None]:
+    async def _changes(self) -> AsyncGenerator[BlockDelta, None]:
         async with aclosing(self._run.news()) as news:
             async for one in news:
                 self._tally.add(0, one.output)
                 self._num_reasoning_tokens += one.num_reasoning_tokens
                 self._is_incomplete = one.finish_reason == FinishReason.length
-                for change in self._row.feed(one.events):
+                for change in self._blocks.feed(one.events):
                     yield change
-        for change in self._row.finish():
+        for change in self._blocks.finish():
             yield change
 
-    def _events_of(self, change: BlockNews) -> list[Event]:
+    def _events_of(self, change: BlockDelta) -> list[Event]:
         block = change.block
         item_id, place = self._item_id(block), {"output_index": block.index}
         if change.begins:
@@ -169,7 +169,7 @@ class ResponsesReply:
         item = self._item(block, self._status_of(block))
         return [*events, self._event("response.output_item.done", item=item, **place)]
 
-    def _part_event(self, what: str, block: Block, text: str) -> Event:
+    def _part_event(self, what: str, block: ContentBlock, text: str) -> Event:
         is_text = block.kind is BlockKind.text
         return self._event(
             f"response.content_part.{what}",
@@ -183,14 +183,14 @@ class ResponsesReply:
         self._num_events += 1
         return Event(type=kind, sequence_number=self._num_events - 1, **fields)
 
-    def _item_id(self, block: Block) -> str:
+    def _item_id(self, block: ContentBlock) -> str:
         return f"{_PREFIXES[block.kind]}_{self._begun.id.removeprefix('resp_')}_{block.index}"
 
-    def _status_of(self, block: Block) -> Any:
-        is_last = block.index == len(self._row.blocks) - 1
+    def _status_of(self, block: ContentBlock) -> Any:
+        is_last = block.index == len(self._blocks.blocks) - 1
         return "incomplete" if self._is_incomplete and is_last else "completed"
 
-    def _item(self, block: Block, status: Any, *, is_empty: bool = False) -> OutputItem:
+    def _item(self, block: ContentBlock, status: Any, *, is_empty: bool = False) -> OutputItem:
         item_id, text = self._item_id(block), "" if is_empty else block.text
         if block.kind is BlockKind.call:
             return OutputCall(
@@ -214,14 +214,14 @@ class ResponsesReply:
             status="incomplete" if self._is_incomplete else "completed",
             completed_at=None if self._is_incomplete else int(time.time()),
             incomplete_details=details,
-            output=[self._item(block, self._status_of(block)) for block in self._row.blocks],
+            output=[self._item(block, self._status_of(block)) for block in self._blocks.blocks],
             usage=self._usage(),
         )
         if response.store:
             self._service.stored_responses.put(
                 response.id,
                 msgspec.json.encode(response),
-                [*self._messages, _answer(self._row.blocks)],
+                [*self._messages, _answer(self._blocks.blocks)],
             )
         return msgspec.structs.replace(response, trace=self._context.report())
 
@@ -231,7 +231,7 @@ class ResponsesReply:
             self._begun,
             status="failed",
             error=ApiError(detail.code or "server_error", detail.message),
-            output=[self._item(block, "incomplete") for block in self._row.blocks],
+            output=[self._item(block, "incomplete") for block in self._blocks.blocks],
         )
 
     def _usage(self) -> Usage:
@@ -247,7 +247,7 @@ class ResponsesReply:
         )
 
 
-def _answer(blocks: list[Block]) -> Message:
+def _answer(blocks: list[ContentBlock]) -> Message:
     """The answer as the next request's conversation has it."""
 
     def texts(kind: BlockKind) -> str:
