@@ -15,7 +15,7 @@ from ostinato.api.openai.tools import new_call_id
 from ostinato.api.parsing.answer_parser import AnswerForm, AnswerParser
 from ostinato.api.parsing.events import CallBegins, Event, Message
 from ostinato.api.service.generation import CollectedCompletion, Tally, collect
-from ostinato.api.service.service import News
+from ostinato.api.service.service import IndexedOutput
 from ostinato.runtime.client.completion import join_outputs
 from ostinato.runtime.types.outputs import FinishReason, RequestOutput
 
@@ -40,7 +40,7 @@ class CollectedAnswer(msgspec.Struct, kw_only=True):
 
 
 async def chat_deltas(
-    news: AsyncGenerator[News, None], form: AnswerForm
+    news: AsyncGenerator[IndexedOutput, None], form: AnswerForm
 ) -> AsyncGenerator[ChatDelta, None]:
     """The news of all answers to one prompt, parsed; closing it closes `news`."""
     parsers: dict[int, AnswerParser] = {}

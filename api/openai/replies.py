@@ -33,7 +33,7 @@ from ostinato.api.service.generation import (
     collect,
     new_id,
 )
-from ostinato.api.service.service import News, Service
+from ostinato.api.service.service import IndexedOutput, Service
 from ostinato.runtime.client.completion import join_outputs
 from ostinato.runtime.types.outputs import FinishReason, RequestOutput
 
@@ -252,7 +252,7 @@ class CompletionReply:
         ]
         return msgspec.structs.replace(response, choices=choices, trace=self._context.report())
 
-    async def _run(self) -> AsyncGenerator[News, None]:
+    async def _run(self) -> AsyncGenerator[IndexedOutput, None]:
         """The news; with `max_tokens=0` without the token that the engine had to be asked for."""
         running = self._service.run(self._head.id, self._generations, self._context)
         async with aclosing(running) as news:
@@ -325,7 +325,7 @@ def _without_output(output: RequestOutput) -> RequestOutput:
 
 
 async def _collect(
-    news: AsyncGenerator[News, None], generations: list[Generation]
+    news: AsyncGenerator[IndexedOutput, None], generations: list[Generation]
 ) -> tuple[dict[tuple[int, int], CollectedCompletion], Tally]:
     tally = Tally.of(generations)
     collected: dict[tuple[int, int], CollectedCompletion] = {}

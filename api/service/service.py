@@ -36,11 +36,11 @@ from ostinato.runtime.types.engine_info import ServedModel
 from ostinato.runtime.types.outputs import FinishReason, PooledOutput, RequestOutput
 from ostinato.runtime.types.params import PoolingParams, SamplingParams
 
-__all__ = ("Client", "News", "Service")
+__all__ = ("Client", "IndexedOutput", "Service")
 
 _INLINE_CHARACTERS = 4096  # a longer text is tokenised in a thread
 
-News = tuple[int, RequestOutput]  # (prompt index, what is new)
+IndexedOutput = tuple[int, RequestOutput]  # (prompt index, what is new)
 
 
 class Client(EngineView, EngineSigns, EngineQueue, Protocol):
@@ -242,8 +242,8 @@ class Service:
         reply_id: str,
         generations: Sequence[Generation],
         context: RequestContext | None = None,
-    ) -> AsyncGenerator[News, None]:
-        """News of all completions of all prompts, timed, counted and logged.
+    ) -> AsyncGenerator[IndexedOutput, None]:
+        """IndexedOutput of all completions of all prompts, timed, counted and logged.
 
         Closing the iterator aborts what has not ended.
 
@@ -371,14 +371,14 @@ async def _all_in_time(
 
 async def _merge(
     client: Client, generations: Sequence[Generation], context: RequestContext
-) -> AsyncGenerator[News, None]:
-    """News of several prompts as they come; one prompt takes the direct way."""
+) -> AsyncGenerator[IndexedOutput, None]:
+    """IndexedOutput of several prompts as they come; one prompt takes the direct way."""
     if len(generations) == 1:
         async with aclosing(_generate(client, generations[0], context)) as outputs:
             async for output in outputs:
                 yield 0, output
         return
-    queue: asyncio.Queue[News | int | Exception] = asyncio.Queue()
+    queue: asyncio.Queue[IndexedOutput | int | Exception] = asyncio.Queue()
 
     async def pump(prompt_index: int) -> None:
         try:

@@ -190,7 +190,7 @@ class TestTemplateMessages:
 
 
 def parsed(news: RequestOutput) -> ChatDelta:
-    """News of an answer that is nothing but content."""
+    """IndexedOutput of an answer that is nothing but content."""
     events = [Content(news.text_delta)] if news.text_delta else []
     return ChatDelta(news, events, news.finish_reason and news.finish_reason.value)
 
