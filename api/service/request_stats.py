@@ -1,4 +1,4 @@
-"""The record of one reply, of tokens or of vectors: timed while it runs, then counted, logged and
+"""The stats of one reply, of tokens or of vectors: timed while it runs, then counted, logged and
 traced once.
 """
 
@@ -17,10 +17,10 @@ from ostinato.api.service.generation import Tally
 from ostinato.runtime.types.outputs import PooledOutput, RequestOutput
 from ostinato.runtime.types.params import SamplingParams
 
-__all__ = ("Recorder", "ReplyRecord")
+__all__ = ("RequestStats", "StatsSinks")
 
 
-class Recorder(msgspec.Struct, frozen=True):
+class StatsSinks(msgspec.Struct, frozen=True):
     """Where records go."""
 
     metrics: Metrics
@@ -40,11 +40,11 @@ class _Completion:
         self.num_tokens = 0
 
 
-class ReplyRecord:
+class RequestStats:
     """Timing of one reply; `close` ends it, once.
 
     Args:
-        recorder: where it goes.
+        sinks: where it goes.
         reply_id: as the client sees it.
         prompts: token ids of each.
         context: of its HTTP request.
@@ -53,14 +53,14 @@ class ReplyRecord:
 
     def __init__(
         self,
-        recorder: Recorder,
+        sinks: StatsSinks,
         reply_id: str,
         prompts: Sequence[list[int]],
         context: RequestContext,
         sampling: Sequence[SamplingParams] | None = None,
     ) -> None:
-        self._recorder = recorder
-        self._metrics = recorder.metrics
+        self._sinks = sinks
+        self._metrics = sinks.metrics
         self._reply_id = reply_id
         self._prompts = prompts
         self._context = context
@@ -165,13 +165,13 @@ class ReplyRecord:
                 self._count_answer(self._sampling)
         fields = self._fields(now)
         trace_id = ""
-        if self._recorder.tracer is not None:
-            trace_id = self._recorder.tracer.export(
+        if self._sinks.tracer is not None:
+            trace_id = self._sinks.tracer.export(
                 self._context, self._reply_id, fields, self._times(now)
             )
         if trace_id:
             fields["trace_id"] = trace_id
-        if self._recorder.with_prompts:
+        if self._sinks.with_prompts:
             fields["prompt_token_ids"] = self._prompts
         log_request(self._reply_id, outcome, fields)
 

@@ -20,7 +20,7 @@ from ostinato.api.schemas.response_format import ConstraintFields, refusing_by_f
 from ostinato.api.service import health
 from ostinato.api.service.generation import Generation
 from ostinato.api.service.health import EngineSigns
-from ostinato.api.service.request_stats import Recorder, ReplyRecord
+from ostinato.api.service.request_stats import RequestStats, StatsSinks
 from ostinato.api.service.response_store import ResponseStore
 from ostinato.conf.schema import SamplingSection, ServerConfig
 from ostinato.runtime.engine.engine_state import EngineState
@@ -109,7 +109,7 @@ class Service:
         self.phase: str | None = "starting"
         self.metrics = Metrics(client, self._model_name, vllm_names=server.vllm_metrics)
         tracer = Tracer(server.otlp_endpoint) if server.otlp_endpoint else None
-        self._recorder = Recorder(self.metrics, tracer, server.log_prompts)
+        self._sinks = StatsSinks(self.metrics, tracer, server.log_prompts)
         self.is_draining = False
         self.template_turn = asyncio.Semaphore(1)
         self.stored_responses = ResponseStore(server.response_store_mib)
@@ -118,8 +118,8 @@ class Service:
 
     def close(self) -> None:
         """Send what is left of traces; nothing may run afterwards."""
-        if self._recorder.tracer is not None:
-            self._recorder.tracer.close()
+        if self._sinks.tracer is not None:
+            self._sinks.tracer.close()
 
     def _model_name(self) -> str | None:
         return self.client.model.name if self.phase is None else None
@@ -256,25 +256,25 @@ class Service:
             EngineError: the engine failed, or gave a completion up.
         """
         context = context or RequestContext()
-        record = ReplyRecord(
-            self._recorder,
+        stats = RequestStats(
+            self._sinks,
             reply_id,
             [one.prompt_token_ids for one in generations],
             context,
             [one.sampling for one in generations],
         )
         try:
-            with self._recorded(record):
+            with self._measured(stats):
                 async with aclosing(_merge(self.client, generations, context)) as news:
                     async for prompt_index, output in news:
-                        record.add(prompt_index, output)
+                        stats.add(prompt_index, output)
                         _raise_for_failure(output)
                         yield prompt_index, output
         finally:
             if self.trace is not None:
-                for prompt_index, num_tokens in record.num_tokens():
+                for prompt_index, num_tokens in stats.num_tokens():
                     one = generations[prompt_index]
-                    self.trace.add(record.begin, one.prompt_token_ids, num_tokens, one.cache_salt)
+                    self.trace.add(stats.begin, one.prompt_token_ids, num_tokens, one.cache_salt)
 
     async def pool(
         self,
@@ -292,7 +292,7 @@ class Service:
             DeadlineError: the request's time is over.
             EngineError: the engine failed, or gave one up; the others are aborted.
         """
-        record = ReplyRecord(self._recorder, reply_id, batch, context)
+        stats = RequestStats(self._sinks, reply_id, batch, context)
 
         async def one(index: int, token_ids: list[int]) -> PooledOutput:
             output = await self.client.pool(
@@ -303,34 +303,34 @@ class Service:
                 cache_salt=cache_salt,
                 trace=context.timeline is not None,
             )
-            record.add_vector(index, output)
+            stats.add_vector(index, output)
             _raise_for_failure(output)
             return output
 
-        with self._recorded(record):
+        with self._measured(stats):
             return await _all_in_time(
                 [one(index, token_ids) for index, token_ids in enumerate(batch)], context
             )
 
     @contextmanager
-    def _recorded(self, record: ReplyRecord) -> Iterator[None]:
-        """Work for a reply: counted while it is open, and its record closed with how it ended."""
+    def _measured(self, stats: RequestStats) -> Iterator[None]:
+        """Work for a reply: counted while it is open, and its stats closed with how it ended."""
         self.num_open += 1
         try:
             yield
-            record.close("done")
+            stats.close("done")
         except EngineDeadError as error:
-            record.close("error 503")
+            stats.close("error 503")
             if self.is_draining:
                 raise UnavailableError(
                     "the server is shutting down", code="shutting_down"
                 ) from error
             raise
         except Exception as error:
-            record.close(f"error {status_of(error)}")
+            stats.close(f"error {status_of(error)}")
             raise
         except BaseException:
-            record.close("disconnected")
+            stats.close("disconnected")
             raise
         finally:
             self.num_open -= 1
