@@ -16,7 +16,7 @@ import msgspec
 from litestar import Request, Response
 from litestar.exceptions import HTTPException
 
-from ostinato.api.base.unsupported_endpoints import why_unserved
+from ostinato.api.base.unsupported_endpoints import hint_for
 from ostinato.runtime.errors import DeadlineError, EngineDeadError, EngineError, InvalidRequestError
 
 __all__ = (
@@ -216,7 +216,7 @@ def _explain(
     """(message, code) in a sentence for what the framework says in two words."""
     place = f"{request.method} {request.url.path}"
     if error.status_code == 404:
-        hint = why_unserved(request.url.path) or "GET /schema lists the endpoints"
+        hint = hint_for(request.url.path) or "GET /schema lists the endpoints"
         return f"there is no {place}; {hint}", "not_found"
     if error.status_code == 405:
         allowed = (error.headers or {}).get("allow", "another method")

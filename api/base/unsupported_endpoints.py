@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ("why_unserved",)
+__all__ = ("hint_for",)
 
 _INSTEAD = {
     "/classify": "/v1/score or /v1/rerank",
@@ -49,7 +49,7 @@ _NEEDS = {
 }
 
 
-def why_unserved(path: str) -> str | None:
+def hint_for(path: str) -> str | None:
     """What to do instead of asking `path`, or what it needs; None where nobody serves it."""
     path = path.rstrip("/")
     if path in _INSTEAD:

@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-__all__ = ("UNSUPPORTED", "Unsupported", "is_neutral")
+__all__ = ("UNSUPPORTED", "Unsupported", "is_no_op")
 
 
 class Unsupported(NamedTuple):
     """One field."""
 
-    needs: str  # what this server lacks for it, for the refusal
-    neutral: tuple[Any, ...] = ()  # values that ask for nothing
+    missing_feature: str  # what this server lacks for it, for the refusal
+    no_op_values: tuple[Any, ...] = ()  # values that ask for nothing
     instead: str = ""  # the field that does the same
 
 
@@ -62,12 +62,12 @@ UNSUPPORTED: Mapping[str, Unsupported] = {
 }
 
 
-def is_neutral(
+def is_no_op(
     name: str, value: object, unsupported: Mapping[str, Unsupported] = UNSUPPORTED
 ) -> bool:
     """Whether the field is known, not honoured, and `value` asks for nothing."""
     if name not in unsupported:
         return False
     # By type too: true is not 1.
-    neutral = unsupported[name].neutral
-    return value is None or any(type(value) is type(one) and value == one for one in neutral)
+    no_op_values = unsupported[name].no_op_values
+    return value is None or any(type(value) is type(one) and value == one for one in no_op_values)

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 
 from ostinato.api.base.timeline import REQUEST_ID_PATTERN, Timeline
-from ostinato.api.base.unsupported_fields import UNSUPPORTED, Unsupported, is_neutral
+from ostinato.api.base.unsupported_fields import UNSUPPORTED, Unsupported, is_no_op
 from ostinato.api.schemas.conversation import Message, NamedToolChoice, ReasoningEffort, Tool
 from ostinato.api.schemas.response_format import ConstraintFields
 from ostinato.runtime.errors import InvalidRequestError
@@ -420,14 +420,14 @@ def decode(body: bytes, schema: type[T], unsupported: Mapping[str, Unsupported] 
     try:
         return msgspec.json.decode(body, type=schema)
     except msgspec.ValidationError as error:
-        return _decode_without_neutral(body, schema, unsupported, error)
+        return _decode_without_no_ops(body, schema, unsupported, error)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidRequestError(
             f"the body is not valid JSON in UTF-8: {error}", code="invalid_json"
         ) from error
 
 
-def _decode_without_neutral(
+def _decode_without_no_ops(
     body: bytes,
     schema: type[T],
     unsupported: Mapping[str, Unsupported],
@@ -442,11 +442,11 @@ def _decode_without_neutral(
         ) from error
     known = {field.encode_name for field in msgspec.structs.fields(schema)}
     if isinstance(raw, dict):
-        raw = _without_neutral(raw, known, unsupported)
+        raw = _without_no_ops(raw, known, unsupported)
         messages = raw.get("messages")
         if isinstance(messages, list):
             raw["messages"] = [
-                _without_neutral(message, set(), unsupported)
+                _without_no_ops(message, set(), unsupported)
                 if isinstance(message, dict)
                 else message
                 for message in messages
@@ -457,13 +457,13 @@ def _decode_without_neutral(
         raise refusal(str(error), known, unsupported) from first
 
 
-def _without_neutral(
+def _without_no_ops(
     fields: dict[str, Any], known: set[str], unsupported: Mapping[str, Unsupported]
 ) -> dict[str, Any]:
     return {
         name: value
         for name, value in fields.items()
-        if (value is not None if name in known else not is_neutral(name, value, unsupported))
+        if (value is not None if name in known else not is_no_op(name, value, unsupported))
     }
 
 
@@ -500,7 +500,7 @@ def _unknown_field(
             + (
                 f"give {entry.instead} instead"
                 if entry.instead
-                else f"it needs {entry.needs}, which this server does not have yet; leave it out"
+                else f"it needs {entry.missing_feature}, which this server does not have yet; leave it out"
             ),
             param=param,
             code="unsupported_parameter",

@@ -59,4 +59,4 @@ def test_every_field_that_is_refused_by_name():
     assert [name for name in UNSUPPORTED if f"`{name}`" not in rows] == []
     for name, field in UNSUPPORTED.items():
         (row,) = [row for row in rows.splitlines() if row.startswith("|") and f"`{name}`" in row]
-        assert field.needs in row
+        assert field.missing_feature in row

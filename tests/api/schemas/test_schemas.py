@@ -49,7 +49,7 @@ class TestAccepted:
 
     @pytest.mark.parametrize("name", sorted(UNSUPPORTED))
     def test_unsupported_fields_that_ask_for_nothing(self, name):
-        for value in (None, *UNSUPPORTED[name].neutral):
+        for value in (None, *UNSUPPORTED[name].no_op_values):
             assert chat(**{name: value}) == chat()
 
     def test_the_nulls_that_an_sdk_keeps_in_a_message(self):
@@ -138,7 +138,7 @@ class TestRefused:
     def test_what_is_known_and_not_there_yet(self, name, value):
         error = refusal({"messages": MESSAGES, name: value})
         assert str(error) == (
-            f"{name} is not supported: it needs {UNSUPPORTED[name].needs}, which this server does "
+            f"{name} is not supported: it needs {UNSUPPORTED[name].missing_feature}, which this server does "
             "not have yet; leave it out"
         )
         assert (error.param, error.code) == (name, "unsupported_parameter")

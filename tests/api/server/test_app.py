@@ -9,7 +9,7 @@ import logging
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from ostinato.api.base.unsupported_endpoints import why_unserved
+from ostinato.api.base.unsupported_endpoints import hint_for
 from ostinato.api.server.app import create_app
 from ostinato.conf.schema import SamplingSection, ServerConfig
 from ostinato.graphs.seal import LateCompile
@@ -659,4 +659,4 @@ def test_endpoints_of_other_servers_are_refused_by_name(app, path, said):
 
 def test_no_endpoint_that_is_there_is_called_missing(app):
     paths = app.http.get("/schema/openapi.json").json()["paths"]
-    assert [path for path in paths if why_unserved(path)] == []
+    assert [path for path in paths if hint_for(path)] == []
