@@ -19,7 +19,7 @@ from prometheus_client import (
 from prometheus_client.metrics_core import Metric
 
 from ostinato.api.observability.engine_metrics import EngineCollector, EngineView, MachineCollector
-from ostinato.api.observability.recent_latency import LiveWindow
+from ostinato.api.observability.recent_latency import RecentLatency
 from ostinato.api.observability.resource_usage import MachineProbe
 from ostinato.api.observability.vllm_metrics import VllmCollector
 
@@ -44,7 +44,7 @@ class Metrics:
         vllm_names: whether there are those too.
 
     Attributes:
-        live: the last moments' latencies while somebody looks.
+        recent_latency: the last moments' latencies while somebody looks.
         probe: reads the machine's use.
     """
 
@@ -57,7 +57,7 @@ class Metrics:
     ) -> None:
         self._registry = CollectorRegistry(auto_describe=False)
         self.probe = MachineProbe()
-        self.live = LiveWindow()
+        self.recent_latency = RecentLatency()
         engine_collector = EngineCollector(engine)
         self._registry.register(engine_collector)
         self._registry.register(MachineCollector(engine, self.probe))

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import msgspec
 
-__all__ = ("LiveWindow", "Percentiles")
+__all__ = ("Percentiles", "RecentLatency")
 
 _WATCH_S = 10.0  # how long one look keeps the window going
 _WINDOW_S = 10.0
@@ -24,10 +24,10 @@ class Percentiles(msgspec.Struct, frozen=True):
     p99: float
 
 
-class LiveWindow:
+class RecentLatency:
     """The last ten seconds' times to first token and between tokens.
 
-    Nothing is kept until `look` is called, and nothing ten seconds after the last call.
+    Nothing is kept until `snapshot` is called, and nothing ten seconds after the last call.
 
     Args:
         clock: seconds.
@@ -46,7 +46,7 @@ class LiveWindow:
         if now < self._until:
             self._values[name].append((now, seconds))
 
-    def look(self) -> dict[str, Percentiles | None]:
+    def snapshot(self) -> dict[str, Percentiles | None]:
         """What there is in the window, and keep it going."""
         now = self._clock()
         if now >= self._until:

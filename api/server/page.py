@@ -124,7 +124,7 @@ async def _state(service: Service) -> PageState:
         stats=_by_name(stats),
         engine=None if engine is None else _engine(engine),
         engine_pid=service.client.engine_pid,
-        live=service.metrics.live.look(),
+        live=service.metrics.recent_latency.snapshot(),
         use=service.metrics.probe.read(service.client.engine_pid),
     )
 

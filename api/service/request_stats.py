@@ -121,10 +121,10 @@ class RequestStats:
         metrics = self._metrics
         if one.num_tokens:
             metrics.itl.observe(now - one.last)
-            metrics.live.add("itl", now - one.last)
+            metrics.recent_latency.add("itl", now - one.last)
         else:
             metrics.ttft.observe(now - self._begin)
-            metrics.live.add("ttft", now - self._begin)
+            metrics.recent_latency.add("ttft", now - self._begin)
             one.first = now
             if one.scheduled:
                 metrics.prefill.observe(max(0.0, now - one.scheduled))

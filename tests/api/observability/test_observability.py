@@ -10,7 +10,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from ostinato.api.observability.metrics import Metrics
-from ostinato.api.observability.recent_latency import LiveWindow
+from ostinato.api.observability.recent_latency import RecentLatency
 from ostinato.api.observability.resource_usage import MachineProbe
 from ostinato.api.observability.vllm_metrics import VLLM_NAMES
 from ostinato.conf.schema import ServerConfig
@@ -289,32 +289,32 @@ class TestMetrics:
 class TestLiveWindow:
     def test_nothing_is_kept_while_nobody_looks(self):
         now = [0.0]
-        window = LiveWindow(lambda: now[0])
+        window = RecentLatency(lambda: now[0])
         window.add("ttft", 1.0)
-        assert window.look() == {"ttft": None, "itl": None}
+        assert window.snapshot() == {"ttft": None, "itl": None}
         for value in range(1, 101):
             window.add("itl", float(value))
-        found = window.look()["itl"]
+        found = window.snapshot()["itl"]
         assert found is not None
         assert (found.count, found.p50, found.p90, found.p99) == (100, 51, 91, 100)
 
     def test_it_forgets(self):
         now = [0.0]
-        window = LiveWindow(lambda: now[0])
-        window.look()
+        window = RecentLatency(lambda: now[0])
+        window.snapshot()
         window.add("itl", 1.0)
         now[0] = 9.0
         window.add("itl", 3.0)
-        found = window.look()["itl"]
+        found = window.snapshot()["itl"]
         assert found is not None
         assert found.count == 2
         now[0] = 15.0
-        found = window.look()["itl"]
+        found = window.snapshot()["itl"]
         assert found is not None
         assert (found.count, found.p50) == (1, 3.0)
         now[0] = 30.0  # nobody looked for longer than a look lasts
         window.add("itl", 4.0)
-        assert window.look()["itl"] is None
+        assert window.snapshot()["itl"] is None
 
 
 class TestTraces:
