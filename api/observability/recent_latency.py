@@ -1,7 +1,8 @@
-"""Latencies of the last moments, kept only while somebody looks at them."""
+"""Percentiles of TTFT and ITL over the last ten seconds, for the page's live view."""
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections import deque
 from collections.abc import Callable
@@ -10,13 +11,13 @@ import msgspec
 
 __all__ = ("Percentiles", "RecentLatency")
 
-_WATCH_S = 10.0  # how long one look keeps the window going
+_WATCH_S = 10.0  # how long one snapshot keeps the collection going
 _WINDOW_S = 10.0
 _MAX_VALUES = 4096
 
 
 class Percentiles(msgspec.Struct, frozen=True):
-    """Of the values in a window."""
+    """Seconds, by linear interpolation between neighbours, as `numpy.percentile` computes them."""
 
     count: int
     p50: float
@@ -25,9 +26,10 @@ class Percentiles(msgspec.Struct, frozen=True):
 
 
 class RecentLatency:
-    """The last ten seconds' times to first token and between tokens.
+    """Times to first token and times between tokens of the last ten seconds.
 
-    Nothing is kept until `snapshot` is called, and nothing ten seconds after the last call.
+    A call of `snapshot` starts the collection. It stops ten seconds after the last call, so a
+    server that nobody watches collects nothing.
 
     Args:
         clock: seconds.
@@ -41,13 +43,13 @@ class RecentLatency:
         }
 
     def add(self, name: str, seconds: float) -> None:
-        """Keep a value of `ttft` or `itl`, if somebody looks."""
+        """Record a value of `ttft` or `itl`; does nothing while the collection is off."""
         now = self._clock()
         if now < self._until:
             self._values[name].append((now, seconds))
 
     def snapshot(self) -> dict[str, Percentiles | None]:
-        """What there is in the window, and keep it going."""
+        """The percentiles by name, None where there is no value; keeps the collection going."""
         now = self._clock()
         if now >= self._until:
             for values in self._values.values():
@@ -59,11 +61,11 @@ class RecentLatency:
 def _percentiles(values: deque[tuple[float, float]], now: float) -> Percentiles | None:
     while values and values[0][0] < now - _WINDOW_S:
         values.popleft()
-    if not values:
+    seconds = [value for _, value in values]
+    if not seconds:
         return None
-    ordered = sorted(value for _, value in values)
-
-    def at(share: float) -> float:
-        return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
-
-    return Percentiles(len(ordered), at(0.5), at(0.9), at(0.99))
+    # `quantiles` needs two values. Cut point i of 99 is the percentile i + 1.
+    cuts = statistics.quantiles(
+        seconds * 2 if len(seconds) == 1 else seconds, n=100, method="inclusive"
+    )
+    return Percentiles(len(seconds), cuts[49], cuts[89], cuts[98])

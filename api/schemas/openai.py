@@ -500,7 +500,8 @@ def _unknown_field(
             + (
                 f"give {entry.instead} instead"
                 if entry.instead
-                else f"it needs {entry.missing_feature}, which this server does not have yet; leave it out"
+                else f"it needs {entry.missing_feature}, which this server does not have yet;"
+                " leave it out"
             ),
             param=param,
             code="unsupported_parameter",
