@@ -53,7 +53,8 @@ class LeapingScheduler(Scheduler):
         size, free = self._cache.block_size, self._cache.num_free_blocks
         while count > 0:
             needed = sum(
-                -(-(s.num_computed_tokens + count) // size) - len(s.block_table) for s in running
+                -(-(s.num_computed_tokens + count) // size) - len(s.block_table.block_ids)
+                for s in running
             )
             if needed <= free:
                 return count
@@ -74,16 +75,19 @@ class LeapingScheduler(Scheduler):
             (position - sequence.num_computed_tokens, index, position)
             for index, sequence in enumerate(running)
             for position in range(
-                len(sequence.block_table) * size, sequence.num_computed_tokens + count, size
+                len(sequence.block_table.block_ids) * size,
+                sequence.num_computed_tokens + count,
+                size,
             )
         )
         for _, index, position in crossings:
-            taken = cache.allocate(running[index], position + 1)
+            taken = cache.allocate(running[index].block_table, position + 1)
             assert taken is not None, "num_alike counted the blocks"
         token_ids = [token_id] * count
         for sequence in running:
             sequence.token_ids += token_ids
             sequence.num_computed_tokens += count
-            if sequence.num_computed_tokens // size > sequence.num_registered_blocks:
-                cache.register(sequence)
+            table, num_computed = sequence.block_table, sequence.num_computed_tokens
+            if num_computed // size > table.num_registered:
+                cache.register(table, sequence.token_ids, num_computed)
         self.num_output_tokens += count * len(running)

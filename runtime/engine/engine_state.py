@@ -101,7 +101,7 @@ def describe_engine(
             if len(waiting) < _MAX_WAITING:
                 waiting.append(_waiting(sequence, now))
             continue
-        shared = [one for one in sequence.block_table if kinds[one - 1] == _SHARED]
+        shared = [one for one in sequence.block_table.block_ids if kinds[one - 1] == _SHARED]
         # Who shares a prefix has its first block in common.
         group = 1 + shared[0] % _NUM_GROUPS if shared else 0
         groups.update(dict.fromkeys(shared, group))
@@ -128,7 +128,7 @@ def _row(sequence: Sequence, num_shared: int, group: int, now: float) -> RowStat
         min(sequence.num_computed_tokens, sequence.num_tokens),
         sequence.num_output_tokens,
         sequence.max_num_tokens,
-        len(sequence.block_table),
+        len(sequence.block_table.block_ids),
         num_shared,
         group,
         sequence.num_preemptions,

@@ -17,23 +17,43 @@ __all__ = ("NULL_BLOCK_ID", "Block", "BlockHash", "BlockPool", "hash_blocks", "h
 
 NULL_BLOCK_ID = 0
 _DIGEST_BYTES = 32
+_KEY_PERSON = b"ostinato key"
 
 BlockHash = NewType("BlockHash", bytes)
 """Digest of a full block's tokens and of everything before them (parent digest, cache salt)."""
 
 
-def hash_root(cache_salt: str) -> BlockHash:
-    """The parent digest of a sequence's first block; equal salts share blocks, others never do."""
-    return BlockHash(blake2b(cache_salt.encode(), digest_size=_DIGEST_BYTES).digest())
+def hash_root(cache_salt: str = "", extra_keys: Sequence[str] = ()) -> BlockHash:
+    """The parent digest of a sequence's first block.
+
+    Sequences share blocks only when their roots are equal: the same salt and the same keys in the
+    same order.
+
+    Args:
+        cache_salt: chosen by the client.
+        extra_keys: what else keys and values depend on: an adapter, media, the KV cache group.
+    """
+    digest = blake2b(cache_salt.encode(), digest_size=_DIGEST_BYTES).digest()
+    for key in extra_keys:
+        # The personalisation tells a key from a salt and from a block's tokens.
+        keyed = blake2b(digest + key.encode(), digest_size=_DIGEST_BYTES, person=_KEY_PERSON)
+        digest = keyed.digest()
+    return BlockHash(digest)
 
 
-def hash_blocks(parent: BlockHash, token_ids: Sequence[int], block_size: int) -> list[BlockHash]:
+def hash_blocks(
+    parent: BlockHash,
+    token_ids: Sequence[int],
+    block_size: int,
+    extras: Sequence[bytes] | None = None,
+) -> list[BlockHash]:
     """Digests of consecutive full blocks: BLAKE2b over the parent's digest and 32-bit token ids.
 
     Args:
         parent: the digest of the block before, or `hash_root` at a sequence's beginning.
         token_ids: [n * block_size], each in [0, 2**32).
         block_size: tokens per block.
+        extras: [n], what each block depends on besides its tokens; an empty one changes nothing.
 
     Raises:
         OverflowError: a token id is not a 32-bit unsigned integer.
@@ -42,8 +62,12 @@ def hash_blocks(parent: BlockHash, token_ids: Sequence[int], block_size: int) ->
     width = 4 * block_size
     hashes: list[BlockHash] = []
     digest: bytes = parent
-    for begin in range(0, len(packed), width):
-        digest = blake2b(digest + packed[begin : begin + width], digest_size=_DIGEST_BYTES).digest()
+    for index, begin in enumerate(range(0, len(packed), width)):
+        # The parent and the tokens have fixed lengths, so what follows them is the extra alone.
+        data = digest + packed[begin : begin + width]
+        if extras is not None:
+            data += extras[index]
+        digest = blake2b(data, digest_size=_DIGEST_BYTES).digest()
         hashes.append(BlockHash(digest))
     return hashes
 

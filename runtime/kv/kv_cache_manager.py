@@ -3,17 +3,31 @@
 A block is findable as soon as the step that fills it is scheduled, because the attention op writes
 all keys and values of a step before any row attends: sequences of the same or of a later step may
 share it at once. So every scheduled step must be executed; when one was not, the cache is reset.
+
+The manager fills `BlockTable`s. It takes token ids and counts as plain arguments and keeps no
+record of sequences: how far a sequence is computed is the scheduler's business alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import islice
+from typing import NamedTuple
 
-from ostinato.runtime.kv.block_pool import BlockPool, hash_blocks, hash_root
-from ostinato.runtime.scheduling.sequence import Sequence
+from ostinato.runtime.kv.block_pool import BlockPool, hash_blocks
+from ostinato.runtime.kv.block_table import BlockTable
 
-__all__ = ("KVCacheManager",)
+__all__ = ("KVCacheManager", "PrefixMatch")
+
+
+class PrefixMatch(NamedTuple):
+    """The longest known prefix of a sequence, in whole blocks.
+
+    Attributes:
+        block_ids: device blocks with its first tokens.
+    """
+
+    block_ids: list[int]
 
 
 class KVCacheManager:
@@ -23,6 +37,10 @@ class KVCacheManager:
         total_blocks: blocks in the cache tensors; block 0 is the null block, the others are used.
         block_size: tokens per block.
         enable_prefix_caching: whether full blocks are shared between sequences with equal prefixes.
+
+    Attributes:
+        prefix_queries: prompt tokens that were looked up at a sequence's first admission.
+        prefix_hits: of which were found.
 
     Raises:
         ValueError: fewer than 2 blocks, or an empty block.
@@ -35,8 +53,8 @@ class KVCacheManager:
             raise ValueError(f"cache.block_size must be at least 1 token, got {block_size}")
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
-        self.prefix_queries = 0  # prompt tokens looked up at a sequence's first admission
-        self.prefix_hits = 0  # of which were found
+        self.prefix_queries = 0
+        self.prefix_hits = 0
         self._pool = BlockPool(total_blocks)
 
     @property
@@ -51,7 +69,7 @@ class KVCacheManager:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that can be allocated; cached contents that nobody uses count as free."""
+        """Blocks that can be allocated; cached contents that no table holds count as free."""
         return self._pool.num_free
 
     @property
@@ -63,144 +81,152 @@ class KVCacheManager:
         """What each usable block is; see `BlockPool.kinds`. O(blocks)."""
         return self._pool.kinds()
 
-    def match_prefix(self, sequence: Sequence) -> list[int]:
-        """Find the longest known prefix of a sequence that holds no blocks. Takes nothing.
+    def match_prefix(
+        self, table: BlockTable, token_ids: Sequence[int], max_tokens: int
+    ) -> PrefixMatch:
+        """Find the longest known prefix of a sequence. Takes nothing.
 
-        Returns:
-            Ids of the blocks with its first tokens, `max_cached_tokens` at most.
+        Args:
+            table: the sequence's, empty.
+            token_ids: the sequence's known tokens.
+            max_tokens: leading tokens that may come from the cache.
         """
-        if not self.enable_prefix_caching:
-            return []
-        num_blocks = sequence.max_cached_tokens // self.block_size
-        self._hash_up_to(sequence, num_blocks)
-        get_cached = self._pool.get_cached
         block_ids: list[int] = []
-        for block_hash in islice(sequence.block_hashes, num_blocks):
-            block_id = get_cached(block_hash)
-            if block_id is None:
-                break
-            block_ids.append(block_id)
-        return block_ids
+        if self.enable_prefix_caching:
+            num_blocks = max_tokens // self.block_size
+            self._hash_up_to(table, token_ids, num_blocks)
+            get_cached = self._pool.get_cached
+            for block_hash in islice(table.hashes, num_blocks):
+                block_id = get_cached(block_hash)
+                if block_id is None:
+                    break
+                block_ids.append(block_id)
+        return PrefixMatch(block_ids)
 
-    def num_missing_blocks(self, num_tokens: int, cached_block_ids: list[int]) -> int:
-        """Free blocks it takes to hold `num_tokens` that begin with these cached blocks."""
-        in_free_list = self._pool.num_unheld(cached_block_ids)
-        return -(-num_tokens // self.block_size) - len(cached_block_ids) + in_free_list
+    def num_missing_blocks(self, num_tokens: int, match: PrefixMatch) -> int:
+        """Free blocks it takes to hold `num_tokens` that begin with a matched prefix."""
+        in_free_list = self._pool.num_unheld(match.block_ids)
+        return -(-num_tokens // self.block_size) - len(match.block_ids) + in_free_list
 
-    def admit(self, sequence: Sequence, cached_block_ids: list[int]) -> bool:
-        """Give a sequence blocks for all its known tokens, beginning with those of a prefix match.
+    def admit(self, table: BlockTable, match: PrefixMatch, num_tokens: int) -> bool:
+        """Fill an empty table for `num_tokens` tokens, beginning with the matched blocks.
 
         Blocks for the whole of a prompt are taken at once, whatever the size of its first chunk:
         what was admitted can not run short of memory before its first output token.
 
         Args:
-            sequence: holds no blocks yet; its table and counts are set.
-            cached_block_ids: what `match_prefix` just found.
+            table: holds no blocks yet.
+            match: what `match_prefix` just found.
+            num_tokens: the sequence's known tokens.
 
         Returns:
             False, with nothing changed, when too few blocks are free.
         """
-        assert not sequence.block_table, f"{sequence!r} is admitted while it holds blocks"
-        if self.num_missing_blocks(sequence.num_tokens, cached_block_ids) > self._pool.num_free:
+        assert not table.block_ids, f"{table!r} is admitted while it holds blocks"
+        if self.num_missing_blocks(num_tokens, match) > self._pool.num_free:
             return False
-        self._pool.touch(cached_block_ids)
-        sequence.block_table = cached_block_ids[:]
-        taken = self.allocate(sequence, sequence.num_tokens)
+        self._pool.touch(match.block_ids)
+        table.block_ids = match.block_ids[:]
+        taken = self.allocate(table, num_tokens)
         assert taken is not None, "blocks that were counted free can not be allocated"
-        sequence.num_registered_blocks = len(cached_block_ids)
-        sequence.num_computed_tokens = len(cached_block_ids) * self.block_size
-        if sequence.num_cached_tokens is None:
-            sequence.num_cached_tokens = sequence.num_computed_tokens
-            if self.enable_prefix_caching:
-                self.prefix_queries += sequence.num_prompt_tokens
-                self.prefix_hits += sequence.num_computed_tokens
+        table.num_registered = len(match.block_ids)
         return True
 
-    def allocate(self, sequence: Sequence, num_tokens: int) -> list[int] | None:
-        """Extend the block table so that it holds positions [0, num_tokens).
+    def count_lookup(self, num_tokens: int, num_found: int) -> None:
+        """Count a prefix lookup of `num_tokens` prompt tokens of which `num_found` were cached."""
+        if self.enable_prefix_caching:
+            self.prefix_queries += num_tokens
+            self.prefix_hits += num_found
+
+    def allocate(self, table: BlockTable, num_tokens: int) -> list[int] | None:
+        """Extend a table so that it holds positions [0, num_tokens).
 
         Returns:
             The appended block ids, or None with nothing changed when too few blocks are free.
         """
-        missing = -(-num_tokens // self.block_size) - len(sequence.block_table)
+        missing = -(-num_tokens // self.block_size) - len(table.block_ids)
         block_ids = self._pool.allocate(max(missing, 0))
         if block_ids:
-            sequence.block_table += block_ids
+            table.block_ids += block_ids
         return block_ids
 
-    def fork(self, parent: Sequence, child: Sequence) -> None:
+    def fork(self, parent: BlockTable, child: BlockTable) -> None:
         """Let a sequence with the same tokens hold the same blocks, a partly filled one included.
 
         Before either writes on, `make_writable` gives it a block of its own.
         """
-        assert not child.block_table, f"{child!r} is forked while it holds blocks"
-        self._pool.touch(parent.block_table)
-        child.block_table = parent.block_table[:]
-        child.num_registered_blocks = parent.num_registered_blocks
-        child.num_computed_tokens = parent.num_computed_tokens
+        assert not child.block_ids, f"{child!r} is forked while it holds blocks"
+        self._pool.touch(parent.block_ids)
+        child.block_ids = parent.block_ids[:]
+        child.num_registered = parent.num_registered
 
-    def make_writable(self, sequence: Sequence) -> list[tuple[int, int]] | None:
-        """See to it that the next position to compute lies in a block that nobody else holds.
+    def make_writable(self, table: BlockTable, position: int) -> list[tuple[int, int]] | None:
+        """Make sure that `position`, the next to be computed, lies in a block of this table alone.
 
         Returns:
             The copy (from, to) that must be made before anything is written, if any; None with
             nothing changed when it takes a block and none is free.
         """
-        index, offset = divmod(sequence.num_computed_tokens, self.block_size)
-        table = sequence.block_table
-        if index < len(table) and self._pool.ref_count(table[index]) == 1:
+        index, offset = divmod(position, self.block_size)
+        ids = table.block_ids
+        if index < len(ids) and self._pool.ref_count(ids[index]) == 1:
             return []
         block_ids = self._pool.allocate(1)
         if block_ids is None:
             return None
-        if index == len(table):
-            table += block_ids
+        if index == len(ids):
+            ids += block_ids
             return []
-        shared, table[index] = table[index], block_ids[0]
+        shared, ids[index] = ids[index], block_ids[0]
         self._pool.free([shared])
         return [(shared, block_ids[0])] if offset else []
 
-    def register(self, sequence: Sequence) -> None:
-        """Make its full blocks findable: tokens known, and computed or in a scheduled step."""
+    def register(self, table: BlockTable, token_ids: Sequence[int], num_computed: int) -> None:
+        """Make a table's full blocks findable.
+
+        Args:
+            table: the sequence's.
+            token_ids: its known tokens.
+            num_computed: leading positions that are computed, or will be by a scheduled step.
+                Those beyond the known tokens do not count: their token has not arrived.
+        """
         if not self.enable_prefix_caching:
             return
-        known = min(sequence.num_computed_tokens, sequence.num_tokens)
-        num_full_blocks = known // self.block_size
-        self._hash_up_to(sequence, num_full_blocks)
-        for index in range(sequence.num_registered_blocks, num_full_blocks):
-            self._pool.register(sequence.block_table[index], sequence.block_hashes[index])
-        sequence.num_registered_blocks = max(sequence.num_registered_blocks, num_full_blocks)
+        num_full_blocks = min(num_computed, len(token_ids)) // self.block_size
+        self._hash_up_to(table, token_ids, num_full_blocks)
+        for index in range(table.num_registered, num_full_blocks):
+            self._pool.register(table.block_ids[index], table.hashes[index])
+        table.num_registered = max(table.num_registered, num_full_blocks)
 
-    def free(self, sequence: Sequence) -> None:
-        """Let go of all its blocks; their contents stay findable until the blocks are reused."""
-        self._pool.free(sequence.block_table)
-        sequence.block_table = []
-        sequence.num_registered_blocks = 0
-        sequence.num_computed_tokens = 0
+    def free(self, table: BlockTable) -> None:
+        """Give up all blocks of a table; their contents stay findable until they are reused."""
+        self._pool.free(table.block_ids)
+        table.block_ids = []
+        table.num_registered = 0
 
-    def num_reclaimable_blocks(self, sequence: Sequence) -> int:
-        """Blocks that become free when this sequence lets go of its own."""
-        return self._pool.num_held_once(sequence.block_table)
+    def num_reclaimable_blocks(self, table: BlockTable) -> int:
+        """Blocks that become free when this table gives up its own."""
+        return self._pool.num_held_once(table.block_ids)
 
     def reset(self) -> bool:
-        """Forget all cached contents; False, with nothing changed, while sequences hold blocks."""
+        """Forget all cached contents; False, with nothing changed, while a table holds blocks."""
         if self._pool.num_free != self._pool.num_blocks:
             return False
         self._pool.forget_cached()
         return True
 
-    def check_integrity(self, sequences: Iterable[Sequence] | None = None) -> None:
-        """Check the pool and, given those who hold blocks, that tables and references agree.
+    def check_integrity(self, tables: Iterable[BlockTable] | None = None) -> None:
+        """Check the pool and, given all tables that hold blocks, that tables and references agree.
 
         Raises:
             AssertionError: they do not; the text names the block.
         """
         self._pool.check_integrity()
-        if sequences is None:
+        if tables is None:
             return
         counts: dict[int, int] = {}
-        for sequence in sequences:
-            for block_id in sequence.block_table:
+        for table in tables:
+            for block_id in table.block_ids:
                 counts[block_id] = counts.get(block_id, 0) + 1
         for block_id in range(self.num_blocks + 1):
             held, listed = self._pool.ref_count(block_id), counts.get(block_id, 0)
@@ -209,10 +235,14 @@ class KVCacheManager:
                     f"KV cache: block {block_id} has {held} references and is in {listed} tables"
                 )
 
-    def _hash_up_to(self, sequence: Sequence, num_blocks: int) -> None:
-        """Hash as many leading blocks of a sequence as are not hashed yet."""
-        hashes, size = sequence.block_hashes, self.block_size
+    def _hash_up_to(self, table: BlockTable, token_ids: Sequence[int], num_blocks: int) -> None:
+        """Hash as many leading blocks of a table as are not hashed yet."""
+        hashes, size = table.hashes, self.block_size
         if len(hashes) < num_blocks:
-            parent = hashes[-1] if hashes else hash_root(sequence.request.cache_salt)
-            token_ids = sequence.token_ids[len(hashes) * size : num_blocks * size]
-            hashes += hash_blocks(parent, token_ids, size)
+            parent = hashes[-1] if hashes else table.root
+            extras = None
+            if table.extras:
+                extras = [table.extras.get(i, b"") for i in range(len(hashes), num_blocks)]
+            hashes += hash_blocks(
+                parent, token_ids[len(hashes) * size : num_blocks * size], size, extras
+            )

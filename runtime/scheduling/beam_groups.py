@@ -100,7 +100,8 @@ class BeamGroups:
                 child = parent
                 if parent in children:  # it goes on with its first move already
                     child = group.fork(parent)
-                    self._cache.fork(parent, child)
+                    self._cache.fork(parent.block_table, child.block_table)
+                    child.num_computed_tokens = parent.num_computed_tokens
                 children.append(child)
             for sequence in group.sequences:
                 if sequence not in children:

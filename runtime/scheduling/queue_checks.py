@@ -26,7 +26,7 @@ def check_queues(
         orders = [sequence.order for sequence in queue]
         check(orders == sorted(orders), f"a queue is out of order: {queue}")
     for sequence in waiting:
-        check(not sequence.block_table, f"{sequence!r} waits and holds blocks")
+        check(not sequence.block_table.block_ids, f"{sequence!r} waits and holds blocks")
 
 
 def check(ok: bool, message: str) -> None:

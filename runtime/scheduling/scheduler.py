@@ -23,7 +23,7 @@ from typing import TypeVar
 from ostinato.conf.schema import SchedulerConfig, SchedulingPolicy
 from ostinato.runtime.costs.step_limits import StepLimits, upper_limits
 from ostinato.runtime.errors import InvalidRequestError
-from ostinato.runtime.kv.kv_cache_manager import KVCacheManager
+from ostinato.runtime.kv.kv_cache_manager import KVCacheManager, PrefixMatch
 from ostinato.runtime.scheduling.beam_groups import BeamGroups, is_parked
 from ostinato.runtime.scheduling.itl_bound import ItlBound
 from ostinato.runtime.scheduling.queue_checks import check, check_queues
@@ -253,7 +253,7 @@ class Scheduler:
         holders = [*self._running, *self._draining]
         live = {s.request.request_id for s in (*holders, *self._waiting) if not s.is_finished}
         check(live == set(self._sequences), "requests and queues disagree")
-        self._cache.check_integrity(holders)
+        self._cache.check_integrity(sequence.block_table for sequence in holders)
         if not self.has_work:
             num_held = self._cache.num_blocks - self._cache.num_free_blocks
             check(num_held == 0, f"{num_held} blocks are held without work")
@@ -288,7 +288,7 @@ class Scheduler:
             if start + 1 >= sequence.max_num_tokens:
                 continue  # its last token is on its way
             new_block_ids: list[int] | None = []
-            if start == len(sequence.block_table) * block_size:
+            if start == len(sequence.block_table.block_ids) * block_size:
                 new_block_ids = self._take_room(sequence, step, self._next_block)
                 if new_block_ids is None:
                     continue
@@ -306,21 +306,24 @@ class Scheduler:
             return
         new_block_ids: list[int] = []
         if (beam := sequence.beam) is not None:
-            copies = self._take_room(sequence, step, self._cache.make_writable)
+            copies = self._take_room(sequence, step, self._writable_block)
             if copies is None:
                 return
             step.block_copies += copies
             if beam.is_moved:
                 # Its tokens and table are other ones than the row's last: the row begins anew.
                 beam.is_moved = False
-                new_block_ids = sequence.block_table[:]
+                new_block_ids = sequence.block_table.block_ids[:]
                 self._announce(sequence, step)
         if not sequence.is_decoding:
             step.take_chunk(limit, sequence.num_computed_tokens)
         self._plan_chunk(sequence, limit, new_block_ids, step)
 
     def _next_block(self, sequence: Sequence) -> list[int] | None:
-        return self._cache.allocate(sequence, sequence.num_computed_tokens + 1)
+        return self._cache.allocate(sequence.block_table, sequence.num_computed_tokens + 1)
+
+    def _writable_block(self, sequence: Sequence) -> list[tuple[int, int]] | None:
+        return self._cache.make_writable(sequence.block_table, sequence.num_computed_tokens)
 
     def _take_room(
         self, sequence: Sequence, step: StepPlan, take: Callable[[Sequence], T | None]
@@ -335,7 +338,7 @@ class Scheduler:
             taken = take(sequence)
             if taken is not None:
                 return taken
-            if any(cache.num_reclaimable_blocks(s) for s in self._draining):
+            if any(cache.num_reclaimable_blocks(s.block_table) for s in self._draining):
                 step.is_stalled = step.is_closed = True
             elif self._preempt_last() is sequence:
                 break
@@ -354,11 +357,11 @@ class Scheduler:
             sequence = waiting[0]
             if step.num_grown < len(running) and running[step.num_grown].order < sequence.order:
                 return True
-            cached_block_ids = self._make_room(sequence, step)
-            if cached_block_ids is None:
+            match = self._make_room(sequence, step)
+            if match is None:
                 step.is_closed = True
                 break
-            start = len(cached_block_ids) * self._cache.block_size
+            start = len(match.block_ids) * self._cache.block_size
             limit = step.chunk_limit(
                 len(running) - step.num_grown, sequence.num_tokens - start, start
             )
@@ -366,15 +369,15 @@ class Scheduler:
                 step.is_closed = True
                 break
             del waiting[0]
-            self._start(sequence, cached_block_ids, limit, step)
+            self._start(sequence, match, limit, step)
             step.is_closed = not step.takes_prompts
         return step.num_grown < len(running)
 
-    def _make_room(self, sequence: Sequence, step: StepPlan) -> list[int] | None:
+    def _make_room(self, sequence: Sequence, step: StepPlan) -> PrefixMatch | None:
         """A row and blocks for a waiting sequence, if need be from running ones behind it.
 
         Returns:
-            Its cached blocks, or None when it has to wait.
+            Its cached prefix, or None when it has to wait.
         """
         behind = self._running[step.num_grown :]
         if not (self._free_rows or behind):
@@ -383,27 +386,27 @@ class Scheduler:
         room = cache.num_free_blocks - step.num_grown
         if sequence is self._blocked and room <= self._blocked_room and not behind:
             return None  # a long prompt is not looked up again in every step that it waits
-        cached_block_ids = cache.match_prefix(sequence)
-        missing = self._num_missing_blocks(sequence, cached_block_ids, step)
+        match = cache.match_prefix(
+            sequence.block_table, sequence.token_ids, sequence.max_cached_tokens
+        )
+        missing = self._num_missing_blocks(sequence, match, step)
         if not (self._free_rows and missing <= 0) and behind:
             self._preempt_behind(behind, missing)
-            missing = self._num_missing_blocks(sequence, cached_block_ids, step)
+            missing = self._num_missing_blocks(sequence, match, step)
         if self._free_rows and missing <= 0:
-            return cached_block_ids
+            return match
         if missing > 0:
             self._blocked = sequence
             self._blocked_room = cache.num_free_blocks - step.num_grown
         return None
 
-    def _num_missing_blocks(
-        self, sequence: Sequence, cached_block_ids: list[int], step: StepPlan
-    ) -> int:
+    def _num_missing_blocks(self, sequence: Sequence, match: PrefixMatch, step: StepPlan) -> int:
         """Free blocks that its admission lacks, with one to spare for each sequence ahead of it.
 
         Without the spare ones it would be preempted by those within a few steps of its admission.
         """
         cache = self._cache
-        needed = cache.num_missing_blocks(sequence.num_tokens, cached_block_ids) + step.num_grown
+        needed = cache.num_missing_blocks(sequence.num_tokens, match) + step.num_grown
         return needed - cache.num_free_blocks
 
     def _preempt_behind(self, behind: list[Sequence], missing: int) -> None:
@@ -412,24 +415,28 @@ class Scheduler:
         None of them when even all would not suffice, or when sequences that are draining will.
         """
         cache = self._cache
-        missing -= sum(cache.num_reclaimable_blocks(sequence) for sequence in self._draining)
+        missing -= sum(cache.num_reclaimable_blocks(s.block_table) for s in self._draining)
         needs_row = not (self._free_rows or self._draining)
         num_victims = 0
         while (missing > 0 or needs_row) and num_victims < len(behind):
             num_victims += 1
-            missing -= cache.num_reclaimable_blocks(behind[-num_victims])
+            missing -= cache.num_reclaimable_blocks(behind[-num_victims].block_table)
             needs_row = False
         if missing > 0 or needs_row:
             return
         for _ in range(num_victims):
             self._preempt_last()
 
-    def _start(
-        self, sequence: Sequence, cached_block_ids: list[int], limit: int, step: StepPlan
-    ) -> None:
+    def _start(self, sequence: Sequence, match: PrefixMatch, limit: int, step: StepPlan) -> None:
         """Give a waiting sequence a row and blocks; plan its first chunk of `limit` tokens."""
-        admitted = self._cache.admit(sequence, cached_block_ids)
+        cache, table = self._cache, sequence.block_table
+        admitted = cache.admit(table, match, sequence.num_tokens)
         assert admitted, f"{sequence!r} has room but was not admitted"
+        num_cached = len(match.block_ids) * cache.block_size
+        sequence.num_computed_tokens = num_cached
+        if sequence.num_cached_tokens is None:
+            sequence.num_cached_tokens = num_cached
+            cache.count_lookup(sequence.num_prompt_tokens, num_cached)
         sequence.row = heappop(self._free_rows)
         sequence.status = _RUNNING
         sequence.num_given_tokens = sequence.num_tokens
@@ -439,7 +446,7 @@ class Scheduler:
             sequence.beam.is_moved = False
         self._announce(sequence, step)
         step.take_chunk(limit, sequence.num_computed_tokens)
-        self._plan_chunk(sequence, limit, sequence.block_table[:], step)
+        self._plan_chunk(sequence, limit, table.block_ids[:], step)
 
     @staticmethod
     def _announce(sequence: Sequence, step: StepPlan) -> None:
@@ -476,7 +483,7 @@ class Scheduler:
         )
         step.sequences.append(sequence)
         self.num_prompt_tokens += max(0, min(end, sequence.num_prompt_tokens) - start)
-        self._cache.register(sequence)
+        self._cache.register(sequence.block_table, sequence.token_ids, end)
 
     def _append_token(self, sequence: Sequence, index: int, result: StepResult) -> SequenceOutput:
         """Take in a sampled token and decide whether it is the last."""
@@ -494,8 +501,9 @@ class Scheduler:
         is_complete = grammar is not None and finish_reason is not FinishReason.stop
         if is_complete:
             finish_reason = FinishReason.stop
-        if sequence.num_computed_tokens // self._cache.block_size > sequence.num_registered_blocks:
-            self._cache.register(sequence)
+        cache, table, num_computed = self._cache, sequence.block_table, sequence.num_computed_tokens
+        if num_computed // cache.block_size > table.num_registered:
+            cache.register(table, sequence.token_ids, num_computed)
         if finish_reason is not None:
             self._num_ended += 1
             self._num_ended_tokens += sequence.num_output_tokens
@@ -513,6 +521,10 @@ class Scheduler:
             prompt_logprobs=prompt_logprobs,
             is_complete=is_complete,
         )
+
+    def _free_blocks(self, sequence: Sequence) -> None:
+        self._cache.free(sequence.block_table)
+        sequence.num_computed_tokens = 0
 
     def _preempt_last(self) -> Sequence:
         """Take the last running sequence's row and blocks; it waits again, to be recomputed."""
@@ -538,12 +550,12 @@ class Scheduler:
         """A beam that goes on: it runs when there is a row, or else it waits and is recomputed."""
         if sequence.status is _RUNNING:
             return
-        if sequence.block_table and self._free_rows:
+        if sequence.block_table.block_ids and self._free_rows:
             sequence.row = heappop(self._free_rows)
             sequence.status = _RUNNING
             insort(self._running, sequence, key=_order)
             return
-        self._cache.free(sequence)
+        self._free_blocks(sequence)
         sequence.status = SequenceStatus.waiting
         insort(self._waiting, sequence, key=_order)
 
@@ -567,7 +579,7 @@ class Scheduler:
             self._draining.add(sequence)
             return
         self._draining.discard(sequence)
-        self._cache.free(sequence)
+        self._free_blocks(sequence)
         heappush(self._free_rows, sequence.row)
         if sequence.status is _PREEMPTED:
             insort(self._waiting, sequence, key=_order)

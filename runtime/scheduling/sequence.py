@@ -9,7 +9,8 @@ from __future__ import annotations
 from enum import Enum
 
 from ostinato.runtime.errors import InvalidRequestError
-from ostinato.runtime.kv.block_pool import BlockHash
+from ostinato.runtime.kv.block_pool import hash_root
+from ostinato.runtime.kv.block_table import BlockTable
 from ostinato.runtime.scheduling.beam_search import Beam
 from ostinato.runtime.scheduling.repetition import REPETITION_REASON, RepetitionDetector
 from ostinato.runtime.types.outputs import FinishReason, TokenLogprobs
@@ -52,7 +53,6 @@ class Sequence:
 
     __slots__ = (
         "beam",
-        "block_hashes",
         "block_table",
         "eos_token_ids",
         "max_num_tokens",
@@ -63,7 +63,6 @@ class Sequence:
         "num_in_flight",
         "num_preemptions",
         "num_prompt_tokens",
-        "num_registered_blocks",
         "order",
         "prompt_logprobs",
         "repetition",
@@ -97,13 +96,7 @@ class Sequence:
             None if sampling.prompt_logprobs is None or request.output_token_ids else []
         )
 
-        self.block_table: list[int] = []  # block ids by position // block_size; append-only
-        self.block_hashes: list[
-            BlockHash
-        ] = []  # of the full blocks of token_ids, as far as needed yet
-        self.num_registered_blocks = (
-            0  # leading blocks of the table that are findable or duplicates
-        )
+        self.block_table = BlockTable(hash_root(request.cache_salt, request.cache_keys))
 
         room = max_model_len - self.num_prompt_tokens
         max_tokens = room if sampling.max_tokens is None else min(sampling.max_tokens, room)
@@ -123,7 +116,7 @@ class Sequence:
         """A waiting sequence with the same tokens; it holds no blocks yet."""
         other = Sequence(self.request, order, max_model_len)
         other.token_ids = self.token_ids[:]
-        other.block_hashes = self.block_hashes[:]
+        other.block_table = self.block_table.fork()
         other.num_cached_tokens = self.num_cached_tokens
         other.prompt_logprobs = self.prompt_logprobs
         return other

@@ -26,3 +26,6 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=Fal
     output_token_ids: list[int] = []  # given before, by an engine that is gone; it goes on there
     grammar: str = ""  # of `sampling.structured_outputs`, checked
     trace: bool = False  # its news carry what happened to it in the engine
+    # What its keys and values depend on besides its tokens (an adapter, media): requests share
+    # cached blocks only with equal ones.
+    cache_keys: tuple[str, ...] = ()

@@ -209,8 +209,8 @@ def test_a_leap_leaves_the_same_blocks():
         tables.append(
             (
                 [(entry.row, entry.start, entry.new_block_ids) for entry in output.scheduled],
-                [list(sequence.block_table) for sequence in scheduler._running],
-                [list(sequence.block_hashes) for sequence in scheduler._running],
+                [list(sequence.block_table.block_ids) for sequence in scheduler._running],
+                [list(sequence.block_table.hashes) for sequence in scheduler._running],
                 cache._pool.free_block_ids(),
                 scheduler.num_output_tokens,
             )

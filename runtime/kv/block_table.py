@@ -1,0 +1,51 @@
+"""The block table of one sequence: which KV cache blocks hold its tokens, and their hashes.
+
+Plain data. `KVCacheManager` fills a table, registers its full blocks and takes the blocks back. A
+table knows nothing of requests or of the scheduler: token ids and counts come with each call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ostinato.runtime.kv.block_pool import BlockHash, hash_root
+
+__all__ = ("BlockTable",)
+
+
+class BlockTable:
+    """Blocks of one sequence in one KV cache group, in the order of positions.
+
+    Args:
+        root: the parent hash of the first block; see `hash_root`. Tables share blocks only with
+            tables of an equal root.
+        extras: by block index, what the block's contents depend on besides its tokens (for
+            example the digest of an image whose placeholder tokens lie in the block).
+
+    Attributes:
+        block_ids: block ids by position // block_size. Blocks are only appended, or replaced by a
+            copy; they are given up all at once.
+        hashes: of the leading full blocks, as far as they were needed yet. They stay when the
+            blocks are given up, because the tokens stay.
+        num_registered: leading blocks that are findable by their hash, or duplicates of such.
+    """
+
+    __slots__ = ("block_ids", "extras", "hashes", "num_registered", "root")
+
+    def __init__(
+        self, root: BlockHash | None = None, extras: Mapping[int, bytes] | None = None
+    ) -> None:
+        self.root = root or hash_root()
+        self.extras = extras
+        self.block_ids: list[int] = []
+        self.hashes: list[BlockHash] = []
+        self.num_registered = 0
+
+    def fork(self) -> BlockTable:
+        """An empty table of a sequence with the same tokens so far: the hashes are copied."""
+        other = BlockTable(self.root, self.extras)
+        other.hashes = self.hashes[:]
+        return other
+
+    def __repr__(self) -> str:
+        return f"BlockTable({self.block_ids}, {self.num_registered} registered)"
