@@ -1,6 +1,6 @@
 """`python -m ostinato ...` is the command `run ...`."""
 
-from ostinato.api.cli.main import main
+from ostinato.commands import main
 
 if __name__ == "__main__":
     main()

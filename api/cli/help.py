@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import shutil
 import textwrap
+from collections.abc import Mapping
 
-from ostinato.api.cli.commands import COMMANDS, Command
+from ostinato.api.cli.command_spec import Command
 from ostinato.conf.describe import KeyDescription, describe_sections
 
 __all__ = ("command_help", "overview")
@@ -13,16 +14,16 @@ __all__ = ("command_help", "overview")
 _KEY_WIDTH = 36
 
 
-def overview() -> str:
+def overview(commands: Mapping[str, Command]) -> str:
     """The commands, and what all of them understand."""
-    width = max(map(len, COMMANDS))
+    width = max(map(len, commands))
     lines = [
         "Ostinato: inference and serving of large language models around one compiled graph.",
         "",
         "usage: run <command> [key=value ...]",
         "",
         "commands:",
-        *(f"  {name:<{width}}  {command.summary}" for name, command in COMMANDS.items()),
+        *(f"  {name:<{width}}  {command.summary}" for name, command in commands.items()),
         "",
         "every command:",
         "  key=value         override the configuration; keys: run <command> --help",

@@ -1,8 +1,4 @@
-"""The command line `run`: which command, which overrides, and how errors end.
-
-    run serve model=qwen3-0.6b server.port=9000
-    run generate "Once upon a time" generate.max_tokens=50
-    run plan --help
+"""Runs one command line: finds the command, parses its overrides and turns errors into exit codes.
 
 Exit codes: 0 done, 1 the command could not do its work, 2 a misspelt or illegal command line,
 130 interrupted. Commands load lazily, so that help and errors answer without importing torch.
@@ -14,27 +10,24 @@ import argparse
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import NoReturn
 
-from ostinato.api.cli.commands import COMMANDS, Command
+from ostinato.api.cli.command_spec import Command
 from ostinato.conf.environment import completion_line
 from ostinato.conf.errors import ConfigError
 from ostinato.runtime.errors import EngineError
 
-__all__ = ("main", "run")
+__all__ = ("run_command_line",)
+
+Commands = Mapping[str, Command]
 
 
-def main() -> NoReturn:
-    """The console script: `run` with the process's arguments."""
-    sys.exit(run(sys.argv[1:]))
-
-
-def run(arguments: Sequence[str]) -> int:
-    """Do what the command line asks; returns the exit code. Errors are one line on stderr."""
+def run_command_line(arguments: Sequence[str], commands: Commands) -> int:
+    """Runs one of `commands`; returns the exit code. Errors are one line on stderr."""
     try:
-        return _dispatch(list(arguments))
+        return _dispatch(list(arguments), commands)
     except ConfigError as error:
         return _fail(error, 2)
     except EngineError as error:
@@ -53,11 +46,11 @@ def _fail(error: Exception, code: int) -> int:
     return code
 
 
-def _dispatch(arguments: list[str]) -> int:
+def _dispatch(arguments: list[str], commands: Commands) -> int:
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         from ostinato.api.cli.help import overview
 
-        print(overview())
+        print(overview(commands))
         return 0 if arguments else 2
     name, *rest = arguments
     if name in ("-V", "--version"):
@@ -66,18 +59,18 @@ def _dispatch(arguments: list[str]) -> int:
         print(f"ostinato {__version__}")
         return 0
     if name in ("-sc", "--shell-completion"):
-        return _shell_completion(rest)
-    if name not in COMMANDS:
+        return _shell_completion(rest, commands)
+    if name not in commands:
         from ostinato.conf.describe import nearest
 
-        close = nearest(name, COMMANDS)
-        hint = f"did you mean run {close}?" if close else f"commands: {', '.join(COMMANDS)}"
+        close = nearest(name, commands)
+        hint = f"did you mean run {close}?" if close else f"commands: {', '.join(commands)}"
         raise ConfigError(f"there is no command {name!r}; {hint}")
-    return _run_command(name, COMMANDS[name], rest)
+    return _run_command(name, commands[name], rest)
 
 
 def _run_command(name: str, command: Command, arguments: list[str]) -> int:
-    options, words, after_dashes = _parse(name, arguments)
+    options, words, after_dashes = _parse(name, command, arguments)
     words = [*words, *options.flags]
     if options.help:
         from ostinato.api.cli.help import command_help
@@ -92,7 +85,7 @@ def _run_command(name: str, command: Command, arguments: list[str]) -> int:
     prompts += [" ".join(after_dashes)] if after_dashes else []
     from ostinato.conf.compose import compose_yaml, expand_sweep, load_config
 
-    if options.multirun and not command.sweeps:
+    if options.multirun and not command.sweep_target:
         raise ConfigError(f"run {name} runs once; --multirun is for run bench")
     if options.cfg:
         points = [overrides]
@@ -101,25 +94,29 @@ def _run_command(name: str, command: Command, arguments: list[str]) -> int:
         configs = (compose_yaml(each, config_dir=options.config_dir) for each in points)
         print("---\n".join(configs), end="")
         return 0
-    module, _, function = command.target.partition(":")
     if options.multirun:
         points = expand_sweep(overrides, config_dir=options.config_dir)
-        return import_module("ostinato.benchmarks.bench.sweep").sweep(points, options.config_dir)
+        return _load(command.sweep_target)(points, options.config_dir)
     config = load_config(overrides, config_dir=options.config_dir)
     if command.files and len(prompts) != len(command.files):
         raise ConfigError(
             f"run {name} takes {len(command.files)} files, got {len(prompts)}: "
             f"run {name} {' '.join(command.files)} [key=value ...]"
         )
-    if command.sweeps:
-        words = (overrides, options.config_dir)
-        return getattr(import_module(module), function)(config, *words)
+    if command.sweep_target:
+        return _load(command.target)(config, overrides, options.config_dir)
     if command.takes_prompt and len(prompts) != 1:
         raise ConfigError(
             f"run {name} takes one prompt, got {len(prompts)}: "
             f'run {name} "Once upon a time" [key=value ...]; - reads it from standard input'
         )
-    return getattr(import_module(module), function)(config, *prompts)
+    return _load(command.target)(config, *prompts)
+
+
+def _load(target: str) -> Callable[..., int]:
+    """The function that "module:function" names."""
+    module, _, function = target.partition(":")
+    return getattr(import_module(module), function)
 
 
 def _kind(name: str, command: Command, word: str) -> str:
@@ -142,13 +139,15 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message}; see {self.prog} --help")
 
 
-def _parse(name: str, arguments: list[str]) -> tuple[argparse.Namespace, list[str], list[str]]:
+def _parse(
+    name: str, command: Command, arguments: list[str]
+) -> tuple[argparse.Namespace, list[str], list[str]]:
     """(flags, words before `--`, words after it)."""
     head, after = arguments, []
     if "--" in arguments:
         position = arguments.index("--")
         head, after = arguments[:position], arguments[position + 1 :]
-        if not COMMANDS[name].takes_prompt:
+        if not command.takes_prompt:
             raise ConfigError(
                 f"run {name} takes key=value overrides only, got -- {' '.join(after)}"
             )
@@ -157,7 +156,7 @@ def _parse(name: str, arguments: list[str]) -> tuple[argparse.Namespace, list[st
     parser.add_argument("-c", "--cfg", choices=["job"])
     parser.add_argument("--config-dir")
     parser.add_argument("-m", "--multirun", action="store_true")
-    for flag, override in COMMANDS[name].flags:
+    for flag, override in command.flags:
         parser.add_argument(flag, action="append_const", const=override, dest="flags")
     parser.set_defaults(flags=[])
     parser.add_argument("words", nargs="*")
@@ -180,7 +179,7 @@ def _is_override(word: str) -> bool:
     return has_value and (match[1] in sections or "." in match[0] or word[0] in "+~")
 
 
-def _shell_completion(arguments: list[str]) -> int:
+def _shell_completion(arguments: list[str], commands: Commands) -> int:
     """Hydra's completion; the sub-command is ours: completed here and cut from Hydra's line."""
     from ostinato.conf.compose import complete, completion_script
 
@@ -196,7 +195,7 @@ def _shell_completion(arguments: list[str]) -> int:
     if typing_command:
         typed = words[1] if len(words) == 2 else ""
         separator = "\n" if shell == "fish" else " "
-        print(separator.join(name for name in COMMANDS if name.startswith(typed)))
+        print(separator.join(name for name in commands if name.startswith(typed)))
         return 0
     without_command = re.sub(rf"^(\s*\S+\s+){re.escape(words[1])}\s", r"\1", line, count=1)
     print(complete(shell, without_command))

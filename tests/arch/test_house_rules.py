@@ -8,13 +8,23 @@ from pathlib import Path
 import pytest
 
 import ostinato
-from tests.arch.tree import FOLDERS, ROOT, name_of, package_files, parse
+from tests.arch.tree import FOLDERS, ROOT, name_of, package_files, parse, source_files
 
-MAX_FILE_LINES = 600
+MAX_FILE_LINES = 450
 MAX_FUNCTION_LINES = 80
 SOFT_FUNCTION_LINES = 60
-# Larger on purpose; each with its reason. Shrinking this list is welcome, growing it is a decision.
-LONG_FILES: dict[str, str] = {}
+# Longer than the limit, to be split; a file that has become short leaves the list.
+LONG_FILES = {
+    "api/schemas/openai.py",
+    "benchmarks/soak/__main__.py",
+    "conf/schema.py",
+    "models/demo/training/train.py",
+    "models/demo/training/writing.py",
+    "ops/backends/triton_kernels.py",
+    "ops/native/attention.cpp",
+    "runtime/client/client.py",
+    "runtime/scheduling/scheduler.py",
+}
 LONG_FUNCTIONS = {
     "ops/backends/triton_kernels.py:_attend_item": "the inner loop of one kernel, read top-down",
 }
@@ -39,9 +49,8 @@ def functions(file: Path) -> Iterator[tuple[str, int]]:
 
 
 def test_files_are_short():
-    sizes = {name_of(file): len(file.read_text().splitlines()) for file in package_files()}
-    too_long = {name for name, size in sizes.items() if size > MAX_FILE_LINES}
-    assert too_long - LONG_FILES.keys() == set()
+    sizes = {name_of(file): len(file.read_text().splitlines()) for file in source_files()}
+    assert {name for name, size in sizes.items() if size > MAX_FILE_LINES} - LONG_FILES == set()
 
 
 def test_functions_are_short():

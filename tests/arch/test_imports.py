@@ -33,6 +33,7 @@ def test_links_for_type_checkers_are_complete_and_relative():
         **{folder: f"../../{folder}" for folder in FOLDERS},
         "__init__.py": "../../ostinato/__init__.py",
         "__main__.py": "../../ostinato/__main__.py",
+        "commands.py": "../../ostinato/commands.py",
     }
 
 
@@ -41,7 +42,7 @@ def test_links_for_type_checkers_are_complete_and_relative():
     [
         "ostinato",
         "ostinato.conf.compose",
-        "ostinato.api.cli.main",
+        "ostinato.commands",
         "ostinato.api.cli.help",
         "ostinato.api.cli.generate_command",
         "ostinato.api.cli.chat_command",
@@ -71,7 +72,7 @@ def test_a_light_module_imports_neither_torch_nor_transformers(module: str):
 
 def test_light_modules_are_enough_to_say_what_is_wrong():
     code = (
-        "import sys; from ostinato.api.cli.main import run; code = run(['serve', 'modle=x']); "
+        "import sys; from ostinato.commands import run; code = run(['serve', 'modle=x']); "
         "print(code, 'torch' in sys.modules)"
     )
     done = subprocess.run(
@@ -110,7 +111,7 @@ def imported(file: Path) -> list[str]:
 def test_importing_the_package_changes_no_environment_and_starts_no_thread():
     code = (
         "import os, threading; before = dict(os.environ); "
-        "import ostinato.conf.compose, ostinato.api.cli.main, ostinato.runtime.scheduling.scheduler; "
+        "import ostinato.conf.compose, ostinato.commands, ostinato.runtime.scheduling.scheduler; "
         "print(dict(os.environ) == before, threading.active_count())"
     )
     done = subprocess.run(

@@ -68,7 +68,7 @@ def test_the_wheel_is_the_tree(wheel: zipfile.ZipFile):
 
 def test_the_wheel_has_the_command_and_the_licence(wheel: zipfile.ZipFile):
     [entry_points] = [name for name in wheel.namelist() if name.endswith("entry_points.txt")]
-    assert b"run = ostinato.api.cli.main:main" in wheel.read(entry_points)
+    assert b"run = ostinato.commands:main" in wheel.read(entry_points)
     assert [name for name in wheel.namelist() if name.endswith("licenses/LICENSE")]
 
 

@@ -17,6 +17,12 @@ def package_files() -> list[Path]:
     )
 
 
+def source_files() -> list[Path]:
+    """Every module, and every C++ source of the kernels."""
+    native = ROOT / "ops" / "native"
+    return sorted([*package_files(), *native.rglob("*.cpp"), *native.rglob("*.h")])
+
+
 def name_of(file: Path) -> str:
     """Path from the root of the repository, for messages."""
     return file.relative_to(ROOT).as_posix()

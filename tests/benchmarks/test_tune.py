@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from ostinato.api.cli.main import run
 from ostinato.benchmarks.load.job import JobRequest, LoadJob
 from ostinato.benchmarks.tune.forecast import Forecast
 from ostinato.benchmarks.tune.goals import Figures, Goals
@@ -25,6 +24,7 @@ from ostinato.benchmarks.tune.output import (
 )
 from ostinato.benchmarks.tune.search import Search, open_storage
 from ostinato.benchmarks.tune.space import Space, Variant, apply_values, is_alike
+from ostinato.commands import run
 from ostinato.conf.bench_schema import SloSection
 from ostinato.conf.compose import load_config
 from ostinato.conf.errors import ConfigError

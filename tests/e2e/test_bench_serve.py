@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ostinato.api.cli.main import run
 from ostinato.benchmarks.report.record import Record, read_records
+from ostinato.commands import run
 from tests.e2e.server_process import ServerProcess
 
 

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ostinato.api.cli.commands import COMMANDS
-from ostinato.api.cli.main import run
+from ostinato.commands import COMMANDS, run
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from ostinato.api.cli.chat_command import Conversation
-from ostinato.api.cli.main import run
 from ostinato.api.cli.terminal import write_stream
 from ostinato.benchmarks.report.record import read_records
+from ostinato.commands import run
 from ostinato.runtime.errors import EngineError
 from ostinato.runtime.startup.device import available_cores
 from ostinato.runtime.types.outputs import RequestOutput

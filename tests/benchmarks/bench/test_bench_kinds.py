@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ostinato.api.cli.main import run
 from ostinato.benchmarks.report.record import Metric, Record, read_records
+from ostinato.commands import run
 from ostinato.conf.errors import ConfigError
 from tests.benchmarks.bench.test_sweep import TINY
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from ostinato.api.cli.main import run
 from ostinato.benchmarks.report.plots import pareto_front
 from ostinato.benchmarks.report.record import read_records
+from ostinato.commands import run
 from ostinato.conf.compose import expand_sweep
 from ostinato.conf.errors import ConfigError
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from ostinato.api.cli.main import run
 from ostinato.benchmarks.report.record import read_records
+from ostinato.commands import run
 from tests.benchmarks.load.answering import Answering, no_http, stall, status
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from ostinato.api.cli.main import run
 from ostinato.benchmarks.report.record import read_records
 from ostinato.benchmarks.simulate.roofline import ACCELERATORS, ModelShape, roofline_table
+from ostinato.commands import run
 from ostinato.runtime.costs.step_limits import StepLimits
 
 LLAMA_8B = ModelShape(

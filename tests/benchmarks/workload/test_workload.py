@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ostinato.api.cli.main import run
 from ostinato.benchmarks.workload.requests import (
     Part,
     WorkItem,
@@ -16,6 +15,7 @@ from ostinato.benchmarks.workload.requests import (
     shift,
     standard_workload,
 )
+from ostinato.commands import run
 from ostinato.conf.errors import ConfigError
 
 

@@ -1,37 +1,24 @@
-"""The commands of `run`: a literal table; each lives elsewhere and is imported when asked for."""
+"""The commands of `run` and its entry point: the one table that names modules of every layer.
+
+    run serve model=qwen3-0.6b server.port=9000
+    run generate "Once upon a time" generate.max_tokens=50
+    run plan --help
+
+A command's module is imported when the command runs.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
 
-__all__ = ("COMMANDS", "Command")
+from ostinato.api.cli.command_spec import Command
+from ostinato.api.cli.main import run_command_line
+
+__all__ = ("COMMANDS", "main", "run")
 
 _ENGINE = ("model", "device", "cache", "scheduler", "graphs", "sampling")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Command:
-    """One sub-command.
-
-    `target` is "module:function"; the function takes the `EngineConfig` (and the prompt, when
-    `takes_prompt`, or the `files`) and returns the exit code.
-    """
-
-    target: str
-    summary: str
-    sections: tuple[str, ...]  # of the configuration, in the order in which help lists them
-    examples: tuple[str, ...]
-    takes_prompt: bool = False
-    files: tuple[str, ...] = ()  # names of the files that it takes, in order
-    # A group of the configuration, one of whose options may be the first word: `run bench serve` is
-    # `run bench bench=serve`.
-    kinds: str = ""
-    # The function also takes the words of the command line that made the configuration, and the
-    # command can be run for many configurations: `--multirun key=1,2`.
-    sweeps: bool = False
-    # What may be written shorter: (flag, the override that it stands for).
-    flags: tuple[tuple[str, str], ...] = ()
-
 
 COMMANDS = {
     "serve": Command(
@@ -83,7 +70,7 @@ COMMANDS = {
             "run bench --multirun scheduler.max_num_seqs=8,16 cache.block_size=16,32",
         ),
         kinds="bench",
-        sweeps=True,
+        sweep_target="ostinato.benchmarks.bench.sweep:sweep",
     ),
     "simulate": Command(
         target="ostinato.benchmarks.simulate.command:simulate",
@@ -126,3 +113,13 @@ COMMANDS = {
         ),
     ),
 }
+
+
+def main() -> NoReturn:
+    """The console script: `run` with the process's arguments."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Runs one command line (without the program's name); returns the exit code."""
+    return run_command_line(arguments, COMMANDS)

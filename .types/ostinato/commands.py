@@ -1,0 +1,1 @@
+../../ostinato/commands.py

@@ -1,0 +1,32 @@
+"""What one sub-command of `run` declares: its function, its arguments and its help."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ("Command",)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """One sub-command. The table of all of them is `ostinato/commands.py`.
+
+    `target` is "module:function". The function takes the `EngineConfig`, then the prompt if
+    `takes_prompt`, or the `files`; it returns the exit code.
+    """
+
+    target: str
+    summary: str
+    sections: tuple[str, ...]  # of the configuration, in the order in which help lists them
+    examples: tuple[str, ...]
+    takes_prompt: bool = False
+    files: tuple[str, ...] = ()  # names of the files that it takes, in order
+    # A group of the configuration, one of whose options may be the first word: `run bench serve` is
+    # `run bench bench=serve`.
+    kinds: str = ""
+    # "module:function" of what runs the command once per configuration, for `--multirun key=1,2`.
+    # It takes the points of `conf.compose.expand_sweep` and the configuration directory. The
+    # `target` of such a command also takes the overrides and the configuration directory.
+    sweep_target: str = ""
+    # What may be written shorter: (flag, the override that it stands for).
+    flags: tuple[tuple[str, str], ...] = ()
