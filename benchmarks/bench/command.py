@@ -60,7 +60,7 @@ def bench(
 def measure_kind(config: EngineConfig, context: BenchContext) -> Record:
     """The result of one kind, not yet written."""
     module, _, name = _KINDS[config.bench.kind].partition(":")
-    function = getattr(import_module(f"ostinato.benchmarks.{module}"), name)
+    function = getattr(import_module(f"ostinato.benchmarks.bench.{module}"), name)
     try:
         return function(config, context)
     finally:
