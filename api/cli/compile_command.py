@@ -40,9 +40,9 @@ def compile_bundle(config: EngineConfig) -> int:
             progress.update(task, advance=1, description=f"{name} is done")
 
         prepare_kernels(config.model, config.device, config.graphs)
-        from ostinato.runtime.startup.build import build_engine
+        from ostinato.runtime.startup.build import compile_bundle
 
-        bundle = build_engine(config, on_phase).bundle
+        bundle = compile_bundle(config, on_phase)
         progress.update(task, completed=_USUAL_PHASES, description="done")
     if bundle is None:
         raise StartupError(

@@ -132,19 +132,21 @@ class GrammarMasks:
     """Makes a step's masks and lays them over its logits.
 
     Attributes:
-        source: gives a request a matcher of its own; None = no request has a grammar.
         seconds: spent on masks, summed over steps.
     """
 
-    def __init__(self, *, vocab_size: int, device: torch.device) -> None:
+    def __init__(
+        self, *, vocab_size: int, device: torch.device, matchers: MatcherSource | None = None
+    ) -> None:
         """
         Args:
             vocab_size: V.
             device: of the logits.
+            matchers: gives a request a matcher of its own; None = no request has a grammar.
         """
         self._vocab_size = vocab_size
         self._device = device
-        self.source: MatcherSource | None = None
+        self._matchers = matchers
         self._executor: LLExecutor | None = None
         self.seconds = 0.0
 
@@ -154,8 +156,8 @@ class GrammarMasks:
             return None
         matcher = None
         if request.grammar:
-            assert self.source is not None, "a request with a grammar came to an engine without any"
-            matcher = self.source(request)
+            assert self._matchers is not None, "a grammar was sent to a sampler without matchers"
+            matcher = self._matchers(request)
         return GrammarRow(matcher, request, output_token_ids, self._vocab_size)
 
     def apply(

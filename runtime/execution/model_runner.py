@@ -14,7 +14,6 @@ from ostinato.graphs.buffers import StaticBuffers
 from ostinato.graphs.capture import GraphRunner
 from ostinato.graphs.threads import StepThreads
 from ostinato.runtime.execution.batch_builder import BatchBuilder, StepShape
-from ostinato.runtime.execution.grammar_masks import MatcherSource
 from ostinato.runtime.execution.pooler import PendingVectors, Pooler
 from ostinato.runtime.execution.prompt_logprobs import PromptScorer
 from ostinato.runtime.execution.sampler import PendingTokens, Sampler
@@ -78,10 +77,6 @@ class ModelRunner:
         self._device_seconds_before: dict[str, float] = {}
         self.model_seconds = 0.0
 
-    def use_grammars(self, source: MatcherSource) -> None:
-        """Take requests with a grammar, whose matchers `source` gives."""
-        self._sampler.grammars.source = source
-
     @property
     def grammar_seconds(self) -> float:
         """Spent on the masks of grammars."""
@@ -100,10 +95,6 @@ class ModelRunner:
         self._device_seconds_before = dict(self.graphs.timer.seconds_by_kind)
         self.graphs.steps_by_kind = dict.fromkeys(self.graphs.steps_by_kind, 0)
         self.graphs.num_padding_tokens = 0
-
-    def execute(self, output: SchedulerOutput) -> StepResult:
-        """Run one step and return the sampled tokens, in the order of its sampling rows."""
-        return self.read(self.launch(output))
 
     @torch.inference_mode()
     def launch(self, output: SchedulerOutput) -> PendingStep:

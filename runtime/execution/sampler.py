@@ -22,7 +22,7 @@ from ostinato.ops.sampling import (
     token_logprobs,
     uniform_number,
 )
-from ostinato.runtime.execution.grammar_masks import GrammarMasks, GrammarRow
+from ostinato.runtime.execution.grammar_masks import GrammarMasks, GrammarRow, MatcherSource
 from ostinato.runtime.execution.token_limits import TokenLimits, limits_tokens
 from ostinato.runtime.scheduling.beam_search import num_candidates
 from ostinato.runtime.types.outputs import TokenLogprobs
@@ -210,6 +210,7 @@ class Sampler:
         vocab_size: int,
         device: torch.device,
         drawer: Drawer | None = None,
+        matchers: MatcherSource | None = None,
     ) -> None:
         """
         Args:
@@ -217,12 +218,13 @@ class Sampler:
             vocab_size: V.
             device: of the logits.
             drawer: draws the tokens; None = row by row, as a CPU does it best.
+            matchers: gives a request's grammar matcher; None = no request has a grammar.
         """
         self._rows: list[_Row | None] = [None] * max_num_seqs
         self._vocab_size = vocab_size
         self._device = device
         self._limits = TokenLimits(max_num_seqs=max_num_seqs, vocab_size=vocab_size, device=device)
-        self.grammars = GrammarMasks(vocab_size=vocab_size, device=device)
+        self.grammars = GrammarMasks(vocab_size=vocab_size, device=device, matchers=matchers)
         self._drawer = drawer or RowDrawer()
         self._staged: list[_Row] = []
         self._staged_rows: list[int] = []

@@ -1,9 +1,9 @@
-"""The engine's side of grammars: built on a thread, kept for their requests, one matcher a row.
+"""Compiled grammars of the requests in an engine: built on a thread, one matcher for each row.
 
-A grammar comes here checked (`runtime/grammar/process.py`), so that building it is bounded; it
-releases the interpreter's lock meanwhile, and its request joins the queue when it is there. Loading
-the vocabulary does not: the first grammar of an engine holds up steps once, 0.7 s for 131,072
-tokens. At the start it would hold up every start, of engines that never see a grammar too.
+A grammar comes here checked (`runtime/grammar/process.py`), so building it takes bounded time. The
+builder releases the interpreter's lock meanwhile, and steps go on. Loading the vocabulary does not
+release it: the first grammar of an engine delays steps once, by 0.7 s for 131,072 tokens. Loading
+it at the start would delay every start, also of engines that never get a grammar.
 """
 
 from __future__ import annotations
@@ -14,110 +14,97 @@ from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.grammar.matcher import build_matcher, load_grammar_tokenizer, problem
 from ostinato.runtime.types.engine_info import ServedModel
-from ostinato.runtime.types.outputs import FinishReason, SequenceOutput
 from ostinato.runtime.types.request import Request
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-__all__ = ("GrammarStore",)
+__all__ = ("GrammarBuilt", "GrammarStore")
 
 _LOG = logging.getLogger(__name__)
 _MAX_CACHED = 64  # grammars that no request uses
 
 
+class GrammarBuilt(msgspec.Struct, frozen=True, array_like=True):
+    """Building one request's grammar has ended."""
+
+    request_id: str
+    error: str | None = None  # why it can not be built; None = it is ready
+    is_refusal: bool = False  # with an error: the request is at fault, not the engine
+
+
 class GrammarStore:
     """Grammars of requests that have not ended, and of some that have.
 
-    One thread calls it; the building goes on on another.
+    One thread calls it; grammars are built on another.
 
     Attributes:
         build_seconds: summed over grammars.
     """
 
     def __init__(self, model: ServedModel) -> None:
+        """
+        Args:
+            model: its tokenizer and vocabulary are what grammars are built for.
+        """
         self._model = model
         self._tokenizer: LLTokenizer | None = None
         self._builder: ThreadPoolExecutor | None = None
-        self._cache: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
+        self._cache: OrderedDict[str, Future[LLMatcher]] = OrderedDict()  # by grammar text
         self._used: dict[str, Future[LLMatcher]] = {}  # by request id
-        self._waiting: list[tuple[Request, float]] = []  # for their grammar; since when
+        self._unreported: dict[str, Future[LLMatcher]] = {}  # by request id, in order of `prepare`
         self.build_seconds = 0.0
 
-    @property
-    def num_waiting(self) -> int:
-        """Requests whose grammar is not there yet."""
-        return len(self._waiting)
-
-    def request_ids(self) -> list[str]:
-        """Of the requests that wait."""
-        return [request.request_id for request, _ in self._waiting]
-
-    def add(self, request: Request) -> None:
-        """Begin to build the request's grammar; `take_ready` gives the request back."""
+    def prepare(self, request_id: str, grammar: str) -> None:
+        """Begin to build a request's grammar; `take_built` says when that is done."""
         if self._builder is None:
             self._builder = ThreadPoolExecutor(1, thread_name_prefix="grammar")
-        future = self._cache.get(request.grammar)
+        future = self._cache.get(grammar)
         if future is None:
-            future = self._cache[request.grammar] = self._builder.submit(
-                self._build, request.grammar
-            )
+            future = self._cache[grammar] = self._builder.submit(self._build, grammar)
             if len(self._cache) > _MAX_CACHED:
                 self._cache.popitem(last=False)
         else:
-            self._cache.move_to_end(request.grammar)
-        self._used[request.request_id] = future
-        self._waiting.append((request, time.perf_counter()))
+            self._cache.move_to_end(grammar)
+        self._used[request_id] = future
+        self._unreported[request_id] = future
 
-    def take_ready(self, timeout_s: float = 0.0) -> tuple[list[Request], list[SequenceOutput]]:
-        """Requests whose grammar is there, in the order in which they came, and the end of those
-        whose grammar can not be built.
+    def take_built(self, timeout_s: float = 0.0) -> list[GrammarBuilt]:
+        """Grammars that were finished since the last call, in the order of `prepare`.
 
         Args:
-            timeout_s: how long to wait for the first.
+            timeout_s: how long to wait for the oldest one.
         """
-        if timeout_s and self._waiting:
-            wait([self._used[self._waiting[0][0].request_id]], timeout=timeout_s)
-        ready: list[Request] = []
-        ended: list[SequenceOutput] = []
-        still: list[tuple[Request, float]] = []
-        for request, since in self._waiting:
-            future = self._used[request.request_id]
+        if timeout_s and self._unreported:
+            wait([next(iter(self._unreported.values()))], timeout=timeout_s)
+        built: list[GrammarBuilt] = []
+        for request_id, future in self._unreported.items():
             if not future.done():
-                still.append((request, since))
                 continue
             error = future.exception()
             if error is None:
-                ready.append(request)
+                built.append(GrammarBuilt(request_id))
                 continue
-            _LOG.warning("a checked grammar can not be built: %s", error)
-            self.release(request.request_id)
-            ended.append(
-                SequenceOutput(
-                    request.request_id,
-                    [],
-                    FinishReason.error,
-                    error=str(error),
-                    is_refusal=isinstance(error, InvalidRequestError),
-                )
-            )
-        self._waiting = still
-        return ready, ended
+            _LOG.warning("a grammar passed its check but can not be built: %s", error)
+            is_refusal = isinstance(error, InvalidRequestError)
+            built.append(GrammarBuilt(request_id, str(error), is_refusal))
+        for one in built:
+            del self._unreported[one.request_id]
+        return built
 
     def matcher(self, request: Request) -> LLMatcher:
-        """A matcher of the request's own, at its grammar's beginning."""
+        """A new matcher for a prepared request, at the beginning of its grammar."""
         return self._used[request.request_id].result().deep_copy()
 
-    def release(self, request_id: str) -> bool:
-        """The request has ended; whether it was waiting for its grammar."""
-        if self._used.pop(request_id, None) is None:
-            return False
-        before = len(self._waiting)
-        self._waiting = [one for one in self._waiting if one[0].request_id != request_id]
-        return len(self._waiting) < before
+    def release(self, request_id: str) -> None:
+        """The request has ended, or is not wanted any more."""
+        self._used.pop(request_id, None)
+        self._unreported.pop(request_id, None)
 
     def close(self) -> None:
         """End the thread."""

@@ -9,7 +9,6 @@ from ostinato.runtime.process.ipc import Call, CallName, CallReply
 
 if TYPE_CHECKING:
     from ostinato.runtime.engine.engine import Engine
-    from ostinato.runtime.engine.profiler import Profiler
 
 __all__ = ("EngineCalls",)
 
@@ -25,7 +24,6 @@ class EngineCalls:
     def __init__(self, engine: Engine, profile_dir: str) -> None:
         self._engine = engine
         self._profile_dir = profile_dir
-        self._profiler: Profiler | None = None
 
     def answer(self, call: Call) -> CallReply:
         """Do what is asked; a refusal is a reply too."""
@@ -46,15 +44,6 @@ class EngineCalls:
                 "server.profile_dir is not set: start the server with a directory for traces"
             )
         if name is CallName.start_profile:
-            if self._profiler is not None:
-                raise InvalidRequestError("a profile is being taken: end it with /stop_profile")
-            from ostinato.runtime.engine.profiler import (
-                Profiler,  # the profiler takes time to import
-            )
-
-            self._profiler = Profiler(self._profile_dir)
+            self._engine.start_profile(self._profile_dir)
             return self._profile_dir
-        if self._profiler is None:
-            raise InvalidRequestError("no profile is being taken: begin one with /start_profile")
-        profiler, self._profiler = self._profiler, None
-        return profiler.stop()
+        return "\n".join(self._engine.stop_profile())

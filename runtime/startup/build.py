@@ -34,9 +34,12 @@ from ostinato.runtime.costs.cost_table import CostTable
 from ostinato.runtime.engine.engine import Engine
 from ostinato.runtime.engine.step_observer import StepObserver
 from ostinato.runtime.errors import StartupError
+from ostinato.runtime.execution.grammar_masks import MatcherSource
+from ostinato.runtime.execution.inline_executor import InlineExecutor
 from ostinato.runtime.execution.model_runner import ModelRunner
 from ostinato.runtime.execution.pooler import Pooler
 from ostinato.runtime.execution.sampler import Sampler
+from ostinato.runtime.grammar.store import GrammarStore
 from ostinato.runtime.kv.kv_cache_manager import KVCacheManager
 from ostinato.runtime.kv.page_mapper import map_ahead
 from ostinato.runtime.scheduling.scheduler import Scheduler
@@ -56,7 +59,7 @@ from ostinato.runtime.startup.planning import (
 )
 from ostinato.runtime.startup.served_model import describe_model
 
-__all__ = ("build_engine",)
+__all__ = ("build_engine", "compile_bundle")
 
 Report = Callable[[str, float], None]
 """Called with a finished phase's name and its seconds; from two threads, one at a time each."""
@@ -77,20 +80,47 @@ def build_engine(
     Args:
         config: the whole configuration; each component is handed its section.
         report: told of each finished phase.
-        observer: sees every step; None = one that keeps none in a file.
+        observer: is told of every step; None = one that writes no file.
         shelf: where the model of an earlier engine may lie, and this one's is put; None = load it.
 
     Raises:
         StartupError: the engine can not start as configured; one line with the remedy.
     """
+    return _build(config, report, observer, shelf)[0]
+
+
+def compile_bundle(config: EngineConfig, report: Report) -> Bundle | None:
+    """Build an engine for the bundle that its start compiles and saves.
+
+    Args:
+        config: the engine's.
+        report: told of each finished phase.
+
+    Returns:
+        The bundle; None when the configuration keeps none.
+
+    Raises:
+        StartupError: the engine can not start as configured; one line with the remedy.
+    """
+    engine, bundle = _build(config, report, None, None)
+    engine.close()
+    return bundle
+
+
+def _build(
+    config: EngineConfig,
+    report: Report,
+    observer: StepObserver | None,
+    shelf: ModelShelf | None,
+) -> tuple[Engine, Bundle | None]:
     try:
         with ExitStack() as undo:
             monitor = CompileMonitor()
             undo.callback(monitor.close)
-            engine = _build_engine(config, report, monitor, undo, observer, shelf)
+            built = _build_engine(config, report, monitor, undo, observer, shelf)
             monitor.seal()
             undo.pop_all()
-            return engine
+            return built
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
@@ -107,7 +137,7 @@ def _build_engine(
     undo: ExitStack,
     observer: StepObserver | None,
     shelf: ModelShelf | None,
-) -> Engine:
+) -> tuple[Engine, Bundle | None]:
     phases: dict[str, float] = {}
 
     @contextmanager
@@ -157,29 +187,21 @@ def _build_engine(
             ),
             phase,
         )
-        runner = _make_runner(config, source, model, graphs, buffers, drawer, threads)
         served = describe_model(config.model, config.sampling, source, plan, phases)
+        grammars = GrammarStore(served)
+        runner = _make_runner(
+            config, source, model, graphs, buffers, drawer, threads, grammars.matcher
+        )
+        executor = InlineExecutor(
+            runner, kv_cache, grammars, monitor, pages=pages, overlap=_overlaps(config, source)
+        )
         if costs is None and cost_store.is_wanted and source.config.kind.generates:
-            if pages is not None:
-                pages.set_busy(True)  # the steps that are measured want the machine alone
             with phase("cost table"):
-                costs = calibrate(cost_store, runner, kv_cache, plan, served)
-            if pages is not None:
-                pages.set_busy(False)
+                is_cpu = source.device.type == "cpu"
+                costs = calibrate(cost_store, executor, plan, served, is_cpu=is_cpu)
     _save(bundle, config, source, phase)
     cache, scheduler = _make_scheduler(config, source, plan, costs)
-    return Engine(
-        scheduler,
-        cache,
-        runner,
-        monitor,
-        served,
-        bundle,
-        overlap=_overlaps(config, source),
-        cost_table=costs,
-        observer=observer,
-        pages=pages,
-    )
+    return Engine(scheduler, cache, executor, served, cost_table=costs, observer=observer), bundle
 
 
 def _make_scheduler(
@@ -237,12 +259,14 @@ def _make_runner(
     buffers: StaticBuffers,
     drawer: StaticDrawer | None,
     threads: int,
+    matchers: MatcherSource,
 ) -> ModelRunner:
     sampler = Sampler(
         max_num_seqs=source.limits.max_num_seqs,
         vocab_size=source.config.vocab_size,
         device=source.device,
         drawer=drawer,
+        matchers=matchers,
     )
     pooler = Pooler(model.classify if isinstance(model, EncoderModel) else None)
     return ModelRunner(graphs, buffers, sampler, _step_threads(config, source, threads), pooler)

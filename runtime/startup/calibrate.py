@@ -13,12 +13,16 @@ import msgspec
 
 from ostinato.conf.schema import GraphConfig, SchedulerConfig
 from ostinato.graphs.bundle import Bundle
-from ostinato.models.base import KVCache
 from ostinato.runtime.costs.cost_probe import StepSpace, measure_costs
 from ostinato.runtime.costs.cost_table import CostTable
 from ostinato.runtime.costs.step_limits import StepLimits, decide_limits, needless_sizes
 from ostinato.runtime.errors import StartupError
-from ostinato.runtime.execution.model_runner import ModelRunner
+from ostinato.runtime.execution.executor import (
+    DropDecodeBuckets,
+    Executor,
+    ResetCounters,
+    TouchBlocks,
+)
 from ostinato.runtime.kv.kv_cache_manager import KVCacheManager
 from ostinato.runtime.scheduling.itl_bound import ItlBound
 from ostinato.runtime.scheduling.scheduler import Scheduler
@@ -77,32 +81,29 @@ class CostStore:
 
 
 def calibrate(
-    store: CostStore, runner: ModelRunner, kv_cache: KVCache, plan: MemoryPlan, model: ServedModel
+    store: CostStore, executor: Executor, plan: MemoryPlan, model: ServedModel, *, is_cpu: bool
 ) -> CostTable:
-    """Time steps of the finished engine, and give up the decode buckets that bring nothing.
+    """Time steps before the first request, and drop the decode buckets that save no time.
 
     Args:
         store: keeps the table; knows the limits and how long it may take.
-        runner: everything is captured; its counters begin anew.
-        kv_cache: no block of it has an owner or contents yet, and none has afterwards.
+        executor: everything is captured, and no block of its cache is in use; its counters begin
+            anew.
         plan: the engine's memory plan.
         model: its sampling defaults are those of a usual request.
+        is_cpu: the executor's device is a CPU.
     """
     limits = store.limits
-    is_cpu = all(side.device.type == "cpu" for layer in kv_cache for side in layer)
     num_blocks = max(1, min(plan.num_blocks - 1, _CONTEXT_BYTES // plan.bytes_per_block))
     if is_cpu:
-        # Zeros are what fresh memory holds; writing them maps its pages. Unmapped ones are all the
-        # same page, and a context in them would be read from the processor's cache.
-        for side in (side for layer in kv_cache for side in layer):
-            side[: num_blocks + 1].zero_()
-    buckets = sorted(key.num_seqs for key in runner.graphs.captured_keys if key.uniform_decode)
+        executor.call(TouchBlocks(num_blocks))
+    buckets = executor.stats().decode_buckets
     sizes = buckets
     if is_cpu or not buckets:
         most = limits.max_num_seqs
         sizes = [*(1 << power for power in range(most.bit_length()) if 1 << power < most), most]
     costs = measure_costs(
-        runner.execute,
+        lambda output: executor.read(executor.launch(output)),
         StepSpace(
             max_num_seqs=limits.max_num_seqs,
             max_num_batched_tokens=limits.max_num_batched_tokens,
@@ -114,12 +115,13 @@ def calibrate(
         ),
         budget_s=store.graphs.cost_table_budget_s,
     )
-    runner.reset_counters()
+    executor.call(ResetCounters())
+    executor.idle()
     store.put(costs)
     # On a CPU a bucket is a bound call, which costs nothing, and a padded row is computed.
     needless = [] if is_cpu else needless_sizes(buckets, costs)
     if needless:
-        runner.graphs.drop_decode_buckets(needless)
+        executor.call(DropDecodeBuckets(needless))
         _LOG.info("decode buckets as slow as the next larger one are given up: %s", needless)
     return costs
 

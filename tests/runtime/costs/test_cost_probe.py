@@ -167,7 +167,7 @@ def test_an_engine_measures_before_its_first_request() -> None:
 @torch.inference_mode()
 def test_no_block_but_the_null_block_is_written() -> None:
     llm = LLM(config=tiny_config("graphs.cost_table_budget_s=0.3"))
-    caches = llm._engine._runner.graphs._kv_cache
+    caches = llm._engine._executor._runner.graphs._kv_cache
     assert any(side[0].any() for layer in caches for side in layer)
     assert not any(side[1:].any() for layer in caches for side in layer)
 

@@ -208,7 +208,7 @@ def test_a_late_compile_is_counted_at_its_steps_shape() -> None:
     """Something that the model calls is compiled in a step, then something else between steps."""
     with LLM(config=tiny_config()) as llm:
         compiled = torch.compile(lambda x: x + 1, backend="eager", dynamic=False)
-        model = llm._engine._runner.graphs._model
+        model = llm._engine._executor._runner.graphs._model
         assert isinstance(model, torch.nn.Module)
 
         def compile_for_this_size(module: object, inputs: tuple[ForwardBatch, object]) -> None:

@@ -119,7 +119,7 @@ def test_a_step_reads_tokens_that_never_came_to_the_host() -> None:
     from ostinato.runtime.types.step import ScheduledSequence, SchedulerOutput
 
     llm = LLM(config=tiny_config("scheduler.overlap=true"))
-    runner = llm._engine._runner
+    runner = llm._engine._executor._runner
     prompt = make_prompts(1)[0][:5]
     expected = llm.generate([prompt], SAMPLING["greedy"], use_progress=False)[0]
     first = SchedulerOutput([ScheduledSequence(0, 0, 5, prompt, [1], True)], [], 5)

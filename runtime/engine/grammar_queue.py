@@ -1,0 +1,68 @@
+"""Requests that wait until the executor has built their grammar, before the scheduler sees them."""
+
+from __future__ import annotations
+
+from ostinato.runtime.execution.executor import Executor
+from ostinato.runtime.types.outputs import FinishReason, SequenceOutput
+from ostinato.runtime.types.request import Request
+
+__all__ = ("GrammarQueue",)
+
+
+class GrammarQueue:
+    """Knows which requests wait for a grammar, and for which of all the executor keeps one."""
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+        self._waiting: dict[str, Request] = {}
+        self._prepared: set[str] = set()  # requests that have not ended, the waiting ones included
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests whose grammar is not built yet."""
+        return len(self._waiting)
+
+    def request_ids(self) -> list[str]:
+        """Of the requests that wait."""
+        return list(self._waiting)
+
+    def add(self, request: Request) -> None:
+        """Have the request's grammar built; `take_ready` returns the request afterwards."""
+        self._waiting[request.request_id] = request
+        self._prepared.add(request.request_id)
+        self._executor.prepare_grammar(request.request_id, request.grammar)
+
+    def take_ready(self, timeout_s: float) -> tuple[list[Request], list[SequenceOutput]]:
+        """Requests whose grammar is built, and the ends of those whose grammar can not be built.
+
+        Args:
+            timeout_s: how long to wait for the oldest grammar.
+        """
+        ready: list[Request] = []
+        ended: list[SequenceOutput] = []
+        for built in self._executor.take_built_grammars(timeout_s):
+            request = self._waiting.pop(built.request_id, None)
+            if request is None:
+                continue  # aborted
+            if built.error is None:
+                ready.append(request)
+                continue
+            self.release(built.request_id)
+            ended.append(
+                SequenceOutput(
+                    built.request_id,
+                    [],
+                    FinishReason.error,
+                    error=built.error,
+                    is_refusal=built.is_refusal,
+                )
+            )
+        return ready, ended
+
+    def release(self, request_id: str) -> bool:
+        """The request has ended; returns whether it was waiting for its grammar."""
+        if request_id not in self._prepared:
+            return False
+        self._prepared.remove(request_id)
+        self._executor.release_grammar(request_id)
+        return self._waiting.pop(request_id, None) is not None

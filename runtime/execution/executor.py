@@ -1,0 +1,139 @@
+"""The executor: the engine's only way to the devices that run the model.
+
+The engine and its scheduler live in one process; the model may be spread over several ranks (worker
+processes). Everything in this interface is plain data, so an implementation may send it to other
+processes. `InlineExecutor` (inline_executor.py) runs one rank in the engine's own process.
+
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import msgspec
+
+from ostinato.graphs.seal import LateCompile
+from ostinato.runtime.grammar.store import GrammarBuilt
+from ostinato.runtime.types.step import SchedulerOutput, StepResult
+
+__all__ = (
+    "DropDecodeBuckets",
+    "Executor",
+    "ExecutorStats",
+    "Pending",
+    "RankCall",
+    "ResetCounters",
+    "StartProfile",
+    "StopProfile",
+    "TouchBlocks",
+)
+
+
+class Pending(NamedTuple):
+    """A step that was launched and whose result was not read."""
+
+    number: int  # steps of this executor are numbered from 1
+    kind: str  # how it runs: captured | compiled | eager
+    num_padded_tokens: int  # tokens that the program computes, padding included
+
+
+class ExecutorStats(msgspec.Struct, array_like=True, gc=False):
+    """Counters of the ranks, from zero at the engine's start. Of several ranks, the leader's."""
+
+    steps_by_kind: dict[str, int]  # captured | compiled | eager
+    num_padding_tokens: int  # computed to fill captured buckets up
+    model_seconds: float  # in the model and the sampler, waiting for the device included
+    device_seconds_by_kind: dict[str, float]  # of finished steps, by the device's clock
+    grammar_seconds: float  # making the masks of grammars, within steps
+    grammar_build_seconds: float  # building grammars, beside the steps
+    late_compiles: list[LateCompile]  # of all ranks
+    decode_buckets: list[int]  # sequences of each captured decode bucket, ascending
+    bucket_tokens: list[int]  # token counts of all captured buckets, ascending
+
+
+class StartProfile(msgspec.Struct, frozen=True, tag=1):
+    """Begin a torch.profiler recording. Raises InvalidRequestError when one is running."""
+
+    directory: str  # where each rank writes its trace
+
+
+class StopProfile(msgspec.Struct, frozen=True, tag=2):
+    """End the recording; each rank answers with the path of its trace."""
+
+
+class ResetCounters(msgspec.Struct, frozen=True, tag=3):
+    """Count from zero again, after steps that served no request."""
+
+
+class DropDecodeBuckets(msgspec.Struct, frozen=True, tag=4):
+    """Free the captured decode buckets of these numbers of sequences."""
+
+    sizes: list[int]
+
+
+class TouchBlocks(msgspec.Struct, frozen=True, tag=5):
+    """Write zeros to KV cache blocks 0 to `num_blocks`, where memory is mapped at its first use.
+
+    On a CPU all unmapped pages are one page of zeros, which stays in the processor's cache: a
+    measured step would read its context too fast.
+    """
+
+    num_blocks: int
+
+
+RankCall = StartProfile | StopProfile | ResetCounters | DropDecodeBuckets | TouchBlocks
+
+
+class Executor(Protocol):
+    """Runs scheduled steps on one or more ranks. One thread calls it."""
+
+    @property
+    def max_in_flight(self) -> int:
+        """Steps that may be launched and not read: 1, or 2 to schedule while the device works."""
+        ...
+
+    def launch(self, output: SchedulerOutput) -> Pending:
+        """Start a step. A request with a grammar may be admitted once that has been built."""
+        ...
+
+    def read(self, pending: Pending) -> StepResult:
+        """Wait for the oldest launched step, which `pending` must be, and return its result."""
+        ...
+
+    def idle(self) -> None:
+        """No step will follow at once: background work may use the processors until `launch`."""
+        ...
+
+    def prepare_grammar(self, request_id: str, grammar: str) -> None:
+        """Begin to build a request's grammar beside the steps; `take_built_grammars` reports it.
+
+        Args:
+            request_id: kept until `release_grammar`.
+            grammar: `Request.grammar`.
+        """
+        ...
+
+    def take_built_grammars(self, timeout_s: float) -> list[GrammarBuilt]:
+        """Grammars that were finished since the last call, in the order of `prepare_grammar`.
+
+        Args:
+            timeout_s: how long to wait for the oldest one; 0 = do not wait.
+        """
+        ...
+
+    def release_grammar(self, request_id: str) -> None:
+        """The request has ended, or is not wanted any more."""
+        ...
+
+    def call(self, call: RankCall) -> list[str]:
+        """Have every rank do something between two steps; their answers in rank order."""
+        ...
+
+    def stats(self) -> ExecutorStats:
+        """A snapshot of the counters."""
+        ...
+
+    def close(self) -> None:
+        """Free what the ranks hold. No step may follow."""
+        ...

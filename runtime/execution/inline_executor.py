@@ -1,0 +1,156 @@
+"""The executor of one rank in the engine's own process: a call is a function call."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import torch
+
+from ostinato.graphs.seal import CompileMonitor
+from ostinato.models.base import KVCache
+from ostinato.runtime.errors import InvalidRequestError
+from ostinato.runtime.execution.executor import (
+    DropDecodeBuckets,
+    ExecutorStats,
+    Pending,
+    RankCall,
+    ResetCounters,
+    StartProfile,
+    StopProfile,
+    TouchBlocks,
+)
+from ostinato.runtime.execution.model_runner import ModelRunner, PendingStep
+from ostinato.runtime.execution.profiler import Profiler
+from ostinato.runtime.grammar.store import GrammarBuilt, GrammarStore
+from ostinato.runtime.kv.page_mapper import CachePages
+from ostinato.runtime.types.step import SchedulerOutput, StepResult
+
+__all__ = ("InlineExecutor",)
+
+
+class InlineExecutor:
+    """Runs the steps of one `ModelRunner` on the calling thread."""
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        kv_cache: KVCache,
+        grammars: GrammarStore,
+        monitor: CompileMonitor,
+        *,
+        pages: CachePages | None = None,
+        overlap: bool = False,
+    ) -> None:
+        """
+        Args:
+            runner: executes the steps.
+            kv_cache: the runner's.
+            grammars: builds the grammars; the runner's sampler takes its matchers from it.
+            monitor: counts compilations after the start; closed with the executor.
+            pages: maps the KV cache's memory before its first use; None = it is all mapped.
+            overlap: a step may be launched before the one before it is read.
+        """
+        self._runner = runner
+        self._kv_cache = kv_cache
+        self._grammars = grammars
+        self._monitor = monitor
+        self._pages = pages
+        self._max_in_flight = 2 if overlap else 1
+        self._launched: deque[tuple[int, SchedulerOutput, PendingStep]] = deque()
+        self._num_steps = 0
+        self._highest_block_id = 0
+        self._profiler: Profiler | None = None
+
+    @property
+    def max_in_flight(self) -> int:
+        return self._max_in_flight
+
+    def launch(self, output: SchedulerOutput) -> Pending:
+        if self._pages is not None:
+            self._map_pages(self._pages, output)
+        self._monitor.begin_step(output.num_tokens, output.num_seqs)
+        self._num_steps += 1
+        step = self._runner.launch(output)
+        self._launched.append((self._num_steps, output, step))
+        ran = self._runner.graphs.last_step
+        return Pending(self._num_steps, ran.kind.value, ran.num_tokens)
+
+    def read(self, pending: Pending) -> StepResult:
+        number, output, step = self._launched.popleft()
+        assert number == pending.number, f"step {number} is to be read before {pending.number}"
+        if number != self._num_steps:  # a later step was launched since
+            self._monitor.begin_step(output.num_tokens, output.num_seqs)
+        result = self._runner.read(step)
+        self._monitor.end_step()
+        return result
+
+    def idle(self) -> None:
+        if self._pages is not None:
+            self._pages.set_busy(False)
+
+    def prepare_grammar(self, request_id: str, grammar: str) -> None:
+        self._grammars.prepare(request_id, grammar)
+
+    def take_built_grammars(self, timeout_s: float) -> list[GrammarBuilt]:
+        return self._grammars.take_built(timeout_s)
+
+    def release_grammar(self, request_id: str) -> None:
+        self._grammars.release(request_id)
+
+    def call(self, call: RankCall) -> list[str]:
+        match call:
+            case StartProfile(directory):
+                if self._profiler is not None:
+                    raise InvalidRequestError(
+                        "a profile is being recorded: end it with /stop_profile"
+                    )
+                self._profiler = Profiler(directory)
+            case StopProfile():
+                if self._profiler is None:
+                    raise InvalidRequestError(
+                        "no profile is being recorded: begin one with /start_profile"
+                    )
+                profiler, self._profiler = self._profiler, None
+                return [profiler.stop()]
+            case ResetCounters():
+                self._runner.reset_counters()
+            case DropDecodeBuckets(sizes):
+                self._runner.graphs.drop_decode_buckets(sizes)
+            case TouchBlocks(num_blocks):
+                if self._pages is not None:
+                    self._pages.set_busy(True)
+                with torch.inference_mode():
+                    for tensor in (tensor for layer in self._kv_cache for tensor in layer):
+                        tensor[: num_blocks + 1].zero_()
+        return [""]
+
+    def stats(self) -> ExecutorStats:
+        graphs = self._runner.graphs
+        keys = graphs.captured_keys
+        return ExecutorStats(
+            steps_by_kind=dict(graphs.steps_by_kind),
+            num_padding_tokens=graphs.num_padding_tokens,
+            model_seconds=self._runner.model_seconds,
+            device_seconds_by_kind=self._runner.device_seconds_by_kind,
+            grammar_seconds=self._runner.grammar_seconds,
+            grammar_build_seconds=self._grammars.build_seconds,
+            late_compiles=self._monitor.late_compiles,
+            decode_buckets=sorted(key.num_seqs for key in keys if key.uniform_decode),
+            bucket_tokens=sorted({key.num_tokens for key in keys}),
+        )
+
+    def close(self) -> None:
+        if self._pages is not None:
+            self._pages.close()
+        self._monitor.close()
+        self._grammars.close()
+        self._launched.clear()
+        self._runner.graphs.close()
+
+    def _map_pages(self, pages: CachePages, output: SchedulerOutput) -> None:
+        """Have the memory of the next blocks mapped, when the steps allow it."""
+        for entry in output.scheduled:
+            if entry.new_block_ids:
+                self._highest_block_id = max(self._highest_block_id, *entry.new_block_ids)
+        pages.use(self._highest_block_id)
+        pages.set_busy(True)
