@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ostinato.runtime.types.params import SamplingParams
     from ostinato.runtime.types.structured_outputs import StructuredOutputsParams
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = ("LLM", "AsyncEngine", "SamplingParams", "StructuredOutputsParams", "__version__")
 
 # The repository's root folders are the package's subpackages. An installed package maps them

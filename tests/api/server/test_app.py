@@ -9,6 +9,7 @@ import logging
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+import ostinato
 from ostinato.api.base.unsupported_endpoints import hint_for
 from ostinato.api.server.app import create_app
 from ostinato.conf.schema import SamplingSection, ServerConfig
@@ -246,7 +247,7 @@ class TestOtherEndpoints:
         assert "token_strs" in body
 
     def test_version(self, app):
-        assert app.http.get("/version").json() == {"version": "0.1.0"}
+        assert app.http.get("/version").json() == {"version": ostinato.__version__}
 
     def test_openapi_tells_of_the_bodies(self, app):
         document = app.http.get("/schema/openapi.json").json()
