@@ -70,7 +70,7 @@ COMMANDS = {
             "run bench --multirun scheduler.max_num_seqs=8,16 cache.block_size=16,32",
         ),
         kinds="bench",
-        sweep_target="ostinato.benchmarks.bench.sweep:sweep",
+        sweep_target="ostinato.benchmarks.sweep.sweep:sweep",
     ),
     "simulate": Command(
         target="ostinato.benchmarks.simulate.command:simulate",

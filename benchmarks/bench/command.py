@@ -1,7 +1,7 @@
-"""`run bench`: what every kind has in common: measure, write, print, plot.
+"""`run bench`: runs one kind of measurement, writes its record, prints and plots it.
 
-Each kind is a function from the configuration to a `Record`; here it is written as JSON, appended
-to a history, printed as a table, and drawn.
+Each kind is a function from the configuration to a `Record`. The record is written as JSON,
+appended to a history if wanted, printed as a table, and plotted.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ostinato.benchmarks.report.record import (
     output_path,
     write_record,
 )
-from ostinato.benchmarks.report.terminal import print_record
+from ostinato.benchmarks.report.tables import print_record
 from ostinato.conf.bench_schema import BenchKind
 from ostinato.conf.root import EngineConfig
 

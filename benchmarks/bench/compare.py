@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from ostinato.benchmarks.bench.context import BenchContext
 from ostinato.benchmarks.bench.serve import LoadRunner, first_shift, merge_runs, workload_of
 from ostinato.benchmarks.load.run import Target, find_target
-from ostinato.benchmarks.load.server import Server
+from ostinato.benchmarks.load.server_process import Server
 from ostinato.benchmarks.report.record import Metric, Point, Record, conditions_of
 from ostinato.benchmarks.report.statistics import bootstrap_ratio
 from ostinato.benchmarks.workload.arrivals import LoadPoint, load_points

@@ -1,4 +1,4 @@
-"""What a measurement is handed besides the configuration: a place for progress, and engines."""
+"""What a measurement receives besides the configuration: a progress display, and engines."""
 
 from __future__ import annotations
 

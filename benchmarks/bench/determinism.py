@@ -1,9 +1,10 @@
-"""`run bench determinism`: does a request get the same tokens whatever else runs?
+"""`run bench determinism`: compares a request's tokens across different batches.
 
     run bench determinism workload=random workload.num_requests=32
 
-Every request runs alone first. Then all together, in another order, and from the prefix cache; each
-greedily and with seeded sampling. What is counted is how many answers are equal, token for token.
+Every request runs alone first, then together with all others, in another order, and from the prefix
+cache; each time greedily and with seeded sampling. The result counts the answers that are equal,
+token for token.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from collections.abc import Sequence
 
 from ostinato.benchmarks.bench.context import BenchContext
 from ostinato.benchmarks.report.record import Metric, Point, Record, conditions_of
-from ostinato.benchmarks.workload.requests import Part, WorkItem
 from ostinato.benchmarks.workload.select import fit_parts, one_part, read_parts
+from ostinato.benchmarks.workload.workload import Part, WorkItem
 from ostinato.conf.root import EngineConfig
 from ostinato.runtime.llm import LLM
 from ostinato.runtime.types.params import SamplingParams

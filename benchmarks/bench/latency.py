@@ -19,7 +19,7 @@ from ostinato.benchmarks.bench.throughput import (
     start_engine,
 )
 from ostinato.benchmarks.report.record import Metric, Point, Record, conditions_of
-from ostinato.benchmarks.workload.requests import Part, WorkItem
+from ostinato.benchmarks.workload.workload import Part, WorkItem
 from ostinato.conf.errors import ConfigError
 from ostinato.conf.root import EngineConfig
 

@@ -1,9 +1,9 @@
-"""`run bench prefix`: what a shared beginning of prompts is worth.
+"""`run bench prefix`: measures what prefix caching saves.
 
     run bench prefix bench.shares=[0,0.5,0.9] workload.input_len=512
 
-For each share of a prompt that is common to all: one request with a cold cache, one that finds the
-beginning cached, and a batch of them, from an empty cache.
+For each share of a prompt that is common to all requests: one request with a cold cache, one that
+finds the prefix cached, and a batch of requests on an empty cache.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ostinato.benchmarks.bench.throughput import (
     start_engine,
 )
 from ostinato.benchmarks.report.record import Metric, Point, Record, conditions_of
-from ostinato.benchmarks.workload.requests import Part, WorkItem
+from ostinato.benchmarks.workload.workload import Part, WorkItem
 from ostinato.conf.errors import ConfigError
 from ostinato.conf.root import EngineConfig
 

@@ -18,14 +18,14 @@ from dataclasses import dataclass
 from ostinato.benchmarks.bench.context import BenchContext
 from ostinato.benchmarks.load.job import LoadProgress
 from ostinato.benchmarks.load.run import Target, find_target, make_job, measure_point
-from ostinato.benchmarks.load.server import Server
 from ostinato.benchmarks.load.server_metrics import ServerWatch
+from ostinato.benchmarks.load.server_process import Server
 from ostinato.benchmarks.machine.probes import EnergyMeter, LoadMeter
 from ostinato.benchmarks.report.record import Metric, Point, Record, conditions_of
 from ostinato.benchmarks.workload.arrivals import LoadPoint, load_points
 from ostinato.benchmarks.workload.model_facts import ModelFacts, model_facts
-from ostinato.benchmarks.workload.requests import Part
 from ostinato.benchmarks.workload.select import fit_parts, one_part, read_parts
+from ostinato.benchmarks.workload.workload import Part
 from ostinato.conf.bench_schema import PromptFormat, RequestEndpoint, WorkloadKind
 from ostinato.conf.root import EngineConfig
 

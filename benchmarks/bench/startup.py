@@ -18,7 +18,7 @@ import urllib.request
 from pathlib import Path
 
 from ostinato.benchmarks.bench.context import BenchContext
-from ostinato.benchmarks.load.server import Server
+from ostinato.benchmarks.load.server_process import Server
 from ostinato.benchmarks.machine.probes import LoadMeter
 from ostinato.benchmarks.report.record import Metric, Point, Record, conditions_of
 from ostinato.conf.environment import with_own_caches

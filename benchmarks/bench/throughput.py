@@ -23,8 +23,8 @@ from ostinato.benchmarks.machine.machine_rates import measure_rates
 from ostinato.benchmarks.machine.probes import EnergyMeter, LoadMeter, PeakMemory, read_bandwidth
 from ostinato.benchmarks.machine.step_log import StepLog
 from ostinato.benchmarks.report.record import Metric, Point, Record, conditions_of
-from ostinato.benchmarks.workload.requests import Part, WorkItem
 from ostinato.benchmarks.workload.select import fit_parts, read_parts
+from ostinato.benchmarks.workload.workload import Part, WorkItem
 from ostinato.conf.root import EngineConfig
 from ostinato.runtime.engine.step_observer import StepObserver
 from ostinato.runtime.errors import EngineError

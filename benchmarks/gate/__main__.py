@@ -1,13 +1,13 @@
-"""The performance gate: is any of it slower than it was?
+"""The performance gate: compares this tree's speed with stored ratios, or with another commit.
 
-    python -m ostinato.benchmarks.gate                    # 0 = no, 1 = yes, 2 = no such thing
+    python -m ostinato.benchmarks.gate                    # 0 = no slower, 1 = slower, 2 = unknown
     python -m ostinato.benchmarks.gate --only scheduler,prefix
-    python -m ostinato.benchmarks.gate --store            # what is measured now counts from now on
+    python -m ostinato.benchmarks.gate --store            # store the measured ratios
     python -m ostinato.benchmarks.gate --against HEAD     # engine steps beside those of a commit
 
-Each check is our work beside a reference that is measured in the same moment; what is stored, one
-set for each kind of machine (ratios.json), are the ratios. `--against` needs nothing stored and
-sees smaller losses (benchmarks/gate/versions.py). Either takes less than a minute.
+Each check times our work beside a reference in the same moment. The stored values are the ratios of
+the two, one set for each kind of machine (ratios.json). `--against` needs no stored values and sees
+smaller losses (benchmarks/gate/versions.py). Both take less than a minute.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
-"""One check of the gate: our work beside a reference, in turns; and the stored ratios.
+"""One check of the gate: our work timed beside a reference, and the stored ratios.
 
-Ours and the reference run one after the other within milliseconds, so what the machine does to one
-it does to the other, and their ratio stays. Work of one thread is timed by the processor time that
-it takes, which other programs do not take part in; work of several threads by the wall clock, since
-waiting threads use processor time too. The figure of a check is the median of the ratios of its
-pairs; one that seems to have failed is measured again, since a disturbance passes and a regression
-does not.
+Ours and the reference run one after the other within milliseconds, so a change of the machine's
+state affects both, and their ratio stays. Single-threaded work is timed by its processor time,
+which other programs do not use up. Multi-threaded work is timed by the wall clock, because waiting
+threads use processor time too. The result of a check is the median ratio of its pairs. A check that
+seems to fail is measured again: a disturbance passes, a regression stays.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Checks of whole engine steps, beside products of matrices of the same size.
+"""Gate checks of whole engine steps, beside matrix products of the same size.
 
 The model is the 45M shape with dummy weights in bfloat16: larger than a processor's caches, and
-quick to load. It runs on one thread, whose processor time counts: two threads wait for each other
-as soon as another program takes a core, and a step would seem to take three times as long. What a
-second thread brings is a check of its own, by the wall clock: of its pairs the quickest tenth is
-looked at, and it is left out while other programs use the cores.
+quick to load. It runs on one thread and is timed by processor time. With two threads, one waits for
+the other as soon as another program takes a core, and a step would seem three times as long. The
+gain of a second thread is a check of its own, by the wall clock: it uses the quickest tenth of its
+pairs, and it is skipped while other programs use the cores.
 """
 
 from __future__ import annotations

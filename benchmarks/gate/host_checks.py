@@ -1,4 +1,4 @@
-"""Checks of what the host does in every step, beside fixed work in Python."""
+"""Gate checks of the host's work in each step, beside a fixed amount of work in Python."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from hashlib import blake2b
 import msgspec
 
 from ostinato.benchmarks.gate.check import Check
-from ostinato.benchmarks.simulate.engine import EngineSpec
 from ostinato.benchmarks.simulate.fleet import simulate_open
 from ostinato.benchmarks.simulate.replica import Arrival
+from ostinato.benchmarks.simulate.simulated_engine import EngineSpec
 from ostinato.conf.schema import SchedulerConfig
 from ostinato.runtime.costs.cost_table import CostTable
 from ostinato.runtime.costs.step_limits import StepLimits

@@ -1,12 +1,12 @@
-"""Two versions of the engine beside each other: the working tree, and a commit that is known.
+"""Times two versions of the engine side by side: the working tree and a known commit.
 
     python -m ostinato.benchmarks.gate --against HEAD
 
-Stored ratios are of another moment and another process: on a shared machine they tell a loss of a
-fifth. Here the same steps are taken in turns by two processes, one of each version, milliseconds
-apart; what a pair's ratio says is the difference of the versions and little else. The median of
-the pairs has a lower bound that it is above 99 times of 100 (order statistics, so nothing is
-assumed of the noise); a version is slower when even that bound is above what is allowed.
+Stored ratios come from another moment and another process; on a shared machine they show a loss of
+a fifth. Here two processes, one per version, run the same steps in turns, milliseconds apart, so a
+pair's ratio is almost only the difference of the versions. The median of the pairs has a lower
+confidence bound of 99 % (from order statistics, so no noise distribution is assumed). A version is
+slower if even that bound exceeds the limit.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""A process that takes engine steps when it is told to: `--against` runs one for each version.
+"""A worker process of `--against`: runs engine steps on request, one process for each version.
 
-It is started by path, with the tree of a version whose engine it is to measure: nothing of the gate
-is imported here, and of the engine only what is old. Told the name of a work in a line, it answers
-with the seconds of processor time that the steps took, on one thread.
+The process is started by path, with the tree of the version that it measures. It imports nothing of
+the gate, and of the engine only modules that old versions have too. It reads the name of a task
+from a line and answers with the seconds of processor time that its steps took, on one thread.
 """
 
 from __future__ import annotations

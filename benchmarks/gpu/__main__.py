@@ -1,14 +1,13 @@
-"""Everything there is to know about a GPU, in one command and one JSON file.
+"""All GPU measurements, in one command and one JSON file.
 
     python -m ostinato.benchmarks.gpu --output results.json --budget-s 560
     python -m ostinato.benchmarks.gpu --stages decode-llama-8b,sampler --output results.json
-    python -m ostinato.benchmarks.gpu --tiny          # any machine, a minute: does it all run?
+    python -m ostinato.benchmarks.gpu --tiny          # on any machine, a minute: do the stages run?
 
 Correctness comes first, then decode and prefill against the bandwidth and matrix rate measured in
 the same process, the offline workload, the sampler and starts. Every stage is a process of its own:
-one that fails, hangs or breaks the device is recorded, and the next one runs. What an earlier
-command put into the file stays, unless its stage runs again, so a machine that is lent by the
-minute can be used in pieces.
+if one fails, hangs or breaks the device, this is recorded and the next one runs. Results of earlier
+commands stay in the file unless their stage runs again, so short periods on a machine are enough.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The stages by name, and those that are not runs of the engine."""
+"""The GPU stages by name, and those that do not run the engine."""
 
 from __future__ import annotations
 

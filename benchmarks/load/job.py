@@ -1,4 +1,4 @@
-"""What the load client is told and what it reports: plain data, a line of JSON each."""
+"""The job that the load client receives and the report that it returns, as lines of JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One measurement of a server: build the job, run the load client, put its report into figures."""
+"""Runs one load measurement: builds the job, runs the load client, computes the metrics."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from ostinato.benchmarks.load.job import JobRequest, LoadJob, LoadProgress, LoadReport
-from ostinato.benchmarks.load.metrics import (
+from ostinato.benchmarks.load.serving_metrics import (
     client_warnings,
     failures,
     itl_histogram,
@@ -25,7 +25,7 @@ from ostinato.benchmarks.load.metrics import (
 )
 from ostinato.benchmarks.report.record import Point
 from ostinato.benchmarks.workload.arrivals import LoadPoint, arrival_times
-from ostinato.benchmarks.workload.requests import Part
+from ostinato.benchmarks.workload.workload import Part
 from ostinato.conf.bench_schema import LoadSection, PromptFormat, RequestEndpoint, SloSection
 from ostinato.conf.errors import ConfigError
 from ostinato.runtime.errors import EngineError
@@ -172,7 +172,7 @@ def run_client(job: LoadJob, on_progress: OnProgress = lambda progress: None) ->
         EngineError: the client ended without a report.
     """
     process = subprocess.Popen(
-        [sys.executable, "-m", "ostinato.benchmarks.load.client"],
+        [sys.executable, "-m", "ostinato.benchmarks.load.load_client"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )

@@ -1,8 +1,8 @@
-"""What our server says about itself while it is under load: `/metrics` and its flight recorder.
+"""Reads `/metrics` and the flight recorder of one of our servers while it is under load.
 
-Gives columns over time (batch, queue, blocks), the steps that the recorder still had when it was
-read, and what the counters grew by: steps by kind, padded tokens, prefix hits, the share of the
-steps outside of the model. Another engine has none of these: then there are none of these figures.
+It gives values over time (batch size, queue, KV blocks), the steps that the recorder still held
+when it was read, and the growth of counters: steps by kind, padded tokens, prefix hits, host time
+between steps. Another engine's server has none of these, and its result then lacks them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the device does at its best: copy bandwidth and matrix rate, by its own clock."""
+"""Measures a GPU's peak copy bandwidth and matrix rate, timed by its own clock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How fast this machine reads memory and multiplies matrices, in the type of a model."""
+"""Measures this machine's memory read bandwidth and matrix rate, in the type of a model."""
 
 from __future__ import annotations
 

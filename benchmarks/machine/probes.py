@@ -1,7 +1,7 @@
-"""The state of the machine around a figure: memory bandwidth, other programs, peak memory.
+"""Probes of the machine's state: memory bandwidth, other programs' load, peak memory.
 
-Shared machines switch between states within seconds; a decode rate without the bandwidth beside it
-says little.
+A shared machine's speed changes within seconds, so a decode rate means little without the bandwidth
+of the same moment.
 """
 
 from __future__ import annotations

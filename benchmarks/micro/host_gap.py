@@ -25,7 +25,7 @@ from rich.table import Table
 
 import ostinato
 from ostinato.benchmarks.machine.probes import LoadMeter, commit_of
-from ostinato.benchmarks.report.report import summary
+from ostinato.benchmarks.report.tables import median_and_range
 from ostinato.conf.compose import load_config
 from ostinato.runtime.llm import LLM
 from ostinato.runtime.startup.machine_info import cpu_name, gpu_names, package_versions
@@ -104,8 +104,8 @@ def main(arguments: list[str]) -> None:
         table.add_row(
             result["model"],
             str(result["batch"]),
-            summary([run["step_ms"] for run in runs]),
-            summary([100 * run["gap"] for run in runs]),
+            median_and_range([run["step_ms"] for run in runs]),
+            median_and_range([100 * run["gap"] for run in runs]),
             f"{100 * max(run['other_cpu'] for run in runs):.0f}",
         )
     console = Console(width=100, highlight=False)

@@ -49,8 +49,8 @@ from rich.table import Table
 
 import ostinato
 from ostinato.benchmarks.machine.probes import LoadMeter, commit_of, read_bandwidth
-from ostinato.benchmarks.report.report import summary
-from ostinato.benchmarks.workload.requests import Part, WorkItem, standard_workload
+from ostinato.benchmarks.report.tables import median_and_range
+from ostinato.benchmarks.workload.workload import Part, WorkItem, standard_workload
 from ostinato.conf.environment import environment_with
 from ostinato.runtime.startup.machine_info import cpu_name, package_versions
 
@@ -266,7 +266,7 @@ def _print(record: dict[str, Any], names: list[str], parts: list[str]) -> None:
         bandwidth = statistics.median(result["read_gb_s"] for result in results)
         table.add_row(
             f"{part}, {_UNITS[part]}",
-            *(summary(values[name]) for name in names),
+            *(median_and_range(values[name]) for name in names),
             *(_ratio(part, values, kind) for kind in kinds),
             f"{bandwidth:.0f}",
         )
@@ -295,7 +295,7 @@ def _ratio(part: str, values: dict[str, list[float]], kind: str) -> str:
     for number, ours in enumerate(values[own]):
         peer = best(values[name][number] for name in peers)
         ratios.append(peer / ours if part == "ttft" else ours / peer)
-    return summary(ratios)
+    return median_and_range(ratios)
 
 
 def main(arguments: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""A result as one HTML file that needs nothing else, and its plots as PNG files beside it."""
+"""Writes a result as one self-contained HTML file, with its plots as PNG files beside it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 from ostinato.benchmarks.report.plot_style import THEME
 from ostinato.benchmarks.report.plots import Plot, draw
 from ostinato.benchmarks.report.record import Record
-from ostinato.benchmarks.report.terminal import format_metric, headlines_of, title_of
+from ostinato.benchmarks.report.tables import format_metric, headlines_of, title_of
 
 __all__ = ("render", "write_report")
 

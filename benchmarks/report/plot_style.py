@@ -1,6 +1,6 @@
-"""What all plots have in common: colours, sizes, and axes with plain numbers.
+"""The common style of all plots: colours, sizes, and axes with plain numbers.
 
-matplotlib is imported when something is drawn.
+matplotlib is imported when a plot is drawn.
 """
 
 from __future__ import annotations

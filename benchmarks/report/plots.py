@@ -1,7 +1,7 @@
-"""A result as figures: latency against load, gaps between tokens, steps over time, Pareto front.
+"""Plots of a result: latency over load, gaps between tokens, steps over time, Pareto front.
 
-Each plot is a function from a record to a matplotlib figure, or None when the record has not what
-it shows. matplotlib is imported when something is drawn.
+Each plot is a function from a record to a matplotlib figure. It returns None if the record lacks
+the data. matplotlib is imported when a plot is drawn.
 """
 
 from __future__ import annotations

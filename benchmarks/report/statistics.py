@@ -1,7 +1,4 @@
-"""Figures of samples: percentiles, summaries, confidence intervals.
-
-The load client imports this: at the top the standard library only.
-"""
+"""Statistics of samples: percentiles, means and deviations, bootstrap confidence intervals."""
 
 from __future__ import annotations
 
@@ -9,33 +6,46 @@ import math
 import statistics
 from collections.abc import Sequence
 
+import numpy as np
+
 __all__ = ("Interval", "bootstrap_ratio", "percentile", "summary")
 
 Interval = tuple[float, float]
 _RESAMPLES = 10_000
 
 
-def percentile(values: Sequence[float], q: float) -> float:
-    """Of ascending values, by linear interpolation between neighbours; q in [0, 100].
+def percentile(
+    values: Sequence[float] | np.ndarray, q: float, weights: np.ndarray | None = None
+) -> float:
+    """The q-th percentile, interpolated linearly as `numpy.percentile` does.
+
+    Args:
+        values: [n] in any order.
+        q: in [0, 100].
+        weights: [n] whole numbers, how often each value counts; None = once each.
 
     Raises:
         ValueError: there are no values.
     """
-    if not values:
+    if not len(values):
         raise ValueError("a percentile of no values")
-    place = (len(values) - 1) * q / 100
-    low = math.floor(place)
-    high = min(low + 1, len(values) - 1)
-    return values[low] + (values[high] - values[low]) * (place - low)
+    if weights is None:
+        return float(np.percentile(values, q))
+    order = np.argsort(values, kind="stable")
+    ascending = np.asarray(values)[order]
+    ends = np.cumsum(weights[order])  # value i has the ranks [ends[i] - weight, ends[i])
+    rank = q / 100 * (ends[-1] - 1)
+    low, high = (int(np.searchsorted(ends, r, side="right")) for r in (int(rank), -int(-rank // 1)))
+    below, above = ascending[low], ascending[min(high, len(ascending) - 1)]
+    return float(below + (rank - int(rank)) * (above - below))
 
 
 def summary(values: Sequence[float], percentiles: Sequence[float]) -> dict[str, float]:
     """mean, std (of the population) and each percentile as `p99`; {} for no values."""
     if not values:
         return {}
-    ordered = sorted(values)
-    figures = {"mean": statistics.fmean(ordered), "std": statistics.pstdev(ordered)}
-    figures |= {f"p{q:g}": percentile(ordered, q) for q in percentiles}
+    figures = {"mean": statistics.fmean(values), "std": statistics.pstdev(values)}
+    figures |= {f"p{q:g}": percentile(values, q) for q in percentiles}
     return figures
 
 
@@ -53,8 +63,6 @@ def bootstrap_ratio(
     Raises:
         ValueError: the rounds do not match, there are none, or a figure is not above 0.
     """
-    import numpy as np  # not for the load client, which needs the rest alone
-
     if len(ours) != len(reference) or not ours:
         raise ValueError(f"{len(ours)} and {len(reference)} rounds can not be compared")
     if min(*ours, *reference, math.inf) <= 0:

@@ -30,16 +30,16 @@ from ostinato.benchmarks.report.record import (
     output_path,
     write_record,
 )
-from ostinato.benchmarks.report.terminal import print_record
-from ostinato.benchmarks.simulate.engine import EngineSpec
+from ostinato.benchmarks.report.tables import print_record
 from ostinato.benchmarks.simulate.fleet import simulate_open
 from ostinato.benchmarks.simulate.jobs import JobTraffic, simulate_job
-from ostinato.benchmarks.simulate.metrics import outcome_metrics
-from ostinato.benchmarks.simulate.results import Outcome
+from ostinato.benchmarks.simulate.predicted_metrics import predicted_metrics
+from ostinato.benchmarks.simulate.results import SimulationResults
+from ostinato.benchmarks.simulate.simulated_engine import EngineSpec
 from ostinato.benchmarks.simulate.specs import engine_spec, save_costs, without_weights
 from ostinato.benchmarks.workload.arrivals import LoadPoint, load_points
 from ostinato.benchmarks.workload.model_facts import ModelFacts, model_facts
-from ostinato.benchmarks.workload.requests import Part
+from ostinato.benchmarks.workload.workload import Part
 from ostinato.conf.bench_schema import LoadSection, PromptFormat, RequestEndpoint
 from ostinato.conf.errors import ConfigError
 from ostinato.conf.root import EngineConfig
@@ -57,7 +57,7 @@ def simulate(config: EngineConfig) -> int:
     """
     section = config.simulate
     if section.validate:
-        from ostinato.benchmarks.simulate.validate import validate
+        from ostinato.benchmarks.simulate.validation.validate import validate
 
         return validate(config)
     path = output_path(section.output, "simulate")
@@ -127,9 +127,9 @@ def _point(
         def show(number: int) -> None:
             progress.update(task, completed=number)
 
-        outcome = _run(section, job, spec, facts.vocab_size, show)
+        results = _run(section, job, spec, facts.vocab_size, show)
     took = time.perf_counter() - begin
-    metrics = outcome_metrics(outcome, spec, config.slo, config.bench.percentiles)
+    metrics = predicted_metrics(results, spec, config.slo, config.bench.percentiles)
     metrics["busy_share"] = Metric(
         metrics["busy"].value / max(metrics["duration"].value * section.replicas, 1e-9), "share"
     )
@@ -153,7 +153,7 @@ def _run(
     spec: EngineSpec,
     vocab_size: int,
     show: Callable[[int], None],
-) -> Outcome:
+) -> SimulationResults:
     depends = (
         job.concurrency or job.max_concurrency or any(one.after is not None for one in job.requests)
     )

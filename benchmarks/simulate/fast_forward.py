@@ -11,10 +11,10 @@ from __future__ import annotations
 from ostinato.runtime.scheduling.scheduler import Scheduler
 from ostinato.runtime.types.step import SchedulerOutput
 
-__all__ = ("LeapingScheduler",)
+__all__ = ("FastForwardScheduler",)
 
 
-class LeapingScheduler(Scheduler):
+class FastForwardScheduler(Scheduler):
     """A scheduler for simulation; requests have no stop tokens and no beam search."""
 
     @property

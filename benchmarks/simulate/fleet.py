@@ -1,8 +1,8 @@
-"""Many replicas behind a router.
+"""Simulates several replicas behind a router.
 
-With requests that are sent at given times, a replica is only run when somebody asks for its state:
-when a request is routed to it, or when its load may have changed. Replicas that the router fills
-without looking at them (round robin) do not depend on each other and run in several processes.
+With requests at given times, a replica is advanced only when its state is needed: when a request is
+routed to it, or when its load may have changed. A round-robin router reads no state, so its
+replicas are independent and run in several processes.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
-from ostinato.benchmarks.simulate.engine import EngineSpec
 from ostinato.benchmarks.simulate.replica import Arrival, Replica
-from ostinato.benchmarks.simulate.results import Outcome
+from ostinato.benchmarks.simulate.results import SimulationResults
 from ostinato.benchmarks.simulate.router import RoundRobin, Router, make_router
+from ostinato.benchmarks.simulate.simulated_engine import EngineSpec
 
 __all__ = ("Traffic", "simulate_open")
 
@@ -34,7 +34,7 @@ def simulate_open(
     num_processes: int = 1,
     leaps: bool = True,
     on_request: Callable[[int], None] = lambda number: None,
-) -> Outcome:
+) -> SimulationResults:
     """Send requests at their times, whatever the replicas do, and run all to their ends.
 
     Args:
@@ -56,9 +56,9 @@ def simulate_open(
             pool.submit(_run, spec, traffic, RoundRobin(num_replicas), part, leaps)
             for part in parts
         ]
-        outcome = futures[0].result()
-        outcome.merge(future.result() for future in futures[1:])
-    return outcome
+        results = futures[0].result()
+        results.merge(future.result() for future in futures[1:])
+    return results
 
 
 def _ignore(number: int) -> None:
@@ -72,10 +72,10 @@ def _run(
     mine: range,
     leaps: bool,
     on_request: Callable[[int], None] = _ignore,
-) -> Outcome:
+) -> SimulationResults:
     """The replicas `mine` of the fleet; requests of others are only counted."""
-    outcome = Outcome()
-    replicas = {index: Replica(spec, outcome, leaps=leaps) for index in mine}
+    results = SimulationResults()
+    replicas = {index: Replica(spec, results, leaps=leaps) for index in mine}
     watch = _Watch(replicas) if router.looks else None
     for key, arrival in enumerate(traffic()):
         if watch is not None:
@@ -87,7 +87,7 @@ def _run(
             if replica.add(key, arrival, arrival.time_s):
                 router.note(index, replica.num_live)
             else:
-                outcome.num_refused += 1
+                results.num_refused += 1
             if watch is not None:
                 watch.note(index)
         if key % 256 == 0:
@@ -96,7 +96,7 @@ def _run(
         replica = replicas.pop(index)
         replica.advance(math.inf)
         replica.finish()
-    return outcome
+    return results
 
 
 class _Watch:

@@ -1,8 +1,8 @@
-"""A job of the load client, simulated: the same requests, arrivals, turns and limits.
+"""Simulates a job of the load client: the same requests, arrivals, turns and limits.
 
-Where a request waits for the end of another one (turns of a conversation, a closed loop, a limit on
-what is under way) its time is not known before. Replicas are then run in the order of their clocks,
-never past the next moment at which a request may come.
+A request may wait for the end of another one (turns of a conversation, a closed loop, a limit of
+concurrency), so its time is not known beforehand. Replicas are then run in the order of their
+clocks, never past the next moment at which a request may come.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from collections import deque
 from collections.abc import Callable, Iterator
 
 from ostinato.benchmarks.load.job import JobRequest, LoadJob
-from ostinato.benchmarks.simulate.engine import EngineSpec
 from ostinato.benchmarks.simulate.fleet import simulate_open
 from ostinato.benchmarks.simulate.replica import OUTPUT_TOKEN_ID, Arrival, Replica
-from ostinato.benchmarks.simulate.results import Outcome
+from ostinato.benchmarks.simulate.results import SimulationResults
 from ostinato.benchmarks.simulate.router import make_router
+from ostinato.benchmarks.simulate.simulated_engine import EngineSpec
 
 __all__ = ("JobTraffic", "simulate_job")
 
@@ -64,7 +64,7 @@ def simulate_job(
     router: str = "round_robin",
     leaps: bool = True,
     on_request: Callable[[int], None] = lambda number: None,
-) -> Outcome:
+) -> SimulationResults:
     """Run a job on simulated replicas.
 
     Args:
@@ -95,10 +95,10 @@ class _Dependent:
         self, spec: EngineSpec, job: LoadJob, num_replicas: int, router: str, leaps: bool
     ) -> None:
         self._job = job
-        self._outcome = Outcome()
+        self._results = SimulationResults()
         self._router = make_router(router, num_replicas, spec.block_size)
         self._replicas = [
-            Replica(spec, self._outcome, leaps=leaps, on_end=self._end) for _ in range(num_replicas)
+            Replica(spec, self._results, leaps=leaps, on_end=self._end) for _ in range(num_replicas)
         ]
         self._due: list[tuple[float, int]] = []  # heap: when a request is sent
         self._held: deque[tuple[float, int]] = deque()  # sent, but too many are under way
@@ -119,7 +119,7 @@ class _Dependent:
             self._due = [(job.requests[place].at_s or 0.0, place) for place in heads]
             heapq.heapify(self._due)
 
-    def run(self, on_request: Callable[[int], None]) -> Outcome:
+    def run(self, on_request: Callable[[int], None]) -> SimulationResults:
         while True:
             time_s = self._due[0][0] if self._due else math.inf
             busy = [one for one in self._replicas if one.has_work and one.now < time_s]
@@ -136,7 +136,7 @@ class _Dependent:
                 break
         for replica in self._replicas:
             replica.finish()
-        return self._outcome
+        return self._results
 
     def _begin(self, now: float) -> None:
         """The next conversation of a closed loop."""
@@ -169,7 +169,7 @@ class _Dependent:
             self._num_live += 1
             self._router.note(index, replica.num_live)
         else:
-            self._outcome.num_refused += 1
+            self._results.num_refused += 1
             if self._job.concurrency:
                 self._begin(now)
 

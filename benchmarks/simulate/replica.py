@@ -1,4 +1,4 @@
-"""One simulated engine: the real scheduler and block pool, and a clock in place of a device."""
+"""One simulated engine: the real scheduler and block pool with a simulated device clock."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from ostinato.benchmarks.simulate.engine import EngineSpec
-from ostinato.benchmarks.simulate.fast_forward import LeapingScheduler
-from ostinato.benchmarks.simulate.overheads import StepClock
-from ostinato.benchmarks.simulate.results import Outcome
+from ostinato.benchmarks.simulate.fast_forward import FastForwardScheduler
+from ostinato.benchmarks.simulate.results import SimulationResults
+from ostinato.benchmarks.simulate.simulated_engine import EngineSpec
+from ostinato.benchmarks.simulate.step_times.overheads import StepClock
 from ostinato.runtime.types.outputs import SequenceOutput
 from ostinato.runtime.types.params import SamplingParams
 from ostinato.runtime.types.request import Request
@@ -52,7 +52,7 @@ class Replica:
 
     Args:
         spec: the engine.
-        outcome: gets every figure; may be shared between replicas.
+        results: gets every figure; may be shared between replicas.
         leaps: whether alike decode steps are taken at once; never where their times are drawn.
         on_end: called with a request's key and the time when its client has the end of it.
     """
@@ -60,7 +60,7 @@ class Replica:
     def __init__(
         self,
         spec: EngineSpec,
-        outcome: Outcome,
+        results: SimulationResults,
         *,
         leaps: bool = True,
         on_end: Callable[[int, float], None] | None = None,
@@ -68,12 +68,12 @@ class Replica:
         self.now = 0.0  # seconds; the engine's loop stands here
         self.quiet_until = 0.0  # no request ends before, unless one is added
         self._spec = spec
-        self._outcome = outcome
+        self._results = results
         self._on_end = on_end
-        self._clock = StepClock(spec.costs, spec.serving, spec.seed)
+        self._clock = StepClock(spec.costs, spec.overheads, spec.seed)
         self._leaps = leaps and self._clock.is_exact
         self._cache = spec.cache()
-        self._scheduler = LeapingScheduler(
+        self._scheduler = FastForwardScheduler(
             spec.scheduler,
             self._cache,
             max_model_len=spec.max_model_len,
@@ -146,8 +146,8 @@ class Replica:
         self.quiet_until = self._next_end() if self._live else math.inf
 
     def finish(self) -> None:
-        """Give the counters of the whole run to the outcome; nothing may follow."""
-        self._outcome.count(
+        """Give the counters of the whole run to the results; nothing may follow."""
+        self._results.count(
             preemptions=self._scheduler.num_preemptions,
             prefix_queries=self._cache.prefix_queries,
             prefix_hits=self._cache.prefix_hits,
@@ -179,7 +179,7 @@ class Replica:
         begin, self.now = self.now, max(self.now, done)
         num_samples = sum(entry.samples for entry in oldest.scheduled)
         news = self._scheduler.update(oldest, StepResult([OUTPUT_TOKEN_ID] * num_samples))
-        self._outcome.add_step(self.now - begin, len(oldest.scheduled), self._used_blocks())
+        self._results.add_step(self.now - begin, len(oldest.scheduled), self._used_blocks())
         self._deliver(news)
         # With a step in flight, rows and blocks that come back with it are seen one step late: what
         # was planned before that says nothing of who may join after.
@@ -209,7 +209,7 @@ class Replica:
             if one.finish_reason is not None:
                 self._end(one.request_id, live)
         for gap, count in gaps.items():
-            self._outcome.add_gaps(gap, count)
+            self._results.add_gaps(gap, count)
 
     def _leap(self, until: float) -> None:
         """Take as many alike steps as are certain to come and begin before `until`."""
@@ -245,9 +245,9 @@ class Replica:
             output, _ = self._in_flight.pop()
             self._device_free = done + seconds(most)
             self._in_flight.append((output, self._device_free))
-        outcome = self._outcome
-        outcome.add_step(took, num_seqs, (used + self._used_blocks()) / 2, count=most)
-        outcome.add_gaps(took / most, most * num_seqs)
+        results = self._results
+        results.add_step(took, num_seqs, (used + self._used_blocks()) / 2, count=most)
+        results.add_gaps(took / most, most * num_seqs)
         for request_id in scheduler.running_ids():
             live = self._live[request_id]
             live.last_s = self.now
@@ -256,7 +256,7 @@ class Replica:
     def _end(self, request_id: str, live: _Live) -> None:
         del self._live[request_id]
         arrival = live.arrival
-        self._outcome.add_request(
+        self._results.add_request(
             live.key,
             (arrival.time_s, live.first_s, live.last_s, live.longest_s),
             (len(arrival.prompt), arrival.max_tokens, live.num_cached),

@@ -1,7 +1,7 @@
-"""What a simulation gives: figures of requests, gaps between tokens, steps; in columns.
+"""What a simulation measured: times of requests, gaps between tokens, steps.
 
-Columns are arrays of numbers, so that days of traffic fit into memory and cross process borders
-quickly.
+The columns are arrays of numbers: days of traffic fit into memory, and another process receives
+them quickly.
 """
 
 from __future__ import annotations
@@ -11,33 +11,11 @@ from collections.abc import Iterable
 
 import numpy as np
 
-__all__ = ("Outcome", "percentile")
+__all__ = ("SimulationResults",)
 
 
-def percentile(values: np.ndarray, weights: np.ndarray | None, share: float) -> float:
-    """The value that `share` of the weight lies at or below, linear between neighbours as
-    `numpy.percentile` has it; not a number when there are no values.
-
-    Args:
-        values: [n].
-        weights: [n] whole numbers, how often each value counts; None = once each.
-        share: in [0, 1].
-    """
-    if not len(values):
-        return float("nan")
-    order = np.argsort(values, kind="stable")
-    values = values[order]
-    if weights is None:
-        return float(np.quantile(values, share))
-    ends = np.cumsum(weights[order])  # value i has the ranks [ends[i] - weight, ends[i])
-    rank = share * (ends[-1] - 1)
-    low, high = (int(np.searchsorted(ends, r, side="right")) for r in (int(rank), -int(-rank // 1)))
-    fraction = rank - int(rank)
-    return float(values[low] + fraction * (values[min(high, len(values) - 1)] - values[low]))
-
-
-class Outcome:
-    """Columns; see the properties for units. Outcomes of parts of a fleet add up with `merge`."""
+class SimulationResults:
+    """Columns; see the properties for units. Results of parts of a fleet add up with `merge`."""
 
     _COLUMNS = (
         *("keys", "sent_s", "first_s", "last_s", "longest_gap_s"),
@@ -103,7 +81,7 @@ class Outcome:
         for name, value in counters.items():
             self.counters[name] = self.counters.get(name, 0) + value
 
-    def merge(self, others: Iterable[Outcome]) -> None:
+    def merge(self, others: Iterable[SimulationResults]) -> None:
         """Add what other parts of the fleet gave."""
         for other in others:
             for name in (*self._COLUMNS, "_gap_s", "_gap_count"):

@@ -1,4 +1,4 @@
-"""Which replica gets a request: the rules of routers in front of a fleet."""
+"""Routing policies of a simulated fleet: which replica gets a request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a configuration to a simulated engine: its memory, its limits and its step costs."""
+"""Makes the description of a simulated engine from a configuration."""
 
 from __future__ import annotations
 
@@ -8,8 +8,12 @@ from pathlib import Path
 
 import torch
 
-from ostinato.benchmarks.simulate.engine import EngineSpec
-from ostinato.benchmarks.simulate.roofline import ACCELERATORS, ModelShape, roofline_table
+from ostinato.benchmarks.simulate.simulated_engine import EngineSpec
+from ostinato.benchmarks.simulate.step_times.device_roofline import (
+    ACCELERATORS,
+    ModelShape,
+    roofline_table,
+)
 from ostinato.conf.describe import nearest
 from ostinato.conf.errors import ConfigError
 from ostinato.conf.root import EngineConfig

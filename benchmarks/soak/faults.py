@@ -1,6 +1,4 @@
-"""Clients that misbehave on the wire, for the soak test: each breaks off at another stage, sends
-what is no HTTP, or reads as slowly as it can.
-"""
+"""Misbehaving clients for the soak test: broken connections, invalid HTTP, very slow readers."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""What the soak test sends: requests of random lengths with every option there is, from a seed.
+"""Generates the soak test's requests: random lengths and every option, from a seed.
 
-Each client draws from a generator of its own, so that a client's n-th request is the same in every
-run, whatever the others do.
+Each client has its own random generator, so a client's n-th request is the same in every run.
 """
 
 from __future__ import annotations

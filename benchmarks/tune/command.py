@@ -1,12 +1,12 @@
-"""`run tune`: from a workload and goals to a configuration, the curve, and the command to serve it.
+"""`run tune`: searches the configuration that meets latency goals under a given workload.
 
     run tune workload=random load.rates=[3] slo.ttft_ms=1500 slo.itl_ms=40
     run tune model=llama-45m workload=trace workload.path=trace.jsonl slo.itl_ms=30 tune.name=chat
 
-The configuration as it is runs first, for real: it shows what it misses, and what serving costs
-besides steps. Then step costs of every variant are measured, an Optuna study searches with the
-simulator, and the best few run for real. What their measurements say corrects the predictions that
-the next one is chosen by.
+The configuration as it is runs first on a real server. This run shows which goals it misses, and it
+calibrates the serving overheads. Then the step costs of every variant are measured, an Optuna study
+searches with the simulator, and the best few candidates run on a real server. Their measurements
+correct the predictions by which the next candidate is chosen.
 """
 
 from __future__ import annotations
@@ -157,8 +157,8 @@ class _Tuning:
         self._tell(f"real run: {label}")
         config = apply_values(self.config, values)
         run = self.real.run(config, self.forecast.spec(config) if fit else None)
-        if run.serving is not None:
-            self.forecast.serving = run.serving
+        if run.overheads is not None:
+            self.forecast.overheads = run.overheads
             predicted = self.forecast.predict(config)
         self.runs.append(run)
         self.verified.append(Verified(label, values, predicted, run.figures))

@@ -1,15 +1,15 @@
-"""What a configuration would give, by simulation: from one step-cost table for each variant."""
+"""Predicts the metrics of a configuration by simulation, with one step-cost table per variant."""
 
 from __future__ import annotations
 
 import dataclasses
 
 from ostinato.benchmarks.load.job import JobRequest, LoadJob
-from ostinato.benchmarks.simulate.engine import EngineSpec
 from ostinato.benchmarks.simulate.jobs import simulate_job
-from ostinato.benchmarks.simulate.metrics import outcome_metrics
-from ostinato.benchmarks.simulate.overheads import Serving
+from ostinato.benchmarks.simulate.predicted_metrics import predicted_metrics
+from ostinato.benchmarks.simulate.simulated_engine import EngineSpec
 from ostinato.benchmarks.simulate.specs import planned_spec
+from ostinato.benchmarks.simulate.step_times.overheads import ServingOverheads
 from ostinato.benchmarks.tune.goals import Figures
 from ostinato.benchmarks.tune.space import Variant
 from ostinato.conf.bench_schema import SloSection
@@ -37,7 +37,7 @@ class Forecast:
         self._costs = costs
         self._default = default
         self._percentile = percentile
-        self.serving: Serving | None = None  # what a real server adds, once it is known
+        self.overheads: ServingOverheads | None = None  # what a real server adds, once it is known
         self._plans: dict[str, EngineSpec] = {}
 
     def spec(self, config: EngineConfig) -> EngineSpec:
@@ -50,7 +50,7 @@ class Forecast:
         key = repr((config.scheduler, config.cache, config.device))
         if key not in self._plans:
             self._plans[key] = planned_spec(config, self._costs[variant], "")
-        return dataclasses.replace(self._plans[key], serving=self.serving)
+        return dataclasses.replace(self._plans[key], overheads=self.overheads)
 
     def predict(self, config: EngineConfig, *, job: LoadJob | None = None) -> Figures | None:
         """The figures of a configuration under the job, or another one; None when no such engine
@@ -60,8 +60,8 @@ class Forecast:
             spec = self.spec(config)
         except (StartupError, ValueError):
             return None
-        outcome = simulate_job(spec, job or self._job)
-        metrics = outcome_metrics(outcome, spec, SloSection(), [self._percentile])
+        results = simulate_job(spec, job or self._job)
+        metrics = predicted_metrics(results, spec, SloSection(), [self._percentile])
         return Figures.of(metrics, self._percentile)
 
     def part_of_job(self, share: float) -> LoadJob:

@@ -1,4 +1,4 @@
-"""The goals of `run tune`: limits on percentiles, and how far figures are from them."""
+"""The goals of `run tune`: limits on latency percentiles, and the distance of metrics from them."""
 
 from __future__ import annotations
 

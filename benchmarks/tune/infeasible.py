@@ -1,4 +1,4 @@
-"""Why a goal can not be met: what forbids it, the machine, the traffic or another goal."""
+"""Explains why a goal cannot be met: the machine, the traffic or another goal forbids it."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ def impossible_goals(config: EngineConfig, forecast: Forecast, goals: Goals) -> 
     """Goals that even a server with one request at a time misses, in words. No schedule can help:
     a request waits for nobody there.
     """
-    serving = forecast.serving
+    overheads = forecast.overheads
     # Disturbances by other programs are no proof.
-    forecast.serving = serving and serving.typical()
+    forecast.overheads = overheads and overheads.typical()
     alone = forecast.predict(config, job=forecast.one_at_a_time())
-    forecast.serving = serving
+    forecast.overheads = overheads
     if alone is None:
         return []
     texts = {

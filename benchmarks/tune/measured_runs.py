@@ -1,4 +1,4 @@
-"""Real runs: a server of a configuration, the load client, and what serving costs besides steps."""
+"""Measured runs of `run tune`: a real server, the load client, the fitted overheads."""
 
 from __future__ import annotations
 
@@ -6,16 +6,19 @@ import dataclasses
 
 from ostinato.benchmarks.load.job import LoadJob
 from ostinato.benchmarks.load.run import Target, find_target, make_job, measure_point
-from ostinato.benchmarks.load.server import Server
+from ostinato.benchmarks.load.server_process import Server
 from ostinato.benchmarks.report.record import Point
-from ostinato.benchmarks.simulate.calibrate import Calibration, recording_server
-from ostinato.benchmarks.simulate.engine import EngineSpec
-from ostinato.benchmarks.simulate.fit import fit_serving
-from ostinato.benchmarks.simulate.overheads import Serving
+from ostinato.benchmarks.simulate.simulated_engine import EngineSpec
+from ostinato.benchmarks.simulate.step_times.fit import fit_overheads
+from ostinato.benchmarks.simulate.step_times.overheads import ServingOverheads
+from ostinato.benchmarks.simulate.validation.calibration_traffic import (
+    Calibration,
+    recording_server,
+)
 from ostinato.benchmarks.tune.goals import Figures
 from ostinato.benchmarks.workload.arrivals import LoadPoint
 from ostinato.benchmarks.workload.model_facts import ModelFacts
-from ostinato.benchmarks.workload.requests import Part
+from ostinato.benchmarks.workload.workload import Part
 from ostinato.conf.root import EngineConfig
 
 __all__ = ("RealRun", "RealRuns")
@@ -29,7 +32,7 @@ class RealRun:
 
     figures: Figures
     point: Point
-    serving: Serving | None  # when it was calibrated
+    overheads: ServingOverheads | None  # when it was calibrated
 
 
 @dataclasses.dataclass(slots=True)
@@ -87,5 +90,5 @@ class RealRuns:
         return RealRun(
             figures=Figures.of(point.metrics, percentile),
             point=point,
-            serving=fit_serving(spec.costs, recordings) if spec else None,
+            overheads=fit_overheads(spec.costs, recordings) if spec else None,
         )

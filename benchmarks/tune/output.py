@@ -1,4 +1,4 @@
-"""What `run tune` leaves behind: an option file with its provenance, a plot, a report."""
+"""Writes the results of `run tune`: an option file with its provenance, a plot, a report."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The search: an Optuna study of simulated configurations, resumable, seeded.
+"""The search of `run tune`: an Optuna study over simulated configurations, resumable and seeded.
 
-Three objectives (TTFT, ITL, throughput) and the goals as constraints, by the multi-objective
-tree-structured Parzen estimator (Ozaki et al., GECCO 2020). A trial whose first third is already
-far from the goals is pruned. Optuna's own pruners know one objective only, so the rule is ours.
+Three objectives (TTFT, ITL, throughput) with the goals as constraints, by the multi-objective
+tree-structured Parzen estimator (Ozaki et al., GECCO 2020). A trial is pruned if its first third is
+already far from the goals. Optuna's own pruners support one objective only, so the rule is ours.
 """
 
 from __future__ import annotations

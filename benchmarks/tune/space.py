@@ -1,4 +1,4 @@
-"""What may be changed: the search space of `run tune`, its values, and configurations from them."""
+"""The search space of `run tune`: the settings that vary, their values, configurations."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""When requests arrive: pure arithmetic on a seed.
+"""Arrival times of requests, computed from a seed.
 
-Gaps are drawn from a gamma distribution with the rate's mean, whose shape is the burstiness: 1 is
-the exponential distribution (a Poisson process), below 1 arrivals come in bursts, above they grow
+Gaps are drawn from a gamma distribution with the rate's mean. Its shape is the burstiness: 1 is the
+exponential distribution (a Poisson process); below 1 arrivals come in bursts, above 1 they are more
 even. A ramp changes the rate from request to request.
 """
 

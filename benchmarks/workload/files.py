@@ -23,7 +23,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from ostinato.benchmarks.workload.requests import Part, WorkItem
+from ostinato.benchmarks.workload.workload import Part, WorkItem
 from ostinato.conf.bench_schema import WorkloadSection
 from ostinato.conf.errors import ConfigError
 

@@ -1,4 +1,4 @@
-"""What a load generator must know of a model: its vocabulary, context and tokenizer. No weights."""
+"""A model's vocabulary, context length and tokenizer, read without loading weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The configured workload, whatever its kind, as parts of requests that a model can serve."""
+"""Builds the configured workload, of any kind, as requests that fit a model."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from ostinato.benchmarks.workload.files import sharegpt_part, trace_part
-from ostinato.benchmarks.workload.requests import Part, WorkItem, load_tokens, standard_workload
 from ostinato.benchmarks.workload.synthetic import conversations_part, prefix_part, random_part
+from ostinato.benchmarks.workload.workload import Part, WorkItem, load_tokens, standard_workload
 from ostinato.conf.bench_schema import WorkloadKind, WorkloadSection
 from ostinato.conf.errors import ConfigError
 

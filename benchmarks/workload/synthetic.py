@@ -1,10 +1,10 @@
-"""Workloads that are drawn from a seed: lengths, shared beginnings, conversations."""
+"""Synthetic workloads from a seed: random lengths, shared prefixes, conversations."""
 
 from __future__ import annotations
 
 import random
 
-from ostinato.benchmarks.workload.requests import Part, WorkItem
+from ostinato.benchmarks.workload.workload import Part, WorkItem
 from ostinato.conf.bench_schema import WorkloadSection
 
 __all__ = ("conversations_part", "prefix_part", "random_part")

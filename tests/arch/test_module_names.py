@@ -13,8 +13,6 @@ MAX_MODULES = 12
 # Folders with more modules, each with its reason.
 FULL_FOLDERS: dict[str, str] = {
     "api/openai": "to be split",
-    "benchmarks/bench": "to be split",
-    "benchmarks/simulate": "to be split",
     "models/demo/training": "to be merged",
 }
 # Base names that several modules share, because they are implementations of one protocol.
@@ -29,8 +27,7 @@ PROTOCOLS = {
 }
 # Base names that two modules share without such a reason; only to become fewer.
 TO_RENAME = {
-    *("build", "calibrate", "client", "draw", "engine", "itl_bound", "metrics", "pooling"),
-    *("quantization", "replies", "requests", "roofline", "server", "terminal"),
+    *("build", "draw", "pooling", "replies"),
 }
 _MODULE = re.compile(rf"\bostinato(?:\.(?:{'|'.join(FOLDERS)}|commands))(?:\.\w+)*(?::\w+)?")
 

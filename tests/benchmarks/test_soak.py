@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
-from ostinato.benchmarks.soak.__main__ import Faults, run_soak
+from ostinato.benchmarks.soak.__main__ import run_soak
+from ostinato.benchmarks.soak.clients import Faults
 from ostinato.benchmarks.soak.traffic import OPTIONS, Traffic
 from ostinato.runtime.types.params import SamplingParams
 

@@ -115,7 +115,7 @@ def test_a_sweep_of_servers_compiles_once(tmp_path: Path):
 
 _HOLD = """
 import sys
-from ostinato.benchmarks.load.server import Server
+from ostinato.benchmarks.load.server_process import Server
 from ostinato.conf.compose import load_config
 with Server(load_config(["model.max_model_len=512"])) as server:
     print(server.pid, flush=True)

@@ -11,7 +11,7 @@ import pytest
 from ostinato.benchmarks.report.record import Metric, Record, read_records
 from ostinato.commands import run
 from ostinato.conf.errors import ConfigError
-from tests.benchmarks.bench.test_sweep import TINY
+from tests.benchmarks.sweep.test_sweep import TINY
 
 SHORT = ("workload.input_len=16", "workload.output_len=4")
 

@@ -7,8 +7,7 @@ import pytest
 
 from ostinato.benchmarks.report.plot_style import make_axes, plain_log
 from ostinato.benchmarks.report.record import Metric, Point, Record, conditions_of, read_records
-from ostinato.benchmarks.report.report import summary
-from ostinato.benchmarks.report.terminal import print_record
+from ostinato.benchmarks.report.tables import median_and_range, print_record
 from ostinato.conf.root import EngineConfig
 
 RESULTS = Path(__file__).resolve().parents[3] / "benchmarks" / "results"
@@ -38,8 +37,8 @@ def test_a_kept_result_fits_the_schema_and_names_its_conditions(path: Path):
         ([0.03, 0.05], "0.04 [0.03-0.05]"),
     ],
 )
-def test_summary(values: list[float], text: str):
-    assert summary(values) == text
+def test_median_and_range(values: list[float], text: str):
+    assert median_and_range(values) == text
 
 
 def make_record(kind: str, points: list[Point]) -> Record:

@@ -8,7 +8,11 @@ from pathlib import Path
 import pytest
 
 from ostinato.benchmarks.report.record import read_records
-from ostinato.benchmarks.simulate.roofline import ACCELERATORS, ModelShape, roofline_table
+from ostinato.benchmarks.simulate.step_times.device_roofline import (
+    ACCELERATORS,
+    ModelShape,
+    roofline_table,
+)
 from ostinato.commands import run
 from ostinato.runtime.costs.step_limits import StepLimits
 

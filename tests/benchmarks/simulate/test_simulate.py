@@ -12,14 +12,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ostinato.benchmarks.load.job import JobRequest, LoadJob
-from ostinato.benchmarks.simulate.engine import EngineSpec
-from ostinato.benchmarks.simulate.fast_forward import LeapingScheduler
+from ostinato.benchmarks.report.statistics import percentile
+from ostinato.benchmarks.simulate.fast_forward import FastForwardScheduler
 from ostinato.benchmarks.simulate.fleet import simulate_open
 from ostinato.benchmarks.simulate.jobs import JobTraffic, simulate_job
-from ostinato.benchmarks.simulate.overheads import Serving, SizedValues, StepClock
 from ostinato.benchmarks.simulate.replica import Arrival
-from ostinato.benchmarks.simulate.results import Outcome, percentile
-from ostinato.benchmarks.simulate.step_noise import StepRatios
+from ostinato.benchmarks.simulate.results import SimulationResults
+from ostinato.benchmarks.simulate.simulated_engine import EngineSpec
+from ostinato.benchmarks.simulate.step_times.overheads import (
+    ServingOverheads,
+    SizedValues,
+    StepClock,
+)
+from ostinato.benchmarks.simulate.step_times.step_noise import StepRatios
 from ostinato.conf.schema import SchedulerConfig, SchedulingPolicy
 from ostinato.runtime.costs.step_limits import StepLimits
 from ostinato.runtime.types.params import SamplingParams
@@ -50,16 +55,16 @@ def random_traffic(seed: int, count: int, rate: float, *, shared: int = 0):
         yield Arrival(now, prompt, numbers.randint(1, 60), numbers.randint(0, 2))
 
 
-def rows(outcome: Outcome) -> np.ndarray:
+def rows(results: SimulationResults) -> np.ndarray:
     """[requests, (key, sent, first, last, prompt, output, cached)], by key."""
     columns = [
-        outcome.keys,
-        outcome.sent_s,
-        outcome.first_s,
-        outcome.last_s,
-        outcome.num_prompt,
-        outcome.num_output,
-        outcome.num_cached,
+        results.keys,
+        results.sent_s,
+        results.first_s,
+        results.last_s,
+        results.num_prompt,
+        results.num_output,
+        results.num_cached,
     ]
     table = np.array(columns).T
     return table[np.argsort(table[:, 0])]
@@ -68,13 +73,13 @@ def rows(outcome: Outcome) -> np.ndarray:
 def test_one_request_by_hand():
     # 20 prompt tokens in one step, then four decodes; the table has 2 ms a step, 0.1 ms a token,
     # 0.05 ms a sequence and 1 us for every pair of a token and a context.
-    outcome = simulate_open(make_spec(), lambda: iter([Arrival(1.0, range(20), 5)]))
+    results = simulate_open(make_spec(), lambda: iter([Arrival(1.0, range(20), 5)]))
     first = 1.0 + (2.0 + 20 * 0.1 + 0.05) / 1e3
     decodes = [(2.0 + 0.1 + 0.05) / 1e3 + context * 1e-6 for context in (20, 21, 22, 23)]
-    assert list(outcome.first_s) == pytest.approx([first])
-    assert list(outcome.last_s) == pytest.approx([first + sum(decodes)])
-    assert outcome.num_steps == 5
-    seconds, counts = outcome.gaps
+    assert list(results.first_s) == pytest.approx([first])
+    assert list(results.last_s) == pytest.approx([first + sum(decodes)])
+    assert results.num_steps == 5
+    seconds, counts = results.gaps
     assert counts.sum() == 4
     assert (seconds * counts).sum() == pytest.approx(sum(decodes))
 
@@ -85,7 +90,7 @@ def step_ratios(*seqs: tuple[int, float], tokens: float = 1.0) -> StepRatios:
     return StepRatios(((1, math.log(tokens)),), curve, (1.0,), (0,))
 
 
-def make_serving(**changes) -> Serving:
+def make_overheads(**changes) -> ServingOverheads:
     """Without chance: every distribution has one value."""
     values = {
         "decode": step_ratios((2, 1.5)),
@@ -96,43 +101,44 @@ def make_serving(**changes) -> Serving:
         "delivery_s": ((0.003,),),
         "end_s": (0.125,),
     }
-    return Serving(**(values | changes))
+    return ServingOverheads(**(values | changes))
 
 
 def test_what_serving_adds_comes_on_top():
-    outcome = simulate_open(
-        make_spec(serving=make_serving()), lambda: iter([Arrival(1.0, range(20), 3)])
+    results = simulate_open(
+        make_spec(overheads=make_overheads()), lambda: iter([Arrival(1.0, range(20), 3)])
     )
     first = 1.25 + 2 * 4.05e-3  # the prompt's step takes twice what the table says
     decodes = [0.001 + 1.5 * (2.15e-3 + context * 1e-6) for context in (20, 21)]
-    assert list(outcome.first_s) == pytest.approx([first + 0.003])
-    assert list(outcome.last_s) == pytest.approx([first + sum(decodes) + 0.003])
-    seconds, counts = outcome.gaps
+    assert list(results.first_s) == pytest.approx([first + 0.003])
+    assert list(results.last_s) == pytest.approx([first + sum(decodes) + 0.003])
+    seconds, counts = results.gaps
     assert list(seconds) == pytest.approx(decodes)
     assert list(counts) == [1, 1]
 
 
 def test_tokens_that_arrive_together_are_one_piece():
     # The first step's token is late, so that it comes with the next one's or after.
-    serving = make_serving(delivery_s=((0.1,), (0.0,)))
-    outcome = simulate_open(
-        make_spec(serving=serving, seed=3), lambda: iter([Arrival(0.0, range(20), 30)])
+    overheads = make_overheads(delivery_s=((0.1,), (0.0,)))
+    results = simulate_open(
+        make_spec(overheads=overheads, seed=3), lambda: iter([Arrival(0.0, range(20), 30)])
     )
-    seconds, _ = outcome.gaps
+    seconds, _ = results.gaps
     assert 0 < len(seconds) < 29
     assert (seconds > 0.0).all()
-    assert outcome.last_s[0] > outcome.first_s[0]
+    assert results.last_s[0] > results.first_s[0]
 
 
 def test_draws_are_seeded_and_between_sizes():
-    serving = make_serving(decode=step_ratios((2, 1.0), (8, 4.0)), pause_s=(0.0, 0.001, 0.002))
+    overheads = make_overheads(decode=step_ratios((2, 1.0), (8, 4.0)), pause_s=(0.0, 0.001, 0.002))
     traffic = partial(random_traffic, 3, 30, 100.0)
     one, same, other = (
-        rows(simulate_open(make_spec(serving=serving, seed=seed), traffic)) for seed in (1, 1, 2)
+        rows(simulate_open(make_spec(overheads=overheads, seed=seed), traffic))
+        for seed in (1, 1, 2)
     )
     assert (one == same).all()
     assert (one != other).any()
-    clock = StepClock(make_table(), serving)
+    clock = StepClock(make_table(), overheads)
     ratios = {
         size: clock.step(decodes_of(size)) / make_table().decode_seconds(size, 10)
         for size in (1, 3, 7, 16)
@@ -173,12 +179,13 @@ def test_leaps_give_what_single_steps_give(seed, rate, blocks, shared, overlap, 
     assert rows(fast) == pytest.approx(rows(slow), rel=1e-9, abs=1e-9)
     assert sum(fast.gaps[1]) == sum(slow.gaps[1])
     for share in (0.5, 0.99):
-        assert percentile(*fast.gaps, share) == pytest.approx(
-            percentile(*slow.gaps, share), rel=0.02
+        ours, stepwise = (
+            percentile(gaps, 100 * share, counts) for gaps, counts in (fast.gaps, slow.gaps)
         )
+        assert ours == pytest.approx(stepwise, rel=0.02)
 
 
-def drive(scheduler: LeapingScheduler, count: int) -> None:
+def drive(scheduler: FastForwardScheduler, count: int) -> None:
     """So many single steps, all of which sample."""
     for _ in range(count):
         output = scheduler.schedule()
@@ -191,7 +198,9 @@ def test_a_leap_leaves_the_same_blocks():
     for leaps in (True, False):
         spec = make_spec()
         cache = spec.cache()
-        scheduler = LeapingScheduler(spec.scheduler, cache, max_model_len=256, limits=spec.limits)
+        scheduler = FastForwardScheduler(
+            spec.scheduler, cache, max_model_len=256, limits=spec.limits
+        )
         for key, length in enumerate((3, 8, 15, 30)):
             prompt = list(range(100 * key, 100 * key + length))
             sampling = SamplingParams(max_tokens=80, ignore_eos=True)
@@ -220,7 +229,7 @@ def test_a_leap_leaves_the_same_blocks():
 
 def test_no_leap_over_an_end_or_a_shortage():
     spec = make_spec(num_blocks=33, max_model_len=128)
-    scheduler = LeapingScheduler(
+    scheduler = FastForwardScheduler(
         spec.scheduler, spec.cache(), max_model_len=128, limits=spec.limits
     )
     sampling = SamplingParams(max_tokens=5, ignore_eos=True)
@@ -234,9 +243,9 @@ def test_no_leap_over_an_end_or_a_shortage():
 @pytest.mark.parametrize("router", ["round_robin", "least_load", "prefix_aware"])
 def test_every_request_ends_once_behind_every_router(router):
     traffic = partial(random_traffic, 3, 120, 300.0, shared=32)
-    outcome = simulate_open(make_spec(), traffic, num_replicas=5, router=router)
-    assert sorted(outcome.keys) == list(range(120))
-    table = rows(outcome)
+    results = simulate_open(make_spec(), traffic, num_replicas=5, router=router)
+    assert sorted(results.keys) == list(range(120))
+    table = rows(results)
     assert (table[:, 2] > table[:, 1]).all()
     assert (table[:, 3] >= table[:, 2]).all()
 
@@ -325,9 +334,9 @@ def test_a_closed_loop_keeps_its_concurrency(replicas):
 
 def test_a_closed_loop_begins_nothing_after_its_time():
     requests = [JobRequest(prompt=[key + 1] * 8, max_tokens=20) for key in range(50)]
-    outcome = simulate_job(make_spec(), make_job(requests, concurrency=2, stop_after_s=0.2))
-    assert 4 < outcome.num_ended < 50
-    assert max(outcome.sent_s) <= 0.2 < max(outcome.last_s)
+    results = simulate_job(make_spec(), make_job(requests, concurrency=2, stop_after_s=0.2))
+    assert 4 < results.num_ended < 50
+    assert max(results.sent_s) <= 0.2 < max(results.last_s)
 
 
 def test_turns_wait_for_the_answer_and_find_it_in_the_cache():
@@ -358,14 +367,14 @@ def test_rounds_repeat_the_traffic_with_other_ids():
     arrivals = list(traffic())
     assert [one.time_s for one in arrivals] == [0, 1, 2, 10, 11, 12, 20, 21, 22]
     assert [one.prompt[0] for one in arrivals] == [0] * 3 + [5000] * 3 + [10000] * 3
-    outcome = simulate_open(make_spec(), traffic)
-    assert list(outcome.num_cached) == [0, 40, 40] * 3
+    results = simulate_open(make_spec(), traffic)
+    assert list(results.num_cached) == [0, 40, 40] * 3
 
 
 def test_requests_that_the_engine_would_refuse_are_counted():
     requests = [Arrival(0.0, range(300), 4), Arrival(0.0, [], 4), Arrival(0.0, range(9), 4)]
-    outcome = simulate_open(make_spec(), lambda: iter(requests))
-    assert (outcome.num_refused, outcome.num_ended) == (2, 1)
+    results = simulate_open(make_spec(), lambda: iter(requests))
+    assert (results.num_refused, results.num_ended) == (2, 1)
 
 
 def test_weighted_percentiles_are_those_of_repeated_values():
@@ -373,5 +382,6 @@ def test_weighted_percentiles_are_those_of_repeated_values():
     values, weights = numbers.random(50), numbers.integers(1, 9, 50)
     repeated = np.repeat(values, weights)
     for share in (0.0, 0.1, 0.5, 0.9, 0.99, 1.0):
-        assert percentile(values, weights, share) == pytest.approx(np.quantile(repeated, share))
-    assert math.isnan(percentile(np.array([]), None, 0.5))
+        assert percentile(values, 100 * share, weights) == pytest.approx(
+            np.quantile(repeated, share)
+        )

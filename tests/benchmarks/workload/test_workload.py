@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ostinato.benchmarks.workload.requests import (
+from ostinato.benchmarks.workload.workload import (
     Part,
     WorkItem,
     load_tokens,

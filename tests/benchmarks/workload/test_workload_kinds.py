@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ostinato.benchmarks.workload.requests import Part, WorkItem
 from ostinato.benchmarks.workload.select import fit_parts, one_part, read_parts
+from ostinato.benchmarks.workload.workload import Part, WorkItem
 from ostinato.conf.bench_schema import WorkloadKind, WorkloadSection
 from ostinato.conf.errors import ConfigError
 

@@ -3,7 +3,7 @@
 import pytest
 
 from ostinato.benchmarks.load.job import LoadReport, RequestTimes
-from ostinato.benchmarks.load.metrics import (
+from ostinato.benchmarks.load.serving_metrics import (
     client_warnings,
     failures,
     itl_histogram,

@@ -1,4 +1,4 @@
-"""What a validation says of each prediction, given how well the real figure is known."""
+"""Compares predicted with measured metrics, given how much the measured ones vary."""
 
 from __future__ import annotations
 
@@ -12,13 +12,21 @@ from rich.table import Table
 
 from ostinato.benchmarks.report.record import Point, Record
 
-__all__ = ("COMPARED", "Verdict", "compare", "interval", "judge", "print_verdicts", "summary")
+__all__ = (
+    "COMPARED",
+    "Accuracy",
+    "accuracy_notes",
+    "classify",
+    "compare",
+    "interval",
+    "print_accuracy",
+)
 
 COMPARED = ("output_throughput", "ttft_p50", "ttft_p99", "itl_p50", "itl_p99")
 _SURE = 0.9  # that the median lies where the rounds say
 
 
-class Verdict(StrEnum):
+class Accuracy(StrEnum):
     """What can be said of a prediction."""
 
     within = ""  # the tolerance
@@ -37,7 +45,7 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
     return ordered[left_out], ordered[-1 - left_out]
 
 
-def judge(point: Point, figure: str, tolerance: float) -> Verdict:
+def classify(point: Point, figure: str, tolerance: float) -> Accuracy:
     """Compare the prediction of a figure with what the rounds measured.
 
     A figure whose rounds do not say it to within the tolerance can not confirm a prediction. It can
@@ -48,36 +56,36 @@ def judge(point: Point, figure: str, tolerance: float) -> Verdict:
     if max(high / measured.value - 1.0, 1.0 - low / measured.value) > tolerance:
         predicted = point.metrics[f"{figure}_predicted"].value
         is_near = low * (1.0 - tolerance) <= predicted <= high * (1.0 + tolerance)
-        return Verdict.unknown if is_near else Verdict.missed
-    return Verdict.within if abs(_error(point, figure)) <= tolerance else Verdict.missed
+        return Accuracy.unknown if is_near else Accuracy.missed
+    return Accuracy.within if abs(_error(point, figure)) <= tolerance else Accuracy.missed
 
 
 def compare(points: Sequence[Point], tolerance: float) -> list[str]:
     """Figures whose prediction misses by more than `tolerance`, in words."""
-    return _with_verdict(points, tolerance, Verdict.missed)
+    return _with_accuracy(points, tolerance, Accuracy.missed)
 
 
-def _with_verdict(points: Sequence[Point], tolerance: float, wanted: Verdict) -> list[str]:
+def _with_accuracy(points: Sequence[Point], tolerance: float, wanted: Accuracy) -> list[str]:
     return [
         f"{point.label} {figure} ({_error(point, figure):+.0%})"
         for point in points
         for figure in COMPARED
-        if judge(point, figure, tolerance) is wanted
+        if classify(point, figure, tolerance) is wanted
     ]
 
 
-def summary(points: Sequence[Point], tolerance: float) -> list[str]:
-    """How many figures each verdict has, and which, in words."""
-    found = {one: _with_verdict(points, tolerance, one) for one in Verdict}
+def accuracy_notes(points: Sequence[Point], tolerance: float) -> list[str]:
+    """How many figures each accuracy has, and which, in words."""
+    found = {one: _with_accuracy(points, tolerance, one) for one in Accuracy}
     count = sum(len(texts) for texts in found.values())
     near = sum(abs(_error(point, one)) <= tolerance for point in points for one in COMPARED)
     lines = [
         f"{near} of {count} predictions are within {tolerance:.0%} of what was measured; for "
-        f"{len(found[Verdict.within])} of them that is known to {tolerance:.0%}"
+        f"{len(found[Accuracy.within])} of them that is known to {tolerance:.0%}"
     ]
-    if missed := found[Verdict.missed]:
+    if missed := found[Accuracy.missed]:
         lines.append(f"missed: {', '.join(missed)}")
-    if unknown := found[Verdict.unknown]:
+    if unknown := found[Accuracy.unknown]:
         lines.append(
             f"unknown: {', '.join(unknown)}; rounds of the real server differ too much on this "
             f"machine to say what their median is to within {tolerance:.0%}"
@@ -94,7 +102,7 @@ def _error(point: Point, figure: str) -> float:
     return predicted.value / max(measured.value, 1e-9) - 1.0
 
 
-def print_verdicts(record: Record, tolerance: float) -> None:
+def print_accuracy(record: Record, tolerance: float) -> None:
     """The table, and the record's notes."""
     console = Console(width=130, highlight=False)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
@@ -118,7 +126,7 @@ def print_verdicts(record: Record, tolerance: float) -> None:
                 _beside(measured.value, *interval(measured.runs)),
                 _beside(measured.value, min(measured.runs), max(measured.runs)),
                 f"{_error(point, figure):+.1%}",
-                judge(point, figure, tolerance).value,
+                classify(point, figure, tolerance).value,
             )
     console.print(table)
     for note in record.notes:

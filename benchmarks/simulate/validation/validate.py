@@ -1,11 +1,11 @@
-"""`run simulate --validate`: three workloads predicted, and run on a real server.
+"""`run simulate --validate`: three workloads, predicted by the simulator and run on a real server.
 
-The server and the load client are those of `run bench serve`. What serving adds to the step-cost
-table is calibrated on requests of its own (benchmarks/simulate/calibrate.py), in turns with the
-workloads, so that both see the machine at the same times. No figure of a workload goes into its
-prediction. A workload runs in several short rounds; each round has its figures, and the median of
-the rounds counts: a moment in which the machine stands still spoils one round and not the result.
-How the rounds differ says to what the real figure is known at all.
+The server and the load client are those of `run bench serve`. The overheads of serving are fitted
+to requests of their own (benchmarks/simulate/validation/calibration_traffic.py), sent in turns with
+the workloads, so that both see the same states of the machine. No measurement of a workload goes
+into its prediction. A workload runs in several short rounds, and the median over the rounds counts,
+so that one disturbed round does not decide. The spread of the rounds says how well the measured
+value is known.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from rich.console import Console
 
 from ostinato.benchmarks.bench.context import BenchContext
 from ostinato.benchmarks.load.job import LoadJob, LoadReport
-from ostinato.benchmarks.load.metrics import client_warnings, load_metrics
 from ostinato.benchmarks.load.run import Target, find_target, make_job, run_client
-from ostinato.benchmarks.load.server import Server
+from ostinato.benchmarks.load.server_process import Server
+from ostinato.benchmarks.load.serving_metrics import client_warnings, load_metrics
 from ostinato.benchmarks.machine.probes import LoadMeter
 from ostinato.benchmarks.report.record import (
     Metric,
@@ -36,20 +36,28 @@ from ostinato.benchmarks.report.record import (
     output_path,
     write_record,
 )
-from ostinato.benchmarks.simulate.accuracy import COMPARED, compare, print_verdicts, summary
-from ostinato.benchmarks.simulate.calibrate import Calibration, recording_server
-from ostinato.benchmarks.simulate.engine import EngineSpec
-from ostinato.benchmarks.simulate.fit import Recording, fit_serving
+from ostinato.benchmarks.report.statistics import percentile
 from ostinato.benchmarks.simulate.jobs import simulate_job
-from ostinato.benchmarks.simulate.metrics import outcome_metrics
-from ostinato.benchmarks.simulate.overheads import Serving
-from ostinato.benchmarks.simulate.results import percentile
+from ostinato.benchmarks.simulate.predicted_metrics import predicted_metrics
+from ostinato.benchmarks.simulate.simulated_engine import EngineSpec
 from ostinato.benchmarks.simulate.specs import measured_spec
-from ostinato.benchmarks.simulate.step_noise import StepRatios
+from ostinato.benchmarks.simulate.step_times.fit import Recording, fit_overheads
+from ostinato.benchmarks.simulate.step_times.overheads import ServingOverheads
+from ostinato.benchmarks.simulate.step_times.step_noise import StepRatios
+from ostinato.benchmarks.simulate.validation.accuracy import (
+    COMPARED,
+    accuracy_notes,
+    compare,
+    print_accuracy,
+)
+from ostinato.benchmarks.simulate.validation.calibration_traffic import (
+    Calibration,
+    recording_server,
+)
 from ostinato.benchmarks.workload.arrivals import LoadPoint
 from ostinato.benchmarks.workload.model_facts import ModelFacts, model_facts
-from ostinato.benchmarks.workload.requests import Part
 from ostinato.benchmarks.workload.select import fit_parts, read_parts
+from ostinato.benchmarks.workload.workload import Part
 from ostinato.conf.bench_schema import LoadSection, SloSection, WorkloadKind, WorkloadSection
 from ostinato.conf.root import EngineConfig
 
@@ -150,7 +158,7 @@ def validate(config: EngineConfig) -> int:
             target, _ = find_target(server.url, config.load, is_ours=True)
             calibrated, runs = run_rounds(target, facts, spec, section.validate_s, context)
     context.show("predicting")
-    served = dataclasses.replace(spec, serving=fit_serving(spec.costs, calibrated))
+    served = dataclasses.replace(spec, overheads=fit_overheads(spec.costs, calibrated))
     points = [_compared(one, served) for one in runs]
     context.show("")
     record = Record(
@@ -158,12 +166,12 @@ def validate(config: EngineConfig) -> int:
         conditions=conditions_of(config, other_cpu=round(others.stop(), 3)),
         points=points,
         notes=[
-            *summary(points, section.tolerance),
+            *accuracy_notes(points, section.tolerance),
             *(text for one in runs for report in one.reports for text in client_warnings(report)),
         ],
     )
     write_record(record, path)
-    print_verdicts(record, section.tolerance)
+    print_accuracy(record, section.tolerance)
     Console(width=100, highlight=False).print(
         f"every figure and its conditions: {path}", markup=False, soft_wrap=True
     )
@@ -186,7 +194,7 @@ def run_rounds(
     context.show("calibration")
     calibrated = [calibration.run() for _ in range(3)]
     # Rates are shares of what the server can take, so that no queue grows without end.
-    served = dataclasses.replace(spec, serving=fit_serving(spec.costs, calibrated))
+    served = dataclasses.replace(spec, overheads=fit_overheads(spec.costs, calibrated))
     runs: list[_Runs] = []
     parts: list[Part] = []
     for workload in validation_workloads():
@@ -234,8 +242,8 @@ def _capacity(spec: EngineSpec, part: Part, concurrency: int | None) -> float:
     """Requests per second of a closed loop."""
     point = LoadPoint(concurrency=concurrency or len(part.items))
     job = make_job(Target(url="", model=""), part, point, LoadSection())
-    outcome = simulate_job(spec, job)
-    return outcome.num_ended / max(outcome.last_s)
+    results = simulate_job(spec, job)
+    return results.num_ended / max(results.last_s)
 
 
 def _compared(runs: _Runs, spec: EngineSpec) -> Point:
@@ -253,12 +261,12 @@ def _compared(runs: _Runs, spec: EngineSpec) -> Point:
         for name, found in ((figure, rounds), (f"{figure}_predicted", predicted)):
             values = tuple(one[figure].value for one in found)
             metrics[name] = dataclasses.replace(found[0][figure], value=median(values), runs=values)
-    assert spec.serving is not None, "a validation's engine was calibrated"
+    assert spec.overheads is not None, "a validation's engine was calibrated"
     return Point(
         label=runs.workload.name,
         parameters={"rate": runs.point.rate, "concurrency": runs.point.concurrency},
         metrics=metrics,
-        details={"serving": _described(spec.serving)},
+        details={"serving": _described(spec.overheads)},
     )
 
 
@@ -272,16 +280,16 @@ def _measured(report: LoadReport, num_first: int) -> dict[str, Metric]:
 
 def _predicted(spec: EngineSpec, job: LoadJob, num_first: int) -> dict[str, Metric]:
     """Figures of one simulation of a round."""
-    outcome = simulate_job(spec, job)
-    metrics = outcome_metrics(outcome, spec, SloSection(), _PERCENTILES)
-    ttft_s = outcome.ttft_s[np.asarray(outcome.keys) >= num_first]
+    results = simulate_job(spec, job)
+    metrics = predicted_metrics(results, spec, SloSection(), _PERCENTILES)
+    ttft_s = results.ttft_s[np.asarray(results.keys) >= num_first]
     for q in _PERCENTILES:
-        value = 1000 * percentile(ttft_s, None, q / 100)
+        value = 1000 * percentile(ttft_s, q)
         metrics[f"ttft_p{q:g}"] = Metric(value, "ms", "lower")
     return metrics
 
 
-def _described(serving: Serving) -> dict[str, Any]:
+def _described(overheads: ServingOverheads) -> dict[str, Any]:
     """What was calibrated, by medians and tails."""
 
     def shares(values: Sequence[float], factor: float) -> list[float]:
@@ -296,14 +304,14 @@ def _described(serving: Serving) -> dict[str, Any]:
         }
 
     return {
-        "decode_ratios": ratios(serving.decode),
-        "prompt_ratios": ratios(serving.prompt),
-        "pause_ms": shares(serving.pause_s, 1e3),
-        "idle_request_ms": shares(serving.idle_request_s, 1e3),
+        "decode_ratios": ratios(overheads.decode),
+        "prompt_ratios": ratios(overheads.prompt),
+        "pause_ms": shares(overheads.pause_s, 1e3),
+        "idle_request_ms": shares(overheads.idle_request_s, 1e3),
         "busy_request_ms": {
-            str(one.size): shares(one.values, 1e3) for one in serving.busy_request_s
+            str(one.size): shares(one.values, 1e3) for one in overheads.busy_request_s
         },
-        "delivery_ms": shares([delay for one in serving.delivery_s for delay in one], 1e3),
-        "end_ms": shares(serving.end_s, 1e3),
+        "delivery_ms": shares([delay for one in overheads.delivery_s for delay in one], 1e3),
+        "end_ms": shares(overheads.end_s, 1e3),
         "shares": [0.1, 0.5, 0.9],
     }

@@ -7,13 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ostinato.benchmarks.report.record import Metric, Point
-from ostinato.benchmarks.simulate.accuracy import (
+from ostinato.benchmarks.simulate.validation.accuracy import (
     COMPARED,
-    Verdict,
+    Accuracy,
+    accuracy_notes,
+    classify,
     compare,
     interval,
-    judge,
-    summary,
 )
 
 EXACT = (99.0, 100.0, 101.0, 100.0, 98.0, 102.0, 100.0, 100.0)
@@ -28,28 +28,28 @@ def point(runs: tuple[float, ...], predicted: float) -> Point:
 
 
 @pytest.mark.parametrize(
-    ("runs", "predicted", "verdict"),
+    ("runs", "predicted", "accuracy"),
     [
-        (EXACT, 100.0, Verdict.within),
-        (EXACT, 109.0, Verdict.within),
-        (EXACT, 111.0, Verdict.missed),
-        (EXACT, 85.0, Verdict.missed),
-        (WIDE, 100.0, Verdict.unknown),  # right, for all that is known
-        (WIDE, 140.0, Verdict.unknown),
-        (WIDE, 170.0, Verdict.missed),  # more than a tenth above 150, the largest that may be
-        (WIDE, 60.0, Verdict.missed),
+        (EXACT, 100.0, Accuracy.within),
+        (EXACT, 109.0, Accuracy.within),
+        (EXACT, 111.0, Accuracy.missed),
+        (EXACT, 85.0, Accuracy.missed),
+        (WIDE, 100.0, Accuracy.unknown),  # right, for all that is known
+        (WIDE, 140.0, Accuracy.unknown),
+        (WIDE, 170.0, Accuracy.missed),  # more than a tenth above 150, the largest that may be
+        (WIDE, 60.0, Accuracy.missed),
     ],
 )
 def test_a_figure_that_is_not_known_confirms_nothing(
-    runs: tuple[float, ...], predicted: float, verdict: Verdict
+    runs: tuple[float, ...], predicted: float, accuracy: Accuracy
 ):
-    assert judge(point(runs, predicted), "itl_p99", 0.1) is verdict
+    assert classify(point(runs, predicted), "itl_p99", 0.1) is accuracy
 
 
 def test_only_what_is_missed_is_in_the_list():
     points = [point(EXACT, 120.0), point(WIDE, 120.0), point(EXACT, 105.0)]
     assert compare(points, 0.1) == [f"steady {name} (+20%)" for name in COMPARED]
-    lines = summary(points, 0.1)
+    lines = accuracy_notes(points, 0.1)
     assert lines[0] == (
         "5 of 15 predictions are within 10% of what was measured; for 5 of them that is known to 10%"
     )

@@ -1,8 +1,9 @@
-"""Traffic of its own for a running server, recorded: what its steps and its clients took.
+"""Sends calibration traffic to a running server and records step times and client times.
 
-In turns a closed loop, which is as fast as the server can be, and requests whose rate rises from a
-little to almost that, so that batches of all sizes occur, with and without prompts among them. The
-lengths are of many magnitudes. Nothing of it comes from the workload that is to be predicted.
+Two kinds of traffic take turns: a closed loop, which is as fast as the server can be, and requests
+whose rate rises from a little to almost that. Batches of all sizes occur, with and without prompts
+among them, and request lengths span several magnitudes. Nothing is taken from the workload that is
+to be predicted.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ import msgspec
 
 from ostinato.benchmarks.load.job import JobRequest, LoadJob
 from ostinato.benchmarks.load.run import Target, run_client
-from ostinato.benchmarks.simulate.engine import EngineSpec
-from ostinato.benchmarks.simulate.fit import EngineStep, Recording
 from ostinato.benchmarks.simulate.jobs import simulate_job
+from ostinato.benchmarks.simulate.simulated_engine import EngineSpec
+from ostinato.benchmarks.simulate.step_times.fit import EngineStep, Recording
 from ostinato.conf.root import EngineConfig
 from ostinato.runtime.errors import EngineError
 

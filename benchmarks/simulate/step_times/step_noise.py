@@ -1,11 +1,11 @@
-"""How long a server's steps take over what the step-cost table says: usually, and how it varies.
+"""How the step times of a server differ from the step-cost table: the usual ratio, and its noise.
 
-The table is measured in a few seconds, by an engine that is alone; single points of it may be off
-by a third. So the usual ratio is a curve, fitted to the steps that a server was seen to take: by
-the tokens of prompts and by the sequences that decode. What is left of each step, divided by what
-is usual for its kind, is kept in the order of time. A machine's slow moments last: seen was a
-correlation of 0.5 between neighbours, and seconds in which all prompts took 1.4 times as long.
-Drawn one by one, such steps would be in every simulated run, and make its tail that of the worst.
+The table is measured in a few seconds by an engine that runs alone; single entries may be off by a
+third. The usual ratio is therefore a curve, fitted to measured steps by the number of prompt tokens
+and of decoding sequences. Each step's ratio over the usual one is kept in the order of time,
+because it is correlated: neighbouring steps were seen with a correlation of 0.5, and for whole
+seconds every prompt took 1.4 times as long. If steps were drawn one by one, every simulated run
+would contain such moments, and its tail latency would be that of the worst measured run.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-__all__ = ("Curve", "SeenStep", "StepRatios", "Walk", "fit_ratios")
+__all__ = ("Curve", "NoiseSampler", "SeenStep", "StepRatios", "fit_ratios")
 
 Curve = tuple[tuple[int, float], ...]  # (number, logarithm of a ratio), numbers rising
 
@@ -51,7 +51,7 @@ class StepRatios(NamedTuple):
         return math.exp(_at(self.tokens, num_prompt_tokens) + _at(self.seqs, 1 + num_decodes))
 
 
-class Walk:
+class NoiseSampler:
     """Draws from the spreads of several kinds of steps: goes along them together, and begins anew
     at some other time now and then (the stationary bootstrap of Politis and Romano, 1994).
     """

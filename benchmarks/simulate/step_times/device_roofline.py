@@ -1,12 +1,10 @@
-"""Step costs without a measurement: what a device's arithmetic and memory allow.
+"""Step costs from a device's data sheet, for hardware that is not at hand.
 
     seconds = max(operations / rate, bytes / bandwidth) of the layers, + attention, + a step's own
 
-with the shares of the peak that well-made kernels reach. It is for planning on hardware that is not
-here; a measured table replaces it.
-
-The roofline model: Williams, Waterman and Patterson, "Roofline: an insightful visual performance
-model for multicore architectures", CACM 2009. Peak figures are the vendors' data sheets (dense,
+with the share of the peak that well-made kernels reach. A measured step-cost table replaces it. The
+roofline model: Williams, Waterman and Patterson, "Roofline: an insightful visual performance model
+for multicore architectures", CACM 2009. Peak rates are those of the vendors' data sheets (dense,
 without sparsity).
 """
 

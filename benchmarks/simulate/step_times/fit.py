@@ -1,9 +1,9 @@
-"""What serving adds to the step-cost table, from the engine's own record of its steps.
+"""Fits the overheads of serving to the engine's flight recorder and the client's times.
 
-A server is sent traffic of its own and asked for its flight recorder: when each step began, how
-long it took, which sequences were in it. Beside the client's times that gives, without a model of
-any of it, how steps of each size compare with the table, what is between steps, how long a request
-takes to reach a step, and a token to reach the client.
+A server receives calibration traffic. Its flight recorder says when each step began, how long it
+took and which sequences were in it. Together with the client's times this gives, without a model of
+any of it, the ratio of step times to the table, the pauses between steps, the time from a request's
+sending to its first step, and the time from a token's step to the client.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ import msgspec
 import numpy as np
 
 from ostinato.benchmarks.load.job import LoadJob, LoadReport, RequestTimes
-from ostinato.benchmarks.simulate.overheads import Serving, SizedValues
-from ostinato.benchmarks.simulate.step_noise import SeenStep, fit_ratios
+from ostinato.benchmarks.simulate.step_times.overheads import ServingOverheads, SizedValues
+from ostinato.benchmarks.simulate.step_times.step_noise import SeenStep, fit_ratios
 from ostinato.runtime.costs.cost_table import Chunk, CostTable
 
-__all__ = ("EngineStep", "Recording", "fit_serving")
+__all__ = ("EngineStep", "Recording", "fit_overheads")
 
 _NUM_KEPT = 400  # values of one distribution
 _LEAST_REQUESTS = 24  # that a group of one size has at least
@@ -60,7 +60,7 @@ class Recording:
     steps: list[EngineStep]
 
 
-def fit_serving(costs: CostTable, recordings: Sequence[Recording]) -> Serving:
+def fit_overheads(costs: CostTable, recordings: Sequence[Recording]) -> ServingOverheads:
     """What was seen.
 
     Args:
@@ -85,7 +85,7 @@ def fit_serving(costs: CostTable, recordings: Sequence[Recording]) -> Serving:
         )
     if not seen.idle or not seen.ends:
         raise ValueError("a calibration needs answered requests, one of them to an idle engine")
-    return Serving(
+    return ServingOverheads(
         decode=fit_ratios(decode),
         prompt=fit_ratios(prompt),
         pause_s=_kept(seen.pauses or [0.0]),

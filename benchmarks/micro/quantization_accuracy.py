@@ -1,11 +1,11 @@
 """What quantisation costs in accuracy: perplexity of the demo model, logits of random models.
 
-    python -m ostinato.benchmarks.micro.quantization --json benchmarks/results/quantization.json
+    python -m ostinato.benchmarks.micro.quantization_accuracy --json FILE
 
-Perplexity is that of text which the demo model has not been trained on, every row from its
+The perplexity is that of text which the demo model was not trained on. Every row is scored from its
 beginning. Logit errors are those of random weights in the shapes of larger models, relative to the
-logits of the same weights unquantised. Each format is measured twice: as it runs, and with the
-weights that it stands for in the unquantised kernels, which leaves out the rounding of activations.
+logits of the same weights unquantised. Each format is measured twice: in its own kernels, and
+dequantised in the unquantised kernels, which leaves out the rounding of activations.
 """
 
 from __future__ import annotations

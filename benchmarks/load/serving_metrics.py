@@ -1,8 +1,9 @@
-"""What a load measurement says: the figures of `vllm bench serve`, and goodput, from request times.
+"""Metrics of a load measurement: those of `vllm bench serve`, and goodput, from request times.
 
-Definitions: TTFT, E2E from the intended sending to the first and the last output. TPOT is a
+Definitions: TTFT and E2E run from the intended sending to the first and the last output. TPOT is a
 request's (E2E - TTFT) / (output tokens - 1). ITL are the gaps between pieces of output as they
-arrive; one piece may hold several tokens. Client queue time is sending after intended.
+arrive; one piece may hold several tokens. Client queue time is the actual minus the intended
+sending.
 """
 
 from __future__ import annotations

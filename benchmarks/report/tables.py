@@ -1,11 +1,12 @@
-"""A result as a table for people, in 80 to 100 columns: as many as the terminal has.
+"""Prints a result as a table, 80 to 100 columns wide.
 
-Few points stand side by side, a figure a row; many stand one below the other, with the figures
-that matter most.
+A few points stand side by side, one metric a row. Many points stand one below the other, with the
+most important metrics only.
 """
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,14 @@ from rich.table import Table
 
 from ostinato.benchmarks.report.record import Metric, Point, Record
 
-__all__ = ("HEADLINES", "format_metric", "headlines_of", "print_record", "title_of")
+__all__ = (
+    "HEADLINES",
+    "format_metric",
+    "headlines_of",
+    "median_and_range",
+    "print_record",
+    "title_of",
+)
 
 _NARROWEST, _WIDEST = 80, 100
 _MAX_COLUMNS, _MAX_LABEL = 4, 36  # points side by side, characters over each
@@ -89,6 +97,16 @@ def format_metric(metric: Metric) -> str:
     if low == high:
         return middle
     return f"{middle} [{low:,.{digits}f}-{high:,.{digits}f}]"
+
+
+def median_and_range(values: Sequence[float]) -> str:
+    """Median, and the range of several values, in about three digits: "42.1 [40.0-43.0]"."""
+    median = statistics.median(values)
+    digits = 0 if median >= 1000 else 1 if median >= 10 else 2
+    middle = f"{median:,.{digits}f}"
+    if len(values) == 1:
+        return middle
+    return f"{middle} [{min(values):,.{digits}f}-{max(values):,.{digits}f}]"
 
 
 def title_of(record: Record) -> str:

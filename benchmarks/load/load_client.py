@@ -1,9 +1,11 @@
-"""The load client, a process of its own: `python -m ostinato.benchmarks.load.client < job.json`.
+"""The load client, a process of its own that sends a job's requests and times the answers.
 
-Reads one `LoadJob` from standard input; writes `LoadProgress` and one `LoadReport`, a line of JSON
-each. Times count from when a request should have been sent, not from when it was: a server (or a
-client) that falls behind can not hide the wait of those that come after (Tene's coordinated
-omission). A timer of its own says how late the client runs.
+    python -m ostinato.benchmarks.load.load_client < job.json
+
+It reads one `LoadJob` from standard input and writes `LoadProgress` and one `LoadReport`, a line of
+JSON each. A request's times count from the moment at which it should have been sent. If the server
+or the client falls behind, the wait of later requests is therefore part of their latency (Tene's
+coordinated omission). A timer in the client measures how late the client itself runs.
 """
 
 from __future__ import annotations
@@ -22,7 +24,6 @@ import aiohttp
 import msgspec
 
 from ostinato.benchmarks.load.job import LoadJob, LoadProgress, LoadReport, RequestTimes
-from ostinato.benchmarks.report.statistics import percentile
 
 __all__ = ("LoadClient", "run_job")
 
@@ -369,10 +370,18 @@ class LoadClient:
 def _lag_figures(lags: list[float]) -> dict[str, float]:
     values = sorted(1000 * max(0.0, lag) for lag in lags) or [0.0]
     return {
-        "p50": round(percentile(values, 50), 3),
-        "p99": round(percentile(values, 99), 3),
+        "p50": round(_percentile(values, 50), 3),
+        "p99": round(_percentile(values, 99), 3),
         "max": round(values[-1], 3),
     }
+
+
+def _percentile(ascending: list[float], q: float) -> float:
+    """As in `report.statistics`, without numpy, which the load client does not import."""
+    place = (len(ascending) - 1) * q / 100
+    low = math.floor(place)
+    high = min(low + 1, len(ascending) - 1)
+    return ascending[low] + (ascending[high] - ascending[low]) * (place - low)
 
 
 def run_job(job: LoadJob, report: Callable[[LoadProgress], None]) -> LoadReport:

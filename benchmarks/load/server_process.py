@@ -1,7 +1,8 @@
 """A `run serve` process of a given configuration, for measurements over HTTP.
 
-As a program, `python -m ostinato.benchmarks.load.server < config.json` serves that configuration: a
-resolved one needs no command line, and no quoting.
+    python -m ostinato.benchmarks.load.server_process < config.json
+
+The program reads a resolved configuration from standard input, so no override needs quoting.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class Server:
     def __enter__(self) -> Self:
         begin = time.monotonic()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "ostinato.benchmarks.load.server"],
+            [sys.executable, "-m", "ostinato.benchmarks.load.server_process"],
             env=self._environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

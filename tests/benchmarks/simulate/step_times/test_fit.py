@@ -12,12 +12,15 @@ import pytest
 
 from ostinato.benchmarks.load.job import JobRequest, LoadJob, LoadReport, RequestTimes
 from ostinato.benchmarks.load.run import find_target
-from ostinato.benchmarks.load.server import Server
-from ostinato.benchmarks.simulate.calibrate import Calibration, recording_server
-from ostinato.benchmarks.simulate.engine import EngineSpec
-from ostinato.benchmarks.simulate.fit import EngineStep, Recording, fit_serving
+from ostinato.benchmarks.load.server_process import Server
+from ostinato.benchmarks.simulate.simulated_engine import EngineSpec
 from ostinato.benchmarks.simulate.specs import measured_spec
-from ostinato.benchmarks.simulate.step_noise import SeenStep, Walk, fit_ratios
+from ostinato.benchmarks.simulate.step_times.fit import EngineStep, Recording, fit_overheads
+from ostinato.benchmarks.simulate.step_times.step_noise import NoiseSampler, SeenStep, fit_ratios
+from ostinato.benchmarks.simulate.validation.calibration_traffic import (
+    Calibration,
+    recording_server,
+)
 from ostinato.conf.compose import load_config
 from ostinato.runtime.costs.cost_table import Chunk, CostTable
 from tests.runtime.cost_tables import make_table
@@ -111,25 +114,25 @@ def record(truth: Truth, *, seed: int = 0, num_requests: int = 60) -> Recording:
 
 def test_the_fit_finds_what_the_server_does():
     truth = Truth()
-    serving = fit_serving(TABLE, [record(truth)])
-    for found, ratio in ((serving.decode, truth.decode), (serving.prompt, truth.prompt)):
+    overheads = fit_overheads(TABLE, [record(truth)])
+    for found, ratio in ((overheads.decode, truth.decode), (overheads.prompt, truth.prompt)):
         for tokens, decodes in ((20, 0), (100, 1), (300, 2)):
             assert found.usual(tokens, decodes) == pytest.approx(ratio, rel=1e-3)
         assert found.spread == pytest.approx([1.0] * len(found.spread), rel=1e-3)
-    assert serving.pause_s == pytest.approx([truth.pause_s] * len(serving.pause_s), abs=1e-6)
-    idle = serving.idle_request_s
+    assert overheads.pause_s == pytest.approx([truth.pause_s] * len(overheads.pause_s), abs=1e-6)
+    idle = overheads.idle_request_s
     assert idle == pytest.approx([truth.request_s] * len(idle), abs=1e-6)
-    delays = [delay for one in serving.delivery_s for delay in one]
+    delays = [delay for one in overheads.delivery_s for delay in one]
     assert delays == pytest.approx([truth.delivery_s] * len(delays), abs=1e-6)
-    assert serving.end_s == pytest.approx([0.0001] * len(serving.end_s), abs=1e-6)
+    assert overheads.end_s == pytest.approx([0.0001] * len(overheads.end_s), abs=1e-6)
     # Of a busy engine only bounds are known: not before the step that it missed.
-    [busy] = serving.busy_request_s
+    [busy] = overheads.busy_request_s
     assert truth.request_s - 2e-6 <= min(busy.values)
     assert max(busy.values) < truth.request_s + TABLE.decode_seconds(1, 400) * truth.decode * 1.5
 
 
 def test_disturbances_are_kept_as_they_were():
-    ratios = fit_serving(TABLE, [record(Truth(spread=0.5))]).decode
+    ratios = fit_overheads(TABLE, [record(Truth(spread=0.5))]).decode
     assert ratios.usual(0, 1) == pytest.approx(1.3, rel=0.1)
     assert np.median(ratios.spread) == pytest.approx(1.0, rel=0.1)
     assert min(ratios.spread) < 0.7
@@ -138,9 +141,9 @@ def test_disturbances_are_kept_as_they_were():
 
 def test_slow_moments_stay_together():
     recordings = [record(Truth(decode=1.3 * by), seed=by) for by in (1, 1, 1, 2)]
-    serving = fit_serving(TABLE, recordings)
-    walk = Walk((serving.decode, serving.prompt), random.Random(0))
-    drawn = [walk.next(0) > 1.5 for _ in range(20_000)]
+    overheads = fit_overheads(TABLE, recordings)
+    noise = NoiseSampler((overheads.decode, overheads.prompt), random.Random(0))
+    drawn = [noise.next(0) > 1.5 for _ in range(20_000)]
     assert np.mean(drawn) == pytest.approx(0.25, abs=0.1)
     changes = sum(a != b for a, b in pairwise(drawn))
     assert changes < len(drawn) / 50  # drawn one by one it were three of eight
@@ -184,12 +187,12 @@ def test_numbers_that_were_never_seen_are_those_nearest():
 def test_too_little_is_refused():
     short = record(Truth(), num_requests=2)
     with pytest.raises(ValueError, match="at least 20 steps with prompts and decodes, it has"):
-        fit_serving(TABLE, [short])
+        fit_overheads(TABLE, [short])
     unanswered = record(Truth())
     for one in unanswered.report.requests:
         one.status = "stalled"
     with pytest.raises(ValueError, match="needs answered requests"):
-        fit_serving(TABLE, [unanswered])
+        fit_overheads(TABLE, [unanswered])
 
 
 @pytest.mark.slow
@@ -208,8 +211,8 @@ def test_a_calibration_of_a_real_server():
         named = {request_id.partition("#")[0] for s in one.steps for request_id, _, _ in s.entries}
         sent = {times.request_id for times in one.report.requests}
         assert len(sent & named) > len(sent) / 2  # a step names the first 24 of its sequences
-    serving = fit_serving(spec.costs, recordings)
-    assert len(serving.decode.seqs) > 2  # batches of several sizes
-    assert 0.3 < serving.decode.usual(0, 4) < 10.0
-    assert 0.0 < np.median(serving.idle_request_s) < 1.0
-    assert 0.0 < np.median([delay for one in serving.delivery_s for delay in one]) < 1.0
+    overheads = fit_overheads(spec.costs, recordings)
+    assert len(overheads.decode.seqs) > 2  # batches of several sizes
+    assert 0.3 < overheads.decode.usual(0, 4) < 10.0
+    assert 0.0 < np.median(overheads.idle_request_s) < 1.0
+    assert 0.0 < np.median([delay for one in overheads.delivery_s for delay in one]) < 1.0

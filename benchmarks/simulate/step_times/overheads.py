@@ -1,10 +1,9 @@
-"""What a real server adds to the step-cost table, as data, and the clock that draws from it.
+"""What a real server adds to the step-cost table: step times, pauses and delivery delays.
 
-The table times steps of an engine that is alone. In a server the same step takes longer or shorter:
-the process that streams the answers, the clients and the machine's other work share its cores and
-caches. How much is no number but a distribution, and so is what a request takes to reach the
-engine and a token to reach the client. Each is kept as it was measured (benchmarks/simulate/fit.py)
-and drawn from at random, seeded.
+The table is measured with an engine that runs alone. In a server the same step takes another time:
+the API process, the clients and other programs use the same cores and caches. The added times vary,
+so each is kept as the measured distribution (benchmarks/simulate/step_times/fit.py). A simulation
+draws from it with a seed.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ from dataclasses import dataclass
 from statistics import median
 from typing import NamedTuple
 
-from ostinato.benchmarks.simulate.step_noise import StepRatios, Walk
+from ostinato.benchmarks.simulate.step_times.step_noise import NoiseSampler, StepRatios
 from ostinato.runtime.costs.cost_table import Chunk, CostTable
 from ostinato.runtime.types.step import SchedulerOutput
 
-__all__ = ("Serving", "SizedValues", "StepClock")
+__all__ = ("ServingOverheads", "SizedValues", "StepClock")
 
 
 class SizedValues(NamedTuple):
@@ -32,7 +31,7 @@ class SizedValues(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Serving:
+class ServingOverheads:
     """Distributions, each as its measured values; seconds where nothing else is said."""
 
     decode: StepRatios  # what steps in which all decode took over what the table says
@@ -46,13 +45,13 @@ class Serving:
     delivery_s: tuple[tuple[float, ...], ...]
     end_s: tuple[float, ...]  # from the last token until the client has the end of the answer
 
-    def typical(self) -> Serving:
+    def typical(self) -> ServingOverheads:
         """The same without what varies: every distribution is its median."""
 
         def typical(groups: tuple[SizedValues, ...]) -> tuple[SizedValues, ...]:
             return tuple(SizedValues(size, (median(values),)) for size, values in groups)
 
-        return Serving(
+        return ServingOverheads(
             decode=self.decode._replace(spread=(1.0,), order=(0,)),
             prompt=self.prompt._replace(spread=(1.0,), order=(0,)),
             pause_s=(median(self.pause_s),),
@@ -68,21 +67,21 @@ class StepClock:
 
     Args:
         costs: the table.
-        serving: on top of it; None = steps cost what the table says, and nothing else takes time.
+        overheads: on top of it; None = steps cost what the table says, and nothing else takes time.
         seed: of the draws.
     """
 
-    def __init__(self, costs: CostTable, serving: Serving | None, seed: int = 0) -> None:
+    def __init__(self, costs: CostTable, overheads: ServingOverheads | None, seed: int = 0) -> None:
         self._costs = costs
-        self._serving = serving
+        self._overheads = overheads
         self._random = random.Random(seed)
-        self.is_exact = serving is None
-        if serving is not None:
-            self._kinds = (serving.decode, serving.prompt)
-            self._walk = Walk(self._kinds, self._random)
-            self._busy = _Groups(serving.busy_request_s)
+        self.is_exact = overheads is None
+        if overheads is not None:
+            self._kinds = (overheads.decode, overheads.prompt)
+            self._noise = NoiseSampler(self._kinds, self._random)
+            self._busy = _Groups(overheads.busy_request_s)
             by_size: dict[int, list[tuple[float, ...]]] = {}
-            for delays in serving.delivery_s:
+            for delays in overheads.delivery_s:
                 by_size.setdefault(_power(len(delays)), []).append(delays)
             self._delivery = by_size
 
@@ -99,11 +98,11 @@ class StepClock:
                 context += entry.start
         mean = context / num_decodes if num_decodes else 0.0
         seconds = self._costs.mixed_seconds(num_decodes, mean, chunks)
-        if self._serving is None:
+        if self._overheads is None:
             return seconds
         kind = int(bool(chunks))
         usual = self._kinds[kind].usual(num_prompt_tokens, num_decodes)
-        return seconds * usual * self._walk.next(kind)
+        return seconds * usual * self._noise.next(kind)
 
     def decodes(self, num_seqs: int, context: float) -> float:
         """Seconds by the table of a step in which sequences of a mean context decode."""
@@ -111,20 +110,20 @@ class StepClock:
 
     def pause(self) -> float:
         """Seconds between two steps."""
-        return 0.0 if self._serving is None else self._random.choice(self._serving.pause_s)
+        return 0.0 if self._overheads is None else self._random.choice(self._overheads.pause_s)
 
     def request(self, num_running: int) -> float:
         """Seconds from a client's send until the engine, which runs so many, has the request."""
-        serving = self._serving
-        if serving is None:
+        overheads = self._overheads
+        if overheads is None:
             return 0.0
         if not num_running:
-            return self._random.choice(serving.idle_request_s)
+            return self._random.choice(overheads.idle_request_s)
         return self._busy.draw(num_running, self._random)
 
     def deliveries(self, num_seqs: int) -> Sequence[float]:
         """Seconds from a step's end until each of its tokens is with its client."""
-        if self._serving is None:
+        if self._overheads is None:
             return [0.0] * num_seqs
         wanted = _power(num_seqs)
         nearest = min(self._delivery, key=lambda size: abs(size - wanted))
@@ -133,7 +132,7 @@ class StepClock:
 
     def end(self) -> float:
         """Seconds from the last token until the client knows that it is the last."""
-        return 0.0 if self._serving is None else self._random.choice(self._serving.end_s)
+        return 0.0 if self._overheads is None else self._random.choice(self._overheads.end_s)
 
 
 def _power(number: int) -> int:

@@ -12,10 +12,10 @@ import msgspec
 import psutil
 import pytest
 
-from ostinato.benchmarks.load.client import run_job
 from ostinato.benchmarks.load.job import JobRequest, LoadJob, LoadReport
-from ostinato.benchmarks.load.metrics import client_warnings
+from ostinato.benchmarks.load.load_client import run_job
 from ostinato.benchmarks.load.run import run_client
+from ostinato.benchmarks.load.serving_metrics import client_warnings
 from tests.benchmarks.load.answering import Answering, answer, break_off, stall, status
 
 
@@ -177,7 +177,9 @@ def test_what_a_frozen_client_did_not_send_in_time_counts_as_latency():
     def freeze(progress: object) -> None:
         if not frozen:
             children = psutil.Process().children()
-            [client] = [c for c in children if "ostinato.benchmarks.load.client" in c.cmdline()]
+            [client] = [
+                c for c in children if "ostinato.benchmarks.load.load_client" in c.cmdline()
+            ]
             client.suspend()
             time.sleep(1.0)
             client.resume()
@@ -200,7 +202,7 @@ def test_a_client_ends_with_whoever_started_it():
     requests = [JobRequest(prompt=[1], max_tokens=2, at_s=0.1 * n) for n in range(36_000)]
     with Answering(answer()) as server:
         process = subprocess.Popen(
-            [sys.executable, "-m", "ostinato.benchmarks.load.client"],
+            [sys.executable, "-m", "ostinato.benchmarks.load.load_client"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )

@@ -153,7 +153,7 @@ class _Worker:
 
     def __init__(self, config_dir: str | None) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "ostinato.benchmarks.bench.sweep_worker", config_dir or ""],
+            [sys.executable, "-m", "ostinato.benchmarks.sweep.sweep_worker", config_dir or ""],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -1,4 +1,4 @@
-"""A process of a sweep: a line of overrides in, a line with the result or the error out."""
+"""A worker process of a sweep: reads a line of overrides, writes a line with the result."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Inter-token latency of streams while long prompts arrive, with and without a target for it.
 
-    python -m ostinato.benchmarks.micro.itl_bound model=llama-45m [key=value ...] > itl_bound.json
+    python -m ostinato.benchmarks.micro.itl_bound_effect model=llama-45m [key=value ...]
 
 One engine for each target in `TARGETS_MS`, in one process, in turns. Streams decode all the time;
 long prompts arrive one after the other. Prints one JSON object: percentiles of the gaps between the

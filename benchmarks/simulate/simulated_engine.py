@@ -1,6 +1,6 @@
-"""What a simulated engine is: its limits and memory, and how long its steps take.
+"""The description of a simulated engine: limits, memory, and how long its steps take.
 
-Plain data without torch, so that a simulation can be handed to other processes.
+Plain data without torch, so that a simulation can run in other processes.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from ostinato.benchmarks.simulate.overheads import Serving
+from ostinato.benchmarks.simulate.step_times.overheads import ServingOverheads
 from ostinato.conf.schema import SchedulerConfig
 from ostinato.runtime.costs.cost_table import CostTable
 from ostinato.runtime.costs.step_limits import StepLimits, decide_limits
@@ -30,8 +30,8 @@ class EngineSpec:
     costs: CostTable
     prefix_caching: bool = True
     overlap: bool = False  # one step is scheduled while another one runs
-    serving: Serving | None = None  # what a real server adds; None = nothing
-    seed: int = 0  # of what is drawn from `serving`
+    overheads: ServingOverheads | None = None  # what a real server adds; None = nothing
+    seed: int = 0  # of what is drawn from `overheads`
 
     @cached_property
     def limits(self) -> StepLimits:

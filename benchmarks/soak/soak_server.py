@@ -1,0 +1,91 @@
+"""The `run serve` process that the soak test loads: its start, its memory, its log and its end."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+
+import psutil
+
+__all__ = ("OVERRIDES", "SoakServer")
+
+# The KV cache is so small that sequences wait and are preempted.
+OVERRIDES = ("server.port=0", "cache.memory_gib=0.004")
+_START_S = 600.0
+_STOP_S = 60.0
+
+
+class SoakServer:
+    """`run serve` in a process of its own, with the lines that it and its engine write."""
+
+    def __init__(self, overrides: Sequence[str]) -> None:
+        self.process = psutil.Popen(
+            [sys.executable, "-m", "ostinato", "serve", *OVERRIDES, *overrides],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            encoding="utf-8",
+            errors="replace",
+        )
+        self.lines: list[str] = []
+        self._line_added = threading.Condition()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def wait_until_ready(self) -> str:
+        """Its URL.
+
+        Raises:
+            RuntimeError: it ended, or took too long.
+        """
+
+        def ended() -> bool:
+            return not self._reader.is_alive() or any("ready after" in line for line in self.lines)
+
+        with self._line_added:
+            self._line_added.wait_for(ended, _START_S)
+        if not any("ready after" in line for line in self.lines):
+            self.process.kill()
+            raise RuntimeError(f"the server did not start:\n{''.join(self.lines)}")
+        return next(line for line in self.lines if "answers 503 until" in line).split()[2]
+
+    def num_fds(self) -> int:
+        """Open files and sockets of the API process."""
+        return self.process.num_fds()
+
+    def rss_mib(self) -> dict[str, float]:
+        """Memory of the API process and of the engine process."""
+        sizes = {"api": self.process.memory_info().rss}
+        for child in self.process.children():
+            if "ostinato.runtime.process.engine_main" in child.cmdline():
+                sizes["engine"] = child.memory_info().rss
+        return {name: round(size / 2**20, 1) for name, size in sizes.items()}
+
+    def stop(self) -> int:
+        """Ask it to end; its exit code, -9 when it had to be killed."""
+        self.process.send_signal(signal.SIGTERM)
+        try:
+            code = self.process.wait(_STOP_S)
+        except psutil.TimeoutExpired:
+            self.process.kill()
+            code = self.process.wait()
+        self._reader.join(_STOP_S)
+        return code
+
+    def kill(self) -> None:
+        """End it however it is; nothing when it has ended."""
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None, "stdout=PIPE"
+        for line in self.process.stdout:
+            with self._line_added:
+                self.lines.append(line)
+                self._line_added.notify_all()
+        with self._line_added:
+            self._line_added.notify_all()
