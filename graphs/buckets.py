@@ -27,6 +27,11 @@ class GraphKey(NamedTuple):
     num_seqs: int
     uniform_decode: bool  # every sequence has exactly one token, so num_tokens == num_seqs
 
+    @property
+    def num_rows(self) -> int:
+        """The most tokens whose logits a step of this shape can ask for."""
+        return self.num_seqs
+
 
 def default_decode_sizes(max_num_seqs: int, *, exact: bool) -> list[int]:
     """Batch sizes worth a decode bucket.

@@ -1,36 +1,36 @@
 """The static buffers of a step: one piece of host memory, one of device memory, one copy between
 them.
 
-The host side is NumPy views that the batch builder fills; the device side is the tensors that every
-program, captured or not, reads. On a CPU both are the same memory and `upload` does nothing.
+The host side is NumPy views that the batch builder fills. The device side is the tensors that every
+program, captured or not, reads. On a CPU both are the same memory and `upload` does nothing. Which
+tensors there are, and how each is padded and uploaded, is declared in `models.step_tensors`.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import math
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ostinato.graphs.buckets import GraphKey
-from ostinato.models.base import ForwardBatch
-from ostinato.ops.attention import AttentionMetadata
+from ostinato.models.step_tensors import (
+    ForwardBatch,
+    Size,
+    StepSizes,
+    StepTensors,
+    Upload,
+    tensor_specs,
+)
 
 __all__ = ("HostBuffers", "StaticBuffers")
 
+HostBuffers = StepTensors[np.ndarray]
+"""NumPy views of the host memory, of the largest sizes."""
 
-class HostBuffers(NamedTuple):
-    """NumPy views of the host memory: T tokens, S sequences, B blocks per sequence at most."""
-
-    token_ids: np.ndarray  # [T] int64; -1 - row stands for that row's last token (see `feed`)
-    positions: np.ndarray  # [T] int64
-    slot_mapping: np.ndarray  # [T] int64
-    logits_indices: np.ndarray  # [S] int64, the token rows whose hidden state is sampled
-    sampled_rows: np.ndarray  # [S] int64, the sequences' rows that get those tokens
-    query_start_loc: np.ndarray  # [S+1] int32
-    seq_lens: np.ndarray  # [S] int32
-    block_table: np.ndarray  # [S, B] int32
+_ALIGNMENT = 64  # of each tensor's first byte: aligned vector loads, and FlashInfer asks for 16
 
 
 class StaticBuffers:
@@ -44,7 +44,9 @@ class StaticBuffers:
         max_blocks_per_seq: int,
         block_size: int,
         device: torch.device,
+        max_num_rows: int | None = None,
         feeds: bool | None = None,
+        table: type[StepTensors[Any]] = StepTensors,
     ) -> None:
         """
         Args:
@@ -53,66 +55,88 @@ class StaticBuffers:
             max_blocks_per_seq: B.
             block_size: tokens of a block.
             device: where programs read.
+            max_num_rows: R, tokens of a step whose logits are wanted; None = one per sequence.
             feeds: whether a step's tokens stay on the device as the next one's inputs, so that
                 that one can be launched before they are read; None = on a GPU.
+            table: the step tensors.
         """
         self.block_size = block_size
-        self.device = device
-        shapes: list[tuple[tuple[int, ...], torch.dtype]] = [
-            ((max_num_tokens,), torch.int64),
-            ((max_num_tokens,), torch.int64),
-            ((max_num_tokens,), torch.int64),
-            ((max_num_seqs,), torch.int64),
-            ((max_num_seqs,), torch.int64),
-            ((max_num_seqs + 1,), torch.int32),
-            ((max_num_seqs,), torch.int32),
-            ((max_num_seqs, max_blocks_per_seq), torch.int32),
-        ]
-        # Every section starts at a multiple of 64 bytes: aligned vector loads, and FlashInfer asks
-        # for 16.
-        sizes = [-(-int(np.prod(shape)) * dtype.itemsize // 64) * 64 for shape, dtype in shapes]
-        cuda = device.type == "cuda"
-        self._host_memory = torch.zeros(sum(sizes), dtype=torch.uint8, pin_memory=cuda)
-        self._device_memory = self._host_memory.to(device) if cuda else self._host_memory
-        host, on_device = [], []
-        offset = 0
-        for (shape, dtype), size in zip(shapes, sizes, strict=True):
-            used = int(np.prod(shape)) * dtype.itemsize
-            host.append(self._host_memory[offset : offset + used].view(dtype).view(shape).numpy())
-            on_device.append(self._device_memory[offset : offset + used].view(dtype).view(shape))
-            offset += size
-        self._block_tables_begin = offset - sizes[-1]
-        self.host = HostBuffers(*host)
-        (
-            self._token_ids,
-            self._positions,
-            self._slot_mapping,
-            self._logits_indices,
-            self._sampled_rows,
-            self._query_start_loc,
-            self._seq_lens,
-            self._block_table,
-        ) = on_device
-        self.plan = torch.zeros(1, dtype=torch.int64)
-        self.feeds = cuda if feeds is None else feeds
+        self.max_num_rows = max_num_seqs if max_num_rows is None else max_num_rows
+        self.feeds = device.type == "cuda" if feeds is None else feeds
+        self._table = table
+        self._specs = tensor_specs(table)
+        self._sizes = [spec.dynamic_size for spec in self._specs.values()]
+        largest = StepSizes(max_num_tokens, max_num_seqs, self.max_num_rows)
+        self._allocate(
+            {name: spec.shape(largest, max_blocks_per_seq) for name, spec in self._specs.items()},
+            device,
+        )
+        self.host = table(**self._host)
+        self.plan = self._device["plan"]
         self.last_tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
-        self._all_rows = torch.arange(max_num_tokens, device=device)
-        self._copied = torch.cuda.Event() if cuda else None
+        self._all_tokens = torch.arange(max_num_tokens, device=device)
+        self._padded = {
+            size: [
+                (self._host[name], spec.padding)
+                for name, spec in self._specs.items()
+                if spec.dynamic_size is size
+            ]
+            for size in Size
+            if size.is_dynamic
+        }
 
-    def pad(self, num_tokens: int, num_seqs: int, key: GraphKey) -> None:
-        """Make rows past the real ones harmless, up to the bucket's shape.
+    def _allocate(self, shapes: dict[str, tuple[int, ...]], device: torch.device) -> None:
+        """Make the memory of both sides and the views of each tensor.
 
-        Rewritten on every step: rows that a larger step left behind are the classic corruption.
-        Padding tokens write into block 0, the null block; padding sequences have no query rows.
+        Tensors that are uploaded whole come first, so that one copy takes them all. Those of which
+        a step's rows are uploaded follow. What is never uploaded has memory of its own.
         """
-        host = self.host
-        host.token_ids[num_tokens : key.num_tokens] = 0
-        host.positions[num_tokens : key.num_tokens] = 0
-        host.slot_mapping[num_tokens : key.num_tokens] = 0
-        host.query_start_loc[num_seqs + 1 : key.num_seqs + 1] = num_tokens
-        host.seq_lens[num_seqs : key.num_seqs] = 0
-        host.block_table[num_seqs : key.num_seqs] = 0
-        host.logits_indices[num_seqs : key.num_seqs] = 0
+        uploads = {name: spec.upload for name, spec in self._specs.items()}
+        whole = [name for name, upload in uploads.items() if upload is Upload.whole]
+        large = [name for name, upload in uploads.items() if upload is Upload.used_rows]
+        num_bytes = {
+            name: math.prod(shape) * self._specs[name].dtype.itemsize
+            for name, shape in shapes.items()
+        }
+        places: dict[str, slice] = {}
+        end = 0
+        for name in (*whole, *large):
+            places[name] = slice(end, end + num_bytes[name])
+            end += -(-num_bytes[name] // _ALIGNMENT) * _ALIGNMENT
+        cuda = device.type == "cuda"
+        self._host_memory = torch.zeros(end, dtype=torch.uint8, pin_memory=cuda)
+        self._device_memory = self._host_memory.to(device) if cuda else self._host_memory
+        self._copied = torch.cuda.Event() if cuda else None
+        # Of each copy: where it begins, and where it ends as a line of the number of sequences.
+        starts = [(places[name].start, num_bytes[name] // shapes[name][0]) for name in large]
+        self._copies = [(start, start, bytes_per_seq) for start, bytes_per_seq in starts]
+        self._copies[:1] = [(0, *starts[0])] if starts else [(0, end, 0)]
+        self._host: dict[str, np.ndarray] = {}
+        self._device: dict[str, Tensor] = {}
+        for name, spec in self._specs.items():
+            if name in places:
+                host, tensor = (
+                    memory[places[name]].view(spec.dtype).view(shapes[name])
+                    for memory in (self._host_memory, self._device_memory)
+                )
+            else:
+                host = tensor = torch.zeros(shapes[name], dtype=spec.dtype)
+            self._host[name], self._device[name] = host.numpy(), tensor
+
+    def pad(self, num_tokens: int, num_seqs: int, num_rows: int, key: GraphKey) -> None:
+        """Make entries past the real ones harmless, up to the bucket's shape.
+
+        They are rewritten on every step: entries that a larger step left behind would otherwise
+        write into the blocks of other sequences.
+        """
+        real = StepSizes(num_tokens, num_seqs, num_rows)
+        padded = StepSizes(key.num_tokens, key.num_seqs, key.num_rows)
+        for size, arrays in self._padded.items():
+            begin, end = real.number(size), padded.number(size)
+            if begin >= end:
+                continue
+            for array, padding in arrays:
+                array[begin:end] = array[begin - 1] if padding == "edge" else padding
 
     def wait_for_upload(self) -> None:
         """Block until the last upload has left the host memory; call before writing to `host`."""
@@ -120,48 +144,43 @@ class StaticBuffers:
             self._copied.synchronize()
 
     def upload(self, num_seqs: int) -> None:
-        """Start the one copy of a step, host to device.
+        """Start the copy of a step, host to device.
 
         The block tables lie last and, for long contexts, outweigh everything else: only those of
         the first `num_seqs` sequences are copied.
         """
-        if self._copied is not None:
-            end = self._block_tables_begin + self.host.block_table[:num_seqs].nbytes
-            self._device_memory[:end].copy_(self._host_memory[:end], non_blocking=True)
-            self._copied.record()
+        if self._copied is None:
+            return
+        for begin, fixed_end, bytes_per_seq in self._copies:
+            end = fixed_end + num_seqs * bytes_per_seq
+            self._device_memory[begin:end].copy_(self._host_memory[begin:end], non_blocking=True)
+        self._copied.record()
 
     def feed(self, num_tokens: int) -> None:
         """Put last tokens where the uploaded ids stand for them; nothing to do unless `feeds`."""
         if self.feeds:
-            ids = self._token_ids[:num_tokens]
+            ids = self._device["token_ids"][:num_tokens]
             last = self.last_tokens[(-1 - ids).clamp_min_(0)]
             ids.copy_(torch.where(ids < 0, last, ids))
 
     def keep(self, token_ids: Tensor) -> None:
         """Remember a step's tokens [R], in the order of its `sampled_rows`, as their rows' last."""
-        self.last_tokens.index_copy_(0, self._sampled_rows[: len(token_ids)], token_ids)
+        rows = self._device["sampled_rows"][: len(token_ids)]
+        self.last_tokens.index_copy_(0, rows, token_ids)
 
-    def batch(self, num_tokens: int, num_seqs: int, num_logits: int | None) -> ForwardBatch:
+    def batch(self, num_tokens: int, num_seqs: int, num_rows: int | None) -> ForwardBatch:
         """The device tensors cut to a shape; the same shape gives the same addresses.
 
         Args:
             num_tokens: T.
             num_seqs: S.
-            num_logits: how many of `logits_indices` are the wanted rows; None = all T tokens are.
+            num_rows: R, the wanted tokens, which are in `logits_indices`; None = all T tokens.
         """
-        if num_logits is None:
-            rows = self._all_rows[:num_tokens]
-        else:
-            rows = self._logits_indices[:num_logits]
-        return ForwardBatch(
-            self._token_ids[:num_tokens],
-            self._positions[:num_tokens],
-            AttentionMetadata(
-                self._query_start_loc[: num_seqs + 1],
-                self._seq_lens[:num_seqs],
-                self._block_table[:num_seqs],
-                self._slot_mapping[:num_tokens],
-                self.plan,
-            ),
-            rows,
-        )
+        sizes = StepSizes(num_tokens, num_seqs, num_tokens if num_rows is None else num_rows)
+        cut = {
+            name: tensor if size is None else tensor[: sizes.number(size)]
+            for (name, tensor), size in zip(self._device.items(), self._sizes, strict=True)
+        }
+        if num_rows is None:
+            cut["logits_indices"] = self._all_tokens[:num_tokens]
+        return self._table(**cut)

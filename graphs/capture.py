@@ -19,7 +19,8 @@ from ostinato.graphs.buffers import StaticBuffers
 from ostinato.graphs.compile import Program
 from ostinato.graphs.recorder import Recorder, is_out_of_memory
 from ostinato.graphs.timing import ClockTimer, StepTimer
-from ostinato.models.base import CausalLM, ForwardBatch, KVCache, LanguageModel
+from ostinato.models.base import CausalLM, KVCache, LanguageModel
+from ostinato.models.step_tensors import ForwardBatch
 from ostinato.ops.attention import AttentionPlanner
 
 __all__ = ("GraphRunner", "RunStep", "StepKind")
@@ -170,8 +171,7 @@ class GraphRunner:
             key = self._table.round_up(num_tokens, num_seqs, uniform_decode=uniform_decode)
         replay = self._replays.get(key) if key is not None else None
         if key is not None and replay is not None:
-            self._buffers.pad(num_tokens, num_seqs, key)
-            self._buffers.host.logits_indices[num_logits : key.num_seqs] = 0
+            self._buffers.pad(num_tokens, num_seqs, num_logits, key)
             self._buffers.upload(key.num_seqs)
             self._buffers.feed(num_tokens)
             self._plan(key)
@@ -198,7 +198,7 @@ class GraphRunner:
         self._buffers.upload(num_seqs)
         self._buffers.feed(num_tokens)
         self._plan(GraphKey(num_tokens, num_seqs, False))
-        sampled = self._buffers.batch(num_tokens, num_seqs, num_logits).rows
+        sampled = self._buffers.batch(num_tokens, num_seqs, num_logits).logits_indices
         batch = self._buffers.batch(num_tokens, num_seqs, None)
         self._begin(self._uncaptured, num_tokens, num_seqs)
         hidden = self._hidden(batch)
@@ -243,7 +243,7 @@ class GraphRunner:
         return self.compute_logits(hidden) if isinstance(self._model, CausalLM) else hidden
 
     def _bind(self, key: GraphKey) -> Callable[[], Tensor]:
-        batch = self._buffers.batch(key.num_tokens, key.num_seqs, key.num_seqs)
+        batch = self._buffers.batch(key.num_tokens, key.num_seqs, key.num_rows)
         self._plan(key)
         return lambda: self._result(batch)
 
@@ -253,5 +253,5 @@ class GraphRunner:
 
     def _fill_with_padding(self, key: GraphKey) -> None:
         self._buffers.host.query_start_loc[0] = 0
-        self._buffers.pad(0, 0, key)
+        self._buffers.pad(0, 0, 0, key)
         self._buffers.upload(key.num_seqs)

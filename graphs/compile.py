@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from typing import Any, Protocol
 
 import msgspec
@@ -26,8 +27,8 @@ from ostinato.conf.environment import prepare_compiler
 from ostinato.conf.schema import GraphForm
 from ostinato.graphs.replay import LayerCall, Replay, record
 from ostinato.graphs.straight import StraightProgram, straighten
-from ostinato.models.base import DecoderLayer, ForwardBatch, KVCache, LanguageModel, StepInputs
-from ostinato.ops.attention import AttentionMetadata
+from ostinato.models.base import DecoderLayer, KVCache, LanguageModel
+from ostinato.models.step_tensors import ForwardBatch, Size, StepInputs, tensor_specs
 
 __all__ = ("Binder", "Program", "ProgramStore", "compile_model")
 
@@ -41,7 +42,7 @@ class Program(Protocol):
         ...
 
     def __call__(self, batch: ForwardBatch, kv_cache: KVCache) -> Tensor:
-        """Hidden [R, D] of `batch.rows`; writes K and V of all tokens."""
+        """Hidden [R, D] of `batch.logits_indices`; writes K and V of all tokens."""
         ...
 
 
@@ -216,34 +217,27 @@ def _stored(store: ProgramStore | None, name: str, skeleton: torch.nn.Module) ->
         return None
 
 
-def _mark_dynamic(tensors: Sequence[Tensor]) -> None:
+def _mark_dynamic(tensors: Iterable[Tensor]) -> None:
     for tensor in tensors:
         torch._dynamo.mark_dynamic(tensor, 0)
 
 
 def _fresh(batch: ForwardBatch) -> ForwardBatch:
     """Own tensors of the same shapes: marking them leaves no trace on the static buffers."""
-    attention = batch.attention
     # Sizes that are equal here would be taken for one and the same.
-    num_rows = len(batch.token_ids) + len(attention.seq_lens) + 2
-    return ForwardBatch(
-        batch.token_ids.clone(),
-        batch.positions.clone(),
-        AttentionMetadata(*(tensor.clone() for tensor in attention)),
-        batch.rows.new_zeros(num_rows),
-    )
+    num_tokens, num_seqs = len(batch.token_ids), len(batch.seq_lens)
+    num_rows = num_tokens + num_seqs + 2
+    table = type(batch)
+    tensors = {name: getattr(batch, name).clone() for name in tensor_specs(table)}
+    for name, spec in tensor_specs(table).items():
+        if spec.dynamic_size is Size.rows:
+            tensors[name] = tensors[name].new_zeros(num_rows, *tensors[name].shape[1:])
+    return table(**tensors)
 
 
-def _mark_batch(attention: AttentionMetadata, others: Sequence[Tensor]) -> None:
-    _mark_dynamic(
-        (
-            *others,
-            attention.slot_mapping,
-            attention.query_start_loc,
-            attention.seq_lens,
-            attention.block_table,
-        )
-    )
+def _mark_batch(batch: ForwardBatch) -> None:
+    specs = tensor_specs(type(batch)).items()
+    _mark_dynamic([getattr(batch, name) for name, spec in specs if spec.dynamic_size is not None])
 
 
 def _compile_whole(
@@ -261,7 +255,7 @@ def _compile_whole(
     compiled = _stored(store, "model", skeleton)
     if compiled is None:
         batch = _fresh(example)
-        _mark_batch(batch.attention, (batch.token_ids, batch.positions, batch.rows))
+        _mark_batch(batch)
         arguments = (list(tensors.values()), batch, kv_cache)
         compiled = _compile(forward, arguments, store, "model", skeleton)
 
@@ -286,7 +280,7 @@ class _WholeProgram:
 
 def _compile_layer(
     layer: torch.nn.Module,
-    example: Callable[[], tuple[Tensor, StepInputs, Tensor]],
+    example: Callable[[], tuple[Tensor, StepInputs]],
     cache: tuple[Tensor, Tensor],
     store: ProgramStore | None,
     name: str,
@@ -320,13 +314,14 @@ def _compile_layer(
     function = _stored(store, name, skeleton)
     if function is not None:
         return function
-    hidden, step, rows = example()
-    _mark_batch(step.attention, (hidden, step.cos, step.sin))
+    hidden, step = example()
+    _mark_batch(step.tensors)
+    _mark_dynamic((hidden, *chain.from_iterable(step.rope.values())))
     arguments = (list(_tensors(layer).values()), hidden, step, *cache)
     if not is_last:
         return _compile(every, arguments, store, name, skeleton)
-    _mark_dynamic((rows,))
-    return _compile(some, (*arguments, rows), store, name, skeleton)
+    arguments = (*arguments, step.tensors.logits_indices)
+    return _compile(some, arguments, store, name, skeleton)
 
 
 def _compile_layers(
@@ -334,9 +329,8 @@ def _compile_layers(
 ) -> Binder:
     """One compiled function per distinct kind of layer (nearly always one), one for the last."""
 
-    def layer_inputs() -> tuple[Tensor, StepInputs, Tensor]:
-        batch = _fresh(example)
-        return *model.begin(batch), batch.rows
+    def layer_inputs() -> tuple[Tensor, StepInputs]:
+        return model.begin(_fresh(example))
 
     compiled: dict[tuple[object, ...], Function] = {}
     last = len(model.layers) - 1
@@ -382,11 +376,11 @@ class _LayeredProgram:
         hidden, step = self._model.begin(batch)
         replay = self._find_replay(kv_cache, hidden, step)
         if replay is not None:
-            return self._model.finish(replay(hidden, step, batch.rows))
+            return self._model.finish(replay(hidden, step))
         *calls, (finish, last_parameters) = self._calls
         for (function, parameters), (k_cache, v_cache) in zip(calls, kv_cache, strict=False):
             hidden = function(parameters, hidden, step, k_cache, v_cache)
-        hidden = finish(last_parameters, hidden, step, *kv_cache[-1], batch.rows)
+        hidden = finish(last_parameters, hidden, step, *kv_cache[-1], batch.logits_indices)
         return self._model.finish(hidden)
 
     def _find_replay(self, kv_cache: KVCache, hidden: Tensor, step: StepInputs) -> Replay | None:

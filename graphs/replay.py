@@ -8,6 +8,8 @@ what is called; from then on C++ walks the list.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
+from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -15,13 +17,26 @@ import torch
 from torch import Tensor
 
 from ostinato.graphs.straight import StraightProgram, resolve
-from ostinato.models.base import KVCache, StepInputs
-from ostinato.ops.attention import AttentionMetadata
+from ostinato.models.base import KVCache
+from ostinato.models.step_tensors import (
+    ForwardBatch,
+    RopeRows,
+    Size,
+    StepInputs,
+    TensorSpec,
+    tensor_specs,
+)
 from ostinato.ops.native.tape import FreeSize, Slot, Tape
 
 __all__ = ("LayerCall", "Replay", "record")
 
 _OP_PREFIX = "torch:ops.ostinato."
+_FREE_SIZES = {
+    Size.tokens: FreeSize.tokens,
+    Size.seqs: FreeSize.seqs,
+    Size.seqs_plus_one: FreeSize.seqs_and_one,
+    Size.rows: FreeSize.rows,
+}
 
 
 class LayerCall(NamedTuple):
@@ -34,22 +49,21 @@ class LayerCall(NamedTuple):
 class Replay:
     """All layers of a model over one KV cache."""
 
-    def __init__(self, tape: Tape, hidden_size: int, kv_cache: KVCache) -> None:
+    def __init__(
+        self, tape: Tape, hidden_size: int, kv_cache: KVCache, table: type[ForwardBatch]
+    ) -> None:
         self._tape = tape
         self._hidden_size = hidden_size
+        self._step_tensors = attrgetter(*tensor_specs(table))
         self.kv_cache = kv_cache  # whose addresses the tape holds
 
-    def __call__(self, hidden: Tensor, step: StepInputs, rows: Tensor) -> Tensor:
-        """What the layers' programs give: hidden [T, D] -> [R, D] of `rows` [R]."""
-        metadata = step.attention
-        out = hidden.new_empty((len(rows), self._hidden_size))
-        self._tape.play(
-            len(hidden),
-            len(metadata.seq_lens),
-            len(rows),
-            (hidden, step.cos, step.sin, *metadata, rows),
-            out,
-        )
+    def __call__(self, hidden: Tensor, step: StepInputs) -> Tensor:
+        """What the layers' programs give: hidden [T, D] -> [R, D] of `logits_indices`."""
+        tensors = step.tensors
+        num_rows = len(tensors.logits_indices)
+        out = hidden.new_empty((num_rows, self._hidden_size))
+        inputs = (hidden, *chain.from_iterable(step.rope.values()), *self._step_tensors(tensors))
+        self._tape.play(len(hidden), len(tensors.seq_lens), num_rows, inputs, out)
         return out
 
 
@@ -73,28 +87,28 @@ def record(
     tape = Tape()
     recorder = _Recorder(tape)
     value = recorder.input(hidden.dtype, (FreeSize.tokens, hidden.shape[1]))
-    inputs = StepInputs(
-        recorder.input(step.cos.dtype, (FreeSize.tokens, step.cos.shape[1])),
-        recorder.input(step.sin.dtype, (FreeSize.tokens, step.sin.shape[1])),
-        AttentionMetadata(
-            recorder.input(torch.int32, (FreeSize.seqs_and_one,)),
-            recorder.input(torch.int32, (FreeSize.seqs,)),
-            recorder.input(torch.int32, (FreeSize.seqs, step.attention.block_table.shape[1])),
-            recorder.input(torch.int64, (FreeSize.tokens,)),
-            recorder.input(torch.int64, (1,)),
-        ),
-    )
-    rows = recorder.input(torch.int64, (FreeSize.rows,))
+    rope = {
+        kind: RopeRows(
+            *(recorder.input(side.dtype, (FreeSize.tokens, side.shape[1])) for side in rows)
+        )
+        for kind, rows in step.rope.items()
+    }
+    table = type(step.tensors)
+    tensors: dict[str, Any] = {
+        name: recorder.step_tensor(spec, getattr(step.tensors, name))
+        for name, spec in tensor_specs(table).items()
+    }
+    inputs = StepInputs(rope, table(**tensors))
     try:
         for index, (layer, caches) in enumerate(zip(layers, kv_cache, strict=True)):
             tape.begin_layer()
             program = layer.program.load(recorder.resolve)
-            more = (rows,) if index == len(layers) - 1 else ()
+            more = (tensors["logits_indices"],) if index == len(layers) - 1 else ()
             value = program(layer.parameters, value, inputs, *caches, *more)
         tape.finish(value.slot)
     except (KeyError, AttributeError):  # what neither the tape nor the stand-ins have
         return None
-    return Replay(tape, hidden.shape[1], kv_cache)
+    return Replay(tape, hidden.shape[1], kv_cache, table)
 
 
 class _Value:
@@ -127,6 +141,11 @@ class _Recorder:
 
     def input(self, dtype: torch.dtype, sizes: Sequence[int]) -> Any:
         return _Value(self._tape, self._tape.input(dtype, sizes))
+
+    def step_tensor(self, spec: TensorSpec, example: Tensor) -> Any:
+        size = spec.dynamic_size
+        first = example.shape[0] if size is None else _FREE_SIZES[size]
+        return self.input(spec.dtype, (first, *example.shape[1:]))
 
     def resolve(self, path: str) -> Any:
         if path == "torch":

@@ -27,7 +27,7 @@ _FUNCTIONS = {F.embedding, F.linear, operator.getitem}
 _METHODS = {"reshape", "size", "split_with_sizes", "view"}
 
 # What an input of a traced graph is: an argument, then its fields, items and sizes.
-_SOURCE = re.compile(r"L\['(\w+)'\]((?:\.\w+|\[\d+\]|\.size\(\)\[\d+\])*)")
+_SOURCE = re.compile(r"L\['(\w+)'\]((?:\.\w+|\[\d+\]|\['\w+'\]|\.size\(\)\[\d+\])*)")
 
 
 _OP = re.compile(r"torch\.ops\.ostinato\.(\w+)\.default")

@@ -5,46 +5,27 @@ from __future__ import annotations
 import math
 import mmap
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from ostinato.ops.attention import AttentionMetadata
+from ostinato.models.step_tensors import ForwardBatch, StepInputs
 
 __all__ = (
     "CausalLM",
     "CheckpointLayout",
     "DecoderLayer",
     "EncoderModel",
-    "ForwardBatch",
     "KVCache",
     "KVCacheSpec",
     "LanguageModel",
-    "StepInputs",
 )
 
 KVCache = list[tuple[Tensor, Tensor]]
 """Per layer (k_cache, v_cache), each its own base tensor [num_blocks, num_kv_heads, block_size,
 head_dim].
 """
-
-
-class ForwardBatch(NamedTuple):
-    """One step's inputs; T tokens. All lie on the model's device except `attention.plan`."""
-
-    token_ids: Tensor  # [T] int64
-    positions: Tensor  # [T] int64
-    attention: AttentionMetadata
-    rows: Tensor  # [R] int64, the tokens whose final hidden state is wanted
-
-
-class StepInputs(NamedTuple):
-    """What every decoder layer of a step shares, computed once per step."""
-
-    cos: Tensor  # [T, rotary_dim / 2] float32; [T, 0] for models without rotary embedding
-    sin: Tensor  # [T, rotary_dim / 2] float32
-    attention: AttentionMetadata
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,13 +134,14 @@ class LanguageModel(nn.Module):
         raise NotImplementedError
 
     def forward(self, batch: ForwardBatch, kv_cache: KVCache) -> Tensor:
-        """[T] tokens -> final hidden states [R, D] of `batch.rows`; writes K and V of all."""
+        """[T] tokens -> final hidden states [R, D] of `logits_indices`; writes K and V of all."""
         hidden, step = self.begin(batch)
         last = len(self.layers) - 1
         for index, (layer, (k_cache, v_cache)) in enumerate(
             zip(self.layers, kv_cache, strict=True)
         ):
-            hidden = layer(hidden, step, k_cache, v_cache, batch.rows if index == last else None)
+            rows = batch.logits_indices if index == last else None
+            hidden = layer(hidden, step, k_cache, v_cache, rows)
         return self.finish(hidden)
 
 

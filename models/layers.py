@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ostinato.models.base import StepInputs
 from ostinato.models.config.model_config import ModelConfig
+from ostinato.models.step_tensors import DEFAULT_ROPE, RopeRows, StepInputs
 from ostinato.ops.activation import activate
 from ostinato.ops.attention import paged_attention
 from ostinato.ops.linear import empty_packed, gather_rows, linear, pack_linear_weight
@@ -225,9 +225,9 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
 
-    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, positions: Tensor) -> RopeRows:
         """[T] int64 -> cos, sin [T, rotary_dim / 2] float32."""
-        return F.embedding(positions, self.cos), F.embedding(positions, self.sin)
+        return RopeRows(F.embedding(positions, self.cos), F.embedding(positions, self.sin))
 
 
 class Attention(nn.Module):
@@ -242,13 +242,14 @@ class Attention(nn.Module):
         qkv_bias: bool = False,
         out_bias: bool = False,
         qk_norm: bool = False,
+        rope_kind: str = DEFAULT_ROPE,
     ) -> None:
         super().__init__()
         self.num_heads = config.num_heads
         self.num_kv_heads = config.num_kv_heads
         self.head_dim = config.head_dim
-        self.rotary = config.rope is not None
-        if qk_norm and not self.rotary:
+        self.rope_kind = None if config.rope is None else rope_kind
+        if qk_norm and self.rope_kind is None:
             raise ValueError("normalised queries and keys are there with rotary positions only")
         self.sliding_window = sliding_window
         self.backend = options.attention_backend
@@ -277,11 +278,10 @@ class Attention(nn.Module):
         num_rotated, num_kv = self.num_heads + self.num_kv_heads, self.num_kv_heads
         heads = self.qkv_proj(x).view(-1, num_rotated + num_kv, self.head_dim)
         queries_keys, v = heads.split_with_sizes((num_rotated, num_kv), 1)
-        if self.rotary:
+        if self.rope_kind is not None:
             queries_keys = rotate_heads(
                 queries_keys,
-                step.cos,
-                step.sin,
+                *step.rope[self.rope_kind],
                 self.num_heads,
                 q_weight=None if self.q_norm is None else self.q_norm.weight,
                 k_weight=None if self.k_norm is None else self.k_norm.weight,
@@ -311,7 +311,7 @@ class Attention(nn.Module):
             self.num_heads,
             self.num_kv_heads,
             self.head_dim,
-            self.rotary,
+            self.rope_kind,
             self.sliding_window,
             self.backend,
             self.qkv_proj.bias is not None,

@@ -30,14 +30,14 @@ import ostinato
 from ostinato.benchmarks.machine.probes import commit_of
 from ostinato.conf.compose import load_config
 from ostinato.conf.schema import LoadFormat
-from ostinato.models.base import CausalLM, ForwardBatch, KVCache
+from ostinato.models.base import CausalLM, KVCache
 from ostinato.models.checkpoints.weights import init_dummy_weights, load_weights
 from ostinato.models.demo.training.corpus import documents
 from ostinato.models.layers import Matrix
 from ostinato.models.packing import pack_model
 from ostinato.models.quantization import quantize_module
 from ostinato.models.registry import build_model
-from ostinato.ops.attention import AttentionMetadata
+from ostinato.models.step_tensors import ForwardBatch
 from ostinato.ops.native.library import load
 from ostinato.ops.quantized_reference import dequantize_linear_weight
 from ostinato.runtime.startup.machine_info import cpu_name
@@ -111,14 +111,17 @@ class Loaded(NamedTuple):
         count = len(token_ids)
         positions = torch.arange(count)
         blocks = torch.arange(1, -(-count // _BLOCK_SIZE) + 1, dtype=torch.int32)
-        attention = AttentionMetadata(
-            torch.tensor([0, count], dtype=torch.int32),
-            torch.tensor([count], dtype=torch.int32),
-            blocks[None],
-            positions + _BLOCK_SIZE,
-            torch.zeros(1, dtype=torch.int64),
+        batch = ForwardBatch(
+            token_ids=torch.tensor(token_ids),
+            positions=positions,
+            slot_mapping=positions + _BLOCK_SIZE,
+            logits_indices=positions,
+            sampled_rows=positions,
+            query_start_loc=torch.tensor([0, count], dtype=torch.int32),
+            seq_lens=torch.tensor([count], dtype=torch.int32),
+            block_table=blocks[None],
+            plan=torch.zeros(1, dtype=torch.int64),
         )
-        batch = ForwardBatch(torch.tensor(token_ids), positions, attention, positions)
         return self.model.compute_logits(self.model(batch, self.cache))
 
 

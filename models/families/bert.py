@@ -16,11 +16,10 @@ from ostinato.models.base import (
     CheckpointLayout,
     DecoderLayer,
     EncoderModel,
-    ForwardBatch,
-    StepInputs,
 )
 from ostinato.models.config.model_config import ModelConfig
 from ostinato.models.layers import BuildOptions, Embedding, LayerNorm, Linear, MergedLinear
+from ostinato.models.step_tensors import ForwardBatch, StepInputs
 from ostinato.ops.activation import activate
 from ostinato.ops.encoder_attention import encoder_attention
 
@@ -67,7 +66,7 @@ class BertAttention(nn.Module):
         count = self.num_heads
         heads = self.qkv_proj(x).view(-1, 3 * count, self.head_dim)
         q, k, v = heads.split_with_sizes((count, count, count), 1)
-        out = encoder_attention(q, k, v, step.attention.query_start_loc, scale=self.head_dim**-0.5)
+        out = encoder_attention(q, k, v, step.tensors.query_start_loc, scale=self.head_dim**-0.5)
         out = out.reshape(-1, count * self.head_dim)
         if rows is not None:
             out, x = F.embedding(rows, out), F.embedding(rows, x)
@@ -133,9 +132,7 @@ class BertModel(EncoderModel):
             + self.token_type_embeddings(ids // self.vocab_size)
             + self.position_embeddings(batch.positions)
         )
-        no_rotation = hidden.new_empty((hidden.shape[0], 0), dtype=torch.float32)
-        step = StepInputs(no_rotation, no_rotation, batch.attention)
-        return self.embedding_norm(hidden), step
+        return self.embedding_norm(hidden), StepInputs({}, batch)
 
     def finish(self, hidden: Tensor) -> Tensor:
         return hidden

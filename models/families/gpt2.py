@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import torch
 from torch import Tensor, nn
 
-from ostinato.models.base import CausalLM, CheckpointLayout, DecoderLayer, ForwardBatch, StepInputs
+from ostinato.models.base import CausalLM, CheckpointLayout, DecoderLayer
 from ostinato.models.config.model_config import ModelConfig
 from ostinato.models.layers import (
     Attention,
@@ -17,6 +16,7 @@ from ostinato.models.layers import (
     Linear,
     OutputHead,
 )
+from ostinato.models.step_tensors import ForwardBatch, StepInputs
 from ostinato.ops.activation import activate
 
 __all__ = ("GPT2DecoderLayer", "GPT2LMHeadModel")
@@ -96,8 +96,7 @@ class GPT2LMHeadModel(CausalLM):
 
     def begin(self, batch: ForwardBatch) -> tuple[Tensor, StepInputs]:
         hidden = self.wte(batch.token_ids) + self.wpe(batch.positions)
-        no_rotation = hidden.new_empty((hidden.shape[0], 0), dtype=torch.float32)
-        return hidden, StepInputs(no_rotation, no_rotation, batch.attention)
+        return hidden, StepInputs({}, batch)
 
     def finish(self, hidden: Tensor) -> Tensor:
         return self.ln_f(hidden)

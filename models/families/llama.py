@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
-from ostinato.models.base import CausalLM, CheckpointLayout, DecoderLayer, ForwardBatch, StepInputs
+from ostinato.models.base import CausalLM, CheckpointLayout, DecoderLayer
 from ostinato.models.config.model_config import ModelConfig
 from ostinato.models.layers import (
     Attention,
@@ -21,6 +21,7 @@ from ostinato.models.layers import (
     RMSNorm,
     RotaryEmbedding,
 )
+from ostinato.models.step_tensors import DEFAULT_ROPE, ForwardBatch, StepInputs
 
 __all__ = ("LlamaDecoderLayer", "LlamaForCausalLM")
 
@@ -95,8 +96,8 @@ class LlamaForCausalLM(CausalLM):
         )
 
     def begin(self, batch: ForwardBatch) -> tuple[Tensor, StepInputs]:
-        cos, sin = self.rotary(batch.positions)
-        return self.embed_tokens(batch.token_ids), StepInputs(cos, sin, batch.attention)
+        rope = {DEFAULT_ROPE: self.rotary(batch.positions)}
+        return self.embed_tokens(batch.token_ids), StepInputs(rope, batch)
 
     def finish(self, hidden: Tensor) -> Tensor:
         return self.norm(hidden)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ostinato.graphs.buckets import GraphKey
+from ostinato.models.step_tensors import StepInputs
 from ostinato.ops.attention import (
     AttentionBackend,
     AttentionPlanner,
@@ -188,10 +189,11 @@ class CapturedAttention:
         self.k_cache = zeros(*sizes).to(shape.cache_dtype or shape.dtype)
         self.v_cache = self.k_cache.clone()
         engine.buffers.host.query_start_loc[0] = 0
-        engine.buffers.pad(0, 0, key)
+        engine.buffers.pad(0, 0, 0, key)
         engine.buffers.upload(key.num_seqs)
         planner.plan(key, engine.buffers.host, engine.buffers.plan)
-        metadata = engine.buffers.batch(key.num_tokens, key.num_seqs, 1).attention
+        batch = engine.buffers.batch(key.num_tokens, key.num_seqs, 1)
+        metadata = StepInputs({}, batch).attention
 
         def call() -> Tensor:
             return backend.run(

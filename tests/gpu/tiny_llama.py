@@ -18,6 +18,7 @@ from ostinato.models.base import KVCache
 from ostinato.models.checkpoints.weights import init_dummy_weights
 from ostinato.models.config.model_config import ModelConfig
 from ostinato.models.registry import build_model
+from ostinato.models.step_tensors import tensor_specs
 from ostinato.ops.attention import PlannedBackend, load_backend, select_backend
 from tests.graphs.toy import fill
 from tests.runtime.tiny import MODEL as TINY_MODEL
@@ -72,8 +73,8 @@ class Graphs:
     def poison(self) -> None:
         """Overwrite every input with a number that would be seen in the results."""
         self.buffers.wait_for_upload()
-        for array in self.buffers.host:
-            array.fill(7)
+        for name in tensor_specs(type(self.buffers.host)):
+            getattr(self.buffers.host, name).fill(7)
 
 
 def make_graphs(

@@ -11,11 +11,10 @@ from ostinato.graphs.buffers import StaticBuffers
 from ostinato.models.base import (
     CausalLM,
     DecoderLayer,
-    ForwardBatch,
     KVCache,
     KVCacheSpec,
-    StepInputs,
 )
+from ostinato.models.step_tensors import DEFAULT_ROPE, ForwardBatch, RopeRows, StepInputs
 from ostinato.ops.attention import paged_attention
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 32, 4, 2, 8, 50
@@ -40,7 +39,7 @@ class ToyLayer(DecoderLayer):
         v_cache: Tensor,
         rows: Tensor | None = None,
     ) -> Tensor:
-        qkv = hidden @ self.qkv.T + step.cos.sum(-1, keepdim=True)
+        qkv = hidden @ self.qkv.T + step.rope[DEFAULT_ROPE].cos.sum(-1, keepdim=True)
         q, k, v = qkv.unflatten(-1, (-1, HEAD_DIM)).split([HEADS, KV_HEADS, KV_HEADS], 1)
         context = paged_attention(
             q, k, v, k_cache, v_cache, step.attention, scale=0.3, backend="reference"
@@ -60,9 +59,8 @@ class ToyModel(CausalLM):
 
     def begin(self, batch: ForwardBatch) -> tuple[Tensor, StepInputs]:
         angle = batch.positions[:, None].float() * torch.tensor([[0.1, 0.01]])
-        return self.embedding[batch.token_ids], StepInputs(
-            angle.cos(), angle.sin(), batch.attention
-        )
+        rope = {DEFAULT_ROPE: RopeRows(angle.cos(), angle.sin())}
+        return self.embedding[batch.token_ids], StepInputs(rope, batch)
 
     def finish(self, hidden: Tensor) -> Tensor:
         return hidden * 2.0

@@ -11,9 +11,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ostinato.models.base import CausalLM, ForwardBatch, KVCache
+from ostinato.models.base import CausalLM, KVCache
 from ostinato.models.config.model_config import ModelConfig
-from ostinato.ops.attention import AttentionMetadata
+from ostinato.models.step_tensors import ForwardBatch
 
 Forward = Callable[[ForwardBatch, KVCache], Tensor]
 
@@ -87,16 +87,15 @@ class Driver:
         starts += [starts[-1]] * (self.max_seqs + 1 - len(starts))
         lengths += [0] * (self.max_seqs - len(lengths))
         return ForwardBatch(
-            torch.tensor(token_ids + [0] * padding),
-            torch.tensor(positions + [0] * padding),
-            AttentionMetadata(
-                torch.tensor(starts, dtype=torch.int32),
-                torch.tensor(lengths, dtype=torch.int32),
-                table,
-                torch.tensor(slots + [0] * padding),
-                torch.zeros(1, dtype=torch.int64),
-            ),
-            torch.arange(len(token_ids) + padding),
+            token_ids=torch.tensor(token_ids + [0] * padding),
+            positions=torch.tensor(positions + [0] * padding),
+            slot_mapping=torch.tensor(slots + [0] * padding),
+            logits_indices=torch.arange(len(token_ids) + padding),
+            sampled_rows=torch.arange(len(token_ids) + padding),
+            query_start_loc=torch.tensor(starts, dtype=torch.int32),
+            seq_lens=torch.tensor(lengths, dtype=torch.int32),
+            block_table=table,
+            plan=torch.zeros(1, dtype=torch.int64),
         )
 
     @torch.no_grad()

@@ -12,14 +12,14 @@ from torch import Tensor
 
 from ostinato.conf.schema import GraphForm, ModelSection
 from ostinato.graphs.compile import compile_model
-from ostinato.models.base import EncoderModel, ForwardBatch, KVCache
+from ostinato.models.base import EncoderModel, KVCache
 from ostinato.models.checkpoints.checkpoint import open_checkpoint
 from ostinato.models.checkpoints.weights import load_weights
 from ostinato.models.config.model_config import ModelConfig
 from ostinato.models.config.model_kind import ENCODER
 from ostinato.models.packing import pack_model
 from ostinato.models.registry import build_model, read_model_config
-from ostinato.ops.attention import AttentionMetadata
+from ostinato.models.step_tensors import ForwardBatch
 from tests.models.minilm import minilm_directory
 
 CPU = torch.device("cpu")
@@ -56,16 +56,15 @@ def pack(sequences: list[list[int]], num_padding: int = 0) -> ForwardBatch:
     positions = [place for length in lengths for place in range(length)] + [0] * num_padding
     starts = [sum(lengths[:index]) for index in range(len(lengths) + 1)]
     return ForwardBatch(
-        torch.tensor(flat),
-        torch.tensor(positions),
-        AttentionMetadata(
-            torch.tensor(starts, dtype=torch.int32),
-            torch.tensor(lengths, dtype=torch.int32),
-            torch.zeros(len(lengths), 1, dtype=torch.int32),
-            torch.zeros(len(flat), dtype=torch.int64),
-            torch.zeros(1, dtype=torch.int64),
-        ),
-        torch.arange(len(flat)),
+        token_ids=torch.tensor(flat),
+        positions=torch.tensor(positions),
+        slot_mapping=torch.zeros(len(flat), dtype=torch.int64),
+        logits_indices=torch.arange(len(flat)),
+        sampled_rows=torch.arange(len(flat)),
+        query_start_loc=torch.tensor(starts, dtype=torch.int32),
+        seq_lens=torch.tensor(lengths, dtype=torch.int32),
+        block_table=torch.zeros(len(lengths), 1, dtype=torch.int32),
+        plan=torch.zeros(1, dtype=torch.int64),
     )
 
 

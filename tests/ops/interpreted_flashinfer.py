@@ -73,7 +73,7 @@ def test_steps_of_changing_lengths(shape: Shape) -> None:
     for seed, (key, lengths) in enumerate(STEPS):
         if not lengths:  # only padding: nothing to compare but that it runs
             engine.buffers.host.query_start_loc[0] = 0
-            engine.buffers.pad(0, 0, key)
+            engine.buffers.pad(0, 0, 0, key)
             planner.plan(key, engine.buffers.host, engine.buffers.plan)
             continue
         step, out = engine.run(backend, planner, lengths, key, seed)

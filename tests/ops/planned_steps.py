@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ostinato.graphs.buckets import GraphKey
 from ostinato.graphs.buffers import StaticBuffers
+from ostinato.models.step_tensors import StepInputs
 from ostinato.ops.attention import AttentionBackend, AttentionPlanner
 from tests.ops.attention_steps import Shape, Step, make_step, run
 
@@ -35,14 +36,15 @@ class Engine:
         width = step.metadata.block_table.shape[1]
         host.block_table[:rows, :width] = step.metadata.block_table.cpu().numpy()
         host.slot_mapping[:num_tokens] = step.metadata.slot_mapping.cpu().numpy()
-        self.buffers.pad(num_tokens, rows, key)
+        self.buffers.pad(num_tokens, rows, rows, key)
         self.buffers.upload(key.num_seqs)
 
         def padded(tensor: Tensor) -> Tensor:
             extra = torch.randn(key.num_tokens - num_tokens, *tensor.shape[1:]).to(tensor)
             return torch.cat([tensor, extra])
 
-        metadata = self.buffers.batch(key.num_tokens, key.num_seqs, 1).attention
+        batch = self.buffers.batch(key.num_tokens, key.num_seqs, 1)
+        metadata = StepInputs({}, batch).attention
         return step._replace(
             q=padded(step.q), k=padded(step.k), v=padded(step.v), metadata=metadata
         )

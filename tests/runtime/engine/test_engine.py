@@ -9,7 +9,7 @@ import torch
 
 from ostinato import LLM, SamplingParams
 from ostinato.graphs.seal import LateCompile
-from ostinato.models.base import ForwardBatch
+from ostinato.models.step_tensors import ForwardBatch
 from ostinato.runtime.errors import InvalidRequestError, StartupError
 from ostinato.runtime.types.outputs import FinishReason
 from tests.runtime.tiny import VOCAB_SIZE, tiny_config

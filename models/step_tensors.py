@@ -1,0 +1,192 @@
+"""The tensors of a step: one declared table, from which buffers, padding and tracing follow.
+
+`StepTensors` is the table. Each field is a tensor, and its annotation says which sizes and dtype
+the tensor has, what padding holds and how it is uploaded. These parts are derived from it:
+the static buffers on host and device (`graphs.buffers`), the marks for dynamic sizes
+(`graphs.compile`), and the inputs of a captured CPU graph (`graphs.replay`). A further tensor needs
+a field here and the code that fills or reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from enum import StrEnum
+from functools import cache
+from typing import Annotated, Any, Generic, Literal, NamedTuple, TypeVar, get_type_hints
+
+import torch
+from torch import Tensor
+
+from ostinato.ops.attention import AttentionMetadata
+
+__all__ = (
+    "DEFAULT_ROPE",
+    "ForwardBatch",
+    "RopeRows",
+    "Size",
+    "StepInputs",
+    "StepSizes",
+    "StepTensors",
+    "TensorSpec",
+    "Upload",
+    "tensor_specs",
+)
+
+Array = TypeVar("Array")
+
+DEFAULT_ROPE = "default"
+"""The kind of rotary table of a model that has only one."""
+
+
+class Size(StrEnum):
+    """A size that is known by name."""
+
+    tokens = "T"
+    seqs = "S"
+    seqs_plus_one = "S+1"
+    rows = "R"  # tokens whose logits are wanted
+    blocks = "B"  # blocks of the longest sequence; fixed for an engine's life
+
+    @property
+    def is_dynamic(self) -> bool:
+        """Whether each step decides it."""
+        return self is not Size.blocks
+
+
+class Upload(StrEnum):
+    """What of a tensor is copied to the device in a step."""
+
+    whole = "whole"  # all of it, in one copy with all others of this kind
+    used_rows = "used rows"  # the rows of the step's sequences; for tensors that are large
+    never = "never"  # the tensor stays on the CPU
+
+
+class StepSizes(NamedTuple):
+    """The numbers that sizes stand for: those of a step, or the largest of an engine's life."""
+
+    num_tokens: int  # T
+    num_seqs: int  # S
+    num_rows: int  # R
+
+    def number(self, size: Size) -> int:
+        """The number of a dynamic size."""
+        match size:
+            case Size.tokens:
+                return self.num_tokens
+            case Size.seqs:
+                return self.num_seqs
+            case Size.seqs_plus_one:
+                return self.num_seqs + 1
+            case Size.rows:
+                return self.num_rows
+            case Size.blocks:
+                raise ValueError("the number of blocks is the engine's, not a step's")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSpec:
+    """The declaration of a step tensor.
+
+    Only the first size may be dynamic: a tensor that is cut to a step's size is then contiguous.
+    """
+
+    sizes: tuple[Size | int, ...]
+    dtype: torch.dtype
+    padding: int | Literal["edge"] = 0  # "edge" repeats the last value of the step
+    upload: Upload = Upload.whole
+
+    def __post_init__(self) -> None:
+        if any(isinstance(size, Size) and size.is_dynamic for size in self.sizes[1:]):
+            raise ValueError(f"only the first of {self.sizes} may be a size that steps decide")
+
+    @property
+    def dynamic_size(self) -> Size | None:
+        """The first size, when each step decides it."""
+        first = self.sizes[0]
+        return first if isinstance(first, Size) and first.is_dynamic else None
+
+    def shape(self, largest: StepSizes, num_blocks: int) -> tuple[int, ...]:
+        """The sizes as numbers, for B blocks."""
+        return tuple(
+            num_blocks
+            if size is Size.blocks
+            else largest.number(size)
+            if isinstance(size, Size)
+            else size
+            for size in self.sizes
+        )
+
+
+_PER_TOKEN = TensorSpec(sizes=(Size.tokens,), dtype=torch.int64)
+_PER_ROW = TensorSpec(sizes=(Size.rows,), dtype=torch.int64)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTensors(Generic[Array]):
+    """A step's inputs: T tokens of S sequences, R of the tokens give logits.
+
+    On the host these are NumPy arrays of the largest size, on the device tensors cut to the step.
+    Padding tokens write their K and V into block 0, the null block. Padding sequences have no query
+    rows. A field that a subclass adds comes after those here.
+    """
+
+    # [T]; on the host -1 - row stands for the last token of that row (`StaticBuffers.feed`).
+    token_ids: Annotated[Array, _PER_TOKEN]
+    # [T]; the token's place in its sequence.
+    positions: Annotated[Array, _PER_TOKEN]
+    # [T]; block_id * block_size + offset where the token's K and V go.
+    slot_mapping: Annotated[Array, _PER_TOKEN]
+    # [R]; the tokens whose final hidden state is wanted.
+    logits_indices: Annotated[Array, _PER_ROW]
+    # [R]; for each of them the row of the running sequence that it belongs to.
+    sampled_rows: Annotated[Array, _PER_ROW]
+    # [S+1]; first query row of each sequence, then the total.
+    query_start_loc: Annotated[
+        Array, TensorSpec(sizes=(Size.seqs_plus_one,), dtype=torch.int32, padding="edge")
+    ]
+    # [S]; tokens in context, those of this step included.
+    seq_lens: Annotated[Array, TensorSpec(sizes=(Size.seqs,), dtype=torch.int32)]
+    # [S, B]; block ids by position // block_size.
+    block_table: Annotated[
+        Array,
+        TensorSpec(sizes=(Size.seqs, Size.blocks), dtype=torch.int32, upload=Upload.used_rows),
+    ]
+    # [1]; handle of the host state of a planned attention kernel, 0 = none.
+    plan: Annotated[Array, TensorSpec(sizes=(1,), dtype=torch.int64, upload=Upload.never)]
+
+
+ForwardBatch = StepTensors[Tensor]
+"""A step's tensors on the model's device; `plan` is on the CPU."""
+
+
+@cache
+def tensor_specs(table: type[StepTensors[Any]]) -> dict[str, TensorSpec]:
+    """The declaration of each tensor of a table, by name, in its order."""
+    hints = get_type_hints(table, include_extras=True)
+    return {field.name: hints[field.name].__metadata__[0] for field in fields(table)}
+
+
+class RopeRows(NamedTuple):
+    """The rows of one rotary table at the positions of a step's tokens."""
+
+    cos: Tensor  # [T, rotary_dim / 2] float32
+    sin: Tensor  # [T, rotary_dim / 2] float32
+
+
+class StepInputs(NamedTuple):
+    """What all decoder layers of a step share, computed once a step by `LanguageModel.begin`."""
+
+    rope: Mapping[str, RopeRows]  # by kind of table; empty for models without rotary embedding
+    tensors: ForwardBatch
+
+    @property
+    def attention(self) -> AttentionMetadata:
+        """What the attention op needs of the step."""
+        return AttentionMetadata(
+            self.tensors.query_start_loc,
+            self.tensors.seq_lens,
+            self.tensors.block_table,
+            self.tensors.slot_mapping,
+            self.tensors.plan,
+        )
