@@ -1,4 +1,4 @@
-"""Straight-line programs of all layers as one tape (ops/native/tape.py): a CPU's captured step.
+"""Capture on a CPU: the straight-line programs of all layers as one CPU graph.
 
 A small decode step costs as much between its ops as in them: about 45 microseconds of a layer are
 Python and dispatch. The layers' programs are run once with stand-ins for tensors, which write down
@@ -26,16 +26,17 @@ from ostinato.models.step_tensors import (
     TensorSpec,
     tensor_specs,
 )
-from ostinato.ops.native.tape import FreeSize, Slot, Tape
+from ostinato.ops.native.abi import SymbolicSize
+from ostinato.ops.native.cpu_graph import CpuGraph, Slot, why_not_callable, why_not_constant
 
 __all__ = ("LayerCall", "Replay", "record")
 
 _OP_PREFIX = "torch:ops.ostinato."
-_FREE_SIZES = {
-    Size.tokens: FreeSize.tokens,
-    Size.seqs: FreeSize.seqs,
-    Size.seqs_plus_one: FreeSize.seqs_and_one,
-    Size.rows: FreeSize.rows,
+_SYMBOLIC_SIZES = {
+    Size.tokens: SymbolicSize.tokens,
+    Size.seqs: SymbolicSize.seqs,
+    Size.seqs_plus_one: SymbolicSize.seqs_and_one,
+    Size.rows: SymbolicSize.rows,
 }
 
 
@@ -50,12 +51,12 @@ class Replay:
     """All layers of a model over one KV cache."""
 
     def __init__(
-        self, tape: Tape, hidden_size: int, kv_cache: KVCache, table: type[ForwardBatch]
+        self, graph: CpuGraph, hidden_size: int, kv_cache: KVCache, table: type[ForwardBatch]
     ) -> None:
-        self._tape = tape
+        self._graph = graph
         self._hidden_size = hidden_size
         self._step_tensors = attrgetter(*tensor_specs(table))
-        self.kv_cache = kv_cache  # whose addresses the tape holds
+        self.kv_cache = kv_cache  # whose addresses the graph holds
 
     def __call__(self, hidden: Tensor, step: StepInputs) -> Tensor:
         """What the layers' programs give: hidden [T, D] -> [R, D] of `logits_indices`."""
@@ -63,7 +64,7 @@ class Replay:
         num_rows = len(tensors.logits_indices)
         out = hidden.new_empty((num_rows, self._hidden_size))
         inputs = (hidden, *chain.from_iterable(step.rope.values()), *self._step_tensors(tensors))
-        self._tape.play(len(hidden), len(tensors.seq_lens), num_rows, inputs, out)
+        self._graph.replay(len(hidden), len(tensors.seq_lens), num_rows, inputs, out)
         return out
 
 
@@ -79,17 +80,17 @@ def record(
         step: of the same step.
 
     Returns:
-        None when a program does what a tape can not hold: an op without a C++ kernel, another
+        None when a program does what a graph can not hold: an op without a C++ kernel, another
         attention backend.
     """
     if hidden.device.type != "cpu":
         return None
-    tape = Tape()
-    recorder = _Recorder(tape)
-    value = recorder.input(hidden.dtype, (FreeSize.tokens, hidden.shape[1]))
+    graph = CpuGraph()
+    recorder = _Recorder(graph)
+    value = recorder.input(hidden.dtype, (SymbolicSize.tokens, hidden.shape[1]))
     rope = {
         kind: RopeRows(
-            *(recorder.input(side.dtype, (FreeSize.tokens, side.shape[1])) for side in rows)
+            *(recorder.input(side.dtype, (SymbolicSize.tokens, side.shape[1])) for side in rows)
         )
         for kind, rows in step.rope.items()
     }
@@ -101,25 +102,25 @@ def record(
     inputs = StepInputs(rope, table(**tensors))
     try:
         for index, (layer, caches) in enumerate(zip(layers, kv_cache, strict=True)):
-            tape.begin_layer()
+            graph.begin_layer()
             program = layer.program.load(recorder.resolve)
             more = (tensors["logits_indices"],) if index == len(layers) - 1 else ()
             value = program(layer.parameters, value, inputs, *caches, *more)
-        tape.finish(value.slot)
-    except (KeyError, AttributeError):  # what neither the tape nor the stand-ins have
+        graph.set_result(value.slot)
+    except (KeyError, AttributeError):  # what neither the graph nor the stand-ins have
         return None
-    return Replay(tape, hidden.shape[1], kv_cache, table)
+    return Replay(graph, hidden.shape[1], kv_cache, table)
 
 
 class _Value:
     """Stands for a tensor while a program is recorded; has the methods that programs call."""
 
-    def __init__(self, tape: Tape, slot: Slot) -> None:
-        self._tape = tape
+    def __init__(self, graph: CpuGraph, slot: Slot) -> None:
+        self._graph = graph
         self.slot = slot
 
     def view(self, *sizes: int) -> Any:
-        return _Value(self._tape, self._tape.view(self.slot, sizes))
+        return _Value(self._graph, self._graph.view(self.slot, sizes))
 
     reshape = view  # of a kernel's result, which is contiguous
 
@@ -128,7 +129,7 @@ class _Value:
             raise KeyError("parts of dimension 1 alone")
         starts = [sum(sizes[:index]) for index in range(len(sizes))]
         return [
-            _Value(self._tape, self._tape.part(self.slot, start, size))
+            _Value(self._graph, self._graph.slice(self.slot, start, size))
             for start, size in zip(starts, sizes, strict=True)
         ]
 
@@ -136,15 +137,15 @@ class _Value:
 class _Recorder:
     """What a program's names stand for while it is recorded."""
 
-    def __init__(self, tape: Tape) -> None:
-        self._tape = tape
+    def __init__(self, graph: CpuGraph) -> None:
+        self._graph = graph
 
     def input(self, dtype: torch.dtype, sizes: Sequence[int]) -> Any:
-        return _Value(self._tape, self._tape.input(dtype, sizes))
+        return _Value(self._graph, self._graph.input(dtype, sizes))
 
     def step_tensor(self, spec: TensorSpec, example: Tensor) -> Any:
         size = spec.dynamic_size
-        first = example.shape[0] if size is None else _FREE_SIZES[size]
+        first = example.shape[0] if size is None else _SYMBOLIC_SIZES[size]
         return self.input(spec.dtype, (first, *example.shape[1:]))
 
     def resolve(self, path: str) -> Any:
@@ -158,15 +159,21 @@ class _Recorder:
         def call(*arguments: Any) -> Any:
             if "cpu" not in arguments and op._schema.name == "ostinato::paged_attention":
                 raise KeyError("another backend's kernel")
+            if (reason := why_not_callable(op)) is not None:
+                raise KeyError(reason)
             slots = [self._slot(argument) for argument in arguments]
-            return _Value(self._tape, self._tape.call(op, slots))
+            return _Value(self._graph, self._graph.call(op, slots))
 
         return call
 
     def _gather(self, rows: _Value, matrix: _Value) -> _Value:
-        return _Value(self._tape, self._tape.gather(rows.slot, matrix.slot))
+        return _Value(self._graph, self._graph.index_select(matrix.slot, rows.slot))
 
     def _slot(self, value: Any) -> Any:
         if isinstance(value, _Value):
             return value.slot
-        return self._tape.constant(value) if isinstance(value, Tensor) else value
+        if not isinstance(value, Tensor):
+            return value
+        if (reason := why_not_constant(value)) is not None:
+            raise KeyError(reason)
+        return self._graph.constant(value)

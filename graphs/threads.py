@@ -1,10 +1,11 @@
-"""How many CPU threads a step's loops get besides our own kernels'.
+"""How many CPU threads a step uses: torch's OpenMP loops on the one hand, our kernels on the other.
 
-A parallel loop ends in a barrier that costs microseconds on an idle machine and a scheduler's time
-slice on a busy one, and a decode step has several such loops per layer with next to nothing to do.
-So they run on one thread in small steps, and in all steps of a program that has none worth
-mentioning. The matrix and attention kernels then share their work with threads that nobody has to
-wait for (ops/native/crew.h).
+An OpenMP loop ends in a barrier. The barrier costs microseconds on an idle machine and a
+scheduler's time slice on a busy one, and a decode step has several such loops per layer with hardly
+any work in them. So OpenMP loops run on one thread in small steps, and in every step of a program
+that has no loops worth several threads. The matrix and attention kernels then share their work
+through a thread pool that waits for no thread that has not started
+(ops/native/core/thread_pool.h).
 """
 
 from __future__ import annotations
@@ -13,32 +14,41 @@ import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from ostinato.ops.native.library import set_pool_threads
+
 __all__ = ("StepThreads",)
 
-# Up to this many tokens a layer's element-wise work (some 10,000 numbers) is worth no barrier.
+# Up to this many tokens the element-wise work of a layer (some 10,000 numbers) is worth no barrier.
 _SERIAL_TOKENS = 16
 
 
 class StepThreads:
-    """Switches OpenMP's number of threads around a step.
+    """Chooses the threads of a step. The choice holds for the calling thread only.
 
     Args:
-        threads: what other steps, and everything outside of steps, use.
+        threads: of our kernels in every step, and of OpenMP loops outside of small steps.
     """
 
     def __init__(self, threads: int) -> None:
         self._threads = threads
-        # The OpenMP runtime that torch has loaded; a torch without OpenMP has nothing to switch.
-        self._set = getattr(ctypes.CDLL(None), "omp_set_num_threads", None)
+        # From the OpenMP runtime that torch has loaded; None if torch was built without OpenMP.
+        self._set_openmp = getattr(ctypes.CDLL(None), "omp_set_num_threads", None)
 
     @contextmanager
     def for_step(self, num_tokens: int, *, has_loops: bool) -> Iterator[None]:
-        """Hold them during a step of so many tokens, whose program may have such loops or not."""
-        if self._set is None or (has_loops and num_tokens > _SERIAL_TOKENS):
+        """Hold the choice during a step.
+
+        Args:
+            num_tokens: of the step.
+            has_loops: whether its program may contain OpenMP loops.
+        """
+        if self._set_openmp is None or (has_loops and num_tokens > _SERIAL_TOKENS):
             yield
             return
-        self._set(1)
+        self._set_openmp(1)
+        set_pool_threads(self._threads)
         try:
             yield
         finally:
-            self._set(self._threads)
+            set_pool_threads(0)
+            self._set_openmp(self._threads)

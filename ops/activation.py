@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ostinato.ops.register import register_op
+from ostinato.ops.register import by_device, register_op
 
 __all__ = ("ACTIVATIONS", "activate")
 
@@ -46,10 +46,7 @@ def activate(x: Tensor, name: str, *, gated: bool = False) -> Tensor:
     Returns:
         [T, I] contiguous, in x's dtype, computed in float32 on CPUs.
     """
-    kind = ACTIVATIONS[name]
-    if x.device.type == "cpu":
-        return _activation(x, kind, gated)
-    return _plain_activation(x, kind, gated)
+    return _activation(x, ACTIVATIONS[name], gated)
 
 
 def _plain_activation(x: Tensor, kind: str, gated: bool) -> Tensor:
@@ -63,6 +60,9 @@ def _activation_fake(x: Tensor, kind: str, gated: bool) -> Tensor:
     return x.new_empty((x.shape[0], x.shape[1] // 2 if gated else x.shape[1]))
 
 
-_activation = register_op(
-    "activation", {"CompositeExplicitAutograd": _plain_activation}, fake=_activation_fake
+_activation = by_device(
+    register_op(
+        "activation", {"CompositeExplicitAutograd": _plain_activation}, fake=_activation_fake
+    ),
+    _plain_activation,
 )

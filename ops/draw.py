@@ -106,8 +106,8 @@ def draw_rows(logits: Tensor, inputs: DrawInputs, paths: Iterable[DrawPath]) -> 
 def draw_each(logits: Tensor, draws: Sequence[RowDraw]) -> Tensor:
     """Draw with work only for the rows that need it, for devices that are asked at no cost.
 
-    `ostinato::draw_tokens`, which on CPUs is a C++ kernel (ops/native/sampling.cpp). It and plain
-    torch add up likelihoods in another order, so a number within a rounding of the border between
+    `ostinato::draw_tokens`, on CPUs a C++ kernel (ops/native/rows/sampling.cpp). It and plain torch
+    add up likelihoods in another order, so a number within a rounding of the border between
     two tokens may fall to the other one.
 
     Args:

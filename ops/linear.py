@@ -9,7 +9,7 @@ What lies past N and K is zero.
 Every output element is a float32 sum in an order that depends on K alone (fixed per instruction
 set): a row's result is bitwise the same whatever rows stand beside it and however many threads run.
 
-The kernels are ops/native/linear.cpp and linear_pack.cpp; until they are loaded, and on other
+The kernels are ops/native/linear/linear.cpp and pack.cpp. Until they are loaded, and on other
 devices, the same ops run as plain torch.
 """
 

@@ -1,9 +1,9 @@
 """Normalisation: `ostinato::rms_norm` and `layer_norm` on CPUs, plain torch elsewhere.
 
-Plain torch functions are what Inductor fuses with their neighbours, and on a GPU that is best. On
-CPUs each function is one op with a C++ kernel (ops/native/elementwise.cpp), so that a first start
-compiles no C++ of Inductor's, which costs ten seconds; until the kernels are loaded, the ops run as
-plain torch too.
+Inductor fuses plain torch functions with their neighbours, which is fastest on a GPU. On CPUs each
+function is one op with a C++ kernel (ops/native/rows/elementwise.cpp). So a first start compiles no
+C++ that Inductor generates, which would take ten seconds. Until the kernels are loaded, the ops run
+as plain torch too.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ostinato.ops.register import register_op
+from ostinato.ops.register import by_device, register_op
 
 __all__ = ("layer_norm", "plain_rms_norm", "rms_norm")
 
@@ -29,9 +29,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         [T, D] in x's dtype (Zhang and Sennrich 2019, arXiv:1910.07467). On CPUs it is rounded once,
         elsewhere before the scale too, as the models were trained.
     """
-    if x.device.type == "cpu":
-        return _rms_norm(x, weight, eps)
-    return plain_rms_norm(x, weight, eps)
+    return _rms_norm(x, weight, eps)
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
@@ -46,9 +44,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     Returns:
         [T, D] in x's dtype, computed in float32.
     """
-    if x.device.type == "cpu":
-        return _layer_norm(x, weight, bias, eps)
-    return F.layer_norm(x, (x.shape[-1],), weight, bias, eps)
+    return _layer_norm(x, weight, bias, eps)
 
 
 def plain_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -70,9 +66,13 @@ def _layer_norm_fake(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Ten
     return x.new_empty(x.shape)
 
 
-_rms_norm = register_op(
-    "rms_norm", {"CompositeExplicitAutograd": plain_rms_norm}, fake=_rms_norm_fake
+_rms_norm = by_device(
+    register_op("rms_norm", {"CompositeExplicitAutograd": plain_rms_norm}, fake=_rms_norm_fake),
+    plain_rms_norm,
 )
-_layer_norm = register_op(
-    "layer_norm", {"CompositeExplicitAutograd": _plain_layer_norm}, fake=_layer_norm_fake
+_layer_norm = by_device(
+    register_op(
+        "layer_norm", {"CompositeExplicitAutograd": _plain_layer_norm}, fake=_layer_norm_fake
+    ),
+    _plain_layer_norm,
 )

@@ -3,14 +3,14 @@
 
 A weight [N, K] is cut along K into groups that share a scale, and a zero point unless they are
 symmetric. Both lie among the weight's own bytes, in the order in which the kernel reads them
-(ops/native/quantized_layout.h), so that a decode step reads one stream of 4.25 to 9 bits a weight.
+(ops/native/quantized/layout.h), so that a decode step reads one stream of 4.25 to 9 bits a weight.
 
 Activations are quantised on the way in: each group of a row becomes whole numbers in [-127, 127]
 and a float32 scale of its own. The products within a group are then whole numbers, whose sum is
 exact whatever the order and the instruction set; groups are summed in float32, in ascending order.
 So a row's result is bitwise the same whatever rows stand beside it and however many threads run.
 
-The kernels are ops/native/quantized.cpp and quantized_pack.cpp; until they are loaded the same ops
+The kernels are ops/native/quantized/quantized.cpp and pack.cpp. Until they are loaded the same ops
 run as plain torch (ops/quantized_reference.py).
 """
 

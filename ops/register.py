@@ -1,4 +1,4 @@
-"""The only caller of `torch.library`: one schema per op, an honest mutation list, a correct fake.
+"""Registration of ops with torch; the only caller of `torch.library`.
 
 `Library.define/impl` costs about 3 microseconds a call where `torch.library.custom_op` costs about
 19; times layers and ops, that difference is a visible share of a small model's step.
@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-__all__ = ("define_twin", "register_op")
+__all__ = ("by_device", "define_alias", "register_op")
 
 _LIBRARY = torch.library.Library("ostinato", "DEF")
-_twins: dict[str, torch.library.Library] = {}
+_aliases: dict[str, torch.library.Library] = {}
 
 
 def register_op(
@@ -28,10 +28,10 @@ def register_op(
 
     Args:
         name: op name inside the `ostinato` namespace.
-        kernels: dispatch key -> implementation, all with the fake's signature. "CPU" and "CUDA",
-            or "CompositeExplicitAutograd" for every device without a kernel of its own; an op with
-            a C++ kernel uses the latter, because ops/native/library.py adds the "CPU" one.
-        fake: shape propagation; must give the real strides, and its annotations define the schema.
+        kernels: dispatch key -> implementation, all with the fake's signature. The key is "CPU" or
+            "CUDA", or "CompositeExplicitAutograd" for every device without its own kernel. An op
+            with a C++ kernel uses the latter, because ops/native/library.py adds the "CPU" kernel.
+        fake: computes shapes and strides without data. Its annotations define the schema.
         mutates: names of the arguments that a kernel writes to.
     """
     _LIBRARY.define(name + torch.library.infer_schema(fake, mutates_args=mutates))
@@ -42,17 +42,37 @@ def register_op(
     return overload
 
 
-def define_twin(namespace: str, name: str) -> bool:
-    """Define `<namespace>::<name>` with the schema of `ostinato::<name>` for other kernels.
+def define_alias(namespace: str, name: str) -> bool:
+    """Define `<namespace>::<name>` with the schema of `ostinato::<name>`, for kernels of another
+    instruction set.
 
     Returns:
-        False, defining nothing, when no imported module has registered `ostinato::<name>`.
+        False if no imported module has registered `ostinato::<name>`; then nothing is defined.
     """
     packet = getattr(torch.ops.ostinato, name, None)
     if packet is None:
         return False
-    if namespace not in _twins:
-        _twins[namespace] = torch.library.Library(namespace, "DEF")
+    if namespace not in _aliases:
+        _aliases[namespace] = torch.library.Library(namespace, "DEF")
     schema = str(packet.default._schema)
-    _twins[namespace].define(schema.removeprefix("ostinato::"))
+    _aliases[namespace].define(schema.removeprefix("ostinato::"))
     return True
+
+
+def by_device(op: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that calls `op` if its first argument is a CPU tensor, else `plain`.
+
+    torch's dispatcher can not make this choice. It runs when a program runs, and a program that
+    Inductor compiles for a GPU must contain the plain torch functions themselves, so that they are
+    fused with their neighbours: an op of this package would be opaque there. This choice is made
+    while the program is traced and costs nothing afterwards.
+
+    Args:
+        op: what `register_op` returned.
+        plain: plain torch functions, with the same arguments and the same result.
+    """
+
+    def call(x: torch.Tensor, *arguments: Any) -> Any:
+        return op(x, *arguments) if x.device.type == "cpu" else plain(x, *arguments)
+
+    return call

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ostinato.ops.norm import plain_rms_norm
-from ostinato.ops.register import register_op
+from ostinato.ops.register import by_device, register_op
 
 __all__ = (
     "LinearScaling",
@@ -151,9 +151,7 @@ def rotate_heads(
     Returns:
         [T, H, D] contiguous, in x's dtype, computed in float32.
     """
-    if x.device.type == "cpu":
-        return _rotate_heads(x, cos, sin, q_weight, k_weight, num_q_heads, eps)
-    return _plain_rotate_heads(x, cos, sin, q_weight, k_weight, num_q_heads, eps)
+    return _rotate_heads(x, cos, sin, q_weight, k_weight, num_q_heads, eps)
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -209,6 +207,9 @@ def _rotate_heads_fake(
     return x.new_empty(x.shape)
 
 
-_rotate_heads = register_op(
-    "rotate_heads", {"CompositeExplicitAutograd": _plain_rotate_heads}, fake=_rotate_heads_fake
+_rotate_heads = by_device(
+    register_op(
+        "rotate_heads", {"CompositeExplicitAutograd": _plain_rotate_heads}, fake=_rotate_heads_fake
+    ),
+    _plain_rotate_heads,
 )

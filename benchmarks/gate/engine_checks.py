@@ -18,7 +18,6 @@ import torch
 from ostinato.benchmarks.gate.check import Check
 from ostinato.benchmarks.machine.probes import LoadMeter
 from ostinato.conf.compose import load_config
-from ostinato.ops.native.library import set_threads
 from ostinato.runtime.engine.engine import Engine
 from ostinato.runtime.startup.build import build_engine
 from ostinato.runtime.startup.device import available_cores
@@ -77,23 +76,32 @@ class _Decoding:
         self._steps_left = 0
 
 
+def _build(threads: int) -> Engine:
+    """An engine that decodes on so many threads."""
+    engine = build_engine(
+        load_config(
+            [
+                *("model=llama-45m", f"model.max_model_len={_LENGTH}", "cache.memory_gib=0.5"),
+                *("scheduler.max_num_seqs=16", "scheduler.max_num_batched_tokens=1024"),
+                *("graphs.cost_table_budget_s=0", f"device.threads={threads}"),
+            ]
+        )
+    )
+    torch.set_num_threads(1)  # of the products that the steps are compared with
+    return engine
+
+
 class EngineChecks:
-    """One engine for all of them; one check runs at a time, to its end.
+    """An engine on one thread, and one on two for `SCALING`. One check runs at a time, to its end.
 
     Raises:
         StartupError: it can not start.
     """
 
     def __init__(self) -> None:
-        config = load_config(
-            [
-                *("model=llama-45m", f"model.max_model_len={_LENGTH}", "cache.memory_gib=0.5"),
-                *("scheduler.max_num_seqs=16", "scheduler.max_num_batched_tokens=1024"),
-                *("graphs.cost_table_budget_s=0", "device.threads=1"),
-            ]
-        )
         self._others = LoadMeter()
-        self._engine = build_engine(config)
+        self._engine = _build(1)
+        self._on_two: Engine | None = None
         # Products with as many parameters as a step reads, by torch: another code, the same mix of
         # memory traffic and arithmetic. A plain read of memory moves by a factor of two with what
         # other machines do to the memory, which these steps do not follow.
@@ -104,8 +112,10 @@ class EngineChecks:
 
     def close(self) -> None:
         """Give the engine's memory back."""
-        self._engine.abort_all()
-        self._engine.close()
+        for engine in (self._engine, self._on_two):
+            if engine is not None:
+                engine.abort_all()
+                engine.close()
 
     def _product(self, batch: int) -> Callable[[], object]:
         rows = torch.ones(batch, _WIDTH, dtype=torch.bfloat16)
@@ -159,19 +169,23 @@ class EngineChecks:
             )
         )
         if available_cores() > 1 and self._others.stop() < _MOST_OTHERS:
-            found.append(self._scaling(_Decoding(self._engine, 8, greedy)))
+            self._on_two = _build(2)
+            found.append(
+                self._scaling(
+                    _Decoding(self._engine, 8, greedy), _Decoding(self._on_two, 8, greedy)
+                )
+            )
         return found
 
-    def _scaling(self, decoding: _Decoding) -> Check:
+    def _scaling(self, on_one: _Decoding, on_two: _Decoding) -> Check:
         def one_thread() -> None:
-            decoding.prepare()
-            decoding.step()
+            on_one.prepare()
+            on_one.step()
 
         def two_threads() -> None:
-            decoding.prepare()
-            set_threads(2)
-            decoding.step()
-            set_threads(1)
+            on_two.prepare()
+            on_two.step()
+            torch.set_num_threads(1)
 
         return Check(
             name=SCALING,

@@ -1,10 +1,10 @@
-"""Our own vectorised C++ kernel (ops/native/attention.cpp), for any CPU with a C++ compiler.
+"""The CPU attention backend: this package's C++ kernel (ops/native/attention/attention.cpp).
 
-The kernel lays keys and values out within each block in an order of its own, described in
-ops/native/attention_tile.h: a cache belongs to one backend.
+The kernel has its own order of keys and values within a block, which ops/native/attention/tile.h
+describes. So a cache that it has written can not be read by another backend.
 
-Loading the library installs the kernel under the op for CPU tensors, so a call runs no Python;
-`run` serves only the first call of a process that has not loaded it.
+Loading the library makes the kernel the op's CPU implementation, so a call runs no Python. `run`
+serves only the first call of a process that has not loaded the library.
 """
 
 from __future__ import annotations

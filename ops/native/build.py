@@ -1,28 +1,28 @@
-"""Compiles ops/native/*.cpp into the libraries of `LIBRARIES` on first use and caches them.
+"""Compiles the C++ kernels in ops/native/*/ into the libraries of `LIBRARIES` and caches them.
 
-How a C++ kernel becomes the CPU implementation of an op (binding.h holds the whole interface):
+Each library is compiled on its first use. How a C++ kernel becomes the CPU implementation of an op:
 
 1. Python owns the schema: `register_op(name, {"CompositeExplicitAutograd": kernel}, fake=...)`.
-   That Python kernel serves until the library is loaded; then the C++ kernel wins on CPU tensors.
-2. An ops/native/*.cpp file, named in `LIBRARIES`, reads the arguments in the schema's order and
-   registers itself:
+   That Python kernel serves until the library is loaded. Afterwards the C++ kernel serves CPU
+   tensors.
+2. A .cpp file that `LIBRARIES` names reads the arguments in the schema's order and registers
+   itself (core/kernel.h, core/call.h):
 
-       #include "binding.h"
-       static void scale_rows(StableIValue* stack, uint64_t num_arguments, uint64_t num_results) {
-         ostinato::Call call(stack);
+       #include "core/kernel.h"
+       static void scale_rows(ostinato::Call& call) {
          // also optional_tensor(), integer(), boolean(), text()
          const ostinato::Tensor x = call.tensor();
          const double factor = call.number();
-         const ostinato::Tensor out = ostinato::empty(x.sizes, x.dim, x.dtype);
-         ostinato::on_workers(ostinato::num_threads(), [&](int worker) { ... });  // torch's threads
-         call.give(out);  // left out when the op returns nothing
+         const ostinato::Tensor out = call.empty(x.sizes, x.dim, x.dtype);
+         call.threads().run(call.threads().count(), [&](int worker) { ... });
+         call.give(out);
        }
        OSTINATO_KERNEL(scale_rows, scale_rows);
 
-   Throw std::invalid_argument (OSTINATO_CHECK) for bad input; it reaches Python as a ValueError.
-   Keep heavy headers out: the build of `core` has to stay near five seconds on two cores.
-3. `load(library)` of library.py. The macro OSTINATO_ISA tells the level: 3 avx512bf16, 2 avx512,
-   1 avx2, 0 portable; above 0 its intrinsics may be used freely.
+   It throws std::invalid_argument (OSTINATO_CHECK) for bad input, which reaches Python as a
+   ValueError. Heavy headers stay out: building `core` has to take about five seconds on two cores.
+3. `load(library)` of library.py installs it. The macro OSTINATO_ISA is the level: 3 avx512bf16,
+   2 avx512, 1 avx2, 0 portable. Above 0 the level's intrinsics may be used freely.
 
 This module imports no torch, so that an engine process can build while it imports torch.
 """
@@ -62,14 +62,15 @@ __all__ = (
 _SOURCE_DIR = Path(__file__).parent
 
 LIBRARIES: dict[str, tuple[tuple[str, ...], ...]] = {
-    # name: its sources, each library's entry point `install` among them. Those in one pair of
-    # brackets are one compiler process: they share the second that their headers take, and their
-    # file scope, so the compiler refuses a name that two of them give away.
+    # name: its sources, without .cpp, in groups. Each group is compiled by one process as one
+    # translation unit, so that the headers are parsed once. Two sources of a group can therefore
+    # not define the same name. Every library needs core/install.
     "core": (
-        ("install", "attention"),
-        ("linear", "linear_pack", "elementwise", "sampling", "tape"),
+        ("core/install", "attention/attention"),
+        ("linear/linear", "linear/pack", "rows/elementwise", "rows/sampling", "core/cpu_graph"),
     ),
-    "quantized": (("install", "quantized", "quantized_pack"),),  # for models that ask for it
+    # Loaded for models with quantised weights only.
+    "quantized": (("core/install", "quantized/quantized", "quantized/pack"),),
 }
 REMEDY = "install g++ or set graphs.attention=reference graphs.pack_weights=false"
 _AVX2_FLAGS = ("-mavx2", "-mfma", "-mf16c")
@@ -88,8 +89,8 @@ ISA_LEVELS: dict[str, tuple[int, tuple[str, ...], set[str]]] = {
     "avx2": (1, _AVX2_FLAGS, _FEATURES_AVX2),
     "portable": (0, (), set()),
 }
-# -ffp-contract=off: a row's arithmetic must not depend on which loop the compiler fused; kernels
-# that want fused multiply-add say so.
+# -ffp-contract=off: a row's arithmetic must not depend on which loop the compiler fused. Kernels
+# that want a fused multiply-add call it by name.
 _FLAGS = (
     "-std=c++20",
     "-O2",  # -O3 measured no faster, and takes a third longer to compile at a first start
@@ -123,9 +124,9 @@ def detect_isa() -> str:
 
 
 def build(library: str, isa: str) -> Path:
-    """One of LIBRARIES for a level of ISA_LEVELS, from the cache when it is intact there.
+    """The file of one of LIBRARIES for a level of ISA_LEVELS, from the cache if it is intact there.
 
-    Processes and threads that ask at the same time wait for the first.
+    Of several processes and threads that ask at the same time, one builds and the others wait.
 
     Raises:
         NativeBuildError: no compiler was found, or it failed, or the cache can not be written.
@@ -148,7 +149,7 @@ def adopt(library: str, isa: str, data: bytes) -> None:
     Args:
         library: one of LIBRARIES.
         isa: a level of ISA_LEVELS; the caller knows that `content_key(library, isa)` is the file's.
-        data: the file's content, from where nobody but the user can write.
+        data: the file's content, read from a place where only the user can write.
     """
     directory = _directory(library, isa)
     with contextlib.suppress(OSError):  # then it is built, and that says what is wrong
@@ -168,18 +169,22 @@ def _directory(library: str, isa: str) -> Path:
 
 
 def content_key(library: str, isa: str) -> str:
-    """All that the library depends on but the compiler, so that a warm start needs none."""
+    """Names the library by all that it depends on, except the compiler.
+
+    So a start that finds the library in the cache needs no compiler.
+    """
     digest = hashlib.sha256()
     parts = (isa, *ISA_LEVELS[isa][1], *_FLAGS, version("torch"), sys.platform, platform.machine())
     digest.update("\0".join(parts).encode())
     sources = [_SOURCE_DIR / f"{name}.cpp" for unit in LIBRARIES[library] for name in unit]
-    for source in (*sources, *sorted(_SOURCE_DIR.glob("*.h"))):
-        digest.update(source.name.encode() + b"\0" + source.read_bytes())
+    for source in (*sources, *sorted(_SOURCE_DIR.rglob("*.h"))):
+        name = source.relative_to(_SOURCE_DIR).as_posix()
+        digest.update(name.encode() + b"\0" + source.read_bytes())
     return f"{library}-{isa}-{digest.hexdigest()[:20]}"
 
 
 def _intact(directory: Path) -> list[Path]:
-    """Libraries whose content is what their name promises; a truncated one is not listed."""
+    """The libraries whose name is the digest of their content, so no truncated one."""
     intact = []
     for path in directory.glob("*.so"):
         with contextlib.suppress(FileNotFoundError):  # another process just replaced it

@@ -1,8 +1,9 @@
-"""Loads libraries of C++ kernels (build.py) and installs them under the ops.
+"""Loads libraries of C++ kernels (build.py) and makes them the CPU implementations of the ops.
 
-`load("core")` once, before the first call that should be fast; until then the ops run as plain
-torch. `load("core", isa="avx2")` builds and installs a lesser level beside the default, as
-`torch.ops.ostinato_avx2.*` with the same schemas, so that a test compares levels in one process.
+`load("core")` is called once, before the first call that should be fast. Until then the ops run as
+plain torch. `load("core", isa="avx2")` builds a lesser instruction set and installs it beside the
+default one, as `torch.ops.ostinato_avx2.*` with the same schemas, so that a test can compare
+instruction sets in one process.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 
+from ostinato.ops.native.abi import check_abi
 from ostinato.ops.native.build import (
     ISA_LEVELS,
     LIBRARIES,
@@ -23,9 +25,9 @@ from ostinato.ops.native.build import (
     detect_isa,
     intact_libraries,
 )
-from ostinato.ops.register import define_twin
+from ostinato.ops.register import define_alias
 
-__all__ = ("NativeLibrary", "core_library", "kernel_address", "load", "set_threads")
+__all__ = ("NativeLibrary", "core_library", "kernel_address", "load", "set_pool_threads")
 
 
 class NativeLibrary(NamedTuple):
@@ -34,6 +36,7 @@ class NativeLibrary(NamedTuple):
     isa: str  # one of ISA_LEVELS
     namespace: str  # torch.ops namespace that its kernels implement
     path: Path
+    functions: ctypes.CDLL  # its C functions (core/install.cpp)
 
 
 _loaded: dict[tuple[str, str], NativeLibrary] = {}  # by name and namespace
@@ -73,55 +76,59 @@ def _load(name: str, isa: str | None, namespace: str) -> NativeLibrary:
             f"isa must be one of {', '.join(runnable)} on this processor, got {level!r}"
         )
     path, library = _open(name, level)
+    check_abi(library, str(path))
     if isa is not None:
-        _define_twins(library, namespace)
+        _define_aliases(library, namespace)
     if library.ostinato_install(namespace.encode()) != 0:
         raise NativeBuildError(f"torch {torch.__version__} refused the kernels of {path}; {REMEDY}")
-    for first in list(_loaded.values())[:1]:
-        owner = ctypes.CDLL(str(first.path))
-        owner.ostinato_crew.restype = ctypes.c_void_p
-        library.ostinato_use_crew(ctypes.c_void_p(owner.ostinato_crew()))
-    return NativeLibrary(level, namespace, path)
+    if (first := _first()) is not None:
+        first.functions.ostinato_thread_state.restype = ctypes.c_void_p
+        state = first.functions.ostinato_thread_state()
+        library.ostinato_share_threads(ctypes.c_void_p(state))
+    return NativeLibrary(level, namespace, path, library)
 
 
-def set_threads(count: int) -> None:
-    """Let the kernels of every loaded library use `count` threads; 0 = as many as torch has.
+def _first() -> NativeLibrary | None:
+    """The library that was loaded first, whose thread state all others share."""
+    return next(iter(_loaded.values()), None)
 
-    Unlike `torch.set_num_threads` this leaves other OpenMP loops alone.
+
+def set_pool_threads(count: int) -> None:
+    """Choose the threads for the kernel calls that the calling thread makes from now on.
+
+    Args:
+        count: most threads of the process's thread pool (core/thread_pool.h) that a call uses, the
+            caller included; 0 = torch's own threads, as many as `torch.get_num_threads()`.
     """
-    for library in _loaded.values():
-        ctypes.CDLL(str(library.path)).ostinato_set_threads(count)
+    if (first := _first()) is not None:
+        first.functions.ostinato_set_pool_threads(count)
 
 
 def core_library() -> ctypes.CDLL:
     """The loaded library "core"."""
-    return ctypes.CDLL(str(load("core").path))
+    return load("core").functions
 
 
-def kernel_address(op: str) -> int:
-    """Where the C++ kernel of `ostinato::<op>` is, for tapes (tape.py).
-
-    Raises:
-        KeyError: no loaded library has one.
-    """
+def kernel_address(op: str) -> int | None:
+    """Where the C++ kernel of `ostinato::<op>` is; None when no loaded library has one."""
     for (_, namespace), loaded in _loaded.items():
-        library = ctypes.CDLL(str(loaded.path))
-        library.ostinato_kernel.restype = ctypes.c_void_p
-        if namespace == "ostinato" and (address := library.ostinato_kernel(op.encode())):
+        find = loaded.functions.ostinato_kernel
+        find.restype = ctypes.c_void_p
+        if namespace == "ostinato" and (address := find(op.encode())):
             return int(address)
-    raise KeyError(f"no loaded library has a kernel of {op}")
+    return None
 
 
-def _define_twins(library: ctypes.CDLL, namespace: str) -> None:
+def _define_aliases(library: ctypes.CDLL, namespace: str) -> None:
     library.ostinato_kernel_name.restype = ctypes.c_char_p
     index = 0
     while (name := library.ostinato_kernel_name(index)) is not None:
-        define_twin(namespace, name.decode())
+        define_alias(namespace, name.decode())
         index += 1
 
 
 def _open(name: str, isa: str) -> tuple[Path, ctypes.CDLL]:
-    """The library `name` for `isa`, from the cache when it is intact and loads, else built."""
+    """The library `name` for `isa`: from the cache if it is intact and loads, else built."""
     for path in intact_libraries(name, isa):
         try:
             return path, ctypes.CDLL(str(path))

@@ -29,7 +29,6 @@ from ostinato.graphs.threads import StepThreads
 from ostinato.graphs.timing import make_timer
 from ostinato.models.base import EncoderModel, LanguageModel
 from ostinato.ops.attention import AttentionPlanner, PlannedBackend, load_backend, select_backend
-from ostinato.ops.native import library as native
 from ostinato.runtime.costs.cost_table import CostTable
 from ostinato.runtime.engine.engine import Engine
 from ostinato.runtime.engine.step_observer import StepObserver
@@ -308,7 +307,6 @@ def _step_threads(config: EngineConfig, source: ModelSource, threads: int) -> St
         return None
     if source.dtype is torch.float16:  # not packed: its matrix products are torch's
         return None
-    native.set_threads(threads)
     return StepThreads(threads)
 
 

@@ -8,8 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from ostinato.ops.native import build
+from ostinato.ops.native import abi, build
 from ostinato.ops.native.build import ISA_LEVELS, LIBRARIES, detect_isa
 from ostinato.ops.native.library import load
 
@@ -17,7 +18,7 @@ from ostinato.ops.native.library import load
 LOAD = """
 from ostinato.ops import draw
 from ostinato.ops.native import build, library
-build.LIBRARIES["small"] = (("install",), ("sampling",))
+build.LIBRARIES["small"] = (("core/install",), ("rows/sampling",))
 print(library.load("small").path)
 """
 
@@ -25,11 +26,11 @@ print(library.load("small").path)
 ATTEND = """
 import os, sys, torch
 from ostinato.ops.attention import AttentionMetadata, paged_attention
-from ostinato.ops.native.library import load, set_threads
+from ostinato.ops.native.library import load, set_pool_threads
 
 torch.set_num_threads(int(sys.argv[1]))
 load("core")
-set_threads(int(sys.argv[2]))
+set_pool_threads(int(sys.argv[2]))
 before = len(os.listdir("/proc/self/task"))
 cache = torch.zeros(65, 4, 16, 64)
 torch.ones(1000000).mul_(2.0)
@@ -147,10 +148,27 @@ def test_loading_again_gives_the_same_library() -> None:
 
 
 def test_every_source_is_in_a_library_and_every_library_has_its_entry_point() -> None:
-    files = {path.stem for path in Path(build.__file__).parent.glob("*.cpp")}
+    folder = Path(build.__file__).parent
+    files = {str(path.relative_to(folder).with_suffix("")) for path in folder.rglob("*.cpp")}
     named = [{name for unit in units for name in unit} for units in LIBRARIES.values()]
     assert set.union(*named) == files
-    assert all("install" in names for names in named)
+    assert all("core/install" in names for names in named)
+
+
+def test_numbers_that_differ_from_pythons_are_named_with_both_values(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    library = load("core")
+    abi.check_abi(library.functions, str(library.path))
+    monkeypatch.setitem(abi.DTYPE_CODES, torch.bfloat16, 14)
+    monkeypatch.setattr(abi, "MAX_RANK", 5)
+    with pytest.raises(RuntimeError) as refused:
+        abi.check_abi(library.functions, "core.so")
+    text = str(refused.value)
+    assert text.startswith("core.so does not fit ops/native/abi.py: ")
+    assert "dtype bfloat16 is 15 in the library and 14 in Python" in text
+    assert "torch's dtype bfloat16 is 15 in the library and 14 in Python" in text
+    assert "most dimensions is 4 in the library and 5 in Python" in text
 
 
 def test_levels_are_ordered_and_checked() -> None:

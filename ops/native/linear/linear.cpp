@@ -1,8 +1,8 @@
 // The packed linear op for CPUs: x @ weight.T + bias + residual, with the weights laid out once in the order in which
 // the kernel reads them. Layout and arithmetic of a tile are in linear_tiles.h.
-#include "linear_tasks.h"
-#include "linear_tiles.h"
-#include "linear_transpose.h"
+#include "linear/tasks.h"
+#include "linear/tiles.h"
+#include "linear/transpose.h"
 
 namespace ostinato::linear {
 namespace {
@@ -103,7 +103,7 @@ class Worker {
 template <class Kind, class Out>
 void run(const Problem& problem, const PackedWeight& weight) {
   const RowGroups groups(problem.rows, kMaxRows, weight.steps * Kind::kFloats * 4);
-  for_each_panel(groups.count * weight.panels, weight.bytes(), groups.blocks.count,
+  for_each_panel(problem.threads, groups.count * weight.panels, weight.bytes(), groups.blocks.count,
                  [&] { return Worker<Kind, Out>(problem, weight, groups); });
 }
 

@@ -5,7 +5,8 @@
 // and the number of threads; what they compute does not (see attention.cpp).
 #pragma once
 
-#include "attention_tile.h"
+#include "attention/tile.h"
+#include "core/threads.h"
 
 #include <vector>
 
@@ -40,6 +41,7 @@ struct Problem {
   const int64_t* slot_mapping;
   LogitScaling scaling;
   int window;  // 0 = all
+  Threads threads;
 };
 
 // A tile of query tokens of one sequence and kv head, and the keys that any of its rows sees.

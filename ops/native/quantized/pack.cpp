@@ -4,9 +4,9 @@
 // The grid of a group is the one of least squared error among a few that clip more or less of its extremes; scales
 // are rounded away from zero to bfloat16, so that rounding them clips nothing. Sums run over a row's values in order,
 // so that every instruction set, and the reference in ops/quantized.py, decide alike.
-#include "linear_tasks.h"
-#include "linear_transpose.h"
-#include "quantized_layout.h"
+#include "linear/tasks.h"
+#include "linear/transpose.h"
+#include "quantized/layout.h"
 
 #include <array>
 #include <cmath>
@@ -195,8 +195,8 @@ void quantize_linear(Call& call) {
   const int64_t sizes[] = {shape.panels, shape.panel_bytes};
   const Tensor quantized = call.empty(sizes, 2, DType::uint8);
   prefer_huge_pages(quantized.data, shape.bytes());
-  const int workers = workers_for(shape.bytes(), shape.panels);
-  on_workers(workers, [&](int worker) {
+  const int workers = workers_for(call.threads(), shape.bytes(), shape.panels);
+  call.threads().run(workers, [&](int worker) {
     std::vector<float> memory(2 * kPanel * format.group_size);
     const int64_t last = shape.panels * (worker + 1) / workers;
     for (int64_t panel = shape.panels * worker / workers; panel < last; ++panel) {
@@ -262,8 +262,8 @@ void quantized_rows(Call& call) {
   }
   const int64_t sizes[] = {num_rows, in_features};
   const Tensor out = call.empty(sizes, 2, float32_output ? DType::float32 : DType::bfloat16);
-  const int workers = workers_for(num_rows * in_features * 8, num_rows);
-  on_workers(workers, [&](int worker) {
+  const int workers = workers_for(call.threads(), num_rows * in_features * 8, num_rows);
+  call.threads().run(workers, [&](int worker) {
     const int64_t last = num_rows * (worker + 1) / workers;
     for (int64_t row = num_rows * worker / workers; row < last; ++row) {
       if (float32_output) {

@@ -4,8 +4,8 @@
 //
 // What torch needs a sort and four passes in float64 for is here one pass for the sum and a look at the few
 // candidates that can be drawn. ops/draw.py has the same in plain torch, which the tests compare.
-#include "binding.h"
-#include "simd.h"
+#include "core/kernel.h"
+#include "core/simd.h"
 
 #include <algorithm>
 #include <vector>
@@ -212,8 +212,8 @@ void draw_tokens(Call& call) {
                  "inputs must be float64 [6, R] with contiguous rows");
   const Tensor out = call.empty(logits.sizes, 1, DType::int64);
   const int64_t worth = std::min(rows * count / kLogitsPerWorker, rows);
-  const int workers = static_cast<int>(std::clamp<int64_t>(worth, 1, num_threads()));
-  on_workers(workers, [&](int worker) {
+  const int workers = static_cast<int>(std::clamp<int64_t>(worth, 1, call.threads().count()));
+  call.threads().run(workers, [&](int worker) {
     const int64_t last = rows * (worker + 1) / workers;
     for (int64_t r = rows * worker / workers; r < last; ++r) {
       const auto input = [&](int64_t field) { return inputs.as<double>()[field * inputs.strides[0] + r]; };

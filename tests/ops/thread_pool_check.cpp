@@ -1,6 +1,6 @@
-// Exercises ops/native/crew.h by itself, under a thread sanitizer where there is one (test_crew.py). Prints what went
+// Exercises ops/native/core/thread_pool.h by itself, under a thread sanitizer where there is one (test_pool.py). Prints what went
 // wrong and ends with 1, or ends with 0.
-#include "crew.h"
+#include "core/thread_pool.h"
 
 #include <sys/wait.h>
 #include <unistd.h>
@@ -36,32 +36,32 @@ struct Work {
   }
 };
 
-bool is_done_once(ostinato::Crew& crew, int num_workers, size_t num_items) {
+bool is_done_once(ostinato::ThreadPool& pool, int num_workers, size_t num_items) {
   Work work;
   work.times.resize(num_items);
-  crew.run(num_workers, Work::part, &work);
+  pool.run(num_workers, Work::part, &work);
   for (int times : work.times) {
     if (times != 1) return false;
   }
   return work.parts == num_workers;
 }
 
-void many_calls(ostinato::Crew& crew, int num_calls) {
+void many_calls(ostinato::ThreadPool& pool, int num_calls) {
   for (int call = 0; call < num_calls; ++call) {
-    check(is_done_once(crew, 1 + call % 5, call % 37), "a call left work or did some twice");
-    // long enough for helpers to fall asleep
+    check(is_done_once(pool, 1 + call % 5, call % 37), "a call left work or did some twice");
+    // long enough for pool threads to fall asleep
     if (call % 500 == 0) std::this_thread::sleep_for(std::chrono::milliseconds(2));
   }
 }
 
-void failures(ostinato::Crew& crew) {
+void failures(ostinato::ThreadPool& pool) {
   for (int worker = 0; worker < 3; ++worker) {
     Work work;
     work.times.resize(10);
     work.failing_worker = worker;
     bool thrown = false;
     try {
-      crew.run(3, Work::part, &work);
+      pool.run(3, Work::part, &work);
     } catch (const std::runtime_error& error) {
       thrown = std::strcmp(error.what(), "as asked") == 0;
     }
@@ -70,15 +70,15 @@ void failures(ostinato::Crew& crew) {
   }
 }
 
-void two_callers(ostinato::Crew& crew) {
-  std::thread other([&] { many_calls(crew, 3000); });
-  many_calls(crew, 3000);
+void two_callers(ostinato::ThreadPool& pool) {
+  std::thread other([&] { many_calls(pool, 3000); });
+  many_calls(pool, 3000);
   other.join();
 }
 
-void a_forked_process(ostinato::Crew& crew) {
+void a_forked_process(ostinato::ThreadPool& pool) {
   const pid_t child = fork();
-  if (child == 0) _exit(is_done_once(crew, 4, 100) ? 0 : 1);  // its helpers stayed in the parent
+  if (child == 0) _exit(is_done_once(pool, 4, 100) ? 0 : 1);  // its pool threads stayed in the parent
   int status = 0;
   check(waitpid(child, &status, 0) == child && WIFEXITED(status) && WEXITSTATUS(status) == 0,
         "a forked process can not do its work alone");
@@ -86,22 +86,22 @@ void a_forked_process(ostinato::Crew& crew) {
 
 double cpu_seconds() { return static_cast<double>(std::clock()) / CLOCKS_PER_SEC; }
 
-void idleness(ostinato::Crew& crew) {
-  check(is_done_once(crew, 4, 100), "a call left work");
+void idleness(ostinato::ThreadPool& pool) {
+  check(is_done_once(pool, 4, 100), "a call left work");
   std::this_thread::sleep_for(std::chrono::milliseconds(50));
   const double before = cpu_seconds();
   std::this_thread::sleep_for(std::chrono::milliseconds(500));
-  check(cpu_seconds() - before < 0.1, "helpers keep the processor busy between calls");
+  check(cpu_seconds() - before < 0.1, "pool threads keep the processor busy between calls");
 }
 
 }  // namespace
 
 int main(int argc, char**) {
-  auto* crew = new ostinato::Crew;
-  many_calls(*crew, 20000);
-  failures(*crew);
-  two_callers(*crew);
-  idleness(*crew);
-  if (argc == 1) a_forked_process(*crew);  // sanitizers do not follow into a fork of several threads
+  auto* pool = new ostinato::ThreadPool;
+  many_calls(*pool, 20000);
+  failures(*pool);
+  two_callers(*pool);
+  idleness(*pool);
+  if (argc == 1) a_forked_process(*pool);  // sanitizers do not follow into a fork of several threads
   std::_Exit(0);
 }

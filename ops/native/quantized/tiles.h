@@ -6,7 +6,7 @@
 // are computed beside it.
 #pragma once
 
-#include "quantized_layout.h"
+#include "quantized/layout.h"
 
 #include <array>
 #include <utility>

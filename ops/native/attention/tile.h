@@ -12,7 +12,7 @@
 // depend on the rows that are computed beside it.
 #pragma once
 
-#include "simd.h"
+#include "core/simd.h"
 
 #include <type_traits>
 

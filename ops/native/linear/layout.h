@@ -5,7 +5,7 @@
 // N and K is zero. A product with one row reads the whole tensor once, front to back.
 #pragma once
 
-#include "binding.h"
+#include "core/kernel.h"
 
 namespace ostinato::linear {
 

@@ -1,8 +1,8 @@
 // What stands between a layer's matrices: normalisation, rotary embedding, activation functions. Each is one pass
 // over its rows with float arithmetic and one rounding; rows are independent, so a row's bits do not depend on the
 // rows beside it or on the number of threads.
-#include "binding.h"
-#include "simd.h"
+#include "core/kernel.h"
+#include "core/simd.h"
 
 #include <algorithm>
 
@@ -14,10 +14,10 @@ constexpr int kMaxHeadDim = 1024;
 
 // Calls body(row) for every row, on as many threads as the rows' bytes are worth.
 template <class Body>
-void for_each_row(int64_t rows, int64_t bytes, const Body& body) {
+void for_each_row(const Threads& threads, int64_t rows, int64_t bytes, const Body& body) {
   const int64_t worth = std::min<int64_t>(bytes / kBytesPerWorker, rows);
-  const int workers = static_cast<int>(std::max<int64_t>(std::min<int64_t>(worth, num_threads()), 1));
-  on_workers(workers, [&](int worker) {
+  const int workers = static_cast<int>(std::max<int64_t>(std::min<int64_t>(worth, threads.count()), 1));
+  threads.run(workers, [&](int worker) {
     const int64_t last = rows * (worker + 1) / workers;
     for (int64_t row = rows * worker / workers; row < last; ++row) body(row);
   });
@@ -118,7 +118,7 @@ void rms_norm(Call& call) {
   check_vector(weight, count, x.dtype, "weight must be a contiguous vector as long as a row, in x's dtype");
   const Tensor out = call.empty(x.sizes, 2, x.dtype);
   with_element(x.dtype, [&]<class T>(T) {
-    for_each_row(x.sizes[0], x.sizes[0] * count * element_bytes(x.dtype), [&](int64_t row) {
+    for_each_row(call.threads(), x.sizes[0], x.sizes[0] * count * element_bytes(x.dtype), [&](int64_t row) {
       rms_norm_row(x.as<T>() + row * x.strides[0], weight.as<T>(), count, eps, out.as<T>() + row * count);
     });
   });
@@ -137,7 +137,7 @@ void layer_norm(Call& call) {
   check_vector(bias, count, x.dtype, "bias must be a contiguous vector as long as a row, in x's dtype");
   const Tensor out = call.empty(x.sizes, 2, x.dtype);
   with_element(x.dtype, [&]<class T>(T) {
-    for_each_row(x.sizes[0], x.sizes[0] * count * element_bytes(x.dtype), [&](int64_t row) {
+    for_each_row(call.threads(), x.sizes[0], x.sizes[0] * count * element_bytes(x.dtype), [&](int64_t row) {
       layer_norm_row(x.as<T>() + row * x.strides[0], weight.as<T>(), bias.as<T>(), count, eps,
                      out.as<T>() + row * count);
     });
@@ -203,7 +203,7 @@ void rotate_heads(Call& call) {
   }
   const Tensor out = call.empty(x.sizes, 3, x.dtype);
   with_element(x.dtype, [&]<class T>(T) {
-    for_each_row(tokens, tokens * heads * head_dim * element_bytes(x.dtype), [&](int64_t token) {
+    for_each_row(call.threads(), tokens, tokens * heads * head_dim * element_bytes(x.dtype), [&](int64_t token) {
       for (int64_t head = 0; head < heads; ++head) {
         const Tensor& weight = head < num_q_heads ? q_weight : k_weight;
         rotate_head(x.as<T>() + token * x.strides[0] + head * x.strides[1], weight.as<T>(), eps, head_dim,
@@ -294,7 +294,7 @@ void activation(Call& call) {
   const int64_t sizes[] = {rows, count};
   const Tensor out = call.empty(sizes, 2, x.dtype);
   with_element(x.dtype, [&]<class T>(T) {
-    for_each_row(rows, rows * x.sizes[1] * element_bytes(x.dtype), [&](int64_t row) {
+    for_each_row(call.threads(), rows, rows * x.sizes[1] * element_bytes(x.dtype), [&](int64_t row) {
       const T* from = x.as<T>() + row * x.strides[0];
       activate_row(kind, from, gated ? from + count : nullptr, count, out.as<T>() + row * count);
     });

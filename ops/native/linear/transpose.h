@@ -4,7 +4,7 @@
 // and stores then share page offsets; whole registers cost less than half a cycle a unit at any pitch.
 #pragma once
 
-#include "simd.h"
+#include "core/simd.h"
 
 #include <algorithm>
 

@@ -11,8 +11,8 @@
 // than once, which costs less than the barrier that sharing them would need.
 #pragma once
 
-#include "linear_layout.h"
-#include "simd.h"
+#include "linear/layout.h"
+#include "core/simd.h"
 
 #include <algorithm>
 #include <atomic>
@@ -65,15 +65,15 @@ inline void prefer_huge_pages(void* data, int64_t bytes) {
 #endif
 }
 
-// Workers for re-laying `bytes` in `tasks` parts.
-inline int workers_for(int64_t bytes, int64_t tasks) {
+// How many workers re-lay `bytes` in `tasks` parts.
+inline int workers_for(const Threads& threads, int64_t bytes, int64_t tasks) {
   constexpr int64_t kWorth = 64 << 10;
-  return static_cast<int>(std::min<int64_t>({bytes / kWorth + 1, tasks, num_threads()}));
+  return static_cast<int>(std::min<int64_t>({bytes / kWorth + 1, tasks, threads.count()}));
 }
 
 // Runs all tasks in [0, num_tasks); each worker calls make_body() once and the result with every task it takes.
 template <class MakeBody>
-void for_each_task(int64_t num_tasks, int num_workers, const MakeBody& make_body) {
+void for_each_task(const Threads& threads, int64_t num_tasks, int num_workers, const MakeBody& make_body) {
   struct alignas(64) Range {
     std::atomic<int64_t> next;
     int64_t end;
@@ -83,7 +83,7 @@ void for_each_task(int64_t num_tasks, int num_workers, const MakeBody& make_body
     ranges[w].next = num_tasks * w / num_workers;
     ranges[w].end = num_tasks * (w + 1) / num_workers;
   }
-  on_workers(num_workers, [&](int worker) {
+  threads.run(num_workers, [&](int worker) {
     auto body = make_body();
     for (int i = 0; i < num_workers; ++i) {
       Range& range = ranges[(worker + i) % num_workers];
@@ -95,9 +95,10 @@ void for_each_task(int64_t num_tasks, int num_workers, const MakeBody& make_body
 
 // Tasks [0, num_tasks) over weights of `bytes`, of which all pass by `passes` times.
 template <class MakeBody>
-void for_each_panel(int64_t num_tasks, int64_t bytes, int64_t passes, const MakeBody& make_body) {
+void for_each_panel(const Threads& threads, int64_t num_tasks, int64_t bytes, int64_t passes,
+                    const MakeBody& make_body) {
   const int64_t worth = std::max<int64_t>(bytes * passes / kBytesPerWorker, 1);
-  for_each_task(num_tasks, static_cast<int>(std::min<int64_t>(worth, num_threads())), make_body);
+  for_each_task(threads, num_tasks, static_cast<int>(std::min<int64_t>(worth, threads.count())), make_body);
 }
 
 // A call's arguments and result besides the weight.
@@ -111,6 +112,7 @@ struct Problem {
   int64_t residual_stride;
   int64_t out_features;
   void* out;
+  Threads threads;
 };
 
 // The checked problem; `out` receives the tensor that the call gives.
@@ -133,7 +135,8 @@ inline Problem make_problem(Call& call, const Tensor& x, const Tensor& bias, con
           x.sizes[0],    x.sizes[1],
           bias.data,     residual.data,
           !residual.exists() ? 0 : residual.strides[0],
-          out_features,  out.data};
+          out_features,  out.data,
+          call.threads()};
 }
 
 // Rows [0, rows) cut into `count` blocks of nearly equal height.

@@ -13,8 +13,8 @@
 // 8 with zero bytes, which no product sees because activations end there.
 #pragma once
 
-#include "linear_layout.h"
-#include "simd.h"
+#include "linear/layout.h"
+#include "core/simd.h"
 
 namespace ostinato::linear {
 

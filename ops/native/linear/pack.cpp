@@ -1,7 +1,7 @@
 // Writing and gathering packed linear weights: pack_linear re-lays a matrix, packed_rows reads rows back, so
 // that an embedding tied to the output layer needs no second copy.
-#include "linear_tasks.h"
-#include "linear_transpose.h"
+#include "linear/tasks.h"
+#include "linear/transpose.h"
 
 namespace ostinato::linear {
 namespace {
@@ -35,8 +35,8 @@ void pack_linear(Call& call) {
   const int64_t bytes = sizes[0] * panel_units * 4;
   prefer_huge_pages(packed.data, bytes);
   const int64_t row_bytes = weight.strides[0] * element_bytes;
-  const int workers = workers_for(bytes, sizes[0]);
-  on_workers(workers, [&](int worker) {
+  const int workers = workers_for(call.threads(), bytes, sizes[0]);
+  call.threads().run(workers, [&](int worker) {
     const int64_t last = sizes[0] * (worker + 1) / workers;
     for (int64_t panel = sizes[0] * worker / workers; panel < last; ++panel) {
       const int64_t row = panel * kPanel;
@@ -64,8 +64,8 @@ void packed_rows(Call& call) {
   const int64_t sizes[] = {num_rows, in_features};
   const Tensor out = call.empty(sizes, 2, weight.dtype);
   std::atomic<int64_t> wrong_row{-1};
-  const int workers = workers_for(num_rows * packed.steps * 64, num_rows);
-  on_workers(workers, [&](int worker) {
+  const int workers = workers_for(call.threads(), num_rows * packed.steps * 64, num_rows);
+  call.threads().run(workers, [&](int worker) {
     const int64_t last = num_rows * (worker + 1) / workers;
     for (int64_t row = num_rows * worker / workers; row < last; ++row) {
       const int64_t offset = row * ids.strides[0];

@@ -5,8 +5,8 @@
 // order, in every tile height and width: a row's result never depends on which rows are computed beside it.
 #pragma once
 
-#include "linear_layout.h"
-#include "simd.h"
+#include "linear/layout.h"
+#include "core/simd.h"
 
 #include <array>
 #include <utility>

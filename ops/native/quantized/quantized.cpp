@@ -4,9 +4,9 @@
 // Activations are quantised on the way in: each group of a row that shares weight scales becomes 8-bit whole numbers
 // and a scale of its own. So a product is one of whole numbers, which the CPU has wide instructions for, and weights
 // are never widened.
-#include "linear_tasks.h"
-#include "linear_transpose.h"
-#include "quantized_tiles.h"
+#include "linear/tasks.h"
+#include "linear/transpose.h"
+#include "quantized/tiles.h"
 
 namespace ostinato::linear {
 namespace {
@@ -173,7 +173,7 @@ class Worker {
 template <int Bits, class In, class Out>
 void run(const Problem& problem, const QuantizedWeight& weight) {
   const RowGroups groups(problem.rows, kQuantRows, RowLayout(weight).row * 4);
-  for_each_panel(groups.count * weight.panels, weight.bytes(), groups.blocks.count,
+  for_each_panel(problem.threads, groups.count * weight.panels, weight.bytes(), groups.blocks.count,
                  [&] { return Worker<Bits, In, Out>(problem, weight, groups); });
 }
 

@@ -1,12 +1,14 @@
-// Threads that share a kernel's work with the one that calls it, and are not waited for before they begin.
+// A thread pool for small decode steps.
 //
-// An OpenMP loop ends when all threads have come. Where other programs use the cores too, one of them comes a time
-// slice late, and a decode step has forty such loops. Of a crew whoever is awake takes the next worker's part: a
-// helper that comes late finds nothing left, and only one that is in the middle of a part is waited for. The parts
-// divide a kernel's work among themselves while they run (linear_tasks.h, attention.cpp), so a caller that is left
-// alone does all of it. Who computes a value does not change it.
+// The calling thread and any awake pool thread take parts of a call from one shared counter. The call returns when all
+// parts are done, and it never waits for a pool thread that has not started. An OpenMP loop waits at its barrier for
+// every thread: where other programs use the cores too, one of the threads comes a time slice late, and a decode step
+// has forty such loops. A late pool thread finds no part left.
 //
-// Helpers sleep when nothing has come for a while: an idle engine uses no processor.
+// A kernel's workers divide its work among themselves while they run (linear/tasks.h, attention/attention.cpp), so a
+// caller that is left alone does all of it. Which thread computes a value does not change the value.
+//
+// Pool threads sleep when no call has come for a while, so an idle engine uses no processor.
 #pragma once
 
 #include <atomic>
@@ -22,19 +24,19 @@
 
 namespace ostinato {
 
-class Crew {
+class ThreadPool {
  public:
   using Part = void (*)(void* context, int worker);
 
-  // Runs part(context, worker) for every worker in [0, num_workers), at most 65535, on the calling thread and on
-  // helpers that are free, and returns when all have ended. An exception of any of them is thrown again. A second
-  // thread that calls meanwhile does its work alone.
+  // Runs part(context, worker) for every worker in [0, num_workers), at most 65535, on the calling thread and on free
+  // pool threads. Returns when all parts have ended. An exception of a part is thrown again here. While the pool is in
+  // use, a call from another thread runs all of its parts on that thread.
   void run(int num_workers, Part part, void* context) {
     if (busy_.exchange(true, std::memory_order_acquire)) {
       for (int worker = 0; worker < num_workers; ++worker) part(context, worker);
       return;
     }
-    hire(num_workers - 1);
+    spawn_workers(num_workers - 1);
     part_ = part;
     context_ = context;
     failed_.store(false, std::memory_order_relaxed);
@@ -44,8 +46,8 @@ class Crew {
     ticket_.store(uint64_t{call} << 32 | uint64_t(num_workers) << 16, std::memory_order_release);
     calls_.store(call);
     calls_.notify_all();
-    work();
-    wait_for(num_done_, [&](uint32_t done) { return done == static_cast<uint32_t>(num_workers); }, kPatience);
+    take_parts();
+    wait_for(num_done_, [&](uint32_t done) { return done == static_cast<uint32_t>(num_workers); }, kCallerSpinTimeout);
     const std::exception_ptr failure = failure_;
     busy_.store(false, std::memory_order_release);
     if (failure) std::rethrow_exception(failure);
@@ -53,17 +55,19 @@ class Crew {
 
  private:
   using Clock = std::chrono::steady_clock;
-  // Longer than what lies between two kernels of a step, and than another's last part (a tenth of a millisecond).
-  static constexpr std::chrono::microseconds kIdle{500};
-  // For helpers that are in the middle of a part. Then the caller's core is theirs, if theirs was taken.
-  static constexpr std::chrono::microseconds kPatience{300};
+  // How long a pool thread spins before it sleeps. Longer than the time between two kernels of a step, and longer than
+  // the last part of another thread (a tenth of a millisecond).
+  static constexpr std::chrono::microseconds kWorkerSpinTimeout{500};
+  // How long the caller spins for pool threads that are in the middle of a part. Then it sleeps, which gives them its
+  // core if another program has taken theirs.
+  static constexpr std::chrono::microseconds kCallerSpinTimeout{300};
 
-  // Returns once accept(value), spinning at first.
+  // Returns once accept(value) holds. Spins for `spin_timeout`, then sleeps until the value changes.
   template <class Accept>
-  static void wait_for(std::atomic<uint32_t>& value, const Accept& accept, std::chrono::microseconds spinning) {
+  static void wait_for(std::atomic<uint32_t>& value, const Accept& accept, std::chrono::microseconds spin_timeout) {
     uint32_t seen = value.load(std::memory_order_acquire);
     if (accept(seen)) return;
-    const auto end = Clock::now() + spinning;
+    const auto end = Clock::now() + spin_timeout;
     do {
       for (int i = 0; i < 32; ++i) {
         pause();
@@ -85,26 +89,26 @@ class Crew {
 #endif
   }
 
-  void hire(int num_helpers) {
+  void spawn_workers(int count) {
     try {
-      for (; num_helpers_ < num_helpers; ++num_helpers_) std::thread([this] { help(); }).detach();
+      for (; num_spawned_ < count; ++num_spawned_) std::thread([this] { worker_loop(); }).detach();
     } catch (const std::system_error&) {
-      // The system gives no more threads: the others do the work.
+      // The system gives no more threads. Those that exist do the work.
     }
   }
 
-  void help() {
+  void worker_loop() {
     uint32_t call = 0;
     while (true) {
-      wait_for(calls_, [&](uint32_t newest) { return newest != call; }, kIdle);
+      wait_for(calls_, [&](uint32_t newest) { return newest != call; }, kWorkerSpinTimeout);
       call = calls_.load(std::memory_order_acquire);
-      work();
+      take_parts();
     }
   }
 
-  // Takes parts of the present call until none is left. What a call has set may be read after a part was taken: the
-  // call does not end before that part has.
-  void work() {
+  // Runs parts of the present call until none is left. After a part was taken, the call's fields may be read: the call
+  // does not end before that part has.
+  void take_parts() {
     uint64_t ticket = ticket_.load(std::memory_order_acquire);
     while (true) {
       const auto worker = static_cast<int>(ticket & 0xffff);
@@ -124,7 +128,7 @@ class Crew {
     }
   }
 
-  alignas(64) std::atomic<uint64_t> ticket_{0};  // call << 32 | workers << 16 | the next worker to be taken
+  alignas(64) std::atomic<uint64_t> ticket_{0};  // call << 32 | number of workers << 16 | the next worker to take
   alignas(64) std::atomic<uint32_t> calls_{0};
   alignas(64) std::atomic<uint32_t> num_done_{0};
   alignas(64) std::atomic<bool> busy_{false};
@@ -132,7 +136,7 @@ class Crew {
   void* context_ = nullptr;
   std::atomic<bool> failed_{false};
   std::exception_ptr failure_;
-  int num_helpers_ = 0;
+  int num_spawned_ = 0;
 };
 
 }  // namespace ostinato

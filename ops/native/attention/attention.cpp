@@ -1,0 +1,249 @@
+// CPU kernel of ostinato::paged_attention: writes the step's keys and values, then attends.
+//
+// The arithmetic of a row is fixed by the row's own context alone. Tiles of 64 keys and partitions of 256 lie at
+// absolute positions. Each partition runs its own online softmax, and partitions are merged in order, whether one item
+// walked them all or many threads shared them. Keys that a row does not see leave its state untouched. So a row's
+// result is the same bits in any batch, chunk, tile or number of threads.
+#include "attention/cache_write.h"
+#include "attention/plan.h"
+#include "attention/worker.h"
+#include "core/kernel.h"
+
+#include <atomic>
+#include <memory>
+#include <vector>
+
+namespace ostinato::attention {
+namespace {
+
+constexpr int64_t kMaxWindow = 1 << 30;  // longer than any context: no window at all
+
+// Split tiles' partial states, and how many of their items are still to finish.
+struct SplitState {
+  std::vector<size_t> offsets;  // per tile, into states; unused for whole tiles
+  std::unique_ptr<std::atomic<int>[]> remaining;
+  std::vector<float> states;
+};
+
+template <class Layout>
+void attend(const Problem& p) {
+  thread_local Plan plan;
+  make_plan(p, p.threads.count(), plan);
+  int max_rows = p.group;
+  for (const QueryTile& tile : plan.tiles) {
+    max_rows = tile.num_tokens * p.group > max_rows ? tile.num_tokens * p.group : max_rows;
+  }
+  thread_local SplitState split;
+  if (plan.items.size() > plan.tiles.size()) {
+    split.offsets.assign(plan.tiles.size(), 0);
+    split.remaining.reset(new std::atomic<int>[plan.tiles.size()]);
+    for (size_t i = 0; i < plan.tiles.size(); ++i) split.remaining[i] = 0;
+    size_t floats = 0;
+    for (const Item& item : plan.items) {
+      const QueryTile& tile = plan.tiles[item.tile];
+      if (split.remaining[item.tile]++ == 0) {
+        split.offsets[item.tile] = floats;
+      }
+      floats += (item.last_partition - item.first_partition) *
+                state_floats(tile.num_tokens * p.group, padded_dim(p.head_dim));
+    }
+    if (split.states.size() < floats) split.states.resize(floats);
+  }
+  const Plan& work = plan;
+  SplitState& parts = split;
+  std::atomic<size_t> next{0};
+  p.threads.run(work.num_workers, [&](int) {
+    thread_local Scratch scratch;
+    Worker<Layout> worker(p, scratch, max_rows);
+    for (size_t i = next.fetch_add(1); i < work.items.size(); i = next.fetch_add(1)) {
+      const Item& item = work.items[i];
+      const QueryTile& tile = work.tiles[item.tile];
+      const size_t following = next.load(std::memory_order_relaxed);
+      worker.expect(following < work.items.size() ? &work.tiles[work.items[following].tile] : nullptr);
+      if (item.last_partition - item.first_partition == tile.last_partition - tile.first_partition) {
+        worker.run_whole(tile);
+        continue;
+      }
+      float* states = parts.states.data() + parts.offsets[item.tile];
+      worker.run_part(tile, item.first_partition, item.last_partition, states);
+      if (parts.remaining[item.tile].fetch_sub(1) == 1) worker.combine(tile, states);
+    }
+  });
+}
+
+void check_metadata(const Problem& p, int64_t table_width) {
+  for (int64_t token = 0; token < p.num_tokens; ++token) {
+    OSTINATO_CHECK(p.slot_mapping[token] >= 0 && p.slot_mapping[token] < p.num_blocks * p.block_size,
+                   "paged_attention: slot_mapping[" + std::to_string(token) + "] = " +
+                       std::to_string(p.slot_mapping[token]) + " is outside of the cache's " +
+                       std::to_string(p.num_blocks * p.block_size) + " slots");
+  }
+  OSTINATO_CHECK(p.query_start_loc[0] == 0, "paged_attention: query_start_loc must begin with 0");
+  for (int64_t seq = 0; seq < p.num_seqs; ++seq) {
+    const int64_t queries = p.query_start_loc[seq + 1] - p.query_start_loc[seq];
+    const int64_t length = p.seq_lens[seq];
+    OSTINATO_CHECK(queries >= 0 && p.query_start_loc[seq + 1] <= p.num_tokens,
+                   "paged_attention: query_start_loc must rise and stay within " +
+                       std::to_string(p.num_tokens) + " tokens, sequence " + std::to_string(seq));
+    if (queries == 0) continue;
+    OSTINATO_CHECK(queries <= length && length <= table_width * p.block_size,
+                   "paged_attention: seq_lens[" + std::to_string(seq) + "] = " + std::to_string(length) +
+                       " must be in [" + std::to_string(queries) + ", " +
+                       std::to_string(table_width * p.block_size) + "]");
+    for (int64_t i = 0; i * p.block_size < length; ++i) {
+      const int64_t block = p.block_table[seq * p.block_table_stride + i];
+      OSTINATO_CHECK(block >= 0 && block < p.num_blocks,
+                     "paged_attention: block_table[" + std::to_string(seq) + ", " + std::to_string(i) +
+                         "] = " + std::to_string(block) + " is outside of the cache's " +
+                         std::to_string(p.num_blocks) + " blocks");
+    }
+  }
+}
+
+Rows rows_of(const Tensor& x) { return {x.as<char>(), x.strides[0], x.strides[1]}; }
+
+Cache cache_of(const Tensor& x) { return {x.as<char>(), x.strides[0], x.strides[1]}; }
+
+void check_tensors(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& k_cache,
+                   const Tensor& v_cache) {
+  OSTINATO_CHECK(q.dim == 3 && k.dim == 3 && v.dim == 3 && k_cache.dim == 4 && v_cache.dim == 4,
+                 "paged_attention: q, k, v must be [T, H, D] and the caches [num_blocks, Hkv, block_size, D]");
+  OSTINATO_CHECK(q.dtype == k.dtype && q.dtype == v.dtype && q.dtype == k_cache.dtype &&
+                     q.dtype == v_cache.dtype,
+                 "paged_attention: q, k, v and the caches must have one dtype");
+  const int64_t head_dim = q.sizes[2];
+  OSTINATO_CHECK(head_dim % 8 == 0 && head_dim >= 8 && head_dim <= kMaxHeadDim,
+                 "paged_attention: head_dim must be a multiple of 8 up to 256, got " +
+                     std::to_string(head_dim));
+  OSTINATO_CHECK(k_cache.sizes[2] % kMinGroup == 0, "paged_attention: block_size must be a multiple of 8, got " +
+                                                     std::to_string(k_cache.sizes[2]));
+  for (const Tensor* x : {&k, &v}) {
+    OSTINATO_CHECK(x->sizes[0] == q.sizes[0] && x->sizes[1] == k_cache.sizes[1] && x->sizes[2] == head_dim,
+                   "paged_attention: k and v must be [T, Hkv, D] with q's T and D and the cache's Hkv");
+  }
+  for (int i = 0; i < 4; ++i) {
+    OSTINATO_CHECK(k_cache.sizes[i] == v_cache.sizes[i], "paged_attention: the caches differ in shape");
+  }
+  OSTINATO_CHECK(k_cache.sizes[3] == head_dim && q.sizes[1] % k.sizes[1] == 0,
+                 "paged_attention: the caches need q's head_dim, and q's heads a multiple of k's");
+  for (const Tensor* x : {&q, &k, &v, &k_cache, &v_cache}) {
+    OSTINATO_CHECK(x->strides[x->dim - 1] == 1, "paged_attention: the last dimension must be contiguous");
+  }
+  for (const Tensor* x : {&k, &v}) {
+    for (int i = 0; i < 2; ++i) {
+      OSTINATO_CHECK(x->sizes[i] <= 1 || x->strides[i] % 2 == 0, "paged_attention: strides of k and v must be even");
+    }
+  }
+  for (const Tensor* x : {&k_cache, &v_cache}) {
+    OSTINATO_CHECK(x->strides[2] == head_dim, "paged_attention: a head's part of a block must be contiguous");
+  }
+}
+
+Problem describe_problem(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& k_cache,
+                         const Tensor& v_cache) {
+  Problem p{};
+  p.num_tokens = q.sizes[0];
+  p.num_blocks = k_cache.sizes[0];
+  p.num_heads = static_cast<int>(q.sizes[1]);
+  p.num_kv_heads = static_cast<int>(k.sizes[1]);
+  p.group = p.num_heads / p.num_kv_heads;
+  p.head_dim = static_cast<int>(q.sizes[2]);
+  p.block_size = static_cast<int>(k_cache.sizes[2]);
+  p.element_bytes = q.dtype == DType::float32 ? 4 : 2;
+  p.q = rows_of(q);
+  p.k = rows_of(k);
+  p.v = rows_of(v);
+  p.k_cache = cache_of(k_cache);
+  p.v_cache = cache_of(v_cache);
+  return p;
+}
+
+LogitScaling scaling_of(double scale, double soft_cap) {
+  constexpr double log2_e = 1.4426950408889634;
+  if (soft_cap == 0.0) return {static_cast<float>(scale * log2_e), 0.0f};
+  return {static_cast<float>(scale / soft_cap), static_cast<float>(soft_cap * log2_e)};
+}
+
+void zero_padding(const Problem& p) {
+  const int64_t row_bytes = static_cast<int64_t>(p.num_heads) * p.head_dim * p.element_bytes;
+  const int64_t used = p.query_start_loc[p.num_seqs];
+  std::memset(p.out + used * row_bytes, 0, (p.num_tokens - used) * row_bytes);
+}
+
+// The schema ends with `str backend`; another one than this is handed to the Python kernel.
+constexpr int kBackendArgument = 13;
+
+bool is_for_this_backend(StableIValue argument) {
+  const char* name;
+  torch_string_c_str(reinterpret_cast<StringHandle>(argument), &name);
+  return std::strcmp(name, "cpu") == 0;
+}
+
+void paged_attention(Call& call) {
+  const Tensor q = call.tensor(), k = call.tensor(), v = call.tensor();
+  const Tensor k_cache = call.tensor(), v_cache = call.tensor();
+  const Tensor query_start_loc = call.tensor(), seq_lens = call.tensor(), block_table = call.tensor();
+  const Tensor slot_mapping = call.tensor();
+  call.tensor();  // plan: this kernel has none
+  const double scale = call.number();
+  const int64_t window = call.integer();
+  const double soft_cap = call.number();
+  call.text();
+
+  check_tensors(q, k, v, k_cache, v_cache);
+  OSTINATO_CHECK(query_start_loc.dtype == DType::int32 && seq_lens.dtype == DType::int32 &&
+                     block_table.dtype == DType::int32 && slot_mapping.dtype == DType::int64,
+                 "paged_attention: query_start_loc, seq_lens, block_table must be int32, slot_mapping int64");
+  OSTINATO_CHECK(block_table.dim == 2 && block_table.strides[1] == 1 && query_start_loc.strides[0] == 1 &&
+                     seq_lens.strides[0] == 1 && slot_mapping.strides[0] == 1 &&
+                     query_start_loc.sizes[0] == seq_lens.sizes[0] + 1 &&
+                     block_table.sizes[0] == seq_lens.sizes[0] && slot_mapping.sizes[0] == q.sizes[0],
+                 "paged_attention: metadata must be query_start_loc [S+1], seq_lens [S], block_table [S, B], "
+                 "slot_mapping [T], contiguous");
+  Problem p = describe_problem(q, k, v, k_cache, v_cache);
+  p.num_seqs = seq_lens.sizes[0];
+  p.query_start_loc = query_start_loc.as<int32_t>();
+  p.seq_lens = seq_lens.as<int32_t>();
+  p.block_table = block_table.as<int32_t>();
+  p.block_table_stride = block_table.strides[0];
+  p.slot_mapping = slot_mapping.as<int64_t>();
+  p.scaling = scaling_of(scale, soft_cap);
+  OSTINATO_CHECK(window >= 0, "paged_attention: sliding_window must be at least 0, got " + std::to_string(window));
+  p.threads = call.threads();
+  p.window = window > kMaxWindow ? 0 : static_cast<int>(window);
+  check_metadata(p, block_table.sizes[1]);
+  const Tensor out = call.empty(q.sizes, 3, q.dtype);
+  p.out = out.as<char>();
+
+  write_cache(p);
+  zero_padding(p);
+  if (q.dtype == DType::float32) {
+    attend<FloatLayout<float>>(p);
+  } else if (q.dtype == DType::float16) {
+    attend<FloatLayout<Float16>>(p);
+  } else {
+    OSTINATO_CHECK(q.dtype == DType::bfloat16, "paged_attention: dtype must be float32, bfloat16 or float16");
+#if OSTINATO_ISA >= 3
+    attend<PairLayout>(p);
+#else
+    attend<FloatLayout<BFloat16>>(p);
+#endif
+  }
+  call.give(out);
+}
+
+void boxed_paged_attention(StableIValue* stack, uint64_t, uint64_t) {
+  if (!is_for_this_backend(stack[kBackendArgument])) {
+    require_ok(torch_call_dispatcher("ostinato::paged_attention_in_python", "", stack, TORCH_ABI_VERSION),
+               "run the chosen attention backend");
+    return;
+  }
+  Call call(stack);
+  paged_attention(call);
+}
+
+}  // namespace
+}  // namespace ostinato::attention
+
+OSTINATO_BOXED_KERNEL(paged_attention, ostinato::attention::boxed_paged_attention,
+                      ostinato::attention::paged_attention);

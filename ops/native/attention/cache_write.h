@@ -1,0 +1,116 @@
+// Writing a step's keys and values into the paged cache, in the layout that attention/tile.h describes.
+#pragma once
+
+#include "attention/plan.h"
+
+namespace ostinato::attention {
+
+constexpr int64_t kParallelWriteBytes = 1 << 18;  // below this one thread writes all
+
+// Consecutive tokens of a step that lie side by side in one group of the cache.
+struct Run {
+  int64_t first;  // row of k and v
+  int count;
+  int place;      // in the group
+};
+
+// Keys become columns of the group, in units of four bytes; whole vectors of columns are transposed in registers.
+inline void write_keys(const uint32_t* rows, int64_t row_stride, const Run& run, int tokens, int num_units, uint32_t* group) {
+  for (int i = 0; i < run.count;) {
+    const int place = run.place + i;
+    const uint32_t* row = rows + i * row_stride;
+    int unit = 0;
+    const bool is_vector = place % kWidth == 0 && run.count - i >= kWidth;
+    for (; is_vector && unit + kWidth <= num_units; unit += kWidth) {
+      F32 square[kWidth];
+      for (int t = 0; t < kWidth; ++t) square[t] = load(reinterpret_cast<const float*>(row + t * row_stride + unit));
+      transpose(square);
+      float* into = reinterpret_cast<float*>(group + unit * tokens + place);
+      for (int u = 0; u < kWidth; ++u) store(into + u * tokens, square[u]);
+    }
+    const int columns = is_vector ? kWidth : 1;
+    for (int t = 0; t < columns; ++t) {
+      for (int u = unit; u < num_units; ++u) group[u * tokens + place + t] = row[t * row_stride + u];
+    }
+    i += columns;
+  }
+}
+
+// 16-bit values become every other element of a group's row; two tokens that share a row are written as one.
+inline void write_pairs(const uint16_t* rows, int64_t row_stride, const Run& run, int head_dim, uint16_t* group) {
+  for (int i = 0; i < run.count;) {
+    const int place = run.place + i;
+    const uint16_t* row = rows + i * row_stride;
+    uint16_t* into = group + place / 2 * 2 * head_dim + place % 2;
+    if (place % 2 != 0 || i + 1 == run.count) {
+      for (int d = 0; d < head_dim; ++d) into[2 * d] = row[d];
+      ++i;
+      continue;
+    }
+    const uint16_t* odd = row + row_stride;
+    int d = 0;
+    for (; d + kWidth <= head_dim; d += kWidth) {  // any 16 bits: BFloat16 names the load that leaves them as they are
+      const F32 pairs = pair_up(load(reinterpret_cast<const BFloat16*>(row + d)),
+                                load(reinterpret_cast<const BFloat16*>(odd + d)));
+      store(reinterpret_cast<float*>(into + 2 * d), pairs);
+    }
+    for (; d < head_dim; ++d) {
+      into[2 * d] = row[d];
+      into[2 * d + 1] = odd[d];
+    }
+    i += 2;
+  }
+}
+
+inline void write_run(const Problem& p, const Run& run, int64_t block, int64_t offset) {
+  const int tokens = group_tokens(p.block_size);
+  const auto row_of = [&](const Rows& rows, int head) {
+    return rows.data + (run.first * rows.token_stride + head * rows.head_stride) * p.element_bytes;
+  };
+  const auto group_of = [&](const Cache& cache, int head) {
+    return cache.data + (block * cache.block_stride + head * cache.head_stride + offset * p.head_dim) * p.element_bytes;
+  };
+  const int units = 4 / p.element_bytes;  // elements of one
+  for (int head = 0; head < p.num_kv_heads; ++head) {
+    write_keys(reinterpret_cast<const uint32_t*>(row_of(p.k, head)), p.k.token_stride / units, run, tokens,
+               p.head_dim / units, reinterpret_cast<uint32_t*>(group_of(p.k_cache, head)));
+    char* values = group_of(p.v_cache, head);
+    if (p.element_bytes == 2) {
+      write_pairs(reinterpret_cast<const uint16_t*>(row_of(p.v, head)), p.v.token_stride, run, p.head_dim,
+                  reinterpret_cast<uint16_t*>(values));
+      continue;
+    }
+    const size_t row_bytes = static_cast<size_t>(p.head_dim) * p.element_bytes;
+    for (int i = 0; i < run.count; ++i) {
+      std::memcpy(values + (run.place + i) * row_bytes, row_of(p.v, head) + i * p.v.token_stride * p.element_bytes,
+                  row_bytes);
+    }
+  }
+}
+
+inline void write_tokens(const Problem& p, int64_t begin, int64_t end) {
+  const int tokens = group_tokens(p.block_size);
+  for (int64_t token = begin; token < end;) {
+    const int64_t slot = p.slot_mapping[token];
+    const int64_t offset = slot % p.block_size;
+    Run run{token, 1, static_cast<int>(offset % tokens)};
+    while (token + run.count < end && run.place + run.count < tokens &&
+           p.slot_mapping[token + run.count] == slot + run.count) {
+      ++run.count;
+    }
+    write_run(p, run, slot / p.block_size, offset - run.place);
+    token += run.count;
+  }
+}
+
+inline void write_cache(const Problem& p) {
+  const int64_t bytes = 2 * p.num_tokens * p.num_kv_heads * p.head_dim * p.element_bytes;
+  const int workers = bytes < kParallelWriteBytes ? 1 : p.threads.count();
+  p.threads.run(workers, [&](int worker) {
+    const int64_t begin = p.num_tokens * worker / workers;
+    const int64_t end = p.num_tokens * (worker + 1) / workers;
+    write_tokens(p, begin, end);
+  });
+}
+
+}  // namespace ostinato::attention

@@ -1,0 +1,295 @@
+// One worker of a paged attention call: it runs items of the plan, each a tile of query rows against a range of keys.
+//
+// Method: Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018); Dao et al.,
+// "FlashAttention" (2022); the partition over keys as in "Flash-Decoding" (2023).
+#pragma once
+
+#include "attention/plan.h"
+#include "attention/tile.h"
+
+#include <cstdlib>
+#include <memory>
+#include <new>
+
+namespace ostinato::attention {
+
+// One allocation that grows and is kept by its thread.
+class Scratch {
+ public:
+  template <class T>
+  T* take(size_t count) {
+    const size_t begin = used_;
+    used_ += (count * sizeof(T) + 63) / 64 * 64;
+    return memory_ == nullptr ? nullptr : reinterpret_cast<T*>(memory_.get() + begin);
+  }
+  // Runs `layout` twice: once to measure what it takes, once on enough memory.
+  template <class Layout>
+  void lay_out(Layout&& layout) {
+    auto kept = std::move(memory_);
+    used_ = 0;
+    layout();
+    if (used_ > size_) {
+      size_ = used_;
+      kept.reset(static_cast<char*>(std::aligned_alloc(64, size_)));
+      if (kept == nullptr) throw std::bad_alloc();
+    }
+    memory_ = std::move(kept);
+    used_ = 0;
+    layout();
+  }
+
+ private:
+  struct Free {
+    void operator()(char* p) const { std::free(p); }
+  };
+  std::unique_ptr<char, Free> memory_;
+  size_t size_ = 0;
+  size_t used_ = 0;
+};
+
+// Softmax state of rows over some keys: the output is accumulator / total.
+struct State {
+  float* maximum;      // [rows]
+  float* total;        // [rows]
+  float* accumulator;  // [rows][padded_dim]
+};
+
+inline size_t state_floats(int rows, int padded_dim) { return static_cast<size_t>(rows) * (padded_dim + 2); }
+
+inline State state_at(float* memory, int rows) { return {memory, memory + rows, memory + 2 * rows}; }
+
+inline void clear(State state, int rows, int padded_dim) {
+  for (int r = 0; r < rows; ++r) state.maximum[r] = kLowest;
+  std::memset(state.total, 0, rows * sizeof(float));
+  std::memset(state.accumulator, 0, static_cast<size_t>(rows) * padded_dim * sizeof(float));
+}
+
+// Adds the keys of `part` to `state`.
+inline void merge(State state, State part, int rows, int padded_dim) {
+  for (int r = 0; r < rows; ++r) {
+    const float highest =
+        state.maximum[r] > part.maximum[r] ? state.maximum[r] : part.maximum[r];
+    alignas(64) float factors[kWidth] = {state.maximum[r] - highest, part.maximum[r] - highest};
+    store(factors, exp2(load(factors)));
+    const F32 keep = broadcast(factors[0]);
+    const F32 add = broadcast(factors[1]);
+    state.maximum[r] = highest;
+    state.total[r] = state.total[r] * factors[0] + part.total[r] * factors[1];
+    float* into = state.accumulator + static_cast<size_t>(r) * padded_dim;
+    const float* from = part.accumulator + static_cast<size_t>(r) * padded_dim;
+    for (int d = 0; d < padded_dim; d += kWidth) {
+      store(into + d, fma(load(from + d), add, load(into + d) * keep));
+    }
+  }
+}
+
+// ---- one worker ------------------------------------------------------------------------------------------
+
+template <class Layout>
+class Worker {
+  using T = typename Layout::Element;
+  using Multiply = typename Layout::Multiply;
+  using Step = typename Layout::Step;
+  using Unit = typename Layout::Unit;
+
+ public:
+  Worker(const Problem& problem, Scratch& scratch, int max_rows)
+      : p_(problem),
+        tokens_(group_tokens(problem.block_size)),
+        padded_dim_(padded_dim(problem.head_dim)),
+        num_steps_(problem.head_dim / Multiply::elements) {
+    scratch.lay_out([&] {
+      queries_ = scratch.take<Step>(static_cast<size_t>(max_rows) * num_steps_);
+      scores_ = scratch.take<float>(kRowBlock * kTile);
+      weights_ = scratch.take<Step>(kRowBlock * kTile);
+      totals_ = scratch.take<float>(static_cast<size_t>(max_rows) * kWidth);
+      local_ = scratch.take<float>(state_floats(max_rows, padded_dim_));
+      whole_ = scratch.take<float>(state_floats(max_rows, padded_dim_));
+      if (Layout::kWidens) {
+        keys_ = scratch.take<float>(static_cast<size_t>(kTile) * problem.head_dim);
+        values_ = scratch.take<float>(static_cast<size_t>(kTile) * problem.head_dim);
+      }
+    });
+  }
+
+  // What this worker will probably do next: its first keys are fetched during the last ones of a tile.
+  void expect(const QueryTile* tile) { upcoming_ = tile; }
+
+  // All partitions of a tile, start to finish.
+  void run_whole(const QueryTile& tile) {
+    const int rows = tile.num_tokens * p_.group;
+    load_queries(tile);
+    const State whole = state_at(whole_, rows);
+    const State local = state_at(local_, rows);
+    run_partition(tile, tile.first_partition, whole);
+    for (int partition = tile.first_partition + 1; partition < tile.last_partition; ++partition) {
+      run_partition(tile, partition, local);
+      merge(whole, local, rows, padded_dim_);
+    }
+    write_output(tile, whole);
+  }
+
+  // Some partitions, each into its own state; `states` holds those of all the tile's partitions.
+  void run_part(const QueryTile& tile, int first_partition, int last_partition, float* states) {
+    load_queries(tile);
+    for (int partition = first_partition; partition < last_partition; ++partition) {
+      run_partition(tile, partition, state_of(states, tile, partition));
+    }
+  }
+
+  // What run_whole does after its partitions, in the same order.
+  void combine(const QueryTile& tile, float* states) {
+    const State whole = state_of(states, tile, tile.first_partition);
+    for (int partition = tile.first_partition + 1; partition < tile.last_partition; ++partition) {
+      merge(whole, state_of(states, tile, partition), tile.num_tokens * p_.group, padded_dim_);
+    }
+    write_output(tile, whole);
+  }
+
+ private:
+  State state_of(float* states, const QueryTile& tile, int partition) const {
+    const int rows = tile.num_tokens * p_.group;
+    return state_at(states + (partition - tile.first_partition) * state_floats(rows, padded_dim_), rows);
+  }
+
+  void load_queries(const QueryTile& tile) {
+    Step* out = queries_;
+    for (int t = 0; t < tile.num_tokens; ++t) {
+      for (int g = 0; g < p_.group; ++g, out += num_steps_) {
+        const int64_t head = static_cast<int64_t>(tile.kv_head) * p_.group + g;
+        const int64_t offset = (tile.first_token + t) * p_.q.token_stride + head * p_.q.head_stride;
+        Layout::queries(reinterpret_cast<const T*>(p_.q.data) + offset, p_.head_dim, out);
+      }
+    }
+  }
+
+  // Keys of the tile at first_key that are in context.
+  static int count_keys(const QueryTile& tile, int first_key) {
+    return tile.last_key - first_key < kTile ? tile.last_key - first_key : kTile;
+  }
+
+  TileGroups<Unit> locate(const QueryTile& tile, int first_key) const {
+    TileGroups<Unit> groups;
+    const int32_t* blocks = p_.block_table + tile.seq * p_.block_table_stride;
+    const int count = count_keys(tile, first_key);
+    for (int i = 0; i < kTile / tokens_; ++i) {
+      const int position = i * tokens_ < count ? first_key + i * tokens_ : first_key;
+      const int64_t block = blocks[position / p_.block_size];
+      const int64_t offset = static_cast<int64_t>(position % p_.block_size) * p_.head_dim;
+      groups.keys[i] = group_at(p_.k_cache, block, tile.kv_head, offset);
+      groups.values[i] = group_at(p_.v_cache, block, tile.kv_head, offset);
+    }
+    return groups;
+  }
+
+  static const Unit* group_at(const Cache& cache, int64_t block, int head, int64_t offset) {
+    return reinterpret_cast<const Unit*>(reinterpret_cast<const T*>(cache.data) + block * cache.block_stride +
+                                         head * cache.head_stride + offset);
+  }
+
+  void run_partition(const QueryTile& tile, int partition, State state) {
+    const int rows = tile.num_tokens * p_.group;
+    clear(state, rows, padded_dim_);
+    std::memset(totals_, 0, static_cast<size_t>(rows) * kWidth * sizeof(float));
+    const int begin = partition * kPartition;
+    const int end = begin + kPartition < tile.last_key ? begin + kPartition : tile.last_key;
+    const int from = begin > tile.first_key ? begin : tile.first_key / kTile * kTile;
+    for (int first_key = from; first_key < end; first_key += kTile) {
+      const TileGroups<Unit> groups = locate(tile, first_key);
+      if (first_key + kTile < tile.last_key) {
+        const TileGroups<Unit> next = locate(tile, first_key + kTile);
+        run_tile(tile, first_key, groups, &next, rows, state);
+      } else if (upcoming_ != nullptr) {
+        const TileGroups<Unit> next = locate(*upcoming_, upcoming_->first_key / kTile * kTile);
+        run_tile(tile, first_key, groups, &next, rows, state);
+      } else {
+        run_tile(tile, first_key, groups, nullptr, rows, state);
+      }
+    }
+    for (int r = 0; r < rows; ++r) state.total[r] = reduce_sum(load(totals_ + r * kWidth));
+  }
+
+  // All rows against one tile of keys; `next` is fetched meanwhile, if there is one.
+  void run_tile(const QueryTile& tile, int first_key, const TileGroups<Unit>& groups, const TileGroups<Unit>* next,
+                int rows, State state) {
+    if constexpr (Layout::kWidens) {
+      TileGroups<float> widened;
+      Layout::widen_tile(groups, next, tokens_, count_keys(tile, first_key), p_.head_dim, keys_, values_, widened);
+      run_blocks(tile, first_key, widened, nullptr, rows, state);
+    } else {
+      run_blocks(tile, first_key, groups, next, rows, state);
+    }
+  }
+
+  void run_blocks(const QueryTile& tile, int first_key, const TileGroups<Step>& groups, const TileGroups<Step>* next,
+                  int rows, State state) {
+    const KeyColumns<Step> keys(groups, tokens_);
+    const KeyColumns<Step> next_keys(next == nullptr ? groups : *next, tokens_);
+    for (int row = 0, count; row < rows; row += count) {
+      count = rows_per_block(rows - row);
+      const bool fetches = next != nullptr && row == 0;
+      run_rows(tile, first_key, row, count, state, keys.columns, groups.values,
+               fetches ? next_keys.columns : nullptr, fetches ? next->values : nullptr);
+    }
+  }
+
+  // Which keys of the tile at first_key each of `count` rows sees. Returns one past the last that any sees, 0 when
+  // there is none.
+  int look(const QueryTile& tile, int first_key, int row, int count, Visible* visible) const {
+    int last_seen = 0;
+    int first_seen = kTile;
+    for (int r = 0; r < count; ++r) {
+      const int position = tile.first_position + (row + r) / p_.group;
+      const int last = position + 1 - first_key;
+      const int first = p_.window > 0 ? last - p_.window : 0;
+      visible[r] = {first > 0 ? first : 0, last < kTile ? last : kTile};
+      last_seen = visible[r].last > last_seen ? visible[r].last : last_seen;
+      first_seen = visible[r].first < first_seen ? visible[r].first : first_seen;
+    }
+    return first_seen >= kTile ? 0 : last_seen;
+  }
+
+  // A block of rows against the tile that starts at first_key. Scores of keys that nobody sees are not computed; what
+  // is in their place is masked.
+  void run_rows(const QueryTile& tile, int first_key, int row, int count, State state, const Step* const* keys,
+                const Step* const* values, const Step* const* next_keys, const Step* const* next_values) {
+    Visible visible[kRowBlock];
+    const int last_seen = look(tile, first_key, row, count, visible);
+    if (last_seen <= 0) return;
+    const int num_vectors = (last_seen + kWidth - 1) / kWidth;
+    alignas(64) float rescale[16];
+    score_keys<Multiply>(count, num_vectors, queries_ + static_cast<size_t>(row) * num_steps_, num_steps_, keys,
+                         next_keys, tokens_, scores_);
+    softmax_block<Layout>(count, visible, p_.scaling, scores_, weights_, state.maximum + row,
+                          totals_ + row * kWidth, rescale);
+    const ValueRows<Step> rows{weights_, values, next_values, tokens_, last_seen, p_.head_dim};
+    add_all_values<Multiply>(count, rows, state.accumulator + static_cast<size_t>(row) * padded_dim_, padded_dim_,
+                             rescale);
+  }
+
+  void write_output(const QueryTile& tile, State state) const {
+    for (int r = 0; r < tile.num_tokens * p_.group; ++r) {
+      const int64_t head = static_cast<int64_t>(tile.kv_head) * p_.group + r % p_.group;
+      const int64_t offset = ((tile.first_token + r / p_.group) * p_.num_heads + head) * p_.head_dim;
+      const float factor = state.total[r] > 0.0f ? 1.0f / state.total[r] : 0.0f;
+      Layout::output(state.accumulator + static_cast<size_t>(r) * padded_dim_, factor, p_.head_dim,
+                     reinterpret_cast<T*>(p_.out) + offset);
+    }
+  }
+
+  const Problem& p_;
+  const int tokens_;  // of a group
+  const int padded_dim_;
+  const int num_steps_;
+  Step* queries_;            // [rows][num_steps]
+  float* scores_;            // [kRowBlock][kTile]
+  Step* weights_;            // [kRowBlock][kTile / elements]
+  float* totals_;            // [rows][kWidth]
+  float* local_;             // State
+  float* whole_;             // State
+  float* keys_ = nullptr;    // [groups][head_dim][tokens], widened
+  float* values_ = nullptr;  // [groups][tokens][head_dim], widened
+  const QueryTile* upcoming_ = nullptr;
+};
+
+}  // namespace ostinato::attention

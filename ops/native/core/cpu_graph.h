@@ -1,0 +1,213 @@
+// A recorded list of kernel calls, replayed without Python or torch's dispatcher.
+//
+// A decode step of a small model spends as much time between its kernels as in them: a call through Python and the
+// dispatcher costs microseconds, and a layer makes nine calls and some views. graphs/cpu_capture.py records what the
+// layers' programs call, with weights and caches at fixed addresses. A replay walks the list. This is to a CPU what a
+// CUDA graph is to a GPU, except that sizes stay symbolic: those of the inputs follow from a step's numbers of tokens,
+// sequences and wanted rows.
+//
+// Two arenas hold the results in turns: the results of a layer are dead when the next layer but one begins.
+#pragma once
+
+#include "core/kernel.h"
+
+#include <algorithm>
+#include <vector>
+
+namespace ostinato {
+
+// Sizes of inputs that each step decides. cpu_graph.py has the same, which abi.py compares with these.
+enum SymbolicSize : int64_t { tokens = -1, seqs = -2, seqs_and_one = -3, rows = -4 };
+
+// What a step decides: its sizes, and whether torch's profiler is to see its kernels.
+struct ReplayOptions {
+  int64_t num_tokens, num_seqs, num_rows;
+  bool profile;
+};
+
+class CpuGraph {
+ public:
+  // Constants and inputs are slots as well. A size of an input may be a SymbolicSize.
+  int64_t add_tensor(void* data, DType dtype, int64_t dim, const int64_t* sizes, const int64_t* strides) {
+    OwnedTensor& slot = new_slot();
+    slot.set_contiguous(sizes, dim, dtype);
+    if (strides != nullptr) std::copy(strides, strides + dim, slot.strides);
+    slot.tensor.data = data;
+    return last_slot();
+  }
+
+  int64_t add_input(DType dtype, int64_t dim, const int64_t* sizes) {
+    const int64_t slot = add_tensor(nullptr, dtype, dim, sizes, nullptr);
+    inputs_.push_back(slot);
+    input_sizes_.insert(input_sizes_.end(), sizes, sizes + dim);
+    return slot;
+  }
+
+  // `name` is what torch's profiler shows.
+  int64_t add_call(Kernel kernel, const char* name, const Argument* arguments, int64_t count) {
+    Step step{Step::call};
+    step.kernel = kernel;
+    step.name = keep_text(name);
+    step.first_argument = arguments_.size();
+    for (int64_t i = 0; i < count; ++i) {
+      arguments_.push_back(arguments[i]);
+      if (arguments[i].kind == Argument::text) arguments_.back().text_value = keep_text(arguments[i].text_value);
+    }
+    return add_result(step);
+  }
+
+  // A contiguous tensor with other sizes, one of which may be -1.
+  int64_t add_view(int64_t source, const int64_t* sizes, int64_t dim) {
+    Step step{Step::view};
+    step.source = source;
+    step.dim = dim;
+    std::copy(sizes, sizes + dim, step.sizes);
+    return add_result(step);
+  }
+
+  // Indices [first, first + length) of dimension 1, not copied.
+  int64_t add_slice(int64_t source, int64_t first, int64_t length) {
+    Step step{Step::slice};
+    step.source = source;
+    step.other = first;
+    step.sizes[0] = length;
+    return add_result(step);
+  }
+
+  // Rows of a matrix, copied.
+  int64_t add_index_select(int64_t matrix, int64_t row_numbers) {
+    Step step{Step::index_select};
+    step.source = matrix;
+    step.other = row_numbers;
+    return add_result(step);
+  }
+
+  void begin_layer() { steps_.push_back(Step{Step::layer}); }
+
+  void set_result(int64_t slot) { result_ = slot; }
+
+  // Runs all calls on the threads that the calling thread has chosen, and copies the result to `out`.
+  void replay(const ReplayOptions& options, void* const* inputs, void* out) {
+    bind_inputs(options, inputs);
+    const Threads threads = Threads::of_caller();
+    for (const Step& step : steps_) run(step, threads, options.profile);
+    const Tensor& result = slots_[result_].tensor;
+    std::memcpy(out, result.data, result.num_bytes());
+  }
+
+ private:
+  struct Step {
+    enum Kind { layer, call, view, slice, index_select };
+    Kind kind;
+    int64_t result = 0;           // slot
+    int64_t source = 0;           // slot: of a view, a slice, or the matrix to select from
+    int64_t other = 0;            // of a slice the first index of dimension 1; of a selection the slot of row numbers
+    int64_t sizes[kMaxRank] = {};  // of a view, one may be -1; of a slice its length
+    int64_t dim = 0;
+    Kernel kernel = nullptr;
+    const char* name = nullptr;
+    size_t first_argument = 0;
+  };
+
+  OwnedTensor& new_slot() { return slots_.emplace_back(); }
+  int64_t last_slot() const { return static_cast<int64_t>(slots_.size()) - 1; }
+  const char* keep_text(const char* text) { return texts_.emplace_back(text).c_str(); }
+
+  int64_t add_result(Step& step) {
+    new_slot();
+    step.result = last_slot();
+    steps_.push_back(step);
+    return step.result;
+  }
+
+  void bind_inputs(const ReplayOptions& options, void* const* inputs) {
+    const int64_t* written = input_sizes_.data();
+    for (size_t i = 0; i < inputs_.size(); ++i) {
+      OwnedTensor& slot = slots_[inputs_[i]];
+      int64_t sizes[kMaxRank];
+      for (int64_t d = 0; d < slot.tensor.dim; ++d, ++written) {
+        sizes[d] = *written == tokens         ? options.num_tokens
+                   : *written == seqs         ? options.num_seqs
+                   : *written == seqs_and_one ? options.num_seqs + 1
+                   : *written == rows         ? options.num_rows
+                                              : *written;
+      }
+      slot.set_contiguous(sizes, slot.tensor.dim, slot.tensor.dtype);
+      slot.tensor.data = inputs[i];
+    }
+  }
+
+  void run(const Step& step, const Threads& threads, bool profile) {
+    if (step.kind == Step::layer) {
+      arena_ = (arena_ + 1) % 2;
+      arenas_[arena_].reset();
+      return;
+    }
+    OwnedTensor& result = slots_[step.result];
+    if (step.kind == Step::call) {
+      AtenRecordFunctionHandle record = nullptr;
+      if (profile) require_ok(aoti_record_function_start(step.name, nullptr, nullptr, 0, &record), "record a kernel");
+      const Recorded recorded{record};
+      Call call(arguments_.data() + step.first_argument, slots_, arenas_[arena_], result, threads);
+      step.kernel(call);
+    } else if (step.kind == Step::view) {
+      view(slots_[step.source].tensor, step, result);
+    } else if (step.kind == Step::slice) {
+      slice(slots_[step.source].tensor, step, result);
+    } else {
+      index_select(slots_[step.source].tensor, slots_[step.other].tensor, result);
+    }
+  }
+
+  // Ends a profiler's record, also when the kernel throws.
+  struct Recorded {
+    AtenRecordFunctionHandle handle;
+    ~Recorded() {
+      if (handle != nullptr) aoti_record_function_end(handle);
+    }
+  };
+
+  static void view(const Tensor& source, const Step& step, OwnedTensor& result) {
+    int64_t sizes[kMaxRank];
+    int64_t known = 1;
+    for (int64_t d = 0; d < step.dim; ++d) known *= step.sizes[d] < 0 ? 1 : step.sizes[d];
+    for (int64_t d = 0; d < step.dim; ++d) {
+      sizes[d] = step.sizes[d] < 0 ? source.num_elements() / known : step.sizes[d];
+    }
+    result.set_contiguous(sizes, step.dim, source.dtype);
+    result.tensor.data = source.data;
+  }
+
+  static void slice(const Tensor& source, const Step& step, OwnedTensor& result) {
+    int64_t sizes[kMaxRank];
+    std::copy(source.sizes, source.sizes + source.dim, sizes);
+    sizes[1] = step.sizes[0];
+    result.set_contiguous(sizes, source.dim, source.dtype);
+    std::copy(source.strides, source.strides + source.dim, result.strides);
+    result.tensor.data = source.as<char>() + step.other * source.strides[1] * element_size(source.dtype);
+  }
+
+  void index_select(const Tensor& matrix, const Tensor& row_numbers, OwnedTensor& result) {
+    const int64_t sizes[] = {row_numbers.sizes[0], matrix.sizes[1]};
+    result.tensor.data = arenas_[arena_].allocate(result.set_contiguous(sizes, 2, matrix.dtype));
+    const int64_t row_bytes = sizes[1] * element_size(matrix.dtype);
+    for (int64_t i = 0; i < sizes[0]; ++i) {
+      const int64_t row = row_numbers.as<int64_t>()[i];
+      OSTINATO_CHECK(row >= 0 && row < matrix.sizes[0], "a wanted row must be one of the step's tokens");
+      std::memcpy(result.tensor.as<char>() + i * row_bytes,
+                  matrix.as<char>() + row * matrix.strides[0] * element_size(matrix.dtype), row_bytes);
+    }
+  }
+
+  std::deque<OwnedTensor> slots_;  // a deque, because a vector moves its elements and views point into them
+  std::vector<int64_t> inputs_;
+  std::vector<int64_t> input_sizes_;
+  std::vector<Step> steps_;
+  std::vector<Argument> arguments_;
+  std::deque<std::string> texts_;
+  Arena arenas_[2];
+  int arena_ = 0;
+  int64_t result_ = 0;
+};
+
+}  // namespace ostinato

@@ -1,0 +1,122 @@
+// Tensors as kernels see them: address, dtype, sizes and strides, without torch's C++ headers.
+//
+// Only the C layer of torch's stable ABI is included (torch >= 2.11). It compiles in half a second, where
+// torch/library.h takes more than ten.
+#pragma once
+
+#include <torch/csrc/stable/c/shim.h>
+
+#include <cstdint>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+
+namespace ostinato {
+
+inline void require_ok(AOTITorchError code, const char* what) {
+  if (code != 0) throw std::runtime_error(std::string("ostinato native: torch failed to ") + what);
+}
+
+// Throws std::invalid_argument, which reaches Python as a ValueError.
+#define OSTINATO_CHECK(condition, message) \
+  do {                                     \
+    if (!(condition)) throw std::invalid_argument(message); \
+  } while (0)
+
+// torch's dtype codes, of the dtypes that kernels take. abi.py compares them with torch's and with its own.
+enum class DType : int32_t {
+  uint8 = 0,
+  int8 = 1,
+  int32 = 3,
+  int64 = 4,
+  float16 = 5,
+  float32 = 6,
+  float64 = 7,
+  bfloat16 = 15
+};
+
+inline int64_t element_size(DType dtype) {
+  switch (dtype) {
+    case DType::uint8:
+    case DType::int8: return 1;
+    case DType::float16:
+    case DType::bfloat16: return 2;
+    case DType::int32:
+    case DType::float32: return 4;
+    default: return 8;
+  }
+}
+
+// A borrowed tensor. It is valid while the Call that it was read from lives. For an argument that is None, no field is
+// set.
+struct Tensor {
+  AtenTensorHandle handle = nullptr;
+  void* data = nullptr;
+  const int64_t* sizes = nullptr;    // elements
+  const int64_t* strides = nullptr;  // elements
+  int64_t dim = 0;
+  DType dtype = DType::float32;
+
+  bool exists() const { return sizes != nullptr; }
+
+  template <class T>
+  T* as() const {
+    return static_cast<T*>(data);
+  }
+
+  int64_t num_elements() const {
+    int64_t count = 1;
+    for (int64_t i = 0; i < dim; ++i) count *= sizes[i];
+    return count;
+  }
+  int64_t num_bytes() const { return num_elements() * element_size(dtype); }
+};
+
+constexpr int kMaxRank = 4;  // of the results of kernels and of the tensors of a CpuGraph
+
+// A tensor that holds its own sizes and strides.
+struct OwnedTensor {
+  OwnedTensor() = default;
+  OwnedTensor(const OwnedTensor&) = delete;
+  OwnedTensor& operator=(const OwnedTensor&) = delete;
+
+  // Sets everything but the memory. Returns the number of bytes that the tensor takes.
+  int64_t set_contiguous(const int64_t* new_sizes, int64_t dim, DType dtype) {
+    OSTINATO_CHECK(dim <= kMaxRank, "results have at most 4 dimensions");
+    int64_t stride = 1;
+    for (int64_t i = dim - 1; i >= 0; --i) {
+      sizes[i] = new_sizes[i];
+      strides[i] = stride;
+      stride *= new_sizes[i] > 1 ? new_sizes[i] : 1;
+    }
+    tensor.sizes = sizes;
+    tensor.strides = strides;
+    tensor.dim = dim;
+    tensor.dtype = dtype;
+    return stride * element_size(dtype);
+  }
+
+  Tensor tensor;
+  int64_t sizes[kMaxRank];
+  int64_t strides[kMaxRank];
+};
+
+// What torch knows of a tensor of its own.
+inline Tensor describe(AtenTensorHandle handle) {
+  Tensor tensor;
+  int64_t* sizes;
+  int64_t* strides;
+  int32_t dtype;
+  tensor.handle = handle;
+  require_ok(aoti_torch_get_data_ptr(handle, &tensor.data), "read a tensor's address");
+  require_ok(aoti_torch_get_sizes(handle, &sizes), "read a tensor's sizes");
+  require_ok(aoti_torch_get_strides(handle, &strides), "read a tensor's strides");
+  require_ok(aoti_torch_get_dim(handle, &tensor.dim), "read a tensor's rank");
+  require_ok(aoti_torch_get_dtype(handle, &dtype), "read a tensor's dtype");
+  tensor.sizes = sizes;
+  tensor.strides = strides;
+  tensor.dtype = static_cast<DType>(dtype);
+  return tensor;
+}
+
+}  // namespace ostinato

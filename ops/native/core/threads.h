@@ -1,0 +1,79 @@
+// The threads that a kernel call shares its work with: torch's own, or the process's ThreadPool.
+//
+// The caller chooses. graphs/threads.py sets the number of pool threads for the kernel calls of its own thread
+// (ostinato_set_pool_threads); a Call carries the choice to the kernel. Nothing is read from OpenMP's thread count. No
+// second OpenMP runtime is loaded: torch's threads are used through torch's stable ABI.
+#pragma once
+
+#include "core/tensor.h"
+#include "core/thread_pool.h"
+
+#include <torch/csrc/stable/c/shim.h>
+
+#include <type_traits>
+
+namespace ostinato {
+
+// One per process: every loaded library uses that of the library that was loaded first (ostinato_share_threads).
+struct ThreadState {
+  ThreadPool* pool;            // never deleted, because its threads use it
+  int& (*num_pool_threads)();  // of the calling thread; 0 = its kernel calls run on torch's threads
+};
+
+inline ThreadState*& thread_state() {
+  static ThreadState own{new ThreadPool, []() -> int& {
+                           thread_local int count = 0;
+                           return count;
+                         }};
+  static ThreadState* state = &own;
+  return state;
+}
+
+class Threads {
+ public:
+  // What the calling thread has chosen.
+  static Threads of_caller() {
+    Threads threads;
+    const ThreadState& state = *thread_state();
+    threads.count_ = state.num_pool_threads();
+    if (threads.count_ > 0) {
+      threads.pool_ = state.pool;
+      return threads;
+    }
+    uint32_t count;
+    require_ok(torch_get_num_threads(&count), "read the number of threads");
+    threads.count_ = static_cast<int>(count);
+    return threads;
+  }
+
+  // How many a kernel may use.
+  int count() const { return count_; }
+
+  // Runs body(worker) for worker in [0, num_workers) and waits for all of them. Workers may share a thread, so a worker
+  // must not wait for another.
+  template <class Body>
+  void run(int num_workers, Body&& body) const {
+    if (num_workers <= 1) {
+      body(0);
+      return;
+    }
+    using Function = std::remove_reference_t<Body>;
+    if (pool_ != nullptr) {
+      pool_->run(
+          num_workers, [](void* context, int worker) { (*static_cast<Function*>(context))(worker); }, &body);
+      return;
+    }
+    auto trampoline = [](int64_t begin, int64_t end, void* context) {
+      for (int64_t worker = begin; worker < end; ++worker) {
+        (*static_cast<Function*>(context))(static_cast<int>(worker));
+      }
+    };
+    require_ok(torch_parallel_for(0, num_workers, 1, trampoline, &body), "run on its threads");
+  }
+
+ private:
+  ThreadPool* pool_ = nullptr;  // null = torch's threads
+  int count_ = 1;
+};
+
+}  // namespace ostinato

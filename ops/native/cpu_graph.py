@@ -1,0 +1,180 @@
+"""A recorded list of kernel calls that C++ replays without Python and the dispatcher.
+
+`CpuGraph` is the Python face of core/cpu_graph.h. It is to a CPU what a CUDA graph is to a GPU,
+except that the sizes of its inputs may be symbolic.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ostinato.ops.native.abi import DTYPE_CODES, MAX_RANK, Argument, ArgumentKind
+from ostinato.ops.native.library import core_library, kernel_address
+
+__all__ = ("CpuGraph", "Slot", "why_not_callable", "why_not_constant")
+
+Slot = int
+"""A tensor of a graph: an input, a constant, or the result of a call."""
+
+_ARGUMENT_TYPES = ("Tensor", "Optional[Tensor]", "float", "str", "int", "bool", "number")
+
+
+def why_not_constant(tensor: Tensor) -> str | None:
+    """Why a graph can not hold this tensor, or None when it can."""
+    if tensor.dim() > MAX_RANK or tensor.dtype not in DTYPE_CODES or tensor.device.type != "cpu":
+        return f"a CPU graph holds no {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"
+    return None
+
+
+def why_not_callable(op: torch._ops.OpOverload) -> str | None:
+    """Why a graph can not hold a call of this op, or None when it can."""
+    name = op._schema.name
+    if not name.startswith("ostinato::"):
+        return f"{name} is not an op of this package"
+    if kernel_address(name.removeprefix("ostinato::")) is None:
+        return f"no loaded library has a kernel of {name}"
+    for argument in op._schema.arguments:
+        if str(argument.type) not in _ARGUMENT_TYPES:
+            return f"{name} has an argument of type {argument.type}"
+    return None
+
+
+class CpuGraph:
+    """Calls are recorded once, then replayed with other inputs. For one thread at a time."""
+
+    def __init__(self) -> None:
+        self._library = core_library()
+        for name in ("constant", "input", "call", "view", "slice", "index_select"):
+            getattr(self._library, f"ostinato_graph_{name}").restype = ctypes.c_int64
+        self._library.ostinato_graph_new.restype = ctypes.c_void_p
+        self._replay = self._library.ostinato_graph_replay
+        self._replay.restype = ctypes.c_char_p
+        self._graph = ctypes.c_void_p(self._library.ostinato_graph_new())
+        self._constants: dict[int, tuple[Slot, Tensor]] = {}  # the graph holds their addresses
+
+    def __del__(self) -> None:
+        if hasattr(self, "_graph"):
+            self._library.ostinato_graph_delete(self._graph)
+
+    def constant(self, tensor: Tensor) -> Slot:
+        """A tensor whose address does not change. Each replay reads its contents anew.
+
+        Raises:
+            ValueError: `why_not_constant(tensor)`.
+        """
+        if id(tensor) not in self._constants:
+            if (reason := why_not_constant(tensor)) is not None:
+                raise ValueError(reason)
+            rank = tensor.dim()
+            slot = self._library.ostinato_graph_constant(
+                self._graph,
+                ctypes.c_void_p(tensor.data_ptr()),
+                DTYPE_CODES[tensor.dtype],
+                ctypes.c_int64(rank),
+                (ctypes.c_int64 * rank)(*tensor.shape),
+                (ctypes.c_int64 * rank)(*tensor.stride()),
+            )
+            self._constants[id(tensor)] = slot, tensor
+        return self._constants[id(tensor)][0]
+
+    def input(self, dtype: torch.dtype, sizes: Sequence[int]) -> Slot:
+        """The next input of `replay`, contiguous. A size may be a SymbolicSize."""
+        shape = (ctypes.c_int64 * len(sizes))(*sizes)
+        return self._library.ostinato_graph_input(
+            self._graph, DTYPE_CODES[dtype], ctypes.c_int64(len(sizes)), shape
+        )
+
+    def call(self, op: torch._ops.OpOverload, arguments: Sequence[object]) -> Slot:
+        """Call an op with a C++ kernel. Tensors are slots, in the schema's order.
+
+        Raises:
+            ValueError: `why_not_callable(op)`.
+        """
+        if (reason := why_not_callable(op)) is not None:
+            raise ValueError(reason)
+        name, schema = op._schema.name, op._schema.arguments
+        values = [*arguments, *(argument.default_value for argument in schema[len(arguments) :])]
+        encoded = [
+            _encode(str(argument.type), value)
+            for argument, value in zip(schema, values, strict=True)
+        ]
+        return self._library.ostinato_graph_call(
+            self._graph,
+            ctypes.c_void_p(kernel_address(name.removeprefix("ostinato::"))),
+            name.encode(),
+            (Argument * len(encoded))(*encoded),
+            ctypes.c_int64(len(encoded)),
+        )
+
+    def view(self, source: Slot, sizes: Sequence[int]) -> Slot:
+        """A contiguous tensor with other sizes, one of which may be -1."""
+        shape = (ctypes.c_int64 * len(sizes))(*sizes)
+        return self._library.ostinato_graph_view(
+            self._graph, ctypes.c_int64(source), shape, ctypes.c_int64(len(sizes))
+        )
+
+    def slice(self, source: Slot, first: int, length: int) -> Slot:
+        """`source[:, first : first + length]`, not copied."""
+        return self._library.ostinato_graph_slice(
+            self._graph, ctypes.c_int64(source), ctypes.c_int64(first), ctypes.c_int64(length)
+        )
+
+    def index_select(self, matrix: Slot, row_numbers: Slot) -> Slot:
+        """`matrix[row_numbers]`, row numbers int64."""
+        return self._library.ostinato_graph_index_select(
+            self._graph, ctypes.c_int64(matrix), ctypes.c_int64(row_numbers)
+        )
+
+    def begin_layer(self) -> None:
+        """Results from before the layer that ends here may be overwritten."""
+        self._library.ostinato_graph_begin_layer(self._graph)
+
+    def set_result(self, result: Slot) -> None:
+        """What `replay` writes to `out`."""
+        self._library.ostinato_graph_result(self._graph, ctypes.c_int64(result))
+
+    def replay(
+        self, num_tokens: int, num_seqs: int, num_rows: int, inputs: Sequence[Tensor], out: Tensor
+    ) -> None:
+        """Run all calls and copy the result to `out`. Releases the interpreter lock.
+
+        While torch's profiler is on in this thread, it sees each kernel under its op's name.
+
+        Args:
+            num_tokens: T.
+            num_seqs: S.
+            num_rows: R.
+            inputs: in the order of `input`, contiguous, of the announced sizes.
+            out: contiguous, of the result's shape.
+
+        Raises:
+            ValueError: a kernel refused its arguments.
+        """
+        addresses = (ctypes.c_void_p * len(inputs))(*[tensor.data_ptr() for tensor in inputs])
+        failure = self._replay(
+            self._graph,
+            ctypes.c_int64(num_tokens),
+            ctypes.c_int64(num_seqs),
+            ctypes.c_int64(num_rows),
+            torch._C._autograd._profiler_enabled(),
+            addresses,
+            ctypes.c_void_p(out.data_ptr()),
+        )
+        if failure is not None:
+            raise ValueError(failure.decode())
+
+
+def _encode(kind: str, value: object) -> Argument:
+    if value is None:
+        return Argument(ArgumentKind.none)
+    if kind in ("Tensor", "Optional[Tensor]"):
+        return Argument(ArgumentKind.tensor, value)
+    if kind == "float":
+        return Argument(ArgumentKind.number, 0, value)
+    if kind == "str":
+        return Argument(ArgumentKind.text, 0, 0.0, str(value).encode())
+    return Argument(ArgumentKind.integer, int(value))  # type: ignore[call-overload]
