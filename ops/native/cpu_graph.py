@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch._C._autograd import _profiler_enabled
 
 from ostinato.ops.native.abi import DTYPE_CODES, MAX_RANK, Argument, ArgumentKind
 from ostinato.ops.native.library import core_library, kernel_address
@@ -160,7 +161,7 @@ class CpuGraph:
             ctypes.c_int64(num_tokens),
             ctypes.c_int64(num_seqs),
             ctypes.c_int64(num_rows),
-            torch._C._autograd._profiler_enabled(),
+            _profiler_enabled(),
             addresses,
             ctypes.c_void_p(out.data_ptr()),
         )
