@@ -32,7 +32,7 @@ class SimulateSection(Section):
     device: str = setting(
         "",
         "whose step costs; empty = measured on this machine, a name such as h100 = computed from "
-        "its data sheet (names: docs/tuning.md)",
+        "its data sheet (names: docs/simulate.md)",
     )
     costs: str = setting(
         "", "a step-cost table that save_costs wrote; empty = measured or computed"
