@@ -1,4 +1,5 @@
-"""Documents name what is there: links, headings, source paths, and the table of CONTRIBUTING.md."""
+"""Documents name what is there: links, headings, source paths, keys of the configuration, commands,
+and the files of CONTRIBUTING.md's table."""
 
 from __future__ import annotations
 
@@ -7,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from ostinato.commands import COMMANDS
+from ostinato.conf.describe import describe_keys, describe_sections
 from tests.arch.tree import FOLDERS, ROOT
 
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("models/demo/*.md")])
@@ -34,6 +37,13 @@ def is_there(path: str) -> bool:
     return any(ROOT.glob(re.sub(r"<\w+>", "*", path).rstrip("/")))
 
 
+def quoted_keys(text: str) -> set[str]:
+    """Every `section.key`, alone in backticks or before the `=` of a command."""
+    sections = "|".join(describe_sections())
+    key = rf"(?<![\w./-])(?:{sections})\.[a-z_]+"
+    return set(re.findall(rf"`({key})`", text)) | set(re.findall(rf"({key})(?==)", text))
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
 def test_links_lead_somewhere(document: Path) -> None:
     text = document.read_text(encoding="utf-8")
@@ -52,6 +62,28 @@ def test_source_paths_exist(document: Path) -> None:
     paths = source_paths(document.read_text(encoding="utf-8"))
     missing = [path for path in paths if not is_there(path)]
     assert missing == [], f"{name_of(document)} names files that do not exist: correct the page"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
+def test_keys_of_the_configuration_exist(document: Path) -> None:
+    unknown = quoted_keys(document.read_text(encoding="utf-8")) - describe_keys().keys()
+    assert unknown == set()
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
+def test_commands_exist(document: Path) -> None:
+    text = document.read_text(encoding="utf-8")
+    blocks = "\n".join(re.findall(r"```bash\n(.*?)```", text, re.DOTALL))
+    named = set(re.findall(r"`run ([a-z]+)", text)) | set(
+        re.findall(r"^run ([a-z]+)", blocks, re.MULTILINE)
+    )
+    assert named - COMMANDS.keys() == set()
+
+
+def test_the_documents_name_keys_and_commands() -> None:
+    text = "".join(document.read_text(encoding="utf-8") for document in DOCUMENTS)
+    assert {"scheduler.itl_target_ms", "model.path"} <= quoted_keys(text)
+    assert len(quoted_keys(text)) > 80
 
 
 def test_where_to_add_what_counts_its_files() -> None:
