@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import mmap
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -73,7 +73,7 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     return torch.frombuffer(pages, dtype=torch.uint8).view(dtype).view(shape)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CheckpointLayout:
     """How a checkpoint's tensor names and shapes differ from a model's own."""
 
@@ -83,6 +83,9 @@ class CheckpointLayout:
     renamed: tuple[tuple[str, str], ...] = ()  # (part of our name, what stands there instead)
     merged: tuple[tuple[str, tuple[str, ...]], ...] = ()  # (our module, the modules that it stacks)
     transposed: tuple[str, ...] = ()  # our modules whose weight is stored as [in, out]
+    # (our module or one that it stacks, its row order: see models/checkpoints/row_orders.py)
+    row_orders: tuple[tuple[str, Tensor], ...] = ()
+    stacked: tuple[str, ...] = ()  # our modules whose experts are stored as one tensor
     ignored: tuple[str, ...] = ()  # regular expressions of tensors that are not weights
 
 
@@ -121,7 +124,7 @@ class LanguageModel(nn.Module):
     graph and the layer-by-layer form are the same program.
     """
 
-    checkpoint_layout: ClassVar[CheckpointLayout] = CheckpointLayout()
+    checkpoint_layout: CheckpointLayout = CheckpointLayout()  # may depend on the configuration
 
     layers: nn.ModuleList  # of DecoderLayer
 

@@ -11,7 +11,9 @@ from ostinato.models.base import EncoderModel, LanguageModel
 from ostinato.models.checkpoints.checkpoint import Checkpoint
 from ostinato.models.config.encoder_config import read_encoder_config
 from ostinato.models.config.model_config import ModelConfig, architecture_of
-from ostinato.models.layers import BuildOptions
+from ostinato.models.linear import BuildOptions, LinearBase
+from ostinato.models.sharding import WHOLE, Shard
+from ostinato.models.weight_methods.choose import PLAIN, WeightPolicy
 
 __all__ = ("ARCHITECTURES", "build_model", "model_class", "read_model_config")
 
@@ -63,6 +65,8 @@ def build_model(
     device: torch.device,
     attention_backend: str,
     max_model_len: int | None = None,
+    weights: WeightPolicy = PLAIN,
+    shard: Shard = WHOLE,
 ) -> LanguageModel:
     """The model with unset weights: memory is reserved but not yet touched.
 
@@ -72,9 +76,12 @@ def build_model(
         device: where the weights live; "meta" gives their shapes without memory.
         attention_backend: a name that `select_backend` returned.
         max_model_len: positions that it can be asked for; None = what the model states.
+        weights: the weight method of each matrix.
+        shard: the part of every layer that this rank holds; embeddings and output head are whole.
 
     Raises:
-        ValueError: the architecture is unknown, or `max_model_len` is above what the model states.
+        ValueError: the architecture is unknown, `max_model_len` is above what the model states, or
+            the model's sizes can not be divided among the ranks.
     """
     length = max_model_len or config.max_model_len
     if length > config.max_model_len:
@@ -83,7 +90,14 @@ def build_model(
             f"got {length}; a longer context needs rotary scaling (model.config.rope_parameters)"
         )
     options = BuildOptions(
-        dtype=dtype, device=device, attention_backend=attention_backend, max_model_len=length
+        dtype=dtype,
+        device=device,
+        attention_backend=attention_backend,
+        max_model_len=length,
+        shard=shard,
     )
     model = model_class(config.architecture)(config, options)
+    for name, module in model.named_modules():
+        if isinstance(module, LinearBase):
+            module.use(weights.method_for(name, module.role, module.spec))
     return model.eval()

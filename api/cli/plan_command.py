@@ -49,7 +49,7 @@ def plan(config: EngineConfig) -> int:
         "model": config.model.name or config.model.path or "bundled demo model",
         "architecture": source.config.architecture,
         "dtype": str(source.dtype).removeprefix("torch."),
-        "quantization": "none" if source.quantization is None else source.quantization.name,
+        "quantization": source.weights.quantization,
         "cache_dtype": str(source.cache_dtype).removeprefix("torch."),
         "device": device,
     }

@@ -36,7 +36,6 @@ from ostinato.graphs.capture import GraphRunner
 from ostinato.graphs.compile import compile_model
 from ostinato.models.base import KVCache, LanguageModel
 from ostinato.models.checkpoints.weights import init_dummy_weights
-from ostinato.models.packing import pack_model
 from ostinato.models.registry import build_model
 from ostinato.ops.attention import PlannedBackend, load_backend, select_backend
 from ostinato.ops.native.library import load
@@ -73,11 +72,13 @@ class Bench:
         if self.device.type == "cpu":
             load("core")
         self.model: LanguageModel = build_model(
-            source.config, dtype=source.dtype, device=self.device, attention_backend=self.backend
+            source.config,
+            dtype=source.dtype,
+            device=self.device,
+            attention_backend=self.backend,
+            weights=source.weights,
         )
         init_dummy_weights(self.model, config.model.seed)
-        if config.graphs.pack_weights and self.device.type == "cpu":
-            pack_model(self.model)
         self._blocks_per_seq = -(-(context + 1) // block_size)
         num_blocks = 1 + max_batch * self._blocks_per_seq
         spec = source.config.kv_cache_spec(block_size, source.dtype)

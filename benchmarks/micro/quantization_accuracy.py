@@ -33,13 +33,11 @@ from ostinato.conf.schema import LoadFormat
 from ostinato.models.base import CausalLM, KVCache
 from ostinato.models.checkpoints.weights import init_dummy_weights, load_weights
 from ostinato.models.demo.training.corpus import documents
-from ostinato.models.layers import Matrix
-from ostinato.models.packing import pack_model
-from ostinato.models.quantization import quantize_module
+from ostinato.models.linear import LinearBase
 from ostinato.models.registry import build_model
 from ostinato.models.step_tensors import ForwardBatch
+from ostinato.models.weight_methods.packed import Packed
 from ostinato.ops.native.library import load
-from ostinato.ops.quantized_reference import dequantize_linear_weight
 from ostinato.runtime.startup.machine_info import cpu_name
 from ostinato.runtime.startup.planning import open_model
 
@@ -86,21 +84,17 @@ class Loaded(NamedTuple):
             device=torch.device("cpu"),
             attention_backend="cpu",
             max_model_len=length,
+            weights=source.weights,
         )
         assert isinstance(model, CausalLM), "the benchmark's models generate"
 
-        def quantize(module: nn.Module) -> None:
-            if source.quantization is not None:
-                quantize_module(module, source.quantization)
-
         if config.model.load_format is LoadFormat.dummy:
-            init_dummy_weights(model, config.model.seed, on_loaded=quantize)
+            init_dummy_weights(model, config.model.seed)
         else:
-            load_weights(model, source.checkpoint, on_loaded=quantize)
+            load_weights(model, source.checkpoint)
         size = sum(parameter.nbytes for parameter in model.parameters())
         if exact_inputs:
             _restore(model, source.dtype)
-        pack_model(model)
         spec = source.config.kv_cache_spec(_BLOCK_SIZE, source.dtype)
         cache = spec.allocate(-(-length // _BLOCK_SIZE) + 1, torch.device("cpu"))
         return cls(model, cache, size)
@@ -127,11 +121,11 @@ class Loaded(NamedTuple):
 
 def _restore(model: nn.Module, dtype: torch.dtype) -> None:
     for module in model.modules():
-        if isinstance(module, Matrix) and module.quantized is not None:
-            size = (module.out_features, module.in_features)
-            weight = dequantize_linear_weight(module.weight, module.quantized, *size).to(dtype)
-            module.weight = nn.Parameter(weight, requires_grad=False)
-            module.quantized = None
+        if isinstance(module, LinearBase) and module.method.is_quantized:
+            weight = module.dense().to(dtype)
+            (part,) = module.parts()
+            module.use(Packed())
+            module.load("weight", weight, part)
 
 
 def perplexity(loaded: Loaded, rows: list[list[int]]) -> float:

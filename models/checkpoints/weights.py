@@ -11,21 +11,24 @@ import itertools
 import pickle
 import re
 import zipfile
-from collections import Counter, deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
+from torch import Tensor
 
 from ostinato.conf.errors import first_line
 from ostinato.models.base import CheckpointLayout, LanguageModel
 from ostinato.models.checkpoints.checkpoint import Checkpoint, CheckpointError
-from ostinato.models.layers import LayerNorm, Matrix, MergedLinear, RMSNorm
+from ostinato.models.checkpoints.slots import Slot, find_slots
+from ostinato.models.layers import LayerNorm, RMSNorm
+from ostinato.models.linear import BIAS, ExpertLinear, LinearBase
+from ostinato.models.sharding import Span
 
 __all__ = ("init_dummy_weights", "load_weights")
 
@@ -37,61 +40,42 @@ _POOL_SIZE = 1_048_583
 _DUMMY_STD = 0.02
 
 
-@dataclass(frozen=True, slots=True)
-class _Slot:
-    """Where a checkpoint's tensor goes: the whole of a parameter, or some rows of it."""
-
-    module: nn.Module
-    kind: str  # name of the module's parameter
-    shape: tuple[int, ...]  # of these rows
-    first_row: int = 0
-    transposed: bool = False
-
-    def target(self) -> Tensor:
-        parameter = self.module.get_parameter(self.kind)
-        return parameter[self.first_row : self.first_row + self.shape[0]]
-
-
 @torch.no_grad()
 def load_weights(
     model: LanguageModel,
     checkpoint: Checkpoint,
     *,
     progress: str = "",
-    on_loaded: Callable[[nn.Module], object] | None = None,
 ) -> None:
-    """Copy a checkpoint's tensors into the model's parameters, converted to their dtype.
+    """Load a checkpoint's tensors into the model.
+
+    Each matrix takes the form that its weight method gives it as soon as its last tensor has been
+    read, so that the whole model never exists in the form in which it is stored.
 
     Args:
         model: as `build_model` made it, on its device.
         checkpoint: with a directory.
         progress: what to call a bar of bytes on stderr; empty = show none.
-        on_loaded: called with each module as soon as all of its own parameters are there. It may
-            replace them by another form, so that the whole model never exists in its first.
 
     Raises:
         CheckpointError: a file can not be read; a tensor is missing, unexpected or misshapen.
+        NativeBuildError: the kernels of a weight method can not be built on this machine.
     """
     layout = model.checkpoint_layout
-    slots = _slots(model)
+    slots = find_slots(model)
     files = checkpoint.weight_files()
     ignored = [re.compile(pattern) for pattern in layout.ignored]
     loaded: set[str] = set()
     unexpected: list[str] = []
-    waiting = Counter(slot.module for slot in slots.values())
     with _progress_bar(shown=bool(progress)) as bar:
         task = bar.add_task(progress, total=sum(file.stat().st_size for file in files))
         for stored_name, tensor in itertools.chain.from_iterable(map(_tensors, files)):
             name = _own_name(stored_name, layout, slots)
-            if name in slots:
-                slot, filled = slots[name], name in loaded
-                value = _checked(slot, stored_name, tensor, filled=filled)
+            if name in loaded:
+                slots[name].compare(stored_name, tensor)
+            elif name in slots:
+                slots[name].fill(stored_name, tensor)
                 loaded.add(name)
-                waiting[slot.module] -= not filled
-                if on_loaded is not None and not filled and not waiting[slot.module]:
-                    _finish(slot, value, on_loaded)
-                elif not filled:
-                    slot.target().copy_(value)
             elif not any(pattern.search(stored_name) for pattern in ignored):
                 unexpected.append(stored_name)
             bar.advance(task, tensor.nbytes)
@@ -103,81 +87,75 @@ def load_weights(
 
 
 @torch.no_grad()
-def init_dummy_weights(
-    model: LanguageModel,
-    seed: int,
-    *,
-    progress: str = "",
-    on_loaded: Callable[[nn.Module], object] | None = None,
-) -> None:
+def init_dummy_weights(model: LanguageModel, seed: int, *, progress: str = "") -> None:
     """Random weights for benchmarks: normal with deviation 0.02, norms 1 and their biases 0.
+
+    Every rank of a group takes its part of the same matrices.
 
     Args:
         model: as `build_model` made it.
         seed: same seed, same weights, on every device.
         progress: as in `load_weights`.
-        on_loaded: as in `load_weights`.
     """
-    generator = torch.Generator().manual_seed(seed)
-    pool = torch.randn(_POOL_SIZE, generator=generator) * _DUMMY_STD
-    pool = pool.to(next(model.parameters()))
-    start = 0
+    numbers = _Numbers(seed)
     with _progress_bar(shown=bool(progress)) as bar:
         total = sum(parameter.nbytes for parameter in model.parameters())
         task = bar.add_task(progress, total=total)
         for module in model.modules():
+            if isinstance(module, LinearBase):
+                _load_dummy(module, numbers)
             is_norm = isinstance(module, LayerNorm | RMSNorm)
             for kind, parameter in module.named_parameters(recurse=False):
                 if is_norm:
                     parameter.fill_(1.0 if kind == "weight" else 0.0)
-                else:
-                    start = _repeat_pool(parameter.view(-1), pool, start)
                 bar.advance(task, parameter.nbytes)
-            if on_loaded is not None:
-                on_loaded(module)
 
 
-def _repeat_pool(target: Tensor, pool: Tensor, start: int) -> int:
-    """Fill `target` with the pool from `start` on, around and around; returns where it stopped."""
-    done = 0
-    while done < target.numel():
-        count = min(pool.numel() - start, target.numel() - done)
-        target[done : done + count] = pool[start : start + count]
-        done += count
-        start = (start + count) % pool.numel()
-    return start
+def _load_dummy(module: LinearBase, numbers: _Numbers) -> None:
+    """Load stored tensors of random content, as from a checkpoint."""
+    (part,) = module.parts()
+    if module.method.is_in_place and part.is_all:
+        for parameter in module.parameters(recurse=False):
+            numbers.fill(parameter)
+        return
+    experts = module.experts if isinstance(module, ExpertLinear) else Span.of(1)
+    stored = dict(module.method.stored) | ({"bias": BIAS} if module.has_bias else {})
+    for expert in range(experts.total):
+        for kind, tensor in stored.items():
+            dtype = module.spec.dtype if tensor.converted else tensor.dtypes[0]
+            shape = tensor.shape(*part.stored)
+            value = torch.empty(shape, dtype=dtype, device=module.spec.device)
+            numbers.fill(value)
+            if experts.start <= expert < experts.start + experts.size:
+                module.load(kind, value, replace(part, expert=expert - experts.start))
 
 
-def _slots(model: LanguageModel) -> dict[str, _Slot]:
-    """Every tensor that the checkpoint must have, by its name there without the prefix."""
-    layout = model.checkpoint_layout
-    merged = dict(layout.merged)
-    slots: dict[str, _Slot] = {}
-    for module_name, module in model.named_modules():
-        for kind, parameter in module.named_parameters(recurse=False):
-            shape = tuple(parameter.shape)
-            parent, _, own = module_name.rpartition(".")
-            parts = merged.get(own)
-            if parts is not None and isinstance(module, MergedLinear):
-                first_row = 0
-                for part, num_rows in zip(parts, module.sizes, strict=True):
-                    name = _renamed(f"{parent}.{part}.{kind}", layout)
-                    slots[name] = _Slot(module, kind, (num_rows, *shape[1:]), first_row)
-                    first_row += num_rows
-            else:
-                transposed = kind == "weight" and module_name.endswith(layout.transposed)
-                name = _renamed(f"{module_name}.{kind}", layout)
-                slots[name] = _Slot(module, kind, shape, transposed=transposed)
-    return slots
+class _Numbers:
+    """Normally distributed numbers, drawn once and repeated."""
+
+    def __init__(self, seed: int) -> None:
+        self._generator = torch.Generator().manual_seed(seed)
+        self._normal = torch.randn(_POOL_SIZE, generator=self._generator) * _DUMMY_STD
+        self._pools: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+        self._start = 0
+
+    def fill(self, value: Tensor) -> None:
+        """Write the next numbers; random bits into a tensor of integers."""
+        if not value.dtype.is_floating_point:
+            value.random_(generator=self._generator)
+            return
+        key = (value.dtype, value.device)
+        if key not in self._pools:
+            self._pools[key] = self._normal.to(value.device, value.dtype)
+        pool, flat, done = self._pools[key], value.view(-1), 0
+        while done < flat.numel():
+            count = min(pool.numel() - self._start, flat.numel() - done)
+            flat[done : done + count] = pool[self._start : self._start + count]
+            done += count
+            self._start = (self._start + count) % pool.numel()
 
 
-def _renamed(name: str, layout: CheckpointLayout) -> str:
-    for ours, theirs in layout.renamed:
-        name = name.replace(ours, theirs)
-    return name
-
-
-def _own_name(stored_name: str, layout: CheckpointLayout, slots: dict[str, _Slot]) -> str:
+def _own_name(stored_name: str, layout: CheckpointLayout, slots: Mapping[str, Slot]) -> str:
     """A stored name without prefix; a head that the model ties is the embedding once more."""
     for prefix in layout.prefixes:
         stored_name = stored_name.removeprefix(prefix)
@@ -216,45 +194,6 @@ def _pickle(file: Path) -> Iterator[tuple[str, Tensor]]:
     if not isinstance(state, dict):
         raise CheckpointError(f"{file} must hold tensors by name, got {type(state).__name__}")
     yield from ((name, value) for name, value in state.items() if isinstance(value, Tensor))
-
-
-def _checked(slot: _Slot, stored_name: str, tensor: Tensor, *, filled: bool) -> Tensor:
-    """A stored tensor in the form of its slot, which holds it already when `filled`."""
-    if not tensor.is_floating_point():
-        raise CheckpointError(
-            f"{stored_name} has dtype {tensor.dtype}; quantized checkpoints are not supported"
-        )
-    expected = tuple(reversed(slot.shape)) if slot.transposed else slot.shape
-    if tuple(tensor.shape) != expected:
-        raise CheckpointError(
-            f"{stored_name} has shape {list(tensor.shape)}, config.json says {list(expected)}"
-        )
-    value = tensor.t() if slot.transposed else tensor
-    if filled and not (isinstance(slot.module, Matrix) and slot.module.holds(value)):
-        raise CheckpointError(
-            f"{stored_name} differs from the embedding that it is tied to; "
-            "set model.config.tie_word_embeddings=false"
-        )
-    return value
-
-
-def _finish(slot: _Slot, value: Tensor, on_loaded: Callable[[nn.Module], object]) -> None:
-    """Give a module its last tensor and hand it over.
-
-    A matrix that is one stored tensor is handed over as it lies in the file: the largest of all,
-    the embedding, need not exist in memory twice before it is replaced by another form.
-    """
-    target = slot.target()
-    whole = isinstance(slot.module, Matrix) and slot.kind == "weight" and not slot.transposed
-    if not (whole and slot.shape == slot.module.weight.shape and value.dtype == target.dtype):
-        target.copy_(value)
-        on_loaded(slot.module)
-        return
-    stored = nn.Parameter(value, requires_grad=False)
-    setattr(slot.module, slot.kind, stored)
-    on_loaded(slot.module)
-    if slot.module.weight is stored:
-        slot.module.weight = nn.Parameter(target.copy_(value), requires_grad=False)
 
 
 def _listed(names: list[str]) -> str:

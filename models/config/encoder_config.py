@@ -19,7 +19,6 @@ _MUST_BE = {
     "add_cross_attention": False,
     "is_decoder": False,
     "position_embedding_type": "absolute",
-    "quantization_config": None,
 }
 
 

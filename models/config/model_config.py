@@ -341,13 +341,6 @@ def _refuse_unsupported(hf_config: HFConfig) -> None:
     for key, only in _MUST_BE.items():
         if hf_config.get(key, only) != only:
             raise ValueError(f"config.json: {key}={hf_config[key]} is not supported, only {only}")
-    quantization = hf_config.get("quantization_config")
-    if quantization:
-        method = quantization.get("quant_method", "unknown")
-        raise ValueError(
-            f"config.json: quantization_config.quant_method={method!r} is not supported; "
-            "use the checkpoint before quantization"
-        )
 
 
 def _first(hf_config: HFConfig, *keys: str, default: Any = None) -> Any:

@@ -6,8 +6,6 @@ out, or with a classification head, which scores pairs of texts.
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -18,7 +16,8 @@ from ostinato.models.base import (
     EncoderModel,
 )
 from ostinato.models.config.model_config import ModelConfig
-from ostinato.models.layers import BuildOptions, Embedding, LayerNorm, Linear, MergedLinear
+from ostinato.models.layers import LayerNorm
+from ostinato.models.linear import BuildOptions, Embedding, Linear, MergedLinear
 from ostinato.models.step_tensors import ForwardBatch, StepInputs
 from ostinato.ops.activation import activate
 from ostinato.ops.encoder_attention import encoder_attention
@@ -106,14 +105,14 @@ class BertLayer(DecoderLayer):
             self.output_norm.eps,
             self.attention.num_heads,
             self.attention.head_dim,
-            *(linear.form for linear in linears),
+            *(linear.static_key for linear in linears),
         )
 
 
 class BertModel(EncoderModel):
     """Token, position and segment embeddings with their norm, then the layers."""
 
-    checkpoint_layout: ClassVar[CheckpointLayout] = _LAYOUT
+    checkpoint_layout = _LAYOUT
 
     def __init__(self, config: ModelConfig, options: BuildOptions) -> None:
         super().__init__()
@@ -141,7 +140,7 @@ class BertModel(EncoderModel):
 class BertForSequenceClassification(BertModel):
     """With the head that makes of a first token's state a logit for each label."""
 
-    checkpoint_layout: ClassVar[CheckpointLayout] = CheckpointLayout(
+    checkpoint_layout = CheckpointLayout(
         prefixes=_LAYOUT.prefixes,
         embedding=_LAYOUT.embedding,
         renamed=_RENAMED,

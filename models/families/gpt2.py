@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from torch import Tensor, nn
 
 from ostinato.models.base import CausalLM, CheckpointLayout, DecoderLayer
 from ostinato.models.config.model_config import ModelConfig
-from ostinato.models.layers import (
-    Attention,
-    BuildOptions,
-    Embedding,
-    LayerNorm,
-    Linear,
-    OutputHead,
-)
+from ostinato.models.layers import Attention, LayerNorm
+from ostinato.models.linear import BuildOptions, Embedding, Linear, OutputHead
 from ostinato.models.step_tensors import ForwardBatch, StepInputs
 from ostinato.ops.activation import activate
 
@@ -28,8 +20,9 @@ class MLP(nn.Module):
     def __init__(self, config: ModelConfig, options: BuildOptions) -> None:
         super().__init__()
         self.activation = config.activation
-        self.c_fc = Linear(config.hidden_size, config.intermediate_size, options, bias=True)
-        self.c_proj = Linear(config.intermediate_size, config.hidden_size, options, bias=True)
+        inner = options.shard.span(config.intermediate_size, "n_inner")
+        self.c_fc = Linear(config.hidden_size, inner, options, bias=True)
+        self.c_proj = Linear(inner, config.hidden_size, options, bias=True)
 
     def forward(self, x: Tensor, residual: Tensor) -> Tensor:
         """[T, D] -> [T, D], added to the residual."""
@@ -37,7 +30,7 @@ class MLP(nn.Module):
 
     def static_key(self) -> tuple[object, ...]:
         """What the traced program depends on besides tensors."""
-        return ("mlp", self.activation, self.c_fc.form, self.c_proj.form)
+        return ("mlp", self.activation, self.c_fc.static_key, self.c_proj.static_key)
 
 
 class GPT2DecoderLayer(DecoderLayer):
@@ -71,7 +64,7 @@ class GPT2DecoderLayer(DecoderLayer):
 class GPT2LMHeadModel(CausalLM):
     """Token and position embeddings, decoder layers, final norm, an output head, usually tied."""
 
-    checkpoint_layout: ClassVar[CheckpointLayout] = CheckpointLayout(
+    checkpoint_layout = CheckpointLayout(
         prefixes=("transformer.",),
         embedding="wte.weight",
         renamed=(

@@ -6,21 +6,12 @@ Qwen3 are this with a sliding window, with biases, and with normalised queries a
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from torch import Tensor, nn
 
 from ostinato.models.base import CausalLM, CheckpointLayout, DecoderLayer
 from ostinato.models.config.model_config import ModelConfig
-from ostinato.models.layers import (
-    Attention,
-    BuildOptions,
-    Embedding,
-    GatedMLP,
-    OutputHead,
-    RMSNorm,
-    RotaryEmbedding,
-)
+from ostinato.models.layers import Attention, GatedMLP, RMSNorm, RotaryEmbedding
+from ostinato.models.linear import BuildOptions, Embedding, OutputHead
 from ostinato.models.step_tensors import DEFAULT_ROPE, ForwardBatch, StepInputs
 
 __all__ = ("LlamaDecoderLayer", "LlamaForCausalLM")
@@ -60,7 +51,7 @@ class LlamaDecoderLayer(DecoderLayer):
 class LlamaForCausalLM(CausalLM):
     """Embedding, decoder layers, final norm, output head."""
 
-    checkpoint_layout: ClassVar[CheckpointLayout] = CheckpointLayout(
+    checkpoint_layout = CheckpointLayout(
         merged=(
             ("qkv_proj", ("q_proj", "k_proj", "v_proj")),
             ("gate_up_proj", ("gate_proj", "up_proj")),

@@ -1,6 +1,6 @@
 """From a configuration to a ready engine: the composition root, one phase after the other.
 
-    open -> plan -> weights -> pack -> cache -> compile -> capture -> seal
+    open -> plan -> weights -> cache -> compile -> capture -> seal
 
 Every mistake of configuration or environment that shows on the way is a `StartupError` of one line.
 """
@@ -45,7 +45,7 @@ from ostinato.runtime.scheduling.scheduler import Scheduler
 from ostinato.runtime.startup.bundles import add_kernels
 from ostinato.runtime.startup.calibrate import CostStore, calibrate, make_scheduler
 from ostinato.runtime.startup.device import set_threads
-from ostinato.runtime.startup.loading import Phase, begin_model, open_bundle, packs
+from ostinato.runtime.startup.loading import Phase, begin_model, open_bundle
 from ostinato.runtime.startup.measured_memory import CudaMemory, compare_with_plan
 from ostinato.runtime.startup.memory_plan import MemoryPlan
 from ostinato.runtime.startup.model_cache import ModelShelf
@@ -303,9 +303,7 @@ def _check_graphs(config: EngineConfig, source: ModelSource, backend: str) -> No
 
 def _step_threads(config: EngineConfig, source: ModelSource, threads: int) -> StepThreads | None:
     """The switch, where all that is worth several threads in a small step is our own kernels."""
-    if config.graphs.mode is GraphMode.eager or not packs(config, source):
-        return None
-    if source.dtype is torch.float16:  # not packed: its matrix products are torch's
+    if config.graphs.mode is GraphMode.eager or not source.weights.uses_cpu_kernels:
         return None
     return StepThreads(threads)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from functools import partial
 
 import torch
 
@@ -21,8 +20,6 @@ from ostinato.graphs.compile import Binder, compile_model
 from ostinato.models.base import KVCache, LanguageModel
 from ostinato.models.checkpoints.checkpoint import CheckpointError
 from ostinato.models.checkpoints.weights import init_dummy_weights, load_weights
-from ostinato.models.packing import pack_model
-from ostinato.models.quantization import quantize_model, quantize_module
 from ostinato.models.registry import build_model
 from ostinato.ops.native import library as native
 from ostinato.ops.native.build import NativeBuildError
@@ -33,7 +30,7 @@ from ostinato.runtime.startup.model_cache import KeptModel, ModelShelf
 from ostinato.runtime.startup.planning import ModelSource
 from ostinato.runtime.startup.served_model import model_name
 
-__all__ = ("Phase", "begin_model", "open_bundle", "packs")
+__all__ = ("Phase", "begin_model", "open_bundle")
 
 Phase = Callable[[str], AbstractContextManager[None]]
 """What times a part of the start: `with phase("weights"):`."""
@@ -75,18 +72,15 @@ def begin_model(
 def _prototype(
     config: EngineConfig, source: ModelSource, backend: str, model: LanguageModel, plan: MemoryPlan
 ) -> LanguageModel:
-    """What is traced: a model with weights in their final form and contents of no matter.
+    """The model that is traced while the other one is loaded; its weights may hold anything.
 
-    Packing changes that form, so it is a second model, whose memory is never touched. A GPU's
-    memory is taken as soon as it is reserved: there the model itself is traced while it is filled.
+    On a CPU, loading replaces a weight's memory, so a second model is traced, whose memory is
+    never touched. A GPU's memory is taken as soon as it is reserved: there the model itself is
+    traced while it is filled.
     """
-    if not packs(config, source):
+    if source.device.type != "cpu":
         return model
-    prototype = _build(config, source, backend, plan.max_model_len)
-    if source.quantization is not None:
-        quantize_model(prototype, source.quantization, fill=False)
-    pack_model(prototype, fill=False)
-    return prototype
+    return _build(config, source, backend, plan.max_model_len)
 
 
 def _build(
@@ -98,36 +92,27 @@ def _build(
         device=source.device,
         attention_backend=backend,
         max_model_len=max_model_len,
+        weights=source.weights,
     )
-
-
-def packs(config: EngineConfig, source: ModelSource) -> bool:
-    """Whether weights are laid out for the CPU's kernels."""
-    return config.graphs.pack_weights and source.device.type == "cpu"
 
 
 def _load(
     config: EngineConfig, source: ModelSource, model: LanguageModel, backend: str, phase: Phase
 ) -> None:
     """Give the model its weights in their final form, and load the kernels that it calls."""
-    will_pack = packs(config, source)
     try:
-        if will_pack or backend == "cpu":
+        if source.weights.uses_cpu_kernels or backend == "cpu":
             with phase("native kernels"):
                 for library in kernel_libraries(config.model):
                     native.load(library)
         with phase("weights"), torch.inference_mode():
-            quantize = _quantizer(source)
             if config.model.load_format is LoadFormat.dummy:
-                progress = "" if quantize is None else _progress_of(config)
-                init_dummy_weights(model, config.model.seed, progress=progress, on_loaded=quantize)
+                # Random numbers take no time worth a bar, quantising them does.
+                is_quantized = config.model.quantization is not Quantization.none
+                progress = _progress_of(config) if is_quantized else ""
+                init_dummy_weights(model, config.model.seed, progress=progress)
             else:
-                load_weights(
-                    model, source.checkpoint, progress=_progress_of(config), on_loaded=quantize
-                )
-        if will_pack:
-            with phase("pack"), torch.inference_mode():
-                pack_model(model)
+                load_weights(model, source.checkpoint, progress=_progress_of(config))
     except (CheckpointError, NativeBuildError) as error:
         raise StartupError(str(error)) from error
 
@@ -136,13 +121,6 @@ def _progress_of(config: EngineConfig) -> str:
     """What the progress bar says."""
     kind = config.model.quantization
     return "weights" if kind is Quantization.none else f"weights, quantised to {kind}"
-
-
-def _quantizer(source: ModelSource) -> Callable[[torch.nn.Module], bool] | None:
-    """What replaces a module's weight by its quantised form; None when nothing should."""
-    if source.quantization is None:
-        return None
-    return partial(quantize_module, quantization=source.quantization)
 
 
 def _compile(
@@ -185,8 +163,7 @@ def open_bundle(
             "device": device,
             "form": graphs.form.value,
             "attention": backend,
-            "packed": str(packs(config, source)),
-            "quantization": str(source.quantization),
+            "weights": repr(source.weights),
             "block_size": str(config.cache.block_size),
             "max_model_len": str(plan.max_model_len),
         },

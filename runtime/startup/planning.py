@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from ostinato.conf.root import EngineConfig
-from ostinato.conf.schema import GraphMode, PoolingChoice, Quantization
+from ostinato.conf.schema import GraphMode, PoolingChoice
 from ostinato.graphs.buckets import BucketTable, default_decode_sizes, default_mixed_sizes
 from ostinato.graphs.buffers import StaticBuffers
 from ostinato.graphs.capture import GraphRunner
@@ -20,8 +20,8 @@ from ostinato.models.base import LanguageModel
 from ostinato.models.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from ostinato.models.checkpoints.pooling_files import PoolingFiles, read_pooling_files
 from ostinato.models.config.model_config import ModelConfig, resolve_cache_dtype, resolve_dtype
-from ostinato.models.quantization import ModelQuantization, quantization_of, quantize_model
 from ostinato.models.registry import build_model, read_model_config
+from ostinato.models.weight_methods.choose import WeightPolicy, choose_weights
 from ostinato.ops.attention import AttentionPlanner, AttentionSpec, workspace_bytes
 from ostinato.runtime.costs.cost_table import CostTable
 from ostinato.runtime.costs.step_limits import StepLimits, needless_sizes, upper_limits
@@ -52,7 +52,7 @@ class ModelSource:
     cache_dtype: torch.dtype  # of keys and values in the cache
     limits: StepLimits  # that buffers, buckets and memory are sized for
     pooling: PoolingFiles  # what the checkpoint says of embeddings
-    quantization: ModelQuantization | None = None  # of weights, while they are loaded
+    weights: WeightPolicy  # how each matrix is stored and multiplied
 
     def attention_spec(self, block_size: int) -> AttentionSpec:
         """What the model asks of an attention backend."""
@@ -85,7 +85,6 @@ def open_model(config: EngineConfig, device: torch.device | None = None) -> Mode
     if model_config.kind.takes_whole_prompts:
         length = config.model.max_model_len or pooling.max_seq_length or model_config.max_model_len
         limits = _encoder_limits(config, limits, length)
-    _check_quantization(config, device, dtype)
     return ModelSource(
         checkpoint=checkpoint,
         config=model_config,
@@ -94,33 +93,25 @@ def open_model(config: EngineConfig, device: torch.device | None = None) -> Mode
         cache_dtype=resolve_cache_dtype(config.cache.dtype, dtype),
         limits=limits,
         pooling=pooling,
-        quantization=quantization_of(config.model),
+        weights=_choose_weights(config, checkpoint, device, dtype),
     )
 
 
-def _check_quantization(config: EngineConfig, device: torch.device, dtype: torch.dtype) -> None:
-    """Refuse quantisation where no kernel reads quantised weights.
+def _choose_weights(
+    config: EngineConfig, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype
+) -> WeightPolicy:
+    """The weight methods.
 
     Raises:
-        StartupError: it is asked for, and can not be had with this device, dtype or setting.
+        StartupError: what is asked for can not be had with this device, dtype or setting.
     """
-    if config.model.quantization is Quantization.none:
-        return
-    asked = f"model.quantization={config.model.quantization}"
-    if device.type != "cpu":
-        raise StartupError(
-            f"{asked}, but only the CPU's kernels read quantised weights and the device is "
-            f"{device.type}; leave it out, or set device.name=cpu"
+    pack = config.graphs.pack_weights
+    try:
+        return choose_weights(
+            config.model, checkpoint.hf_config, pack=pack, device=device, dtype=dtype
         )
-    if dtype not in (torch.float32, torch.bfloat16):
-        raise StartupError(
-            f"{asked}, but its kernels take activations in float32 or bfloat16, not "
-            f"{str(dtype).removeprefix('torch.')}; set model.dtype=bfloat16"
-        )
-    if not config.graphs.pack_weights:
-        raise StartupError(
-            f"{asked}, but graphs.pack_weights=false keeps weights as they are; leave one out"
-        )
+    except ValueError as error:
+        raise StartupError(str(error)) from error
 
 
 def _encoder_limits(config: EngineConfig, limits: StepLimits, max_model_len: int) -> StepLimits:
@@ -164,10 +155,12 @@ def plan_engine(
     model = source.config
     is_cpu = source.device.type == "cpu"
     skeleton = build_model(
-        model, dtype=source.dtype, device=torch.device("meta"), attention_backend="reference"
+        model,
+        dtype=source.dtype,
+        device=torch.device("meta"),
+        attention_backend="reference",
+        weights=source.weights,
     )
-    if source.quantization is not None:
-        quantize_model(skeleton, source.quantization, fill=False)
     tensors = [*skeleton.parameters(), *skeleton.buffers()]
     keys = bucket_table(config, source).keys
     num_seqs, num_tokens = source.limits

@@ -12,7 +12,6 @@ from ostinato.graphs.compile import compile_model
 from ostinato.graphs.replay import LayerCall, record
 from ostinato.graphs.straight import StraightProgram
 from ostinato.models.checkpoints.weights import init_dummy_weights
-from ostinato.models.packing import pack_model
 from ostinato.models.registry import build_model
 from ostinato.runtime.startup.build import open_model
 from tests.graphs.test_straight import Store, make_buffers, run
@@ -23,10 +22,13 @@ from tests.runtime.tiny import tiny_config
 def packed(*overrides: str, backend: str = "cpu"):
     source = open_model(tiny_config(*overrides))
     model = build_model(
-        source.config, dtype=source.dtype, device=source.device, attention_backend=backend
+        source.config,
+        dtype=source.dtype,
+        device=source.device,
+        attention_backend=backend,
+        weights=source.weights,
     )
     init_dummy_weights(model, 0)
-    pack_model(model)
     return model, source.config.kv_cache_spec(8, source.dtype)
 
 

@@ -15,7 +15,6 @@ from ostinato.conf.schema import GraphForm
 from ostinato.graphs.compile import compile_model
 from ostinato.graphs.straight import StraightProgram
 from ostinato.models.checkpoints.weights import init_dummy_weights
-from ostinato.models.packing import pack_model
 from ostinato.models.registry import build_model
 from ostinato.runtime.startup.planning import open_model
 from tests.graphs.toy import ToyModel, fill, make_buffers, make_cache
@@ -43,10 +42,13 @@ class Store:
 def packed_llama():
     source = open_model(tiny_config())
     model = build_model(
-        source.config, dtype=source.dtype, device=source.device, attention_backend="reference"
+        source.config,
+        dtype=source.dtype,
+        device=source.device,
+        attention_backend="reference",
+        weights=source.weights,
     )
     init_dummy_weights(model, 0)
-    pack_model(model)
     return model, source.config.kv_cache_spec(8, source.dtype)
 
 

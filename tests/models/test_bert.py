@@ -17,9 +17,9 @@ from ostinato.models.checkpoints.checkpoint import open_checkpoint
 from ostinato.models.checkpoints.weights import load_weights
 from ostinato.models.config.model_config import ModelConfig
 from ostinato.models.config.model_kind import ENCODER
-from ostinato.models.packing import pack_model
 from ostinato.models.registry import build_model, read_model_config
 from ostinato.models.step_tensors import ForwardBatch
+from ostinato.models.weight_methods.choose import choose_weights
 from tests.models.minilm import minilm_directory
 
 CPU = torch.device("cpu")
@@ -40,10 +40,16 @@ TEXTS = [
 ]
 
 
-def load(directory: Path) -> tuple[EncoderModel, ModelConfig]:
-    checkpoint = open_checkpoint(ModelSection(path=str(directory)))
+def load(directory: Path, *, packed: bool = False) -> tuple[EncoderModel, ModelConfig]:
+    section = ModelSection(path=str(directory))
+    checkpoint = open_checkpoint(section)
     config = read_model_config(checkpoint)
-    model = build_model(config, dtype=torch.float32, device=CPU, attention_backend="")
+    weights = choose_weights(
+        section, checkpoint.hf_config, pack=packed, device=CPU, dtype=torch.float32
+    )
+    model = build_model(
+        config, dtype=torch.float32, device=CPU, attention_backend="", weights=weights
+    )
     load_weights(model, checkpoint)
     assert isinstance(model, EncoderModel)
     return model, config
@@ -94,9 +100,7 @@ SEQUENCES = [[(7 * i * i + 13 * i + n) % 199 for i in range(n)] for n in (5, 31,
 @pytest.mark.parametrize("packed", [False, True])
 def test_hidden_states_of_a_packed_batch(tiny, form, packed):
     reference, directory = tiny
-    model, config = load(directory)
-    if packed:
-        pack_model(model)
+    model, config = load(directory, packed=packed)
     cache = no_cache(config)
     program = model
     if form is not None:

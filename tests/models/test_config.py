@@ -227,7 +227,6 @@ def test_dtype(settings: dict[str, Any], choice: DType, dtype: torch.dtype) -> N
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, ["low_freq_factor"]),
         ({"layer_types": ["full_attention", "mamba"] * 2}, ["layer_types", "mamba"]),
         ({"layer_types": ["full_attention"]}, ["layer_types", "1 entries for 4 layers"]),
-        ({"quantization_config": {"quant_method": "gptq"}}, ["quant_method='gptq'"]),
         ({"scale_attn_by_inverse_layer_idx": True}, ["scale_attn_by_inverse_layer_idx=True"]),
         ({"head_dim": 7}, ["even", "7"]),
     ],

@@ -20,8 +20,10 @@ from ostinato.models.base import CausalLM
 from ostinato.models.checkpoints.checkpoint import open_checkpoint
 from ostinato.models.checkpoints.weights import load_weights
 from ostinato.models.config.model_config import ModelConfig
-from ostinato.models.packing import pack_model
+from ostinato.models.linear import LinearBase
 from ostinato.models.registry import build_model, read_model_config
+from ostinato.models.weight_methods.choose import choose_weights
+from ostinato.models.weight_methods.packed import Packed
 from ostinato.ops.attention import select_backend
 from tests.models.checkpoints import VARIANTS, reference_model, save
 from tests.models.driver import Driver, Sequence
@@ -73,14 +75,20 @@ def expected(tmp_path_factory: pytest.TempPathFactory):
 
 
 def load(
-    directory: Path, backend: str, dtype: torch.dtype = torch.float32
+    directory: Path, backend: str, dtype: torch.dtype = torch.float32, *, pack: bool = False
 ) -> tuple[CausalLM, ModelConfig]:
-    checkpoint = open_checkpoint(ModelSection(path=str(directory)))
+    section = ModelSection(path=str(directory))
+    checkpoint = open_checkpoint(section)
     config = read_model_config(checkpoint)
     device = torch.device("cpu")
+    weights = choose_weights(section, checkpoint.hf_config, pack=pack, device=device, dtype=dtype)
     spec = config.attention_spec(Driver.block_size, dtype, device)
     model = build_model(
-        config, dtype=dtype, device=device, attention_backend=select_backend(backend, spec)
+        config,
+        dtype=dtype,
+        device=device,
+        attention_backend=select_backend(backend, spec),
+        weights=weights,
     )
     load_weights(model, checkpoint)
     return model, config
@@ -143,9 +151,10 @@ def test_eager(expected, name: str, backend: str) -> None:
 
 @pytest.mark.parametrize("name", ["gpt2", "llama3", "llama-linear-bias", "qwen3-tied"])
 def test_packed(expected, name: str) -> None:
-    model, config = load(expected(name).directory, "cpu")
+    model, config = load(expected(name).directory, "cpu", pack=True)
     # A layer has 4 matrices; the output head is the fifth kind, tied or not.
-    assert pack_model(model) == 4 * config.num_layers + 1
+    matrices = [module for module in model.modules() if isinstance(module, LinearBase)]
+    assert sum(module.method == Packed() for module in matrices) == 4 * config.num_layers + 1
     check_all(Driver(model, config), expected(name))
 
 
@@ -153,8 +162,7 @@ def test_packed(expected, name: str) -> None:
 @pytest.mark.parametrize("name", ["gpt2", "llama3", "qwen3-tied"])
 def test_half_precision(expected, name: str, dtype: torch.dtype) -> None:
     """As near to the float32 logits as transformers comes in the same dtype."""
-    model, config = load(expected(name).directory, "cpu", dtype)
-    pack_model(model)  # leaves float16 as it is
+    model, config = load(expected(name).directory, "cpu", dtype, pack=True)
     exact = expected(name).prompt_logits
     ours = Driver(model, config).prefill(Sequence(PROMPT), [20, NUM_PROMPT - 20])
     with torch.no_grad():
@@ -165,9 +173,7 @@ def test_half_precision(expected, name: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(("form", "name"), COMPILED)
 def test_compiled(expected, form: GraphForm, name: str) -> None:
-    model, config = load(expected(name).directory, "cpu")
-    if name == "qwen3-tied":
-        pack_model(model)
+    model, config = load(expected(name).directory, "cpu", pack=name == "qwen3-tied")
     driver = Driver(model, config)
     example = driver.batch([(Sequence(PROMPT), 5), (Sequence(PROMPT), 7)])
     driver.forward = compile_model(model, form, example, driver.cache)(model)

@@ -22,24 +22,27 @@ from ostinato.models.base import CausalLM
 from ostinato.models.checkpoints.checkpoint import CheckpointError, open_checkpoint
 from ostinato.models.checkpoints.weights import init_dummy_weights, load_weights
 from ostinato.models.config.model_config import ModelConfig
-from ostinato.models.layers import Embedding, Matrix
-from ostinato.models.quantization import (
-    ModelQuantization,
-    quantization_of,
-    quantize_model,
-    quantize_module,
-)
+from ostinato.models.linear import Embedding, LinearBase
 from ostinato.models.registry import build_model, read_model_config
-from ostinato.ops.quantized_reference import QuantFormat, dequantize_linear_weight, quantize_rows
+from ostinato.models.weight_methods.choose import PLAIN, WeightsByRole, choose_weights
+from ostinato.models.weight_methods.grouped import GroupQuantized
+from ostinato.models.weight_methods.int4 import Int4
+from ostinato.models.weight_methods.int8 import Int8
+from ostinato.models.weight_methods.packed import Packed
+from ostinato.models.weight_methods.plain import Plain
+from ostinato.ops.quantized import quantize_linear_weight
+from ostinato.ops.quantized_reference import quantize_rows
+from tests.live_bytes import LiveBytes
 from tests.models.checkpoints import VARIANTS, reference_model, save
 from tests.models.driver import Driver, Sequence
 
 PROMPT = [(7 * index * index + 13 * index + 5) % 199 for index in range(43)]
+CPU = torch.device("cpu")
 BOTH = {
-    "int8": ModelQuantization(layers=QuantFormat(8, 128, True), head=QuantFormat(8, 128, True)),
-    "int4": ModelQuantization(layers=QuantFormat(4, 32, True), head=QuantFormat(8, 128, True)),
-    "int4-zero-points": ModelQuantization(
-        layers=QuantFormat(4, 32, False), head=QuantFormat(4, 32, False)
+    "int8": WeightsByRole(layers=Int8(), head=Int8(), embedding=Int8()),
+    "int4": WeightsByRole(layers=Int4(), head=Int8(), embedding=Int8()),
+    "int4-zero-points": WeightsByRole(
+        layers=Int4(symmetric=False), head=Int4(symmetric=False), embedding=Int4(symmetric=False)
     ),
 }
 NAMES = ["gpt2", "llama3", "qwen2", "qwen3-tied"]
@@ -58,32 +61,34 @@ def directory(tmp_path_factory: pytest.TempPathFactory):
     return write
 
 
-def build(directory: Path, dtype: torch.dtype = torch.float32) -> tuple[CausalLM, ModelConfig]:
+def build(
+    directory: Path, weights: WeightsByRole = PLAIN, dtype: torch.dtype = torch.float32
+) -> tuple[CausalLM, ModelConfig]:
     config = read_model_config(open_checkpoint(ModelSection(path=str(directory))))
-    model = build_model(config, dtype=dtype, device=torch.device("cpu"), attention_backend="cpu")
+    model = build_model(config, dtype=dtype, device=CPU, attention_backend="cpu", weights=weights)
     assert isinstance(model, CausalLM)
     return model, config
 
 
-def quantized(
-    directory: Path, quantization: ModelQuantization, dtype: torch.dtype = torch.float32
+def loaded(
+    directory: Path, weights: WeightsByRole = PLAIN, dtype: torch.dtype = torch.float32
 ) -> tuple[CausalLM, ModelConfig]:
-    """Quantised module by module while it is loaded."""
-    model, config = build(directory, dtype)
-    load_weights(
-        model,
-        open_checkpoint(ModelSection(path=str(directory))),
-        on_loaded=lambda module: quantize_module(module, quantization),
-    )
+    model, config = build(directory, weights, dtype)
+    load_weights(model, open_checkpoint(ModelSection(path=str(directory))))
     return model, config
 
 
-def _round_first(self: Matrix, form: QuantFormat) -> None:
+def matrices(model: nn.Module) -> dict[str, LinearBase]:
+    named = model.named_modules()
+    return {name: module for name, module in named if isinstance(module, LinearBase)}
+
+
+def _round_first(self: LinearBase, method: GroupQuantized) -> None:
     """Let products of this matrix round their input as the quantised kernels do."""
     multiply = self.multiply
 
-    def rounded(_: Matrix, x: Tensor, *arguments: Tensor | None, **named: bool) -> Tensor:
-        parts = [quantize_rows(part.float()) for part in x.split(form.group_size, 1)]
+    def rounded(_: LinearBase, x: Tensor, *arguments: Tensor | None, **named: bool) -> Tensor:
+        parts = [quantize_rows(part.float()) for part in x.split(method.group_size, 1)]
         x = torch.cat([whole * scale for whole, scale in parts], 1).to(x.dtype)
         return multiply(x, *arguments, **named)
 
@@ -92,15 +97,13 @@ def _round_first(self: Matrix, form: QuantFormat) -> None:
 
 def restored(model: CausalLM, directory: Path, *, round_inputs: bool) -> CausalLM:
     """A plain model of the weights that the quantised model's stand for."""
-    plain, _ = build(directory)
-    load_weights(plain, open_checkpoint(ModelSection(path=str(directory))))
-    for module, source in zip(plain.modules(), model.modules(), strict=True):
-        if isinstance(module, Matrix) and isinstance(source, Matrix) and source.quantized:
-            size = (source.out_features, source.in_features)
-            weight = dequantize_linear_weight(source.weight, source.quantized, *size)
-            module.weight = nn.Parameter(weight, requires_grad=False)
+    plain, _ = loaded(directory)
+    for module, source in zip(matrices(plain).values(), matrices(model).values(), strict=True):
+        if isinstance(source.method, GroupQuantized):
+            (part,) = module.parts()
+            module.load("weight", source.dense(), part)
             if round_inputs:
-                _round_first(module, source.quantized)
+                _round_first(module, source.method)
     return plain
 
 
@@ -111,7 +114,7 @@ def logits_of(model: CausalLM, config: ModelConfig) -> Tensor:
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("name", NAMES)
 def test_parity_with_the_restored_weights(directory, name: str, kind: str) -> None:
-    model, config = quantized(directory(name), BOTH[kind])
+    model, config = loaded(directory(name), BOTH[kind])
     ours = logits_of(model, config)
     exact = logits_of(restored(model, directory(name), round_inputs=True), config)
     spread = float(exact.std())
@@ -125,7 +128,7 @@ def test_parity_with_the_restored_weights(directory, name: str, kind: str) -> No
 
 @pytest.mark.parametrize("kind", BOTH)
 def test_cut_into_steps_and_batched_the_bits_are_the_same(directory, kind: str) -> None:
-    model, config = quantized(directory("qwen3-tied"), BOTH[kind])
+    model, config = loaded(directory("qwen3-tied"), BOTH[kind])
     whole = logits_of(model, config)
     driver = Driver(model, config, dtype=torch.float32)
     assert torch.equal(driver.prefill(Sequence(PROMPT), [5, 1, 17, 20]), whole)
@@ -137,7 +140,7 @@ def test_cut_into_steps_and_batched_the_bits_are_the_same(directory, kind: str) 
 
 @pytest.mark.parametrize("form", GraphForm)
 def test_compiled_equals_eager(directory, form: GraphForm) -> None:
-    model, config = quantized(directory("qwen3-tied"), BOTH["int4"])
+    model, config = loaded(directory("qwen3-tied"), BOTH["int4"])
     driver = Driver(model, config, dtype=torch.float32)
     whole = driver.prefill(Sequence(PROMPT), [43])
     example = driver.batch([(Sequence(PROMPT), 5), (Sequence(PROMPT), 7)])
@@ -147,33 +150,36 @@ def test_compiled_equals_eager(directory, form: GraphForm) -> None:
 
 @pytest.mark.parametrize("name", ["gpt2", "llama3"])
 def test_quantised_while_loading_equals_quantised_after(directory, name: str) -> None:
-    model, _ = quantized(directory(name), BOTH["int4"], torch.bfloat16)
-    after, config = build(directory(name), torch.bfloat16)
-    load_weights(after, open_checkpoint(ModelSection(path=str(directory(name)))))
-    assert quantize_model(after, BOTH["int4"]) == 4 * config.num_layers + 1
-    values = dict(after.named_parameters())
-    for key, parameter in model.named_parameters():
-        assert torch.equal(parameter, values[key]), key
+    model, config = loaded(directory(name), BOTH["int4"], torch.bfloat16)
+    plain = dict(loaded(directory(name), PLAIN, torch.bfloat16)[0].named_parameters())
+    methods = {name: module.method for name, module in matrices(model).items()}
+    quantised = [method for method in methods.values() if isinstance(method, GroupQuantized)]
+    assert len(quantised) == 4 * config.num_layers + 1
+    for name, parameter in model.named_parameters():
+        method = methods.get(name.removesuffix(".weight"))
+        expected = plain[name]
+        if isinstance(method, GroupQuantized):
+            expected = quantize_linear_weight(expected, method.format)
+        assert torch.equal(parameter, expected), name
 
 
-def test_only_one_module_at_a_time_is_whole_and_unquantised(directory) -> None:
+def test_only_one_matrix_at_a_time_is_whole_and_unquantised(directory) -> None:
     """Streaming: when a matrix has been filled it is quantised before the next is begun."""
-    model, _ = build(directory("llama3"))
-    waiting: list[int] = []
-
-    def on_loaded(module: nn.Module) -> None:
-        waiting.append(sum(isinstance(m, Matrix) and not m.quantized for m in model.modules()))
-        quantize_module(module, BOTH["int8"])
-
-    load_weights(
-        model,
-        open_checkpoint(ModelSection(path=str(directory("llama3")))),
-        on_loaded=on_loaded,
+    model, _ = build(directory("llama3"), BOTH["int8"])
+    checkpoint = open_checkpoint(ModelSection(path=str(directory("llama3"))))
+    with LiveBytes() as live:
+        load_weights(model, checkpoint)
+    made = sum(
+        module.get_parameter("weight").nbytes
+        for module in matrices(model).values()
+        if module.method.is_quantized
     )
-    assert waiting[0] > 10
-    assert waiting == sorted(waiting, reverse=True)
+    sizes = [4 * m.out_features * m.in_features for m in matrices(model).values()]
+    assert made + max(sizes) < sum(sizes)  # else the bound below would say nothing
+    # The file's matrix, its merged copy, and what the quantiser makes of one matrix.
+    assert live.peak < made + 2 * max(sizes)
     # a table of few rows stays as it is
-    left = [m for m in model.modules() if isinstance(m, Matrix) and not m.quantized]
+    left = [module for module in matrices(model).values() if module.method == Plain()]
     assert [type(module) for module in left] == [Embedding]
 
 
@@ -184,34 +190,42 @@ def test_a_stored_head_is_compared_with_the_quantised_embedding(directory, tmp_p
     tensors = load_file(source / "model.safetensors")
     head = tensors["model.embed_tokens.weight"].clone()
     save_file({**tensors, "lm_head.weight": head}, tmp_path / "model.safetensors")
-    same, _ = quantized(tmp_path, BOTH["int8"])
+    same, _ = loaded(tmp_path, BOTH["int8"])
     assert torch.equal(
         same.get_parameter("embed_tokens.weight"),
-        quantized(source, BOTH["int8"])[0].get_parameter("embed_tokens.weight"),
+        loaded(source, BOTH["int8"])[0].get_parameter("embed_tokens.weight"),
     )
     head[3, 5] += 1.0
     save_file({**tensors, "lm_head.weight": head}, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match="weight differs from the embedding"):
-        quantized(tmp_path, BOTH["int8"])
+        loaded(tmp_path, BOTH["int8"])
 
 
 def test_dummy_weights_are_the_same_before_quantisation(directory) -> None:
-    streamed, _ = build(directory("gpt2"))
-    init_dummy_weights(streamed, 3, on_loaded=lambda m: quantize_module(m, BOTH["int8"]))
-    after, _ = build(directory("gpt2"))
-    init_dummy_weights(after, 3)
-    quantize_model(after, BOTH["int8"])
-    values = dict(after.named_parameters())
-    for key, parameter in streamed.named_parameters():
-        assert torch.equal(parameter, values[key]), key
+    model, _ = build(directory("gpt2"), BOTH["int8"])
+    init_dummy_weights(model, 3)
+    plain, _ = build(directory("gpt2"))
+    init_dummy_weights(plain, 3)
+    values = dict(plain.named_parameters())
+    for name, module in matrices(model).items():
+        weight = values.pop(f"{name}.weight")
+        if isinstance(module.method, GroupQuantized):
+            weight = quantize_linear_weight(weight, module.method.format)
+        assert torch.equal(module.get_parameter("weight"), weight), name
+    for name, value in values.items():
+        assert torch.equal(model.get_parameter(name), value), name
+
+
+def asked(dtype: torch.dtype = torch.float32, **keys: object) -> object:
+    section = ModelSection(**keys)  # type: ignore[arg-type]
+    return choose_weights(section, {}, pack=True, device=CPU, dtype=dtype)
 
 
 def test_what_the_configuration_asks_for() -> None:
-    def asked(**keys: object) -> ModelQuantization | None:
-        return quantization_of(ModelSection(**keys))  # type: ignore[arg-type]
-
     int8, int4 = Quantization.int8, Quantization.int4
-    assert asked() is None
+    unquantised = WeightsByRole(layers=Packed(), head=Packed(), embedding=Plain())
+    assert asked() == unquantised
+    assert asked(torch.float16) == PLAIN
     assert asked(quantization=int8) == BOTH["int8"]
     assert asked(quantization=int4) == BOTH["int4"]
     assert (
@@ -222,4 +236,12 @@ def test_what_the_configuration_asks_for() -> None:
     )
     assert asked(
         quantization=int4, quantization_head=HeadQuantization.none, quantization_group_size=64
-    ) == ModelQuantization(layers=QuantFormat(4, 64, True), head=None)
+    ) == WeightsByRole(layers=Int4(64), head=Packed(), embedding=Plain())
+
+
+@pytest.mark.parametrize("method", ["gptq", "base", "../../etc", "choose"])
+def test_a_checkpoint_of_an_unknown_method_is_refused(method: str) -> None:
+    stated = {"quantization_config": {"quant_method": method}}
+    with pytest.raises(ValueError, match="is not supported; use the checkpoint before") as error:
+        choose_weights(ModelSection(), stated, pack=True, device=CPU, dtype=torch.float32)
+    assert f"quant_method={method!r}" in str(error.value)

@@ -16,8 +16,11 @@ from ostinato.models.base import CausalLM
 from ostinato.models.checkpoints.checkpoint import CheckpointError, open_checkpoint
 from ostinato.models.checkpoints.weights import init_dummy_weights, load_weights
 from ostinato.models.layers import LayerNorm, RMSNorm
-from ostinato.models.packing import pack_model
+from ostinato.models.linear import LinearBase
 from ostinato.models.registry import build_model, read_model_config
+from ostinato.models.weight_methods.choose import choose_weights
+from ostinato.models.weight_methods.packed import Packed
+from ostinato.models.weight_methods.plain import Plain
 from ostinato.ops.linear import unpack_linear_weight
 from tests.models.checkpoints import VARIANTS, reference_model, save
 
@@ -206,7 +209,9 @@ def test_stored_head_of_a_tied_model(saved: dict[str, Saved], tmp_path: Path) ->
     assert refusal(directory).endswith("set model.config.tie_word_embeddings=false")
 
 
-def dummy(seed: int, dtype: torch.dtype = torch.float32, **config: object) -> CausalLM:
+def dummy(
+    seed: int, dtype: torch.dtype = torch.float32, *, pack: bool = False, **config: object
+) -> CausalLM:
     settings = {
         **VARIANTS["gpt2"].settings,
         "architectures": ["GPT2LMHeadModel"],
@@ -218,6 +223,7 @@ def dummy(seed: int, dtype: torch.dtype = torch.float32, **config: object) -> Ca
         dtype=dtype,
         device=CPU,
         attention_backend="reference",
+        weights=choose_weights(section, settings, pack=pack, device=CPU, dtype=dtype),
     )
     init_dummy_weights(model, seed)
     return model
@@ -244,24 +250,24 @@ def test_dummy_weights_depend_on_the_seed_alone() -> None:
     assert not torch.equal(one.get_parameter(name), other.get_parameter(name))
 
 
-def test_packing_replaces_every_matrix_once() -> None:
-    model = dummy(0, torch.bfloat16)
-    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
-    calls: list[tuple[int, int]] = []
-    assert pack_model(model, lambda done, total: calls.append((done, total))) == 13
-    matrices = {name for name, value in before.items() if value.dim() == 2} - {"wpe.weight"}
-    total = sum(before[name].nbytes for name in matrices)
-    assert calls[-1] == (total, total)
-    assert len(calls) == len(matrices) == 13
-    after = dict(model.named_parameters())
-    assert after.keys() == before.keys()
-    for name in matrices:
-        assert torch.equal(unpack_linear_weight(after[name], *before[name].shape), before[name])
-    assert after["wpe.weight"].shape == (256, 64)
-    assert pack_model(model) == 0
+def test_packed_weights_are_the_plain_ones_in_another_order() -> None:
+    plain = dict(dummy(0, torch.bfloat16).named_parameters())
+    model = dummy(0, torch.bfloat16, pack=True)
+    packed = dict(model.named_parameters())
+    assert packed.keys() == plain.keys()
+    methods = {n: m.method for n, m in model.named_modules() if isinstance(m, LinearBase)}
+    assert sum(method == Packed() for method in methods.values()) == 13
+    for name, parameter in plain.items():
+        if methods.get(name.removesuffix(".weight")) == Packed():
+            unpacked = unpack_linear_weight(packed[name], *parameter.shape)
+            assert torch.equal(unpacked, parameter), name
+        else:
+            assert torch.equal(packed[name], parameter), name
+    assert methods["wpe"] == Plain()  # its rows are looked up, never multiplied
 
 
 def test_float16_stays_unpacked() -> None:
-    model = dummy(0, torch.float16)
-    assert pack_model(model) == 0
+    model = dummy(0, torch.float16, pack=True)
+    matrices = [module for module in model.modules() if isinstance(module, LinearBase)]
+    assert {module.method for module in matrices} == {Plain()}
     assert model.get_parameter("wte.weight").shape == (199, 64)

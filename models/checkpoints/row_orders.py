@@ -1,0 +1,44 @@
+"""Row orders: how the rows of a stored matrix are permuted when it is loaded.
+
+Checkpoints interleave queries, keys and values, or the two halves of a rotary pair, in several
+ways. The model code has one layout: all queries, then all keys, then all values, each head with the
+first halves of its rotary pairs before the second halves. Each function returns, for every row of
+our matrix, the row of the stored one: a tensor [rows] int64.
+
+A permutation of the rows that queries and keys share does not change their products. Weights that
+are applied per head after the projection (q_norm, k_norm) must be permuted likewise.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ("interleaved_rope", "per_group_qkv", "per_head_qkv")
+
+
+def per_head_qkv(num_heads: int, head_dim: int) -> Tensor:
+    """Stored as [heads, (q, k, v), head_dim]: GPT-NeoX, BLOOM, Falcon-RW."""
+    return per_group_qkv(num_heads, num_heads, head_dim)
+
+
+def per_group_qkv(num_heads: int, num_kv_heads: int, head_dim: int) -> Tensor:
+    """Stored as [kv_heads, (queries of the group, k, v), head_dim]: Falcon's new architecture."""
+    group = num_heads // num_kv_heads
+    rows = torch.arange((num_heads + 2 * num_kv_heads) * head_dim)
+    rows = rows.view(num_kv_heads, group + 2, head_dim)
+    sides = (rows[:, :group], rows[:, group], rows[:, group + 1])
+    return torch.cat([side.reshape(-1) for side in sides])
+
+
+def interleaved_rope(num_heads: int, head_dim: int, rotary_dim: int) -> Tensor:
+    """Each head's rotary pairs stored side by side: GLM-4, Cohere, GPT-J, DeepSeek, Ernie 4.5.
+
+    Args:
+        num_heads: of the stored matrix.
+        head_dim: rows of a head.
+        rotary_dim: of which the first are rotated; even.
+    """
+    rotated = torch.arange(rotary_dim).view(-1, 2).t().reshape(-1)
+    head = torch.cat([rotated, torch.arange(rotary_dim, head_dim)])
+    return (torch.arange(num_heads)[:, None] * head_dim + head).view(-1)

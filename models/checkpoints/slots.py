@@ -1,0 +1,187 @@
+"""Maps a checkpoint's tensor names to the places in the model that they fill.
+
+A slot knows the shape and the dtypes that a stored tensor must have, and hands the tensor to its
+module: to a parameter, or to a matrix, which may be a part of the stored one, in another order, or
+one of several stored matrices (`CheckpointLayout`, models/base.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ostinato.models.base import CheckpointLayout, LanguageModel
+from ostinato.models.checkpoints.checkpoint import CheckpointError
+from ostinato.models.linear import BIAS, ExpertLinear, LinearBase
+from ostinato.models.sharding import Span
+from ostinato.models.weight_methods.base import FLOATS, Part, StoredTensor
+
+__all__ = ("Slot", "find_slots")
+
+
+class Slot(Protocol):
+    """The place of one stored tensor."""
+
+    def fill(self, stored_name: str, tensor: Tensor) -> None:
+        """Take the tensor, whose values are copied before its file is closed.
+
+        Raises:
+            CheckpointError: its dtype or shape is not what the model needs.
+        """
+        ...
+
+    def compare(self, stored_name: str, tensor: Tensor) -> None:
+        """Check that a second tensor for a filled slot repeats the first.
+
+        Raises:
+            CheckpointError: it does not, or its dtype or shape is not what the model needs.
+        """
+        ...
+
+
+def find_slots(model: LanguageModel) -> dict[str, Slot]:
+    """The slot of every tensor that a checkpoint of this model must have, by the tensor's name
+    there without prefix.
+    """
+    layout = model.checkpoint_layout
+    slots: dict[str, Slot] = {}
+    for name, module in model.named_modules():
+        found = (
+            _matrix_slots(name, module, layout)
+            if isinstance(module, LinearBase)
+            else _parameter_slots(name, module, layout)
+        )
+        for own_name, slot in found:
+            for ours, theirs in layout.renamed:
+                own_name = own_name.replace(ours, theirs)
+            slots[own_name] = slot
+    return slots
+
+
+def _parameter_slots(
+    name: str, module: nn.Module, layout: CheckpointLayout
+) -> Iterator[tuple[str, Slot]]:
+    order = _order_of(name, layout)
+    for kind, parameter in module.named_parameters(recurse=False):
+        yield f"{name}.{kind}", _ParameterSlot(parameter, order)
+
+
+def _matrix_slots(
+    name: str, module: LinearBase, layout: CheckpointLayout
+) -> Iterator[tuple[str, Slot]]:
+    """Slots of the stored matrices of one module, each with all of its tensors."""
+    parent, _, own = name.rpartition(".")
+    stacked_names = dict(layout.merged).get(own)
+    if stacked_names is not None and len(module.outputs) > 1:
+        names = [f"{parent}.{part}" for part in stacked_names]
+        parts = module.stacked_parts([_order_of(part, layout) for part in stacked_names])
+    else:
+        names = [name]
+        parts = module.parts(_order_of(name, layout))
+    stored = dict(module.method.stored) | ({"bias": BIAS} if module.has_bias else {})
+    transposed = name.endswith(layout.transposed)
+    for part_name, part in zip(names, parts, strict=True):
+        for kind, tensor in stored.items():
+            slot = _MatrixSlot(
+                module, kind, tensor, part.stored, (part,), transposed and kind == "weight"
+            )
+            if not isinstance(module, ExpertLinear):
+                yield f"{part_name}.{kind}", slot
+            elif name.endswith(layout.stacked):
+                experts = tuple(replace(part, expert=index) for index in range(module.experts.size))
+                yield f"{part_name}.{kind}", replace(slot, parts=experts, experts=module.experts)
+            else:
+                yield from _expert_slots(slot, module, part_name)
+
+
+def _expert_slots(slot: _MatrixSlot, module: ExpertLinear, name: str) -> Iterator[tuple[str, Slot]]:
+    """One slot for each expert; those of other ranks are taken and dropped."""
+    parent, _, own = name.rpartition(".")
+    start, size, total = module.experts
+    (part,) = slot.parts
+    for expert in range(total):
+        is_here = start <= expert < start + size
+        parts = (replace(part, expert=expert - start),) if is_here else ()
+        yield f"{parent}.{expert}.{own}.{slot.kind}", replace(slot, parts=parts)
+
+
+def _order_of(name: str, layout: CheckpointLayout) -> Tensor | None:
+    for suffix, order in layout.row_orders:
+        if name.endswith(suffix):
+            return order
+    return None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _ParameterSlot:
+    """A parameter that is stored as it is, but for the order of its rows."""
+
+    parameter: nn.Parameter
+    order: Tensor | None
+
+    def fill(self, stored_name: str, tensor: Tensor) -> None:
+        _check(stored_name, tensor, tuple(self.parameter.shape), FLOATS)
+        self.parameter.copy_(tensor if self.order is None else tensor[self.order])
+
+    def compare(self, stored_name: str, tensor: Tensor) -> None:
+        raise CheckpointError(f"{stored_name} is stored twice")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _MatrixSlot:
+    """One of the tensors of a stored matrix, or of a stack of matrices."""
+
+    module: LinearBase
+    kind: str  # the tensor's name in the weight method
+    stored: StoredTensor
+    size: tuple[int, int]  # [out, in] of the stored matrix
+    parts: tuple[Part, ...]  # one; one for each expert of a stack; none that this rank holds
+    transposed: bool  # [in, out]
+    experts: Span | None = None  # of a stack
+
+    def fill(self, stored_name: str, tensor: Tensor) -> None:
+        value = self._checked(stored_name, tensor)
+        try:
+            if self.experts is None:
+                for part in self.parts:
+                    self.module.load(self.kind, value, part)
+                return
+            for part in self.parts:
+                self.module.load(self.kind, value[self.experts.start + part.expert], part)
+        except ValueError as error:
+            raise CheckpointError(f"{stored_name}: {error}") from error
+
+    def compare(self, stored_name: str, tensor: Tensor) -> None:
+        value = self._checked(stored_name, tensor)
+        if not (len(self.parts) == 1 and self.module.equals(self.kind, value, self.parts[0])):
+            raise CheckpointError(
+                f"{stored_name} differs from the embedding that it is tied to; "
+                "set model.config.tie_word_embeddings=false"
+            )
+
+    def _checked(self, stored_name: str, tensor: Tensor) -> Tensor:
+        shape = self.stored.shape(*self.size)
+        if self.transposed:
+            shape = tuple(reversed(shape))
+        if self.experts is not None:
+            shape = (self.experts.total, *shape)
+        _check(stored_name, tensor, shape, self.stored.dtypes)
+        return tensor.transpose(-1, -2) if self.transposed else tensor
+
+
+def _check(
+    stored_name: str, tensor: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]
+) -> None:
+    if tensor.dtype not in dtypes:
+        raise CheckpointError(
+            f"{stored_name} has dtype {tensor.dtype}, "
+            f"expected {' or '.join(str(dtype) for dtype in dtypes)}"
+        )
+    if tuple(tensor.shape) != shape:
+        raise CheckpointError(
+            f"{stored_name} has shape {list(tensor.shape)}, config.json says {list(shape)}"
+        )

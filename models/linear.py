@@ -1,0 +1,368 @@
+"""Linear layers and embeddings: modules around one weight matrix [out_features, in_features].
+
+How the matrix is stored and multiplied is its weight method's business (models/weight_methods/).
+Which part of it this rank holds is said by spans (models/sharding.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ostinato.models.sharding import WHOLE, Shard, Span
+from ostinato.models.weight_methods.base import (
+    OUT,
+    MatrixRole,
+    MatrixSpec,
+    Part,
+    StoredTensor,
+    WeightMethod,
+)
+
+__all__ = (
+    "BIAS",
+    "BuildOptions",
+    "Embedding",
+    "ExpertLinear",
+    "Linear",
+    "LinearBase",
+    "MergedLinear",
+    "OutputHead",
+)
+
+BIAS = StoredTensor((OUT,))
+"""A bias [out] as every checkpoint stores it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuildOptions:
+    """What a model is built for, besides its configuration."""
+
+    dtype: torch.dtype  # of weights and activations
+    device: torch.device  # "meta" gives shapes without memory
+    attention_backend: str  # a name that ops.attention.select_backend returned
+    max_model_len: int  # positions that it can be asked for
+    shard: Shard = WHOLE
+
+    def empty(self, *shape: int) -> nn.Parameter:
+        """Memory for a weight; nothing is written, so a CPU maps no page before it is loaded."""
+        return nn.Parameter(
+            torch.empty(shape, dtype=self.dtype, device=self.device), requires_grad=False
+        )
+
+
+@dataclass(slots=True)
+class _Pending:
+    """A matrix that is being loaded."""
+
+    tensors: dict[str, Tensor]  # by stored name
+    count: int = 0  # of stored tensors that were taken
+
+
+class LinearBase(nn.Module):
+    """A matrix [out_features, in_features] and its bias; may stack several stored matrices.
+
+    A module is made without a matrix: `use` gives it a weight method and the memory for it.
+
+    Args:
+        in_features: columns of the matrix; a span when this rank holds a part of them.
+        outputs: rows of each stacked matrix; spans when this rank holds a part of them.
+        options: dtype and device.
+        bias: there is one, [out_features].
+    """
+
+    role: MatrixRole = MatrixRole.layer
+
+    def __init__(
+        self,
+        in_features: int | Span,
+        outputs: Sequence[int | Span],
+        options: BuildOptions,
+        *,
+        bias: bool = False,
+    ) -> None:
+        super().__init__()
+        self.inputs = Span.of(in_features)
+        self.outputs = tuple(Span.of(size) for size in outputs)
+        self.spec = MatrixSpec(
+            sum(span.size for span in self.outputs), self.inputs.size, options.dtype, options.device
+        )
+        self.has_bias = bias
+        self.bias: nn.Parameter | None = None
+        self._names: tuple[str, ...] = ()  # of the matrix's parameters
+        self._method: WeightMethod | None = None
+        self._pending: dict[int, _Pending] = {}  # by expert; 0 where there are none
+
+    @property
+    def in_features(self) -> int:
+        """Columns that this rank holds."""
+        return self.spec.in_features
+
+    @property
+    def out_features(self) -> int:
+        """Rows that this rank holds."""
+        return self.spec.out_features
+
+    @property
+    def is_partial(self) -> bool:
+        """The result is a partial sum, to be added to those of the other ranks."""
+        return not self.inputs.is_whole
+
+    @property
+    def method(self) -> WeightMethod:
+        """How the matrix is stored and multiplied."""
+        assert self._method is not None, "a matrix is used before it has a weight method"
+        return self._method
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        """The matrix's parameters by name."""
+        return {name: getattr(self, name) for name in self._names}
+
+    @property
+    def static_key(self) -> tuple[object, ...]:
+        """What a traced program depends on besides tensors."""
+        return (*self.method.static_key, self.has_bias, self.inputs.start == 0)
+
+    def parts(self, order: Tensor | None = None) -> list[Part]:
+        """The module's matrix as one stored matrix.
+
+        Args:
+            order: [rows of the stored matrix] int64: which stored row each row is; None = the same.
+        """
+        total = sum(span.total for span in self.outputs)
+        if order is None and all(span.is_whole for span in self.outputs):
+            return [self._part(0, 1, total, slice(0, total), 0)]
+        rows = torch.arange(total) if order is None else order
+        pieces = rows.split([span.total for span in self.outputs])
+        held = [
+            piece.narrow(0, *span[:2]) for piece, span in zip(pieces, self.outputs, strict=True)
+        ]
+        return [self._part(0, 1, total, torch.cat(held), 0)]
+
+    def stacked_parts(self, orders: Sequence[Tensor | None]) -> list[Part]:
+        """The module's matrix as several stored matrices, one for each of its outputs.
+
+        Args:
+            orders: of each of them, as in `parts`.
+        """
+        found: list[Part] = []
+        first_row = 0
+        for index, (span, order) in enumerate(zip(self.outputs, orders, strict=True)):
+            start, size, total = span
+            rows = slice(start, start + size) if order is None else order[start : start + size]
+            found.append(self._part(index, len(self.outputs), total, rows, first_row))
+            first_row += size
+        return found
+
+    def use(self, method: WeightMethod) -> None:
+        """Take a weight method, and unset memory for its parameters and the bias."""
+        for name in self._names:
+            delattr(self, name)
+        self._method = method
+        self._pending = {}
+        parameters = method.parameters(self.spec)
+        for name, (shape, dtype) in parameters.items():
+            self.register_parameter(name, self._empty(shape, dtype))
+        self._names = tuple(parameters)
+        if self.has_bias:
+            self.bias = self._empty((self.out_features,), self.spec.dtype)
+
+    def load(self, name: str, value: Tensor, part: Part) -> None:
+        """Take one tensor of a checkpoint; with the last one of a matrix its parameters are made.
+
+        Args:
+            name: a stored tensor of the weight method, or `bias`.
+            value: as it was stored.
+            part: which stored matrix it belongs to.
+
+        Raises:
+            ValueError: the tensor can not be cut to what this rank holds.
+            NativeBuildError: the kernels can not be built on this machine.
+        """
+        if name == "bias":
+            self._load_bias(value, part)
+            return
+        pending = self._pending.setdefault(part.expert, _Pending({}))
+        if self.method.is_in_place:
+            pending.tensors = self._weights_of(part.expert)
+        self.method.load(pending.tensors, name, value, part, self.spec)
+        pending.count += 1
+        if pending.count == part.count * len(self.method.stored):
+            for parameter, tensor in self.method.finish(pending.tensors, self.spec).items():
+                self._replace(parameter, tensor, part.expert)
+            del self._pending[part.expert]
+
+    def equals(self, name: str, value: Tensor, part: Part) -> bool:
+        """Whether the loaded matrix was made of this stored tensor, which is all of it."""
+        if len(self.method.stored) != 1 or part.count != 1:
+            return False
+        if self.method.is_in_place:
+            value = part.cut(value, self.method.stored[name]).to(self.spec.device, self.spec.dtype)
+            return torch.equal(self.weights[name], value)
+        tensors: dict[str, Tensor] = {}
+        self.method.load(tensors, name, value, part, self.spec)
+        finished = self.method.finish(tensors, self.spec)
+        return all(torch.equal(tensor, self.weights[key]) for key, tensor in finished.items())
+
+    def multiply(
+        self, x: Tensor, residual: Tensor | None = None, *, float32_output: bool = False
+    ) -> Tensor:
+        """[T, in_features] -> [T, out_features], plus bias and residual if there are any.
+
+        Of partial sums the first rank's alone has the residual, as it alone has the bias.
+        """
+        if self.inputs.start:
+            residual = None
+        return self.method.apply(
+            self.weights, self.spec, x, self.bias, residual, float32_output=float32_output
+        )
+
+    def dense(self) -> Tensor:
+        """The matrix that the parameters stand for: [out_features, in_features]."""
+        return self.method.dense(self.weights, self.spec)
+
+    def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> nn.Parameter:
+        """Memory; nothing is written, so a CPU maps no page of it before it is loaded."""
+        return nn.Parameter(
+            torch.empty(shape, dtype=dtype, device=self.spec.device), requires_grad=False
+        )
+
+    def _part(
+        self, index: int, count: int, total: int, rows: slice | Tensor, first_row: int
+    ) -> Part:
+        num_rows = rows.stop - rows.start if isinstance(rows, slice) else len(rows)
+        stored = (total, self.inputs.total)
+        return Part(index, count, stored, rows, self.inputs, first_row, num_rows)
+
+    def _weights_of(self, expert: int) -> dict[str, Tensor]:
+        """The parameters of one expert; there is but one here."""
+        return self.weights
+
+    def _bias_of(self, expert: int) -> Tensor:
+        assert self.bias is not None, "the module has no bias"
+        return self.bias
+
+    def _load_bias(self, value: Tensor, part: Part) -> None:
+        rows = self._bias_of(part.expert)[part.first_row : part.first_row + part.num_rows]
+        # Of partial sums one rank's bias is added; the others hold zeros, for an equal program.
+        if self.inputs.start:
+            rows.zero_()
+        else:
+            rows.copy_(part.cut(value, BIAS))
+
+    def _replace(self, name: str, tensor: Tensor, expert: int) -> None:
+        """Give a parameter its content."""
+        parameter: Tensor = getattr(self, name)
+        if tensor is parameter:
+            return
+        if parameter.device.type == "cpu":  # its memory was reserved and never written
+            setattr(self, name, nn.Parameter(tensor, requires_grad=False))
+        else:
+            parameter.copy_(tensor)
+
+
+class Linear(LinearBase):
+    """y = x W^T + b."""
+
+    def __init__(
+        self,
+        in_features: int | Span,
+        out_features: int | Span,
+        options: BuildOptions,
+        *,
+        bias: bool = False,
+    ) -> None:
+        super().__init__(in_features, (out_features,), options, bias=bias)
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """[T, in_features] -> [T, out_features], plus a residual of that shape if there is one."""
+        return self.multiply(x, residual)
+
+
+class MergedLinear(LinearBase):
+    """Several projections of one input as a single matrix; `outputs` are their output features."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, in_features] -> [T, out_features]."""
+        return self.multiply(x)
+
+
+class OutputHead(Linear):
+    """Hidden states to logits."""
+
+    role = MatrixRole.head
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[S, D] -> [S, vocab_size] float32."""
+        return self.multiply(hidden, float32_output=True)
+
+
+class Embedding(LinearBase):
+    """Rows of a table [num_rows, D]; with `is_head` the output head reads the same table."""
+
+    def __init__(
+        self, num_rows: int, hidden_size: int, options: BuildOptions, *, is_head: bool = False
+    ) -> None:
+        super().__init__(hidden_size, (num_rows,), options)
+        self.role = MatrixRole.tied if is_head else MatrixRole.embedding
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """[T] int64 -> [T, D]."""
+        return self.method.rows(self.weights, self.spec, ids)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[S, D] -> [S, num_rows] float32."""
+        return self.multiply(hidden, float32_output=True)
+
+
+class ExpertLinear(LinearBase):
+    """One matrix for each expert, in parameters with a leading dimension [experts, ...].
+
+    A checkpoint may store them one by one or stacked; each expert's parameters are made as soon as
+    its own tensors are there.
+
+    Args:
+        experts: how many; a span when this rank holds a part of them.
+        in_features, outputs, options, bias: as for `LinearBase`, of each expert.
+    """
+
+    def __init__(
+        self,
+        experts: int | Span,
+        in_features: int | Span,
+        outputs: Sequence[int | Span],
+        options: BuildOptions,
+        *,
+        bias: bool = False,
+    ) -> None:
+        super().__init__(in_features, outputs, options, bias=bias)
+        self.experts = Span.of(experts)
+
+    def multiply_expert(self, expert: int, x: Tensor) -> Tensor:
+        """[T, in_features] -> [T, out_features] with the matrix of one of this rank's experts."""
+        bias = None if self.bias is None else self.bias[expert]
+        weights = self._weights_of(expert)
+        return self.method.apply(weights, self.spec, x, bias, None, float32_output=False)
+
+    def dense(self) -> Tensor:
+        """[experts, out_features, in_features]."""
+        experts = range(self.experts.size)
+        return torch.stack([self.method.dense(self._weights_of(e), self.spec) for e in experts])
+
+    def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> nn.Parameter:
+        return super()._empty((self.experts.size, *shape), dtype)
+
+    def _weights_of(self, expert: int) -> dict[str, Tensor]:
+        return {name: tensor[expert] for name, tensor in self.weights.items()}
+
+    def _bias_of(self, expert: int) -> Tensor:
+        return super()._bias_of(expert)[expert]
+
+    def _replace(self, name: str, tensor: Tensor, expert: int) -> None:
+        place: Tensor = getattr(self, name)[expert]
+        if tensor.data_ptr() != place.data_ptr():
+            place.copy_(tensor)

@@ -1,0 +1,277 @@
+"""The interface of a weight method: how one linear weight is stored, loaded and multiplied.
+
+A checkpoint stores a matrix [out, in] as one tensor (`weight`) or as several (`qweight`, `scales`,
+...). A weight method names those tensors, turns them into the parameters that its kernel reads, and
+calls that kernel. It holds settings only; the tensors belong to `LinearBase` (models/linear.py),
+which knows of no particular method.
+
+    stored     the tensors of one matrix in a checkpoint
+    load       one of them has been read; by default it is copied to its rows
+    finish     all of them have been read: the parameters
+    apply      x @ W.T + bias + residual
+    rows       rows of W, for embeddings
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ostinato.models.sharding import Span
+
+__all__ = (
+    "FLOATS",
+    "IN",
+    "OUT",
+    "Axis",
+    "MatrixRole",
+    "MatrixSpec",
+    "ParameterSpec",
+    "Part",
+    "StoredTensor",
+    "WeightMethod",
+)
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+class MatrixRole(StrEnum):
+    """What a matrix does in its model."""
+
+    layer = "layer"  # multiplied in a layer
+    head = "head"  # multiplied to give logits
+    embedding = "embedding"  # its rows are looked up
+    tied = "tied"  # both: an embedding that is the output head too
+
+
+class MatrixSpec(NamedTuple):
+    """The matrix of one module on this rank."""
+
+    out_features: int
+    in_features: int
+    dtype: torch.dtype  # of activations
+    device: torch.device
+
+
+class ParameterSpec(NamedTuple):
+    """A parameter's memory."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class Axis(NamedTuple):
+    """What one dimension of a stored tensor runs over."""
+
+    features: str  # "out", "in", or "" for a fixed size
+    per_element: int = 1  # features of one element, as in a word of eight 4-bit weights
+    size: int = 0  # of a dimension that runs over neither
+
+    def length(self, out_features: int, in_features: int) -> int:
+        """Elements of this dimension in the tensor of a matrix of this size."""
+        if not self.features:
+            return self.size
+        features = out_features if self.features == "out" else in_features
+        return -(-features // self.per_element)
+
+
+OUT, IN = Axis("out"), Axis("in")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """One of the tensors that a checkpoint keeps of a matrix."""
+
+    axes: tuple[Axis, ...]
+    dtypes: tuple[torch.dtype, ...] = FLOATS  # that are accepted
+    converted: bool = True  # to the activations' dtype, when it is copied
+
+    def shape(self, out_features: int, in_features: int) -> tuple[int, ...]:
+        """Its shape for a stored matrix of this size."""
+        return tuple(axis.length(out_features, in_features) for axis in self.axes)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """A stored matrix and its place in a module's matrix, which may stack several of them."""
+
+    index: int  # among the module's parts
+    count: int  # of the module's parts
+    stored: tuple[int, int]  # [out, in] of the stored matrix
+    rows: Tensor | slice  # of the stored matrix: those that this module holds, in its order
+    columns: Span  # the same
+    first_row: int  # of the module's matrix
+    num_rows: int
+    expert: int = 0  # of a module with a matrix per expert: which of those on this rank
+
+    @property
+    def is_all(self) -> bool:
+        """The module's matrix is this stored matrix, whole and in its order."""
+        is_ordered = isinstance(self.rows, slice) and self.num_rows == self.stored[0]
+        return self.count == 1 and is_ordered and self.columns.is_whole
+
+    def cut(self, tensor: Tensor, stored: StoredTensor) -> Tensor:
+        """What this module holds of a stored tensor; a view where that is possible.
+
+        Raises:
+            ValueError: the tensor packs several features in an element, and the cut or the order
+                of rows goes through one.
+        """
+        for dim, axis in enumerate(stored.axes):
+            if axis.features == "out":
+                tensor = self._rows_of(tensor, dim, axis.per_element)
+            elif axis.features == "in" and not self.columns.is_whole:
+                start, size, _ = self.columns
+                if start % axis.per_element or size % axis.per_element:
+                    raise ValueError(
+                        f"columns {start} to {start + size} can not be cut out of elements of "
+                        f"{axis.per_element} columns"
+                    )
+                tensor = tensor.narrow(dim, start // axis.per_element, size // axis.per_element)
+        return tensor
+
+    def _rows_of(self, tensor: Tensor, dim: int, per_element: int) -> Tensor:
+        if isinstance(self.rows, slice):
+            start, stop = self.rows.start, self.rows.stop
+            if (start, stop) == (0, self.stored[0]):
+                return tensor
+            if start % per_element or stop % per_element:
+                raise ValueError(
+                    f"rows {start} to {stop} can not be cut out of elements of {per_element} rows"
+                )
+            return tensor.narrow(dim, start // per_element, (stop - start) // per_element)
+        if per_element != 1:
+            raise ValueError(f"rows can not be reordered in elements of {per_element} rows")
+        return tensor.index_select(dim, self.rows.to(tensor.device))
+
+
+class WeightMethod(ABC):
+    """How a weight is stored, loaded and multiplied. Subclasses are frozen dataclasses: equal
+    methods give equal programs.
+    """
+
+    is_in_place: ClassVar[bool] = False  # stored tensors are copied straight into the parameters
+    is_quantized: ClassVar[bool] = False  # the parameters stand for rounded values
+
+    @property
+    @abstractmethod
+    def stored(self) -> Mapping[str, StoredTensor]:
+        """The tensors of one matrix in a checkpoint, by the last part of their names."""
+
+    @property
+    def static_key(self) -> tuple[object, ...]:
+        """What a traced program depends on besides tensors."""
+        return (self,)
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """For people, as in `int4 in groups of 32`."""
+
+    def why_unusable(self, device: torch.device, dtype: torch.dtype) -> str | None:
+        """Why no kernel multiplies such weights on this device with activations of this dtype; None
+        when one does.
+        """
+        return None
+
+    @abstractmethod
+    def parameters(self, spec: MatrixSpec) -> dict[str, ParameterSpec]:
+        """The parameters that the kernel reads, by name."""
+
+    def num_bytes(self, spec: MatrixSpec) -> int:
+        """Memory of the parameters."""
+        return sum(parameter.num_bytes for parameter in self.parameters(spec).values())
+
+    def load(
+        self, tensors: dict[str, Tensor], name: str, value: Tensor, part: Part, spec: MatrixSpec
+    ) -> None:
+        """Keep a stored tensor until `finish`.
+
+        Tensors of several parts that have no `out` dimension are stacked: [parts, ...].
+
+        Args:
+            tensors: what is loaded of this matrix so far, by stored name; filled here. The
+                parameters themselves when `is_in_place`.
+            name: a key of `stored`.
+            value: as it was stored, in any of the accepted dtypes.
+            part: which rows and columns this rank holds, and where they belong.
+            spec: the module's matrix.
+
+        Raises:
+            ValueError: the value can not be cut as `part` says.
+        """
+        stored = self.stored[name]
+        value = part.cut(value, stored)
+        dtype = spec.dtype if stored.converted else value.dtype
+        out = [dim for dim, axis in enumerate(stored.axes) if axis.features == "out"]
+        is_kept = part.count == 1 and not self.is_in_place and value.is_contiguous()
+        if is_kept and value.dtype == dtype and value.device == spec.device:
+            # The file's own memory: the largest matrix need not be copied before it is converted.
+            tensors[name] = value if out else value[None]
+            return
+        if name not in tensors:
+            shape = stored.shape(spec.out_features, spec.in_features)
+            if not out:
+                shape = (part.count, *shape)
+            tensors[name] = torch.empty(shape, dtype=dtype, device=spec.device)
+        target = tensors[name]
+        for dim in out:
+            per_element = stored.axes[dim].per_element
+            target = target.narrow(dim, part.first_row // per_element, value.shape[dim])
+        if not out:
+            target = target[part.index]
+        target.copy_(value)
+
+    @abstractmethod
+    def finish(self, tensors: dict[str, Tensor], spec: MatrixSpec) -> dict[str, Tensor]:
+        """The parameters of a matrix whose stored tensors have all been loaded.
+
+        Raises:
+            NativeBuildError: the kernels can not be built on this machine.
+        """
+
+    @abstractmethod
+    def apply(
+        self,
+        weights: Mapping[str, Tensor],
+        spec: MatrixSpec,
+        x: Tensor,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        *,
+        float32_output: bool,
+    ) -> Tensor:
+        """x @ W.T + bias + residual.
+
+        Args:
+            weights: the parameters by name.
+            spec: the module's matrix.
+            x: [T, in_features] in the activations' dtype.
+            bias: [out_features] in that dtype, or None.
+            residual: [T, out_features] in that dtype, or None.
+            float32_output: return float32, for logits; without a residual.
+
+        Returns:
+            [T, out_features] in the activations' dtype or float32.
+        """
+
+    @abstractmethod
+    def rows(self, weights: Mapping[str, Tensor], spec: MatrixSpec, ids: Tensor) -> Tensor:
+        """Rows of the matrix: ids [T] int64 -> [T, in_features] in the activations' dtype."""
+
+    @abstractmethod
+    def dense(self, weights: Mapping[str, Tensor], spec: MatrixSpec) -> Tensor:
+        """The matrix that the parameters stand for: [out_features, in_features]; float32 for
+        quantised weights.
+        """

@@ -1,0 +1,98 @@
+"""What the weight methods of whole numbers with a scale a group share (ops/quantized.py).
+
+The checkpoint has the weights as floats; they are quantised as soon as a matrix is complete.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ostinato.models.weight_methods.base import (
+    IN,
+    OUT,
+    MatrixSpec,
+    ParameterSpec,
+    StoredTensor,
+    WeightMethod,
+)
+from ostinato.ops.quantized import quantize_linear_weight, quantized_linear, quantized_rows
+from ostinato.ops.quantized_reference import QuantFormat, dequantize_linear_weight
+
+__all__ = ("GroupQuantized",)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupQuantized(WeightMethod):
+    """`weight`: bytes that hold whole numbers and their groups' scales; on a CPU."""
+
+    bits: ClassVar[int]
+    is_quantized: ClassVar[bool] = True
+
+    group_size: int  # weights of a row that share a scale
+    symmetric: bool  # no zero points
+
+    @property
+    def format(self) -> QuantFormat:
+        """As the kernels name it."""
+        return QuantFormat(self.bits, self.group_size, self.symmetric)
+
+    @property
+    def name(self) -> str:
+        return self.format.name
+
+    @property
+    def stored(self) -> Mapping[str, StoredTensor]:
+        return {"weight": StoredTensor((OUT, IN))}
+
+    def why_unusable(self, device: torch.device, dtype: torch.dtype) -> str | None:
+        if device.type != "cpu":
+            return (
+                "only the CPU's kernels read quantised weights and the device is "
+                f"{device.type}; leave it out, or set device.name=cpu"
+            )
+        if dtype not in (torch.float32, torch.bfloat16):
+            return (
+                "its kernels take activations in float32 or bfloat16, not "
+                f"{str(dtype).removeprefix('torch.')}; set model.dtype=bfloat16"
+            )
+        return None
+
+    def parameters(self, spec: MatrixSpec) -> dict[str, ParameterSpec]:
+        shape = self.format.packed_shape(spec.out_features, spec.in_features)
+        return {"weight": ParameterSpec(tuple(shape), torch.uint8)}
+
+    def finish(self, tensors: dict[str, Tensor], spec: MatrixSpec) -> dict[str, Tensor]:
+        return {"weight": quantize_linear_weight(tensors["weight"], self.format)}
+
+    def apply(
+        self,
+        weights: Mapping[str, Tensor],
+        spec: MatrixSpec,
+        x: Tensor,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        *,
+        float32_output: bool,
+    ) -> Tensor:
+        return quantized_linear(
+            x,
+            weights["weight"],
+            bias,
+            spec.out_features,
+            self.format,
+            residual=residual,
+            float32_output=float32_output,
+        )
+
+    def rows(self, weights: Mapping[str, Tensor], spec: MatrixSpec, ids: Tensor) -> Tensor:
+        size = (spec.out_features, spec.in_features)
+        return quantized_rows(weights["weight"], ids, *size, self.format, dtype=spec.dtype)
+
+    def dense(self, weights: Mapping[str, Tensor], spec: MatrixSpec) -> Tensor:
+        size = (spec.out_features, spec.in_features)
+        return dequantize_linear_weight(weights["weight"], self.format, *size)

@@ -1,0 +1,81 @@
+"""The weight method `packed`: the matrix in the order in which the CPU kernels read it
+(ops/linear.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ostinato.models.weight_methods.base import (
+    IN,
+    OUT,
+    MatrixSpec,
+    ParameterSpec,
+    StoredTensor,
+    WeightMethod,
+)
+from ostinato.ops.linear import (
+    empty_packed,
+    pack_linear_weight,
+    packed_linear,
+    packed_rows,
+    unpack_linear_weight,
+    why_unpackable,
+)
+
+__all__ = ("Packed",)
+
+
+@dataclass(frozen=True, slots=True)
+class Packed(WeightMethod):
+    """`weight` in panels of 32 rows, padded with zeros; float32 or bfloat16 on a CPU."""
+
+    @property
+    def stored(self) -> Mapping[str, StoredTensor]:
+        return {"weight": StoredTensor((OUT, IN))}
+
+    @property
+    def name(self) -> str:
+        return "packed"
+
+    def why_unusable(self, device: torch.device, dtype: torch.dtype) -> str | None:
+        if device.type != "cpu":
+            return f"packed weights are read by CPU kernels, the device is {device.type}"
+        return why_unpackable(torch.empty((1, 1), dtype=dtype))
+
+    def parameters(self, spec: MatrixSpec) -> dict[str, ParameterSpec]:
+        size = (spec.out_features, spec.in_features)
+        packed = empty_packed(torch.empty(size, dtype=spec.dtype, device="meta"))
+        return {"weight": ParameterSpec(tuple(packed.shape), spec.dtype)}
+
+    def finish(self, tensors: dict[str, Tensor], spec: MatrixSpec) -> dict[str, Tensor]:
+        return {"weight": pack_linear_weight(tensors["weight"])}
+
+    def apply(
+        self,
+        weights: Mapping[str, Tensor],
+        spec: MatrixSpec,
+        x: Tensor,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        *,
+        float32_output: bool,
+    ) -> Tensor:
+        return packed_linear(
+            x,
+            weights["weight"],
+            bias,
+            spec.out_features,
+            residual=residual,
+            float32_output=float32_output,
+        )
+
+    def rows(self, weights: Mapping[str, Tensor], spec: MatrixSpec, ids: Tensor) -> Tensor:
+        return packed_rows(weights["weight"], ids, spec.out_features, spec.in_features)
+
+    def dense(self, weights: Mapping[str, Tensor], spec: MatrixSpec) -> Tensor:
+        return unpack_linear_weight(weights["weight"], spec.out_features, spec.in_features)

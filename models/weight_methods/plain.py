@@ -1,0 +1,63 @@
+"""The weight method `plain`: the matrix as it was stored, multiplied by torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+from torch.nn.functional import embedding, linear
+
+from ostinato.models.weight_methods.base import (
+    IN,
+    OUT,
+    MatrixSpec,
+    ParameterSpec,
+    StoredTensor,
+    WeightMethod,
+)
+
+__all__ = ("Plain",)
+
+
+@dataclass(frozen=True, slots=True)
+class Plain(WeightMethod):
+    """`weight` [out, in] in the activations' dtype."""
+
+    is_in_place: ClassVar[bool] = True
+
+    @property
+    def stored(self) -> Mapping[str, StoredTensor]:
+        return {"weight": StoredTensor((OUT, IN))}
+
+    @property
+    def name(self) -> str:
+        return "as loaded"
+
+    def parameters(self, spec: MatrixSpec) -> dict[str, ParameterSpec]:
+        return {"weight": ParameterSpec((spec.out_features, spec.in_features), spec.dtype)}
+
+    def finish(self, tensors: dict[str, Tensor], spec: MatrixSpec) -> dict[str, Tensor]:
+        return tensors
+
+    def apply(
+        self,
+        weights: Mapping[str, Tensor],
+        spec: MatrixSpec,
+        x: Tensor,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        *,
+        float32_output: bool,
+    ) -> Tensor:
+        result = linear(x, weights["weight"], bias)
+        if residual is not None:
+            result = result + residual
+        return result.float() if float32_output else result
+
+    def rows(self, weights: Mapping[str, Tensor], spec: MatrixSpec, ids: Tensor) -> Tensor:
+        return embedding(ids, weights["weight"])
+
+    def dense(self, weights: Mapping[str, Tensor], spec: MatrixSpec) -> Tensor:
+        return weights["weight"]
