@@ -7,7 +7,7 @@ back to the compiled program, which takes any shape.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
 __all__ = (
@@ -25,12 +25,14 @@ class GraphKey(NamedTuple):
 
     num_tokens: int
     num_seqs: int
-    uniform_decode: bool  # every sequence has exactly one token, so num_tokens == num_seqs
+    # Tokens that each sequence has: 1 in a decode step, 1 + k in a step that verifies k drafts of
+    # each sequence. 0 in a mixed step, whose sequences have any number of tokens.
+    tokens_per_seq: int
 
     @property
     def num_rows(self) -> int:
         """The most tokens whose logits a step of this shape can ask for."""
-        return self.num_seqs
+        return self.num_seqs * max(self.tokens_per_seq, 1)
 
 
 def default_decode_sizes(max_num_seqs: int, *, exact: bool) -> list[int]:
@@ -84,9 +86,12 @@ def why_incomplete(capture_sizes: Collection[int], max_num_seqs: int) -> str | N
 
 def name_buckets(keys: Collection[GraphKey]) -> str:
     """In words, largest first: "decode of 16, 8 sequences, mixed of 1024 tokens"."""
-    decode = sorted((key.num_seqs for key in keys if key.uniform_decode), reverse=True)
-    mixed = sorted((key.num_tokens for key in keys if not key.uniform_decode), reverse=True)
-    parts = [f"decode of {', '.join(map(str, decode))} sequences"] if decode else []
+    parts = []
+    for tokens in sorted({key.tokens_per_seq for key in keys} - {0}):
+        sizes = sorted((key.num_seqs for key in keys if key.tokens_per_seq == tokens), reverse=True)
+        name = "decode" if tokens == 1 else f"verification of {tokens} tokens each"
+        parts.append(f"{name} of {', '.join(map(str, sizes))} sequences")
+    mixed = sorted((key.num_tokens for key in keys if key.tokens_per_seq == 0), reverse=True)
     parts += [f"mixed of {', '.join(map(str, mixed))} tokens"] if mixed else []
     return ", ".join(parts)
 
@@ -95,36 +100,63 @@ class BucketTable:
     """Rounds a step's shape up to a captured one."""
 
     def __init__(
-        self, *, decode_sizes: Iterable[int], mixed_sizes: Iterable[int], max_num_seqs: int
+        self,
+        *,
+        decode_sizes: Iterable[int],
+        mixed_sizes: Iterable[int],
+        max_num_seqs: int,
+        verify_sizes: Mapping[int, Iterable[int]] | None = None,
     ) -> None:
-        self.decode_sizes = sorted(set(decode_sizes))
-        self.mixed_sizes = sorted(set(mixed_sizes))
-        self.max_num_seqs = max_num_seqs
+        """
+        Args:
+            decode_sizes: numbers of sequences with one token each.
+            mixed_sizes: numbers of tokens, of up to `max_num_seqs` sequences.
+            max_num_seqs: sequences and rows of logits of a mixed bucket.
+            verify_sizes: numbers of sequences by the tokens that each has, 2 or more.
+        """
+        uniform = {**(verify_sizes or {}), 1: decode_sizes}
+        self._uniform_sizes = {tokens: sorted(set(sizes)) for tokens, sizes in uniform.items()}
+        self._mixed_sizes = sorted(set(mixed_sizes))
+        self._max_num_seqs = max_num_seqs
 
     @property
     def keys(self) -> list[GraphKey]:
         """All buckets, largest first: the order of capture, so that smaller ones reuse the pool."""
-        keys = [GraphKey(size, size, True) for size in self.decode_sizes]
-        keys += [GraphKey(size, self.max_num_seqs, False) for size in self.mixed_sizes]
+        keys = [
+            GraphKey(size * tokens, size, tokens)
+            for tokens, sizes in self._uniform_sizes.items()
+            for size in sizes
+        ]
+        keys += [GraphKey(size, self._max_num_seqs, 0) for size in self._mixed_sizes]
         return sorted(keys, reverse=True)
 
     def without(self, keys: Collection[GraphKey]) -> BucketTable:
         """The table that lacks these buckets; the next larger ones serve their steps."""
         kept = [key for key in self.keys if key not in keys]
+        uniform = {
+            tokens: [key.num_seqs for key in kept if key.tokens_per_seq == tokens]
+            for tokens in self._uniform_sizes
+        }
         return BucketTable(
-            decode_sizes=[key.num_seqs for key in kept if key.uniform_decode],
-            mixed_sizes=[key.num_tokens for key in kept if not key.uniform_decode],
-            max_num_seqs=self.max_num_seqs,
+            decode_sizes=uniform.pop(1),
+            mixed_sizes=[key.num_tokens for key in kept if key.tokens_per_seq == 0],
+            max_num_seqs=self._max_num_seqs,
+            verify_sizes=uniform,
         )
 
-    def round_up(self, num_tokens: int, num_seqs: int, *, uniform_decode: bool) -> GraphKey | None:
-        """The smallest bucket that holds the step, or None when there is none."""
-        if uniform_decode:
-            index = bisect_left(self.decode_sizes, num_seqs)
-            if index < len(self.decode_sizes):
-                size = self.decode_sizes[index]
-                return GraphKey(size, size, True)
-        index = bisect_left(self.mixed_sizes, num_tokens)
-        if index < len(self.mixed_sizes) and num_seqs <= self.max_num_seqs:
-            return GraphKey(self.mixed_sizes[index], self.max_num_seqs, False)
+    def round_up(
+        self, num_tokens: int, num_seqs: int, num_rows: int, *, tokens_per_seq: int
+    ) -> GraphKey | None:
+        """The smallest bucket that holds the step, or None when there is none.
+
+        A step whose `tokens_per_seq` has no bucket of its own is looked up as a mixed one.
+        """
+        sizes = self._uniform_sizes.get(tokens_per_seq, [])
+        index = bisect_left(sizes, num_seqs)
+        if index < len(sizes):
+            return GraphKey(sizes[index] * tokens_per_seq, sizes[index], tokens_per_seq)
+        index = bisect_left(self._mixed_sizes, num_tokens)
+        fits = max(num_seqs, num_rows) <= self._max_num_seqs
+        if index < len(self._mixed_sizes) and fits:
+            return GraphKey(self._mixed_sizes[index], self._max_num_seqs, 0)
         return None

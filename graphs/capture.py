@@ -134,7 +134,7 @@ class GraphRunner:
         later.
         """
         for num_tokens, num_seqs in shapes:
-            key = GraphKey(num_tokens, num_seqs, False)
+            key = GraphKey(num_tokens, num_seqs, 0)
             self._buffers.wait_for_upload()
             self._fill_with_padding(key)
             self._plan(key)
@@ -145,14 +145,12 @@ class GraphRunner:
         """Give up the decode buckets of these sizes; the next larger ones serve their steps."""
         if self._table is None:
             return
-        keys = [GraphKey(size, size, True) for size in sizes]
+        keys = [GraphKey(size, size, 1) for size in sizes]
         for key in keys:
             self._replays.pop(key, None)
         self._table = self._table.without(keys)
 
-    def run(
-        self, num_tokens: int, num_seqs: int, num_logits: int, *, uniform_decode: bool
-    ) -> Tensor:
+    def run(self, num_tokens: int, num_seqs: int, num_rows: int, *, tokens_per_seq: int) -> Tensor:
         """Run the step whose inputs are in the host buffers.
 
         Begins the timer's step when the inputs are on their way; who knows its end ends it.
@@ -160,36 +158,39 @@ class GraphRunner:
         Args:
             num_tokens: real tokens T.
             num_seqs: real sequences S.
-            num_logits: rows of `logits_indices` in use.
-            uniform_decode: one token per sequence, every one sampled, in sequence order.
+            num_rows: entries of `logits_indices` in use, R.
+            tokens_per_seq: how many tokens each sequence has, when all have as many and the logits
+                of all are wanted, in their order; 0 for any other step.
 
         Returns:
-            [num_logits, vocab_size] float32 logits, valid until the next run.
+            [num_rows, vocab_size] float32 logits, valid until the next run.
         """
         key = None
         if self._table is not None and self._replays:
-            key = self._table.round_up(num_tokens, num_seqs, uniform_decode=uniform_decode)
+            key = self._table.round_up(
+                num_tokens, num_seqs, num_rows, tokens_per_seq=tokens_per_seq
+            )
         replay = self._replays.get(key) if key is not None else None
         if key is not None and replay is not None:
-            self._buffers.pad(num_tokens, num_seqs, num_logits, key)
+            self._buffers.pad(num_tokens, num_seqs, num_rows, key)
             self._buffers.upload(key.num_seqs)
             self._buffers.feed(num_tokens)
             self._plan(key)
             self.num_padding_tokens += key.num_tokens - num_tokens
             self._begin(StepKind.captured, key.num_tokens, key.num_seqs)
-            return replay()[:num_logits]
-        if num_logits == 0:
+            return replay()[:num_rows]
+        if num_rows == 0:
             # One row that nobody reads: programs are for at least one.
             self._buffers.host.logits_indices[0] = 0
         self._buffers.upload(num_seqs)
         self._buffers.feed(num_tokens)
-        self._plan(GraphKey(num_tokens, num_seqs, uniform_decode))
-        batch = self._buffers.batch(num_tokens, num_seqs, max(num_logits, 1))
+        self._plan(GraphKey(num_tokens, num_seqs, tokens_per_seq))
+        batch = self._buffers.batch(num_tokens, num_seqs, max(num_rows, 1))
         self._begin(self._uncaptured, num_tokens, num_seqs)
-        return self._result(batch, num_logits)
+        return self._result(batch, num_rows)
 
     def run_with_hidden(
-        self, num_tokens: int, num_seqs: int, num_logits: int
+        self, num_tokens: int, num_seqs: int, num_rows: int
     ) -> tuple[Tensor | None, Tensor]:
         """As `run`, but never captured, with every token's final hidden state: (logits, [T, D]).
 
@@ -197,12 +198,12 @@ class GraphRunner:
         """
         self._buffers.upload(num_seqs)
         self._buffers.feed(num_tokens)
-        self._plan(GraphKey(num_tokens, num_seqs, False))
-        sampled = self._buffers.batch(num_tokens, num_seqs, num_logits).logits_indices
+        self._plan(GraphKey(num_tokens, num_seqs, 0))
+        sampled = self._buffers.batch(num_tokens, num_seqs, num_rows).logits_indices
         batch = self._buffers.batch(num_tokens, num_seqs, None)
         self._begin(self._uncaptured, num_tokens, num_seqs)
         hidden = self._hidden(batch)
-        return (self.compute_logits(hidden[sampled]) if num_logits else None), hidden
+        return (self.compute_logits(hidden[sampled]) if num_rows else None), hidden
 
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         """Copy blocks of every layer's cache, (from, to): all are read before any is written."""

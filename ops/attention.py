@@ -113,8 +113,8 @@ class PlanKey(Protocol):
     @property
     def num_seqs(self) -> int: ...
     @property
-    def uniform_decode(self) -> bool:
-        """Every sequence that has query rows has exactly one."""
+    def tokens_per_seq(self) -> int:
+        """Query rows of every sequence that has any; 0 = they differ."""
         ...
 
 

@@ -148,7 +148,7 @@ class Plan:
         self._workspace = workspace
         self._table = table
         self._is_captured = key is not None
-        self._is_decode = key is not None and key.uniform_decode
+        self._is_decode = key is not None and key.tokens_per_seq == 1
         self._is_sized = False
         self._planned = torch.cuda.Event() if spec.device.type == "cuda" else None
         self._wrappers = {window: self._make_wrapper() for window in windows}
@@ -278,7 +278,7 @@ class FlashInferPlanner:
         self._register = register
         self._release = release
         self._workspace = _Workspace(spec.device)
-        self._plans: dict[tuple[int, int, bool] | None, tuple[Plan, int]] = {}
+        self._plans: dict[tuple[int, int, int] | None, tuple[Plan, int]] = {}
         self._num_free_slots = 0  # sequences that the plan of all other shapes has room for
 
     def plan(self, key: PlanKey, host: HostMetadata, handle: Tensor) -> None:
@@ -298,14 +298,14 @@ class FlashInferPlanner:
             self._drop(identity)
         self._workspace.close()
 
-    def _drop(self, identity: tuple[int, int, bool] | None) -> None:
+    def _drop(self, identity: tuple[int, int, int] | None) -> None:
         if identity in self._plans:
             self._release(self._plans.pop(identity)[1])
 
     def _make_plan(self, key: PlanKey, *, is_captured: bool) -> Plan:
         num_seqs = min(key.num_seqs, key.num_tokens) if is_captured else key.num_seqs
         # A decode step has one slot per token; elsewhere the last slot takes the padding tokens.
-        num_slots = key.num_tokens if is_captured and key.uniform_decode else num_seqs + 1
+        num_slots = key.num_tokens if is_captured and key.tokens_per_seq == 1 else num_seqs + 1
         table = _PageTable(num_slots, num_seqs * self._max_blocks_per_seq, self._spec.device)
         return Plan(
             self._library,
@@ -317,5 +317,5 @@ class FlashInferPlanner:
         )
 
 
-def _identity(key: PlanKey) -> tuple[int, int, bool]:
-    return key.num_tokens, key.num_seqs, key.uniform_decode
+def _identity(key: PlanKey) -> tuple[int, int, int]:
+    return key.num_tokens, key.num_seqs, key.tokens_per_seq

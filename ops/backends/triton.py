@@ -101,7 +101,7 @@ class _Planner:
     """Tells the backend what the host knows of a step: whether every sequence has one query row."""
 
     def plan(self, key: PlanKey, host: HostMetadata, handle: Tensor) -> None:
-        handle[0] = 1 if key.uniform_decode else 0
+        handle[0] = 1 if key.tokens_per_seq == 1 else 0
 
     def close(self) -> None:
         """Nothing is held."""

@@ -26,7 +26,8 @@ class StepShape(NamedTuple):
     num_seqs: int
     sampled_rows: list[int]  # rows that get a token, in the scheduler's order
     sampled_positions: list[int]  # the position of each of those new tokens in its sequence
-    uniform_decode: bool
+    # Of every sequence, when all have as many and each of them is sampled; 0 for other steps.
+    tokens_per_seq: int
 
 
 class BatchBuilder:
@@ -90,7 +91,7 @@ class BatchBuilder:
         host.logits_indices[:count] = self._counting[:count]
         host.sampled_rows[:count] = rows
         positions = [start + 1 for start in start_list]
-        return StepShape(count, count, row_list, positions, uniform_decode=True)
+        return StepShape(count, count, row_list, positions, tokens_per_seq=1)
 
     def _build_few(self, scheduled: list[ScheduledSequence]) -> StepShape:
         """What `_build_decode` does, number by number, since an array operation costs as much as
@@ -115,7 +116,7 @@ class BatchBuilder:
         host.query_start_loc[count] = count
         rows = [entry.row for entry in scheduled]
         positions = [entry.start + 1 for entry in scheduled]
-        return StepShape(count, count, rows, positions, uniform_decode=True)
+        return StepShape(count, count, rows, positions, tokens_per_seq=1)
 
     def _build_mixed(self, scheduled: list[ScheduledSequence], num_tokens: int) -> StepShape:
         host = self._buffers.host
@@ -145,5 +146,5 @@ class BatchBuilder:
         assert begin == num_tokens, f"scheduler announced {num_tokens} tokens and listed {begin}"
         host.query_start_loc[len(scheduled)] = begin
         return StepShape(
-            num_tokens, len(scheduled), sampled_rows, sampled_positions, uniform_decode=False
+            num_tokens, len(scheduled), sampled_rows, sampled_positions, tokens_per_seq=0
         )

@@ -135,7 +135,7 @@ class InlineExecutor:
             grammar_seconds=self._runner.grammar_seconds,
             grammar_build_seconds=self._grammars.build_seconds,
             late_compiles=self._monitor.late_compiles,
-            decode_buckets=sorted(key.num_seqs for key in keys if key.uniform_decode),
+            decode_buckets=sorted(key.num_seqs for key in keys if key.tokens_per_seq == 1),
             bucket_tokens=sorted({key.num_tokens for key in keys}),
         )
 

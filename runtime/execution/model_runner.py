@@ -134,7 +134,7 @@ class ModelRunner:
                 step.num_tokens,
                 step.num_seqs,
                 len(step.sampled_rows),
-                uniform_decode=step.uniform_decode,
+                tokens_per_seq=step.tokens_per_seq,
             )
         pending = PendingStep(prompt_logprobs, vectors)
         if step.sampled_rows:

@@ -30,7 +30,7 @@ NUM_CACHE_BLOCKS = 512
 CUDA = torch.device("cuda")
 BASE = Shape(num_heads=32, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16, device=CUDA)
 FP8 = torch.float8_e4m3fn
-DECODE, MIXED = GraphKey(16, 16, True), GraphKey(128, 16, False)
+DECODE, MIXED = GraphKey(16, 16, 1), GraphKey(128, 16, 0)
 
 # Each step leaves rows behind that the next one must not see.
 MIXED_STEPS = [
@@ -158,9 +158,9 @@ def test_matches_reference(name: str, shape: Shape) -> None:
         if max(context for _, context in lengths) > MAX_BLOCKS * shape.block_size:
             lengths = [(query, min(context, 600)) for query, context in lengths]
         num_tokens = sum(query for query, _ in lengths)
-        step = engine.load(lengths, GraphKey(num_tokens, len(lengths), False), seed)
+        step = engine.load(lengths, GraphKey(num_tokens, len(lengths), 0), seed)
         planner.plan(
-            GraphKey(num_tokens, len(lengths), False), engine.buffers.host, engine.buffers.plan
+            GraphKey(num_tokens, len(lengths), 0), engine.buffers.host, engine.buffers.plan
         )
         out, k_cache, v_cache = run(backend, step, shape)
         expected, k_expected, v_expected = reference(step, shape)
@@ -285,7 +285,7 @@ def test_no_memory_is_kept(name: str) -> None:
 def test_triton_gives_the_same_bits_alone_and_in_a_batch() -> None:
     backend, planner, engine = engine_of("triton", BASE)
     lengths = MIXED_STEPS[0]
-    key = GraphKey(sum(query for query, _ in lengths), len(lengths), False)
+    key = GraphKey(sum(query for query, _ in lengths), len(lengths), 0)
     step = engine.load(lengths, key)
     planner.plan(key, engine.buffers.host, engine.buffers.plan)
     together, _, _ = run(backend, step, BASE)
@@ -323,7 +323,7 @@ def test_triton_compiles_nothing_after_two_warm_up_steps(compiled: list[str]) ->
     backend, planner, engine = engine_of("triton", shape)
 
     def step(lengths: list[tuple[int, int]], *, uniform: bool) -> None:
-        key = GraphKey(sum(query for query, _ in lengths), len(lengths), uniform)
+        key = GraphKey(sum(query for query, _ in lengths), len(lengths), int(uniform))
         loaded = engine.load(lengths, key)
         planner.plan(key, engine.buffers.host, engine.buffers.plan)
         run(backend, loaded, shape)

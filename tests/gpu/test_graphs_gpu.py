@@ -81,7 +81,7 @@ def test_a_decode_step_in_a_mixed_bucket_equals_eager() -> None:
     uniform = captured.run(step)
     # The inputs of the uniform run are still in the buffers, padded to the bucket of 4.
     captured.buffers.wait_for_upload()
-    mixed = captured.runner.run(3, 3, 3, uniform_decode=False)
+    mixed = captured.runner.run(3, 3, 3, tokens_per_seq=0)
     torch.testing.assert_close(uniform, expected, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(mixed, expected, atol=1e-4, rtol=1e-4)
 
@@ -118,8 +118,8 @@ def test_buckets_share_their_memory() -> None:
 
     graphs.runner.capture(progress)
     assert keys == [
-        *(GraphKey(size, MAX_SEQS, False) for size in sorted(MIXED_SIZES, reverse=True)),
-        *(GraphKey(size, size, True) for size in sorted(DECODE_SIZES, reverse=True)),
+        *(GraphKey(size, MAX_SEQS, 0) for size in sorted(MIXED_SIZES, reverse=True)),
+        *(GraphKey(size, size, 1) for size in sorted(DECODE_SIZES, reverse=True)),
     ]
     assert allocated == [allocated[0]] * len(keys)
 

@@ -67,8 +67,9 @@ class Graphs:
         contexts = [start for start, _ in step]
         self.buffers.wait_for_upload()
         num_tokens, num_seqs = fill(self.buffers, list(zip(contexts, tokens, strict=True)))
-        uniform = all(new == 1 for _, new in step)
-        return self.runner.run(num_tokens, num_seqs, num_seqs, uniform_decode=uniform).clone()
+        tokens_per_seq = 1 if all(new == 1 for _, new in step) else 0
+        logits = self.runner.run(num_tokens, num_seqs, num_seqs, tokens_per_seq=tokens_per_seq)
+        return logits.clone()
 
     def poison(self) -> None:
         """Overwrite every input with a number that would be seen in the results."""

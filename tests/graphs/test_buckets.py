@@ -18,35 +18,54 @@ def make_table() -> BucketTable:
 
 def test_decode_rounds_up_to_the_smallest_bucket() -> None:
     table = make_table()
-    assert table.round_up(1, 1, uniform_decode=True) == GraphKey(1, 1, True)
-    assert table.round_up(3, 3, uniform_decode=True) == GraphKey(4, 4, True)
-    assert table.round_up(8, 8, uniform_decode=True) == GraphKey(8, 8, True)
+    assert table.round_up(1, 1, 1, tokens_per_seq=1) == GraphKey(1, 1, 1)
+    assert table.round_up(3, 3, 3, tokens_per_seq=1) == GraphKey(4, 4, 1)
+    assert table.round_up(8, 8, 8, tokens_per_seq=1) == GraphKey(8, 8, 1)
 
 
 def test_mixed_steps_use_the_token_count() -> None:
     table = make_table()
-    assert table.round_up(20, 3, uniform_decode=False) == GraphKey(32, 8, False)
-    assert table.round_up(33, 3, uniform_decode=False) == GraphKey(64, 8, False)
+    assert table.round_up(20, 3, 3, tokens_per_seq=0) == GraphKey(32, 8, 0)
+    assert table.round_up(33, 3, 3, tokens_per_seq=0) == GraphKey(64, 8, 0)
 
 
 def test_a_decode_step_too_large_for_decode_buckets_uses_a_mixed_one() -> None:
     table = BucketTable(decode_sizes=[1], mixed_sizes=[16], max_num_seqs=8)
-    assert table.round_up(5, 5, uniform_decode=True) == GraphKey(16, 8, False)
+    assert table.round_up(5, 5, 5, tokens_per_seq=1) == GraphKey(16, 8, 0)
 
 
 def test_a_miss_is_none() -> None:
     table = make_table()
-    assert table.round_up(65, 2, uniform_decode=False) is None
-    assert table.round_up(40, 9, uniform_decode=False) is None
+    assert table.round_up(65, 2, 2, tokens_per_seq=0) is None
+    assert table.round_up(40, 9, 9, tokens_per_seq=0) is None
+
+
+def test_a_verification_takes_a_bucket_of_its_own_length_or_a_mixed_one() -> None:
+    table = BucketTable(
+        decode_sizes=[4], mixed_sizes=[32], max_num_seqs=8, verify_sizes={2: [1, 4], 4: [2]}
+    )
+    assert table.round_up(6, 3, 6, tokens_per_seq=2) == GraphKey(8, 4, 2)
+    assert table.round_up(8, 2, 8, tokens_per_seq=4) == GraphKey(8, 2, 4)
+    assert GraphKey(8, 2, 4).num_rows == 8
+    # Not captured: 3 tokens each, and 3 sequences of 4. A mixed bucket has 8 rows of logits.
+    assert table.round_up(6, 2, 6, tokens_per_seq=3) == GraphKey(32, 8, 0)
+    assert table.round_up(12, 3, 12, tokens_per_seq=4) is None
+    assert table.keys == [(32, 8, 0), (8, 4, 2), (8, 2, 4), (4, 4, 1), (2, 1, 2)]
+    smaller = table.without([GraphKey(8, 2, 4), GraphKey(8, 4, 2)])
+    assert smaller.keys == [(32, 8, 0), (4, 4, 1), (2, 1, 2)]
+    assert name_buckets(table.keys) == (
+        "decode of 4 sequences, verification of 2 tokens each of 4, 1 sequences, "
+        "verification of 4 tokens each of 2 sequences, mixed of 32 tokens"
+    )
 
 
 def test_keys_are_largest_first() -> None:
     assert make_table().keys == [
-        GraphKey(64, 8, False),
-        GraphKey(32, 8, False),
-        GraphKey(8, 8, True),
-        GraphKey(4, 4, True),
-        GraphKey(1, 1, True),
+        GraphKey(64, 8, 0),
+        GraphKey(32, 8, 0),
+        GraphKey(8, 8, 1),
+        GraphKey(4, 4, 1),
+        GraphKey(1, 1, 1),
     ]
 
 
@@ -81,6 +100,6 @@ def test_a_list_of_sizes_that_does_not_fit_is_explained(sizes: list[int], text: 
 
 
 def test_buckets_in_words() -> None:
-    keys = [GraphKey(8, 8, True), GraphKey(64, 8, False), GraphKey(4, 4, True)]
+    keys = [GraphKey(8, 8, 1), GraphKey(64, 8, 0), GraphKey(4, 4, 1)]
     assert name_buckets(keys) == "decode of 8, 4 sequences, mixed of 64 tokens"
     assert name_buckets(keys[1:2]) == "mixed of 64 tokens"

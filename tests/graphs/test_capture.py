@@ -43,8 +43,8 @@ def make_runner(recorder: Recorder) -> tuple[GraphRunner, GraphRunner]:
 
 def run(runner: GraphRunner, sequences: list[tuple[int, list[int]]]) -> Tensor:
     num_tokens, num_seqs = fill(runner._buffers, sequences)
-    uniform = all(len(token_ids) == 1 for _, token_ids in sequences)
-    return runner.run(num_tokens, num_seqs, num_seqs, uniform_decode=uniform).clone()
+    tokens_per_seq = 1 if all(len(token_ids) == 1 for _, token_ids in sequences) else 0
+    return runner.run(num_tokens, num_seqs, num_seqs, tokens_per_seq=tokens_per_seq).clone()
 
 
 @torch.inference_mode()
@@ -52,10 +52,10 @@ def test_buckets_are_captured_largest_first() -> None:
     recorder = StaticRecorder()
     captured, _ = make_runner(recorder)
     assert captured.captured_keys == [
-        GraphKey(16, MAX_SEQS, False),
-        GraphKey(4, 4, True),
-        GraphKey(2, 2, True),
-        GraphKey(1, 1, True),
+        GraphKey(16, MAX_SEQS, 0),
+        GraphKey(4, 4, 1),
+        GraphKey(2, 2, 1),
+        GraphKey(1, 1, 1),
     ]
     assert recorder.shapes == [(MAX_SEQS, VOCAB), (4, VOCAB), (2, VOCAB), (1, VOCAB)]
 
@@ -143,7 +143,7 @@ def test_fewer_rows_are_sampled_than_run() -> None:
     for runner in (captured, eager):
         num_tokens, num_seqs = fill(runner._buffers, [(0, [3, 1, 4]), (0, [1, 5])])
         runner._buffers.host.logits_indices[0] = 4
-        results.append(runner.run(num_tokens, num_seqs, 1, uniform_decode=False))
+        results.append(runner.run(num_tokens, num_seqs, 1, tokens_per_seq=0))
     assert results[0].shape == (1, VOCAB)
     torch.testing.assert_close(results[0], results[1], atol=1e-5, rtol=1e-5)
 
@@ -174,7 +174,7 @@ def test_buckets_that_lack_memory_are_left_out(error: Exception) -> None:
     """Their steps run in the next larger bucket, or uncaptured; the tokens are the same."""
     recorder = ScarceRecorder({4, 1}, error)  # not the mixed one of 6 rows, nor 2
     captured, eager = make_runner(recorder)
-    assert captured.captured_keys == [GraphKey(4, 4, True), GraphKey(1, 1, True)]
+    assert captured.captured_keys == [GraphKey(4, 4, 1), GraphKey(1, 1, 1)]
     steps: list[tuple[list[tuple[int, list[int]]], str]] = [
         ([(0, [3, 1, 4]), (0, [1, 5, 9])], "eager"),
         ([(3, [5]), (3, [3])], "captured"),  # 2 in the bucket of 4
@@ -201,7 +201,7 @@ def test_capture_names_what_it_leaves_out() -> None:
     )
     captured: list[GraphKey] = []
     left_out = runner.capture(captured.append)
-    assert captured == [GraphKey(2, 2, True), GraphKey(1, 1, True)]
+    assert captured == [GraphKey(2, 2, 1), GraphKey(1, 1, 1)]
     assert name_buckets(left_out) == "decode of 4 sequences, mixed of 32, 16 tokens"
 
 

@@ -99,7 +99,7 @@ def hidden_states(program: CausalLM | Program, cache: KVCache) -> list[Tensor]:
 
 def test_buffers_and_padding_follow_from_the_table() -> None:
     buffers = make_buffers(max_num_rows=11)
-    host, key = buffers.host, GraphKey(16, 4, False)
+    host, key = buffers.host, GraphKey(16, 4, 0)
     assert isinstance(host, FurtherTensors)
     assert host.sources.shape == (MAX_TOKENS,)
     assert host.logits_indices.shape == (11,)

@@ -20,7 +20,7 @@ from tests.ops.attention_steps import Shape, run
 from tests.ops.flashinfer_stand_in import STAND_IN
 from tests.ops.planned_steps import Engine
 
-DECODE, MIXED = GraphKey(4, 4, True), GraphKey(32, 6, False)
+DECODE, MIXED = GraphKey(4, 4, 1), GraphKey(32, 6, 0)
 SHAPE = Shape(head_dim=64, dtype=torch.float16)
 
 
@@ -52,9 +52,9 @@ STEPS = [
     (MIXED, []),
     (DECODE, [(1, 45), (1, 46)]),
     # Not captured: planned without fixed buffers, in any shape.
-    (GraphKey(9, 2, False), [(7, 7), (2, 50)]),
-    (GraphKey(3, 3, True), [(1, 20), (1, 30), (1, 40)]),
-    (GraphKey(40, 8, False), [(33, 33)]),
+    (GraphKey(9, 2, 0), [(7, 7), (2, 50)]),
+    (GraphKey(3, 3, 1), [(1, 20), (1, 30), (1, 40)]),
+    (GraphKey(40, 8, 0), [(33, 33)]),
     (MIXED, [(3, 3), (4, 60)]),
 ]
 

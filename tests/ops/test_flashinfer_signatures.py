@@ -44,7 +44,7 @@ def test_pages_of_a_step() -> None:
         np.array([[5, 3, 8], [0, 0, 0], [2, 4, 8], [6, 6, 6]], dtype=np.int32),
     )
     arrays = page_arrays(4, 8)
-    assert fill_pages(arrays, GraphKey(6, 3, False), host, block_size=16) == 4
+    assert fill_pages(arrays, GraphKey(6, 3, 0), host, block_size=16) == 4
     assert arrays.kv_indptr.tolist() == [0, 2, 4, 4, 4]
     assert arrays.last_page_len.tolist() == [1, 16, 0, 0]
     assert arrays.query_indptr.tolist() == [0, 1, 4, 4, 6]
@@ -54,7 +54,7 @@ def test_pages_of_a_step() -> None:
 def test_pages_of_padding_alone() -> None:
     host = Host(np.zeros(3, np.int32), np.zeros(2, np.int32), np.zeros((2, 3), np.int32))
     arrays = page_arrays(2, 3)
-    assert fill_pages(arrays, GraphKey(2, 2, True), host, block_size=16) == 0
+    assert fill_pages(arrays, GraphKey(2, 2, 1), host, block_size=16) == 0
     assert arrays.kv_indptr.tolist() == [0, 0, 0]
     assert arrays.last_page_len.tolist() == [0, 0]
     assert arrays.query_indptr.tolist() == [0, 0, 2]
@@ -73,7 +73,7 @@ def test_pages_cover_every_sequence(
     table = np.arange(len(rows) * 8, dtype=np.int32).reshape(len(rows), 8)
     host = Host(starts, np.array([length for _, length in lengths], dtype=np.int32), table)
     arrays = page_arrays(len(rows) + 1, table.size)
-    key = GraphKey(int(starts[-1]) + padding, len(rows), False)
+    key = GraphKey(int(starts[-1]) + padding, len(rows), 0)
     used = fill_pages(arrays, key, host, block_size)
     present = [(row, *pair) for row, pair in enumerate(lengths) if pair[0]]
     for slot, (row, query_len, length) in enumerate(present):
@@ -156,11 +156,11 @@ def test_every_call_binds_to_flashinfer(
     monkeypatch.setattr(module, "write_kv", lambda *arguments: None)
     calls: list[str] = []
     backend = module.FlashInferBackend(bound_to(flashinfer, calls))
-    keys = [GraphKey(4, 4, True), GraphKey(16, 4, False)]
+    keys = [GraphKey(4, 4, 1), GraphKey(16, 4, 0)]
     planner = backend.make_planner(spec(), keys, max_blocks_per_seq=12)
     shape = Shape(head_dim=64, dtype=torch.float16)
     engine = Engine(shape, max_num_tokens=32, max_num_seqs=4, max_blocks=12)
-    for key in [*keys, *keys, GraphKey(5, 2, False)]:
+    for key in [*keys, *keys, GraphKey(5, 2, 0)]:
         step = engine.load([(1, 30), (1, 40)], key)
         planner.plan(key, engine.buffers.host, engine.buffers.plan)
         # The caches' poison is at the slots that are not written here.

@@ -105,9 +105,9 @@ def test_the_planner_tells_decode_from_the_rest() -> None:
     planner = BACKEND.make_planner(spec(), [], max_blocks_per_seq=8)
     handle = torch.zeros(1, dtype=torch.int64)
     host = None  # nothing of the step is looked at
-    planner.plan(GraphKey(4, 4, True), host, handle)  # pyright: ignore[reportArgumentType]
+    planner.plan(GraphKey(4, 4, 1), host, handle)  # pyright: ignore[reportArgumentType]
     assert handle.tolist() == [1]
-    planner.plan(GraphKey(64, 4, False), host, handle)  # pyright: ignore[reportArgumentType]
+    planner.plan(GraphKey(64, 4, 0), host, handle)  # pyright: ignore[reportArgumentType]
     assert handle.tolist() == [0]
 
 

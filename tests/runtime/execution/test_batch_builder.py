@@ -31,7 +31,7 @@ def test_a_prefill_beside_a_decode() -> None:
     builder, buffers = make_builder()
     builder.admit(2)
     shape = builder.build(step(ScheduledSequence(2, 0, 5, [10, 11, 12, 13, 14], [7, 3], True)))
-    assert shape == (5, 1, [2], [5], False)
+    assert shape == (5, 1, [2], [5], 0)
     builder.last_token[2] = 99
     builder.admit(0)
     shape = builder.build(
@@ -41,7 +41,7 @@ def test_a_prefill_beside_a_decode() -> None:
         )
     )
     host = buffers.host
-    assert shape == (4, 2, [2], [6], False)
+    assert shape == (4, 2, [2], [6], 0)
     assert host.token_ids[:4].tolist() == [99, 20, 21, 22]
     assert host.positions[:4].tolist() == [5, 4, 5, 6]
     # position 5 is in the second block of row 2 (block 3); positions 4-6 in the second of row 0.
@@ -68,7 +68,7 @@ def test_a_uniform_decode_reads_the_last_tokens() -> None:
         step(ScheduledSequence(1, 2, 1, [], [], True), ScheduledSequence(0, 4, 1, [], [3], True))
     )
     host = buffers.host
-    assert shape == (2, 2, [1, 0], [3, 5], True)
+    assert shape == (2, 2, [1, 0], [3, 5], 1)
     assert host.token_ids[:2].tolist() == [41, 40]
     assert host.positions[:2].tolist() == [2, 4]
     assert host.slot_mapping[:2].tolist() == [2 * 4 + 2, 3 * 4]
@@ -82,7 +82,7 @@ def test_a_one_token_prompt_brings_its_token() -> None:
     builder.admit(0)
     builder.last_token[0] = 77  # what an earlier owner of the row left behind
     shape = builder.build(step(ScheduledSequence(0, 0, 1, [5], [1], True)))
-    assert shape.uniform_decode
+    assert shape.tokens_per_seq == 1
     assert buffers.host.token_ids[0] == 5
 
 
