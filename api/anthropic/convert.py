@@ -25,7 +25,8 @@ from ostinato.api.anthropic.schemas import (
     ToolUseBlock,
     Turn,
 )
-from ostinato.api.openai.content_blocks import BlockDelta, BlockKind, ContentBlock
+from ostinato.api.chat.content_blocks import BlockDelta, BlockKind, ContentBlock
+from ostinato.api.schemas.chat_completions import ChatCompletionRequest
 from ostinato.api.schemas.conversation import (
     CalledFunction,
     FunctionTool,
@@ -35,11 +36,10 @@ from ostinato.api.schemas.conversation import (
     NamedToolChoice,
     Tool,
 )
-from ostinato.api.schemas.openai import ChatCompletionRequest
 from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.types.outputs import FinishReason
 
-__all__ = ("block_event", "reply_blocks", "stop_of", "to_chat")
+__all__ = ("block_events", "reply_blocks", "stop_of", "to_chat")
 
 FIELD_NAMES = {
     "thinking_token_budget": "thinking",
@@ -177,25 +177,25 @@ def reply_blocks(blocks: list[ContentBlock]) -> list[ReplyText | ReplyThinking |
     return [_reply_block(block, block.text) for block in blocks]
 
 
-def block_event(news: BlockDelta) -> list[Event]:
-    """The events that tell of it."""
-    block = news.block
-    if news.begins:
+def block_events(change: BlockDelta) -> list[Event]:
+    """The events of one change of a block."""
+    block = change.block
+    if change.begins:
         # `input` is an empty object first, its text comes as deltas.
         begun = _reply_block(block, "")
         return [Event(type="content_block_start", index=block.index, content_block=begun)]
-    if news.ends:
+    if change.ends:
         events = [Event(type="content_block_stop", index=block.index)]
         if block.kind is BlockKind.reasoning:
             signed = Delta(type="signature_delta", signature="")
             events.insert(0, Event(type="content_block_delta", index=block.index, delta=signed))
         return events
     if block.kind is BlockKind.text:
-        delta = Delta(type="text_delta", text=news.delta)
+        delta = Delta(type="text_delta", text=change.delta)
     elif block.kind is BlockKind.reasoning:
-        delta = Delta(type="thinking_delta", thinking=news.delta)
+        delta = Delta(type="thinking_delta", thinking=change.delta)
     else:
-        delta = Delta(type="input_json_delta", partial_json=news.delta)
+        delta = Delta(type="input_json_delta", partial_json=change.delta)
     return [Event(type="content_block_delta", index=block.index, delta=delta)]
 
 

@@ -1,57 +1,49 @@
-"""`/v1/messages` and `/v1/messages/count_tokens`."""
+"""The Anthropic endpoints: `/v1/messages` and `/v1/messages/count_tokens`."""
 
 from __future__ import annotations
 
-from litestar import Response, post
+import secrets
+
+from litestar import Response
 from litestar.response import Stream
 
 from ostinato.api.anthropic.convert import FIELD_NAMES, to_chat
 from ostinato.api.anthropic.reply import MessagesReply
 from ostinato.api.anthropic.schemas import UNSUPPORTED, CountTokensRequest, MessagesRequest
 from ostinato.api.base.errors import TypedErrorBody, renamed
-from ostinato.api.base.timeline import context_of
+from ostinato.api.base.request_context import context_of
+from ostinato.api.chat.chat_generation import plan_chat, prepare_chat
+from ostinato.api.http.endpoints import post_endpoint
 from ostinato.api.http.handlers import (
     HttpRequest,
     SharedService,
-    event_stream,
     json_response,
     read_body,
+    respond,
 )
-from ostinato.api.http.openapi import body_of
-from ostinato.api.http.sse import NAMED_EVENTS, until_disconnect
-from ostinato.api.openai.chat_prompt import prepare
+from ostinato.api.http.sse import NAMED_EVENTS
 
 __all__ = ("HANDLERS",)
 
 
-@post(
-    "/v1/messages",
-    status_code=200,
-    operation_class=body_of(MessagesRequest, "/v1/messages", events=True, error=TypedErrorBody),
-)
+@post_endpoint("/v1/messages", body=MessagesRequest, events=True, error=TypedErrorBody)
 async def messages(request: HttpRequest, service: SharedService) -> Response[bytes] | Stream:
     """Answer a conversation in the Anthropic dialect."""
     context = context_of("/v1/messages", request.headers)
     body = await read_body(request, MessagesRequest, service, unsupported=UNSUPPORTED)
+    message_id = f"msg_{secrets.token_hex(12)}"
     with renamed(FIELD_NAMES):
-        chat = to_chat(body)
-        reply = MessagesReply(service, chat, await prepare(service, chat), context)
-        await reply.prepare()
-    if body.stream:
-        return event_stream(reply.events(), NAMED_EVENTS)
-    return json_response(await until_disconnect(request.receive, reply.whole()))
+        ready = await prepare_chat(service, to_chat(body), request_id=message_id, context=context)
+    reply = MessagesReply(service, ready, context)
+    return await respond(request, reply, stream=body.stream, form=NAMED_EVENTS)
 
 
-@post(
-    "/v1/messages/count_tokens",
-    status_code=200,
-    operation_class=body_of(CountTokensRequest, "/v1/messages/count_tokens", error=TypedErrorBody),
-)
+@post_endpoint("/v1/messages/count_tokens", body=CountTokensRequest, error=TypedErrorBody)
 async def count_tokens(request: HttpRequest, service: SharedService) -> Response[bytes]:
     """How many tokens the prompt of such a request has."""
     body = await read_body(request, CountTokensRequest, service, unsupported=UNSUPPORTED)
     with renamed(FIELD_NAMES):
-        prompt = await prepare(service, to_chat(body))
+        prompt, _ = await plan_chat(service, to_chat(body))
     return json_response({"input_tokens": len(prompt.token_ids)})
 
 

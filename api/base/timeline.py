@@ -1,31 +1,14 @@
-"""What happened to one request and when, for those who ask with the header `x-trace: 1`."""
+"""The timeline of one request, which an answer includes with the header `x-trace: 1`."""
 
 from __future__ import annotations
 
-import re
 import time
-from collections.abc import Mapping
 
 import msgspec
 
-from ostinato.api.base.admission import timeout_of
-from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.types.outputs import RequestOutput, TimelineEvent
 
-__all__ = (
-    "REQUEST_ID_HEADER",
-    "REQUEST_ID_PATTERN",
-    "RequestContext",
-    "Timeline",
-    "TimelineBuilder",
-    "TimelineEntry",
-    "context_of",
-    "is_request_id",
-)
-
-REQUEST_ID_HEADER = "x-request-id"
-REQUEST_ID_PATTERN = r"^[\x21-\x7e]{1,128}$"
-_REQUEST_ID = re.compile(REQUEST_ID_PATTERN)
+__all__ = ("Timeline", "TimelineBuilder", "TimelineEntry")
 
 
 class TimelineEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -33,7 +16,7 @@ class TimelineEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
     event: str  # as in TimelineEvent, or finished
     at_ms: float  # since the request's arrival
-    ms: float | None = None  # of a prefill: its step's time; of a grammar: the wait for it
+    ms: float | None = None  # of a prefill: duration of its step; of a grammar: the wait
     start: int | None = None  # of a prefill: its first position
     tokens: int | None = None  # of a prefill
     step: int | None = None  # of a prefill: the engine's number of the step
@@ -47,101 +30,22 @@ class CompletionTimeline(msgspec.Struct, kw_only=True):
 
     prompt: int
     index: int
-    queue_ms: float | None = None  # from arrival until it had a row; null = it never had
+    queue_ms: float | None = None  # from arrival until it was scheduled; null = it never was
     first_token_ms: float | None = None  # since arrival
     preemptions: int = 0
     cached_tokens: int = 0
     events: list[TimelineEntry] = []
-    output_ms: list[float] = []  # when each output came here, since arrival
+    output_ms: list[float] = []  # when this process received each output, since arrival
 
 
 class Timeline(msgspec.Struct, frozen=True, kw_only=True):
     """One request."""
 
     arrived_at: float  # unix seconds
-    preparation_ms: float  # template, tokens and checks, before the engine heard of it
-    grammar_wait_ms: float  # of that: for a grammar to be compiled
+    preparation_ms: float  # template, tokenisation and checks, before the engine got it
+    grammar_wait_ms: float  # the part of it that was spent on compiling a grammar
     total_ms: float
     completions: list[CompletionTimeline]
-
-
-class RequestContext:
-    """What of an HTTP request concerns its record, not its answer.
-
-    Args:
-        endpoint: the path.
-        wants_timeline: whether the answer has one.
-        traceparent: the W3C header, as it came; empty = none.
-
-    Attributes:
-        timeline: being written; None when nobody asked.
-        grammar_seconds: how long it waited for a grammar.
-        timeout_ms: that the answer may take from its arrival on; None = any time.
-        request_id: what the header calls it; empty = nothing.
-    """
-
-    def __init__(
-        self,
-        endpoint: str = "",
-        *,
-        wants_timeline: bool = False,
-        traceparent: str = "",
-        timeout_ms: float | None = None,
-        request_id: str = "",
-    ) -> None:
-        self.endpoint = endpoint
-        self.request_id = request_id
-        self.traceparent = traceparent
-        self.arrived_at = time.monotonic()
-        self.timeout_ms = timeout_ms
-        self.grammar_seconds = 0.0
-        self.timeline = TimelineBuilder(self.arrived_at) if wants_timeline else None
-
-    def report(self) -> Timeline | msgspec.UnsetType:
-        """The timeline so far; unset when nobody asked."""
-        if self.timeline is None:
-            return msgspec.UNSET
-        return self.timeline.report(self.grammar_seconds)
-
-
-def context_of(endpoint: str, headers: Mapping[str, str]) -> RequestContext:
-    """The context of a request that came this moment.
-
-    Raises:
-        InvalidRequestError: `x-trace` is neither 0 nor 1, the timeout header is no time, or the
-            request's name is none.
-    """
-    wanted = headers.get("x-trace", "0").strip()
-    if wanted not in ("0", "1"):
-        raise InvalidRequestError(
-            f"the header x-trace is {wanted[:20]!r}, it must be 1 (a timeline in the answer) or 0",
-            param="x-trace",
-            code="invalid_value",
-        )
-    return RequestContext(
-        endpoint,
-        wants_timeline=wanted == "1",
-        traceparent=headers.get("traceparent", ""),
-        timeout_ms=timeout_of(headers),
-        request_id=_request_id(headers),
-    )
-
-
-def _request_id(headers: Mapping[str, str]) -> str:
-    given = headers.get(REQUEST_ID_HEADER, "")
-    if given and not is_request_id(given):
-        raise InvalidRequestError(
-            f"the header {REQUEST_ID_HEADER} is {given[:40]!r}, it must be 1 to 128 visible ASCII"
-            " characters",
-            param=REQUEST_ID_HEADER,
-            code="invalid_value",
-        )
-    return given
-
-
-def is_request_id(text: str) -> bool:
-    """Whether a request may be called that."""
-    return _REQUEST_ID.fullmatch(text) is not None
 
 
 class TimelineBuilder:
@@ -158,11 +62,11 @@ class TimelineBuilder:
         self._completions: dict[tuple[int, int], CompletionTimeline] = {}
 
     def sent(self) -> None:
-        """The engine hears of the request now."""
+        """The request is sent to the engine now."""
         self._sent_at = time.monotonic()
 
     def add(self, prompt_index: int, output: RequestOutput) -> None:
-        """Take in one piece of news."""
+        """Add one output of the engine."""
         now = time.monotonic()
         one = self._completions.setdefault(
             (prompt_index, output.index),
@@ -186,7 +90,7 @@ class TimelineBuilder:
             )
 
     def report(self, grammar_seconds: float) -> Timeline:
-        """All so far."""
+        """The timeline up to now."""
         return Timeline(
             arrived_at=round(self._unix, 6),
             preparation_ms=self._ms(self._sent_at),

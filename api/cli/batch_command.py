@@ -114,7 +114,7 @@ class _Run:
                         f"starting the engine: {phase} took {seconds:.1f} s"
                     )
                 )
-            self._service.phase = None
+            self._service.admission.phase = None
             # Twice what can run: so the engine never waits for the next line.
             at_once = concurrency or 2 * self._client.stats.max_num_seqs
             with self._progress() as progress:

@@ -1,9 +1,9 @@
-"""What every handler does with HTTP: read a body, answer with JSON or with events."""
+"""What all endpoint handlers share: read a JSON body, answer with JSON or a stream of events."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
-from typing import Any, TypeVar
+from collections.abc import AsyncGenerator, Coroutine, Mapping
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 from litestar import Request, Response
@@ -13,8 +13,9 @@ from litestar.response import Stream
 
 from ostinato.api.base.errors import ClientGoneError
 from ostinato.api.base.unsupported_fields import UNSUPPORTED, Unsupported
-from ostinato.api.http.sse import OPENAI_EVENTS, EventForm, sse
-from ostinato.api.schemas.openai import GenerationFields, Status, decode
+from ostinato.api.http.sse import OPENAI_EVENTS, EventForm, sse, until_disconnect
+from ostinato.api.schemas.body_decoding import decode
+from ostinato.api.schemas.generation_fields import GenerationFields
 from ostinato.api.service.generation import check_model
 from ostinato.api.service.service import Service
 from ostinato.runtime.client.pooling import require_task
@@ -23,16 +24,41 @@ from ostinato.runtime.types.engine_info import ServedTask
 
 __all__ = (
     "HttpRequest",
+    "Reply",
     "SharedService",
-    "event_stream",
+    "Status",
     "json_response",
     "read_body",
+    "respond",
+    "respond_whole",
     "status_response",
 )
 
 T = TypeVar("T", bound=msgspec.Struct)
 HttpRequest = Request[Any, Any, Any]
 SharedService = NamedDependency[Service]
+
+
+class Reply(Protocol):
+    """The reply to one request that can be streamed; one of the two is called, once.
+
+    Implemented by the `reply` module of each dialect.
+    """
+
+    def stream(self) -> AsyncGenerator[Any, None]:
+        """Chunks or events, each of which becomes one server-sent event."""
+        ...
+
+    def whole(self) -> Coroutine[Any, Any, msgspec.Struct]:
+        """The body of the answer."""
+        ...
+
+
+class Status(msgspec.Struct, frozen=True):
+    """State of the server, with the reason where it is not well."""
+
+    status: str
+    reason: str | msgspec.UnsetType = msgspec.UNSET
 
 
 async def read_body(
@@ -42,10 +68,16 @@ async def read_body(
     *,
     unsupported: Mapping[str, Unsupported] = UNSUPPORTED,
 ) -> T:
-    """The decoded body, once it is sure that requests are admitted and the model is right.
+    """The decoded body of a request that is admitted and names the served model.
 
     Args:
         unsupported: the fields that the dialect knows and this server does not honour.
+
+    Raises:
+        InvalidRequestError: the body is not JSON of this schema, or names another model.
+        UnavailableError: the server takes no requests now.
+        OverloadedError: the queue is full.
+        ClientGoneError: the connection closed before the end of the body.
     """
     content_type = request.headers.get("content-type", "application/json")
     if content_type.partition(";")[0].strip().lower() != "application/json":
@@ -57,9 +89,9 @@ async def read_body(
         )
     try:
         data = await request.body()
-    except InternalServerException as error:  # the framework's word for a body that breaks off
+    except InternalServerException as error:  # raised by Litestar for a body that breaks off
         raise ClientGoneError from error
-    service.admit()
+    service.admission.check()
     body = decode(data, schema, unsupported)
     model = service.client.model
     check_model(getattr(body, "model", None), model)
@@ -68,20 +100,34 @@ async def read_body(
     return body
 
 
+async def respond(
+    request: HttpRequest, reply: Reply, *, stream: bool | None, form: EventForm = OPENAI_EVENTS
+) -> Response[bytes] | Stream:
+    """Send a reply as server-sent events, or as one JSON body."""
+    if not stream:
+        return await respond_whole(request, reply.whole())
+    # The headers keep proxies from buffering the events.
+    headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+    return Stream(sse(reply.stream(), form), media_type="text/event-stream", headers=headers)
+
+
+async def respond_whole(
+    request: HttpRequest, work: Coroutine[Any, Any, msgspec.Struct]
+) -> Response[bytes]:
+    """Send the result of `work` as JSON; a client that disconnects cancels the work."""
+    try:
+        return json_response(await until_disconnect(request.receive, work))
+    finally:
+        work.close()  # does nothing unless the work never began
+
+
 def json_response(value: object) -> Response[bytes]:
     """200 with `value` as JSON."""
     return Response(msgspec.json.encode(value), media_type="application/json")
 
 
 def status_response(status: str, reason: str | None) -> Response[bytes]:
-    """200 with a status; 503 when there is a reason why not."""
+    """200 with a status; 503 where there is a reason why the server is not well."""
     body = Status(status, msgspec.UNSET if reason is None else reason)
     code = 200 if reason is None else 503
     return Response(msgspec.json.encode(body), media_type="application/json", status_code=code)
-
-
-def event_stream(chunks: AsyncGenerator[Any, None], form: EventForm = OPENAI_EVENTS) -> Stream:
-    """The chunks as server-sent events."""
-    # The headers keep proxies from collecting the events.
-    headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-    return Stream(sse(chunks, form), media_type="text/event-stream", headers=headers)

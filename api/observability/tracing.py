@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ostinato import __version__
-from ostinato.api.base.timeline import RequestContext
+from ostinato.api.base.request_context import RequestContext
 from ostinato.runtime.errors import StartupError
 
 __all__ = ("Tracer",)

@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from ostinato.api.openai.chat_events import ChatDelta, CollectedAnswer
+from ostinato.api.chat.chat_deltas import ChatDelta, CollectedAnswer
 from ostinato.api.openai.logprobs import TokenBytes, chat_logprobs, prompt_logprobs
 from ostinato.api.parsing.events import CallBegins, Content, Event, Reasoning
-from ostinato.api.schemas.openai import (
+from ostinato.api.schemas.chat_completions import (
     ChatChoice,
     ChatChunk,
     ChatChunkChoice,
@@ -20,32 +20,22 @@ from ostinato.api.schemas.openai import (
     ChatResponse,
     DeltaMessage,
     FunctionDelta,
-    PromptLogprobs,
     ReplyFunction,
     ReplyMessage,
     ReplyToolCall,
-    TokenizeRequest,
     ToolCallDelta,
-    Usage,
 )
-from ostinato.api.service.generation import (
-    Generation,
-    ReplyHead,
-    ReplyOptions,
-    check_fields,
-    make_generation,
-)
+from ostinato.api.schemas.usage import PromptLogprobs, Usage
+from ostinato.api.service.generation import Generation, check_fields
+from ostinato.api.service.reply_state import ReplyHead, ReplyOptions
 from ostinato.runtime.errors import InvalidRequestError
-from ostinato.runtime.types.engine_info import ServedModel
 
 __all__ = (
-    "asks_for_answer",
     "check",
     "echo_text",
     "reply_options",
     "to_chunks",
     "to_delta",
-    "to_request",
     "to_response",
     "usage_chunk",
 )
@@ -80,13 +70,6 @@ def check(body: ChatCompletionRequest) -> None:
         )
 
 
-def asks_for_answer(body: ChatCompletionRequest | TokenizeRequest) -> bool:
-    """Whether a new assistant message follows; by default yes, unless the last is continued."""
-    if body.add_generation_prompt is None:
-        return not body.continue_final_message
-    return body.add_generation_prompt
-
-
 def echo_text(body: ChatCompletionRequest) -> str:
     """What the answer begins with: the last message, with `echo`."""
     return (body.messages[-1].text or "") if body.echo else ""
@@ -101,37 +84,6 @@ def reply_options(body: ChatCompletionRequest) -> ReplyOptions:
         num_prompt_logprobs=body.prompt_logprobs,
         return_token_ids=body.return_token_ids,
         as_token_ids=body.return_tokens_as_token_ids,
-    )
-
-
-def to_request(
-    body: ChatCompletionRequest,
-    prompt_token_ids: list[int],
-    model: ServedModel,
-    *,
-    request_id: str,
-    default_max_tokens: int | None,
-) -> Generation:
-    """What the engine is asked; see `make_generation`."""
-    newer_name = body.max_completion_tokens is not None
-    names: Mapping[str, str] = {
-        "prompt": "messages",
-        "max_tokens": "max_completion_tokens" if newer_name else "max_tokens",
-        "logprobs": "top_logprobs",
-    }
-    options = reply_options(body)
-    return make_generation(
-        body,
-        prompt_token_ids,
-        model,
-        request_id=request_id,
-        max_tokens=body.max_completion_tokens if newer_name else body.max_tokens,
-        default_max_tokens=default_max_tokens,
-        reports={
-            "logprobs": (body.top_logprobs or 0) if body.logprobs else None,
-            "prompt_logprobs": options.num_prompt_logprobs,
-        },
-        field_names=names,
     )
 
 

@@ -15,23 +15,16 @@ from ostinato.api.openai.logprobs import (
     prompt_logprobs,
     token_text,
 )
-from ostinato.api.openai.prompt_inputs import read_inputs
-from ostinato.api.schemas.openai import (
+from ostinato.api.schemas.prompt_inputs import read_inputs
+from ostinato.api.schemas.text_completions import (
     Completion,
     CompletionChoice,
     CompletionLogprobs,
     CompletionRequest,
-    PromptLogprobs,
-    Usage,
 )
-from ostinato.api.service.generation import (
-    CollectedCompletion,
-    Generation,
-    ReplyHead,
-    ReplyOptions,
-    check_fields,
-    make_generation,
-)
+from ostinato.api.schemas.usage import PromptLogprobs, Usage
+from ostinato.api.service.generation import Generation, check_fields, make_generation
+from ostinato.api.service.reply_state import CollectedCompletion, ReplyHead, ReplyOptions
 from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.types.engine_info import ServedModel
 from ostinato.runtime.types.outputs import RequestOutput, TokenLogprobs
@@ -45,7 +38,7 @@ __all__ = (
     "prompts",
     "reply_options",
     "to_chunk",
-    "to_requests",
+    "to_generations",
     "to_response",
     "usage_chunk",
 )
@@ -104,7 +97,7 @@ def prompts(body: CompletionRequest) -> list[str] | list[list[int]]:
     return inputs
 
 
-def to_requests(
+def to_generations(
     body: CompletionRequest,
     prompts_token_ids: list[list[int]],
     model: ServedModel,

@@ -4,14 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from ostinato.api.schemas.openai import (
-    ChatLogprobs,
-    ChatTokenLogprob,
-    CompletionLogprobs,
-    PromptLogprob,
-    PromptLogprobs,
-    TopLogprob,
-)
+from ostinato.api.schemas.chat_completions import ChatLogprobs, ChatTokenLogprob, TopLogprob
+from ostinato.api.schemas.text_completions import CompletionLogprobs
+from ostinato.api.schemas.usage import PromptLogprob, PromptLogprobs
 from ostinato.runtime.types.outputs import TokenLogprobs
 
 __all__ = ("TokenBytes", "chat_logprobs", "completion_logprobs", "prompt_logprobs", "token_text")

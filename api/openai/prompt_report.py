@@ -7,15 +7,12 @@ from typing import TypeVar
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from ostinato.api.schemas.openai import (
-    ChatChunk,
-    ChatResponse,
-    CompletionChoice,
-    GenerationFields,
-    TokenOffsets,
-)
+from ostinato.api.schemas.chat_completions import ChatChunk, ChatResponse
+from ostinato.api.schemas.generation_fields import GenerationFields
+from ostinato.api.schemas.text_completions import CompletionChoice
+from ostinato.api.schemas.usage import TokenOffsets
 from ostinato.api.service.generation import Generation
-from ostinato.api.service.service import Service
+from ostinato.api.service.prompt_encoder import PromptEncoder
 
 __all__ = ("PromptReport", "prompt_report")
 
@@ -40,7 +37,7 @@ class PromptReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def prompt_report(
-    service: Service,
+    encoder: PromptEncoder,
     fields: GenerationFields,
     source: str | list[int],
     generation: Generation,
@@ -63,14 +60,14 @@ async def prompt_report(
         text = (
             source
             if isinstance(source, str)
-            else service.tokenizer("return_prompt_text").decode(
+            else encoder.tokenizer("return_prompt_text").decode(
                 token_ids, skip_special_tokens=False
             )
         )
     if fields.return_token_offsets:
         offsets = None
         if isinstance(source, str):
-            of_all = await service.token_offsets(source, add_special_tokens=add_special_tokens)
+            of_all = await encoder.token_offsets(source, add_special_tokens=add_special_tokens)
             # Tokens that were cut off have none; those of the others stay what they were.
             keeps_end = generation.sampling.truncation_side == "left"
             count = len(token_ids)

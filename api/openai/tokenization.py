@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ostinato.api.schemas.openai import DetokenizeRequest, TokenizeRequest, TokenizeResponse
+from ostinato.api.schemas.tokenize import DetokenizeRequest, TokenizeRequest, TokenizeResponse
 from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.text.tokenizer import Tokenizer
 from ostinato.runtime.types.engine_info import ServedModel

@@ -17,6 +17,8 @@ from ostinato.api.responses.schemas import (
     ResponsesRequest,
     SchemaFormat,
 )
+from ostinato.api.schemas.body_decoding import refusal
+from ostinato.api.schemas.chat_completions import ChatCompletionRequest
 from ostinato.api.schemas.conversation import (
     CalledFunction,
     FunctionTool,
@@ -26,7 +28,6 @@ from ostinato.api.schemas.conversation import (
     NamedToolChoice,
     Tool,
 )
-from ostinato.api.schemas.openai import ChatCompletionRequest, refusal
 from ostinato.api.schemas.response_format import (
     JsonSchemaFormat,
     NamedSchema,

@@ -1,4 +1,4 @@
-"""One answer to `/v1/responses`: the events of a stream, or the whole reply."""
+"""The reply of `/v1/responses`: a stream of events or one response object."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from typing import Any
 import msgspec
 
 from ostinato.api.base.errors import error_body, status_of
-from ostinato.api.base.timeline import RequestContext
-from ostinato.api.openai.chat_generation import ChatRun
-from ostinato.api.openai.content_blocks import BlockDelta, BlockKind, ContentBlock, ContentBlocks
+from ostinato.api.base.request_context import RequestContext
+from ostinato.api.chat.chat_deltas import ChatOutputParser
+from ostinato.api.chat.chat_generation import ChatGeneration
+from ostinato.api.chat.content_blocks import BlockDelta, BlockKind, ContentBlock, ContentBlocks
 from ostinato.api.responses.schemas import (
     ApiError,
     Event,
@@ -33,7 +34,7 @@ from ostinato.api.responses.schemas import (
     Usage,
 )
 from ostinato.api.schemas.conversation import CalledFunction, Message, MessageToolCall
-from ostinato.api.service.generation import Tally
+from ostinato.api.service.reply_state import Tally
 from ostinato.api.service.service import Service
 from ostinato.runtime.types.outputs import FinishReason
 
@@ -44,11 +45,10 @@ _PREFIXES = {BlockKind.text: "msg", BlockKind.reasoning: "rs", BlockKind.call: "
 
 
 class ResponsesReply:
-    """Call `prepare`, then `events` or `whole`, once each.
+    """The reply to one request; use `stream` or `whole`, once.
 
     Args:
-        response_id: of the reply.
-        run: of the request as a chat request.
+        ready: the request for the engine; its id is the reply's.
         messages: the conversation without instructions, for the store.
         stores: whether the reply is stored.
     """
@@ -57,25 +57,25 @@ class ResponsesReply:
         self,
         service: Service,
         body: ResponsesRequest,
-        run: ChatRun,
+        ready: ChatGeneration,
         *,
-        response_id: str,
         messages: list[Message],
         stores: bool,
         context: RequestContext,
     ) -> None:
         self._service = service
-        self._run = run
+        self._generation = ready.generation
+        self._parser = ChatOutputParser(ready.form)
         self._messages = messages
         self._context = context
-        self._tally = Tally.of(run.generations)
+        self._tally = Tally.of([ready.generation])
         self._num_reasoning_tokens = 0
         self._blocks = ContentBlocks()
         self._is_incomplete = False
         self._num_events = 0
-        sampling = run.generations[0].sampling
+        sampling = ready.generation.sampling
         self._begun = Response(
-            id=response_id,
+            id=ready.generation.request_id,
             created_at=int(time.time()),
             status="in_progress",
             instructions=body.instructions,
@@ -97,18 +97,14 @@ class ResponsesReply:
             prompt_cache_key=body.prompt_cache_key,
         )
 
-    async def prepare(self) -> None:
-        """Raises InvalidRequestError for what only another process can tell."""
-        await self._run.prepare()
-
     async def whole(self) -> Response:
-        """The reply that the events of a stream add up to."""
+        """The response that the events add up to."""
         async with aclosing(self._changes()) as changes:
             async for _ in changes:
                 pass
         return self._ended()
 
-    async def events(self) -> AsyncGenerator[Event, None]:
+    async def stream(self) -> AsyncGenerator[Event, None]:
         """From `response.created` to `response.completed`, `.incomplete` or `.failed`."""
         yield self._event("response.created", response=self._begun)
         yield self._event("response.in_progress", response=self._begun)
@@ -126,12 +122,14 @@ class ResponsesReply:
         yield self._event(f"response.{response.status}", response=response)
 
     async def _changes(self) -> AsyncGenerator[BlockDelta, None]:
-        async with aclosing(self._run.news()) as news:
-            async for one in news:
-                self._tally.add(0, one.output)
-                self._num_reasoning_tokens += one.num_reasoning_tokens
-                self._is_incomplete = one.finish_reason == FinishReason.length
-                for change in self._blocks.feed(one.events):
+        outputs = self._service.runner.generate(self._begun.id, [self._generation], self._context)
+        async with aclosing(outputs):
+            async for _, output in outputs:
+                delta = self._parser.feed(output)
+                self._tally.add(0, output)
+                self._num_reasoning_tokens += delta.num_reasoning_tokens
+                self._is_incomplete = delta.finish_reason == FinishReason.length
+                for change in self._blocks.feed(delta.events):
                     yield change
         for change in self._blocks.finish():
             yield change

@@ -1,26 +1,25 @@
-"""`/v1/responses`: create, retrieve and delete replies."""
+"""The endpoints of OpenAI's Responses API: create, retrieve and delete replies."""
 
 from __future__ import annotations
 
 import secrets
 
-from litestar import Response, delete, get, post
+from litestar import Response
 from litestar.params import FromPath
 from litestar.response import Stream
 
 from ostinato.api.base.errors import ErrorBody, renamed
-from ostinato.api.base.timeline import context_of
+from ostinato.api.base.request_context import context_of
+from ostinato.api.chat.chat_generation import prepare_chat
+from ostinato.api.http.endpoints import delete_endpoint, get_endpoint, post_endpoint
 from ostinato.api.http.handlers import (
     HttpRequest,
     SharedService,
-    event_stream,
     json_response,
     read_body,
+    respond,
 )
-from ostinato.api.http.openapi import answer_of, body_of
-from ostinato.api.http.sse import NAMED_EVENTS, until_disconnect
-from ostinato.api.openai.chat_generation import ChatRun
-from ostinato.api.openai.chat_prompt import prepare
+from ostinato.api.http.sse import NAMED_EVENTS
 from ostinato.api.responses import schemas
 from ostinato.api.responses.convert import FIELD_NAMES, input_messages, to_chat
 from ostinato.api.responses.reply import ResponsesReply
@@ -31,11 +30,7 @@ from ostinato.runtime.errors import InvalidRequestError
 __all__ = ("HANDLERS",)
 
 
-@post(
-    "/v1/responses",
-    status_code=200,
-    operation_class=body_of(ResponsesRequest, "/v1/responses", schemas.Response, events=True),
-)
+@post_endpoint("/v1/responses", body=ResponsesRequest, answer=schemas.Response, events=True)
 async def create_response(request: HttpRequest, service: SharedService) -> Response[bytes] | Stream:
     """Answer a text or a conversation, of which earlier parts may be stored."""
     context = context_of("/v1/responses", request.headers)
@@ -47,43 +42,21 @@ async def create_response(request: HttpRequest, service: SharedService) -> Respo
     messages += input_messages(body.input)
     response_id = f"resp_{secrets.token_hex(16)}"
     with renamed(FIELD_NAMES):
-        chat = to_chat(body, messages)
-        prompt = await prepare(service, chat)
-        run = ChatRun(service, chat, prompt, request_id=response_id, context=context)
-        reply = ResponsesReply(
-            service,
-            body,
-            run,
-            response_id=response_id,
-            messages=messages,
-            stores=stores,
-            context=context,
+        ready = await prepare_chat(
+            service, to_chat(body, messages), request_id=response_id, context=context
         )
-        await reply.prepare()
-    if body.stream:
-        return event_stream(reply.events(), NAMED_EVENTS)
-    return json_response(await until_disconnect(request.receive, reply.whole()))
+    reply = ResponsesReply(service, body, ready, messages=messages, stores=stores, context=context)
+    return await respond(request, reply, stream=body.stream, form=NAMED_EVENTS)
 
 
-@get(
-    "/v1/responses/{response_id:str}",
-    operation_class=answer_of(
-        schemas.Response, "/v1/responses/{response_id}", errors={404: ErrorBody}
-    ),
-)
+@get_endpoint("/v1/responses/{response_id:str}", answer=schemas.Response, errors={404: ErrorBody})
 async def retrieve_response(service: SharedService, response_id: FromPath[str]) -> Response[bytes]:
     """A stored reply."""
     stored = service.stored_responses.response(response_id)
     return Response(stored, media_type="application/json")
 
 
-@delete(
-    "/v1/responses/{response_id:str}",
-    status_code=200,
-    operation_class=answer_of(
-        Deleted, "/v1/responses/{response_id}", method="delete", errors={404: ErrorBody}
-    ),
-)
+@delete_endpoint("/v1/responses/{response_id:str}", answer=Deleted, errors={404: ErrorBody})
 async def delete_response(service: SharedService, response_id: FromPath[str]) -> Response[bytes]:
     """Forget a stored reply."""
     service.stored_responses.delete(response_id)

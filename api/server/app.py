@@ -10,14 +10,15 @@ from litestar.openapi.config import OpenAPIConfig
 from litestar.types import Message, Scope
 
 from ostinato import __version__
-from ostinato.api.anthropic.routes import HANDLERS as MESSAGES_HANDLERS
+from ostinato.api.anthropic import routes as anthropic
 from ostinato.api.base.errors import exception_handlers, status_of
-from ostinato.api.base.timeline import REQUEST_ID_HEADER, is_request_id
+from ostinato.api.base.request_context import REQUEST_ID_HEADER, is_request_id
 from ostinato.api.http.api_keys import KeyRing
 from ostinato.api.http.auth import AccessControl
-from ostinato.api.responses.routes import HANDLERS as RESPONSES_HANDLERS
-from ostinato.api.server.page import PAGE_HANDLERS
-from ostinato.api.server.routes import HANDLERS
+from ostinato.api.openai import routes as openai
+from ostinato.api.pooling import routes as pooling
+from ostinato.api.responses import routes as responses
+from ostinato.api.server import admin_routes, page, routes
 from ostinato.api.service.service import Service
 
 __all__ = ("create_app",)
@@ -50,10 +51,13 @@ def create_app(service: Service) -> Litestar:
         middleware=middleware,
         cors_config=cors,
         route_handlers=[
-            *HANDLERS,
-            *MESSAGES_HANDLERS,
-            *RESPONSES_HANDLERS,
-            *(PAGE_HANDLERS if service.server.page else ()),
+            *routes.HANDLERS,
+            *admin_routes.HANDLERS,
+            *openai.HANDLERS,
+            *anthropic.HANDLERS,
+            *responses.HANDLERS,
+            *pooling.HANDLERS,
+            *(page.HANDLERS if service.server.page else ()),
         ],
         dependencies={"service": Provide(lambda: service, sync_to_thread=False)},
         exception_handlers=exception_handlers(service.server.max_body_mib),

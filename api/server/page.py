@@ -15,8 +15,8 @@ import msgspec
 from litestar import Response, get
 from litestar.params import FromPath
 
+from ostinato.api.http.endpoints import get_endpoint
 from ostinato.api.http.handlers import SharedService, json_response
-from ostinato.api.http.openapi import answer_of
 from ostinato.api.observability.recent_latency import Percentiles
 from ostinato.api.observability.resource_usage import MachineUse
 from ostinato.api.service.service import Service
@@ -25,7 +25,7 @@ from ostinato.runtime.engine.flight_recorder import as_json
 from ostinato.runtime.errors import EngineDeadError, InvalidRequestError
 from ostinato.runtime.types.engine_info import ServedTask
 
-__all__ = ("PAGE_HANDLERS",)
+__all__ = ("HANDLERS",)
 
 _TYPES = {
     ".html": "text/html",
@@ -79,20 +79,20 @@ async def page_file(name: FromPath[str]) -> Response[bytes]:
     return _file(name)
 
 
-@get("/debug/state", operation_class=answer_of(PageState, "/debug/state"))
+@get_endpoint("/debug/state", answer=PageState)
 async def debug_state(service: SharedService) -> Response[bytes]:
     """What the engine is doing this moment; no text and no token of any request."""
     return json_response(await _state(service))
 
 
-@get("/debug/flight", operation_class=answer_of(None, "/debug/flight"))
+@get_endpoint("/debug/flight")
 async def debug_flight(service: SharedService) -> Response[bytes]:
     """The flight recorder: the engine's last steps, even when it hangs."""
     records = await asyncio.to_thread(service.client.flight_records)
     return json_response(as_json(records))
 
 
-PAGE_HANDLERS = [page, page_file, debug_state, debug_flight]
+HANDLERS = [page, page_file, debug_state, debug_flight]
 
 
 def _file(name: str) -> Response[bytes]:
@@ -106,10 +106,10 @@ def _file(name: str) -> Response[bytes]:
 
 
 async def _state(service: Service) -> PageState:
-    refusal = service.unreadiness()
+    refusal = service.admission.unreadiness()
     problem = None if refusal is None else str(refusal)
     engine: EngineState | None = None
-    if refusal is None or service.is_draining:
+    if refusal is None or service.admission.is_draining:
         try:
             engine = await service.client.inspect(_INSPECT_S)
         except TimeoutError:
@@ -130,7 +130,7 @@ async def _state(service: Service) -> PageState:
 
 
 def _model(service: Service) -> PageModel | None:
-    if service.phase is not None:
+    if service.admission.phase is not None:
         return None
     model, tokenizer = service.client.model, service.client.tokenizer
     return PageModel(

@@ -115,7 +115,7 @@ class _Server:
                 await self._first_signal.wait()
             await self._drain()
         finally:
-            self._service.is_draining = True
+            self._service.admission.is_draining = True
             await self._client.close()
             self._http.should_exit = True
             await serving
@@ -147,9 +147,9 @@ class _Server:
     async def _start(self) -> None:
         self._say(f"ostinato {__version__}: {self._url} answers 503 until the model is ready\n")
         self._on_phase("launch", self._client.startup_seconds["launch"])
-        self._service.phase = "loading"
+        self._service.admission.phase = "loading"
         await self._client.wait_until_ready(self._on_phase)
-        self._service.phase = None
+        self._service.admission.phase = None
         gc.collect()
         gc.freeze()  # what start-up made stays; later collections need not look at it
         seconds = time.monotonic() - self._began
@@ -158,7 +158,7 @@ class _Server:
         sys.stdout.flush()
 
     def _on_phase(self, name: str, seconds: float) -> None:
-        self._service.phase = f"{name} is done"
+        self._service.admission.phase = f"{name} is done"
         self._say(f"  {name:<28} {seconds:7.2f} s\n")
         sys.stdout.flush()
 
@@ -183,7 +183,7 @@ class _Server:
         )
 
     async def _drain(self) -> None:
-        self._service.is_draining = True
+        self._service.admission.is_draining = True
         timeout_s = self._config.server.drain_timeout_s
         unfinished = self._client.num_unfinished
         if not unfinished:
@@ -215,7 +215,7 @@ def _http_server(
             yield
 
     service = Service(client, config.server, config.sampling)
-    service.trace = trace
+    service.runner.trace = trace
     http = Server(
         uvicorn.Config(
             create_app(service),

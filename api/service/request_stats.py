@@ -9,11 +9,11 @@ from collections.abc import Sequence
 
 import msgspec
 
-from ostinato.api.base.timeline import RequestContext
-from ostinato.api.observability.metrics import Metrics
+from ostinato.api.base.request_context import RequestContext
+from ostinato.api.observability.metrics_registry import Metrics
 from ostinato.api.observability.request_log import log_request
 from ostinato.api.observability.tracing import Tracer
-from ostinato.api.service.generation import Tally
+from ostinato.api.service.reply_state import Tally
 from ostinato.runtime.types.outputs import PooledOutput, RequestOutput
 from ostinato.runtime.types.params import SamplingParams
 

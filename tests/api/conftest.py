@@ -62,7 +62,7 @@ def make_app(tokenizer: Tokenizer) -> Iterator[Callable[..., App]]:
             engine = FakeClient(script, **({"tokenizer": tokenizer} | fields))
             server = with_keys(server or ServerConfig())
             service = Service(engine, server, sampling or SamplingSection())
-            service.phase = None
+            service.admission.phase = None
             client = TestClient(create_app(service), raise_server_exceptions=False)
             return App(engine, service, stack.enter_context(client))
 

@@ -7,8 +7,11 @@ from typing import Any
 
 import msgspec
 
-from ostinato.api.schemas.openai import ChatCompletionRequest, CompletionRequest, Usage, decode
-from ostinato.api.service.generation import (
+from ostinato.api.schemas.body_decoding import decode
+from ostinato.api.schemas.chat_completions import ChatCompletionRequest
+from ostinato.api.schemas.text_completions import CompletionRequest
+from ostinato.api.schemas.usage import Usage
+from ostinato.api.service.reply_state import (
     CollectedCompletion,
     ReplyHead,
     ReplyOptions,

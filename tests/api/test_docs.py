@@ -9,14 +9,11 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from ostinato.api.base.unsupported_fields import UNSUPPORTED
+from ostinato.api.schemas.chat_completions import ChatCompletionRequest
 from ostinato.api.schemas.conversation import Message
-from ostinato.api.schemas.openai import (
-    ChatCompletionRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    StreamOptions,
-    TokenizeRequest,
-)
+from ostinato.api.schemas.generation_fields import StreamOptions
+from ostinato.api.schemas.text_completions import CompletionRequest
+from ostinato.api.schemas.tokenize import DetokenizeRequest, TokenizeRequest
 
 DOCS = Path(__file__).parents[2] / "docs"
 TEXT = "".join(

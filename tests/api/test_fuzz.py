@@ -13,12 +13,9 @@ from hypothesis import strategies as st
 from ostinato.api.anthropic.schemas import CountTokensRequest, MessagesRequest
 from ostinato.api.base.unsupported_fields import UNSUPPORTED
 from ostinato.api.responses.schemas import ResponsesRequest
-from ostinato.api.schemas.openai import (
-    ChatCompletionRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    TokenizeRequest,
-)
+from ostinato.api.schemas.chat_completions import ChatCompletionRequest
+from ostinato.api.schemas.text_completions import CompletionRequest
+from ostinato.api.schemas.tokenize import DetokenizeRequest, TokenizeRequest
 
 scalars = st.one_of(
     st.none(),

@@ -10,8 +10,8 @@ from anthropic.types import Message
 
 from ostinato.api.anthropic.convert import to_chat
 from ostinato.api.anthropic.schemas import UNSUPPORTED, MessagesRequest
+from ostinato.api.schemas.body_decoding import decode
 from ostinato.api.schemas.conversation import NamedToolChoice
-from ostinato.api.schemas.openai import decode
 from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.text.chat_template import ChatTemplate
 from ostinato.runtime.text.tokenizer import Tokenizer

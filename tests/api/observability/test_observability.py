@@ -9,7 +9,7 @@ import time
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from ostinato.api.observability.metrics import Metrics
+from ostinato.api.observability.metrics_registry import Metrics
 from ostinato.api.observability.recent_latency import RecentLatency
 from ostinato.api.observability.resource_usage import MachineProbe
 from ostinato.api.observability.vllm_metrics import VLLM_NAMES
@@ -269,7 +269,7 @@ class TestMetrics:
         assert not any(name.startswith("vllm:") for name in samples(app))
 
     def test_without_vllms_names_while_the_model_is_not_known(self, app):
-        app.service.phase = "loading"
+        app.service.admission.phase = "loading"
         assert not any(name.startswith("vllm:") for name in samples(app))
 
     def test_what_the_processes_use(self, app):

@@ -7,9 +7,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from ostinato.api.chat.chat_deltas import ChatDelta, CollectedAnswer
+from ostinato.api.chat.chat_generation import to_generation
+from ostinato.api.chat.chat_prompt import adds_generation_prompt
+from ostinato.api.chat.tools import template_messages
 from ostinato.api.openai import chat
-from ostinato.api.openai.chat_events import ChatDelta, CollectedAnswer
-from ostinato.api.openai.tools import template_messages
 from ostinato.api.parsing.events import (
     CallArguments,
     CallBegins,
@@ -18,7 +20,8 @@ from ostinato.api.parsing.events import (
     Reasoning,
     ToolCall,
 )
-from ostinato.api.service.generation import CollectedCompletion, Generation, ReplyOptions, Tally
+from ostinato.api.service.generation import Generation
+from ostinato.api.service.reply_state import CollectedCompletion, ReplyOptions, Tally
 from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.types.engine_info import ServedModel
 from ostinato.runtime.types.outputs import FinishReason, RequestOutput, TokenLogprobs
@@ -41,12 +44,12 @@ def sampling_of_chat(
 ) -> SamplingParams:
     body = chat_body(**fields)
     chat.check(body)
-    return chat.to_request(
+    return to_generation(
         body, [1, 2, 3], model, request_id="r", default_max_tokens=default_max_tokens
     ).sampling
 
 
-class TestToRequest:
+class TestToGeneration:
     def test_nothing_given(self):
         assert sampling_of_chat() == SamplingParams(max_tokens=17)
 
@@ -98,7 +101,7 @@ class TestToRequest:
 
     def test_priority_and_salt(self):
         body = chat_body(priority=-3, cache_salt="me")
-        request = chat.to_request(body, [1], MODEL, request_id="r", default_max_tokens=None)
+        request = to_generation(body, [1], MODEL, request_id="r", default_max_tokens=None)
         assert (request.request_id, request.priority, request.cache_salt) == ("r", -3, "me")
 
     @pytest.mark.parametrize(
@@ -155,7 +158,7 @@ class TestToRequest:
 
     def test_a_prompt_longer_than_the_context(self):
         with pytest.raises(InvalidRequestError) as refused:
-            chat.to_request(chat_body(), [1] * 20, MODEL, request_id="r", default_max_tokens=None)
+            to_generation(chat_body(), [1] * 20, MODEL, request_id="r", default_max_tokens=None)
         assert (refused.value.param, refused.value.code) == ("messages", "context_length_exceeded")
 
 
@@ -186,7 +189,7 @@ class TestTemplateMessages:
         ],
     )
     def test_whether_an_answer_follows(self, fields, expected):
-        assert chat.asks_for_answer(chat_body(**fields)) is expected
+        assert adds_generation_prompt(chat_body(**fields)) is expected
 
 
 def parsed(news: RequestOutput) -> ChatDelta:
@@ -250,7 +253,7 @@ class TestChunks:
 
     def test_usage(self):
         tally = Tally.of(
-            [chat.to_request(chat_body(), [1] * 4, MODEL, request_id="", default_max_tokens=1)]
+            [to_generation(chat_body(), [1] * 4, MODEL, request_id="", default_max_tokens=1)]
         )
         tally.add(0, output("", [1], 1, num_cached_tokens=3))
         usage = (

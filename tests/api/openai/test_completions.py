@@ -6,7 +6,8 @@ import msgspec
 import pytest
 
 from ostinato.api.openai import completions
-from ostinato.api.service.generation import Generation, ReplyOptions
+from ostinato.api.service.generation import Generation
+from ostinato.api.service.reply_state import ReplyOptions
 from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.types.params import SamplingParams
 from tests.api.dialect_values import (
@@ -43,13 +44,13 @@ class TestPrompts:
 class TestToRequests:
     def test_completions_name_their_own_fields(self):
         with pytest.raises(InvalidRequestError) as refused:
-            completions.to_requests(
+            completions.to_generations(
                 completion_body(), [[1], [1] * 20], MODEL, request_id="r", default_max_tokens=None
             )
         assert refused.value.param == "prompt"
 
     def test_one_request_per_prompt(self):
-        requests = completions.to_requests(
+        requests = completions.to_generations(
             completion_body(logprobs=2), [[1], [2]], MODEL, request_id="r", default_max_tokens=None
         )
         assert [(one.request_id, one.prompt_token_ids) for one in requests] == [

@@ -7,8 +7,10 @@ import json
 import pytest
 
 from ostinato.api.base.unsupported_fields import UNSUPPORTED
+from ostinato.api.schemas.body_decoding import decode
+from ostinato.api.schemas.chat_completions import ChatCompletionRequest
 from ostinato.api.schemas.conversation import Message, TextPart
-from ostinato.api.schemas.openai import ChatCompletionRequest, CompletionRequest, decode
+from ostinato.api.schemas.text_completions import CompletionRequest
 from ostinato.runtime.errors import InvalidRequestError
 
 MESSAGES = [{"role": "user", "content": "Hi"}]

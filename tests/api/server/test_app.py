@@ -343,7 +343,7 @@ class TestHealth:
         assert app.http.get("/ready").json() == {"status": "ready"}
 
     def test_starting(self, app):
-        app.service.phase = "weights"
+        app.service.admission.phase = "weights"
         for path in ("/health", "/ready"):
             response = app.http.get(path)
             assert response.status_code == 503
@@ -398,9 +398,9 @@ class TestHealth:
 
     def test_live_while_it_starts_and_restarts_but_not_when_dead(self, app):
         app.engine.num_unfinished = 2
-        app.service.phase = "weights"
+        app.service.admission.phase = "weights"
         assert app.http.get("/live").status_code == 200
-        app.service.phase = None
+        app.service.admission.phase = None
         app.engine.restart_reason = "its process died of SIGSEGV"
         assert app.http.get("/live").status_code == 200
         app.engine.restart_reason = None
@@ -408,7 +408,7 @@ class TestHealth:
         assert app.http.get("/live").status_code == 503
 
     def test_draining(self, app):
-        app.service.is_draining = True
+        app.service.admission.is_draining = True
         assert app.http.get("/health").status_code == 200
         assert app.http.get("/ready").json()["status"] == "shutting_down"
         response = app.complete()

@@ -111,7 +111,7 @@ class TestState:
         assert not re.search(r"token_ids|prompt\"|text", app.http.get("/debug/state").text)
 
     def test_while_it_starts(self, app):
-        app.service.phase = "loading"
+        app.service.admission.phase = "loading"
         state = app.http.get("/debug/state").json()
         assert state["problem"] == "the engine is starting: loading"
         assert (state["engine"], state["model"]) == (None, None)

@@ -7,7 +7,7 @@ import json
 import msgspec
 import pytest
 
-from ostinato.api.base.timeline import RequestContext
+from ostinato.api.base.request_context import RequestContext
 from ostinato.api.openai import completions, tokenization
 from ostinato.api.openai.logprobs import (
     chat_logprobs,
@@ -15,8 +15,10 @@ from ostinato.api.openai.logprobs import (
     prompt_logprobs,
     token_text,
 )
-from ostinato.api.schemas.openai import DetokenizeRequest, TokenizeRequest, decode
-from ostinato.api.service.generation import Tally, check_model, new_id
+from ostinato.api.schemas.body_decoding import decode
+from ostinato.api.schemas.tokenize import DetokenizeRequest, TokenizeRequest
+from ostinato.api.service.generation import check_model
+from ostinato.api.service.reply_state import Tally, new_id
 from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.types.outputs import TokenLogprobs
 from tests.api.dialect_values import MODEL, PIECES, completion_body, encoded, output
@@ -42,7 +44,7 @@ class TestGeneration:
         assert first != second
 
     def test_prompts_count_once_and_completions_all(self):
-        requests = completions.to_requests(
+        requests = completions.to_generations(
             completion_body(n=2), [[1, 1], [1, 1, 1]], MODEL, request_id="", default_max_tokens=4
         )
         tally = Tally.of(requests)

@@ -7,7 +7,8 @@ from typing import Annotated, Literal
 import msgspec
 
 from ostinato.api.base.timeline import Timeline
-from ostinato.api.schemas.openai import Int32, PromptTokensDetails, RequestId
+from ostinato.api.schemas.generation_fields import Int32, RequestId
+from ostinato.api.schemas.usage import PromptTokensDetails
 
 __all__ = (
     "EmbeddingData",

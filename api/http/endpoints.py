@@ -1,22 +1,28 @@
-"""The OpenAPI document: handlers decode their bodies and encode their answers themselves, so it is
-told of them.
+"""Decorators that declare an endpoint: its path, its body, its answer, its OpenAPI entry.
 
-The types within a body or an answer stay beside it, under `$defs`: the framework rewrites the
-components.
+Handlers decode bodies and encode answers themselves, so Litestar can not derive their schemas; the
+decorators give them. The types within a body or an answer are described beside it, under `$defs`,
+because Litestar rewrites the shared components.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import msgspec
+from litestar import delete, get, post
+from litestar.handlers import HTTPRouteHandler
 from litestar.openapi.spec import OpenAPIMediaType, OpenAPIResponse, Operation, RequestBody, Schema
 
 from ostinato.api.base.errors import ErrorBody
 
-__all__ = ("answer_of", "body_of")
+__all__ = ("delete_endpoint", "get_endpoint", "post_endpoint")
+
+Decorator = Callable[[Callable[..., Any]], HTTPRouteHandler]
+Errors = Mapping[int, type[msgspec.Struct]]
 
 _JSON = "application/json"
 _ERRORS = {
@@ -32,59 +38,72 @@ _ERRORS = {
 }
 
 
-def body_of(
-    schema: type[msgspec.Struct],
-    path: str,
+def post_endpoint(
+    *paths: str,
+    body: type[msgspec.Struct] | None = None,
     answer: object = None,
-    *,
     events: bool = False,
     error: type[msgspec.Struct] = ErrorBody,
-) -> type[Operation]:
-    """An `operation_class` for the POST handler of `path` whose JSON body is `schema`.
+    errors: Errors | None = None,
+) -> Decorator:
+    """A POST handler that answers 200.
 
     Args:
-        schema: of the body.
-        path: of the handler; the first of several.
+        paths: of the endpoint; the document describes the first.
+        body: schema of the JSON body; None = there is no body.
         answer: type of the whole answer; None = some JSON object.
-        events: whether it can be a stream of server-sent events too.
-        error: type of the body of every error.
+        events: whether the answer can be a stream of server-sent events too.
+        error: type of the body of every error of an endpoint with a body.
+        errors: status -> type of its body, beside 401 and 500, of an endpoint without a body.
     """
-    base = f"#/paths/{_escaped(path)}/post"
+    base = f"#/paths/{_escaped(paths[0])}/post"
+    if body is None:
+        operation = _operation(None, _responses(base, answer, _with_common(errors)))
+        return post(list(paths), status_code=200, operation_class=operation)
     place = f"{base}/requestBody/content/{_escaped(_JSON)}/schema"
-    content = {_JSON: OpenAPIMediaType(schema=_described(schema, place))}
-    body = RequestBody(content=content, required=True)
+    content = {_JSON: OpenAPIMediaType(schema=_described(body, place))}
     responses = _responses(base, answer, dict.fromkeys(_ERRORS, error))
     if events:
         stream = OpenAPIMediaType(schema=cast("Schema", {"type": "string"}))
         whole = responses["200"].content
         assert whole is not None, "every answer has a content"
         responses["200"].content = {**whole, "text/event-stream": stream}
-    return _operation(body, responses)
+    operation = _operation(RequestBody(content=content, required=True), responses)
+    return post(list(paths), status_code=200, operation_class=operation)
 
 
-def answer_of(
-    answer: object,
-    path: str,
-    *,
-    method: str = "get",
-    errors: Mapping[int, type[msgspec.Struct]] | None = None,
-    media_type: str = _JSON,
-) -> type[Operation]:
-    """An `operation_class` for a handler of `path` without a body.
+def get_endpoint(
+    path: str, *, answer: object = None, errors: Errors | None = None, media_type: str = _JSON
+) -> Decorator:
+    """A GET handler.
 
     Args:
         answer: type of the answer; None = some JSON object.
-        path: of the handler.
-        method: in lower case.
         errors: status -> type of its body; beside 401 and 500.
         media_type: of the answer.
     """
-    base = f"#/paths/{_escaped(path)}/{method}"
-    responses = _responses(base, answer, {401: ErrorBody, 500: ErrorBody, **(errors or {})})
+    base = f"#/paths/{_escaped(_documented(path))}/get"
+    responses = _responses(base, answer, _with_common(errors))
     if media_type != _JSON:
         text = OpenAPIMediaType(schema=cast("Schema", {"type": "string"}))
         responses["200"].content = {media_type: text}
-    return _operation(None, responses)
+    return get(path, operation_class=_operation(None, responses))
+
+
+def delete_endpoint(path: str, *, answer: object, errors: Errors | None = None) -> Decorator:
+    """A DELETE handler that answers 200; as `get_endpoint`."""
+    base = f"#/paths/{_escaped(_documented(path))}/delete"
+    operation = _operation(None, _responses(base, answer, _with_common(errors)))
+    return delete(path, status_code=200, operation_class=operation)
+
+
+def _with_common(errors: Errors | None) -> Errors:
+    return {401: ErrorBody, 500: ErrorBody, **(errors or {})}
+
+
+def _documented(path: str) -> str:
+    """The path as the document has it: without the types of its parameters."""
+    return re.sub(r":\w+}", "}", path)
 
 
 def _operation(body: RequestBody | None, answers: dict[str, OpenAPIResponse]) -> type[Operation]:

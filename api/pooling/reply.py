@@ -10,10 +10,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from ostinato.api.base.timeline import RequestContext
-from ostinato.api.openai.prompt_inputs import read_inputs
-from ostinato.api.schemas.openai import PromptTokensDetails
-from ostinato.api.schemas.pooling import (
+from ostinato.api.base.request_context import RequestContext
+from ostinato.api.pooling.schemas import (
     EmbeddingData,
     EmbeddingRequest,
     EmbeddingResponse,
@@ -27,7 +25,9 @@ from ostinato.api.schemas.pooling import (
     ScoreRequest,
     ScoreResponse,
 )
-from ostinato.api.service.generation import new_id
+from ostinato.api.schemas.prompt_inputs import read_inputs
+from ostinato.api.schemas.usage import PromptTokensDetails
+from ostinato.api.service.reply_state import new_id
 from ostinato.api.service.service import Service
 from ostinato.runtime.client.pooling import (
     check_pooling,
@@ -168,7 +168,7 @@ async def _pool(
     try:
         for token_ids in batch:
             check_pooling(token_ids, params, service.client.model)
-        service.check_room(list(map(len, batch)))
+        service.admission.check_prompts(list(map(len, batch)))
     except InvalidRequestError as error:
         if error.param not in ("input", "prompt"):
             raise
@@ -176,7 +176,7 @@ async def _pool(
         if text.startswith("input"):
             text = param + text.removeprefix("input")
         raise InvalidRequestError(text, param=param, code=error.code) from error
-    return await service.pool(
+    return await service.runner.pool(
         reply.id,
         batch,
         params,
@@ -211,8 +211,10 @@ async def _encode_texts(
 ) -> list[list[int]]:
     limit = _limit(body, service.client.model)
     if limit is None:
-        return await service.encode(texts, param=param, add_special_tokens=add_special_tokens)
-    tokenizer = service.tokenizer(param)
+        return await service.encoder.encode(
+            texts, param=param, add_special_tokens=add_special_tokens
+        )
+    tokenizer = service.encoder.tokenizer(param)
     return await asyncio.to_thread(
         lambda: [
             tokenizer.encode_at_most(
@@ -229,7 +231,7 @@ async def _encode_texts(
 async def _encode_pairs(
     service: Service, body: PoolingFields, pairs: list[tuple[str, str]], param: str
 ) -> list[list[int]]:
-    tokenizer, model = service.tokenizer(param), service.client.model
+    tokenizer, model = service.encoder.tokenizer(param), service.client.model
     limit = _limit(body, model)
     return await asyncio.to_thread(
         lambda: [

@@ -1,6 +1,7 @@
-"""An answer as a row of blocks: reasoning, text and calls, each begun, continued and ended once.
+"""An answer as a list of content blocks: reasoning, text and tool calls.
 
-The responses and the messages dialects show answers so; the chat dialect has one flat message.
+Each block begins, grows and ends once. The Responses and the Anthropic dialects have blocks; the
+chat dialect has one flat message.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ class BlockKind(StrEnum):
 
 
 class ContentBlock(msgspec.Struct, kw_only=True):
-    """One block; its `text` grows until it ends. A call's is its arguments."""
+    """One block. Its `text` grows until the block ends; the text of a call is its arguments."""
 
     index: int
     kind: BlockKind
@@ -32,7 +33,7 @@ class ContentBlock(msgspec.Struct, kw_only=True):
 
 
 class BlockDelta(msgspec.Struct, frozen=True):
-    """What happens to a block; it begins with nothing and ends with nothing new."""
+    """One change of a block: its beginning, new text, or its end; only new text has a `delta`."""
 
     block: ContentBlock
     delta: str = ""
@@ -48,33 +49,33 @@ class ContentBlocks:
         self._is_open = False
 
     def feed(self, events: Iterable[Event]) -> list[BlockDelta]:
-        """What new events change."""
-        news: list[BlockDelta] = []
+        """The changes that new events make."""
+        changes: list[BlockDelta] = []
         for event in events:
             if isinstance(event, CallBegins):
-                news += self._begin(BlockKind.call, event.name, event.id or "")
+                changes += self._begin(BlockKind.call, event.name, event.id or "")
                 continue
             kind = BlockKind.reasoning if isinstance(event, Reasoning) else BlockKind.text
             if isinstance(event, CallArguments):
                 kind = BlockKind.call
             if not self._is_open or self.blocks[-1].kind is not kind:
-                news += self._begin(kind)
+                changes += self._begin(kind)
             block = self.blocks[-1]
             block.text += event.text
-            news.append(BlockDelta(block, delta=event.text))
-        return news
+            changes.append(BlockDelta(block, delta=event.text))
+        return changes
 
     def finish(self) -> list[BlockDelta]:
-        """The end of the last block."""
+        """The change that ends the last block, if one is open."""
         if not self._is_open:
             return []
         self._is_open = False
         return [BlockDelta(self.blocks[-1], ends=True)]
 
     def _begin(self, kind: BlockKind, name: str = "", call_id: str = "") -> list[BlockDelta]:
-        news = self.finish()
+        changes = self.finish()
         self.blocks.append(
             ContentBlock(index=len(self.blocks), kind=kind, name=name, call_id=call_id)
         )
         self._is_open = True
-        return [*news, BlockDelta(self.blocks[-1], begins=True)]
+        return [*changes, BlockDelta(self.blocks[-1], begins=True)]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ostinato.api.openai.tools import ToolUse
+from ostinato.api.chat.tools import ToolUse
 from ostinato.api.parsing.answer_parser import AnswerForm
 from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.types.structured_outputs import (

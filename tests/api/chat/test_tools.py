@@ -10,7 +10,7 @@ import tokenizers
 from openai.lib.streaming.chat import ChatCompletionStreamState
 from openai.types.chat import ChatCompletionChunk
 
-from ostinato.api.openai.tools import explained, new_call_id, template_messages
+from ostinato.api.chat.tools import explained, new_call_id, template_messages
 from ostinato.api.parsing.detect import traits
 from ostinato.api.parsing.formats import FORMATS
 from ostinato.api.parsing.reasoning import MISTRAL, THINK

@@ -1,0 +1,126 @@
+"""What the headers of an HTTP request say: its name, its trace parent, its time limit."""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections.abc import Mapping
+
+import msgspec
+
+from ostinato.api.base.timeline import Timeline, TimelineBuilder
+from ostinato.runtime.errors import InvalidRequestError
+
+__all__ = (
+    "REQUEST_ID_HEADER",
+    "REQUEST_ID_PATTERN",
+    "TIMEOUT_HEADER",
+    "RequestContext",
+    "context_of",
+    "is_request_id",
+)
+
+REQUEST_ID_HEADER = "x-request-id"
+REQUEST_ID_PATTERN = r"^[\x21-\x7e]{1,128}$"
+TIMEOUT_HEADER = "x-request-timeout-ms"
+MAX_TIMEOUT_MS = 24 * 3600 * 1000
+_REQUEST_ID = re.compile(REQUEST_ID_PATTERN)
+
+
+class RequestContext:
+    """The parts of an HTTP request that concern its metrics, log line and trace, not its answer.
+
+    Args:
+        endpoint: the path.
+        wants_timeline: whether the answer includes a timeline.
+        traceparent: the W3C header as it came; empty = none.
+
+    Attributes:
+        arrived_at: seconds, time.monotonic().
+        timeline: collects the events of the request; None = the request did not ask for one.
+        grammar_seconds: how long the request waited for its grammar.
+        timeout_ms: time limit of the answer, counted from the arrival; None = no limit.
+        request_id: the name that the header gives the request; empty = none.
+    """
+
+    def __init__(
+        self,
+        endpoint: str = "",
+        *,
+        wants_timeline: bool = False,
+        traceparent: str = "",
+        timeout_ms: float | None = None,
+        request_id: str = "",
+    ) -> None:
+        self.endpoint = endpoint
+        self.request_id = request_id
+        self.traceparent = traceparent
+        self.arrived_at = time.monotonic()
+        self.timeout_ms = timeout_ms
+        self.grammar_seconds = 0.0
+        self.timeline = TimelineBuilder(self.arrived_at) if wants_timeline else None
+
+    def report(self) -> Timeline | msgspec.UnsetType:
+        """The timeline so far; UNSET when the request did not ask for one."""
+        if self.timeline is None:
+            return msgspec.UNSET
+        return self.timeline.report(self.grammar_seconds)
+
+
+def context_of(endpoint: str, headers: Mapping[str, str]) -> RequestContext:
+    """The context of a request that has just arrived.
+
+    Raises:
+        InvalidRequestError: `x-trace` is neither 0 nor 1, the timeout is out of range, or the
+            request id has characters that are not allowed.
+    """
+    wanted = headers.get("x-trace", "0").strip()
+    if wanted not in ("0", "1"):
+        raise InvalidRequestError(
+            f"the header x-trace is {wanted[:20]!r}, it must be 1 (a timeline in the answer) or 0",
+            param="x-trace",
+            code="invalid_value",
+        )
+    return RequestContext(
+        endpoint,
+        wants_timeline=wanted == "1",
+        traceparent=headers.get("traceparent", ""),
+        timeout_ms=_timeout_ms(headers),
+        request_id=_request_id(headers),
+    )
+
+
+def is_request_id(text: str) -> bool:
+    """Whether the text is a valid request id: 1 to 128 visible ASCII characters."""
+    return _REQUEST_ID.fullmatch(text) is not None
+
+
+def _request_id(headers: Mapping[str, str]) -> str:
+    given = headers.get(REQUEST_ID_HEADER, "")
+    if given and not is_request_id(given):
+        raise InvalidRequestError(
+            f"the header {REQUEST_ID_HEADER} is {given[:40]!r}, it must be 1 to 128 visible ASCII"
+            " characters",
+            param=REQUEST_ID_HEADER,
+            code="invalid_value",
+        )
+    return given
+
+
+def _timeout_ms(headers: Mapping[str, str]) -> float | None:
+    text = headers.get(TIMEOUT_HEADER)
+    if text is None:
+        return None
+    try:
+        timeout_ms = float(text)
+    except ValueError:
+        timeout_ms = math.nan
+    if not 1 <= timeout_ms <= MAX_TIMEOUT_MS:
+        raise InvalidRequestError(
+            f"the header {TIMEOUT_HEADER} is {text[:20]!r}, it must be milliseconds in"
+            f" [1, {MAX_TIMEOUT_MS}]",
+            param=TIMEOUT_HEADER,
+            code="invalid_value",
+        )
+    return timeout_ms

@@ -1,0 +1,101 @@
+"""What the answer to a chat request may be: its parser, its grammar and its reasoning budget."""
+
+from __future__ import annotations
+
+import msgspec
+
+from ostinato.api.chat.chat_prompt import ChatPrompt
+from ostinato.api.chat.tool_constraint import tool_constraint
+from ostinato.api.parsing.answer_parser import AnswerForm
+from ostinato.api.schemas.chat_completions import ChatCompletionRequest
+from ostinato.api.schemas.response_format import behind_reasoning, constraint_of
+from ostinato.runtime.errors import InvalidRequestError
+from ostinato.runtime.text.tokenizer import Tokenizer
+from ostinato.runtime.types.params import ThinkingLimit
+from ostinato.runtime.types.structured_outputs import StructuredOutputsParams
+
+__all__ = ("AnswerPlan", "plan_answer")
+
+
+class AnswerPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """How an answer is constrained and parsed."""
+
+    form: AnswerForm  # makes the parser of an answer
+    skip_special_tokens: bool  # false where a marker of the form is a special token
+    # Replaces the request's own constraint: a grammar for tool calls, or the request's constraint
+    # with reasoning allowed before it. None = the request's own constraint stays.
+    constraint: StructuredOutputsParams | None = None
+    thinking: ThinkingLimit | None = None  # None = reasoning is not limited
+
+
+def plan_answer(
+    body: ChatCompletionRequest, prompt: ChatPrompt, tokenizer: Tokenizer
+) -> AnswerPlan:
+    """What the answers to this prompt may be.
+
+    Raises:
+        InvalidRequestError: the constraint can not be combined with the tools, or a reasoning
+            budget is given to a model that does not reason.
+    """
+    use, found = prompt.tools, prompt.traits
+    form = AnswerForm(
+        reasoning=found.reasoning,
+        reasoning_is_open=_ends_in_reasoning(body, prompt),
+        shows_reasoning=body.include_reasoning,
+        calls=found.calls if use.tools else None,
+        tool_names=use.names,
+        max_calls=None if use.parallel else 1,
+    )
+    if use.tools:
+        constraint = tool_constraint(use, form, constraint_of(body))
+        if constraint is not None and form.calls is not None:
+            form = msgspec.structs.replace(form, calls=form.calls.constrained())
+    else:
+        constraint = behind_reasoning(body, form)
+    return AnswerPlan(
+        form=form,
+        constraint=constraint,
+        thinking=_thinking_limit(body, form, tokenizer),
+        skip_special_tokens=body.skip_special_tokens
+        and not any(tokenizer.is_special(marker) for marker in form.markers),
+    )
+
+
+def _ends_in_reasoning(body: ChatCompletionRequest, prompt: ChatPrompt) -> bool:
+    """Whether the prompt ends within reasoning, so that the answer begins there."""
+    markers = prompt.traits.reasoning
+    if markers is None:
+        return False
+    if body.continue_final_message:  # the template's own text does not count
+        last = body.messages[-1].text or ""
+        return last.rfind(markers.begin) > last.rfind(markers.end)
+    return prompt.text.rstrip().endswith(markers.begin)
+
+
+def _thinking_limit(
+    body: ChatCompletionRequest, form: AnswerForm, tokenizer: Tokenizer
+) -> ThinkingLimit | None:
+    if body.thinking_token_budget is None:
+        return None
+    markers = form.reasoning
+    begin = None if markers is None else _token_id(tokenizer, markers.begin)
+    end = None if markers is None else _token_id(tokenizer, markers.end)
+    if begin is None or end is None:
+        lacks = "no reasoning that this server knows" if markers is None else "no token for its end"
+        raise InvalidRequestError(
+            f"thinking_token_budget is not supported: the model has {lacks}; leave it out",
+            param="thinking_token_budget",
+            code="unsupported_parameter",
+        )
+    return ThinkingLimit(
+        max_tokens=body.thinking_token_budget,
+        begin_token_id=begin,
+        end_token_id=end,
+        is_open=form.reasoning_is_open,
+    )
+
+
+def _token_id(tokenizer: Tokenizer, text: str) -> int | None:
+    """The token whose text this is; None when the text takes several tokens."""
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    return ids[0] if len(ids) == 1 else None

@@ -1,0 +1,91 @@
+"""The engine's outputs of a chat as parsed events, for every dialect that answers a conversation.
+
+A streamed reply turns the events into chunks; a whole reply adds them up. Both use one parser.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from ostinato.api.chat.tools import new_call_id
+from ostinato.api.parsing.answer_parser import AnswerForm, AnswerParser
+from ostinato.api.parsing.events import CallBegins, Event, Message
+from ostinato.api.service.reply_state import CollectedCompletion
+from ostinato.runtime.client.completion import join_outputs
+from ostinato.runtime.types.outputs import FinishReason, RequestOutput
+
+__all__ = ("ChatDelta", "ChatOutputParser", "CollectedAnswer", "collect_delta", "join_deltas")
+
+
+class ChatDelta(msgspec.Struct, frozen=True):
+    """What one output of the engine adds to one answer."""
+
+    output: RequestOutput
+    events: list[Event]  # its text, parsed; every call has an id
+    finish_reason: str | None = None  # as the OpenAI API names it, `tool_calls` included
+    num_reasoning_tokens: int = 0  # those of its tokens that ended within reasoning
+
+
+class CollectedAnswer(msgspec.Struct, kw_only=True):
+    """All deltas of one answer, joined."""
+
+    completion: CollectedCompletion
+    message: Message
+    finish_reason: str | None = None
+
+
+class ChatOutputParser:
+    """Parses the outputs of all answers to one prompt, each with a parser of its own.
+
+    Args:
+        form: what an answer may contain.
+    """
+
+    def __init__(self, form: AnswerForm) -> None:
+        self._form = form
+        self._parsers: dict[int, AnswerParser] = {}  # by the index of the answer
+
+    def feed(self, output: RequestOutput) -> ChatDelta:
+        """The delta of the next output."""
+        parser = self._parsers.get(output.index)
+        if parser is None:
+            parser = self._parsers[output.index] = self._form.parser()
+        events = parser.feed(output.text_delta)
+        num_reasoning = len(output.new_token_ids) if parser.is_reasoning else 0
+        finish_reason = None
+        if output.finish_reason is not None:
+            events += parser.finish()
+            ends_in_calls = parser.has_calls and output.finish_reason is FinishReason.stop
+            finish_reason = "tool_calls" if ends_in_calls else output.finish_reason.value
+        events = [self._with_id(event) for event in events]
+        return ChatDelta(output, events, finish_reason, num_reasoning)
+
+    def _with_id(self, event: Event) -> Event:
+        if isinstance(event, CallBegins) and event.id is None:
+            return msgspec.structs.replace(event, id=new_call_id(self._form.calls))
+        return event
+
+
+def join_deltas(deltas: Sequence[ChatDelta]) -> ChatDelta:
+    """Consecutive deltas of one answer as one."""
+    return ChatDelta(
+        join_outputs([one.output for one in deltas]),
+        [event for one in deltas for event in one.events],
+        deltas[-1].finish_reason,
+        sum(one.num_reasoning_tokens for one in deltas),
+    )
+
+
+def collect_delta(answers: dict[int, CollectedAnswer], delta: ChatDelta) -> None:
+    """Join one delta to its answer in `answers`, which has the answers' indices as keys."""
+    index = delta.output.index
+    answer = answers.get(index)
+    if answer is None:
+        answer = answers[index] = CollectedAnswer(
+            completion=CollectedCompletion(), message=Message()
+        )
+    answer.completion.add(delta.output)
+    answer.message.add(delta.events)
+    answer.finish_reason = delta.finish_reason

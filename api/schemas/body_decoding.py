@@ -1,0 +1,132 @@
+"""Decoding of a JSON body into a schema, with errors that name the field.
+
+A schema has exactly the fields that this server honours. A field that is known but not honoured
+(`unsupported`) is refused by name, unless its value asks for nothing (`tools: []`, any null).
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import msgspec
+
+from ostinato.api.base.unsupported_fields import UNSUPPORTED, Unsupported, is_no_op
+from ostinato.runtime.errors import InvalidRequestError
+
+__all__ = (
+    "decode",
+    "refusal",
+)
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+
+def decode(body: bytes, schema: type[T], unsupported: Mapping[str, Unsupported] = UNSUPPORTED) -> T:
+    """The body as `schema`.
+
+    Args:
+        unsupported: the fields that the dialect knows and this server does not honour.
+
+    Raises:
+        InvalidRequestError: not JSON, not UTF-8, a wrong type, an unknown or unsupported field; the
+            text and `param` name the field.
+    """
+    try:
+        return msgspec.json.decode(body, type=schema)
+    except msgspec.ValidationError as error:
+        return _decode_without_no_ops(body, schema, unsupported, error)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidRequestError(
+            f"the body is not valid JSON in UTF-8: {error}", code="invalid_json"
+        ) from error
+
+
+def _decode_without_no_ops(
+    body: bytes,
+    schema: type[T],
+    unsupported: Mapping[str, Unsupported],
+    first: msgspec.ValidationError,
+) -> T:
+    """A second try, without nulls and the unsupported fields whose value asks for nothing."""
+    try:
+        raw = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidRequestError(
+            f"the body is not valid JSON in UTF-8: {error}", code="invalid_json"
+        ) from error
+    known = {field.encode_name for field in msgspec.structs.fields(schema)}
+    if isinstance(raw, dict):
+        raw = _without_no_ops(raw, known, unsupported)
+        messages = raw.get("messages")
+        if isinstance(messages, list):
+            raw["messages"] = [
+                _without_no_ops(message, set(), unsupported)
+                if isinstance(message, dict)
+                else message
+                for message in messages
+            ]
+    try:
+        return msgspec.json.decode(msgspec.json.encode(raw), type=schema)
+    except msgspec.ValidationError as error:
+        raise refusal(str(error), known, unsupported) from first
+
+
+def _without_no_ops(
+    fields: dict[str, Any], known: set[str], unsupported: Mapping[str, Unsupported]
+) -> dict[str, Any]:
+    return {
+        name: value
+        for name, value in fields.items()
+        if (value is not None if name in known else not is_no_op(name, value, unsupported))
+    }
+
+
+_UNKNOWN_FIELD = re.compile(r"Object contains unknown field `(.*)`$", re.DOTALL)
+
+
+_MISSING_FIELD = re.compile(r"Object missing required field `(.*)`$", re.DOTALL)
+
+
+def refusal(
+    text: str, known: set[str], unsupported: Mapping[str, Unsupported]
+) -> InvalidRequestError:
+    """The 400 for a validation error's text, such as "Expected `int`, got `str` - at `$.n`"."""
+    problem, _, place = text.partition(" - at ")
+    path = place.replace("`key` in ", "").strip("`").removeprefix("$").removeprefix(".")
+    path = path.removesuffix("[...]")
+    if missing := _MISSING_FIELD.match(problem):
+        param = f"{path}.{missing[1]}".lstrip(".")
+        return InvalidRequestError(f"{param} is required", param=param, code="missing_field")
+    if unknown := _UNKNOWN_FIELD.match(problem):
+        return _unknown_field(unknown[1][:100], path, known, unsupported)
+    if path.endswith(".type") and ".content[" in path:
+        problem += "; the model takes text only: give {'type': 'text', 'text': ...}"
+    subject = path or "the body"
+    return InvalidRequestError(f"{subject}: {problem}", param=path or None, code="invalid_value")
+
+
+def _unknown_field(
+    name: str, path: str, known: set[str], unsupported: Mapping[str, Unsupported]
+) -> InvalidRequestError:
+    param = f"{path}.{name}".lstrip(".")
+    if name in unsupported:
+        entry = unsupported[name]
+        return InvalidRequestError(
+            f"{param} is not supported: "
+            + (
+                f"give {entry.instead} instead"
+                if entry.instead
+                else f"it needs {entry.missing_feature}, which this server does not have yet;"
+                " leave it out"
+            ),
+            param=param,
+            code="unsupported_parameter",
+        )
+    close = difflib.get_close_matches(name, known, n=1) if not path else []
+    hint = f"; did you mean {close[0]}?" if close else "; leave it out"
+    return InvalidRequestError(
+        f"{param} is not a field of this endpoint{hint}", param=param, code="unknown_parameter"
+    )

@@ -1,0 +1,156 @@
+"""The bodies of `/v1/chat/completions`: request, whole answer and chunks of a stream."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from ostinato.api.base.timeline import Timeline
+from ostinato.api.schemas.conversation import Message, NamedToolChoice, ReasoningEffort, Tool
+from ostinato.api.schemas.generation_fields import GenerationFields
+from ostinato.api.schemas.usage import PromptLogprobs, TokenOffsets, Usage
+
+__all__ = (
+    "ChatChoice",
+    "ChatChunk",
+    "ChatChunkChoice",
+    "ChatCompletionRequest",
+    "ChatLogprobs",
+    "ChatResponse",
+    "ChatTokenLogprob",
+    "DeltaMessage",
+    "FunctionDelta",
+    "ReplyFunction",
+    "ReplyMessage",
+    "ReplyToolCall",
+    "ToolCallDelta",
+    "TopLogprob",
+)
+
+
+class ChatCompletionRequest(
+    GenerationFields, frozen=True, kw_only=True, forbid_unknown_fields=True
+):
+    """`POST /v1/chat/completions`."""
+
+    messages: Annotated[list[Message], msgspec.Meta(min_length=1)]
+    max_completion_tokens: int | None = None  # the newer name of max_tokens
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    add_generation_prompt: bool | None = None  # absent = unless the last message is continued
+    continue_final_message: bool = False
+    add_special_tokens: bool = False  # around the text that the template gives
+    chat_template: str | None = None  # instead of the model's own
+    chat_template_kwargs: dict[str, Any] | None = None  # variables of the template
+    documents: list[dict[str, Any]] | None = None  # for templates that show them to the model
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
+    parallel_tool_calls: bool | None = None  # false = at most one call in an answer
+    reasoning_effort: ReasoningEffort | None = None  # reaches the template
+    # Tokens of reasoning after which its end is written; absent = any number.
+    thinking_token_budget: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)] | None = None
+    include_reasoning: bool = True  # false = reasoning is left out of the answer
+
+
+class TopLogprob(msgspec.Struct, frozen=True):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatTokenLogprob(msgspec.Struct, frozen=True):
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(msgspec.Struct, frozen=True):
+    content: list[ChatTokenLogprob]
+
+
+class ReplyFunction(msgspec.Struct, frozen=True):
+    name: str
+    arguments: str
+
+
+class ReplyToolCall(msgspec.Struct, frozen=True, kw_only=True):
+    id: str
+    type: Literal["function"] = "function"
+    function: ReplyFunction
+
+
+class ReplyMessage(msgspec.Struct, frozen=True):
+    role: Literal["assistant"]
+    content: str | None  # null beside calls without a text
+    reasoning: str | msgspec.UnsetType = msgspec.UNSET
+    reasoning_content: str | msgspec.UnsetType = msgspec.UNSET  # the same under its other name
+    tool_calls: list[ReplyToolCall] | msgspec.UnsetType = msgspec.UNSET
+
+
+class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
+    index: int
+    message: ReplyMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: str
+    stop_reason: int | str | None  # the stop token id or string that ended it, if one did
+    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+
+
+class ChatResponse(msgspec.Struct, frozen=True, kw_only=True):
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    prompt_text: str | msgspec.UnsetType = msgspec.UNSET
+    # None = the prompt came as token ids.
+    prompt_token_offsets: TokenOffsets | msgspec.UnsetType | None = msgspec.UNSET
+    prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
+    trace: Timeline | msgspec.UnsetType = msgspec.UNSET  # with the header x-trace: 1
+
+
+class FunctionDelta(msgspec.Struct, frozen=True, omit_defaults=True):
+    name: str | None = None
+    arguments: str | None = None
+
+
+class ToolCallDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    index: int
+    id: str | None = None  # with the first piece of a call
+    type: str | None = None
+    function: FunctionDelta
+
+
+class DeltaMessage(msgspec.Struct, frozen=True, omit_defaults=True):
+    role: str | None = None
+    content: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None  # the same under its other name
+    tool_calls: list[ToolCallDelta] | None = None
+
+
+class ChatChunkChoice(msgspec.Struct, frozen=True, kw_only=True):
+    index: int
+    delta: DeltaMessage
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | msgspec.UnsetType | None = msgspec.UNSET
+    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET  # those since the last chunk
+
+
+class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
+    id: str
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
+    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET  # in the first chunk
+    prompt_text: str | msgspec.UnsetType = msgspec.UNSET
+    # None = the prompt came as token ids.
+    prompt_token_offsets: TokenOffsets | msgspec.UnsetType | None = msgspec.UNSET
+    trace: Timeline | msgspec.UnsetType = msgspec.UNSET  # in a chunk without choices near the end

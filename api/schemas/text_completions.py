@@ -1,0 +1,59 @@
+"""The bodies of `/v1/completions`: request, and one shape for a whole answer and for a chunk."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from ostinato.api.base.timeline import Timeline
+from ostinato.api.schemas.generation_fields import GenerationFields
+from ostinato.api.schemas.usage import PromptLogprobs, TokenOffsets, Usage
+
+__all__ = (
+    "Completion",
+    "CompletionChoice",
+    "CompletionLogprobs",
+    "CompletionRequest",
+)
+
+
+class CompletionRequest(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`POST /v1/completions`."""
+
+    prompt: str | list[str | int | list[int]]  # text, token ids, or a list of either
+    logprobs: int | None = None
+    add_special_tokens: bool = True  # bos and the like around text prompts
+
+
+class CompletionLogprobs(msgspec.Struct, frozen=True):
+    tokens: list[str]
+    token_logprobs: list[float | None]  # None = the first token of an echoed prompt
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: str | None
+    stop_reason: int | str | msgspec.UnsetType | None = msgspec.UNSET
+    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET  # in its first chunk
+    prompt_text: str | msgspec.UnsetType = msgspec.UNSET
+    # None = the prompt came as token ids.
+    prompt_token_offsets: TokenOffsets | msgspec.UnsetType | None = msgspec.UNSET
+    prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
+
+
+class Completion(msgspec.Struct, frozen=True, kw_only=True):
+    """A whole response, or one chunk of a stream: the legacy endpoint has one shape for both."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
+    trace: Timeline | msgspec.UnsetType = msgspec.UNSET  # a stream's is in a chunk without choices

@@ -1,0 +1,137 @@
+"""Admission control: whether a new request is taken, and what the health endpoints answer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Protocol
+
+from ostinato.api.base.errors import OverloadedError, UnavailableError
+from ostinato.api.service import health
+from ostinato.api.service.health import EngineSigns
+from ostinato.conf.schema import ServerConfig
+from ostinato.runtime.errors import InvalidRequestError
+from ostinato.runtime.types.engine_info import EngineStats
+
+__all__ = ("Admission", "EngineQueue")
+
+_MAX_RETRY_AFTER_S = 600
+
+
+class EngineQueue(EngineSigns, Protocol):
+    """The engine's health and the requests that wait for their first token."""
+
+    @property
+    def stats(self) -> EngineStats: ...
+
+    @property
+    def num_queued(self) -> int: ...
+
+    @property
+    def num_queued_tokens(self) -> int: ...
+
+
+class Admission:
+    """Takes or refuses requests by the server's state and the length of the queue.
+
+    Args:
+        engine: read at each call.
+        server: the limits.
+
+    Attributes:
+        phase: the start-up phase that runs; None once the engine serves.
+        is_draining: whether the server is shutting down and takes nothing new.
+    """
+
+    def __init__(self, engine: EngineQueue, server: ServerConfig) -> None:
+        self._engine = engine
+        self._server = server
+        self.phase: str | None = "starting"
+        self.is_draining = False
+
+    def health_problem(self) -> str | None:
+        """Why the engine does not work; None = it works."""
+        if self.phase is not None:
+            return f"the engine is starting: {self.phase}"
+        return health.engine_problem(self._engine, self._server)
+
+    def liveness_problem(self) -> str | None:
+        """Why a supervisor should restart this process; None = there is no reason."""
+        return None if self.phase else health.liveness_problem(self._engine, self._server)
+
+    def refusal(self) -> UnavailableError | None:
+        """Why a new request is refused, whatever the queue; None = it is not."""
+        if self.is_draining:
+            return UnavailableError("the server is shutting down", code="shutting_down")
+        if self.phase is not None:
+            return self._starting()
+        return health.death(self._engine)
+
+    def unreadiness(self) -> UnavailableError | OverloadedError | None:
+        """Why a new request would be refused or would wait for the engine; None = it is served."""
+        return (
+            self.refusal()
+            or health.unreadiness(self._engine, self._server)
+            or self._queue_refusal()
+        )
+
+    def check_started(self) -> None:
+        """Raises UnavailableError until the engine has reported its model."""
+        if self.phase is not None:
+            raise self._starting()
+
+    def check(self) -> None:
+        """Raises UnavailableError or OverloadedError when a new request is refused."""
+        refusal = self.refusal() or self._queue_refusal()
+        if refusal is not None:
+            raise refusal
+
+    def check_prompts(self, lengths: Sequence[int]) -> None:
+        """Check the prompts of one request against the limits.
+
+        Args:
+            lengths: tokens of each prompt.
+
+        Raises:
+            InvalidRequestError: a prompt is longer than `server.max_prompt_tokens`.
+            OverloadedError: the queue is full, or would be with these prompts.
+        """
+        limit, longest = self._server.max_prompt_tokens, max(lengths)
+        if limit is not None and longest > limit:
+            raise InvalidRequestError(
+                f"the prompt has {longest} tokens, this server takes at most {limit}"
+                " (server.max_prompt_tokens); shorten it, or set truncate_prompt_tokens",
+                param="prompt",
+                code="prompt_too_long",
+            )
+        full = self._queue_refusal(sum(lengths))
+        if full is not None:
+            raise full
+
+    def _starting(self) -> UnavailableError:
+        return UnavailableError(f"the engine is starting: {self.phase}", code="starting")
+
+    def _queue_refusal(self, num_new_tokens: int = 0) -> OverloadedError | None:
+        """Why the queue has no room for a request with so many prompt tokens; None = it has.
+
+        An empty queue takes a request of any length.
+        """
+        engine, server = self._engine, self._server
+        limit = server.max_queued_requests
+        if limit is not None and (count := engine.num_queued) >= limit:
+            return self._full(f"{count} completions wait, server.max_queued_requests={limit}")
+        limit, count = server.max_queued_tokens, engine.num_queued_tokens
+        if limit is not None and count and count + num_new_tokens > limit:
+            text = f"{count} prompt tokens wait and {num_new_tokens} would follow"
+            return self._full(f"{text}, server.max_queued_tokens={limit}")
+        return None
+
+    def _full(self, text: str) -> OverloadedError:
+        # A request that came now would have its first token after so long: by then, the present
+        # queue is done.
+        seconds = math.ceil(self._engine.stats.predicted_ttft_seconds)
+        return OverloadedError(
+            f"the queue is full: {text}; try again later",
+            code="queue_full",
+            retry_after_s=min(max(1, seconds), _MAX_RETRY_AFTER_S),
+        )

@@ -1,0 +1,128 @@
+"""What replies of all dialects keep: id, options, token counts, joined outputs."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable
+from typing import Protocol, Self
+
+import msgspec
+
+from ostinato.api.base.request_context import RequestContext
+from ostinato.api.schemas.usage import CompletionTokensDetails, PromptTokensDetails, Usage
+from ostinato.api.service.generation import Generation
+from ostinato.runtime.types.outputs import FinishReason, RequestOutput, TokenLogprobs
+
+__all__ = (
+    "CollectedCompletion",
+    "ReplyHead",
+    "ReplyOptions",
+    "Tally",
+    "collect",
+    "new_id",
+)
+
+
+class ReplyHead(msgspec.Struct, frozen=True, kw_only=True):
+    """The fields that every chunk of one reply repeats."""
+
+    id: str
+    created: int  # unix seconds
+    model: str
+
+
+class ReplyOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Which parts of the engine's outputs a reply shows."""
+
+    num_top_logprobs: int | None = None  # alternatives per token; None = no log-probabilities
+    num_prompt_logprobs: int | None = None  # the same for the prompt's tokens
+    return_token_ids: bool = False
+    as_token_ids: bool = False  # log-probabilities name tokens `token_id:N`
+
+    def token_ids(self, token_ids: list[int]) -> list[int] | msgspec.UnsetType:
+        """The ids where the reply shows them, else UNSET."""
+        return token_ids if self.return_token_ids else msgspec.UNSET
+
+
+class CollectedCompletion(msgspec.Struct, kw_only=True):
+    """All outputs of one completion, joined."""
+
+    text: str = ""
+    token_ids: list[int] = []
+    logprobs: list[TokenLogprobs] = []
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+
+    def add(self, output: RequestOutput) -> None:
+        """Join the next output."""
+        self.text += output.text_delta
+        self.token_ids += output.new_token_ids
+        self.logprobs += output.logprobs or ()
+        if output.prompt_logprobs is not None:
+            self.prompt_logprobs = output.prompt_logprobs
+        self.finish_reason = output.finish_reason
+        self.stop_reason = output.stop_reason
+
+
+class Tally:
+    """Token counts of one reply: each prompt once, the output of all completions.
+
+    Args:
+        num_prompt_tokens: of all prompts.
+    """
+
+    @classmethod
+    def of(cls, generations: Iterable[Generation]) -> Self:
+        """For the reply to these prompts."""
+        return cls(sum(len(one.prompt_token_ids) for one in generations))
+
+    def __init__(self, num_prompt_tokens: int) -> None:
+        self.num_prompt_tokens = num_prompt_tokens
+        self.num_output_tokens = 0
+        self.num_reasoning_tokens: int | None = None  # None = the model does not reason
+        self._cached: dict[int, int] = {}
+
+    def add(self, prompt_index: int, output: RequestOutput, num_reasoning_tokens: int = 0) -> None:
+        """Count one output."""
+        if self.num_reasoning_tokens is not None:
+            self.num_reasoning_tokens += num_reasoning_tokens
+        self.num_output_tokens += len(output.new_token_ids) + output.num_discarded_tokens
+        if output.index == 0:  # the other completions share the blocks of this one
+            self._cached[prompt_index] = output.num_cached_tokens
+
+    @property
+    def usage(self) -> Usage:
+        """The counts as the OpenAI API reports them."""
+        return Usage(
+            prompt_tokens=self.num_prompt_tokens,
+            completion_tokens=self.num_output_tokens,
+            total_tokens=self.num_prompt_tokens + self.num_output_tokens,
+            prompt_tokens_details=PromptTokensDetails(sum(self._cached.values())),
+            completion_tokens_details=(
+                msgspec.UNSET
+                if self.num_reasoning_tokens is None
+                else CompletionTokensDetails(self.num_reasoning_tokens)
+            ),
+        )
+
+
+class Named(Protocol):
+    """A body that may name its reply."""
+
+    @property
+    def request_id(self) -> str | None: ...
+
+
+def new_id(prefix: str, fields: Named, context: RequestContext) -> str:
+    """The reply's id: a prefix, then the body's `request_id`, the header's, or a random one."""
+    return f"{prefix}-{fields.request_id or context.request_id or secrets.token_hex(16)}"
+
+
+def collect(
+    completions: dict[tuple[int, int], CollectedCompletion],
+    prompt_index: int,
+    output: RequestOutput,
+) -> None:
+    """Join one output to its completion in `completions`, which has the keys (prompt, index)."""
+    completions.setdefault((prompt_index, output.index), CollectedCompletion()).add(output)

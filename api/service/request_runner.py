@@ -1,0 +1,287 @@
+"""Runs requests in the engine: outputs of all prompts in one stream, measured and logged."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator, Sequence
+from contextlib import aclosing, contextmanager
+from typing import Any, Protocol, cast
+
+from ostinato.api.base.errors import UnavailableError, status_of
+from ostinato.api.base.request_context import RequestContext
+from ostinato.api.observability.trace_recorder import TraceRecorder
+from ostinato.api.schemas.response_format import ConstraintFields, refusing_by_field
+from ostinato.api.service.admission import Admission
+from ostinato.api.service.generation import Generation
+from ostinato.api.service.request_stats import RequestStats, StatsSinks
+from ostinato.runtime.errors import (
+    DeadlineError,
+    EngineDeadError,
+    EngineError,
+    InvalidRequestError,
+)
+from ostinato.runtime.types.outputs import FinishReason, PooledOutput, RequestOutput
+from ostinato.runtime.types.params import PoolingParams, SamplingParams
+
+__all__ = ("Generator", "IndexedOutput", "RequestRunner")
+
+IndexedOutput = tuple[int, RequestOutput]  # (index of the prompt, one output for it)
+
+
+class Generator(Protocol):
+    """What requests need of `runtime.client.EngineClient`."""
+
+    async def prepare(self, sampling: SamplingParams) -> None: ...
+
+    def generate(
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        sampling: SamplingParams,
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
+        trace: bool = False,
+        deadline: float | None = None,
+    ) -> AsyncIterator[RequestOutput]: ...
+
+    async def pool(
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        params: PoolingParams,
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
+        trace: bool = False,
+    ) -> PooledOutput: ...
+
+
+class RequestRunner:
+    """Sends requests to the engine and measures their outputs.
+
+    Args:
+        client: generates and pools.
+        admission: checks prompts against the limits.
+        sinks: where the stats of each request go.
+
+    Attributes:
+        num_open: requests that the engine works on.
+        trace: records each request for `run simulate`; None = off.
+    """
+
+    def __init__(self, client: Generator, admission: Admission, sinks: StatsSinks) -> None:
+        self._client = client
+        self._admission = admission
+        self._sinks = sinks
+        self.num_open = 0
+        self.trace: TraceRecorder | None = None
+
+    async def prepare(
+        self,
+        fields: ConstraintFields,
+        generations: Sequence[Generation],
+        context: RequestContext,
+    ) -> None:
+        """Check what only the engine's client can check; call it before the answer begins.
+
+        Args:
+            fields: the constraint as the request gives it.
+            generations: one per prompt.
+            context: `grammar_seconds` is updated.
+
+        Raises:
+            InvalidRequestError: the constraint is not valid or too complex, or a prompt is longer
+                than the server allows.
+            OverloadedError: the queue is full.
+        """
+        self._admission.check_prompts([len(one.prompt_token_ids) for one in generations])
+        for sampling in {id(one.sampling): one.sampling for one in generations}.values():
+            if sampling.structured_outputs is not None:
+                begin = time.monotonic()
+                await refusing_by_field(fields, self._client.prepare(sampling))
+                context.grammar_seconds += time.monotonic() - begin
+
+    async def generate(
+        self, reply_id: str, generations: Sequence[Generation], context: RequestContext
+    ) -> AsyncGenerator[IndexedOutput, None]:
+        """Outputs of all completions of all prompts; closing the iterator aborts the rest.
+
+        Args:
+            reply_id: the id that the client sees.
+            generations: one per prompt.
+            context: of the HTTP request.
+
+        Raises:
+            EngineError: the engine failed, or gave a completion up.
+        """
+        stats = RequestStats(
+            self._sinks,
+            reply_id,
+            [one.prompt_token_ids for one in generations],
+            context,
+            [one.sampling for one in generations],
+        )
+        try:
+            with self._measured(stats):
+                if len(generations) == 1:  # no queue between the engine's client and the reply
+                    outputs = _outputs(self._client, generations[0], context)
+                    async with aclosing(outputs):
+                        async for output in outputs:
+                            stats.add(0, output)
+                            _raise_for_failure(output)
+                            yield 0, output
+                else:
+                    merged = _merged(self._client, generations, context)
+                    async with aclosing(merged):
+                        async for prompt_index, output in merged:
+                            stats.add(prompt_index, output)
+                            _raise_for_failure(output)
+                            yield prompt_index, output
+        finally:
+            if self.trace is not None:
+                for prompt_index, num_tokens in stats.num_tokens():
+                    one = generations[prompt_index]
+                    self.trace.add(stats.begin, one.prompt_token_ids, num_tokens, one.cache_salt)
+
+    async def pool(
+        self,
+        reply_id: str,
+        batch: Sequence[list[int]],
+        params: PoolingParams,
+        context: RequestContext,
+        *,
+        priority: int,
+        cache_salt: str,
+    ) -> list[PooledOutput]:
+        """The vectors of several prompts; cancelling the call aborts all of them.
+
+        Raises:
+            DeadlineError: the time limit of the request passed.
+            EngineError: the engine failed, or gave one up; the others are aborted.
+        """
+        stats = RequestStats(self._sinks, reply_id, batch, context)
+
+        async def one(index: int, token_ids: list[int]) -> PooledOutput:
+            output = await self._client.pool(
+                f"{reply_id}:{index}",
+                token_ids,
+                params,
+                priority=priority,
+                cache_salt=cache_salt,
+                trace=context.timeline is not None,
+            )
+            stats.add_vector(index, output)
+            _raise_for_failure(output)
+            return output
+
+        with self._measured(stats):
+            return await _all_in_time(
+                [one(index, token_ids) for index, token_ids in enumerate(batch)], context
+            )
+
+    @contextmanager
+    def _measured(self, stats: RequestStats) -> Iterator[None]:
+        """Count the request as open, and close its stats with how it ended."""
+        self.num_open += 1
+        try:
+            yield
+            stats.close("done")
+        except EngineDeadError as error:
+            stats.close("error 503")
+            if self._admission.is_draining:
+                raise UnavailableError(
+                    "the server is shutting down", code="shutting_down"
+                ) from error
+            raise
+        except Exception as error:
+            stats.close(f"error {status_of(error)}")
+            raise
+        except BaseException:
+            stats.close("disconnected")
+            raise
+        finally:
+            self.num_open -= 1
+
+
+def _raise_for_failure(output: RequestOutput | PooledOutput) -> None:
+    is_refusal = isinstance(output, RequestOutput) and output.is_refusal
+    if output.finish_reason is FinishReason.error and is_refusal:
+        raise InvalidRequestError(
+            output.error or "the grammar can not go on",
+            param="structured_outputs",
+            code="constraint_too_complex",
+        )
+    if output.finish_reason is FinishReason.error:
+        raise EngineError(output.error or "the engine gave this request up")
+    if output.finish_reason is FinishReason.abort:
+        raise UnavailableError("the request was aborted by the server", code="aborted")
+
+
+async def _all_in_time(
+    work: Sequence[Coroutine[Any, Any, PooledOutput]], context: RequestContext
+) -> list[PooledOutput]:
+    """All results, or the first failure; unfinished work is cancelled."""
+    remaining_s = None
+    if context.timeout_ms is not None:
+        remaining_s = context.arrived_at + context.timeout_ms / 1e3 - time.monotonic()
+    tasks = [asyncio.create_task(one) for one in work]
+    try:
+        async with asyncio.timeout(remaining_s):
+            return await asyncio.gather(*tasks)
+    except TimeoutError as error:
+        raise DeadlineError("the request's deadline was over before its answer") from error
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _outputs(
+    client: Generator, one: Generation, context: RequestContext
+) -> AsyncGenerator[RequestOutput, None]:
+    times_ms = [ms for ms in (one.deadline_ms, context.timeout_ms) if ms is not None]
+    outputs = client.generate(
+        one.request_id,
+        one.prompt_token_ids,
+        one.sampling,
+        priority=one.priority,
+        cache_salt=one.cache_salt,
+        trace=context.timeline is not None,
+        deadline=context.arrived_at + min(times_ms) / 1e3 if times_ms else None,
+    )
+    # Closing it aborts the request: a client's `generate` is a generator.
+    return cast("AsyncGenerator[RequestOutput, None]", outputs)
+
+
+async def _merged(
+    client: Generator, generations: Sequence[Generation], context: RequestContext
+) -> AsyncGenerator[IndexedOutput, None]:
+    """Outputs of several prompts in the order in which they come."""
+    queue: asyncio.Queue[IndexedOutput | Exception | None] = asyncio.Queue()
+
+    async def pump(prompt_index: int) -> None:
+        try:
+            async with aclosing(_outputs(client, generations[prompt_index], context)) as outputs:
+                async for output in outputs:
+                    queue.put_nowait((prompt_index, output))
+            queue.put_nowait(None)
+        except Exception as error:  # handed over to the reader, which raises it
+            queue.put_nowait(error)
+
+    tasks = [asyncio.create_task(pump(index)) for index in range(len(generations))]
+    try:
+        num_running = len(tasks)
+        while num_running:
+            item = await queue.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
+                num_running -= 1
+            else:
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
