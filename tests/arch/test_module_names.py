@@ -12,7 +12,6 @@ from tests.arch.tree import FOLDERS, ROOT, name_of, package_files, parse
 MAX_MODULES = 12
 # Folders with more modules, each with its reason.
 FULL_FOLDERS: dict[str, str] = {
-    "api/openai": "to be split",
     "models/demo/training": "to be merged",
 }
 # Base names that several modules share, because they are implementations of one protocol.
@@ -27,7 +26,7 @@ PROTOCOLS = {
 }
 # Base names that two modules share without such a reason; only to become fewer.
 TO_RENAME = {
-    *("build", "draw", "pooling", "replies"),
+    *("build", "draw"),
 }
 _MODULE = re.compile(rf"\bostinato(?:\.(?:{'|'.join(FOLDERS)}|commands))(?:\.\w+)*(?::\w+)?")
 
