@@ -79,7 +79,7 @@ def _admission() -> None:
         sampling = SamplingParams(max_tokens=2, ignore_eos=True)
         scheduler.add(Request(request_id=str(index), prompt_token_ids=prompt, sampling=sampling))
     while (output := scheduler.schedule()) is not None:
-        samples = sum(entry.samples for entry in output.scheduled)
+        samples = sum(entry.num_logits for entry in output.scheduled)
         scheduler.update(output, StepResult([7] * samples))
 
 

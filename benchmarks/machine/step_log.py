@@ -42,7 +42,7 @@ class StepLog:
             contexts += end
             # Positions start..end-1 attend to 1 + their position each.
             attended += (entry.start + 1 + end) * entry.num_new_tokens // 2
-            samples += entry.samples
+            samples += entry.num_logits
         sizes = self.sizes
         parameters = sizes.body_parameters + (sizes.head_parameters if samples else 0)
         num_bytes = parameters * sizes.weight_bytes + contexts * sizes.kv_bytes_per_token

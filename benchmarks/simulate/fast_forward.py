@@ -20,11 +20,11 @@ class FastForwardScheduler(Scheduler):
     @property
     def contexts(self) -> int:
         """Cached tokens of all running sequences."""
-        return sum(sequence.num_computed_tokens for sequence in self._running)
+        return sum(sequence.num_computed_tokens for sequence in self.queues.running)
 
     def running_ids(self) -> list[str]:
         """Requests that have a row."""
-        return [sequence.request.request_id for sequence in self._running]
+        return [sequence.request.request_id for sequence in self.queues.running]
 
     def repeats(self, output: SchedulerOutput) -> bool:
         """Whether the step after `output`, the last one to be scheduled and taken in, is like it:
@@ -32,10 +32,10 @@ class FastForwardScheduler(Scheduler):
         """
         return (
             not output.admitted
-            and output.num_tokens == len(output.scheduled) == len(self._running)
-            and not self._draining
+            and output.num_tokens == len(output.scheduled) == len(self.queues.running)
+            and not self.queues.draining
             and not any(entry.token_ids for entry in output.scheduled)
-            and all(sequence.is_decoding for sequence in self._running)
+            and all(sequence.is_decoding for sequence in self.queues.running)
         )
 
     def num_alike(self, most: int) -> int:
@@ -43,14 +43,14 @@ class FastForwardScheduler(Scheduler):
 
         One is left for `schedule` before any sequence ends, and where blocks run short.
         """
-        running = self._running
+        running = self.queues.running
         if not running:
             return 0
         count = min(
             most,
             min(s.max_num_tokens - max(s.num_computed_tokens, s.num_tokens) for s in running) - 1,
         )
-        size, free = self._cache.block_size, self._cache.num_free_blocks
+        size, free = self.queues.cache.block_size, self.queues.cache.num_free_blocks
         while count > 0:
             needed = sum(
                 -(-(s.num_computed_tokens + count) // size) - len(s.block_table.block_ids)
@@ -68,7 +68,7 @@ class FastForwardScheduler(Scheduler):
             count: at least 1.
             token_id: in place of what would be sampled.
         """
-        running, cache = self._running, self._cache
+        running, cache = self.queues.running, self.queues.cache
         size = cache.block_size
         # Blocks are handed out in the order of steps, then of sequences, as schedule() would.
         crossings = sorted(

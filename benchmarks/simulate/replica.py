@@ -177,7 +177,7 @@ class Replica:
             return
         oldest, done = self._in_flight.popleft()
         begin, self.now = self.now, max(self.now, done)
-        num_samples = sum(entry.samples for entry in oldest.scheduled)
+        num_samples = sum(entry.num_logits for entry in oldest.scheduled)
         news = self._scheduler.update(oldest, StepResult([OUTPUT_TOKEN_ID] * num_samples))
         self._results.add_step(self.now - begin, len(oldest.scheduled), self._used_blocks())
         self._deliver(news)

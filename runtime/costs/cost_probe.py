@@ -101,7 +101,7 @@ class _Prober:
                 block_ids = [*islice(read, num_read), *[0] * (num_written - num_read)]
             # A decode's token is the row's last one; the values of a prompt's do not matter.
             token_ids = [] if num_tokens == 1 else [0] * num_tokens
-            scheduled.append(ScheduledSequence(row, start, num_tokens, token_ids, block_ids, True))
+            scheduled.append(ScheduledSequence(row, start, num_tokens, token_ids, block_ids, 1))
         return SchedulerOutput(scheduled, admitted, sum(chunk.num_tokens for chunk in chunks))
 
 

@@ -161,7 +161,9 @@ class Engine:
         )
         if output.admitted:
             self._counters.admit(output)
-        if announce is not None and (output.admitted or output.num_tokens > output.num_seqs):
+        if announce is not None and (
+            output.admitted or output.num_tokens - output.num_drafts > output.num_seqs
+        ):
             ids = [admitted.request.request_id for admitted in output.admitted]
             announce(ids, self._predicted_seconds(output))
         pending = self._executor.launch(output)

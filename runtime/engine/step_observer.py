@@ -119,7 +119,7 @@ class StepObserver:
             num_running,
             num_waiting,
             num_free_blocks,
-            sum(1 for entry in scheduled if not entry.token_ids),
+            sum(1 for entry in scheduled if entry.is_decode),
             [],
         )
         if self._flight is not None:
@@ -200,7 +200,7 @@ class StepObserver:
     ) -> None:
         """Note the parts of prompts that a step computed of traced requests."""
         for entry in output.scheduled:
-            if not entry.token_ids:
+            if entry.is_decode:
                 continue
             events = self._traces.get(self._rows[entry.row])
             if events is not None:

@@ -56,7 +56,7 @@ class BatchBuilder:
             if entry.new_block_ids:
                 self._append_blocks(entry.row, entry.new_block_ids)
         if output.num_tokens == len(output.scheduled) and all(
-            entry.samples for entry in output.scheduled
+            entry.num_logits for entry in output.scheduled
         ):
             if output.num_tokens <= self._few_sequences:
                 return self._build_few(output.scheduled)
@@ -137,7 +137,7 @@ class BatchBuilder:
             host.query_start_loc[index] = begin
             host.seq_lens[index] = stop
             host.block_table[index] = self._block_table[row]
-            if entry.samples:
+            if entry.num_logits:
                 host.logits_indices[len(sampled_rows)] = end - 1
                 host.sampled_rows[len(sampled_rows)] = row
                 sampled_rows.append(row)

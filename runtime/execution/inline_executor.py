@@ -66,6 +66,11 @@ class InlineExecutor:
         return self._max_in_flight
 
     def launch(self, output: SchedulerOutput) -> Pending:
+        if output.transfers:
+            raise NotImplementedError(
+                f"a step wants {len(output.transfers)} transfers of KV blocks, and this executor "
+                "has no slower tier to copy them to or from"
+            )
         if self._pages is not None:
             self._map_pages(self._pages, output)
         self._monitor.begin_step(output.num_tokens, output.num_seqs)

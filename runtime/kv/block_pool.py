@@ -9,7 +9,7 @@ reads it, and it is never handed out.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from hashlib import blake2b
 from typing import NewType
 
@@ -94,12 +94,16 @@ class BlockPool:
 
     Args:
         total_blocks: blocks in the cache tensors, the null block included.
+        on_evict: called with a block's id and hash before the block is handed out for other
+            contents; the old contents are there until the next step writes.
 
     Raises:
         ValueError: there is no usable block.
     """
 
-    def __init__(self, total_blocks: int) -> None:
+    def __init__(
+        self, total_blocks: int, on_evict: Callable[[int, BlockHash], object] | None = None
+    ) -> None:
         if total_blocks < 2:
             raise ValueError(
                 "the KV cache needs at least 2 blocks (the null block and one to use), "
@@ -107,6 +111,7 @@ class BlockPool:
             )
         self._blocks = [Block(block_id) for block_id in range(total_blocks)]
         self._cached: dict[BlockHash, Block] = {}
+        self._on_evict = on_evict
         self._free_ends = Block(-1)  # sentinel of a ring: next_free is the head, prev_free the tail
         for block in self._blocks[1:]:
             _insert_free(self._free_ends.prev_free, block)
@@ -135,6 +140,8 @@ class BlockPool:
             block_ids.append(block.block_id)
             block.ref_count = 1
             if block.block_hash is not None:
+                if self._on_evict is not None:
+                    self._on_evict(block.block_id, block.block_hash)
                 del self._cached[block.block_hash]
                 block.block_hash = None
                 self.num_evictions += 1

@@ -14,10 +14,12 @@ from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import NamedTuple
 
-from ostinato.runtime.kv.block_pool import BlockPool, hash_blocks
+from ostinato.runtime.kv.block_pool import BlockPool, hash_blocks, hash_root
 from ostinato.runtime.kv.block_table import BlockTable
+from ostinato.runtime.kv.tiers import BlockTier
+from ostinato.runtime.types.step import BlockTransfer
 
-__all__ = ("KVCacheManager", "PrefixMatch")
+__all__ = ("KVCacheManager", "KVGroup", "PrefixMatch")
 
 
 class PrefixMatch(NamedTuple):
@@ -25,9 +27,24 @@ class PrefixMatch(NamedTuple):
 
     Attributes:
         block_ids: device blocks with its first tokens.
+        places: of the blocks that follow those, in a slower tier.
     """
 
     block_ids: list[int]
+    places: list[int] = []  # noqa: RUF012 - never changed
+
+
+class KVGroup(NamedTuple):
+    """Attention layers whose keys and values lie in one block table per sequence.
+
+    Attributes:
+        name: for example "self" or "cross".
+        grows: each token of the sequence adds an entry; False = as many entries as its encoder has
+            tokens, from admission on.
+    """
+
+    name: str
+    grows: bool = True
 
 
 class KVCacheManager:
@@ -37,25 +54,41 @@ class KVCacheManager:
         total_blocks: blocks in the cache tensors; block 0 is the null block, the others are used.
         block_size: tokens per block.
         enable_prefix_caching: whether full blocks are shared between sequences with equal prefixes.
+        groups: block tables that each sequence has. All draw on one pool. The first grows with the
+            sequence, and prefixes are shared in it alone; the others have a fixed size.
+        tier: a slower memory with copies of blocks; None = there is none.
 
     Attributes:
         prefix_queries: prompt tokens that were looked up at a sequence's first admission.
         prefix_hits: of which were found.
 
     Raises:
-        ValueError: fewer than 2 blocks, or an empty block.
+        ValueError: fewer than 2 blocks, an empty block, or more than one group that grows.
     """
 
     def __init__(
-        self, total_blocks: int, block_size: int, *, enable_prefix_caching: bool = True
+        self,
+        total_blocks: int,
+        block_size: int,
+        *,
+        enable_prefix_caching: bool = True,
+        groups: tuple[KVGroup, ...] = (KVGroup("self"),),
+        tier: BlockTier | None = None,
     ) -> None:
         if block_size < 1:
             raise ValueError(f"cache.block_size must be at least 1 token, got {block_size}")
+        if not groups[0].grows or any(group.grows for group in groups[1:]):
+            raise ValueError(
+                "the first KV cache group grows with a sequence and the others have a fixed size, "
+                f"got {list(groups)}"
+            )
         self.block_size = block_size
+        self.groups = groups
         self.enable_prefix_caching = enable_prefix_caching
         self.prefix_queries = 0
         self.prefix_hits = 0
-        self._pool = BlockPool(total_blocks)
+        self._tier = tier
+        self._pool = BlockPool(total_blocks, on_evict=None if tier is None else tier.on_evict)
 
     @property
     def num_blocks(self) -> int:
@@ -81,6 +114,13 @@ class KVCacheManager:
         """What each usable block is; see `BlockPool.kinds`. O(blocks)."""
         return self._pool.kinds()
 
+    def new_tables(
+        self, cache_salt: str = "", extra_keys: Sequence[str] = ()
+    ) -> tuple[BlockTable, ...]:
+        """Empty block tables of a sequence, one per group; see `hash_root` for the arguments."""
+        first = BlockTable(hash_root(cache_salt, extra_keys))
+        return (first, *(BlockTable() for _ in self.groups[1:]))
+
     def match_prefix(
         self, table: BlockTable, token_ids: Sequence[int], max_tokens: int
     ) -> PrefixMatch:
@@ -92,6 +132,7 @@ class KVCacheManager:
             max_tokens: leading tokens that may come from the cache.
         """
         block_ids: list[int] = []
+        places: list[int] = []
         if self.enable_prefix_caching:
             num_blocks = max_tokens // self.block_size
             self._hash_up_to(table, token_ids, num_blocks)
@@ -101,7 +142,13 @@ class KVCacheManager:
                 if block_id is None:
                     break
                 block_ids.append(block_id)
-        return PrefixMatch(block_ids)
+            if self._tier is not None:
+                for block_hash in islice(table.hashes, len(block_ids), num_blocks):
+                    place = self._tier.find(block_hash)
+                    if place is None:
+                        break
+                    places.append(place)
+        return PrefixMatch(block_ids, places)
 
     def num_missing_blocks(self, num_tokens: int, match: PrefixMatch) -> int:
         """Free blocks it takes to hold `num_tokens` that begin with a matched prefix."""
@@ -149,6 +196,20 @@ class KVCacheManager:
         if block_ids:
             table.block_ids += block_ids
         return block_ids
+
+    def take_stores(self) -> list[BlockTransfer]:
+        """Copies to the slower tier that the next step makes before it writes."""
+        return [] if self._tier is None else self._tier.take_stores()
+
+    def hold_places(self, places: Sequence[int]) -> None:
+        """A load from these places of the slower tier begins."""
+        assert self._tier is not None, "places are in a tier"
+        self._tier.hold(places)
+
+    def release_places(self, places: Sequence[int]) -> None:
+        """The load from these places of the slower tier has ended."""
+        assert self._tier is not None, "places are in a tier"
+        self._tier.release(places)
 
     def fork(self, parent: BlockTable, child: BlockTable) -> None:
         """Let a sequence with the same tokens hold the same blocks, a partly filled one included.
@@ -213,6 +274,8 @@ class KVCacheManager:
         if self._pool.num_free != self._pool.num_blocks:
             return False
         self._pool.forget_cached()
+        if self._tier is not None:
+            self._tier.clear()
         return True
 
     def check_integrity(self, tables: Iterable[BlockTable] | None = None) -> None:

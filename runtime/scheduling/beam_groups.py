@@ -100,7 +100,8 @@ class BeamGroups:
                 child = parent
                 if parent in children:  # it goes on with its first move already
                     child = group.fork(parent)
-                    self._cache.fork(parent.block_table, child.block_table)
+                    for held, empty in zip(parent.block_tables, child.block_tables, strict=True):
+                        self._cache.fork(held, empty)
                     child.num_computed_tokens = parent.num_computed_tokens
                 children.append(child)
             for sequence in group.sequences:
@@ -109,7 +110,7 @@ class BeamGroups:
             for move, child in zip(moves, children, strict=True):
                 child.beam = move.beam.continued(move)
                 child.token_ids.append(move.token_id)
-                child.num_given_tokens = child.num_tokens
+                child.num_prefill_tokens = child.num_tokens
             group.sequences = children
             group.search.beams = [child.beam for child in children if child.beam is not None]
             for child in children:

@@ -73,6 +73,10 @@ class StepAllowance:
             return fits
         return min(limit, self._least_chunk)
 
+    def fits(self, num_tokens: int, start: int) -> bool:
+        """Whether a chunk keeps the step within the target."""
+        return self._fits(num_tokens, start)
+
     def take(self, num_tokens: int, start: int) -> None:
         """A chunk becomes part of the step."""
         self._num_tokens += num_tokens

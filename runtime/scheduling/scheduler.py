@@ -1,11 +1,11 @@
 """Which tokens are computed next: one token budget a step, no phases, plain data in and out.
 
-    schedule() -> SchedulerOutput -> (the runner) -> StepResult -> update() -> [SequenceOutput]
+    schedule() -> SchedulerOutput -> (the executor) -> StepResult -> update() -> [SequenceOutput]
 
 `schedule` may run one step ahead: while step N is on the device, step N+1 is planned as if every
-sequence of N goes on, and its decode rows read N's tokens on the device. What N ends is found by
-`update(N)`; its entry in N+1 is dropped when N+1 comes back. Rows and blocks that a step in flight
-uses are not given away.
+sequence of N goes on, and its decode rows read N's tokens on the device. `update(N)` finds what N
+ends; the entry of an ended sequence in N+1 is dropped when N+1 comes back. Rows and blocks that a
+step in flight uses are not given away.
 
 Sequences that decode get their token of every step, so a long prompt never stalls a stream; with a
 target for inter-token latency, prompts get no more of a step than that leaves them.
@@ -13,42 +13,29 @@ target for inter-token latency, prompts get no more of a step than that leaves t
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Callable
-from heapq import heappop, heappush
-from operator import attrgetter
-from typing import TypeVar
 
 from ostinato.conf.schema import SchedulerConfig, SchedulingPolicy
 from ostinato.runtime.costs.step_limits import StepLimits, upper_limits
 from ostinato.runtime.errors import InvalidRequestError
-from ostinato.runtime.kv.kv_cache_manager import KVCacheManager, PrefixMatch
-from ostinato.runtime.scheduling.beam_groups import BeamGroups, is_parked
+from ostinato.runtime.kv.kv_cache_manager import KVCacheManager
+from ostinato.runtime.scheduling.beam_groups import BeamGroups
 from ostinato.runtime.scheduling.itl_bound import ItlBound
-from ostinato.runtime.scheduling.queue_checks import check, check_queues
+from ostinato.runtime.scheduling.loads import BlockLoads
+from ostinato.runtime.scheduling.proposer import DraftPlanner, Proposer
+from ostinato.runtime.scheduling.queues import SequenceQueues, check
 from ostinato.runtime.scheduling.sequence import Sequence, SequenceStatus, check_prompt_length
 from ostinato.runtime.scheduling.step_plan import StepPlan
+from ostinato.runtime.scheduling.step_planner import StepPlanner
 from ostinato.runtime.scheduling.ttft_forecast import QueueLoad, queue_load
 from ostinato.runtime.types.outputs import FinishReason, SequenceOutput
 from ostinato.runtime.types.request import Request
-from ostinato.runtime.types.step import (
-    AdmittedSequence,
-    ScheduledSequence,
-    SchedulerOutput,
-    StepResult,
-)
+from ostinato.runtime.types.step import SchedulerOutput, StepResult
 
 __all__ = ("Scheduler",)
 
-MAX_STEPS_IN_FLIGHT = 2
-
 _RUNNING = SequenceStatus.running
-_PREEMPTED = SequenceStatus.preempted
-_PARKED = SequenceStatus.parked
 _FINISHED = SequenceStatus.finished
-_order = attrgetter("order")
-T = TypeVar("T")
 
 # A policy is the first part of a sequence's order; its arrival is the second.
 _POLICY_RANKS = {
@@ -61,9 +48,7 @@ class Scheduler:
     """Continuous batching with chunked prefill, prefix sharing and preemption by recomputation.
 
     Running sequences are kept in the policy's order. The first can always go on: on a shortage of
-    blocks the last gives up its own and waits again, in its old place in the queue. Nothing is
-    admitted whose known tokens do not fit as a whole, with a block to spare for each sequence ahead
-    of it.
+    blocks the last gives up its own and waits again, in its old place in the queue.
 
     Args:
         config: row and token limits, policy.
@@ -72,12 +57,19 @@ class Scheduler:
         limits: the largest step; None = what the configuration has, or its upper bounds.
         bound: keeps steps with decodes within a target; None = there is none.
         whole_prompts: a prompt is never computed in chunks, as encoders need it.
+        max_in_flight: steps that may be scheduled and not taken in yet, as the executor allows.
+        proposer: guesses tokens that a step computes beside the sampled ones; None = no guesses.
+        max_drafts: guesses for one sequence in one step, as the executor's buffers allow.
+
+    Attributes:
+        queues: the sequences by status.
+        num_output_tokens: sampled and given out.
 
     Raises:
         ValueError: one sequence of `max_model_len` tokens does not fit into the cache.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - its parts, put together in one place
         self,
         config: SchedulerConfig,
         cache: KVCacheManager,
@@ -86,6 +78,9 @@ class Scheduler:
         limits: StepLimits | None = None,
         bound: ItlBound | None = None,
         whole_prompts: bool = False,
+        max_in_flight: int = 2,
+        proposer: Proposer | None = None,
+        max_drafts: int = 7,
     ) -> None:
         needed = -(-max_model_len // cache.block_size)
         if cache.num_blocks < needed:
@@ -96,47 +91,65 @@ class Scheduler:
                 "or raise cache.memory_gib"
             )
         self.max_model_len = max_model_len
-        self.num_preemptions = 0
-        self.num_prompt_tokens = 0  # computed, prefix hits excluded, recomputation included
         self.num_output_tokens = 0
         self.limits = limits or upper_limits(config)
         self.bound = bound
-        self._whole_prompts = whole_prompts
+        self.queues = SequenceQueues(cache, self.limits.max_num_seqs)
+        self.drafts = None if proposer is None else DraftPlanner(proposer, cache, max_drafts)
+        self._max_in_flight = max_in_flight
         self._cache = cache
         self._rank = _POLICY_RANKS[config.policy]
         self._num_arrivals = 0
         self._num_ended = 0  # by themselves, not aborted
         self._num_ended_tokens = 0  # output tokens of those
         self._sequences: dict[str, Sequence] = {}  # those without a terminal output yet
-        self._waiting: list[Sequence] = []  # in the policy's order; holds neither rows nor blocks
-        self._running: list[Sequence] = []  # in the policy's order
-        self._draining: set[Sequence] = set()  # preempted or finished, but in a step in flight
-        self._free_rows = list(range(self.limits.max_num_seqs))  # heap
         self._in_flight: deque[StepPlan] = deque()
-        self._beams = BeamGroups(cache, self._place, self._drop)
-        self._blocked: Sequence | None = None  # the first waiting one when it last lacked blocks
-        self._blocked_room = 0  # free blocks, less the spare ones, that were not enough for it
+        self._beams = BeamGroups(cache, self.queues.place, self.queues.drop)
+        self._loads = BlockLoads(cache)
+        self._planner = StepPlanner(
+            self.queues,
+            self._loads,
+            max_num_tokens=self.limits.max_num_batched_tokens,
+            bound=bound,
+            drafts=self.drafts,
+            whole_prompts=whole_prompts,
+        )
 
     @property
     def has_work(self) -> bool:
-        """Whether a request has not ended or a step has not come back."""
-        return bool(self._sequences or self._in_flight)
+        """Whether a request has not ended, or a step or a load has not come back."""
+        return bool(self._sequences or self._in_flight or self._loads)
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether blocks are being loaded; `finish_load` tells when they are there."""
+        return bool(self._loads)
 
     @property
     def num_running(self) -> int:
         """Sequences that take part in the next step."""
-        return len(self._running)
+        return len(self.queues.running)
 
     @property
     def num_waiting(self) -> int:
-        """Sequences that wait for a row and blocks, preempted ones included."""
-        return len(self._waiting) + sum(s.status is _PREEMPTED for s in self._draining)
+        """Sequences that wait for a row and blocks, preempted and loading ones included."""
+        return len(self.queues.all_waiting()) + self._loads.num_waiting
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Prompt tokens computed, prefix hits excluded, recomputation included."""
+        return self._planner.num_prompt_tokens
+
+    @property
+    def num_preemptions(self) -> int:
+        """Times that a running sequence lost its row and blocks to another."""
+        return self.queues.num_preemptions
 
     def load(self) -> QueueLoad:
         """What a request that comes now finds ahead of it. O(sequences)."""
-        waiting = [*self._waiting, *(s for s in self._draining if s.status is _PREEMPTED)]
+        queues = self.queues
         mean_output = self._num_ended_tokens / self._num_ended if self._num_ended else None
-        return queue_load(self._running, waiting, len(self._free_rows), mean_output)
+        return queue_load(queues.running, queues.all_waiting(), queues.num_free_rows, mean_output)
 
     def requests(self) -> dict[str, Sequence]:
         """Requests that have not ended, by id, in order of arrival; of a beam search its first."""
@@ -154,39 +167,45 @@ class Scheduler:
                 param="request_id",
             )
         check_prompt_length(request, self.max_model_len)
+        self._check_encoder_tokens(request)
         order = (self._rank(request), self._num_arrivals)
         self._num_arrivals += 1
-        sequence = Sequence(request, order, self.max_model_len)
+        tables = self._cache.new_tables(request.cache_salt, request.cache_keys)
+        sequence = Sequence(request, order, self.max_model_len, tables)
         self._sequences[request.request_id] = sequence
         if request.sampling.use_beam_search:
             self._beams.begin(sequence, self.max_model_len)
-        insort(self._waiting, sequence, key=_order)
+        self.queues.wait(sequence)
 
     def abort(self, request_id: str) -> SequenceOutput | None:
         """End a request now. Its terminal output, or None when it has ended or was never added."""
-        sequence = self._sequences.pop(request_id, None)
+        sequence = self._sequences.get(request_id)
         if sequence is None:
             return None
+        self._forget(request_id)
         for one in [sequence] if sequence.beam is None else self._beams.end(request_id):
-            self._drop(one)
+            self.queues.drop(one)
         return SequenceOutput(request_id, [], FinishReason.abort)
 
     def schedule(self) -> SchedulerOutput | None:
         """Plan the next step; it must be executed, and `update` called with its result.
 
         Returns:
-            None when nothing can run: there is no work, or all of it waits for the step in flight.
+            None when nothing can run: there is no work, or all of it waits for a step in flight or
+            for a load.
 
         Raises:
-            RuntimeError: two steps are in flight.
+            RuntimeError: `max_in_flight` steps are in flight.
         """
-        if len(self._in_flight) >= MAX_STEPS_IN_FLIGHT:
+        if len(self._in_flight) >= self._max_in_flight:
             raise RuntimeError(
                 f"{len(self._in_flight)} steps are in flight; call update() with the oldest first"
             )
-        step = self._plan()
-        if not step.scheduled and not self._in_flight and self._release_parked():
-            step = self._plan()
+        step = self._planner.plan()
+        is_empty = not (step.scheduled or step.transfers)
+        if is_empty and not self._in_flight and self.queues.release_parked():
+            step = self._planner.plan()
+        step.transfers = [*self._cache.take_stores(), *step.transfers]
         output = step.close(self.limits.max_num_batched_tokens)
         if output is not None:
             self._in_flight.append(step)
@@ -196,49 +215,65 @@ class Scheduler:
         """Take in a step's tokens, in the order in which steps were scheduled.
 
         Returns:
-            One entry per sequence with a new token; with a finish reason for those that end.
+            One entry per sequence with new tokens; with a finish reason for those that end.
 
         Raises:
-            ValueError: `output` is not the oldest step in flight, or `result` has not one token for
-                each of its entries that sample.
+            ValueError: `output` is not the oldest step in flight, or `result` has not the tokens
+                that its entries sample.
         """
         step = self._in_flight[0] if self._in_flight else None
         if step is None or step.output is not output:
             raise ValueError("update() needs the oldest step in flight, as schedule() returned it")
-        token_ids, logprobs = result.token_ids, result.logprobs
-        if len(token_ids) != step.num_samples or len(logprobs or token_ids) != step.num_samples:
-            raise ValueError(
-                f"the step samples {step.num_samples} tokens, its result has {len(token_ids)} "
-                f"tokens and {len(logprobs or ())} log-probabilities"
-            )
+        step.check_tokens(result)
         self._in_flight.popleft()
         if step.num_prompt_logits:
             step.take_prompt_logprobs(result)
         endings = step.take_pooled(result) if step.num_pooled else []
         outputs: list[SequenceOutput] = []
+        logprobs, counts = result.logprobs, iter(result.counts or ())
         has_ended = False
         index = 0
         for entry, sequence in zip(output.scheduled, step.sequences, strict=True):
             sequence.num_in_flight -= 1
-            if entry.samples:
+            if entry.num_logits:
+                count = 1 if result.counts is None else next(counts)
+                if sequence.num_drafts:
+                    self._settle_drafts(sequence, count - 1)
                 if sequence.status is _FINISHED:
                     pass
                 elif sequence.beam is not None:
                     self._beams.take(sequence, logprobs[index] if logprobs else None)
-                else:
+                elif count == 1:
                     outputs.append(self._append_token(sequence, index, result))
-                index += 1
+                else:
+                    outputs.append(self._append_tokens(sequence, index, count, result))
+                index += count
             if sequence.status is not _RUNNING:
                 has_ended = True
-                self._settle(sequence)
-        self.num_output_tokens += len(outputs)
+                self.queues.settle(sequence)
+        self.num_output_tokens += sum([len(one.new_token_ids) for one in outputs])
         if has_ended:
-            self._running = [s for s in self._running if s.status is _RUNNING]
+            self.queues.remove_ended()
+        for transfer_id, num_blocks in result.finished_loads:
+            self.finish_load(transfer_id, num_blocks)
         for ending in (*endings, *self._beams.advance()):
-            del self._sequences[ending.request_id]
+            self._forget(ending.request_id)
             self.num_output_tokens += sum(len(beam.token_ids) for beam in ending.beams or ())
             outputs.append(ending)
         return outputs
+
+    def finish_load(self, transfer_id: int, num_blocks: int) -> None:
+        """A load that a step began has ended; what waited for it can be admitted again.
+
+        Args:
+            transfer_id: of the `BlockTransfer`.
+            num_blocks: of its blocks, from the first on, have their contents; the others failed.
+
+        Raises:
+            KeyError: there is no such load.
+        """
+        for sequence in self._loads.finish(transfer_id, num_blocks):
+            self.queues.wait(sequence)
 
     def check_integrity(self) -> None:
         """Check rows, queues, tables and blocks against each other. O(blocks): for idle moments.
@@ -246,244 +281,50 @@ class Scheduler:
         Raises:
             AssertionError: they disagree; the text names the part at fault.
         """
-        num_rows = self.limits.max_num_seqs
-        check_queues(
-            self._running, self._waiting, self._draining, self._free_rows, num_rows=num_rows
-        )
-        holders = [*self._running, *self._draining]
-        live = {s.request.request_id for s in (*holders, *self._waiting) if not s.is_finished}
+        queues = self.queues
+        queues.check_integrity()
+        placed = [*queues.running, *queues.draining, *queues.waiting, *self._loads.sequences()]
+        live = {s.request.request_id for s in placed if not s.is_finished}
         check(live == set(self._sequences), "requests and queues disagree")
-        self._cache.check_integrity(sequence.block_table for sequence in holders)
+        self._cache.check_integrity([*queues.tables(), *self._loads.tables()])
         if not self.has_work:
             num_held = self._cache.num_blocks - self._cache.num_free_blocks
             check(num_held == 0, f"{num_held} blocks are held without work")
 
-    def _plan(self) -> StepPlan:
-        allowance = None if self.bound is None else self.bound.open(self._running)
-        step = StepPlan(self.limits.max_num_batched_tokens, allowance)
-        self._grow_running(step)
-        while self._admit_waiting(step):
-            self._grow_running(step)
-        return step
-
-    def _grow_running(self, step: StepPlan) -> None:
-        """Plan the next tokens of running sequences that come before the first waiting one."""
-        running, waiting = self._running, self._waiting
-        begin, end = step.num_grown, len(running)
-        if begin < end and waiting and not step.is_closed and waiting[0].order < running[-1].order:
-            end = bisect_left(running, waiting[0].order, lo=begin, key=_order)
-        block_size = self._cache.block_size
-        scheduled, sequences = step.scheduled, step.sequences
-        for index, sequence in enumerate(running[begin:end], begin):
-            if sequence.status is not _RUNNING:
-                break  # it and all behind it gave up their blocks for those before
-            start = sequence.num_computed_tokens
-            if start < sequence.num_given_tokens:
-                num_left = sequence.num_given_tokens - start
-                limit = step.chunk_limit(len(running) - index - 1, num_left, start)
-                self._grow_given(sequence, 1 if sequence.is_decoding else limit, step)
-                continue
-            if sequence.beam is not None:
-                continue  # its candidates wait for those of the others
-            if start + 1 >= sequence.max_num_tokens:
-                continue  # its last token is on its way
-            new_block_ids: list[int] | None = []
-            if start == len(sequence.block_table.block_ids) * block_size:
-                new_block_ids = self._take_room(sequence, step, self._next_block)
-                if new_block_ids is None:
-                    continue
-            sequence.num_computed_tokens = start + 1
-            sequence.num_in_flight += 1
-            step.num_samples += 1
-            step.num_tokens_left -= 1
-            scheduled.append(ScheduledSequence(sequence.row, start, 1, [], new_block_ids, True))
-            sequences.append(sequence)
-        step.num_grown = min(end, len(running))
-
-    def _grow_given(self, sequence: Sequence, limit: int, step: StepPlan) -> None:
-        """Plan the next `limit` of the given tokens that a running sequence has left."""
-        if limit < 1:
-            return
-        new_block_ids: list[int] = []
-        if (beam := sequence.beam) is not None:
-            copies = self._take_room(sequence, step, self._writable_block)
-            if copies is None:
-                return
-            step.block_copies += copies
-            if beam.is_moved:
-                # Its tokens and table are other ones than the row's last: the row begins anew.
-                beam.is_moved = False
-                new_block_ids = sequence.block_table.block_ids[:]
-                self._announce(sequence, step)
-        if not sequence.is_decoding:
-            step.take_chunk(limit, sequence.num_computed_tokens)
-        self._plan_chunk(sequence, limit, new_block_ids, step)
-
-    def _next_block(self, sequence: Sequence) -> list[int] | None:
-        return self._cache.allocate(sequence.block_table, sequence.num_computed_tokens + 1)
-
-    def _writable_block(self, sequence: Sequence) -> list[tuple[int, int]] | None:
-        return self._cache.make_writable(sequence.block_table, sequence.num_computed_tokens)
-
-    def _take_room(
-        self, sequence: Sequence, step: StepPlan, take: Callable[[Sequence], T | None]
-    ) -> T | None:
-        """What `take` gives a running sequence; None when it has to wait, or was preempted itself.
-
-        Sequences behind it are preempted, the last first, until there is one. With a step in flight
-        their blocks come back with its update, so the sequence then sits out this step.
-        """
+    def _check_encoder_tokens(self, request: Request) -> None:
         cache = self._cache
-        while not step.is_stalled:
-            taken = take(sequence)
-            if taken is not None:
-                return taken
-            if any(cache.num_reclaimable_blocks(s.block_table) for s in self._draining):
-                step.is_stalled = step.is_closed = True
-            elif self._preempt_last() is sequence:
-                break
-        return None
-
-    def _admit_waiting(self, step: StepPlan) -> bool:
-        """Start waiting sequences while rows, tokens and blocks last.
-
-        Returns:
-            Whether running sequences have not had their turn: those that come before the next
-            waiting one, or all that are left when nobody else is admitted.
-        """
-        running, waiting = self._running, self._waiting
-        step.is_closed = step.is_closed or not step.takes_prompts
-        while waiting and not step.is_closed:
-            sequence = waiting[0]
-            if step.num_grown < len(running) and running[step.num_grown].order < sequence.order:
-                return True
-            match = self._make_room(sequence, step)
-            if match is None:
-                step.is_closed = True
-                break
-            start = len(match.block_ids) * self._cache.block_size
-            limit = step.chunk_limit(
-                len(running) - step.num_grown, sequence.num_tokens - start, start
+        fixed = -(-request.num_encoder_tokens // cache.block_size) * (len(cache.groups) - 1)
+        room = cache.num_blocks - -(-self.max_model_len // cache.block_size)
+        if fixed > room:
+            raise InvalidRequestError(
+                f"{request.num_encoder_tokens} encoder tokens need {fixed} blocks of the KV cache, "
+                f"which has {room} beside those of the longest sequence; shorten the input",
+                param="prompt",
             )
-            if limit < (sequence.num_tokens - start if self._whole_prompts else 1):
-                step.is_closed = True
+
+    def _settle_drafts(self, sequence: Sequence, num_accepted: int) -> None:
+        """Take back the positions of refused drafts; a later step computes them again."""
+        assert self.drafts is not None, "a sequence has drafts"
+        sequence.num_computed_tokens -= sequence.num_drafts - num_accepted
+        sequence.num_drafts = 0
+        self.drafts.num_accepted_tokens += num_accepted
+
+    def _append_tokens(
+        self, sequence: Sequence, index: int, count: int, result: StepResult
+    ) -> SequenceOutput:
+        """Take in `count` tokens of one step; those behind the one that ends it are dropped."""
+        output = self._append_token(sequence, index, result)
+        for following in range(index + 1, index + count):
+            if output.finish_reason is not None:
                 break
-            del waiting[0]
-            self._start(sequence, match, limit, step)
-            step.is_closed = not step.takes_prompts
-        return step.num_grown < len(running)
-
-    def _make_room(self, sequence: Sequence, step: StepPlan) -> PrefixMatch | None:
-        """A row and blocks for a waiting sequence, if need be from running ones behind it.
-
-        Returns:
-            Its cached prefix, or None when it has to wait.
-        """
-        behind = self._running[step.num_grown :]
-        if not (self._free_rows or behind):
-            return None
-        cache = self._cache
-        room = cache.num_free_blocks - step.num_grown
-        if sequence is self._blocked and room <= self._blocked_room and not behind:
-            return None  # a long prompt is not looked up again in every step that it waits
-        match = cache.match_prefix(
-            sequence.block_table, sequence.token_ids, sequence.max_cached_tokens
-        )
-        missing = self._num_missing_blocks(sequence, match, step)
-        if not (self._free_rows and missing <= 0) and behind:
-            self._preempt_behind(behind, missing)
-            missing = self._num_missing_blocks(sequence, match, step)
-        if self._free_rows and missing <= 0:
-            return match
-        if missing > 0:
-            self._blocked = sequence
-            self._blocked_room = cache.num_free_blocks - step.num_grown
-        return None
-
-    def _num_missing_blocks(self, sequence: Sequence, match: PrefixMatch, step: StepPlan) -> int:
-        """Free blocks that its admission lacks, with one to spare for each sequence ahead of it.
-
-        Without the spare ones it would be preempted by those within a few steps of its admission.
-        """
-        cache = self._cache
-        needed = cache.num_missing_blocks(sequence.num_tokens, match) + step.num_grown
-        return needed - cache.num_free_blocks
-
-    def _preempt_behind(self, behind: list[Sequence], missing: int) -> None:
-        """Preempt as many of the last of `behind` as it takes to get a row and the missing blocks.
-
-        None of them when even all would not suffice, or when sequences that are draining will.
-        """
-        cache = self._cache
-        missing -= sum(cache.num_reclaimable_blocks(s.block_table) for s in self._draining)
-        needs_row = not (self._free_rows or self._draining)
-        num_victims = 0
-        while (missing > 0 or needs_row) and num_victims < len(behind):
-            num_victims += 1
-            missing -= cache.num_reclaimable_blocks(behind[-num_victims].block_table)
-            needs_row = False
-        if missing > 0 or needs_row:
-            return
-        for _ in range(num_victims):
-            self._preempt_last()
-
-    def _start(self, sequence: Sequence, match: PrefixMatch, limit: int, step: StepPlan) -> None:
-        """Give a waiting sequence a row and blocks; plan its first chunk of `limit` tokens."""
-        cache, table = self._cache, sequence.block_table
-        admitted = cache.admit(table, match, sequence.num_tokens)
-        assert admitted, f"{sequence!r} has room but was not admitted"
-        num_cached = len(match.block_ids) * cache.block_size
-        sequence.num_computed_tokens = num_cached
-        if sequence.num_cached_tokens is None:
-            sequence.num_cached_tokens = num_cached
-            cache.count_lookup(sequence.num_prompt_tokens, num_cached)
-        sequence.row = heappop(self._free_rows)
-        sequence.status = _RUNNING
-        sequence.num_given_tokens = sequence.num_tokens
-        self._running.insert(step.num_grown, sequence)
-        step.num_grown += 1
-        if sequence.beam is not None:
-            sequence.beam.is_moved = False
-        self._announce(sequence, step)
-        step.take_chunk(limit, sequence.num_computed_tokens)
-        self._plan_chunk(sequence, limit, table.block_ids[:], step)
-
-    @staticmethod
-    def _announce(sequence: Sequence, step: StepPlan) -> None:
-        """Tell the runner whose the row is from this step on."""
-        output_token_ids = sequence.token_ids[sequence.num_prompt_tokens :]
-        step.admitted.append(AdmittedSequence(sequence.row, sequence.request, output_token_ids))
-
-    def _plan_chunk(
-        self, sequence: Sequence, limit: int, new_block_ids: list[int], step: StepPlan
-    ) -> None:
-        """Plan the next `limit` of the tokens that the sequence was admitted with."""
-        start = sequence.num_computed_tokens
-        end = start + limit
-        is_pooled = sequence.request.pooling is not None
-        samples = end == sequence.num_given_tokens and not is_pooled
-        num_prompt_logits = sequence.num_prompt_logits(start, end)
-        sequence.num_computed_tokens = end
-        sequence.num_in_flight += 1
-        step.num_samples += samples
-        step.num_pooled += is_pooled
-        step.num_prompt_logits += num_prompt_logits
-        step.num_tokens_left -= end - start
-        step.scheduled.append(
-            ScheduledSequence(
-                sequence.row,
-                start,
-                end - start,
-                sequence.token_ids[start:end],
-                new_block_ids,
-                samples,
-                num_prompt_logits,
-                is_pooled,
-            )
-        )
-        step.sequences.append(sequence)
-        self.num_prompt_tokens += max(0, min(end, sequence.num_prompt_tokens) - start)
-        self._cache.register(sequence.block_table, sequence.token_ids, end)
+            one = self._append_token(sequence, following, result)
+            one.new_token_ids = output.new_token_ids + one.new_token_ids
+            if output.logprobs is not None:
+                one.logprobs = output.logprobs + (one.logprobs or [])
+            one.num_cached_tokens = output.num_cached_tokens
+            one.prompt_logprobs = output.prompt_logprobs
+            output = one
+        return output
 
     def _append_token(self, sequence: Sequence, index: int, result: StepResult) -> SequenceOutput:
         """Take in a sampled token and decide whether it is the last."""
@@ -492,7 +333,7 @@ class Scheduler:
         grammar = result.endings.get(index)
         if grammar:
             sequence.status = _FINISHED
-            del self._sequences[request_id]
+            self._forget(request_id)
             return SequenceOutput(
                 request_id, [], FinishReason.error, error=grammar, is_refusal=True
             )
@@ -508,7 +349,7 @@ class Scheduler:
             self._num_ended += 1
             self._num_ended_tokens += sequence.num_output_tokens
             sequence.status = _FINISHED
-            del self._sequences[request_id]
+            self._forget(request_id)
         is_first = sequence.num_output_tokens == 1
         prompt_logprobs, sequence.prompt_logprobs = sequence.prompt_logprobs, None
         return SequenceOutput(
@@ -522,64 +363,8 @@ class Scheduler:
             is_complete=is_complete,
         )
 
-    def _free_blocks(self, sequence: Sequence) -> None:
-        self._cache.free(sequence.block_table)
-        sequence.num_computed_tokens = 0
-
-    def _preempt_last(self) -> Sequence:
-        """Take the last running sequence's row and blocks; it waits again, to be recomputed."""
-        sequence = self._running.pop()
-        sequence.num_preemptions += 1
-        self.num_preemptions += 1
-        self._retire(sequence, _PARKED if is_parked(sequence) else _PREEMPTED)
-        return sequence
-
-    def _release_parked(self) -> bool:
-        """Take the rows and blocks of beams that wait for others, which may wait for those.
-
-        Returns:
-            Whether there were any.
-        """
-        parked = [sequence for sequence in self._running if is_parked(sequence)]
-        for sequence in parked:
-            self._running.remove(sequence)
-            self._retire(sequence, _PARKED)
-        return bool(parked)
-
-    def _place(self, sequence: Sequence) -> None:
-        """A beam that goes on: it runs when there is a row, or else it waits and is recomputed."""
-        if sequence.status is _RUNNING:
-            return
-        if sequence.block_table.block_ids and self._free_rows:
-            sequence.row = heappop(self._free_rows)
-            sequence.status = _RUNNING
-            insort(self._running, sequence, key=_order)
-            return
-        self._free_blocks(sequence)
-        sequence.status = SequenceStatus.waiting
-        insort(self._waiting, sequence, key=_order)
-
-    def _drop(self, sequence: Sequence) -> None:
-        """End a sequence without news of it."""
-        if sequence.status is _RUNNING:
-            self._running.remove(sequence)
-            self._retire(sequence, _FINISHED)
-            return
-        if sequence.status is not _PARKED and sequence not in self._draining:
-            del self._waiting[bisect_left(self._waiting, sequence.order, key=_order)]
-        sequence.status = _FINISHED
-
-    def _retire(self, sequence: Sequence, status: SequenceStatus) -> None:
-        sequence.status = status
-        self._settle(sequence)
-
-    def _settle(self, sequence: Sequence) -> None:
-        """Take back a retired sequence's row and blocks, once no step in flight uses them."""
-        if sequence.num_in_flight:
-            self._draining.add(sequence)
-            return
-        self._draining.discard(sequence)
-        self._free_blocks(sequence)
-        heappush(self._free_rows, sequence.row)
-        if sequence.status is _PREEMPTED:
-            insort(self._waiting, sequence, key=_order)
+    def _forget(self, request_id: str) -> None:
+        """The request has its terminal output."""
+        del self._sequences[request_id]
+        if self.drafts is not None:
+            self.drafts.proposer.forget(request_id)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from enum import Enum
 
 from ostinato.runtime.errors import InvalidRequestError
-from ostinato.runtime.kv.block_pool import hash_root
 from ostinato.runtime.kv.block_table import BlockTable
 from ostinato.runtime.scheduling.beam_search import Beam
 from ostinato.runtime.scheduling.repetition import REPETITION_REASON, RepetitionDetector
@@ -20,11 +19,16 @@ __all__ = ("Sequence", "SequenceStatus", "check_prompt_length")
 
 
 class SequenceStatus(Enum):
-    """Where a sequence is. A preempted or finished one may still be part of a step in flight."""
+    """Where a sequence is.
 
-    waiting = "waiting"
+    A preempted, parked or finished one that is part of a step in flight is *draining*: it keeps
+    its row and blocks until that step has been read. A preempted one waits after that.
+    """
+
+    waiting = "waiting"  # for a row and blocks; it holds neither
+    loading = "loading"  # waits until blocks of its prefix are loaded; then it waits for a row
     running = "running"
-    preempted = "preempted"
+    preempted = "preempted"  # it lost its row and blocks, and is still draining
     parked = "parked"  # a beam without row and blocks, whose candidates are known
     finished = "finished"
 
@@ -49,19 +53,23 @@ class Sequence:
         request: what to generate; `sampling.n` is ignored, each completion is a request of its own.
         order: the policy's key; a smaller one runs first. Unique.
         max_model_len: tokens of prompt plus output that the model can hold.
+        block_tables: empty ones, one per KV cache group; None = one that shares with no other salt.
     """
 
     __slots__ = (
         "beam",
         "block_table",
+        "block_tables",
         "eos_token_ids",
+        "has_loaded",
         "max_num_tokens",
         "min_num_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
-        "num_given_tokens",
+        "num_drafts",
         "num_in_flight",
         "num_preemptions",
+        "num_prefill_tokens",
         "num_prompt_tokens",
         "order",
         "prompt_logprobs",
@@ -73,7 +81,13 @@ class Sequence:
         "token_ids",
     )
 
-    def __init__(self, request: Request, order: tuple[int, ...], max_model_len: int) -> None:
+    def __init__(
+        self,
+        request: Request,
+        order: tuple[int, ...],
+        max_model_len: int,
+        block_tables: tuple[BlockTable, ...] | None = None,
+    ) -> None:
         sampling = request.sampling
         self.request = request
         self.order = order
@@ -83,11 +97,14 @@ class Sequence:
         self.num_prompt_tokens = len(request.prompt_token_ids)
         self.row = -1  # index into the runner's buffers; set while it is part of steps
 
-        # Positions below are computed, or will be by a step that is in flight.
+        # Positions below are computed, or will be by a step that is in flight. Only the scheduler
+        # writes it.
         self.num_computed_tokens = 0
-        # Tokens known when it took its row. Later positions read the row's last sampled token, on
-        # the device.
-        self.num_given_tokens = 0
+        # Tokens known when it took its row: the host supplies them. Later positions read the row's
+        # last sampled token, on the device.
+        self.num_prefill_tokens = 0
+        self.num_drafts = 0  # guesses in the step in flight; it is in no other step then
+        self.has_loaded = False  # blocks from a slower tier; at most once
         self.num_in_flight = 0  # steps that include it and have not come back
         self.num_cached_tokens: int | None = None  # prefix hits at first admission; None before it
         self.num_preemptions = 0
@@ -96,7 +113,8 @@ class Sequence:
             None if sampling.prompt_logprobs is None or request.output_token_ids else []
         )
 
-        self.block_table = BlockTable(hash_root(request.cache_salt, request.cache_keys))
+        self.block_tables = (BlockTable(),) if block_tables is None else block_tables
+        self.block_table = self.block_tables[0]  # of the first KV cache group
 
         room = max_model_len - self.num_prompt_tokens
         max_tokens = room if sampling.max_tokens is None else min(sampling.max_tokens, room)
@@ -114,9 +132,9 @@ class Sequence:
 
     def fork(self, order: tuple[int, ...], max_model_len: int) -> Sequence:
         """A waiting sequence with the same tokens; it holds no blocks yet."""
-        other = Sequence(self.request, order, max_model_len)
+        tables = tuple(table.fork() for table in self.block_tables)
+        other = Sequence(self.request, order, max_model_len, tables)
         other.token_ids = self.token_ids[:]
-        other.block_table = self.block_table.fork()
         other.num_cached_tokens = self.num_cached_tokens
         other.prompt_logprobs = self.prompt_logprobs
         return other
@@ -150,10 +168,10 @@ class Sequence:
     @property
     def is_decoding(self) -> bool:
         """Whether the next step computes one token of it, that the step before samples."""
-        given, computed = self.num_given_tokens, self.num_computed_tokens
-        if self.beam is not None:  # its last token was given; None is left while it waits
-            return self.num_output_tokens > 0 and given - computed == 1
-        return given <= computed and computed + 1 < self.max_num_tokens
+        known, computed = self.num_prefill_tokens, self.num_computed_tokens
+        if self.beam is not None:  # the search gives it its last token; none is left while it waits
+            return self.num_output_tokens > 0 and known - computed == 1
+        return known <= computed and computed + 1 < self.max_num_tokens
 
     def append(self, token_id: int) -> None:
         """Take in a sampled token."""

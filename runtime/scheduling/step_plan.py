@@ -7,6 +7,7 @@ from ostinato.runtime.scheduling.sequence import Sequence, SequenceStatus
 from ostinato.runtime.types.outputs import FinishReason, SequenceOutput
 from ostinato.runtime.types.step import (
     AdmittedSequence,
+    BlockTransfer,
     ScheduledSequence,
     SchedulerOutput,
     StepResult,
@@ -24,6 +25,7 @@ class StepPlan:
         "block_copies",
         "is_closed",
         "is_stalled",
+        "num_drafts",
         "num_grown",
         "num_pooled",
         "num_prompt_logits",
@@ -32,21 +34,24 @@ class StepPlan:
         "output",
         "scheduled",
         "sequences",
+        "transfers",
     )
 
     def __init__(self, num_tokens: int, allowance: StepAllowance | None) -> None:
         self.num_tokens_left = num_tokens
         self.allowance = allowance  # of prompts, next to decodes; None = the tokens alone count
         self.num_grown = 0  # leading running sequences that have had their turn
-        self.num_samples = 0
+        self.num_samples = 0  # entries that sample
+        self.num_drafts = 0
         self.num_prompt_logits = 0
         self.num_pooled = 0
-        self.is_closed = False  # nobody else is admitted
-        self.is_stalled = False  # blocks come back with the next update; who needs one waits for it
+        self.is_closed = False  # no other sequence is admitted
+        self.is_stalled = False  # what lacks a block waits for those that come back by themselves
         self.scheduled: list[ScheduledSequence] = []
         self.sequences: list[Sequence] = []  # of `scheduled`, in its order
         self.admitted: list[AdmittedSequence] = []
         self.block_copies: list[tuple[int, int]] = []
+        self.transfers: list[BlockTransfer] = []
         self.output: SchedulerOutput | None = None
 
     @property
@@ -64,9 +69,23 @@ class StepPlan:
         return limit if self.allowance is None else self.allowance.largest(limit, start)
 
     def take_chunk(self, num_tokens: int, start: int) -> None:
-        """Count given tokens that nobody counted as a decode when the step began."""
+        """Count tokens of a prompt against what the decodes leave."""
         if self.allowance is not None:
             self.allowance.take(num_tokens, start)
+
+    def fitting_drafts(self, num_drafts: int, start: int) -> int:
+        """How many of so many guesses from position `start` on keep the step within its target."""
+        if self.allowance is not None:
+            while num_drafts and not self.allowance.fits(num_drafts, start):
+                num_drafts -= 1
+        return num_drafts
+
+    def take_drafts(self, num_drafts: int, start: int) -> None:
+        """Count guesses of a sequence that has its token of the step already."""
+        self.num_drafts += num_drafts
+        self.num_tokens_left -= num_drafts
+        if self.allowance is not None:
+            self.allowance.take(num_drafts, start)
 
     def close(self, max_num_tokens: int) -> SchedulerOutput | None:
         """The plan as the runner gets it; None when there is nothing to run.
@@ -74,7 +93,7 @@ class StepPlan:
         Args:
             max_num_tokens: what the step began with.
         """
-        if self.scheduled:
+        if self.scheduled or self.transfers:
             self.output = SchedulerOutput(
                 self.scheduled,
                 self.admitted,
@@ -82,8 +101,26 @@ class StepPlan:
                 self.num_prompt_logits,
                 self.block_copies,
                 self.num_pooled,
+                self.num_drafts,
+                self.transfers,
             )
         return self.output
+
+    def check_tokens(self, result: StepResult) -> None:
+        """Raises ValueError unless the result has the tokens that the entries sample."""
+        num_tokens, counts = len(result.token_ids), result.counts
+        if counts is None:
+            is_right = not self.num_drafts and num_tokens == self.num_samples
+        else:
+            most = [entry.num_logits for entry in self.scheduled if entry.num_logits]
+            is_right = len(counts) == len(most) and sum(counts) == num_tokens
+            is_right = is_right and all(1 <= n <= m for n, m in zip(counts, most, strict=True))
+        if not is_right or len(result.logprobs or result.token_ids) != num_tokens:
+            raise ValueError(
+                f"the step samples {self.num_samples} tokens"
+                f"{f' and verifies {self.num_drafts} drafts' if self.num_drafts else ''}, its "
+                f"result has {num_tokens} tokens and {len(result.logprobs or ())} log-probabilities"
+            )
 
     def take_pooled(self, result: StepResult) -> list[SequenceOutput]:
         """End the sequences whose vectors are there; their terminal outputs.

@@ -43,7 +43,9 @@ def queue_load(
     return QueueLoad(
         num_decodes=len(contexts),
         context=sum(contexts) / max(1, len(contexts)),
-        num_prefill_tokens=sum(max(0, s.num_given_tokens - s.num_computed_tokens) for s in running),
+        num_prefill_tokens=sum(
+            max(0, s.num_prefill_tokens - s.num_computed_tokens) for s in running
+        ),
         num_waiting=len(waiting),
         num_waiting_tokens=sum(s.num_tokens for s in waiting),
         num_free_rows=num_free_rows,

@@ -29,3 +29,4 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=Fal
     # What its keys and values depend on besides its tokens (an adapter, media): requests share
     # cached blocks only with equal ones.
     cache_keys: tuple[str, ...] = ()
+    num_encoder_tokens: int = 0  # that a decoder's cross attention reads

@@ -18,8 +18,15 @@ from dataclasses import dataclass, field
 from ostinato.runtime.scheduling.beam_search import BeamSearch, num_candidates
 from ostinato.runtime.types.outputs import BeamOutput, FinishReason, TokenLogprobs
 from ostinato.runtime.types.request import Request
-from ostinato.runtime.types.step import ScheduledSequence, SchedulerOutput, StepResult
+from ostinato.runtime.types.step import (
+    AdmittedSequence,
+    BlockTransfer,
+    ScheduledSequence,
+    SchedulerOutput,
+    StepResult,
+)
 
+_First = tuple[int, int, int] | None
 VOCAB_SIZE = 7
 EOS = 0
 
@@ -119,20 +126,27 @@ class Row:
     last_token: int | None = None
     prompt_token_ids: list[int] = field(default_factory=list)
     num_candidates: int = 0  # of a beam
+    encoder_slots: list[int] = field(default_factory=list)  # first slots of its encoder's blocks
 
 
 class SimulatedDevice:
-    """Executes steps in the order in which they come, like one stream of a real device."""
+    """Executes steps in the order in which they come, like one stream of a real device.
+
+    Loads end when `finish_loads` is called; until then no step may touch their blocks.
+    """
 
     def __init__(self, total_blocks: int, block_size: int) -> None:
         self.total_blocks = total_blocks
         self.block_size = block_size
         self.rows: dict[int, Row] = {}
-        self._first: list[tuple[int, int, int] | None] = [None] * (total_blocks * block_size)
+        self.loads: list[BlockTransfer] = []  # that have not ended
+        self._tier: dict[int, tuple[list[_First], list[int | None]]] = {}  # by place
+        self._first: list[_First] = [None] * (total_blocks * block_size)
         self._second: list[int | None] = [None] * (total_blocks * block_size)
 
     def execute(self, output: SchedulerOutput) -> StepResult:
         """One step: the tokens of the rows that sample."""
+        self._transfer(output)
         for admitted in output.admitted:
             request = admitted.request
             self.rows[admitted.row] = Row(
@@ -140,6 +154,7 @@ class SimulatedDevice:
                 salt_number(request),
                 prompt_token_ids=request.prompt_token_ids,
                 num_candidates=(num_candidates(request) if request.sampling.use_beam_search else 0),
+                encoder_slots=self._encode(admitted),
             )
         self._copy(output.block_copies)
         for entry in output.scheduled:
@@ -152,14 +167,52 @@ class SimulatedDevice:
         for entry in output.scheduled:
             for position, digest in enumerate(digests[entry.row], entry.start):
                 self._second[self._slot(entry.row, position)] = digest
-        sampling = [entry for entry in output.scheduled if entry.samples]
-        token_ids = [self._sample(entry) for entry in sampling]
-        candidates = [self._candidates(entry) for entry in sampling]
+        sampling = [entry for entry in output.scheduled if entry.num_logits]
+        tokens = [self._sample(entry) for entry in sampling]
+        counts = [len(some) for some in tokens] if output.num_drafts else None
+        candidates = [
+            self._candidates(entry)
+            for entry, some in zip(sampling, tokens, strict=True)
+            for _ in some
+        ]
         scores = [self._score(entry) for entry in output.scheduled if entry.num_prompt_logits]
         assert sum(map(len, scores)) == output.num_prompt_logits
         return StepResult(
-            token_ids, candidates if any(candidates) else None, prompt_logprobs=scores or None
+            [token for some in tokens for token in some],
+            candidates if any(candidates) else None,
+            prompt_logprobs=scores or None,
+            counts=counts,
         )
+
+    def finish_loads(self) -> list[tuple[int, int]]:
+        """End all loads; (transfer id, number of blocks) of each."""
+        ended, self.loads = self.loads, []
+        for load in ended:
+            for block_id, place in zip(load.block_ids, load.places, strict=True):
+                begin, end = block_id * self.block_size, (block_id + 1) * self.block_size
+                self._first[begin:end], self._second[begin:end] = self._tier[place]
+        return [(load.transfer_id, len(load.block_ids)) for load in ended]
+
+    def _transfer(self, output: SchedulerOutput) -> None:
+        for transfer in output.transfers:
+            assert len(transfer.block_ids) == len(transfer.places) > 0
+            if transfer.is_load:
+                self.loads.append(transfer)
+                continue
+            for block_id, place in zip(transfer.block_ids, transfer.places, strict=True):
+                assert place not in [p for load in self.loads for p in load.places]
+                begin, end = block_id * self.block_size, (block_id + 1) * self.block_size
+                self._tier[place] = (self._first[begin:end], self._second[begin:end])
+
+    def _encode(self, admitted: AdmittedSequence) -> list[int]:
+        """Write a mark of the request into the blocks of its encoder's keys and values."""
+        slots: list[int] = []
+        for block_ids in admitted.other_block_ids:
+            assert len(block_ids) * self.block_size >= admitted.request.num_encoder_tokens
+            slots += [block_id * self.block_size for block_id in block_ids]
+        for slot in slots:
+            self._first[slot] = (-2, hash(admitted.request.request_id), slot)
+        return slots
 
     def written_slots(self, output: SchedulerOutput) -> set[int]:
         """Slots of the memory that a step writes."""
@@ -172,6 +225,10 @@ class SimulatedDevice:
     def _accept(self, entry: ScheduledSequence) -> None:
         row = self.rows[entry.row]
         row.block_table += entry.new_block_ids
+        loaded = {block_id for load in self.loads for block_id in load.block_ids}
+        assert not loaded.intersection(row.block_table), "a block is used before it is loaded"
+        mark = hash(row.request_id)
+        assert all(self._first[slot] == (-2, mark, slot) for slot in row.encoder_slots)
         assert len(set(row.block_table)) == len(row.block_table), "a block is in a table twice"
         assert all(0 < block_id < self.total_blocks for block_id in row.block_table)
         if row.num_computed_tokens is None:
@@ -242,8 +299,16 @@ class SimulatedDevice:
             digest = mix(digest, value)
         return digest
 
-    def _sample(self, entry: ScheduledSequence) -> int:
-        digest = self._attend_second(entry.row, entry.start + entry.num_new_tokens)
-        token = to_token(digest)
-        self.rows[entry.row].last_token = token
-        return token
+    def _sample(self, entry: ScheduledSequence) -> list[int]:
+        """The tokens of the entry: up to the first that is not the guess for its position."""
+        row, tokens = self.rows[entry.row], []
+        first = entry.num_new_tokens - 1 - entry.num_drafts
+        for index in range(first, entry.num_new_tokens):
+            token = to_token(self._attend_second(entry.row, entry.start + index + 1))
+            tokens.append(token)
+            if entry.token_ids[index + 1 : index + 2] != [token]:
+                break
+        row.last_token = tokens[-1]
+        if entry.num_drafts:
+            row.num_computed_tokens = entry.start + len(tokens)
+        return tokens

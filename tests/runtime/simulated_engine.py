@@ -6,12 +6,14 @@ from collections import deque
 
 from ostinato.conf.schema import SchedulerConfig, SchedulingPolicy
 from ostinato.runtime.costs.cost_table import Chunk, CostTable
-from ostinato.runtime.kv.kv_cache_manager import KVCacheManager
+from ostinato.runtime.kv.kv_cache_manager import KVCacheManager, KVGroup
 from ostinato.runtime.scheduling.itl_bound import ItlBound
 from ostinato.runtime.scheduling.scheduler import Scheduler
 from ostinato.runtime.types.outputs import FinishReason, SequenceOutput
 from ostinato.runtime.types.request import Request
 from ostinato.runtime.types.step import ScheduledSequence, SchedulerOutput, StepResult
+from tests.runtime.drafters import OracleDrafter
+from tests.runtime.list_tier import ListTier
 from tests.runtime.simulated_device import (
     SimulatedDevice,
     reference_beams,
@@ -38,6 +40,9 @@ class SimulatedEngine:
         prefix_caching: bool = True,
         costs: CostTable | None = None,
         target_s: float = 0.0,
+        drafter: OracleDrafter | None = None,
+        num_tier_places: int = 0,
+        num_cross_groups: int = 0,
     ) -> None:
         """With `costs`, no step with decodes may take longer than `target_s`."""
         self.config = SchedulerConfig(
@@ -46,11 +51,19 @@ class SimulatedEngine:
             policy=policy,
         )
         self.max_model_len = max_model_len
-        self.cache = KVCacheManager(total_blocks, block_size, enable_prefix_caching=prefix_caching)
+        self.drafter = drafter
+        self.tier = ListTier(num_tier_places) if num_tier_places else None
+        self.cache = KVCacheManager(
+            total_blocks,
+            block_size,
+            enable_prefix_caching=prefix_caching,
+            tier=self.tier,
+            groups=(KVGroup("self"), *[KVGroup("cross", grows=False)] * num_cross_groups),
+        )
         self.costs, self.target_s = costs, target_s
         bound = None if costs is None else ItlBound(costs, target_s, least_chunk=block_size)
         self.scheduler = Scheduler(
-            self.config, self.cache, max_model_len=max_model_len, bound=bound
+            self.config, self.cache, max_model_len=max_model_len, bound=bound, proposer=drafter
         )
         self.device = SimulatedDevice(total_blocks, block_size)
         self.requests: dict[str, Request] = {}
@@ -70,12 +83,16 @@ class SimulatedEngine:
         self.scheduler.add(request)
         self.requests[request.request_id] = request
         self.tokens[request.request_id] = []
+        if self.drafter is not None and not request.sampling.use_beam_search:
+            tokens, _, _ = reference_output(request, self.max_model_len)
+            self.drafter.outputs[request.request_id] = tokens
 
     def launch(self) -> SchedulerOutput | None:
         """Schedule a step and run it on the device."""
         output = self.scheduler.schedule()
         if output is None:
-            assert self._in_flight or not self.scheduler.has_work, "work, but nothing can ever run"
+            can_go_on = self._in_flight or self.device.loads or not self.scheduler.has_work
+            assert can_go_on, "work, but nothing can ever run"
             return None
         self._check_limits(output)
         self._in_flight.append((output, self.device.execute(output)))
@@ -92,11 +109,18 @@ class SimulatedEngine:
         output, result = self._in_flight.popleft()
         self._writers.popleft()
         self._holders.popleft()
+        self._check_hashes()
         news = self.scheduler.update(output, result)
         for item in news:
             self._record(item)
         self.scheduler.check_integrity()
         return news
+
+    def finish_loads(self) -> None:
+        """Whatever is being loaded is there."""
+        for transfer_id, num_blocks in self.device.finish_loads():
+            self.scheduler.finish_load(transfer_id, num_blocks)
+        self.scheduler.check_integrity()
 
     def abort(self, request_id: str) -> None:
         output = self.scheduler.abort(request_id)
@@ -117,10 +141,12 @@ class SimulatedEngine:
         ]
         # The first in order advances at least every other step, and at worst each sequence is
         # computed twice: once for nothing, and once as the first.
-        last_step = self.num_steps + 4 * sum(lengths) + 10
+        last_step = self.num_steps + 4 * sum(lengths) + 10 + 2 * len(lengths)
         while self.scheduler.has_work:
             assert self.num_steps <= last_step, f"{list(self.scheduler.requests())} starve"
             launched = self.launch()
+            if launched is None or self.num_steps % 3 == 0:
+                self.finish_loads()
             if self._in_flight and (not lookahead or launched is None or self.num_in_flight == 2):
                 self.land()
 
@@ -144,6 +170,8 @@ class SimulatedEngine:
         assert (self.scheduler.num_running, self.scheduler.num_waiting) == (0, 0)
         num_tokens = sum(len(tokens) for tokens in self.tokens.values())
         assert self.scheduler.num_output_tokens == num_tokens
+        assert not self.device.loads
+        assert self.drafter is None or not self.drafter.live
         self.scheduler.check_integrity()
 
     def _record(self, item: SequenceOutput) -> None:
@@ -167,7 +195,7 @@ class SimulatedEngine:
 
     def _check_limits(self, output: SchedulerOutput) -> None:
         rows = [entry.row for entry in output.scheduled]
-        assert rows, "an empty step"
+        assert rows or output.transfers, "an empty step"
         assert len(set(rows)) == len(rows) <= self.config.max_num_seqs
         assert all(0 <= row < self.config.max_num_seqs for row in rows)
         assert {admitted.row for admitted in output.admitted} <= set(rows)
@@ -186,10 +214,13 @@ class SimulatedEngine:
         new_rows = {admitted.row for admitted in output.admitted}
         decodes = [e for e in output.scheduled if self._is_decode(e)]
         chunks = [e for e in output.scheduled if not self._is_decode(e)]
-        as_decodes = _mixed_seconds(costs, decodes, chunks)
+        if not chunks and not output.num_drafts:
+            return
+        drafts = [Chunk(e.num_drafts, e.start + 1) for e in decodes if e.num_drafts]
+        as_decodes = _mixed_seconds(costs, decodes, chunks, drafts)
         unclear = [e for e in decodes if e.token_ids and e.row in new_rows]
         certain = [e for e in decodes if e not in unclear]
-        as_chunks = _mixed_seconds(costs, certain, [*unclear, *chunks])
+        as_chunks = _mixed_seconds(costs, certain, [*unclear, *chunks], drafts)
         if min(as_decodes, as_chunks) > self.target_s + 1e-9:
             assert len(chunks) <= 1
             assert all(chunk.num_new_tokens <= self.cache.block_size for chunk in chunks)
@@ -197,8 +228,14 @@ class SimulatedEngine:
     def _is_decode(self, entry: ScheduledSequence) -> bool:
         request = self.requests[self.device.rows[entry.row].request_id]
         if not request.sampling.use_beam_search:
-            return not entry.token_ids
+            return entry.is_decode
         return entry.start >= len(request.prompt_token_ids) and entry.num_new_tokens == 1
+
+    def _check_hashes(self) -> None:
+        """No block is findable that has a position whose token has not arrived."""
+        for sequence in (*self.scheduler.queues.running, *self.scheduler.queues.draining):
+            num_known = sequence.num_tokens // self.cache.block_size
+            assert sequence.block_table.num_registered <= num_known
 
     def _check_ends(self, output: SchedulerOutput) -> None:
         """The last token that a request may have is never computed."""
@@ -226,14 +263,17 @@ class SimulatedEngine:
 
 
 def _mixed_seconds(
-    costs: CostTable, decodes: list[ScheduledSequence], chunks: list[ScheduledSequence]
+    costs: CostTable,
+    decodes: list[ScheduledSequence],
+    chunks: list[ScheduledSequence],
+    drafts: list[Chunk],
 ) -> float:
     """What the step takes; 0 when it has not both, and so no target."""
-    if not decodes or not chunks:
+    if not decodes or not (chunks or drafts):
         return 0.0
     context = sum(entry.start for entry in decodes) / len(decodes)
     sizes = [Chunk(entry.num_new_tokens, entry.start) for entry in chunks]
-    return costs.mixed_seconds(len(decodes), context, sizes)
+    return costs.mixed_seconds(len(decodes), context, [*sizes, *drafts])
 
 
 def _most_tokens(request: Request, max_model_len: int) -> int:

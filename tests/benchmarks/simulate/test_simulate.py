@@ -149,7 +149,7 @@ def test_draws_are_seeded_and_between_sizes():
 
 def decodes_of(num_seqs: int) -> SchedulerOutput:
     """A step in which so many sequences decode behind ten tokens."""
-    scheduled = [ScheduledSequence(row, 10, 1, [], [], True) for row in range(num_seqs)]
+    scheduled = [ScheduledSequence(row, 10, 1, [], [], 1) for row in range(num_seqs)]
     return SchedulerOutput(scheduled, [], num_seqs)
 
 
@@ -218,8 +218,8 @@ def test_a_leap_leaves_the_same_blocks():
         tables.append(
             (
                 [(entry.row, entry.start, entry.new_block_ids) for entry in output.scheduled],
-                [list(sequence.block_table.block_ids) for sequence in scheduler._running],
-                [list(sequence.block_table.hashes) for sequence in scheduler._running],
+                [list(sequence.block_table.block_ids) for sequence in scheduler.queues.running],
+                [list(sequence.block_table.hashes) for sequence in scheduler.queues.running],
                 cache._pool.free_block_ids(),
                 scheduler.num_output_tokens,
             )

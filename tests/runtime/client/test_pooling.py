@@ -311,7 +311,7 @@ class Model:
             self.sums[entry.row] += sum(entry.token_ids)
             if entry.is_pooled and entry.start + entry.num_new_tokens == self.lengths[entry.row]:
                 vectors.append(str(self.sums[entry.row]).encode())
-            if entry.samples:
+            if entry.num_logits:
                 tokens.append(7)
         return StepResult(tokens, pooled=vectors)
 

@@ -122,11 +122,9 @@ def test_a_step_reads_tokens_that_never_came_to_the_host() -> None:
     runner = llm._engine._executor._runner
     prompt = make_prompts(1)[0][:5]
     expected = llm.generate([prompt], SAMPLING["greedy"], use_progress=False)[0]
-    first = SchedulerOutput([ScheduledSequence(0, 0, 5, prompt, [1], True)], [], 5)
+    first = SchedulerOutput([ScheduledSequence(0, 0, 5, prompt, [1], 1)], [], 5)
     later = [
-        SchedulerOutput(
-            [ScheduledSequence(0, 5 + i, 1, [], [2] if 5 + i == 8 else [], True)], [], 1
-        )
+        SchedulerOutput([ScheduledSequence(0, 5 + i, 1, [], [2] if 5 + i == 8 else [], 1)], [], 1)
         for i in range(4)
     ]
     runner._batch.admit(0)

@@ -64,7 +64,7 @@ class Loop:
         self.observer.begin(output, num_running=1, num_waiting=0, num_free_blocks=3)
         self.observer.launch("captured", output.num_tokens + 2)
         self.clock.now += 1.0
-        tokens = [7] * sum(entry.samples for entry in output.scheduled)
+        tokens = [7] * sum(entry.num_logits for entry in output.scheduled)
         news = self.scheduler.update(output, StepResult(tokens))
         self.observer.end(output, news)
         return {one.request_id: one for one in news}

@@ -116,7 +116,7 @@ class TimedEngine:
         starts = [entry.start for entry in output.scheduled if not entry.token_ids]
         chunks = [Chunk(e.num_new_tokens, e.start) for e in output.scheduled if e.token_ids]
         self.now += TIMES.mixed_seconds(len(starts), sum(starts) / max(1, len(starts)), chunks)
-        samples = sum(entry.samples for entry in output.scheduled)
+        samples = sum(entry.num_logits for entry in output.scheduled)
         for news in self.scheduler.update(output, StepResult([5] * samples)):
             self.token_times[news.request_id].append(self.now)
         self.num_steps += 1

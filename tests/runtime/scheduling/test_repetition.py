@@ -112,7 +112,7 @@ def run(request: Request, tokens: list[int], *, overlap: bool) -> list[SequenceO
         output = ahead or scheduler.schedule()
         assert output is not None
         ahead = scheduler.schedule() if overlap else None
-        samples = sum(entry.samples for entry in output.scheduled)
+        samples = sum(entry.num_logits for entry in output.scheduled)
         # With overlap one token more is computed than the request will have.
         result = StepResult([left.pop(0) if left else 0 for _ in range(samples)])
         news += scheduler.update(output, result)

@@ -94,16 +94,16 @@ def test_one_request_from_prompt_to_end() -> None:
     scheduler = make_scheduler(request)
     first = must_schedule(scheduler)
     assert first == SchedulerOutput(
-        scheduled=[ScheduledSequence(0, 0, 5, [11, 12, 13, 14, 15], [1, 2], True)],
+        scheduled=[ScheduledSequence(0, 0, 5, [11, 12, 13, 14, 15], [1, 2], 1)],
         admitted=[AdmittedSequence(0, request, [])],
         num_tokens=5,
     )
     assert scheduler.update(first, StepResult([21])) == [SequenceOutput("a", [21])]
     second = must_schedule(scheduler)
-    assert second == SchedulerOutput([ScheduledSequence(0, 5, 1, [], [], True)], [], 1)
+    assert second == SchedulerOutput([ScheduledSequence(0, 5, 1, [], [], 1)], [], 1)
     assert scheduler.update(second, StepResult([22])) == [SequenceOutput("a", [22])]
     third = must_schedule(scheduler)
-    assert third == SchedulerOutput([ScheduledSequence(0, 6, 1, [], [], True)], [], 1)
+    assert third == SchedulerOutput([ScheduledSequence(0, 6, 1, [], [], 1)], [], 1)
     assert scheduler.update(third, StepResult([23])) == [
         SequenceOutput("a", [23], FinishReason.length)
     ]
@@ -187,13 +187,9 @@ def test_a_long_prompt_is_cut_to_the_budget() -> None:
     request = make_request("a", range(10, 30))
     scheduler = make_scheduler(request, max_num_batched_tokens=8)
     first = step(scheduler)
-    assert first.scheduled == [
-        ScheduledSequence(0, 0, 8, list(range(10, 18)), [1, 2, 3, 4, 5], False)
-    ]
-    assert step(scheduler).scheduled == [ScheduledSequence(0, 8, 8, list(range(18, 26)), [], False)]
-    assert step(scheduler, 5).scheduled == [
-        ScheduledSequence(0, 16, 4, list(range(26, 30)), [], True)
-    ]
+    assert first.scheduled == [ScheduledSequence(0, 0, 8, list(range(10, 18)), [1, 2, 3, 4, 5], 0)]
+    assert step(scheduler).scheduled == [ScheduledSequence(0, 8, 8, list(range(18, 26)), [], 0)]
+    assert step(scheduler, 5).scheduled == [ScheduledSequence(0, 16, 4, list(range(26, 30)), [], 1)]
     assert chunks(step(scheduler, 5)) == [(0, 20, 1)]
 
 
@@ -203,7 +199,7 @@ def test_prefill_and_decode_share_one_step() -> None:
     scheduler.add(make_request("b", range(20, 40)))
     output = step(scheduler, 6)
     assert chunks(output) == [(0, 3, 1), (1, 0, 7)]
-    assert [entry.samples for entry in output.scheduled] == [True, False]
+    assert [entry.num_logits for entry in output.scheduled] == [1, 0]
     assert (output.num_tokens, output.num_seqs) == (8, 2)
     assert chunks(step(scheduler, 7)) == [(0, 4, 1), (1, 7, 7)]
     assert chunks(step(scheduler, 8, 9)) == [(0, 5, 1), (1, 14, 6)]
@@ -276,9 +272,9 @@ def test_equal_prompts_of_one_step_share_all_full_blocks() -> None:
     scheduler = make_scheduler(*(make_request(name, prompt) for name in "abc"))
     output = must_schedule(scheduler)
     assert output.scheduled == [
-        ScheduledSequence(0, 0, 8, prompt, [1, 2], True),
-        ScheduledSequence(1, 4, 4, [14, 15, 16, 17], [1, 3], True),
-        ScheduledSequence(2, 4, 4, [14, 15, 16, 17], [1, 4], True),
+        ScheduledSequence(0, 0, 8, prompt, [1, 2], 1),
+        ScheduledSequence(1, 4, 4, [14, 15, 16, 17], [1, 3], 1),
+        ScheduledSequence(2, 4, 4, [14, 15, 16, 17], [1, 4], 1),
     ]
     assert [news.num_cached_tokens for news in scheduler.update(output, StepResult([5, 6, 7]))] == [
         0,
@@ -295,8 +291,8 @@ def test_a_chunk_of_a_prompt_can_be_shared_before_the_rest_is_computed() -> None
     scheduler.add(make_request("b", [*range(10, 18), 90]))
     output = must_schedule(scheduler)
     assert output.scheduled == [
-        ScheduledSequence(0, 10, 6, list(range(20, 26)), [], True),
-        ScheduledSequence(1, 8, 1, [90], [1, 2, 5], True),
+        ScheduledSequence(0, 10, 6, list(range(20, 26)), [], 1),
+        ScheduledSequence(1, 8, 1, [90], [1, 2, 5], 1),
     ]
 
 
@@ -317,7 +313,7 @@ def test_a_follow_up_finds_the_output_of_the_turn_before() -> None:
         step(scheduler, token_id)
     scheduler.add(make_request("b", [*range(10, 16), 50, 51, 52, 53, 60]))
     assert must_schedule(scheduler).scheduled == [
-        ScheduledSequence(0, 8, 3, [52, 53, 60], [1, 2, 3], True)
+        ScheduledSequence(0, 8, 3, [52, 53, 60], [1, 2, 3], 1)
     ]
 
 
@@ -357,7 +353,7 @@ def test_the_last_sequence_gives_way_and_comes_back_with_its_output() -> None:
     assert output.admitted == [AdmittedSequence(0, second, list(range(80, 93)))]
     # It held 3, 4, 6, 8 and 10. Four are still known, the last was given to the other sequence.
     assert output.scheduled == [
-        ScheduledSequence(0, 16, 5, [88, 89, 90, 91, 92], [3, 4, 6, 8, 10, 9], True)
+        ScheduledSequence(0, 16, 5, [88, 89, 90, 91, 92], [3, 4, 6, 8, 10, 9], 1)
     ]
     assert scheduler.update(output, StepResult([93])) == [SequenceOutput("b", [93])]
     scheduler.check_integrity()
@@ -435,10 +431,10 @@ def test_a_step_ahead_reads_tokens_that_have_not_arrived() -> None:
     scheduler = make_scheduler(make_request("a", [10, 11, 12], max_tokens=3))
     first = must_schedule(scheduler)
     second = must_schedule(scheduler)
-    assert second.scheduled == [ScheduledSequence(0, 3, 1, [], [], True)]
+    assert second.scheduled == [ScheduledSequence(0, 3, 1, [], [], 1)]
     assert scheduler.update(first, StepResult([5])) == [SequenceOutput("a", [5])]
     third = must_schedule(scheduler)
-    assert third.scheduled == [ScheduledSequence(0, 4, 1, [], [2], True)]
+    assert third.scheduled == [ScheduledSequence(0, 4, 1, [], [2], 1)]
     assert scheduler.update(second, StepResult([6])) == [SequenceOutput("a", [6])]
     assert scheduler.schedule() is None  # the third token is the last: nothing is computed in vain
     assert scheduler.has_work

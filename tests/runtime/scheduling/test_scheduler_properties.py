@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from functools import cache
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,6 +16,7 @@ from ostinato.runtime.types.outputs import FinishReason
 from ostinato.runtime.types.params import SamplingParams
 from ostinato.runtime.types.request import Request
 from tests.runtime.cost_tables import make_table
+from tests.runtime.drafters import OracleDrafter
 from tests.runtime.simulated_device import EOS, VOCAB_SIZE
 from tests.runtime.simulated_engine import SimulatedEngine
 
@@ -56,6 +59,7 @@ def requests(draw: st.DrawFn, request_id: str = "r") -> Request:
         eos_token_ids=(EOS,),
         priority=draw(st.integers(0, 2)),
         cache_salt=draw(st.sampled_from(["", "", "salt"])),
+        num_encoder_tokens=draw(st.integers(0, 6)),
     )
 
 
@@ -64,6 +68,9 @@ def engines(draw: st.DrawFn) -> SimulatedEngine:
     block_size = draw(st.sampled_from([1, 2, 4]))
     least_blocks = -(-MAX_MODEL_LEN // block_size) + 1
     max_num_seqs = draw(st.integers(1, 6))
+    accuracy = draw(st.sampled_from([None, None, 0.0, 0.5, 1.0]))
+    num_cross_groups = draw(st.sampled_from([0, 0, 0, 1, 2]))
+    least_blocks += num_cross_groups * -(-6 // block_size)
     return SimulatedEngine(
         total_blocks=least_blocks + draw(st.integers(0, 20)),
         block_size=block_size,
@@ -74,6 +81,9 @@ def engines(draw: st.DrawFn) -> SimulatedEngine:
         prefix_caching=draw(st.sampled_from([True, True, False])),
         costs=draw(st.sampled_from([None, make_table(pair_us=draw(st.floats(0.0, 20.0)))])),
         target_s=draw(st.floats(1e-3, 6e-3)),
+        drafter=None if accuracy is None else OracleDrafter(accuracy, VOCAB_SIZE),
+        num_tier_places=draw(st.sampled_from([0, 0, 3, 40])),
+        num_cross_groups=num_cross_groups,
     )
 
 
@@ -99,6 +109,10 @@ class EngineMachine(RuleBasedStateMachine):
     @rule()
     def land(self) -> None:
         self.engine.land()
+
+    @rule()
+    def finish_loads(self) -> None:
+        self.engine.finish_loads()
 
     @rule(num_steps=st.integers(1, 8), lookahead=st.booleans())
     def steps(self, num_steps: int, lookahead: bool) -> None:
@@ -144,14 +158,7 @@ def test_tokens_are_those_of_a_request_alone(
 
 
 def _rename(request: Request, request_id: str) -> Request:
-    return Request(
-        request_id=request_id,
-        prompt_token_ids=request.prompt_token_ids,
-        sampling=request.sampling,
-        eos_token_ids=request.eos_token_ids,
-        priority=request.priority,
-        cache_salt=request.cache_salt,
-    )
+    return msgspec.structs.replace(request, request_id=request_id)
 
 
 def run_workload(
@@ -162,6 +169,8 @@ def run_workload(
     policy: SchedulingPolicy = SchedulingPolicy.fcfs,
     prefix_caching: bool = True,
     target_s: float | None = None,
+    accuracy: float | None = None,
+    num_tier_places: int = 0,
 ) -> SimulatedEngine:
     """Forty requests of mixed lengths that share beginnings, arriving over time."""
     generator = random.Random(11)
@@ -175,6 +184,8 @@ def run_workload(
         prefix_caching=prefix_caching,
         costs=None if target_s is None else make_table(),
         target_s=target_s or 0.0,
+        drafter=None if accuracy is None else OracleDrafter(accuracy, VOCAB_SIZE),
+        num_tier_places=num_tier_places,
     )
     stems = [[generator.randrange(VOCAB_SIZE) for _ in range(60)] for _ in range(4)]
     for index in range(40):
@@ -254,3 +265,61 @@ def test_the_workload_meets_what_it_is_for() -> None:
     assert ample.scheduler.num_preemptions < 5  # for rows, which beams take from later arrivals
     assert ample.cache.prefix_hits > 250  # those who ask for scores take none
     assert tight.tokens == ample.tokens
+
+
+@cache
+def plain_tokens() -> dict[str, list[int]]:
+    """What the workload gives without drafts, tiers or shortages."""
+    return run_workload(lookahead=False, total_blocks=200, max_num_batched_tokens=19).tokens
+
+
+@pytest.mark.parametrize("accuracy", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("total_blocks", [25, 200])
+def test_tokens_do_not_depend_on_drafts(total_blocks: int, accuracy: float) -> None:
+    engine = run_workload(
+        lookahead=False, total_blocks=total_blocks, max_num_batched_tokens=19, accuracy=accuracy
+    )
+    assert engine.tokens == plain_tokens()
+    drafts = engine.scheduler.drafts
+    assert drafts is not None
+    assert drafts.num_draft_tokens > 100
+    if accuracy in (0.0, 1.0):
+        assert drafts.num_accepted_tokens == accuracy * drafts.num_draft_tokens
+    else:
+        assert 0 < drafts.num_accepted_tokens < drafts.num_draft_tokens
+
+
+def test_tokens_do_not_depend_on_drafts_beside_a_step_in_flight_and_a_target() -> None:
+    """Only sequences without a step in flight are drafted, and only as far as the target allows."""
+    engine = run_workload(
+        lookahead=True,
+        total_blocks=25,
+        max_num_batched_tokens=19,
+        accuracy=0.5,
+        target_s=0.004,
+    )
+    assert engine.tokens == plain_tokens()
+
+
+def test_right_drafts_save_steps() -> None:
+    steps = [
+        run_workload(
+            lookahead=False, total_blocks=200, max_num_batched_tokens=64, accuracy=accuracy
+        ).num_steps
+        for accuracy in (0.0, 1.0)
+    ]
+    assert steps[1] < 0.7 * steps[0]
+
+
+@pytest.mark.parametrize("lookahead", [False, True])
+@pytest.mark.parametrize("num_tier_places", [5, 400])
+def test_tokens_do_not_depend_on_a_slower_tier(num_tier_places: int, lookahead: bool) -> None:
+    tiered = run_workload(
+        lookahead=lookahead,
+        total_blocks=40,
+        max_num_batched_tokens=19,
+        num_tier_places=num_tier_places,
+    )
+    assert tiered.tokens == plain_tokens()
+    assert tiered.tier is not None
+    assert tiered.tier.num_loads > 0

@@ -1,0 +1,147 @@
+"""Which waiting sequence starts next, and what running ones give up for it.
+
+Nothing is admitted whose known tokens do not fit as a whole, with a block to spare for each
+sequence ahead of it: without the spare blocks those would soon preempt it again.
+"""
+
+from __future__ import annotations
+
+from ostinato.runtime.kv.kv_cache_manager import PrefixMatch
+from ostinato.runtime.scheduling.loads import BlockLoads
+from ostinato.runtime.scheduling.queues import SequenceQueues
+from ostinato.runtime.scheduling.sequence import Sequence, SequenceStatus
+from ostinato.runtime.scheduling.step_plan import StepPlan
+
+__all__ = ("Admission",)
+
+
+class Admission:
+    """Gives waiting sequences rows and blocks, the first in the policy's order first.
+
+    Args:
+        queues: the sequences.
+        loads: of blocks from a slower tier.
+        whole_prompts: a prompt is never computed in chunks, as encoders need it.
+    """
+
+    def __init__(self, queues: SequenceQueues, loads: BlockLoads, *, whole_prompts: bool) -> None:
+        self._queues = queues
+        self._cache = queues.cache
+        self._loads = loads
+        self._whole_prompts = whole_prompts
+        self._blocked: Sequence | None = None  # the first waiting one when it last lacked blocks
+        self._blocked_room = 0  # free blocks, less the spare ones, that were not enough for it
+
+    def start_next(self, step: StepPlan) -> tuple[Sequence, int] | None:
+        """Start the first waiting sequence, behind the running ones that have had their turn.
+
+        It has a row, blocks for all its known tokens, and counts as running. A sequence whose
+        prefix is in a slower tier is sent to load it instead, and the next one is looked at.
+
+        Args:
+            step: what is planned already.
+
+        Returns:
+            The sequence and how many of its tokens fit into the step; None when it has to wait, or
+            when none is left.
+        """
+        queues = self._queues
+        while queues.waiting:
+            sequence = queues.waiting[0]
+            match = self._make_room(sequence, step)
+            if sequence.status is SequenceStatus.loading:
+                continue
+            if match is None:
+                return None
+            start = len(match.block_ids) * self._cache.block_size
+            num_left = sequence.num_tokens - start
+            limit = step.chunk_limit(len(queues.running) - step.num_grown, num_left, start)
+            if limit < (num_left if self._whole_prompts else 1):
+                return None
+            del queues.waiting[0]
+            self._start(sequence, match, step)
+            return sequence, limit
+        return None
+
+    def _start(self, sequence: Sequence, match: PrefixMatch, step: StepPlan) -> None:
+        cache = self._cache
+        tables = sequence.block_tables
+        admitted = cache.admit(tables[0], match, sequence.num_tokens)
+        for table in tables[1:]:
+            taken = cache.allocate(table, sequence.request.num_encoder_tokens)
+            admitted = admitted and taken is not None
+        assert admitted, f"{sequence!r} has room but was not admitted"
+        num_cached = len(match.block_ids) * cache.block_size
+        sequence.num_computed_tokens = num_cached
+        if sequence.num_cached_tokens is None:
+            sequence.num_cached_tokens = num_cached
+            cache.count_lookup(sequence.num_prompt_tokens, num_cached)
+        sequence.num_prefill_tokens = sequence.num_tokens
+        self._queues.start(sequence, step.num_grown)
+        step.num_grown += 1
+
+    def _make_room(self, sequence: Sequence, step: StepPlan) -> PrefixMatch | None:
+        """A row and blocks for a waiting sequence, if need be from running ones behind it.
+
+        Returns:
+            Its cached prefix, or None when it has to wait or has begun to load.
+        """
+        queues, cache = self._queues, self._cache
+        behind = queues.running[step.num_grown :]
+        if not (queues.num_free_rows or behind):
+            return None
+        room = cache.num_free_blocks - step.num_grown
+        if sequence is self._blocked and room <= self._blocked_room and not behind:
+            return None  # a long prompt is not looked up again in every step that it waits
+        match = cache.match_prefix(
+            sequence.block_table, sequence.token_ids, sequence.max_cached_tokens
+        )
+        if match.places and self._load(sequence, match, step):
+            return None
+        missing = self._num_missing_blocks(sequence, match, step)
+        if not (queues.num_free_rows and missing <= 0) and behind:
+            self._preempt_behind(behind, missing)
+            missing = self._num_missing_blocks(sequence, match, step)
+        if queues.num_free_rows and missing <= 0:
+            return match
+        if missing > 0:
+            self._blocked = sequence
+            self._blocked_room = cache.num_free_blocks - step.num_grown
+        return None
+
+    def _load(self, sequence: Sequence, match: PrefixMatch, step: StepPlan) -> bool:
+        """Whether the sequence, taken from the queue, now waits for blocks from the tier."""
+        transfer = self._loads.begin(sequence, match, len(self._queues.running))
+        if transfer is not None:
+            step.transfers.append(transfer)
+        if sequence.status is not SequenceStatus.loading:
+            return False
+        del self._queues.waiting[0]
+        return True
+
+    def _num_missing_blocks(self, sequence: Sequence, match: PrefixMatch, step: StepPlan) -> int:
+        """Free blocks that its admission lacks, with one to spare for each sequence ahead of it."""
+        cache = self._cache
+        needed = cache.num_missing_blocks(sequence.num_tokens, match) + step.num_grown
+        if len(cache.groups) > 1:
+            fixed = -(-sequence.request.num_encoder_tokens // cache.block_size)
+            needed += fixed * (len(cache.groups) - 1)
+        return needed - cache.num_free_blocks
+
+    def _preempt_behind(self, behind: list[Sequence], missing: int) -> None:
+        """Preempt as many of the last of `behind` as it takes to get a row and the missing blocks.
+
+        None of them when even all would not suffice, or when what is draining will.
+        """
+        queues = self._queues
+        missing -= queues.num_draining_blocks() + self._loads.num_blocks
+        needs_row = not (queues.num_free_rows or queues.draining)
+        num_victims = 0
+        while (missing > 0 or needs_row) and num_victims < len(behind):
+            num_victims += 1
+            missing -= queues.num_reclaimable_blocks(behind[-num_victims])
+            needs_row = False
+        if missing > 0 or needs_row:
+            return
+        for _ in range(num_victims):
+            queues.preempt_last()

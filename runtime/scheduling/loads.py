@@ -1,0 +1,127 @@
+"""Sequences that wait until the next blocks of their prefix are loaded from a slower tier.
+
+A load fills device blocks of its own. When it ends they become cached blocks like any others, and
+the sequences that waited for it go back to the waiting queue, where admission finds the longer
+prefix. What could not be loaded is computed. Each sequence begins at most one load, so blocks that
+are evicted before it is admitted can not make it load for ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ostinato.runtime.kv.block_pool import BlockHash
+from ostinato.runtime.kv.block_table import BlockTable
+from ostinato.runtime.kv.kv_cache_manager import KVCacheManager, PrefixMatch
+from ostinato.runtime.scheduling.sequence import Sequence, SequenceStatus
+from ostinato.runtime.types.step import BlockTransfer
+
+__all__ = ("BlockLoads",)
+
+
+class _Load:
+    """One transfer and the sequences that wait for it; the first one began it."""
+
+    def __init__(self, transfer: BlockTransfer, table: BlockTable, sequence: Sequence) -> None:
+        self.transfer = transfer
+        self.table = table  # the matched device blocks, then those that the transfer fills
+        self.token_ids = sequence.token_ids[:]
+        self.sequences = [sequence]
+
+
+class BlockLoads:
+    """All loads of a scheduler that have not ended.
+
+    Args:
+        cache: the blocks.
+    """
+
+    def __init__(self, cache: KVCacheManager) -> None:
+        self._cache = cache
+        self._loads: dict[int, _Load] = {}  # by transfer id
+        self._by_hash: dict[BlockHash, _Load] = {}  # by the first block that is loaded
+        self._num_begun = 0
+
+    def __bool__(self) -> bool:
+        return bool(self._loads)
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that wait for a load."""
+        return len(self.sequences())
+
+    @property
+    def num_blocks(self) -> int:
+        """Device blocks that become free, with known contents, when the loads end."""
+        return sum(self._cache.num_reclaimable_blocks(table) for table in self.tables())
+
+    def tables(self) -> Iterator[BlockTable]:
+        """The tables that hold the blocks of loads."""
+        return (load.table for load in self._loads.values())
+
+    def sequences(self) -> list[Sequence]:
+        """Those that wait for a load."""
+        return [
+            sequence
+            for load in self._loads.values()
+            for sequence in load.sequences
+            if sequence.status is SequenceStatus.loading
+        ]
+
+    def begin(self, sequence: Sequence, match: PrefixMatch, num_spare: int) -> BlockTransfer | None:
+        """Let a waiting sequence wait for the blocks that `match` names in the tier.
+
+        Its status is `loading` then. If another load fetches the same blocks, it waits for that.
+
+        Args:
+            sequence: waiting; the caller takes it out of the waiting queue when it is `loading`.
+            match: the sequence's; some blocks are in the tier.
+            num_spare: free blocks that are kept for others.
+
+        Returns:
+            The transfer to be made, if this began one.
+        """
+        cache, table = self._cache, sequence.block_table
+        first_hash = table.hashes[len(match.block_ids)]
+        load = self._by_hash.get(first_hash)
+        if load is not None:
+            load.sequences.append(sequence)
+            sequence.status = SequenceStatus.loading
+            return None
+        num_tokens = (len(match.block_ids) + len(match.places)) * cache.block_size
+        if sequence.has_loaded or (
+            cache.num_missing_blocks(num_tokens, match) + num_spare > cache.num_free_blocks
+        ):
+            return None
+        cache.hold_places(match.places)  # before blocks are taken, which may store others
+        blocks = table.fork()
+        admitted = cache.admit(blocks, match, num_tokens)
+        assert admitted, "blocks that were counted free can not be allocated"
+        self._num_begun += 1
+        transfer = BlockTransfer(
+            self._num_begun, True, blocks.block_ids[len(match.block_ids) :], match.places
+        )
+        load = _Load(transfer, blocks, sequence)
+        self._loads[transfer.transfer_id] = self._by_hash[first_hash] = load
+        sequence.has_loaded = True
+        sequence.status = SequenceStatus.loading
+        return transfer
+
+    def finish(self, transfer_id: int, num_blocks: int) -> list[Sequence]:
+        """A load has ended: its first `num_blocks` blocks are there, the others failed.
+
+        Returns:
+            The sequences that waited for it and have not ended; they wait for admission again.
+
+        Raises:
+            KeyError: there is no such load.
+        """
+        cache = self._cache
+        load = self._loads.pop(transfer_id)
+        self._by_hash = {key: one for key, one in self._by_hash.items() if one is not load}
+        num_matched = len(load.table.block_ids) - len(load.transfer.block_ids)
+        num_tokens = (num_matched + num_blocks) * cache.block_size
+        cache.register(load.table, load.token_ids, num_tokens)
+        cache.free(load.table)
+        cache.release_places(load.transfer.places)
+        return [one for one in load.sequences if one.status is SequenceStatus.loading]

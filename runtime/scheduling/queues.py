@@ -1,0 +1,179 @@
+"""Where every sequence of a scheduler is, and who holds rows and KV blocks.
+
+    add -> waiting -> running -> finished
+             ^  |        |
+             |  loading  | preempt: row and blocks are given up, everything is computed again
+             +-----------+
+
+A sequence that leaves `running` while a step in flight still uses its row and blocks is draining:
+both come back when that step has been read (`settle`).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+from heapq import heappop, heappush
+from operator import attrgetter
+
+from ostinato.runtime.kv.block_table import BlockTable
+from ostinato.runtime.kv.kv_cache_manager import KVCacheManager
+from ostinato.runtime.scheduling.beam_groups import is_parked
+from ostinato.runtime.scheduling.sequence import Sequence, SequenceStatus
+
+__all__ = ("SequenceQueues", "by_order")
+
+by_order = attrgetter("order")
+_RUNNING = SequenceStatus.running
+_PREEMPTED = SequenceStatus.preempted
+_PARKED = SequenceStatus.parked
+_FINISHED = SequenceStatus.finished
+
+
+class SequenceQueues:
+    """The sequences of a scheduler by status, and the rows.
+
+    Args:
+        cache: the blocks that sequences hold.
+        num_rows: sequences that may run at once.
+
+    Attributes:
+        waiting: in the policy's order; they hold neither rows nor blocks.
+        running: in the policy's order; each holds a row and blocks.
+        draining: preempted, parked or finished, but part of a step in flight.
+        num_preemptions: since the start.
+    """
+
+    def __init__(self, cache: KVCacheManager, num_rows: int) -> None:
+        self.cache = cache
+        self.waiting: list[Sequence] = []
+        self.running: list[Sequence] = []
+        self.draining: set[Sequence] = set()
+        self.num_preemptions = 0
+        self._num_rows = num_rows
+        self._free_rows = list(range(num_rows))  # heap
+
+    @property
+    def num_free_rows(self) -> int:
+        """Rows that no sequence holds."""
+        return len(self._free_rows)
+
+    def all_waiting(self) -> list[Sequence]:
+        """Those that wait for a row, preempted ones that are draining included."""
+        return [*self.waiting, *(s for s in self.draining if s.status is _PREEMPTED)]
+
+    def wait(self, sequence: Sequence) -> None:
+        """Queue a sequence that holds nothing, in its place in the policy's order."""
+        sequence.status = SequenceStatus.waiting
+        insort(self.waiting, sequence, key=by_order)
+
+    def start(self, sequence: Sequence, index: int) -> None:
+        """Give a sequence that has blocks a row; it becomes number `index` of those that run."""
+        sequence.row = heappop(self._free_rows)
+        sequence.status = _RUNNING
+        self.running.insert(index, sequence)
+
+    def place(self, sequence: Sequence) -> None:
+        """Continue a beam: it runs when it has blocks and there is a row, else it waits and is
+        computed again. Does nothing for one that runs.
+        """
+        if sequence.status is _RUNNING:
+            return
+        if sequence.block_table.block_ids and self._free_rows:
+            self.start(sequence, bisect_left(self.running, sequence.order, key=by_order))
+            return
+        self.free_blocks(sequence)
+        self.wait(sequence)
+
+    def drop(self, sequence: Sequence) -> None:
+        """Finish a sequence without an output."""
+        status = sequence.status
+        if status is _RUNNING:
+            self.running.remove(sequence)
+            self._retire(sequence, _FINISHED)
+            return
+        if status is SequenceStatus.waiting:
+            del self.waiting[bisect_left(self.waiting, sequence.order, key=by_order)]
+        sequence.status = _FINISHED
+
+    def preempt_last(self) -> Sequence:
+        """Take the row and blocks of the last running sequence; it waits again."""
+        sequence = self.running.pop()
+        sequence.num_preemptions += 1
+        self.num_preemptions += 1
+        self._retire(sequence, _PARKED if is_parked(sequence) else _PREEMPTED)
+        return sequence
+
+    def release_parked(self) -> bool:
+        """Take the rows and blocks of beams that wait for others, which may wait for those.
+
+        Returns:
+            Whether there were any.
+        """
+        parked = [sequence for sequence in self.running if is_parked(sequence)]
+        for sequence in parked:
+            self.running.remove(sequence)
+            self._retire(sequence, _PARKED)
+        return bool(parked)
+
+    def settle(self, sequence: Sequence) -> None:
+        """Take back the row and blocks of a sequence that left `running`, once no step in flight
+        uses them; a preempted one then waits.
+        """
+        if sequence.num_in_flight:
+            self.draining.add(sequence)
+            return
+        self.draining.discard(sequence)
+        self.free_blocks(sequence)
+        heappush(self._free_rows, sequence.row)
+        if sequence.status is _PREEMPTED:
+            self.wait(sequence)
+
+    def remove_ended(self) -> None:
+        """Take those that no longer run out of `running`."""
+        self.running = [s for s in self.running if s.status is _RUNNING]
+
+    def free_blocks(self, sequence: Sequence) -> None:
+        """Give up all blocks of a sequence; nothing of it is computed then."""
+        for table in sequence.block_tables:
+            self.cache.free(table)
+        sequence.num_computed_tokens = 0
+
+    def num_reclaimable_blocks(self, sequence: Sequence) -> int:
+        """Blocks that become free when the sequence gives up its own."""
+        return sum(map(self.cache.num_reclaimable_blocks, sequence.block_tables))
+
+    def num_draining_blocks(self) -> int:
+        """Blocks that come back with the steps in flight."""
+        return sum(map(self.num_reclaimable_blocks, self.draining))
+
+    def tables(self) -> Iterator[BlockTable]:
+        """The block tables of all sequences that may hold blocks."""
+        for sequence in (*self.running, *self.draining):
+            yield from sequence.block_tables
+
+    def check_integrity(self) -> None:
+        """Compare rows, queues and statuses with each other. O(sequences).
+
+        Raises:
+            AssertionError: rows are lost, a queue is out of order, a waiting sequence holds blocks.
+        """
+        holders = (*self.running, *self.draining)
+        rows = sorted([*self._free_rows, *(sequence.row for sequence in holders)])
+        check(rows == list(range(self._num_rows)), f"rows are lost or doubled: {rows}")
+        for queue in (self.running, self.waiting):
+            orders = [sequence.order for sequence in queue]
+            check(orders == sorted(orders), f"a queue is out of order: {queue}")
+        for sequence in self.waiting:
+            held = any(table.block_ids for table in sequence.block_tables)
+            check(not held, f"{sequence!r} waits and holds blocks")
+
+    def _retire(self, sequence: Sequence, status: SequenceStatus) -> None:
+        sequence.status = status
+        self.settle(sequence)
+
+
+def check(ok: bool, message: str) -> None:
+    """Raises AssertionError unless `ok`."""
+    if not ok:
+        raise AssertionError(f"scheduler: {message}")

@@ -1,0 +1,219 @@
+"""Plans one step: spends its tokens on running sequences, then on waiting ones, then on drafts.
+
+Running sequences come first in the policy's order. A waiting one that precedes some of them in that
+order is looked at before those, and may take their rows and blocks.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable
+from typing import TypeVar
+
+from ostinato.runtime.scheduling.admission import Admission
+from ostinato.runtime.scheduling.itl_bound import ItlBound
+from ostinato.runtime.scheduling.loads import BlockLoads
+from ostinato.runtime.scheduling.proposer import DraftPlanner
+from ostinato.runtime.scheduling.queues import SequenceQueues, by_order
+from ostinato.runtime.scheduling.sequence import Sequence, SequenceStatus
+from ostinato.runtime.scheduling.step_plan import StepPlan
+from ostinato.runtime.types.step import AdmittedSequence, ScheduledSequence
+
+__all__ = ("StepPlanner",)
+
+_RUNNING = SequenceStatus.running
+T = TypeVar("T")
+
+
+class StepPlanner:
+    """Decides what each step of a scheduler computes, and takes the rows and blocks for it.
+
+    Args:
+        queues: the sequences.
+        loads: of blocks from a slower tier.
+        max_num_tokens: of one step.
+        bound: keeps steps with decodes within a target; None = there is none.
+        drafts: adds guesses to decodes; None = no guesses.
+        whole_prompts: a prompt is never computed in chunks.
+
+    Attributes:
+        num_prompt_tokens: planned, prefix hits excluded, recomputation included.
+    """
+
+    def __init__(
+        self,
+        queues: SequenceQueues,
+        loads: BlockLoads,
+        *,
+        max_num_tokens: int,
+        bound: ItlBound | None,
+        drafts: DraftPlanner | None,
+        whole_prompts: bool,
+    ) -> None:
+        self.num_prompt_tokens = 0
+        self._queues = queues
+        self._cache = queues.cache
+        self._loads = loads
+        self._max_num_tokens = max_num_tokens
+        self._bound = bound
+        self._drafts = drafts
+        self._admission = Admission(queues, loads, whole_prompts=whole_prompts)
+
+    def plan(self) -> StepPlan:
+        """The next step; the counts of its sequences are those after it."""
+        queues = self._queues
+        allowance = None if self._bound is None else self._bound.open(queues.running)
+        step = StepPlan(self._max_num_tokens, allowance)
+        self._grow_running(step)
+        while self._admit_waiting(step):
+            self._grow_running(step)
+        if self._drafts is not None:
+            self._drafts.add(step, len(queues.running))
+        return step
+
+    def _grow_running(self, step: StepPlan) -> None:
+        """Plan the next tokens of running sequences that come before the first waiting one."""
+        running, waiting = self._queues.running, self._queues.waiting
+        begin, end = step.num_grown, len(running)
+        if begin < end and waiting and not step.is_closed and waiting[0].order < running[-1].order:
+            end = bisect_left(running, waiting[0].order, lo=begin, key=by_order)
+        block_size = self._cache.block_size
+        scheduled, sequences = step.scheduled, step.sequences
+        for index, sequence in enumerate(running[begin:end], begin):
+            if sequence.status is not _RUNNING:
+                break  # it and all behind it gave up their blocks for those before
+            start = sequence.num_computed_tokens
+            if start < sequence.num_prefill_tokens:
+                num_left = sequence.num_prefill_tokens - start
+                limit = step.chunk_limit(len(running) - index - 1, num_left, start)
+                self._grow_prefill(sequence, 1 if sequence.is_decoding else limit, step)
+                continue
+            if sequence.beam is not None:
+                continue  # its candidates wait for those of the others
+            if start + 1 >= sequence.max_num_tokens or sequence.num_drafts:
+                continue  # its last token, or which of its drafts are right, is on the way
+            new_block_ids: list[int] | None = []
+            if not start % block_size and start == block_size * len(sequence.block_table.block_ids):
+                new_block_ids = self._take_room(sequence, step, self._next_block)
+                if new_block_ids is None:
+                    continue
+            sequence.num_computed_tokens = start + 1
+            sequence.num_in_flight += 1
+            step.num_samples += 1
+            step.num_tokens_left -= 1
+            scheduled.append(ScheduledSequence(sequence.row, start, 1, [], new_block_ids, 1))
+            sequences.append(sequence)
+        step.num_grown = min(end, len(running))
+
+    def _grow_prefill(self, sequence: Sequence, limit: int, step: StepPlan) -> None:
+        """Plan the next `limit` of the known tokens that a running sequence has left."""
+        if limit < 1:
+            return
+        new_block_ids: list[int] = []
+        if (beam := sequence.beam) is not None:
+            copies = self._take_room(sequence, step, self._writable_block)
+            if copies is None:
+                return
+            step.block_copies += copies
+            if beam.is_moved:
+                # Its tokens and table are other ones than the row's last: the row begins anew.
+                beam.is_moved = False
+                new_block_ids = sequence.block_table.block_ids[:]
+                self._announce(sequence, step)
+        if not sequence.is_decoding:
+            step.take_chunk(limit, sequence.num_computed_tokens)
+        self._plan_chunk(sequence, limit, new_block_ids, step)
+
+    def _next_block(self, sequence: Sequence) -> list[int] | None:
+        return self._cache.allocate(sequence.block_table, sequence.num_computed_tokens + 1)
+
+    def _writable_block(self, sequence: Sequence) -> list[tuple[int, int]] | None:
+        return self._cache.make_writable(sequence.block_table, sequence.num_computed_tokens)
+
+    def _take_room(
+        self, sequence: Sequence, step: StepPlan, take: Callable[[Sequence], T | None]
+    ) -> T | None:
+        """What `take` gives a running sequence; None when it has to wait, or was preempted itself.
+
+        Sequences behind it are preempted, the last first, until there is one. With a step in flight
+        their blocks come back with its update, so the sequence then sits out this step; so it does
+        while blocks are loaded, which are free when the load ends.
+        """
+        queues = self._queues
+        while not step.is_stalled:
+            taken = take(sequence)
+            if taken is not None:
+                return taken
+            if queues.num_draining_blocks() or self._loads.num_blocks:
+                step.is_stalled = step.is_closed = True
+            elif queues.preempt_last() is sequence:
+                break
+        return None
+
+    def _admit_waiting(self, step: StepPlan) -> bool:
+        """Start waiting sequences while rows, tokens and blocks last.
+
+        Returns:
+            Whether running sequences have not had their turn: those that come before the next
+            waiting one, or all that are left when no other is admitted.
+        """
+        running, waiting = self._queues.running, self._queues.waiting
+        step.is_closed = step.is_closed or not step.takes_prompts
+        while waiting and not step.is_closed:
+            if step.num_grown < len(running) and running[step.num_grown].order < waiting[0].order:
+                return True
+            started = self._admission.start_next(step)
+            if started is None:
+                step.is_closed = True
+                break
+            sequence, limit = started
+            if sequence.beam is not None:
+                sequence.beam.is_moved = False
+            self._announce(sequence, step)
+            step.take_chunk(limit, sequence.num_computed_tokens)
+            self._plan_chunk(sequence, limit, sequence.block_table.block_ids[:], step)
+            step.is_closed = not step.takes_prompts
+        return step.num_grown < len(running)
+
+    @staticmethod
+    def _announce(sequence: Sequence, step: StepPlan) -> None:
+        """Tell the runner whose the row is from this step on."""
+        step.admitted.append(
+            AdmittedSequence(
+                sequence.row,
+                sequence.request,
+                sequence.token_ids[sequence.num_prompt_tokens :],
+                [table.block_ids[:] for table in sequence.block_tables[1:]],
+            )
+        )
+
+    def _plan_chunk(
+        self, sequence: Sequence, limit: int, new_block_ids: list[int], step: StepPlan
+    ) -> None:
+        """Plan the next `limit` of the tokens that the sequence was admitted with."""
+        start = sequence.num_computed_tokens
+        end = start + limit
+        is_pooled = sequence.request.pooling is not None
+        num_logits = int(end == sequence.num_prefill_tokens and not is_pooled)
+        num_prompt_logits = sequence.num_prompt_logits(start, end)
+        sequence.num_computed_tokens = end
+        sequence.num_in_flight += 1
+        step.num_samples += num_logits
+        step.num_pooled += is_pooled
+        step.num_prompt_logits += num_prompt_logits
+        step.num_tokens_left -= end - start
+        step.scheduled.append(
+            ScheduledSequence(
+                sequence.row,
+                start,
+                end - start,
+                sequence.token_ids[start:end],
+                new_block_ids,
+                num_logits,
+                num_prompt_logits,
+                is_pooled,
+            )
+        )
+        step.sequences.append(sequence)
+        self.num_prompt_tokens += max(0, min(end, sequence.num_prompt_tokens) - start)
+        self._cache.register(sequence.block_table, sequence.token_ids, end)
