@@ -104,13 +104,18 @@ def expand_sweep(
     return points
 
 
-def compose_yaml(overrides: Sequence[str] = (), *, config_dir: str | None = None) -> str:
+def compose_yaml(
+    overrides: Sequence[str] = (),
+    *,
+    values: Mapping[str, object] | None = None,
+    config_dir: str | None = None,
+) -> str:
     """The composed configuration as YAML, checked like `load_config`.
 
     Raises:
         ConfigError: as `load_config`.
     """
-    config = _compose(overrides, {}, config_dir)
+    config = _compose(overrides, values or {}, config_dir)
     _to_object(config)
     return OmegaConf.to_yaml(config, resolve=True)
 

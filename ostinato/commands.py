@@ -29,7 +29,9 @@ COMMANDS = {
             "run serve",
             "run serve model=qwen3-0.6b cache.block_size=32 server.port=9000",
             "run serve model.path=/some/dir model.dtype=bfloat16",
+            "run serve some/model --max-model-len 4096 --dtype bfloat16 --port 9000",
         ),
+        takes_engine_flags=True,
     ),
     "generate": Command(
         target="ostinato.api.cli.generate_command:generate",

@@ -2,14 +2,15 @@
 
 from ostinato import LLM, SamplingParams
 llm = LLM()                                            # the bundled demo model
-llm = LLM("path/or/hub-id", overrides=["cache.block_size=32"])
+llm = LLM("path/or/hub-id", max_model_len=4096, dtype="bfloat16")
 print(llm.generate("Once upon a time", SamplingParams(max_tokens=40))[0].outputs[0].text)
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import msgspec
@@ -22,6 +23,8 @@ from rich.progress import (
 )
 
 from ostinato.conf.compose import load_config
+from ostinato.conf.engine_arguments import argument_settings
+from ostinato.conf.errors import ConfigError
 from ostinato.conf.root import EngineConfig
 from ostinato.runtime.client.completion import PromptCompletions
 from ostinato.runtime.client.pooling import (
@@ -39,6 +42,14 @@ from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.grammar.compiler import GrammarCompiler
 from ostinato.runtime.startup.build import build_engine
 from ostinato.runtime.startup.model_cache import ModelShelf
+from ostinato.runtime.text.offline_prompts import (
+    Prompt,
+    Prompts,
+    TextPrompt,
+    TokensPrompt,
+    prompt_list,
+    prompt_text,
+)
 from ostinato.runtime.text.tokenizer import Tokenizer
 from ostinato.runtime.types.engine_info import EngineStats, ServedModel, ServedTask
 from ostinato.runtime.types.outputs import (
@@ -55,8 +66,8 @@ from ostinato.runtime.types.request import Request
 
 __all__ = ("LLM",)
 
-Prompt = str | Sequence[int]
 Message = dict[str, Any]
+_Texts = str | TextPrompt | Sequence[str | TextPrompt]
 
 
 class LLM:
@@ -74,6 +85,8 @@ class LLM:
         report: Callable[[str, float], None] = lambda name, seconds: None,
         observer: StepObserver | None = None,
         shelf: ModelShelf | None = None,
+        seed: int | None = None,
+        **arguments: Any,
     ) -> None:
         """
         Args:
@@ -84,16 +97,23 @@ class LLM:
             observer: sees every step.
             shelf: shared with engines before and after this one in this process, which use the
                 same loaded model; one at a time.
+            seed: requests without a seed draw theirs from a generator with this seed; None = each
+                gets a new one.
+            arguments: vLLM's names of settings, such as `max_model_len=4096`
+                (conf/engine_arguments.py). One whose setting is also in `overrides` wins.
 
         Raises:
-            ConfigError: an override is wrong.
+            ConfigError: an override is wrong, or an argument is unknown or not supported.
             StartupError: the engine can not start.
         """
+        settings = argument_settings({"model": model or None, **arguments})
         if config is None:
-            values = {"model.path": model} if model else {}
-            config = load_config(overrides, values=values)
+            config = load_config(overrides, values=settings)
+        elif settings:
+            raise ConfigError(f"LLM takes config=... or settings ({', '.join(settings)}), not both")
         self._engine = build_engine(config, report, observer, shelf)
         self._counter = itertools.count()
+        self._seeds = None if seed is None else random.Random(seed)
         self.model: ServedModel = self._engine.model
         self._grammars = GrammarCompiler(self.model)
         self.tokenizer: Tokenizer | None = (
@@ -106,16 +126,17 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
-        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        prompts: Prompts,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_progress: bool = True,
     ) -> list[GenerationOutput]:
         """Complete prompts, batched continuously.
 
         Args:
-            prompts: a text, token ids, or a list of either.
-            sampling: one for all or one per prompt; None = the model's defaults.
+            prompts: a text, token ids, `{"prompt": text}`, `{"prompt_token_ids": ids}`, or a list
+                of them.
+            sampling_params: one for all or one per prompt; None = the model's defaults.
             use_progress: show a progress bar.
 
         Returns:
@@ -125,15 +146,15 @@ class LLM:
             InvalidRequestError: a prompt or its parameters can not be served; nothing was run.
         """
         require_task(self.model, ServedTask.generate)
-        many = _as_list(prompts)
-        if sampling is None or isinstance(sampling, SamplingParams):
-            params = [sampling or self.default_sampling()] * len(many)
+        many = prompt_list(prompts)
+        if sampling_params is None or isinstance(sampling_params, SamplingParams):
+            params = [sampling_params or self.default_sampling()] * len(many)
         else:
-            params = list(sampling)
+            params = list(sampling_params)
         if len(params) != len(many):
             raise InvalidRequestError(
                 f"{len(many)} prompts need 1 or {len(many)} SamplingParams, got {len(params)}",
-                param="sampling",
+                param="sampling_params",
             )
         token_ids = [self._encode(prompt) for prompt in many]
         batches = [
@@ -178,7 +199,7 @@ class LLM:
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
-        sampling: SamplingParams | None = None,
+        sampling_params: SamplingParams | None = None,
         *,
         use_progress: bool = True,
     ) -> list[GenerationOutput]:
@@ -191,22 +212,22 @@ class LLM:
         single = bool(messages) and isinstance(messages[0], dict)
         conversations: Any = [messages] if single else messages
         prompts = [self._render(conversation) for conversation in conversations]
-        return self.generate(prompts, sampling, use_progress=use_progress)
+        return self.generate(prompts, sampling_params, use_progress=use_progress)
 
     def embed(
-        self, prompts: Prompt | Sequence[Prompt], pooling: PoolingParams | None = None
+        self, prompts: Prompts, pooling: PoolingParams | None = None
     ) -> list[EmbeddingOutput]:
         """The vector of each text.
 
         Args:
-            prompts: a text, token ids, or a list of either.
+            prompts: as for `generate`.
             pooling: how the vector is made; None = the model's own way.
 
         Raises:
             InvalidRequestError: a text can not be served; nothing was run.
         """
         params = pooling or self.default_pooling()
-        batch = [self._encode(prompt) for prompt in _as_list(prompts)]
+        batch = [self._encode(prompt) for prompt in prompt_list(prompts)]
         return [
             EmbeddingOutput(
                 prompt_token_ids=token_ids,
@@ -216,12 +237,12 @@ class LLM:
             for token_ids, output in zip(batch, self._pool(batch, params), strict=True)
         ]
 
-    def score(self, first: str | Sequence[str], second: str | Sequence[str]) -> list[float]:
+    def score(self, first: _Texts, second: _Texts) -> list[float]:
         """How well each text of `second` fits `first`: by the classification head where the model
         has one with a single label, else the cosine of their embeddings.
 
         Args:
-            first: one text for all of `second`, or one for each.
+            first: one text for all of `second`, or one for each; `{"prompt": text}` is a text too.
             second: a text or several.
 
         Raises:
@@ -262,13 +283,19 @@ class LLM:
         return [ended[request.request_id] for request in requests]
 
     def stream(
-        self, prompt: Prompt | Sequence[Message], sampling: SamplingParams | None = None
+        self,
+        prompt: Prompt | TextPrompt | TokensPrompt | Sequence[Message],
+        sampling_params: SamplingParams | None = None,
     ) -> Iterator[RequestOutput]:
-        """News of one prompt or conversation as it is generated; closing the iterator aborts it."""
+        """Yields the outputs of one prompt or conversation; closing the iterator aborts it."""
         require_task(self.model, ServedTask.generate)
-        is_chat = not isinstance(prompt, str) and bool(prompt) and isinstance(prompt[0], dict)
-        token_ids = self._render(prompt) if is_chat else self._encode(prompt)  # type: ignore[arg-type]
-        params = sampling or self.default_sampling()
+        is_chat = isinstance(prompt, Sequence) and bool(prompt) and isinstance(prompt[0], dict)
+        if is_chat:
+            token_ids = self._render(prompt)
+        else:
+            [one] = prompt_list(prompt)  # type: ignore[arg-type]
+            token_ids = self._encode(one)
+        params = sampling_params or self.default_sampling()
         requests = self._make_requests(token_ids, params)
         for request in requests:
             self._engine.add_request(request)
@@ -299,6 +326,8 @@ class LLM:
         return self._engine.reset_prefix_cache()
 
     def _make_requests(self, token_ids: list[int], sampling: SamplingParams) -> list[Request]:
+        if sampling.seed is None and self._seeds is not None:
+            sampling = msgspec.structs.replace(sampling, seed=self._seeds.getrandbits(63))
         constraint = sampling.structured_outputs
         return make_requests(
             f"offline-{next(self._counter)}",
@@ -385,14 +414,6 @@ class _Collected:
         )
 
 
-def _as_texts(texts: str | Sequence[str]) -> list[str]:
-    return [texts] if isinstance(texts, str) else list(texts)
-
-
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str):
-        return [prompts]
-    items = list(prompts)
-    if items and isinstance(items[0], int):
-        return [items]  # type: ignore[list-item]
-    return items  # type: ignore[return-value]
+def _as_texts(texts: _Texts) -> list[str]:
+    items = [texts] if isinstance(texts, str | Mapping) else texts
+    return [prompt_text(item) for item in items]

@@ -28,5 +28,7 @@ class Command:
     # It takes the points of `conf.compose.expand_sweep` and the configuration directory. The
     # `target` of such a command also takes the overrides and the configuration directory.
     sweep_target: str = ""
+    # The command takes a model as its first word and the flags of `vllm serve`.
+    takes_engine_flags: bool = False
     # What may be written shorter: (flag, the override that it stands for).
     flags: tuple[tuple[str, str], ...] = ()

@@ -48,6 +48,8 @@ def command_help(name: str, command: Command) -> str:
         prompt = f" {' '.join(command.files)}"
     if command.kinds:
         prompt = " [KIND]"
+    if command.takes_engine_flags:
+        prompt = " [MODEL] [--flag value ...]"
     lines = [f"usage: run {name}{prompt} [key=value ...]", "", command.summary, "", "examples:"]
     lines += [f"  {example}" for example in command.examples]
     if command.kinds:

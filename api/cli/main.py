@@ -15,6 +15,7 @@ from importlib import import_module
 from typing import NoReturn
 
 from ostinato.api.cli.command_spec import Command
+from ostinato.api.cli.engine_flags import read_flags
 from ostinato.conf.environment import completion_line
 from ostinato.conf.errors import ConfigError
 from ostinato.runtime.errors import EngineError
@@ -22,6 +23,12 @@ from ostinato.runtime.errors import EngineError
 __all__ = ("run_command_line",)
 
 Commands = Mapping[str, Command]
+
+# Flags that every command has -> how many words follow them.
+_OWN_FLAGS = {
+    **dict.fromkeys(("-h", "--help", "-m", "--multirun", "--"), 0),
+    **dict.fromkeys(("-c", "--cfg", "--config-dir"), 1),
+}
 
 
 def run_command_line(arguments: Sequence[str], commands: Commands) -> int:
@@ -70,6 +77,12 @@ def _dispatch(arguments: list[str], commands: Commands) -> int:
 
 
 def _run_command(name: str, command: Command, arguments: list[str]) -> int:
+    settings: dict[str, object] = {}
+    if command.takes_engine_flags:
+        flags = read_flags(arguments, _OWN_FLAGS)
+        settings, arguments = flags.settings, flags.rest
+        if flags.settings:
+            print(f"run {name}: {flags.explain()}", file=sys.stderr)
     options, words, after_dashes = _parse(name, command, arguments)
     words = [*words, *options.flags]
     if options.help:
@@ -82,6 +95,8 @@ def _run_command(name: str, command: Command, arguments: list[str]) -> int:
     takes_words = command.takes_prompt or bool(command.files)
     prompts = [word for word in words if takes_words and not _is_override(word)]
     overrides = [word for word in words if word not in prompts]
+    if command.takes_engine_flags:
+        overrides = _without_model(name, overrides, settings)
     prompts += [" ".join(after_dashes)] if after_dashes else []
     from ostinato.conf.compose import compose_yaml, expand_sweep, load_config
 
@@ -91,13 +106,15 @@ def _run_command(name: str, command: Command, arguments: list[str]) -> int:
         points = [overrides]
         if options.multirun:
             points = [each for _, each in expand_sweep(overrides, config_dir=options.config_dir)]
-        configs = (compose_yaml(each, config_dir=options.config_dir) for each in points)
+        configs = (
+            compose_yaml(each, values=settings, config_dir=options.config_dir) for each in points
+        )
         print("---\n".join(configs), end="")
         return 0
     if options.multirun:
         points = expand_sweep(overrides, config_dir=options.config_dir)
         return _load(command.sweep_target)(points, options.config_dir)
-    config = load_config(overrides, config_dir=options.config_dir)
+    config = load_config(overrides, values=settings, config_dir=options.config_dir)
     if command.files and len(prompts) != len(command.files):
         raise ConfigError(
             f"run {name} takes {len(command.files)} files, got {len(prompts)}: "
@@ -111,6 +128,25 @@ def _run_command(name: str, command: Command, arguments: list[str]) -> int:
             f'run {name} "Once upon a time" [key=value ...]; - reads it from standard input'
         )
     return _load(command.target)(config, *prompts)
+
+
+def _without_model(name: str, words: list[str], settings: dict[str, object]) -> list[str]:
+    """The words but a model without a key, which goes to `settings`: a directory, a hub id or the
+    name of one of our options.
+    """
+    models = [word for word in words if "=" not in word]
+    if not models:
+        return words
+    from ostinato.conf.compose import group_options
+
+    model, overrides = models[0], [word for word in words if "=" in word]
+    clash = [word for word in overrides if word.startswith(("model=", "model.path="))]
+    clash += ["--model"] * ("model.path" in settings) + models[1:]
+    if clash:
+        raise ConfigError(f"run {name} serves one model, got {model} and {clash[0]}")
+    is_option = model in group_options()["model"] and not os.path.exists(model)
+    settings["model" if is_option else "model.path"] = model
+    return overrides
 
 
 def _load(target: str) -> Callable[..., int]:

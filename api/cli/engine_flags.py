@@ -1,0 +1,137 @@
+"""Reads the flags of `vllm serve` from a command line of `run serve`.
+
+    run serve MODEL --max-model-len 4096 --dtype=bfloat16 --no-enable-prefix-caching
+
+The flags are those of `conf/engine_arguments.py`; what is not one of them stays for the parser of
+the command line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ostinato.conf.engine_arguments import ARGUMENTS, argument_settings, unknown_argument
+from ostinato.conf.errors import ConfigError
+
+__all__ = ("EngineFlags", "read_flags")
+
+_SHORT = {
+    "-tp": "--tensor-parallel-size",
+    "-pp": "--pipeline-parallel-size",
+    "-dp": "--data-parallel-size",
+    "-q": "--quantization",
+    "-O": "--compilation-config",
+}
+_SECRET = ("server.api_keys",)
+
+
+@dataclass(slots=True)
+class EngineFlags:
+    """What the flags of one command line ask for."""
+
+    settings: dict[str, object] = field(default_factory=dict)  # key -> value
+    written: dict[str, str] = field(default_factory=dict)  # key -> the flag that set it
+    rest: list[str] = field(default_factory=list)  # words that are no flags, in order
+
+    def explain(self) -> str:
+        """One line that names the override of each flag; "" without flags. API keys are hidden."""
+        pairs = [
+            f"{self.written[key]} is {key}={'...' if key in _SECRET else _shown(value)}"
+            for key, value in self.settings.items()
+        ]
+        return ", ".join(pairs)
+
+
+def read_flags(words: Sequence[str], own: Mapping[str, int]) -> EngineFlags:
+    """Separates the flags from the other words.
+
+    Args:
+        words: of the command line, without the command.
+        own: flags of the command line itself -> how many words follow them.
+
+    Raises:
+        ConfigError: a flag is unknown, is not supported, lacks its value, or sets a key that an
+            override sets too.
+    """
+    flags = EngineFlags()
+    index = 0
+    while index < len(words):
+        word = words[index]
+        index += 1
+        if word.startswith("-O") and len(word) > 2:  # -O3 is vLLM's level of compilation
+            word = f"{_SHORT['-O']}={word[2:]}"
+        name, equals, text = word.partition("=")
+        if name in own:
+            taken = 0 if equals else own[name]
+            flags.rest += [word, *words[index : index + taken]]
+            index += taken
+            continue
+        if not word.startswith("-") or word == "-":
+            flags.rest.append(word)
+            continue
+        name, value = _flag_value(name)
+        argument = ARGUMENTS.get(name)
+        if argument is None:
+            raise unknown_argument(name, word, server=True)
+        if value is None:
+            values = [text] if equals else _values(words[index:], is_list=argument.is_list)
+            if not values:
+                raise ConfigError(f"{word} needs a value, as in {word} VALUE")
+            index += 0 if equals else len(values)
+            value = values if argument.is_list else values[0]
+        elif equals:
+            raise ConfigError(f"{word}: this flag takes no value; --no-... is its opposite")
+        for key, setting in argument_settings({name: value}, server=True).items():
+            flags.settings[key] = setting
+            flags.written[key] = _written(word, value, secret=key in _SECRET)
+    _check_overrides(flags)
+    return flags
+
+
+def _flag_value(flag: str) -> tuple[str, bool | None]:
+    """(name of the argument, its value when the flag alone states it)."""
+    flag = _SHORT.get(flag, flag)
+    name = flag.lstrip("-").partition(".")[0].replace("-", "_")
+    if name in ARGUMENTS:
+        return name, True if ARGUMENTS[name].is_flag else None
+    positive = name.removeprefix("no_")
+    if positive != name and positive in ARGUMENTS and ARGUMENTS[positive].is_flag:
+        return positive, False
+    return name, None
+
+
+def _values(words: Sequence[str], *, is_list: bool) -> list[str]:
+    """The words that belong to a flag: the next one, or all up to a flag or an override."""
+    if not is_list:
+        return list(words[:1])
+    found: list[str] = []
+    for word in words:
+        if word.startswith("-") or "=" in word:
+            break
+        found.append(word)
+    return found
+
+
+def _written(word: str, value: object, *, secret: bool) -> str:
+    name, equals, _ = word.partition("=")
+    if secret:
+        return f"{name} ..."
+    if equals or isinstance(value, bool):
+        return word
+    return f"{word} {' '.join(map(str, value)) if isinstance(value, list) else value}"
+
+
+def _shown(value: object) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"[{','.join(map(str, value))}]" if isinstance(value, list) else str(value)
+
+
+def _check_overrides(flags: EngineFlags) -> None:
+    overridden = {word.partition("=")[0].lstrip("+~"): word for word in flags.rest if "=" in word}
+    for key, written in flags.written.items():
+        if key in overridden:
+            raise ConfigError(f"{written} and {overridden[key]} set the same key; leave one out")

@@ -1,0 +1,340 @@
+"""The keyword arguments and command-line flags of vLLM, and the settings that they stand for.
+
+`LLM(model, max_model_len=4096)` and `run serve MODEL --max-model-len 4096` are both read with this
+table. An argument is mapped to a setting, or its value asks for what this engine does anyway, or it
+is refused with the reason. No argument is accepted and ignored.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+from ostinato.conf.describe import describe_keys, nearest
+from ostinato.conf.errors import ConfigError
+
+__all__ = ("ARGUMENTS", "Argument", "argument_settings", "unknown_argument")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Argument:
+    """One argument: `max_model_len` of `LLM`, `--max-model-len` of `run serve`."""
+
+    setting: str = ""  # the key that it sets; empty = there is no such setting
+    read: Callable[[object], object] = lambda value: value  # ValueError = refused, with the reason
+    # Values that ask for what the engine does anyway. None, vLLM's "not given", always does.
+    default: tuple[object, ...] = ()
+    reason: str = ""  # why other values are refused, and what to do instead
+    is_flag: bool = False  # --name and --no-name on the command line
+    is_list: bool = False  # one or more values on the command line
+    for_server: bool = False  # of `run serve` only
+
+
+def argument_settings(
+    arguments: Mapping[str, object], *, server: bool = False
+) -> dict[str, object]:
+    """The settings that arguments stand for.
+
+    Args:
+        arguments: name -> value; texts of a command line are legal values.
+        server: whether arguments of the HTTP server are legal too.
+
+    Returns:
+        key -> value, as `load_config` takes them in `values`.
+
+    Raises:
+        ConfigError: an argument is unknown, or this engine cannot do what its value asks for.
+    """
+    found: dict[str, object] = {}
+    for name, value in arguments.items():
+        argument = ARGUMENTS.get(name)
+        if argument is None or (argument.for_server and not server):
+            raise unknown_argument(name, f"LLM(..., {name}=...)", server=server)
+        if value is None or _text(value) in map(_text, argument.default):
+            continue
+        if not argument.setting:
+            raise ConfigError(f"{name}={value}: {argument.reason}")
+        try:
+            found[argument.setting] = argument.read(value)
+        except ValueError as error:
+            raise ConfigError(f"{name}={value}: {error}") from error
+    return found
+
+
+def unknown_argument(name: str, written: str, *, server: bool) -> ConfigError:
+    """The error for an argument that is not in the table, with the nearest one or setting.
+
+    Args:
+        name: with underscores, as in the table.
+        written: as the user wrote it.
+        server: whether arguments of the HTTP server are legal too.
+    """
+    if name in ARGUMENTS:
+        return ConfigError(f"{written}: this argument belongs to run serve")
+    legal = [each for each, one in ARGUMENTS.items() if server or not one.for_server]
+    close = nearest(name, legal)
+    if close is not None:
+        shown = f"--{close.replace('_', '-')}" if server else close
+        return ConfigError(f"{written}: there is no such argument; did you mean {shown}?")
+    key = nearest(name, describe_keys())
+    if key is None:
+        return ConfigError(f"{written}: there is no such argument; settings: run serve --help")
+    way = f"{key}=..." if server else f'overrides=["{key}=..."]'
+    return ConfigError(f"{written}: there is no such argument; did you mean {way}?")
+
+
+def _text(value: object) -> str:
+    return str(value).strip().lower()
+
+
+def _tokens(value: object) -> object:
+    """A count as vLLM reads it: 4096, "4k" = 4000, "4K" = 4096."""
+    text = str(value)
+    factor = {"k": 1000, "K": 1024, "m": 1000**2, "M": 1024**2, "g": 1000**3, "G": 1024**3}
+    if text[-1:] in factor:
+        try:
+            return round(float(text[:-1]) * factor[text[-1]])
+        except ValueError:
+            raise ValueError("a number of tokens such as 4096 or 4k is needed") from None
+    return value
+
+
+def _gib(value: object) -> object:
+    try:
+        return float(str(_tokens(value))) / 2**30
+    except ValueError:
+        raise ValueError("a number of bytes such as 4000000000 or 4G is needed") from None
+
+
+def _dtype(value: object) -> object:
+    """Also the dtypes of torch themselves."""
+    name = str(value).removeprefix("torch.")
+    return {"half": "float16", "float": "float32"}.get(name, name)
+
+
+def _one_of(words: Mapping[str, str], reason: str) -> Callable[[object], object]:
+    def read(value: object) -> object:
+        word = words.get(_text(value))
+        if word is None:
+            raise ValueError(f"{reason}; supported: {', '.join(words)}")
+        return word
+
+    return read
+
+
+def _name(value: object) -> object:
+    """A served model has one name here."""
+    names = cast(list[object], value) if isinstance(value, list | tuple) else [value]
+    if len(names) != 1:
+        raise ValueError("a model is served under one name")
+    return names[0]
+
+
+def _list(value: object) -> object:
+    """Of texts: as they are, or as JSON."""
+    items = list(cast(Sequence[object], value)) if isinstance(value, list | tuple) else [value]
+    if len(items) == 1 and isinstance(items[0], str) and items[0].startswith("["):
+        return _json(items[0])
+    return items
+
+
+def _json(value: object) -> object:
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError:
+        raise ValueError("it must be JSON") from None
+
+
+def _flag(value: object) -> bool:
+    if _text(value) not in ("true", "false"):
+        raise ValueError("it must be true or false")
+    return _text(value) == "true"
+
+
+def _eager(value: object) -> object:
+    return "eager" if _flag(value) else "captured"
+
+
+_ONE_DEVICE = "one device runs the model; there is no parallelism over devices yet, leave it out"
+_NO_LORA = "LoRA adapters are not served yet; merge the adapter into the checkpoint"
+_NO_SPECULATION = "speculative decoding is not there yet; leave it out"
+_NO_OFFLOAD = "weights are not offloaded to host memory; use model.quantization=int8 or int4"
+_NO_MEDIA = "images, video and audio are not served yet; leave it out"
+_TASKS = "the task follows from the checkpoint; leave it out"
+_BACKENDS = {
+    "flashinfer": "flashinfer",
+    "triton_attn": "triton",
+    "triton": "triton",
+    "cpu_attn": "cpu",
+    "cpu": "cpu",
+}
+_QUANTIZATIONS = {"int8": "int8", "int4": "int4"}
+_TOOL_PARSERS = {
+    "hermes": "hermes",
+    "llama3_json": "llama3_json",
+    "mistral": "mistral",
+    "json": "json",
+}
+_REASONING_PARSERS = {
+    "deepseek_r1": "think",
+    "qwen3": "think",
+    "think": "think",
+    "mistral": "mistral",
+}
+
+ARGUMENTS: dict[str, Argument] = {
+    # The model.
+    "model": Argument(setting="model.path"),
+    "tokenizer": Argument(setting="model.tokenizer"),
+    "revision": Argument(setting="model.revision"),
+    "served_model_name": Argument(setting="model.name", read=_name, is_list=True),
+    "dtype": Argument(setting="model.dtype", read=_dtype),
+    "max_model_len": Argument(setting="model.max_model_len", read=_tokens, default=("auto", -1)),
+    "load_format": Argument(
+        setting="model.load_format",
+        read=_one_of({"dummy": "dummy"}, "checkpoints are read from safetensors files"),
+        default=("auto", "safetensors"),
+    ),
+    "quantization": Argument(
+        setting="model.quantization",
+        read=_one_of(_QUANTIZATIONS, "weights are quantised while they are loaded"),
+        default=("none",),
+    ),
+    "chat_template": Argument(setting="model.chat_template", read=str),
+    "hf_overrides": Argument(setting="model.config", read=_json, default=("{}",)),
+    "generation_config": Argument(
+        setting="sampling.use_generation_config",
+        read=lambda value: _one_of({"vllm": ""}, "sampling defaults are the model's")(value) != "",
+        default=("auto",),
+    ),
+    "tokenizer_revision": Argument(
+        reason="the tokenizer is read at the revision of the model; use revision"
+    ),
+    "tokenizer_mode": Argument(default=("auto",), reason="the tokenizer.json of the model is used"),
+    "skip_tokenizer_init": Argument(
+        default=(False,), is_flag=True, reason="the tokenizer is loaded; send prompt_token_ids"
+    ),
+    "trust_remote_code": Argument(
+        default=(False,), is_flag=True, reason="code of a checkpoint is never run; leave it out"
+    ),
+    "config_format": Argument(default=("auto", "hf"), reason="a config.json is read"),
+    "task": Argument(default=("auto",), reason=_TASKS),
+    "runner": Argument(default=("auto",), reason=_TASKS),
+    "convert": Argument(default=("auto",), reason=_TASKS),
+    "download_dir": Argument(reason="set the environment variable HF_HOME instead"),
+    "hf_token": Argument(reason="set the environment variable HF_TOKEN instead"),
+    # Memory and the KV cache.
+    "gpu_memory_utilization": Argument(setting="device.memory_fraction"),
+    "kv_cache_memory_bytes": Argument(setting="cache.memory_gib", read=_gib),
+    "kv_cache_dtype": Argument(
+        setting="cache.dtype",
+        read=_one_of(
+            {"fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3"}, "keys and values are of the model's type"
+        ),
+        default=("auto",),
+    ),
+    "block_size": Argument(setting="cache.block_size"),
+    "enable_prefix_caching": Argument(
+        setting="cache.enable_prefix_caching", read=_flag, is_flag=True
+    ),
+    "swap_space": Argument(
+        default=(0, 0.0), reason="preempted sequences are recomputed, not swapped; leave it out"
+    ),
+    "cpu_offload_gb": Argument(default=(0, 0.0), reason=_NO_OFFLOAD),
+    "num_gpu_blocks_override": Argument(reason="set the size of the cache: cache.memory_gib=..."),
+    # The scheduler.
+    "max_num_seqs": Argument(setting="scheduler.max_num_seqs", read=_tokens),
+    "max_num_batched_tokens": Argument(setting="scheduler.max_num_batched_tokens", read=_tokens),
+    "scheduling_policy": Argument(setting="scheduler.policy"),
+    "async_scheduling": Argument(setting="scheduler.overlap", read=_flag, is_flag=True),
+    "enable_chunked_prefill": Argument(
+        default=(True,), is_flag=True, reason="long prompts are always computed in parts"
+    ),
+    # Compilation and kernels.
+    "enforce_eager": Argument(setting="graphs.mode", read=_eager, default=(False,), is_flag=True),
+    "cudagraph_capture_sizes": Argument(setting="graphs.capture_sizes", read=_list, is_list=True),
+    "attention_backend": Argument(
+        setting="graphs.attention",
+        read=_one_of(_BACKENDS, "there is no such attention backend"),
+        default=("auto",),
+    ),
+    "compilation_config": Argument(reason="set graphs.mode, graphs.form or graphs.capture_sizes"),
+    "device": Argument(setting="device.name"),
+    # Parallelism, adapters, speculation, media: not there yet.
+    "tensor_parallel_size": Argument(default=(1,), reason=_ONE_DEVICE),
+    "pipeline_parallel_size": Argument(default=(1,), reason=_ONE_DEVICE),
+    "data_parallel_size": Argument(default=(1,), reason=_ONE_DEVICE),
+    "enable_expert_parallel": Argument(default=(False,), is_flag=True, reason=_ONE_DEVICE),
+    "distributed_executor_backend": Argument(default=("mp", "uni"), reason=_ONE_DEVICE),
+    "disable_custom_all_reduce": Argument(default=(False,), is_flag=True, reason=_ONE_DEVICE),
+    "enable_lora": Argument(default=(False,), is_flag=True, reason=_NO_LORA),
+    "lora_modules": Argument(reason=_NO_LORA, is_list=True),
+    "max_loras": Argument(reason=_NO_LORA),
+    "max_lora_rank": Argument(reason=_NO_LORA),
+    "speculative_config": Argument(reason=_NO_SPECULATION),
+    "speculative_model": Argument(reason=_NO_SPECULATION),
+    "num_speculative_tokens": Argument(default=(0,), reason=_NO_SPECULATION),
+    "limit_mm_per_prompt": Argument(reason=_NO_MEDIA),
+    "mm_processor_kwargs": Argument(reason=_NO_MEDIA),
+    "allowed_local_media_path": Argument(default=("",), reason=_NO_MEDIA),
+    # Logs.
+    "disable_log_stats": Argument(
+        default=(True,),
+        is_flag=True,
+        reason="no statistics are logged at intervals; read /metrics, or LLM.stats()",
+    ),
+    # The HTTP server.
+    "host": Argument(setting="server.host", for_server=True),
+    "port": Argument(setting="server.port", for_server=True),
+    "api_key": Argument(setting="server.api_keys", read=_list, is_list=True, for_server=True),
+    "allowed_origins": Argument(setting="server.cors_origins", read=_list, for_server=True),
+    "ssl_certfile": Argument(setting="server.tls_certificate", for_server=True),
+    "ssl_keyfile": Argument(setting="server.tls_key", for_server=True),
+    "uvicorn_log_level": Argument(setting="server.log_level", for_server=True),
+    "otlp_traces_endpoint": Argument(setting="server.otlp_endpoint", for_server=True),
+    "tool_call_parser": Argument(
+        setting="server.tool_parser",
+        read=_one_of(_TOOL_PARSERS, "there is no such parser of tool calls"),
+        default=("auto",),
+        for_server=True,
+    ),
+    "enable_auto_tool_choice": Argument(
+        default=(True,),
+        is_flag=True,
+        for_server=True,
+        reason='tool_choice "auto" is always offered; set server.tool_parser=none',
+    ),
+    "reasoning_parser": Argument(
+        setting="server.reasoning_parser",
+        read=_one_of(_REASONING_PARSERS, "there is no such parser of reasoning"),
+        default=("auto",),
+        for_server=True,
+    ),
+    "response_role": Argument(
+        default=("assistant",), for_server=True, reason="replies are of the role assistant"
+    ),
+    "enable_log_requests": Argument(
+        default=(True,),
+        is_flag=True,
+        for_server=True,
+        reason="every request is one line of the log; set server.log_level=warning",
+    ),
+    "disable_log_requests": Argument(
+        default=(False,),
+        is_flag=True,
+        for_server=True,
+        reason="every request is one line of the log; set server.log_level=warning",
+    ),
+    "config": Argument(
+        for_server=True, reason="options are files of --config-dir DIR, see run serve --help"
+    ),
+    "root_path": Argument(default=("",), for_server=True, reason="routes begin at /"),
+    "seed": Argument(
+        for_server=True,
+        reason="a request states its own seed; model.seed is that of random weights",
+    ),
+}

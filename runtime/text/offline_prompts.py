@@ -1,0 +1,75 @@
+"""The forms in which `LLM` takes prompts: text, token ids, and the dictionaries of vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TypedDict, cast
+
+from ostinato.runtime.errors import InvalidRequestError
+
+__all__ = ("Prompt", "Prompts", "TextPrompt", "TokensPrompt", "prompt_list", "prompt_text")
+
+
+class TextPrompt(TypedDict):
+    """A prompt as text."""
+
+    prompt: str
+
+
+class TokensPrompt(TypedDict):
+    """A prompt as token ids."""
+
+    prompt_token_ids: list[int]
+
+
+Prompt = str | Sequence[int]
+Prompts = Prompt | TextPrompt | TokensPrompt | Sequence[Prompt | TextPrompt | TokensPrompt]
+
+
+def prompt_list(prompts: Prompts) -> list[Prompt]:
+    """The prompts as texts or lists of token ids; one that stands alone becomes a list of one.
+
+    Raises:
+        InvalidRequestError: a dictionary is neither `{"prompt": ...}` nor
+            `{"prompt_token_ids": ...}`.
+    """
+    if isinstance(prompts, str):
+        return [prompts]
+    if isinstance(prompts, Mapping):
+        return [_unwrap(cast(Mapping[str, object], prompts))]
+    items = list(cast(Sequence[object], prompts))
+    if items and all(isinstance(item, int) for item in items):
+        return [cast(list[int], items)]
+    return [
+        _unwrap(cast(Mapping[str, object], item))
+        if isinstance(item, Mapping)
+        else cast(Prompt, item)
+        for item in items
+    ]
+
+
+def prompt_text(prompt: str | TextPrompt) -> str:
+    """The text of a prompt for which only text will do.
+
+    Raises:
+        InvalidRequestError: it has token ids, or no text.
+    """
+    text = _unwrap(cast(Mapping[str, object], prompt)) if isinstance(prompt, Mapping) else prompt
+    if not isinstance(text, str):
+        raise InvalidRequestError("a text is needed here, got token ids", param="prompt")
+    return text
+
+
+def _unwrap(prompt: Mapping[str, object]) -> Prompt:
+    names = set(prompt)
+    if names == {"prompt"} and isinstance(prompt["prompt"], str):
+        return prompt["prompt"]
+    ids = prompt.get("prompt_token_ids")
+    # vLLM's own dictionaries carry the text beside the ids; the ids count.
+    if names <= {"prompt", "prompt_token_ids"} and isinstance(ids, list | tuple):
+        return cast(Sequence[int], ids)
+    raise InvalidRequestError(
+        'a prompt is a text, token ids, {"prompt": text} or {"prompt_token_ids": ids}, got a '
+        f"dictionary with {', '.join(sorted(map(str, names))) or 'nothing'}",
+        param="prompt",
+    )

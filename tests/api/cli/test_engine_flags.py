@@ -1,0 +1,111 @@
+"""The flags of `vllm serve` on the command line of `run serve`."""
+
+from pathlib import Path
+
+import pytest
+
+from ostinato.api.cli.engine_flags import read_flags
+from ostinato.commands import run
+from ostinato.conf.engine_arguments import ARGUMENTS
+from ostinato.conf.errors import ConfigError
+
+OWN = {"--cfg": 1, "--help": 0}
+
+
+def test_flags_are_settings_and_the_rest_stays_in_order():
+    flags = read_flags(
+        [
+            *("some/model", "--max-model-len", "4096", "--dtype=bfloat16", "cache.block_size=32"),
+            *("--cfg", "job", "--enforce-eager", "--no-enable-prefix-caching", "--port", "9000"),
+            *("--api-key", "k1", "k2", "--max_num_seqs", "8", "-tp", "1", "--help"),
+        ],
+        OWN,
+    )
+    assert flags.settings == {
+        "model.max_model_len": "4096",
+        "model.dtype": "bfloat16",
+        "graphs.mode": "eager",
+        "cache.enable_prefix_caching": False,
+        "server.port": "9000",
+        "server.api_keys": ["k1", "k2"],
+        "scheduler.max_num_seqs": "8",
+    }
+    assert flags.rest == ["some/model", "cache.block_size=32", "--cfg", "job", "--help"]
+    line = flags.explain()
+    assert "--max-model-len 4096 is model.max_model_len=4096" in line
+    assert "--no-enable-prefix-caching is cache.enable_prefix_caching=false" in line
+    assert "--api-key ... is server.api_keys=..." in line
+    assert "k1" not in line
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--max-modellen", "3"], "--max-modellen: there is no such argument; did you mean --max-"),
+        (["--itl-target", "3"], "did you mean scheduler.itl_target_ms=...?"),
+        (["--port"], "--port needs a value"),
+        (["--api-key", "--port", "1"], "--api-key needs a value"),
+        (["--enforce-eager=1"], "--enforce-eager=1: this flag takes no value"),
+        (["--tensor-parallel-size", "2"], "tensor_parallel_size=2: one device runs the model"),
+        (["-tp", "2"], "tensor_parallel_size=2: one device runs the model"),
+        (["--enable-lora"], "enable_lora=True: LoRA adapters are not served yet"),
+        (["-O3"], "compilation_config=3: set graphs.mode"),
+        (["--no-dtype"], "--no-dtype: there is no such argument"),
+        (["--port", "1", "server.port=2"], "--port 1 and server.port=2 set the same key"),
+    ],
+)
+def test_flags_that_are_refused(words: list[str], message: str):
+    with pytest.raises(ConfigError) as error:
+        read_flags(words, OWN)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_every_argument_can_be_written_as_a_flag(name: str):
+    argument = ARGUMENTS[name]
+    flag = f"--{name.replace('_', '-')}"
+    for value in argument.default:
+        if argument.is_flag:
+            negative = f"--no-{name.replace('_', '-')}"
+            assert read_flags([flag if value else negative], OWN).settings == {}
+        elif value != "":
+            assert read_flags([f"{flag}={value}"], OWN).settings == {}
+
+
+def test_the_command_takes_a_model_and_flags(capsys: pytest.CaptureFixture[str]):
+    words = ["some/dir", "--gpu-memory-utilization", "0.8", "--served-model-name", "x"]
+    assert run(["serve", *words, "--cfg", "job"]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == (
+        "run serve: --gpu-memory-utilization 0.8 is device.memory_fraction=0.8, "
+        "--served-model-name x is model.name=x\n"
+    )
+    assert "  path: some/dir\n  name: x\n" in captured.out
+    assert "  memory_fraction: 0.8\n" in captured.out
+
+
+def test_a_model_may_be_one_of_our_options(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    assert run(["serve", "gpt2", "--cfg", "job"]) == 0
+    assert "  path: openai-community/gpt2\n" in capsys.readouterr().out
+    (tmp_path / "gpt2").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert run(["serve", "gpt2", "--cfg", "job"]) == 0
+    assert "  path: gpt2\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["a", "b"], "run: run serve serves one model, got a and b"),
+        (["a", "model=gpt2"], "run: run serve serves one model, got a and model=gpt2"),
+        (["a", "--model", "b"], "run: run serve serves one model, got a and --model"),
+        (["--block-size", "17"], "run: cache.block_size must be one of 8, 16, 32, 64, 128, got 17"),
+    ],
+)
+def test_a_wrong_line_ends_with_code_2(
+    words: list[str], line: str, capsys: pytest.CaptureFixture[str]
+):
+    assert run(["serve", *words]) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == line

@@ -1,0 +1,105 @@
+"""vLLM's arguments: each is a setting, asks for what happens anyway, or is refused with a reason."""
+
+import pytest
+
+from ostinato.conf.compose import load_config
+from ostinato.conf.describe import describe_keys
+from ostinato.conf.engine_arguments import ARGUMENTS, argument_settings
+from ostinato.conf.errors import ConfigError
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_an_argument_is_a_setting_or_says_why_not(name: str):
+    argument = ARGUMENTS[name]
+    assert bool(argument.setting) != bool(argument.reason)
+    if argument.setting:
+        assert argument.setting in describe_keys()
+    else:
+        with pytest.raises(ConfigError, match=f"^{name}=another: "):
+            argument_settings({name: "another"}, server=True)
+    for value in (None, *argument.default):
+        assert argument_settings({name: value}, server=True) == {}
+
+
+@pytest.mark.parametrize("name", [name for name, one in ARGUMENTS.items() if one.setting])
+def test_no_default_value_is_lost_in_silence(name: str):
+    """What counts as "the engine does that anyway" is what it does with the default setting."""
+    argument = ARGUMENTS[name]
+    section, key = argument.setting.split(".")
+    shipped = getattr(getattr(load_config(), section), key)
+    for value in argument.default:
+        if value in ("auto", "safetensors", "none", -1, "{}"):
+            assert shipped in ("auto", "none", None, True, {})  # decided by the engine or the model
+        else:
+            assert argument.read(value) == shipped
+
+
+@pytest.mark.parametrize(
+    ("arguments", "settings"),
+    [
+        ({"max_model_len": 4096}, {"model.max_model_len": 4096}),
+        ({"max_model_len": "4k"}, {"model.max_model_len": 4000}),
+        ({"max_model_len": "1.5K"}, {"model.max_model_len": 1536}),
+        ({"dtype": "half"}, {"model.dtype": "float16"}),
+        ({"dtype": "torch.bfloat16"}, {"model.dtype": "bfloat16"}),
+        ({"quantization": "int8"}, {"model.quantization": "int8"}),
+        ({"kv_cache_dtype": "fp8"}, {"cache.dtype": "fp8_e4m3"}),
+        ({"kv_cache_memory_bytes": 2 << 30}, {"cache.memory_gib": 2.0}),
+        ({"enforce_eager": True}, {"graphs.mode": "eager"}),
+        ({"enable_prefix_caching": False}, {"cache.enable_prefix_caching": False}),
+        ({"served_model_name": ["one"]}, {"model.name": "one"}),
+        ({"generation_config": "vllm"}, {"sampling.use_generation_config": False}),
+        ({"load_format": "dummy"}, {"model.load_format": "dummy"}),
+        ({"hf_overrides": '{"rope_theta": 1e6}'}, {"model.config": {"rope_theta": 1e6}}),
+        ({"attention_backend": "TRITON_ATTN"}, {"graphs.attention": "triton"}),
+        ({"tensor_parallel_size": 1, "swap_space": 0, "trust_remote_code": False}, {}),
+    ],
+)
+def test_arguments_become_settings(arguments: dict[str, object], settings: dict[str, object]):
+    assert argument_settings(arguments) == settings
+    config = load_config(values=settings)
+    for key, value in settings.items():
+        section, name = key.split(".")
+        assert getattr(getattr(config, section), name) == value
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            {"tensor_parallel_size": 2},
+            "tensor_parallel_size=2: one device runs the model; there is no parallelism over "
+            "devices yet, leave it out",
+        ),
+        (
+            {"quantization": "awq"},
+            "quantization=awq: weights are quantised while they are loaded; supported: int8, int4",
+        ),
+        (
+            {"swap_space": 4},
+            "swap_space=4: preempted sequences are recomputed, not swapped; leave it out",
+        ),
+        (
+            {"max_modellen": 1},
+            "LLM(..., max_modellen=...): there is no such argument; did you mean max_model_len?",
+        ),
+        (
+            {"itl_target": 1},
+            "LLM(..., itl_target=...): there is no such argument; did you mean "
+            'overrides=["scheduler.itl_target_ms=..."]?',
+        ),
+        ({"port": 1}, "LLM(..., port=...): this argument belongs to run serve"),
+        (
+            {"xyzzy": 1},
+            "LLM(..., xyzzy=...): there is no such argument; settings: run serve --help",
+        ),
+        ({"max_model_len": "manyk"}, "max_model_len=manyk: a number of tokens such as 4096 or 4k"),
+        ({"served_model_name": ["a", "b"]}, "a model is served under one name"),
+        ({"hf_overrides": "{"}, "hf_overrides={: it must be JSON"),
+        ({"enforce_eager": "maybe"}, "enforce_eager=maybe: it must be true or false"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(arguments: dict[str, object], message: str):
+    with pytest.raises(ConfigError) as error:
+        argument_settings(arguments)
+    assert message in str(error.value)
