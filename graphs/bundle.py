@@ -4,9 +4,9 @@ One directory holds everything: compiled programs, the step-cost table, the CPU'
 says what it is for (model, device, and a digest of all that shapes a program); its manifest says
 which sources and versions made it, and the digest of every file. It can be copied anywhere.
 
-A bundle is code. It is loaded only from a directory that belongs to the user and that nobody else
-can write to. One that is damaged, or was made by other sources or versions, is set aside with one
-line in the log, and a new one is built: never trusted, never fatal.
+A bundle is code. It is loaded only from a directory that belongs to the user and that no other
+user can write to. A bundle that is damaged, or was made by other sources or versions, is set aside
+with one line in the log, and a new one is built.
 
 This module imports no torch, so that an engine process can look for kernels while it imports torch.
 """
@@ -207,7 +207,7 @@ class Bundle:
         (directory / _MANIFEST).write_bytes(text + b"\n")
 
     def _replace(self, new: Path, old: Path) -> None:
-        """Two processes may do this at once: whoever comes last wins, both bundles are whole."""
+        """Two processes may do this at once: the last one wins, and both bundles are complete."""
         for _ in range(10):
             with contextlib.suppress(FileNotFoundError):
                 self.directory.rename(old)

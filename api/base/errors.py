@@ -78,7 +78,7 @@ class OverloadedError(EngineError):
 
 
 class ClientGoneError(Exception):
-    """The client closed its connection; nobody reads the answer."""
+    """The client closed its connection, so the answer can not be delivered."""
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Endpoints that other servers have and this one does not: what a 404 says besides."""
+"""Endpoints that other servers have and this one does not, and the hint that their 404 gives."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _NEEDS = {
 
 
 def hint_for(path: str) -> str | None:
-    """What to do instead of asking `path`, or what it needs; None where nobody serves it."""
+    """What to use instead of `path`, or what it needs; None for a path that no server has."""
     path = path.rstrip("/")
     if path in _INSTEAD:
         return f"use {_INSTEAD[path]}"

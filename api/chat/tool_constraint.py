@@ -1,6 +1,6 @@
-"""The grammar that keeps tool calls right, where they must be made or must be strict.
+"""The grammar of tool calls that are required or strict.
 
-Where the answer is constrained besides (`response_format`), it is either calls or that.
+With a `response_format` beside the tools, an answer is either calls or text of that format.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ("tool_constraint",)
 def tool_constraint(
     use: ToolUse, form: AnswerForm, wanted: StructuredOutputsParams | None
 ) -> StructuredOutputsParams | None:
-    """The constraint of an answer, or None where its calls need none.
+    """The constraint of an answer; None if its calls are not constrained.
 
     Args:
         form: what the answer may contain; its `calls` are not None.
@@ -91,7 +91,7 @@ def _part(wanted: StructuredOutputsParams) -> dict[str, Any]:
 
 
 def _behind_reasoning(part: dict[str, Any], form: AnswerForm) -> dict[str, Any]:
-    """The part, where the model may reason before it."""
+    """The part, with optional reasoning before it."""
     markers = form.reasoning
     if markers is None or part["type"] == "triggered_tags":
         return part

@@ -44,7 +44,7 @@ class Metrics:
         vllm_names: whether there are those too.
 
     Attributes:
-        recent_latency: the last moments' latencies while somebody looks.
+        recent_latency: latencies of the last ten seconds, kept while the page is open.
         probe: reads the machine's use.
     """
 

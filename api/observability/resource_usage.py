@@ -1,6 +1,6 @@
-"""What the server's processes and the GPUs use, read when somebody asks.
+"""Use of processor, memory and GPUs by the server's processes, read on request.
 
-Processor time is a sum since a process began: who shows a rate takes differences.
+Processor time is a sum since the process began. A rate is the difference of two readings.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ class _Decoding:
 
 
 class _Prefill:
-    """A prompt that nobody sent before."""
+    """A prompt that was not sent before, so none of it is in the prefix cache."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self._number = engine, 0

@@ -409,7 +409,7 @@ def main() -> None:
             sys.stdout.buffer.write(_encode(message) + b"\n")
             sys.stdout.buffer.flush()
         except BrokenPipeError:
-            os._exit(1)  # nobody listens: no load for nobody
+            os._exit(1)  # the process that measures is gone: stop the load
 
     say(run_job(job, say))
 

@@ -37,10 +37,6 @@ Decode = Callable[[Sequence[int]], str]
 OnProgress = Callable[[LoadProgress], None]
 
 
-# Nobody there, another protocol, no JSON, or JSON of another form.
-_NO_ANSWER = (OSError, HTTPException, ValueError, LookupError, TypeError, AttributeError)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
     """A server to send requests to."""
@@ -77,7 +73,7 @@ def find_target(url: str, load: LoadSection, *, is_ours: bool = False) -> tuple[
             problem = f"answered {error.code}"
             if error.code != 503:  # a server that starts says 503
                 break
-        except (
+        except (  # no server, another protocol, no JSON, or JSON of another form
             OSError,
             HTTPException,
             ValueError,

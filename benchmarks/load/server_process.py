@@ -133,7 +133,7 @@ class Server:
 
 
 def _end_with_parent() -> None:
-    """Drain and end when whoever started this is gone, however it went: its pipe then ends."""
+    """Drain and end when the parent process has ended: standard input then ends."""
     while os.read(0, 4096):
         pass
     os.kill(os.getpid(), signal.SIGTERM)

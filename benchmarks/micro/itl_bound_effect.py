@@ -138,7 +138,7 @@ def main(overrides: list[str]) -> None:
             if number:
                 rounds[target].append(one)
     table = engines[0].cost_table
-    assert table is not None, "measured, because nobody switched it off"
+    assert table is not None, "the configuration measures step costs"
     record = {
         "metric": "itl_bound",
         "time": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -62,7 +62,7 @@ def simulate_open(
 
 
 def _ignore(number: int) -> None:
-    """Nobody wants to know."""
+    """Does nothing: the callback of a replica whose load no router watches."""
 
 
 def _run(
@@ -102,8 +102,8 @@ def _run(
 class _Watch:
     """Keeps a router's view of the loads up to date, running no replica that can not have changed.
 
-    A replica whose running requests all need more tokens can not lose one for a while; until then
-    nobody runs it.
+    A replica whose running requests all need more tokens can not finish one for a while. It is not
+    run until then.
     """
 
     def __init__(self, replicas: dict[int, Replica]) -> None:

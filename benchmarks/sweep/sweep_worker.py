@@ -54,7 +54,7 @@ def main(config_dir: str) -> None:
 def _read(lines: queue.Queue[str], idle: threading.Event) -> None:
     """Pass lines on, and an empty one at their end; an end while a point runs ends the process.
 
-    Whoever started this is gone then, and the rest of the point would be for nobody.
+    The input ends when the parent process has ended. The result of the point is then not needed.
     """
     while line := sys.stdin.readline():
         idle.clear()

@@ -1,4 +1,4 @@
-"""Plain torch: slow, obvious, the truth that every other backend is compared with."""
+"""The reference attention backend: plain torch, slow; tests compare the other backends with it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ReferenceBackend:
     def workspace_bytes(
         self, spec: AttentionSpec, *, num_tokens: int, num_seqs: int, max_model_len: int
     ) -> int:
-        return 0  # not planned with: it is for comparing, and holds weights of whole contexts
+        return 0  # not in the memory plan: this backend is for tests, and it holds whole contexts
 
     def run(
         self,

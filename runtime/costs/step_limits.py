@@ -1,8 +1,8 @@
 """How large a step may be: upper bounds before anything is measured, limits once it is.
 
-The static buffers, the memory plan and the captured buckets need bounds at once, and step costs can
-only be measured with those in place. So a limit that nobody set begins as an upper bound, buffers
-are made for that, and the measured table may lower what the scheduler uses of it.
+Step costs can only be measured when the static buffers, the memory plan and the captured buckets
+exist, and those need bounds. So a limit that the configuration leaves open starts as an upper
+bound, and buffers are sized for it. The measured table may then lower the limit of the scheduler.
 """
 
 from __future__ import annotations

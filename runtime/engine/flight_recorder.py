@@ -2,8 +2,8 @@
 
 Each step is written to a memory-mapped ring when it begins and again when it is done, so that the
 step that was under way when the process was killed is the one without an end. The kernel keeps the
-pages of a killed process: nobody has to write anything while dying, and a frozen process can be
-read as well. A record costs a few microseconds.
+pages of a killed process. So the process need not write anything when it is killed, and the file of
+a hanging process can be read too. A record costs a few microseconds.
 
     header  magic, number of slots, bytes a slot       16 bytes
     slot    length of the record (uint32), the record in msgpack, rest unused
@@ -107,7 +107,7 @@ def flight_path(socket: str | Path) -> Path:
 
 
 def read_flight(path: Path) -> list[StepRecord]:
-    """The steps in a recorder's file, oldest first; whoever writes it may be gone.
+    """The steps in a recorder's file, oldest first; the process that wrote it may have ended.
 
     A slot that is being written this moment may be left out. An unreadable or foreign file has no
     steps.

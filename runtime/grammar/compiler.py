@@ -19,7 +19,7 @@ MAX_BYTES = 512 << 10  # of a constraint
 MAX_CACHED = 1024
 MAX_CACHED_BYTES = 64 << 20
 _NUM_PROCESSES = 2  # so that a hostile grammar does not hold up the next one
-_NUM_TRIES = 2  # of a job whose process was killed by somebody else
+_NUM_TRIES = 2  # of a job whose process was killed from outside
 
 
 class GrammarModel(msgspec.Struct, frozen=True, kw_only=True):
@@ -100,7 +100,7 @@ class GrammarCompiler:
         for number in range(_NUM_TRIES):
             async with self._turn:
                 answer = self._cache.get(job)
-                if answer is not None:  # somebody else's, in the meantime
+                if answer is not None:  # another request had the same constraint built meanwhile
                     break
                 process = self._idle.pop()
                 try:

@@ -1,9 +1,10 @@
-"""Constraints become grammars in a process that can be killed: `python -m
-ostinato.runtime.grammar.process`.
+"""Builds and checks the grammar of a constraint in a process with limits of time and memory.
 
-A regular expression, a schema or a grammar of a stranger's may take time and memory without end. It
-is built here first, with the engine's tokenizer and limits, and tried; what takes too much, or can
-not be enforced, is refused before the engine hears of it.
+    python -m ostinato.runtime.grammar.process
+
+A regular expression, a schema or a grammar of a client may need unbounded time and memory. It is
+built here first, with the engine's tokenizer and limits, and tried on random tokens. A constraint
+that takes too much, or that can not be enforced, is refused before it reaches the engine.
 """
 
 from __future__ import annotations

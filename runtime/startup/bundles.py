@@ -31,8 +31,8 @@ def kernel_libraries(model: ModelSection) -> tuple[str, ...]:
 def prepare_kernels(model: ModelSection, device: DeviceConfig, graphs: GraphConfig) -> None:
     """Have the CPU's kernels ready soon: from a bundle, or compiled on threads meanwhile.
 
-    A first start waits for the compiler longer than for anything else. Whoever loads the kernels
-    (ops/native/library.py) waits for this build, and reports what went wrong with it.
+    A first start spends most of its time in the C++ compiler, so the build starts early.
+    `ops/native/library.py` waits for it when it loads the kernels, and reports its errors.
     """
     on_gpu = device.name is not DeviceName.cpu and Path("/dev/nvidiactl").exists()
     if on_gpu or not graphs.pack_weights:

@@ -1,9 +1,8 @@
-"""A chat template that came with a request, rendered in a process of its own.
+"""Renders a chat template that came with a request, in a process with limits of time and memory.
 
-The sandbox keeps a template from the machine, but not from a loop without end or a text of
-gigabytes. So `render_apart` starts
-`python -m ostinato.runtime.text.chat_template_process`, a process with limits of time and
-memory, for each of them: what fails is that request alone.
+Jinja's sandbox denies a template access to the machine, but it does not stop an endless loop or a
+text of gigabytes. So `render_apart` starts `python -m ostinato.runtime.text.chat_template_process`
+for each such request. Only that request fails.
 """
 
 from __future__ import annotations
@@ -92,7 +91,7 @@ def _render(job: TemplateJob) -> _Answer:
             variables=job.variables,
             tools=job.tools,
         )
-    except StartupError as error:  # its remedy is for whoever starts a server
+    except StartupError as error:  # its remedy is meant for the operator of the server
         return _Answer(error=str(error).partition(";")[0], param="chat_template")
     except InvalidRequestError as error:
         message = str(error).replace("the model's chat template", "chat_template")

@@ -133,7 +133,7 @@ def _pauses(steps: Sequence[EngineStep]) -> list[float]:
 
 
 def _was_idle(before: EngineStep, step: EngineStep) -> bool:
-    """Whether the engine had nothing to do between two steps: nobody took part in both."""
+    """Whether the engine was idle between two steps: no request took part in both."""
     if step.num_decodes or before.num_waiting:
         return False
     ids = {request_id for request_id, _, _ in before.entries}

@@ -249,8 +249,8 @@ class Worker {
     return first_seen >= kTile ? 0 : last_seen;
   }
 
-  // A block of rows against the tile that starts at first_key. Scores of keys that nobody sees are not computed; what
-  // is in their place is masked.
+  // A block of rows against the tile that starts at first_key. Scores of keys that no row attends to are not
+  // computed; their places are masked.
   void run_rows(const QueryTile& tile, int first_key, int row, int count, State state, const Step* const* keys,
                 const Step* const* values, const Step* const* next_keys, const Step* const* next_values) {
     Visible visible[kRowBlock];
