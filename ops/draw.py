@@ -1,4 +1,4 @@
-"""One draw per row of logits, rows of a step in any mixture: greedy, or by one of three ways.
+"""Draws one token per row of logits; rows with different sampling parameters share a batch.
 
 Which way a row takes follows from its parameters alone, never from its logits or its neighbours.
 So the host knows it, and the ways that a step needs are a program of fixed shapes that can be

@@ -1,4 +1,4 @@
-"""Errors that cross module borders.
+"""The errors that cross module and process borders.
 
 EngineError
 ├── InvalidRequestError   the request can not be served as asked: a 4xx that names the parameter

@@ -1,4 +1,4 @@
-"""A process for work that a stranger's text can make endless: asked, limited, and killed.
+"""Runs a job on untrusted text in a child process with limits of time and memory.
 
 The child calls `serve`, the parent owns a `KillableProcess`. Frames of bytes, each after its
 length, cross standard input and output. The child sets its own limits of processor time and memory,

@@ -1,4 +1,4 @@
-"""Errors as the OpenAI API writes them: `{"error": {"message", "type", "param", "code"}}`.
+"""The HTTP errors of the API, in OpenAI's form: `{"error": {"message", "type", "param", "code"}}`.
 
 Under `/v1/messages` they are `{"type": "error", "error": {"type", "message"}}`, the Anthropic form.
 

@@ -1,4 +1,4 @@
-"""What the OpenAI API and its usual extensions know and this server does not.
+"""Request fields of OpenAI and vLLM that are refused by name, with what each would need.
 
 A field moves from here to `schemas` when it is honoured. Until then it is refused by name, unless
 its value asks for nothing; null always does.

@@ -1,4 +1,4 @@
-"""What a request's `tools` and `tool_choice` ask for, and tool calls as messages show them."""
+"""Checks the `tools` and `tool_choice` of a request, and builds the tool calls of messages."""
 
 from __future__ import annotations
 

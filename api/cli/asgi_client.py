@@ -1,4 +1,4 @@
-"""A request to the application from within its process: no socket between them."""
+"""Sends requests to the ASGI application inside its own process, without a socket."""
 
 from __future__ import annotations
 

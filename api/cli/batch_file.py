@@ -1,4 +1,4 @@
-"""The files of a batch, one JSON object a line, as the OpenAI batch API has them.
+"""Reads and writes the files of `run batch`: one JSON object a line, as in OpenAI's batch API.
 
 An output file is only ever added to, whole lines at a time; so one that an interruption left behind
 tells which requests are answered, and its last line may be half a one.

@@ -1,4 +1,4 @@
-"""Who may ask, and how much at once: API keys as an ASGI middleware in front of every handler."""
+"""ASGI middleware in front of all handlers: checks API keys and limits the requests of each key."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Server-sent events, and what happens when the reader goes away."""
+"""Server-sent events: the stream of an answer, and its end when the client disconnects."""
 
 from __future__ import annotations
 

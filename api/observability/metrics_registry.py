@@ -1,4 +1,4 @@
-"""What `/metrics` says, in Prometheus' text format.
+"""The metrics of `/metrics`, in Prometheus' text format.
 
 Three sources: the engine's newest snapshot, the machine, both read when someone asks, and the API's
 own timing of requests. docs/observability.md lists the names.

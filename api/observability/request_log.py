@@ -1,4 +1,4 @@
-"""One line per request in the log, in words or as JSON."""
+"""The log line of each request, as text or as JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`server.record_trace`: what traffic looked like, without a word of it.
+"""Records traffic for `server.record_trace`: times, lengths and shared prefixes, no text.
 
 One line of JSON for each completion that ended, in the form of Mooncake's traces (Qin et al. 2024):
 `timestamp` (ms), `input_length`, `output_length` and `hash_ids`, one number for each full block of

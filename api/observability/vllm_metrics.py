@@ -1,5 +1,4 @@
-"""Our figures under the names that dashboards for vLLM read: renamed at each scrape, not counted
-again.
+"""Our metrics under vLLM's names: renamed at each scrape, not counted twice.
 
 vLLM's names have a colon and the labels `model_name` and `engine`; this server has one engine, "0".
 """

@@ -1,4 +1,4 @@
-"""Chunks of several tokens: `stream_interval`, vLLM's field for fewer and larger chunks."""
+"""`stream_interval`: puts several tokens into one chunk of a stream."""
 
 from __future__ import annotations
 

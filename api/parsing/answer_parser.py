@@ -1,4 +1,4 @@
-"""One answer's text, split as it comes into reasoning, content and tool calls.
+"""Splits the text of an answer, as it arrives, into reasoning, content and tool calls.
 
 The stages are of one kind: text goes in, what is certain comes out, the rest is held back until it
 is. The answer that is not streamed is the streamed one run to its end.

@@ -1,4 +1,4 @@
-"""What an answer's text turns into: pieces of reasoning, of content and of tool calls."""
+"""The events of a parsed answer: pieces of reasoning, of content and of tool calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The forms in which models write tool calls, and how the body of one is read.
+"""The formats in which models write tool calls, with a reader of the body of each.
 
 A form says what opens a call, what may close it, and what stands between. Forms without an opening
 marker begin a call with a bracket, but only at the beginning of an answer or behind another call.

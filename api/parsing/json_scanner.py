@@ -1,4 +1,4 @@
-"""Where a JSON value that comes in pieces ends, and whether it still can be one."""
+"""Finds the end of a JSON value that arrives in pieces, and whether it can still become valid."""
 
 from __future__ import annotations
 

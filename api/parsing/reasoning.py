@@ -1,4 +1,4 @@
-"""Reasoning between two markers at the beginning of an answer, split from what follows it.
+"""Splits the reasoning between two markers from the beginning of an answer.
 
 Whitespace next to a marker belongs to the marker. Text is held back while it may still be a part
 of one, so the result does not depend on how the text was cut into pieces.

@@ -1,4 +1,4 @@
-"""Tool calls among an answer's content, found as the text comes.
+"""Finds tool calls in the content of an answer, as the text arrives.
 
 A call is given when it is whole and right: it has the form of its format, its arguments are a JSON
 object, and its name is one of the functions that were offered. Anything else is content, exactly as

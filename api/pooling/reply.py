@@ -1,4 +1,6 @@
-"""From a body to vectors and from vectors to an answer: embeddings, scores, rankings."""
+"""Answers embedding, score and rerank requests: from the body to vectors, and from vectors to the
+reply.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The bodies of `/v1/embeddings`, `/v1/score` and `/v1/rerank`, as OpenAI, vLLM and Jina do it."""
+"""The bodies of `/v1/embeddings`, `/v1/score` and `/v1/rerank`, as in OpenAI, vLLM and Jina."""
 
 from __future__ import annotations
 

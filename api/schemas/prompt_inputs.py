@@ -1,4 +1,4 @@
-"""Inputs that are texts or token ids, as several endpoints take them."""
+"""Reads `input` and `prompt` fields: texts or token ids, one or many."""
 
 from __future__ import annotations
 

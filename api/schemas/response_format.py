@@ -1,6 +1,4 @@
-"""What an answer must look like, in the dialects' two spellings: OpenAI's `response_format` and
-vLLM's `structured_outputs`.
-"""
+"""Schemas of constrained answers: OpenAI's `response_format` and vLLM's `structured_outputs`."""
 
 from __future__ import annotations
 

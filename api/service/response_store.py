@@ -1,4 +1,4 @@
-"""Replies that later requests may go on from: in memory, the oldest go first."""
+"""Stores the replies of `/v1/responses` in memory; the oldest are dropped first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step must at least move and compute: pure arithmetic on a model's sizes.
+"""Roofline arithmetic: the bytes and operations that a step needs at least, from a model's sizes.
 
 A decode step reads every weight once and the keys and values of every context; a prompt's tokens
 are multiplied with every weight. A device can not be faster than its memory and its matrix units,

@@ -1,4 +1,4 @@
-"""llguidance and xgrammar side by side: what they cover, what they cost.
+"""Compares llguidance and xgrammar: coverage, compile time, mask time.
 
 python -m ostinato.benchmarks.micro.grammar_libraries VOCABULARY [OUT.json]
 

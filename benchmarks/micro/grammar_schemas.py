@@ -1,6 +1,4 @@
-"""JSON schemas with documents that fit them and documents that do not: what grammar libraries are
-measured on.
-"""
+"""JSON schemas with valid and invalid documents, for comparing grammar libraries."""
 
 from __future__ import annotations
 

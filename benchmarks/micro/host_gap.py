@@ -1,4 +1,4 @@
-"""How much of a step is spent outside of the model: scheduling, batch building, reporting.
+"""Measures the share of a step outside of the model: scheduling, batch building, reporting.
 
     python -m ostinato.benchmarks.micro.host_gap
     python -m ostinato.benchmarks.micro.host_gap --models llama-45m --batches 1,8,32 --json FILE

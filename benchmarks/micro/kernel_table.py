@@ -1,4 +1,5 @@
-"""What the Triton attention kernels need of a GPU: registers, spills, shared memory, instructions.
+"""Lists what the Triton attention kernels use on a GPU: registers, spills, shared memory,
+instructions.
 
 Compiles the kernels of the usual models ahead of time, so no GPU is needed. Prints a table and puts
 it into docs/kernels.md, in the section of the installed Triton version:

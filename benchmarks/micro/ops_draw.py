@@ -1,4 +1,4 @@
-"""Drawing tokens from logits: the C++ op beside the same in plain torch, in turns.
+"""Measures drawing tokens from logits: the C++ op beside plain torch, in turns.
 
     python -m ostinato.benchmarks.micro.ops_draw
     python -m ostinato.benchmarks.micro.ops_draw --vocabularies 32000 --rows 1,64 --json FILE

@@ -1,4 +1,4 @@
-"""The packed linear op beside stock torch: GB/s of weights read and GFLOP/s for each shape.
+"""Measures the packed linear op beside stock torch: GB/s of weights and GFLOP/s for each shape.
 
     python -m ostinato.benchmarks.micro.ops_linear
     python -m ostinato.benchmarks.micro.ops_linear --shapes 3072x1024 --rows 1,8,512

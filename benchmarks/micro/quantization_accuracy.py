@@ -1,4 +1,5 @@
-"""What quantisation costs in accuracy: perplexity of the demo model, logits of random models.
+"""Measures the accuracy of quantised weights: perplexity of the demo model, logits of random
+models.
 
     python -m ostinato.benchmarks.micro.quantization_accuracy --json FILE
 

@@ -1,4 +1,4 @@
-"""Decode throughput against batch size and context length, beside what the machine allows.
+"""Measures decode throughput against batch size and context, beside the roofline.
 
     python -m ostinato.benchmarks.micro.scaling
     python -m ostinato.benchmarks.micro.scaling --models llama-45m --contexts 128,1024 --json F

@@ -1,4 +1,4 @@
-"""Ours beside its peers on the same token ids, in turns, in one run.
+"""Compares this engine with vLLM, OpenVINO, llama.cpp and transformers, in turns within one run.
 
     python -m ostinato.benchmarks.peers --model DIR --dtype bfloat16 \\
         --vllm VENV/bin/python --openvino VENV/bin/python=IR_DIR --llama-cpp SERVER=GGUF \\

@@ -1,4 +1,4 @@
-"""llama.cpp's server on the loopback: `drive_llamacpp.py SERVER GGUF THREADS`.
+"""Drives llama.cpp's server on the loopback: `drive_llamacpp.py SERVER GGUF THREADS`.
 
 It divides its context among its slots, so it is started anew with as many as a part has requests:
 one for a single stream, which is its best there. Starting is not part of any figure but the first.

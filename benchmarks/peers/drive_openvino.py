@@ -1,4 +1,4 @@
-"""OpenVINO GenAI, continuous batching: `drive_openvino.py MODEL_IR DTYPE THREADS`.
+"""Drives OpenVINO GenAI's continuous batching: `drive_openvino.py MODEL_IR DTYPE THREADS`.
 
 Its best settings here: prefix caching, dynamic split-fuse, 2048 tokens a step, its default KV cache
 of 8 bits; the dtype is the precision hint (bfloat16 = bf16, float32 = f32).

@@ -1,4 +1,4 @@
-"""Ours: `drive_ostinato.py MODEL DTYPE THREADS [key=value ...]`."""
+"""Drives this engine: `drive_ostinato.py MODEL DTYPE THREADS [key=value ...]`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""transformers' own generate, one padded batch: `drive_transformers.py MODEL DTYPE THREADS`.
+"""Drives transformers' generate, one padded batch: `drive_transformers.py MODEL DTYPE THREADS`.
 
 Requests of different lengths are padded to the longest prompt and run to the longest output, which
 is what generate does; eager mode, as its default is.

@@ -1,4 +1,4 @@
-"""vLLM for CPUs, offline API: `drive_vllm.py MODEL DTYPE THREADS`.
+"""Drives vLLM for CPUs through its offline API: `drive_vllm.py MODEL DTYPE THREADS`.
 
 Its best settings here: threads bound to the cores, prefix caching, 32 sequences, 2048 tokens a
 step; the compiled mode, which is its default.

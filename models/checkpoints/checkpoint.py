@@ -1,4 +1,4 @@
-"""Where a model comes from: a local directory, a hub id, the bundled demo, or inline settings.
+"""Finds the files of a model: a local directory, a hub id, the bundled demo, or inline settings.
 
 `open_checkpoint` reads the two small JSON files and says where the weights are;
 models/checkpoints/weights.py streams them. Whatever is wrong with a checkpoint is a

@@ -1,4 +1,4 @@
-"""What a checkpoint says of embeddings: the small files that sentence-transformers puts beside it.
+"""Reads the pooling settings of a checkpoint, in the files that sentence-transformers writes.
 
 `modules.json` lists the steps after the model (pooling, perhaps normalisation), each with a folder
 of its own, and `sentence_bert_config.json` has the length that the model was trained for.

@@ -1,4 +1,4 @@
-"""Asking an engine what it does: one question at a time, however many people look."""
+"""Asks the engine for its state for the page: one question at a time, shared by all viewers."""
 
 from __future__ import annotations
 

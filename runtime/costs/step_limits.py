@@ -1,4 +1,4 @@
-"""How large a step may be: upper bounds before anything is measured, limits once it is.
+"""Chooses max_num_seqs and max_num_batched_tokens: upper bounds first, limits after measuring.
 
 Step costs can only be measured when the static buffers, the memory plan and the captured buckets
 exist, and those need bounds. So a limit that the configuration leaves open starts as an upper

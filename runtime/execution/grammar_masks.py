@@ -1,4 +1,4 @@
-"""What the grammars and the thinking budgets of a step's rows allow: one bit a token.
+"""The token masks of a step: what grammars and thinking budgets allow, one bit a token.
 
 A row's mask depends on the token that it sampled last. So a step's draw waits until the step
 before it was read, if it has such a row in both; its model runs in the meantime.

@@ -1,4 +1,4 @@
-"""A profile of the engine's steps by torch's profiler: a trace for chrome://tracing or Perfetto."""
+"""Records the engine's steps with torch's profiler, as a trace for Perfetto."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long an answer may reason: after so many tokens the end of the reasoning is all it can write.
+"""Thinking budgets: ends the reasoning of a row after so many tokens.
 
 Pure: token ids in, a yes or no out. The mask is made where grammars' masks are.
 """

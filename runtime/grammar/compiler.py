@@ -1,4 +1,4 @@
-"""The front of the process that makes grammars: a cache, and what to do when it dies."""
+"""The client of the grammar processes: caches checked grammars, restarts a process that died."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Constraints as text in llguidance's grammar language, made in the process that can be killed."""
+"""Translates constraints into llguidance's grammar language."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A tokenizer and limits for grammars, the same in the process that checks and in the engine.
+"""The tokenizer and the limits of llguidance matchers, equal in the grammar process and the engine.
 
 What passes the check is what the engine builds: both make it from one text with one tokenizer.
 Imports llguidance only inside functions; it is needed by requests with a constraint.

@@ -1,4 +1,4 @@
-"""Structural tags as a Lark grammar: free text with constrained parts, and parts in a row.
+"""Translates structural tags into a Lark grammar: free text with constrained parts.
 
 Understands vLLM's form (`structures` and `triggers`) and the `format` trees of xgrammar:
 const_string, json_schema, regex, grammar, any_text, sequence, or, tag, triggered_tags,

@@ -1,4 +1,4 @@
-"""Memory of a CPU's KV cache, taken from the system shortly before it is used.
+"""Maps the memory pages of a CPU's KV cache shortly before they are used.
 
 The cache is allocated whole, but the system gives a page when it is first written to, zeroed:
 within a step, at 2 GB/s, while the threads of a kernel wait for one another. The block pool hands

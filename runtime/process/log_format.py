@@ -1,4 +1,4 @@
-"""The log of both processes: in words, or one JSON object per line."""
+"""The log format of both processes: text, or one JSON object a line."""
 
 from __future__ import annotations
 

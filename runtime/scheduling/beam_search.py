@@ -1,4 +1,4 @@
-"""Beam search: which continuations of which beams live on, and which sequences are the best.
+"""Beam search: which beams go on with which tokens, and which finished sequences are the best.
 
 Pure bookkeeping of one request, without blocks, rows or steps: candidates in, moves out. The rules
 are those of `transformers` (`GenerationMixin._beam_search`): the W * (1 + stop tokens) likeliest

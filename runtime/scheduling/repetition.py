@@ -1,4 +1,4 @@
-"""When an output goes round in circles: its last tokens are one pattern several times over.
+"""Detects an output that repeats itself: one pattern several times in a row at its end.
 
 vLLM's `repetition_detection`. Plain data and integers; imports neither torch nor transformers.
 """

@@ -1,4 +1,4 @@
-"""Which compiled bundle belongs to a configuration, and the CPU's kernels in it.
+"""Finds the compiled bundle of a configuration, and prepares the CPU kernels from it.
 
 Imports no torch: the engine process looks for kernels here, and builds them, while it imports
 torch.

@@ -1,4 +1,4 @@
-"""From measured step costs to decisions: the table, the buckets, the scheduler's limits and bound.
+"""Turns measured step costs into decisions: the cost table, buckets, limits and the ITL bound.
 
 Called once, between capture and the first request, with everything in place that a step needs.
 """

@@ -1,4 +1,4 @@
-"""What this machine is, for people and for benchmark records: processor, GPUs, versions."""
+"""Describes this machine for start-up lines and benchmark records: processor, GPUs, versions."""
 
 from __future__ import annotations
 

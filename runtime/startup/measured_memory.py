@@ -1,4 +1,4 @@
-"""What a CUDA device says about memory, where the plan's estimates would be guesses.
+"""Measures memory on a CUDA device, to replace the estimates of the memory plan.
 
     weights, buffers and workspaces have their memory   -> used
     the largest step runs on a cache of one block       -> its peak

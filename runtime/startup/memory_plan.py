@@ -1,4 +1,5 @@
-"""The memory plan: a ledger of who gets how much, made before anything is allocated.
+"""The memory plan: how much weights, activations, graphs and the KV cache get, before any
+allocation.
 
 `plan_memory` is a function of sizes alone; `run plan` prints its result and the engine obeys it. On
 CUDA the engine plans once more with what it measured (runtime/startup/measured_memory.py).

@@ -1,4 +1,4 @@
-"""What one engine leaves to the next one in its process: the loaded model and its program.
+"""Keeps a loaded model and its compiled program for the next engine in the same process.
 
 A sweep over scheduler settings builds one engine after the other around the same weights. What
 depends on those settings (buffers, cache, captured buckets, step costs) is made anew.

@@ -1,4 +1,4 @@
-"""What an engine says of the model that it serves."""
+"""Describes the served model for clients: name, context length, tokenizer, tasks."""
 
 from __future__ import annotations
 

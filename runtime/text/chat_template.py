@@ -1,4 +1,4 @@
-"""Chat templates: a conversation becomes the text that a model was trained to continue.
+"""Renders chat templates: from a conversation to the prompt text.
 
 Templates are Jinja from the model's author, so they run in a sandbox. The environment (filters,
 globals, white space rules, the `generation` tag) is the one that Hugging Face templates are written

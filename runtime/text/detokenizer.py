@@ -1,4 +1,4 @@
-"""Incremental detokenisation of one completion: tokens in, text that is safe to show out.
+"""Incremental detokenization: from the tokens of a completion to text that is safe to show.
 
 Three things are held back: the bytes of a character that is not complete yet, text that may still
 become a stop string, and (in the window method) text whose last character a further token may

@@ -1,4 +1,4 @@
-"""Stop strings on a growing text: show what can be shown, hold what may still become a stop.
+"""Stop strings on a growing text: holds back only text that may still become a stop string.
 
 Only the longest suffix that is a proper prefix of some stop string is held, so text without such a
 suffix is never delayed. The stop that *completes* first wins (on a tie the longer one), which makes

@@ -1,4 +1,4 @@
-"""The bytes that each token adds to a text, where a text is simply the bytes of its tokens joined.
+"""The bytes of each token, for tokenizers whose text is the joined bytes of its tokens.
 
 That holds for byte-level BPE (GPT-2, Llama 3, Qwen) and for SentencePiece-style vocabularies with
 byte fallback (Llama 1 and 2, Mistral, Gemma): together nearly every model in use. With it,

@@ -1,4 +1,4 @@
-"""The tokenizer of a model directory, straight from its `tokenizer.json`, with its chat template.
+"""The tokenizer of a model, read from its `tokenizer.json`, with its chat template.
 
 Uses the `tokenizers` library: importing transformers costs seconds and is only done for a directory
 without `tokenizer.json`.

@@ -1,4 +1,4 @@
-"""What requests give back: per step from the engine, per delta to the API, whole from `LLM`."""
+"""The outputs of requests: per step from the engine, per delta to the API, whole from `LLM`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a request asks for: sampling, pooling and thinking parameters, with their ranges."""
+"""The parameters of a request: `SamplingParams`, `PoolingParams`, thinking limits, with ranges."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an answer must look like: the constraint of a request as data, and as a call of a tool.
+"""The constraint of a structured output as data, and constraints for tool calls.
 
 Exactly one kind a request, in vLLM's spelling. The constraint becomes a grammar in
 `runtime/grammar/process.py`; here is nothing that needs a grammar library.
