@@ -186,7 +186,7 @@ class ReplyToolUse(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", 
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
-    input_tokens: int  # without those that were in the cache
+    input_tokens: int  # without cached tokens
     cache_creation_input_tokens: int = 0
     cache_read_input_tokens: int
     output_tokens: int
@@ -207,7 +207,7 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Delta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a content block gets more of."""
+    """The field of a content block that a delta extends."""
 
     type: str
     text: str | None = None

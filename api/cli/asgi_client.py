@@ -16,7 +16,7 @@ class Answer(NamedTuple):
 
 
 async def post_json(app: ASGIApp, path: str, body: bytes) -> Answer:
-    """POST a JSON body; cancelling it is what a client that goes away does."""
+    """POST a JSON body. Cancelling the call stands for a client that disconnects."""
     answered: dict[str, Any] = {"body": b""}
     is_read = False
 

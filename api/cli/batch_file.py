@@ -135,7 +135,7 @@ class BatchOutput:
 
 
 def answered_line(line: BatchLine, status: int, request_id: str, body: bytes) -> bytes:
-    """The output for an answer of the API, an error of its own included."""
+    """The output line for an answer of the API; error answers are included."""
     response = {"status_code": status, "request_id": request_id, "body": msgspec.Raw(body)}
     return _encode(line, response, None)
 

@@ -24,7 +24,7 @@ _MAX_BLOCKS = 1 << 20  # that are remembered; a block that was longest unseen is
 
 
 class TraceRecorder:
-    """Appends to one file; one line at a time, so that what is written can be read.
+    """Appends to one file, one whole line at a time, so that the file can be read meanwhile.
 
     Args:
         path: of the file.

@@ -72,7 +72,7 @@ class AnswerParser:
         return self._pass_on(self._reasoning.feed(text))
 
     def finish(self) -> list[Event]:
-        """What was still held back at the end."""
+        """The events of the text that was held back until the end."""
         events = [] if self._reasoning is None else self._pass_on(self._reasoning.finish())
         return events if self._calls is None else events + self._calls.finish()
 

@@ -19,13 +19,13 @@ __all__ = (
 
 
 class Reasoning(msgspec.Struct, frozen=True, gc=False):
-    """What the model thinks before it answers."""
+    """A piece of the model's reasoning."""
 
     text: str
 
 
 class Content(msgspec.Struct, frozen=True, gc=False):
-    """What the reader sees."""
+    """A piece of the answer itself."""
 
     text: str
 
@@ -47,7 +47,7 @@ Event = Reasoning | Content | CallBegins | CallArguments
 
 
 class ToolCall(msgspec.Struct, kw_only=True):
-    """One call, whole."""
+    """One complete call."""
 
     name: str
     arguments: str
@@ -55,7 +55,7 @@ class ToolCall(msgspec.Struct, kw_only=True):
 
 
 class Message(msgspec.Struct, kw_only=True):
-    """All events of one answer, joined."""
+    """The events of one answer, joined."""
 
     content: str = ""
     reasoning: str = ""
@@ -74,7 +74,7 @@ class Message(msgspec.Struct, kw_only=True):
 
 
 def merge(events: Iterable[Event]) -> list[Event]:
-    """The same with neighbours of one kind joined, so that it does not show how text came."""
+    """The events with neighbours of one kind joined, independent of how the text was cut."""
     merged: list[Event] = []
     for event in events:
         last = merged[-1] if merged else None

@@ -27,7 +27,7 @@ _LIST_OF_OTHERS = re.compile(r"\s*\[\s*[^\s{]")
 
 
 class NotACall(Enum):
-    """What a reader says of a body that is not, or not yet, a call."""
+    """The result of a reader for a body that is not, or not yet, a call."""
 
     unfinished = "unfinished"
     malformed = "malformed"
@@ -74,7 +74,7 @@ class CallFormat(msgspec.Struct, frozen=True, kw_only=True):
         return f"{shape.begin}{name}{shape.middle}{arguments}{shape.end}"
 
     def constrained(self) -> CallFormat:
-        """The same for answers whose calls a grammar keeps to `shape`: arguments come in pieces."""
+        """The format for calls that a grammar constrains to `shape`; arguments come in pieces."""
         opening = next((one for one in self.openings if self.shape.begin.startswith(one)), "")
         return msgspec.structs.replace(
             self,

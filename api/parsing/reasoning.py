@@ -50,13 +50,13 @@ class ReasoningSplitter:
         return events
 
     def finish(self) -> list[Event]:
-        """What was still held back at the end."""
+        """The events of the text that was held back until the end."""
         text, self._buffer = self._buffer, ""
         if not text or self._state == self._after_end:
             return []
         return [Reasoning(text) if self.is_inside else Content(text)]
 
-    # Each state takes what it can from the buffer and says whether another has its turn.
+    # Each state takes what it can from the buffer. True = call the next state too.
 
     def _at_start(self, events: list[Event]) -> bool:
         text = self._buffer.lstrip()

@@ -48,7 +48,7 @@ class CallParser:
         return events
 
     def finish(self) -> list[Event]:
-        """What was still held back at the end."""
+        """The events of the text that was held back until the end."""
         events: list[Event] = []
         while True:
             while self._state(events):
@@ -65,7 +65,7 @@ class CallParser:
         self._buffer = ""
         return events
 
-    # Each state takes what it can from the buffer and says whether another has its turn.
+    # Each state takes what it can from the buffer. True = call the next state too.
 
     def _at_bracket(self, events: list[Event]) -> bool:
         """At the beginning of the text, or behind a call: a bracket opens one."""
@@ -129,7 +129,7 @@ class CallParser:
         return self.num_calls - (self._num_given is not None)
 
     def _give(self, call: ToolCall, events: list[Event]) -> None:
-        """What is new of a call."""
+        """The new part of a call."""
         if self._num_given is None:
             events.append(CallBegins(self.num_calls, call.name, call.id))
             self.num_calls += 1

@@ -64,7 +64,7 @@ ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
 
 class _Item(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What items of earlier answers have besides; it changes nothing."""
+    """Fields that items of earlier answers carry; they have no effect."""
 
     id: str | None = None
     status: ItemStatus | None = None

@@ -101,7 +101,7 @@ def _run_apart(name: str, tiny: bool, limit_s: float) -> dict[str, Any]:
         command = [sys.executable, "-m", "ostinato.benchmarks.gpu", "--stage", name]
         command += ["--output", str(result), *["--tiny"] * tiny]
         with log.open("wb") as stream:
-            # A group of its own, so that what it started ends with it.
+            # A process group of its own, so that its children end with it.
             process = subprocess.Popen(
                 command, stdout=stream, stderr=subprocess.STDOUT, start_new_session=True
             )

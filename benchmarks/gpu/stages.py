@@ -37,7 +37,7 @@ from ostinato.runtime.startup.device import resolve_device
 __all__ = ("STAGES", "Stage", "StageFailedError", "start")
 
 Stage = Callable[[bool], dict[str, Any]]
-"""From whether it is to be tiny to what it measured."""
+"""A stage: takes whether to run in the tiny form, returns its measurements."""
 
 _WIDE = ["scheduler.max_num_seqs=256", "model.max_model_len=4096"]
 _LONG = ["scheduler.max_num_batched_tokens=8192", "model.max_model_len=16384"]
@@ -54,7 +54,7 @@ def _machine(tiny: bool) -> dict[str, Any]:
 
 
 def _tests(tiny: bool) -> dict[str, Any]:
-    """The tests that need a GPU; where there is none they are skipped, and counted as that."""
+    """The tests that need a GPU; without one they are skipped and counted as skipped."""
     root = Path(ostinato.__file__).resolve().parents[1]
     if not (root / "tests" / "gpu").is_dir():
         raise FileNotFoundError(f"{root}/tests/gpu: the tests are in a checkout, not in a wheel")
@@ -81,7 +81,7 @@ def _tests(tiny: bool) -> dict[str, Any]:
 
 
 class StageFailedError(Exception):
-    """A stage found something wrong, and has figures nevertheless."""
+    """A stage failed a check and still has measurements."""
 
     def __init__(self, text: str, result: dict[str, Any]) -> None:
         super().__init__(text)
@@ -93,7 +93,7 @@ def _has_error(case: ElementTree.Element) -> bool:
 
 
 def _sampler(tiny: bool) -> dict[str, Any]:
-    """A draw of every mixture by its rows, captured where the device can."""
+    """Times a draw for every mixture of paths and number of rows, captured where possible."""
     device = resolve_device(DeviceName.auto)
     sizes, vocab_size = ((1, 4), 1000) if tiny else ((1, 8, 64, 256), 151_936)
     logits = torch.randn(max(sizes), vocab_size, device=device) * 3
@@ -150,7 +150,7 @@ def _of(
 
 
 LLAMA, QWEN = "llama-8b", "qwen3-0.6b"
-# In the order in which they run: what the others lean on first, then by what is worth most.
+# In running order: first the stages that others depend on, then the most important ones.
 STAGES: dict[str, Stage] = {
     "machine": _machine,
     "tests": _tests,

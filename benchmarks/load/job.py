@@ -38,7 +38,7 @@ class LoadJob(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class RequestTimes(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """What became of one request; times are seconds after the start of the measurement."""
+    """The outcome of one request; times are seconds after the start of the measurement."""
 
     status: str  # ok, refused, redirected, stalled, http 500, broken, error, not sent
     intended_s: float = 0.0  # when it should have been sent

@@ -69,7 +69,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class _AnswerError(Exception):
-    """An answer that is none: (status word, what the server said)."""
+    """The answer is an error: (status word, the server's message)."""
 
 
 class _Answer:
@@ -173,7 +173,7 @@ class LoadClient:
         self._loop_lags: list[float] = []
 
     async def run(self) -> LoadReport:
-        """Send everything; returns when each request has ended, whatever became of it."""
+        """Send all requests; returns when each has ended, with or without success."""
         job = self._job
         timeout = aiohttp.ClientTimeout(
             total=None, sock_connect=job.stall_timeout_s, sock_read=job.stall_timeout_s
@@ -200,7 +200,7 @@ class LoadClient:
             used = time.process_time() - cpu
         times = self._times
         if job.stop_after_s is not None and not self._given_up.is_set():
-            # What the time did not suffice for was never meant to be sent.
+            # Requests that were not sent in time do not count.
             times = [one for one in times if one.status != "not sent"]
         return LoadReport(
             requests=times,
@@ -280,7 +280,7 @@ class LoadClient:
                 return
 
     def _prompt(self, history: _Prompt | None, new: list[int] | str) -> _Prompt:
-        """What is sent: ids, text, or for chat the messages so far."""
+        """The prompt to send: ids, text, or for chat the messages so far."""
         if self._job.chat:
             return [*(history or []), {"role": "user", "content": new}]  # type: ignore[list-item]
         return new if history is None else history + new  # type: ignore[operator]
@@ -291,12 +291,12 @@ class LoadClient:
             return [*prompt, {"role": "assistant", "content": text}]  # type: ignore[list-item]
         if isinstance(prompt, str):
             return prompt + text
-        # A server that does not give ids: as many of the prompt's own, so that the length is right.
+        # A server without token ids: repeat ids of the prompt, so that the length is right.
         count = answer.times.num_output_tokens
         return prompt + (answer.token_ids or [prompt[k % len(prompt)] for k in range(count)])  # type: ignore[operator]
 
     async def _measure(self, place: int, prompt: _Prompt, intended: float) -> _Answer | None:
-        """Send one request and write down what became of it; the answer, or None of a failure."""
+        """Send one request and record its outcome; returns the answer, or None for a failure."""
         times = self._times[place]
         times.intended_s, times.sent_s = intended, self._now()
         answer = _Answer(times, self._now)

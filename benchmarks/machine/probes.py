@@ -96,7 +96,7 @@ class EnergyMeter:
 
 @dataclass(slots=True)
 class PeakMemory:
-    """This process's peak resident memory; without the probes' where the kernel can forget them."""
+    """This process's peak resident memory, without the memory of the probes where possible."""
 
     _peak: int = 0
     forgets: bool = True  # False: the kernel's peak could not be reset, and contains the probes

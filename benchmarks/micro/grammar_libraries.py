@@ -207,7 +207,7 @@ def _spread(seconds: Sequence[float], scale: float) -> dict[str, float]:
 
 
 def import_seconds(name: str) -> float:
-    """Of a fresh process, less what an empty one takes."""
+    """Seconds in a fresh process, less those of an empty one."""
 
     def run(code: str) -> float:
         begin = time.perf_counter()

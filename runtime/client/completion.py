@@ -135,7 +135,7 @@ class PromptCompletions:
         return [] if self._streams else self._best(self._candidates)
 
     def cut(self, stop_reason: str) -> list[RequestOutput]:
-        """End what has not ended with the text that it has; `stop_reason` says why."""
+        """End the unfinished completions with the text so far; `stop_reason` says why."""
         outputs = [
             output
             for request_id in self.unfinished_ids

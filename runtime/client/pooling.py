@@ -53,7 +53,7 @@ def require_task(model: ServedModel, task: ServedTask) -> None:
 def check_pooling(
     prompt_token_ids: Sequence[int], params: PoolingParams, model: ServedModel
 ) -> None:
-    """Check a text and what is asked of it against the model.
+    """Check a text and its pooling parameters against the model.
 
     Raises:
         InvalidRequestError: what can not be served, naming parameter, value, range and remedy.
@@ -133,7 +133,7 @@ def make_pairs(first: Sequence[T], second: Sequence[T]) -> list[tuple[T, T]]:
 
 
 def check_score_head(model: ServedModel) -> None:
-    """Raises InvalidRequestError for a head whose labels are no score."""
+    """Raises InvalidRequestError if the classification head gives no score."""
     if model.num_labels != 1:
         raise InvalidRequestError(
             f"{model.name} tells {model.num_labels} labels apart; a score needs a head with one",

@@ -42,7 +42,7 @@ class Death(NamedTuple):
 
 
 def death_of(return_code: int, last_words: str | None = None, hang: str | None = None) -> Death:
-    """What a process's end means.
+    """The reason for the end of a process.
 
     Args:
         return_code: as of subprocess: negative for a signal.

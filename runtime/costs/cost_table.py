@@ -153,11 +153,11 @@ class CostTable(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return seconds + sum(self.chunk_surcharge(chunk) for chunk in chunks)
 
     def decode_surcharge(self, seqs: float, context: float) -> float:
-        """Of `decode_seconds`, those that the context costs."""
+        """The part of `decode_seconds` that is due to the context."""
         return self.decode_seconds(seqs, context) - self.decode_seconds(seqs, 0)
 
     def chunk_surcharge(self, chunk: Chunk) -> float:
-        """Of the seconds of a chunk by itself, those that the tokens before it cost."""
+        """The part of a chunk's seconds that is due to the tokens before it."""
         if chunk.start <= self.contexts[0]:
             return 0.0
         num_tokens = chunk.num_tokens

@@ -44,7 +44,7 @@ class DecidedLimits(NamedTuple):
 
 
 def upper_limits(config: SchedulerConfig, *, is_cpu: bool = True) -> StepLimits:
-    """What buffers, memory plan and buckets are made for: what is set, else the device's bound."""
+    """The limits that buffers, memory plan and buckets are sized for: as set, else upper bounds."""
     device = "cpu" if is_cpu else "cuda"
     seqs, tokens = config.max_num_seqs, config.max_num_batched_tokens
     if tokens is None:
@@ -81,7 +81,7 @@ def decide_limits(
         if costs is not None:
             rates = {size: _rate(size, costs.step_seconds(size, 1, 0)) for size in costs.tokens}
         tokens, tokens_origin = _decide(rates, tokens, _LEAST_TOKENS)
-        # Decodes come first: what prompts are given is what they leave.
+        # Decodes come first. Prompts get the tokens that they leave.
         tokens = min(tokens + seqs, upper.max_num_batched_tokens)
     elif seqs > tokens:
         seqs = tokens

@@ -84,7 +84,7 @@ class FlightRecorder:
         self._map[: _HEADER.size] = _HEADER.pack(_MAGIC, num_steps, _SLOT_BYTES)
 
     def write(self, record: StepRecord) -> None:
-        """Put a step, or what is new of it, in its slot."""
+        """Write a step, or its new state, to its slot."""
         data = self._encode(record)
         if len(data) > _SLOT_BYTES - _LENGTH.size:  # ids of four bytes a character
             data = self._encode(msgspec.structs.replace(record, entries=[]))

@@ -140,7 +140,7 @@ class GrammarCompiler:
             self._cached_bytes -= len(old) + len(dropped.grammar)
 
     def _refusal(self, job: bytes, error: Killed, *, is_last: bool) -> GrammarAnswer | None:
-        """What a job without an answer means; None = try again."""
+        """The error of a job without an answer; None = try again."""
         if not (error.reason.is_certain or is_last):
             return None
         answer = GrammarAnswer(

@@ -65,7 +65,7 @@ def build_matcher(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
 
 
 def problem(matcher: LLMatcher) -> str | None:
-    """What is wrong with a matcher, in a line; None when nothing is."""
+    """The error of a matcher in one line; None without an error."""
     if not matcher.is_error():
         return None
     return " ".join(matcher.get_error().partition("<state>")[0].split())[:500] or "unknown error"

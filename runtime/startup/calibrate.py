@@ -57,7 +57,7 @@ class CostStore:
         return self.graphs.cost_table_budget_s != 0
 
     def load(self) -> CostTable | None:
-        """The table of such a machine and such steps, or None."""
+        """The stored table for such a machine and such step sizes, or None."""
         if self.bundle is None or not self.is_wanted:
             return None
         data = self.bundle.get(self._name())

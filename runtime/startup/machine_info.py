@@ -51,7 +51,7 @@ def gpu_names() -> list[str]:
 
 
 def package_versions() -> dict[str, str]:
-    """Installed versions of what a figure depends on, Python included."""
+    """Installed versions of Python and of the packages that a measurement depends on."""
     found = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:

@@ -23,14 +23,14 @@ _MIB = 1 << 20
 
 
 class DeviceMemory(Protocol):
-    """What a device can say, in bytes."""
+    """The memory figures of a device, in bytes."""
 
     def free(self) -> int:
         """Free for anyone, after this process has given back what it holds in reserve."""
         ...
 
     def peak_of(self, run: Callable[[], None]) -> int:
-        """The most that `run` takes on top of what is there when it begins."""
+        """The peak of memory during `run`, beyond the memory at its start."""
         ...
 
 
@@ -69,7 +69,7 @@ def measure(
 
 
 def compare_with_plan(plan: MemoryPlan, *, free_before_capture: int, free_now: int) -> str:
-    """One sentence on what the captured graphs took, against what was planned for them.
+    """One sentence with the memory of the captured graphs, measured and planned.
 
     Args:
         plan: that the engine was built by.

@@ -46,7 +46,7 @@ CUDA_GRAPH_BYTES = 4 << 20  # of driver state for one captured graph, next to th
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredMemory:
-    """What a device says when the weights have their memory and before the KV cache has, in bytes.
+    """Memory of a device in bytes, with the weights and without the KV cache.
 
     It takes the place of what the plan estimates from sizes.
     """
@@ -68,7 +68,7 @@ class ModelFootprint:
     max_model_len: int  # tokens; what the model states
     sampling_bytes: int = 0  # of the largest step's logits and their sampling
     workspace_bytes: int = 0  # of the attention backend in the largest step
-    measured: MeasuredMemory | None = None  # what a device said, in place of estimates
+    measured: MeasuredMemory | None = None  # measured on the device, in place of estimates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -297,7 +297,7 @@ def _size(num_bytes: float) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FreeMemory:
-    """What a device has, in bytes."""
+    """The memory of a device, in bytes."""
 
     total_bytes: int
     free_bytes: int

@@ -77,7 +77,7 @@ def _tasks(source: ModelSource) -> tuple[ServedTask, ...]:
 
 
 def _pooling(section: ModelSection, source: ModelSource) -> PoolingKind:
-    """What was chosen, what the checkpoint says, or what is usual."""
+    """The pooling mode: as configured, else the checkpoint's, else the usual one."""
     if source.config.num_labels:
         return PoolingKind.cls  # what its head reads
     stated = source.pooling.mode
@@ -87,7 +87,7 @@ def _pooling(section: ModelSection, source: ModelSource) -> PoolingKind:
 
 
 def model_name(section: ModelSection, directory: Path | None) -> str:
-    """What is served is called this: as configured, or after where it comes from."""
+    """The name of the served model: as configured, else the last part of its path."""
     if section.name:
         return section.name
     if not section.path:

@@ -121,7 +121,7 @@ class IncrementalDetokenizer:
 
 
 class PieceText:
-    """Text of tokens whose bytes simply join: a look-up and an incremental UTF-8 decoder.
+    """Text of tokens whose bytes are joined: a look-up and an incremental UTF-8 decoder.
 
     Invalid bytes become one replacement character per maximal invalid part, the practice of the
     Unicode standard (section 3.9).
@@ -152,7 +152,7 @@ class PieceText:
 
 
 class WindowText:
-    """Text for any decoder: decodes a short window of tokens and takes what is new in it.
+    """Text for any decoder: decodes a short window of tokens and takes the new part.
 
     The window begins at tokens whose text is already out, so that what a decoder does at the
     beginning of a text (dropping a space, say) falls on them.

@@ -65,7 +65,7 @@ class StopStringMatcher:
         return held
 
     def _first_match(self, buffer: str, *, searched: int) -> tuple[int, str] | None:
-        """Start and string of the match that ends first, among those that end after `searched`."""
+        """(position, stop string) of the match that ends first after `searched`."""
         best: tuple[int, int, str] | None = None
         for stop in self._stop:
             start = buffer.find(stop, max(0, searched - len(stop) + 1))

@@ -208,7 +208,7 @@ class Tokenizer:
 
 
 def tokenizer_facts(directory: str | Path, tokenizer: Tokenizer) -> dict[str, Any]:
-    """What a client may want to know of a tokenizer: its tokenizer_config.json, completed.
+    """The configuration of a tokenizer for clients: its tokenizer_config.json, completed.
 
     Raises:
         StartupError: the file can not be read any more.

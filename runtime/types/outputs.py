@@ -138,7 +138,7 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
     finish_reason: FinishReason
     stop_reason: int | str | None = None
     logprobs: list[TokenLogprobs] | None = None
-    score: float | None = None  # what it was chosen by, with `best_of` and beam search
+    score: float | None = None  # by which it was chosen, with `best_of` and beam search
 
 
 class GenerationOutput(msgspec.Struct, kw_only=True):

@@ -308,5 +308,5 @@ class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
     @property
     def needs_all_tokens(self) -> bool:
-        """Whether every token must be computed: what is cached has no hidden state."""
+        """Whether every token must be computed, because cached tokens have no hidden state."""
         return self.kind is not PoolingKind.last

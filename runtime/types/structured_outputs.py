@@ -24,7 +24,7 @@ MAX_CHOICES = 4096
 
 
 class Preamble(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Free text between two markers that may stand before what is constrained: reasoning."""
+    """Reasoning: free text between two markers, before the constrained part."""
 
     begin: str
     end: str
