@@ -16,7 +16,7 @@ from ostinato.runtime.costs.cost_table import CostTable
 from ostinato.runtime.costs.step_limits import StepLimits
 from ostinato.runtime.kv.block_pool import hash_blocks, hash_root
 from ostinato.runtime.kv.kv_cache_manager import KVCacheManager
-from ostinato.runtime.process.ipc import StepNews, encoder, engine_decoder
+from ostinato.runtime.process.ipc import EngineOutputs, encoder, engine_decoder
 from ostinato.runtime.scheduling.scheduler import Scheduler
 from ostinato.runtime.types.outputs import SequenceOutput
 from ostinato.runtime.types.params import SamplingParams
@@ -113,7 +113,7 @@ def host_checks() -> list[Check]:
         for _ in range(len(ids) // _BLOCK_SIZE):
             blake2b(data, digest_size=32).digest()
 
-    news = StepNews([SequenceOutput(f"request-{i}", [i]) for i in range(_SEQS)], None)
+    news = EngineOutputs([SequenceOutput(f"request-{i}", [i]) for i in range(_SEQS)], None)
     encode = encoder()
 
     def cross_border() -> None:

@@ -1,17 +1,18 @@
-"""What the client keeps of every request that has not ended, so that it survives its engine.
+"""Requests in flight: what a client keeps of each one, so that it survives the engine's death.
 
-A flight is one engine request with the tokens it has given so far. When an engine dies, the flights
-that it had wait for the next one and go on from their last token: they are sent again with what
-they gave, like a preempted sequence that resumes.
+The client keeps a request with the tokens that it has returned. When an engine process dies, its
+requests are held until the next process serves. They are then submitted again with their tokens, as
+the scheduler resumes a preempted sequence.
 
-    held -> aboard (sent to an engine) -> running (part of its steps) -> ended
-      ^        |                             |
-      +--------+-----------------------------+ the engine died
+    held -> submitted (sent to an engine) -> running (part of its steps) -> ended
+      ^        |                                |
+      +--------+--------------------------------+ the engine died
 
-Whoever was running is a suspect. Suspects board the next engine one by one, each when the one
-before has been cleared: it has ended, given a token, or (a prompt in chunks, a beam search) come
-further than it was when the engine died. The others follow. So a request that brings its engine
-down every time does it alone the second time, and the others go on.
+A request that was running when an engine died may have caused the death: it is quarantined.
+Quarantined requests are submitted one at a time, before all others. The next one follows when the
+one before is cleared: it has ended, has returned a token, or (a prompt in chunks, a beam search)
+has come further than it was at the death. A request that kills every engine therefore does so alone
+the second time, and the other requests continue.
 """
 
 from __future__ import annotations
@@ -24,18 +25,18 @@ import msgspec
 from ostinato.runtime.types.outputs import FinishReason, SequenceOutput
 from ostinato.runtime.types.request import Request
 
-__all__ = ("Flight", "Flights", "given_up_news")
+__all__ = ("InFlightRequest", "InFlightRequests", "given_up_output")
 
-Q = TypeVar("Q")  # whoever reads a request's news
+Q = TypeVar("Q")  # what reads a request's outputs
 
 
-class Flight(Generic[Q]):
-    """One request of an engine that has not ended."""
+class InFlightRequest(Generic[Q]):
+    """One engine request that has not ended."""
 
     __slots__ = (
         "crashed_at",
-        "is_aboard",
         "is_running",
+        "is_submitted",
         "num_crashes",
         "output_token_ids",
         "progress",
@@ -46,180 +47,179 @@ class Flight(Generic[Q]):
     def __init__(self, request: Request, reader: Q) -> None:
         self.request = request
         self.reader = reader
-        self.output_token_ids: list[int] = []  # all that were routed to the reader
-        self.is_aboard = False  # the running engine has it
-        self.is_running = False  # and computes it
-        self.num_crashes = 0  # while it was running, without being cleared in between
+        self.output_token_ids: list[int] = []  # all that were given to the reader
+        self.is_submitted = False  # the engine process that runs now has it
+        self.is_running = False  # it has been part of that engine's steps
+        self.num_crashes = 0  # deaths while it was running, since it was last cleared
         self.progress = 0  # positions that engines are known to have computed
-        self.crashed_at = 0  # the progress at the last crash
+        self.crashed_at = 0  # the progress at the last death
 
 
-class Flights(Generic[Q]):
+class InFlightRequests(Generic[Q]):
     """All requests that have not ended, in the order in which they came."""
 
     def __init__(self) -> None:
-        self._flights: dict[str, Flight[Q]] = {}
-        self._held: dict[str, Flight[Q]] = {}  # not aboard; suspects first
-        self._on_trial: str | None = None  # the one suspect that is aboard
+        self._requests: dict[str, InFlightRequest[Q]] = {}
+        self._held: dict[str, InFlightRequest[Q]] = {}  # not submitted; quarantined ones first
+        self._quarantined: str | None = None  # the quarantined request that is submitted
 
     def __len__(self) -> int:
-        return len(self._flights)
+        return len(self._requests)
 
     @property
     def num_held(self) -> int:
-        """Those that no engine has at the moment."""
+        """Requests that are not submitted to an engine."""
         return len(self._held)
 
     @property
-    def num_suspects(self) -> int:
-        """Those that are not cleared since an engine died with them."""
-        return sum(1 for one in self._flights.values() if one.num_crashes)
-
-    @property
     def num_queued(self) -> int:
-        """Those that wait for their first token."""
-        return sum(1 for one in self._flights.values() if not one.output_token_ids)
+        """Requests that wait for their first token."""
+        return sum(1 for one in self._requests.values() if not one.output_token_ids)
 
     @property
     def num_queued_tokens(self) -> int:
-        """Prompt tokens of those."""
+        """Prompt tokens of the requests that wait for their first token."""
         return sum(
             len(one.request.prompt_token_ids)
-            for one in self._flights.values()
+            for one in self._requests.values()
             if not one.output_token_ids
         )
 
     def ids(self) -> list[str]:
         """Request ids, in the order in which they came."""
-        return list(self._flights)
+        return list(self._requests)
 
-    def get(self, request_id: str) -> Flight[Q] | None:
-        """A flight by its request's id; None when it has ended."""
-        return self._flights.get(request_id)
+    def get(self, request_id: str) -> InFlightRequest[Q] | None:
+        """A request by its id; None when it has ended."""
+        return self._requests.get(request_id)
 
     def add(self, request: Request, reader: Q) -> None:
-        """A new request; it is held until `board` gives it out."""
-        self._flights[request.request_id] = self._held[request.request_id] = Flight(request, reader)
+        """Add a new request; it is held until `submit` returns it."""
+        one = InFlightRequest(request, reader)
+        self._requests[request.request_id] = self._held[request.request_id] = one
 
-    def board(self) -> list[Request]:
-        """Requests to send to the engine now, with what they have given; they count as aboard."""
-        if self._on_trial is not None or not self._held:
+    def submit(self) -> list[Request]:
+        """The requests to send to the engine now, with the tokens that they have returned.
+
+        They count as submitted from now on.
+        """
+        if self._quarantined is not None or not self._held:
             return []
         first = next(iter(self._held.values()))
-        boarding = list(self._held.values())
+        submitted = list(self._held.values())
         if first.num_crashes:
-            boarding = [first]
-            self._on_trial = first.request.request_id
+            submitted = [first]
+            self._quarantined = first.request.request_id
         requests: list[Request] = []
-        for flight in boarding:
-            flight.is_aboard = True
-            del self._held[flight.request.request_id]
+        for one in submitted:
+            one.is_submitted = True
+            del self._held[one.request.request_id]
             requests.append(
-                msgspec.structs.replace(flight.request, output_token_ids=flight.output_token_ids[:])
-                if flight.output_token_ids
-                else flight.request
+                msgspec.structs.replace(one.request, output_token_ids=one.output_token_ids[:])
+                if one.output_token_ids
+                else one.request
             )
         return requests
 
-    def begin(self, request_ids: Iterable[str]) -> None:
-        """Note requests that take part in the engine's next step."""
+    def mark_running(self, request_ids: Iterable[str]) -> None:
+        """These requests take part in the engine's next step."""
         for request_id in request_ids:
-            flight = self._flights.get(request_id)
-            if flight is not None:
-                flight.is_running = True
+            one = self._requests.get(request_id)
+            if one is not None:
+                one.is_running = True
 
-    def take(self, news: SequenceOutput) -> Flight[Q] | None:
-        """Note an engine's news; whose it is, or None when that request has ended."""
-        flight = self._flights.get(news.request_id)
-        if flight is None:
+    def take(self, output: SequenceOutput) -> InFlightRequest[Q] | None:
+        """Record an engine's output; the request it belongs to, or None when that has ended."""
+        one = self._requests.get(output.request_id)
+        if one is None:
             return None
-        if news.new_token_ids:
-            flight.output_token_ids += news.new_token_ids
-            flight.progress = len(flight.request.prompt_token_ids) + len(flight.output_token_ids)
-            self._clear(flight)
-        if news.finish_reason is not None:
-            self._remove(news.request_id)
-        return flight
+        if output.new_token_ids:
+            one.output_token_ids += output.new_token_ids
+            one.progress = len(one.request.prompt_token_ids) + len(one.output_token_ids)
+            self._clear(one)
+        if output.finish_reason is not None:
+            self._remove(output.request_id)
+        return one
 
     def advance(self, progress: Mapping[str, int]) -> None:
-        """Note steps that gave no news.
+        """Record steps that gave no output.
 
         Args:
-            progress: positions that requests have come to, by their ids.
+            progress: positions that requests have come to, by request id.
         """
         for request_id, position in progress.items():
-            flight = self._flights.get(request_id)
-            if flight is not None:
-                flight.progress = max(flight.progress, position)
-                # No further than before may be just before the step that brings engines down.
-                if position > flight.crashed_at:
-                    self._clear(flight)
+            one = self._requests.get(request_id)
+            if one is not None:
+                one.progress = max(one.progress, position)
+                # At the position of the death, the step that kills engines may come next.
+                if position > one.crashed_at:
+                    self._clear(one)
 
     def remove(self, request_ids: Iterable[str]) -> list[str]:
-        """Forget requests whose reader is gone; those that an engine must be told of."""
-        aboard: list[str] = []
+        """Forget requests whose reader is gone; returns those that the engine must abort."""
+        submitted: list[str] = []
         for request_id in request_ids:
-            flight = self._flights.get(request_id)
-            if flight is not None:
+            one = self._requests.get(request_id)
+            if one is not None:
                 self._remove(request_id)
-                if flight.is_aboard:
-                    aboard.append(request_id)
-        return aboard
+                if one.is_submitted:
+                    submitted.append(request_id)
+        return submitted
 
-    def crashed(self, num_allowed: int) -> list[Flight[Q]]:
-        """The engine died: everybody aboard is held again, and a suspect who was running.
+    def on_engine_death(self, num_allowed: int) -> list[InFlightRequest[Q]]:
+        """Hold every request again, and quarantine those that were running.
 
         Args:
-            num_allowed: crashes in a row that a request survives.
+            num_allowed: deaths in a row that a request survives.
 
         Returns:
-            Those that are given up, and forgotten.
+            The requests that are given up. They are forgotten.
         """
-        given_up: list[Flight[Q]] = []
-        suspects: dict[str, Flight[Q]] = {}
-        others: dict[str, Flight[Q]] = {}
-        for request_id, flight in self._flights.items():
-            if flight.is_running:
-                flight.num_crashes += 1
-                flight.crashed_at = flight.progress
-            flight.is_aboard = flight.is_running = False
-            if flight.num_crashes > num_allowed:
-                given_up.append(flight)
+        given_up: list[InFlightRequest[Q]] = []
+        quarantined: dict[str, InFlightRequest[Q]] = {}
+        others: dict[str, InFlightRequest[Q]] = {}
+        for request_id, one in self._requests.items():
+            if one.is_running:
+                one.num_crashes += 1
+                one.crashed_at = one.progress
+            one.is_submitted = one.is_running = False
+            if one.num_crashes > num_allowed:
+                given_up.append(one)
             else:
-                (suspects if flight.num_crashes else others)[request_id] = flight
-        for flight in given_up:
-            del self._flights[flight.request.request_id]
-        self._held = suspects | others
-        self._on_trial = None
+                (quarantined if one.num_crashes else others)[request_id] = one
+        for one in given_up:
+            del self._requests[one.request.request_id]
+        self._held = quarantined | others
+        self._quarantined = None
         return given_up
 
-    def clear(self) -> list[Flight[Q]]:
-        """Forget everything; what there was."""
-        flights = list(self._flights.values())
-        self._flights.clear()
+    def clear(self) -> list[InFlightRequest[Q]]:
+        """Forget every request; returns them."""
+        requests = list(self._requests.values())
+        self._requests.clear()
         self._held.clear()
-        self._on_trial = None
-        return flights
+        self._quarantined = None
+        return requests
 
     def _remove(self, request_id: str) -> None:
-        self._clear(self._flights.pop(request_id))
+        self._clear(self._requests.pop(request_id))
         self._held.pop(request_id, None)
 
-    def _clear(self, flight: Flight[Q]) -> None:
-        flight.num_crashes = 0
-        if self._on_trial == flight.request.request_id:
-            self._on_trial = None
+    def _clear(self, one: InFlightRequest[Q]) -> None:
+        one.num_crashes = 0
+        if self._quarantined == one.request.request_id:
+            self._quarantined = None
 
 
-def given_up_news(request: Request, num_crashes: int, reason: str) -> SequenceOutput:
-    """The last news of a request that was aboard of too many crashes; its text names it."""
+def given_up_output(request: Request, num_crashes: int, reason: str) -> SequenceOutput:
+    """The last output of a request that was running at too many deaths; its text names it."""
     name = request.request_id.rpartition("#")[0]
     return SequenceOutput(
         request.request_id,
         [],
         FinishReason.error,
         error=(
-            f"request {name} was aboard when the engine died {num_crashes} times in a row and is "
+            f"request {name} was running when the engine died {num_crashes} times in a row and is "
             f"given up; the last time: {reason}"
         ),
     )

@@ -9,7 +9,7 @@ import asyncio
 import itertools
 
 from ostinato.runtime.errors import EngineDeadError, InvalidRequestError
-from ostinato.runtime.process.ipc import Call, CallName, CallReply
+from ostinato.runtime.process.ipc import UtilityCall, UtilityName, UtilityReply
 
 __all__ = ("PendingCalls",)
 
@@ -21,14 +21,14 @@ class PendingCalls:
         self._ids = itertools.count()
         self._pending: dict[int, asyncio.Future[str]] = {}
 
-    def begin(self, name: CallName) -> tuple[Call, asyncio.Future[str]]:
+    def begin(self, name: UtilityName) -> tuple[UtilityCall, asyncio.Future[str]]:
         """What to send, and where the reply's text will be."""
-        call = Call(next(self._ids), name)
+        call = UtilityCall(next(self._ids), name)
         future: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._pending[call.call_id] = future
         return call, future
 
-    def finish(self, reply: CallReply) -> None:
+    def finish(self, reply: UtilityReply) -> None:
         """Take in a reply."""
         future = self._pending.pop(reply.call_id, None)
         if future is None or future.done():  # whoever asked has gone

@@ -1,6 +1,6 @@
 """What an engine is doing this moment, for people who look: rows, queue, blocks, recent steps.
 
-Made only when a client asks (`messages.Inspect`), never as part of a step. It holds no text and no
+Made only when a client asks (`ipc.GetState`), never as part of a step. It holds no text and no
 token ids.
 """
 

@@ -1,8 +1,8 @@
 """The engine process: `python -m ostinato.runtime.process.engine_main ADDRESS < config.json`.
 
-Reads the resolved configuration from standard input, connects to the client's ZeroMQ socket at
-ADDRESS, builds the engine and runs its loop. Standard input stays open for the life of the client:
-its end means that the client is gone, and the process exits.
+It reads the configuration from standard input, connects to the client's ZeroMQ socket at ADDRESS,
+builds the engine and runs its loop. Standard input stays open while the client lives. When it ends,
+the client is gone, and this process exits.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from ostinato.runtime.errors import InvalidRequestError, StartupError
 from ostinato.runtime.process.ipc import (
     AbortRequests,
     AddRequest,
-    Call,
     ClientMessage,
     EngineFailed,
     EngineMessage,
+    EngineOutputs,
     EngineReady,
-    Inspect,
-    Inspected,
+    GetState,
     Phase,
-    StepBegins,
-    StepNews,
+    State,
+    StepStarted,
+    UtilityCall,
     client_decoder,
     encoder,
 )
 from ostinato.runtime.process.log_format import configure_logging
-from ostinato.runtime.process.utility_calls import EngineCalls
+from ostinato.runtime.process.utility_calls import UtilityCalls
 from ostinato.runtime.startup.bundles import prepare_kernels
 from ostinato.runtime.types.outputs import FinishReason, SequenceOutput
 from ostinato.runtime.types.request import Request
@@ -50,11 +50,11 @@ if TYPE_CHECKING:
 __all__ = ("main", "run_loop")
 
 _LOG = logging.getLogger(__name__)
-_BEAT_S = 0.5  # an idle engine says that it lives this often
-_BEATS_BEFORE_CHECK = 4  # in a row: then nobody is likely to wait for the check
-_LONG_CALL_S = 60.0  # writing the trace of a long profile
-_LONG_STEP_S = 0.25  # the client hears of a step that should take longer before it begins
-_STATS_S = 0.05  # statistics ride on a step's message at most this often
+_BEAT_S = 0.5  # seconds between the heartbeats of an idle engine
+_BEATS_BEFORE_CHECK = 4  # idle heartbeats before the integrity check, which would delay a request
+_LONG_CALL_S = 60.0  # to write the trace of a long profile
+_LONG_STEP_S = 0.25  # a step predicted to take longer is announced to the client
+_STATS_S = 0.05  # least time between two statistics in the outputs of steps
 
 
 class _Connection:
@@ -72,7 +72,7 @@ class _Connection:
         self._socket.send(self._encoder.encode(message), copy=True)
 
     def receive(self, timeout_s: float) -> list[ClientMessage]:
-        """All messages that are there; sleeps up to `timeout_s` for a first one."""
+        """All messages that have arrived; waits up to `timeout_s` for the first."""
         messages: list[ClientMessage] = []
         if timeout_s and not self._socket.poll(int(timeout_s * 1000)):
             return messages
@@ -87,12 +87,12 @@ class _Connection:
         self._context.term()
 
 
-def run_loop(engine: Engine, connection: _Connection, calls: EngineCalls) -> None:
+def run_loop(engine: Engine, connection: _Connection, calls: UtilityCalls) -> None:
     """Serve until a Shutdown arrives: take messages, step, report."""
 
     def announce(request_ids: list[str], seconds: float) -> None:
         if request_ids or seconds >= _LONG_STEP_S:
-            connection.send(StepBegins(request_ids, seconds))
+            connection.send(StepStarted(request_ids, seconds))
 
     last_stats = 0.0
     idle_beats = 0
@@ -101,18 +101,18 @@ def run_loop(engine: Engine, connection: _Connection, calls: EngineCalls) -> Non
         messages = connection.receive(0.0 if engine.has_work else _BEAT_S)
         idle_beats = 0 if messages or engine.has_work else idle_beats + 1
         if idle_beats == _BEATS_BEFORE_CHECK:
-            engine.check_integrity()  # a broken one is better started again now than in use
+            engine.check_integrity()  # better restarted now than while it serves
         for message in messages:
             if isinstance(message, AddRequest):
                 outputs += _add(engine, message.request)
             elif isinstance(message, AbortRequests):
                 ended = (engine.abort(request_id) for request_id in message.request_ids)
                 outputs += [output for output in ended if output is not None]
-            elif isinstance(message, Inspect):
-                connection.send(Inspected(engine.inspect()))
-            elif isinstance(message, Call):
-                # It may take long, and nothing comes of it meanwhile: no reason to be replaced.
-                connection.send(StepBegins([], _LONG_CALL_S))
+            elif isinstance(message, GetState):
+                connection.send(State(engine.inspect()))
+            elif isinstance(message, UtilityCall):
+                # A call may take long: the watchdog must not take it for a hang.
+                connection.send(StepStarted([], _LONG_CALL_S))
                 connection.send(calls.answer(message))
             else:
                 return
@@ -123,11 +123,11 @@ def run_loop(engine: Engine, connection: _Connection, calls: EngineCalls) -> Non
             stats, last_stats = engine.stats(), now
         progress = engine.take_progress()
         if outputs or progress or stats is not None:
-            connection.send(StepNews(outputs, stats, progress))
+            connection.send(EngineOutputs(outputs, stats, progress))
 
 
 def _add(engine: Engine, request: Request) -> list[SequenceOutput]:
-    """What can be refused was refused by the client: a refusal here is one request's end."""
+    """Queue a request. The client has checked it; an error here ends this request alone."""
     try:
         engine.add_request(request)
     except InvalidRequestError as error:
@@ -136,7 +136,7 @@ def _add(engine: Engine, request: Request) -> list[SequenceOutput]:
 
 
 def _exit_with_client() -> None:
-    """Ends this process when the client's side of standard input closes."""
+    """End this process when the client's end of standard input closes."""
 
     def watch() -> None:
         while os.read(0, 4096):
@@ -158,7 +158,7 @@ def _read_config() -> EngineConfig:
 
 
 def _flight_recorder(num_steps: int, address: str) -> FlightRecorder | None:
-    """In a file beside the socket, where the client finds it when this process is gone."""
+    """A recorder whose file lies beside the socket, where the client finds it afterwards."""
     if not num_steps:
         return None
     return FlightRecorder(flight_path(address.removeprefix("ipc://")), num_steps)
@@ -190,16 +190,16 @@ def main(address: str) -> int:
         )
         connection.send(EngineReady(engine.model, engine.stats()))
         at_start = False
-        # What the start left behind lives as long as the process: collections need not look at it.
+        # Objects of the start live as long as the process: collections need not visit them.
         gc.collect()
         gc.freeze()
-        run_loop(engine, connection, EngineCalls(engine, config.server.profile_dir))
+        run_loop(engine, connection, UtilityCalls(engine, config.server.profile_dir))
         engine.abort_all()
         engine.check_integrity()
     except StartupError as error:
         connection.send(EngineFailed(str(error), at_start=True))
         return 1
-    except Exception as error:  # the process's boundary: the client must learn why it ends
+    except Exception as error:  # the boundary of the process: the client reports why it ended
         _LOG.exception("the engine failed")
         connection.send(EngineFailed(f"{type(error).__name__}: {error}", at_start=at_start))
         return 1

@@ -1,4 +1,4 @@
-"""What crosses the border between the API process and the engine process: msgpack over ZeroMQ."""
+"""Messages between the API process and an engine process: msgpack over a ZeroMQ socket."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from ostinato.runtime.types.request import Request
 __all__ = (
     "AbortRequests",
     "AddRequest",
-    "Call",
-    "CallName",
-    "CallReply",
     "ClientMessage",
     "EngineFailed",
     "EngineMessage",
+    "EngineOutputs",
     "EngineReady",
-    "Inspect",
-    "Inspected",
+    "GetState",
     "Phase",
     "Shutdown",
-    "StepBegins",
-    "StepNews",
+    "State",
+    "StepStarted",
+    "UtilityCall",
+    "UtilityName",
+    "UtilityReply",
     "client_decoder",
     "encoder",
     "engine_decoder",
@@ -41,34 +41,34 @@ class AbortRequests(msgspec.Struct, frozen=True, array_like=True, tag=2, gc=Fals
     request_ids: list[str]
 
 
-class CallName(StrEnum):
-    """What may be asked of an engine besides requests."""
+class UtilityName(StrEnum):
+    """What an engine can be told to do besides serving requests."""
 
-    reset_prefix_cache = "reset_prefix_cache"  # forget cached blocks, which nobody may be using
+    reset_prefix_cache = "reset_prefix_cache"  # refused while sequences use cached blocks
     start_profile = "start_profile"
     stop_profile = "stop_profile"
 
 
-class Call(msgspec.Struct, frozen=True, array_like=True, tag=3, gc=False):
-    """A question, answered between two steps with a `CallReply`."""
+class UtilityCall(msgspec.Struct, frozen=True, array_like=True, tag=3, gc=False):
+    """Do something between two steps and answer with a `UtilityReply`."""
 
     call_id: int
-    name: CallName
+    name: UtilityName
 
 
 class Shutdown(msgspec.Struct, frozen=True, array_like=True, tag=4, gc=False):
     """End the process; what is running is aborted."""
 
 
-class Inspect(msgspec.Struct, frozen=True, array_like=True, tag=20, gc=False):
-    """Somebody looks: answer with `Inspected` between two steps."""
+class GetState(msgspec.Struct, frozen=True, array_like=True, tag=20, gc=False):
+    """Answer with `State` between two steps."""
 
 
-ClientMessage = AddRequest | AbortRequests | Call | Shutdown | Inspect
+ClientMessage = AddRequest | AbortRequests | UtilityCall | Shutdown | GetState
 
 
 class Phase(msgspec.Struct, frozen=True, array_like=True, tag=1, gc=False):
-    """A phase of the start is done."""
+    """A phase of the start has finished."""
 
     name: str
     seconds: float
@@ -79,42 +79,48 @@ class EngineReady(msgspec.Struct, frozen=True, array_like=True, tag=2, gc=False)
     stats: EngineStats
 
 
-class StepNews(msgspec.Struct, frozen=True, array_like=True, tag=3, gc=False):
-    """One message per step; also the heartbeat of an idle engine, without outputs."""
+class EngineOutputs(msgspec.Struct, frozen=True, array_like=True, tag=3, gc=False):
+    """The outputs of a step. An idle engine sends it without outputs, as its heartbeat."""
 
     outputs: list[SequenceOutput]
     stats: EngineStats | None
-    # Positions that requests without an output have come to: chunks of a prompt, a beam search.
+    # Positions computed of requests without an output: chunks of a prompt, a beam search.
     progress: dict[str, int] = {}
 
 
 class EngineFailed(msgspec.Struct, frozen=True, array_like=True, tag=4, gc=False):
-    """The engine ends; `at_start` tells a mistake of configuration from a fault in a step."""
+    """The engine process ends because of an error."""
 
-    message: str
-    at_start: bool
-
-
-class StepBegins(msgspec.Struct, frozen=True, array_like=True, tag=5, gc=False):
-    """Before a step that admits requests or may take long: what it is, if it should be the last."""
-
-    request_ids: list[str]  # that take part for the first time
-    seconds: float  # that it should take by the step-cost table; 0 = not known, or not long
+    message: str  # one line
+    at_start: bool  # before the engine was ready: a mistake of configuration or environment
 
 
-class Inspected(msgspec.Struct, frozen=True, array_like=True, tag=20, gc=False):
+class StepStarted(msgspec.Struct, frozen=True, array_like=True, tag=5, gc=False):
+    """Sent before a step that admits requests, or is predicted to take more than 0.25 s.
+
+    If the engine dies in that step, the client knows which requests were running. The watchdog
+    allows for `seconds`.
+    """
+
+    request_ids: list[str]  # requests that take part for the first time
+    seconds: float  # predicted by the step-cost table; 0 = not known
+
+
+class State(msgspec.Struct, frozen=True, array_like=True, tag=20, gc=False):
     state: EngineState
 
 
-class CallReply(msgspec.Struct, frozen=True, array_like=True, tag=6, gc=False):
-    """What came of a `Call`: a result, or with `is_refused` the reason why not."""
+class UtilityReply(msgspec.Struct, frozen=True, array_like=True, tag=6, gc=False):
+    """The result of a `UtilityCall`, or with `is_refused` the reason for a refusal."""
 
     call_id: int
     text: str
     is_refused: bool = False
 
 
-EngineMessage = Phase | EngineReady | StepNews | EngineFailed | StepBegins | Inspected | CallReply
+EngineMessage = (
+    Phase | EngineReady | EngineOutputs | EngineFailed | StepStarted | State | UtilityReply
+)
 
 encoder = msgspec.msgpack.Encoder
 client_decoder = msgspec.msgpack.Decoder(ClientMessage)

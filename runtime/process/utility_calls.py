@@ -1,39 +1,39 @@
-"""What an engine is asked between two steps: reset the prefix cache, profile."""
+"""The engine's side of utility calls between two steps: reset the prefix cache, profile."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from ostinato.runtime.errors import InvalidRequestError
-from ostinato.runtime.process.ipc import Call, CallName, CallReply
+from ostinato.runtime.process.ipc import UtilityCall, UtilityName, UtilityReply
 
 if TYPE_CHECKING:
     from ostinato.runtime.engine.engine import Engine
 
-__all__ = ("EngineCalls",)
+__all__ = ("UtilityCalls",)
 
 
-class EngineCalls:
-    """The engine's side.
+class UtilityCalls:
+    """Executes utility calls.
 
     Args:
-        engine: that is asked.
-        profile_dir: where traces are written; empty = nobody may profile.
+        engine: executes them.
+        profile_dir: where traces are written; empty = profiling is refused.
     """
 
     def __init__(self, engine: Engine, profile_dir: str) -> None:
         self._engine = engine
         self._profile_dir = profile_dir
 
-    def answer(self, call: Call) -> CallReply:
-        """Do what is asked; a refusal is a reply too."""
+    def answer(self, call: UtilityCall) -> UtilityReply:
+        """Execute a call; a refusal is a reply too."""
         try:
-            return CallReply(call.call_id, self._do(call.name))
+            return UtilityReply(call.call_id, self._do(call.name))
         except InvalidRequestError as error:
-            return CallReply(call.call_id, str(error), is_refused=True)
+            return UtilityReply(call.call_id, str(error), is_refused=True)
 
-    def _do(self, name: CallName) -> str:
-        if name is CallName.reset_prefix_cache:
+    def _do(self, name: UtilityName) -> str:
+        if name is UtilityName.reset_prefix_cache:
             if not self._engine.reset_prefix_cache():
                 raise InvalidRequestError(
                     "sequences use blocks of the prefix cache: try again when nothing runs"
@@ -43,7 +43,7 @@ class EngineCalls:
             raise InvalidRequestError(
                 "server.profile_dir is not set: start the server with a directory for traces"
             )
-        if name is CallName.start_profile:
+        if name is UtilityName.start_profile:
             self._engine.start_profile(self._profile_dir)
             return self._profile_dir
         return "\n".join(self._engine.stop_profile())

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import StrEnum
+from itertools import zip_longest
+from typing import Any
 
 import msgspec
 
 from ostinato.graphs.seal import LateCompile
 from ostinato.runtime.types.params import PoolingKind
 
-__all__ = ("ITERATION_TOKENS", "EngineStats", "ServedModel", "ServedTask")
+__all__ = ("ITERATION_TOKENS", "EngineStats", "ServedModel", "ServedTask", "sum_stats")
 
 ITERATION_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
@@ -81,3 +84,32 @@ class EngineStats(msgspec.Struct, array_like=True, gc=False):
     def device_seconds(self) -> float:
         """Of all finished steps."""
         return sum(self.device_seconds_by_kind.values())
+
+
+# Sums of these over replicas mean nothing: a request goes to the replica with the smallest.
+_LEAST = ("predicted_step_seconds", "predicted_ttft_seconds")
+
+
+def sum_stats(stats: Sequence[EngineStats]) -> EngineStats:
+    """The counters of several replicas as those of one engine.
+
+    Args:
+        stats: at least one.
+    """
+    if len(stats) == 1:
+        return stats[0]
+    merged: dict[str, Any] = {}
+    for name in EngineStats.__struct_fields__:
+        values: list[Any] = [getattr(one, name) for one in stats]
+        if name in _LEAST:
+            merged[name] = min(values)
+        elif name == "late_compiles":
+            merged[name] = [compile_ for value in values for compile_ in value]
+        elif isinstance(values[0], dict):
+            keys = {key for value in values for key in value}
+            merged[name] = {key: sum(value.get(key, 0) for value in values) for key in sorted(keys)}
+        elif isinstance(values[0], list):
+            merged[name] = [sum(column) for column in zip_longest(*values, fillvalue=0)]
+        else:
+            merged[name] = sum(values)
+    return EngineStats(**merged)

@@ -1,11 +1,15 @@
-"""Who is sent to an engine again, in which order, and who is given up."""
+"""Which requests are submitted to an engine again, in which order, and which are given up."""
 
 from __future__ import annotations
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ostinato.runtime.client.in_flight import Flight, Flights, given_up_news
+from ostinato.runtime.client.in_flight import (
+    InFlightRequest,
+    InFlightRequests,
+    given_up_output,
+)
 from ostinato.runtime.types.outputs import FinishReason, SequenceOutput
 from ostinato.runtime.types.params import SamplingParams
 from ostinato.runtime.types.request import Request
@@ -15,206 +19,213 @@ def request(name: str) -> Request:
     return Request(request_id=name, prompt_token_ids=[1, 2], sampling=SamplingParams())
 
 
-def flights(*names: str) -> Flights[str]:
-    made: Flights[str] = Flights()
+def in_flight(*names: str) -> InFlightRequests[str]:
+    made: InFlightRequests[str] = InFlightRequests()
     for name in names:
         made.add(request(name), f"reader of {name}")
     return made
 
 
-def board(made: Flights[str]) -> list[tuple[str, list[int]]]:
-    """Sends what may be sent, to an engine that has room for all of it."""
-    boarding = [(one.request_id, one.output_token_ids) for one in made.board()]
-    made.begin(request_id for request_id, _ in boarding)
-    return boarding
+def submit(made: InFlightRequests[str]) -> list[tuple[str, list[int]]]:
+    """Submits the requests that may be submitted, to an engine that has room for all of them."""
+    submitted = [(one.request_id, one.output_token_ids) for one in made.submit()]
+    made.mark_running(request_id for request_id, _ in submitted)
+    return submitted
 
 
-def names(some: list[Flight[str]]) -> list[str]:
+def num_quarantined(made: InFlightRequests[str]) -> int:
+    kept = [made.get(name) for name in made.ids()]
+    return sum(1 for one in kept if one is not None and one.num_crashes)
+
+
+def names(some: list[InFlightRequest[str]]) -> list[str]:
     return [one.request.request_id for one in some]
 
 
-def give(made: Flights[str], name: str, *token_ids: int, end: bool = False) -> Flight[str] | None:
+def give(
+    made: InFlightRequests[str], name: str, *token_ids: int, end: bool = False
+) -> InFlightRequest[str] | None:
     reason = FinishReason.stop if end else None
     return made.take(SequenceOutput(name, list(token_ids), reason))
 
 
-def test_new_requests_board_at_once_and_once() -> None:
-    made = flights("a", "b")
-    assert board(made) == [("a", []), ("b", [])]
-    assert board(made) == []
+def test_new_requests_are_submitted_at_once_and_once() -> None:
+    made = in_flight("a", "b")
+    assert submit(made) == [("a", []), ("b", [])]
+    assert submit(made) == []
     made.add(request("c"), "reader of c")
-    assert board(made) == [("c", [])]
+    assert submit(made) == [("c", [])]
 
 
-def test_news_are_kept_until_the_end() -> None:
-    made = flights("a")
-    board(made)
+def test_outputs_are_kept_until_the_end() -> None:
+    made = in_flight("a")
+    submit(made)
     give(made, "a", 5, 6)
-    flight = give(made, "a", 7)
-    assert flight is not None
-    assert (flight.reader, flight.output_token_ids) == ("reader of a", [5, 6, 7])
+    one = give(made, "a", 7)
+    assert one is not None
+    assert (one.reader, one.output_token_ids) == ("reader of a", [5, 6, 7])
     give(made, "a", 8, end=True)
     assert (len(made), give(made, "a", 9)) == (0, None)
 
 
-def test_after_a_crash_suspects_board_one_by_one_with_what_they_gave() -> None:
-    made = flights("a", "b", "c")
-    board(made)
+def test_after_a_death_quarantined_requests_are_submitted_one_by_one_with_their_tokens() -> None:
+    made = in_flight("a", "b", "c")
+    submit(made)
     give(made, "a", 5)
     give(made, "c", 6, 7)
-    assert made.crashed(1) == []
+    assert made.on_engine_death(1) == []
     made.add(request("new"), "reader of new")
-    assert board(made) == [("a", [5])]
-    assert board(made) == []
+    assert submit(made) == [("a", [5])]
+    assert submit(made) == []
     give(made, "a", 8)
-    assert board(made) == [("b", [])]
+    assert submit(made) == [("b", [])]
     give(made, "b", 4, end=True)
-    assert board(made) == [("c", [6, 7])]
+    assert submit(made) == [("c", [6, 7])]
     assert made.remove(["c"]) == ["c"]
-    assert board(made) == [("new", [])]
+    assert submit(made) == [("new", [])]
 
 
-def test_a_request_that_brings_its_engine_down_twice_goes_alone() -> None:
-    made = flights("a", "poison", "c")
-    board(made)
+def test_a_request_that_kills_its_engine_twice_does_so_alone() -> None:
+    made = in_flight("a", "poison", "c")
+    submit(made)
     give(made, "a", 5)
-    assert made.crashed(1) == []
-    board(made)
+    assert made.on_engine_death(1) == []
+    submit(made)
     give(made, "a", 6)
-    assert board(made) == [("poison", [])]
-    assert names(made.crashed(1)) == ["poison"]
-    # One that had given tokens since the crash before begins with a clean sheet.
-    assert board(made) == [("a", [5, 6])]
+    assert submit(made) == [("poison", [])]
+    assert names(made.on_engine_death(1)) == ["poison"]
+    # A request that returned tokens since the death before is not held to that one.
+    assert submit(made) == [("a", [5, 6])]
     give(made, "a", 7)
-    assert board(made) == [("c", [])]
+    assert submit(made) == [("c", [])]
     assert made.ids() == ["a", "c"]
 
 
 def test_crashes_with_tokens_in_between_do_not_add_up() -> None:
-    made = flights("a")
+    made = in_flight("a")
     for token_id in range(10):
-        board(made)
+        submit(made)
         give(made, "a", token_id)
-        assert made.crashed(1) == []
-    assert board(made) == [("a", list(range(10)))]
+        assert made.on_engine_death(1) == []
+    assert submit(made) == [("a", list(range(10)))]
 
 
-def test_who_gives_nothing_before_its_end_is_cleared_by_coming_further() -> None:
-    made = flights("search", "b")
-    board(made)
+def test_a_request_without_outputs_is_cleared_by_coming_further() -> None:
+    made = in_flight("search", "b")
+    submit(made)
     made.advance({"search": 5, "unknown": 3})
-    assert made.crashed(1) == []
-    assert board(made) == [("search", [])]
-    made.advance({"search": 5})  # the next step may be the one that brings engines down
-    assert (board(made), made.num_suspects) == ([], 2)
+    assert made.on_engine_death(1) == []
+    assert submit(made) == [("search", [])]
+    made.advance({"search": 5})  # the next step may be the one that kills engines
+    assert (submit(made), num_quarantined(made)) == ([], 2)
     made.advance({"search": 6})
-    assert (board(made), made.num_suspects) == ([("b", [])], 1)
+    assert (submit(made), num_quarantined(made)) == ([("b", [])], 1)
     give(made, "b", 4)
-    assert made.crashed(1) == []
+    assert made.on_engine_death(1) == []
     assert len(made) == 2
 
 
-def test_who_brings_its_engine_down_at_the_same_place_is_not_cleared_before() -> None:
-    made = flights("long", "b")
-    board(made)
+def test_a_request_that_kills_its_engine_at_one_place_is_not_cleared_before_it() -> None:
+    made = in_flight("long", "b")
+    submit(made)
     give(made, "b", 4)
     made.advance({"long": 512})
-    made.crashed(1)
-    assert board(made) == [("long", [])]
+    made.on_engine_death(1)
+    assert submit(made) == [("long", [])]
     made.advance({"long": 256})
     made.advance({"long": 512})
-    assert names(made.crashed(1)) == ["long"]
+    assert names(made.on_engine_death(1)) == ["long"]
     # Computing again what it had given is no progress either.
-    assert board(made) == [("b", [4])]
+    assert submit(made) == [("b", [4])]
     made.advance({"b": 2})
-    assert names(made.crashed(1)) == ["b"]
+    assert names(made.on_engine_death(1)) == ["b"]
 
 
-def test_who_waited_in_the_engine_is_no_suspect() -> None:
-    made = flights("a", "b", "c")
-    assert [one.request_id for one in made.board()] == ["a", "b", "c"]
-    made.begin(["b"])
-    assert made.crashed(1) == []
-    assert board(made) == [("b", [])]
-    assert board(made) == []
+def test_a_request_that_waited_in_the_engine_is_not_quarantined() -> None:
+    made = in_flight("a", "b", "c")
+    assert [one.request_id for one in made.submit()] == ["a", "b", "c"]
+    made.mark_running(["b"])
+    assert made.on_engine_death(1) == []
+    assert submit(made) == [("b", [])]
+    assert submit(made) == []
     give(made, "b", 5)
-    assert board(made) == [("a", []), ("c", [])]
+    assert submit(made) == [("a", []), ("c", [])]
 
 
-def test_who_was_not_aboard_is_no_suspect() -> None:
-    made = flights("a")
-    board(made)
-    made.crashed(1)
+def test_a_request_that_was_not_submitted_is_not_quarantined() -> None:
+    made = in_flight("a")
+    submit(made)
+    made.on_engine_death(1)
     made.add(request("b"), "")
-    assert board(made) == [("a", [])]
-    assert names(made.crashed(1)) == ["a"]
-    assert names(made.crashed(1)) == []
-    assert board(made) == [("b", [])]
-    assert names(made.crashed(1)) == []
+    assert submit(made) == [("a", [])]
+    assert names(made.on_engine_death(1)) == ["a"]
+    assert names(made.on_engine_death(1)) == []
+    assert submit(made) == [("b", [])]
+    assert names(made.on_engine_death(1)) == []
 
 
-def test_a_removed_request_is_told_to_the_engine_only_when_it_has_it() -> None:
-    made = flights("a", "b")
-    board(made)
-    made.crashed(1)
-    board(made)
+def test_a_removed_request_is_aborted_only_when_it_was_submitted() -> None:
+    made = in_flight("a", "b")
+    submit(made)
+    made.on_engine_death(1)
+    submit(made)
     assert made.remove(["a", "b", "unknown"]) == ["a"]
     assert len(made) == 0
 
 
-def test_the_last_news_names_the_request_as_its_client_knows_it() -> None:
-    news = given_up_news(request("cmpl-7#3:1"), 2, "its process died of SIGSEGV")
-    assert news.finish_reason == "error"
-    assert news.error is not None
-    assert "request cmpl-7 was aboard" in news.error
-    assert "SIGSEGV" in news.error
+def test_the_last_output_names_the_request_as_its_client_knows_it() -> None:
+    output = given_up_output(request("cmpl-7#3:1"), 2, "its process died of SIGSEGV")
+    assert output.finish_reason == "error"
+    assert output.error is not None
+    assert "request cmpl-7 was running" in output.error
+    assert "SIGSEGV" in output.error
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_nobody_is_lost_or_doubled_whatever_happens(data: st.DataObject) -> None:
-    """Any order of arrivals, news, departures and crashes, against a plain model of the engine."""
-    made: Flights[str] = Flights()
-    aboard: set[str] = set()
+def test_no_request_is_lost_or_submitted_twice(data: st.DataObject) -> None:
+    """Any order of arrivals, outputs, departures and deaths, against a plain model of the engine."""
+    made: InFlightRequests[str] = InFlightRequests()
+    submitted: set[str] = set()
     given: dict[str, list[int]] = {}
     for number in range(data.draw(st.integers(1, 40), "steps")):
         what = data.draw(
-            st.sampled_from(["add", "board", "begin", "advance", "token", "end", "leave", "crash"])
+            st.sampled_from(["add", "submit", "run", "advance", "token", "end", "remove", "die"])
         )
-        name = data.draw(st.sampled_from(sorted(aboard)), "who") if aboard else None
+        name = data.draw(st.sampled_from(sorted(submitted)), "who") if submitted else None
         if what == "add":
             made.add(request(f"r{number}"), "")
             given[f"r{number}"] = []
-        elif what == "board":
-            for one in made.board():
-                assert one.request_id not in aboard
+        elif what == "submit":
+            for one in made.submit():
+                assert one.request_id not in submitted
                 assert one.output_token_ids == given[one.request_id]
-                aboard.add(one.request_id)
-        elif what == "crash":
-            for gone in made.crashed(2):
+                submitted.add(one.request_id)
+        elif what == "die":
+            for gone in made.on_engine_death(2):
                 del given[gone.request.request_id]
-            aboard.clear()
+            submitted.clear()
         elif name is not None:
-            if what == "begin":
-                made.begin([name])
+            if what == "run":
+                made.mark_running([name])
                 continue
             if what == "advance":
                 made.advance({name: data.draw(st.integers(1, 9), "position")})
                 continue
-            if what == "leave":
+            if what == "remove":
                 assert made.remove([name]) == [name]
             else:
                 give(made, name, number, end=what == "end")
                 given[name].append(number)
             if what != "token":
-                aboard.discard(name)
+                submitted.discard(name)
                 del given[name]
-    # With an engine that lives, everybody gets there.
-    for name in aboard:
+    # With an engine that lives, every request is submitted.
+    for name in submitted:
         give(made, name, 1)
     for _ in range(2 * len(given) + 1):
-        for one in made.board():
-            aboard.add(one.request_id)
+        for one in made.submit():
+            submitted.add(one.request_id)
             give(made, one.request_id, 1)
-    assert aboard == set(given) == set(made.ids())
+    assert submitted == set(given) == set(made.ids())
     assert made.num_held == 0

@@ -1,4 +1,4 @@
-"""Streams go on in the next engine as if the last one had lived: real processes, real kills."""
+"""Streams continue in the next engine with the same bits: real processes, real kills."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def answers(outputs: list[RequestOutput]) -> dict[int, Answer]:
     joined: dict[int, Answer] = {}
     for output in outputs:
         before = joined.get(output.index, Answer([], [], None, None, None, 0))
-        assert before.finish_reason is None, "news after the end"
+        assert before.finish_reason is None, "an output after the end"
         joined[output.index] = Answer(
             before.token_ids + output.new_token_ids,
             before.logprobs + (output.logprobs or []),
@@ -95,6 +95,13 @@ async def run_all(
     return dict(zip(KINDS, results, strict=True))
 
 
+def num_quarantined(client: EngineClient) -> int:
+    """Requests that were running when an engine died, and have not advanced since."""
+    requests = client.replicas[0].requests
+    kept = [requests.get(request_id) for request_id in requests.ids()]
+    return sum(1 for one in kept if one is not None and one.num_crashes)
+
+
 async def kill(client: EngineClient, number: int = signal.SIGKILL) -> None:
     """Ends the engine that runs now; returns when the client has noticed."""
     before = sum(client.restarts.values())
@@ -114,8 +121,8 @@ def test_every_way_of_sampling_goes_on_as_if_nothing_had_happened() -> None:
         await until(reached(1), 60)
         await kill(client)
         await until(reached(20), 60)
-        # Who has given nothing since then would be taken for what brings engines down.
-        await until(lambda: client.is_alive and client._flights.num_suspects == 0, 60)
+        # A request without outputs since then would be given up at the next death.
+        await until(lambda: client.is_alive and num_quarantined(client) == 0, 60)
         pid = client.engine_pid
         await kill(client, signal.SIGSEGV)
         # The third one dies before it serves.
@@ -130,7 +137,7 @@ def test_every_way_of_sampling_goes_on_as_if_nothing_had_happened() -> None:
     run_with_own_client(scenario, "server.restart_backoff_s=0.1")
 
 
-def test_a_beam_search_is_cleared_while_it_runs_and_holds_up_nobody() -> None:
+def test_a_beam_search_is_cleared_while_it_runs_and_delays_no_other_request() -> None:
     search = like(GREEDY, use_beam_search=True, n=2, best_of=3, max_tokens=100)
 
     async def outputs_of(client: EngineClient) -> dict[int, Answer]:
@@ -139,15 +146,14 @@ def test_a_beam_search_is_cleared_while_it_runs_and_holds_up_nobody() -> None:
     async def scenario(client: EngineClient) -> None:
         expected = await outputs_of(client)
         task = asyncio.create_task(outputs_of(client))
-        flights = client._flights
         stream = client.generate("stream", [8, 9, 7], like(GREEDY, max_tokens=200))
-        for _ in range(2):  # faults of the engine, of which a suspect survives one
+        for _ in range(2):  # faults of the engine, of which a quarantined request survives one
             await until(lambda: client.is_alive and client.stats.num_running >= 3, 60)
             await anext(stream)
             await kill(client, signal.SIGSEGV)
-            await until(lambda: client.is_alive and flights.num_suspects == 0, 60)
+            await until(lambda: client.is_alive and num_quarantined(client) == 0, 60)
             await anext(stream)
-            assert not task.done(), "the search ended before it could be a suspect"
+            assert not task.done(), "the search ended before it could be quarantined"
         assert await task == expected
         assert client.restarts == {"crash": 2}
 
@@ -161,22 +167,23 @@ def test_a_request_that_kills_its_engine_is_named_and_the_others_go_on(
         expected = await run_all(client)
         task = asyncio.create_task(run_all(client))
         await until(lambda: client.stats.num_running >= 3, 60)
-        # Whenever it comes aboard its engine dies, before it has given anything.
-        send = client._send
+        # Its engine dies whenever it is submitted, before it has returned anything.
+        replica = client.replicas[0]
+        send = replica._send
 
         async def send_or_die(message: ClientMessage) -> None:
             if isinstance(message, AddRequest) and "poison" in message.request.request_id:
-                client._flights.begin([message.request.request_id])
+                replica.requests.mark_running([message.request.request_id])
                 os.kill(engine_pid(client), signal.SIGSEGV)
             else:
                 await send(message)
 
-        monkeypatch.setattr(client, "_send", send_or_die)
+        monkeypatch.setattr(replica, "_send", send_or_die)
         poison = asyncio.create_task(anext(client.generate("poison", [9, 9, 9], GREEDY)))
         output = await poison
         assert output.finish_reason == "error"
         assert output.error is not None
-        assert "request poison was aboard when the engine died 2 times" in output.error
+        assert "request poison was running when the engine died 2 times" in output.error
         assert "SIGSEGV" in output.error
         assert await task == expected
         assert client.restarts == {"crash": 2}

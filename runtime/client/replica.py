@@ -1,0 +1,389 @@
+"""One replica of the model: an engine process, the requests sent to it, and its restarts.
+
+When the engine process dies, a new one is started and the open requests continue in it
+(docs/reliability.md). Imports no torch: this is the API process's side.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import zmq.asyncio
+
+from ostinato.conf.root import EngineConfig
+from ostinato.conf.schema import ServerConfig
+from ostinato.runtime.client.in_flight import InFlightRequests, given_up_output
+from ostinato.runtime.client.inspection import Inspector
+from ostinato.runtime.client.pending_calls import PendingCalls
+from ostinato.runtime.client.restarts import Death, DeathReason, RestartPolicy, death_of
+from ostinato.runtime.client.watchdog import TICK_S, Watchdog
+from ostinato.runtime.engine.engine_state import EngineState
+from ostinato.runtime.engine.flight_recorder import (
+    StepRecord,
+    flight_path,
+    keep_flight,
+    read_flight,
+)
+from ostinato.runtime.errors import DeadlineError, EngineDeadError, StartupError
+from ostinato.runtime.process.engine_process import EngineProcess
+from ostinato.runtime.process.ipc import (
+    AbortRequests,
+    AddRequest,
+    ClientMessage,
+    EngineFailed,
+    EngineMessage,
+    EngineOutputs,
+    GetState,
+    State,
+    StepStarted,
+    UtilityName,
+    UtilityReply,
+)
+from ostinato.runtime.types.engine_info import EngineStats, ServedModel
+from ostinato.runtime.types.outputs import FinishReason, SequenceOutput
+from ostinato.runtime.types.request import Request
+
+__all__ = ("Reader", "Replica")
+
+_LOG = logging.getLogger(__name__)
+# A restart may take ten times as long as all phases of the first start, and at least this long.
+_SHORTEST_START_LIMIT_S = 300.0
+
+Reader = asyncio.Queue[tuple[str, SequenceOutput | EngineDeadError | DeadlineError]]
+"""Gets the outputs of some requests with their ids, or the error that ends them."""
+
+
+class Replica:
+    """Starts, feeds and ends one engine process, and its successors when it dies.
+
+    All methods run on one event loop. `model` is set once `wait_until_ready` has returned.
+    """
+
+    model: ServedModel
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        server: ServerConfig,
+        context: zmq.asyncio.Context,
+        path: Path,
+    ) -> None:
+        """
+        Args:
+            config: sent to the engine process.
+            server: its limits of restarts and of silence.
+            context: of the sockets; it outlives this object.
+            path: beginning of the names of the sockets' files.
+        """
+        self._config = config
+        self._server = server
+        self._context = context
+        self._path = path
+        self._processes = itertools.count()  # numbers of the engine processes
+        self._engine: EngineProcess | None = None
+        self._requests: InFlightRequests[Reader] = InFlightRequests()
+        self._calls = PendingCalls()
+        self._inspector = Inspector(lambda: self._send(GetState()))
+        self._supervisor: asyncio.Task[None] | None = None
+        self._watchdog = Watchdog()
+        self._watcher: asyncio.Task[None] | None = None
+        self._hang: str | None = None  # why the watchdog killed the process
+        self._start_limit_s = _SHORTEST_START_LIMIT_S
+        self._death: str | None = "it was not started"
+        self._restarting: str | None = None
+        self._restarts = RestartPolicy(
+            server.max_restarts, server.restart_window_s, server.restart_backoff_s
+        )
+        self.stats = EngineStats()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the engine process runs and is ready."""
+        return self._death is None and self._restarting is None
+
+    @property
+    def death_reason(self) -> str | None:
+        """Why the engine does not run and will not be started again, or None."""
+        return self._death
+
+    @property
+    def restart_reason(self) -> str | None:
+        """What the last engine died of while the next one starts; None when none does."""
+        return self._restarting
+
+    @property
+    def restarts(self) -> Mapping[str, int]:
+        """Restarts so far by `DeathReason`."""
+        return self._restarts.counts
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the engine, or None when there is none."""
+        return None if self._engine is None else self._engine.pid
+
+    @property
+    def requests(self) -> InFlightRequests[Reader]:
+        """The requests that have not ended."""
+        return self._requests
+
+    @property
+    def seconds_since_step(self) -> float:
+        """Seconds since the engine completed a step or an idle heartbeat."""
+        return self._watchdog.seconds_stalled
+
+    @property
+    def seconds_overdue(self) -> float:
+        """Of `seconds_since_step`, those that the predicted time of its step does not explain."""
+        return self._watchdog.seconds_overdue
+
+    async def spawn(self) -> None:
+        """Start the engine process; it loads the model while the caller does something else."""
+        path = self._path.with_name(f"{self._path.name}-{next(self._processes)}")
+        self._engine = EngineProcess(self._context, path)
+        await self._engine.spawn(msgspec.json.encode(self._config))
+
+    async def wait_until_ready(self, on_phase: Callable[[str, float], None]) -> None:
+        """Wait until the spawned engine serves.
+
+        Args:
+            on_phase: called with each finished phase of the start and its seconds.
+
+        Raises:
+            StartupError: the engine can not start; one line that says why.
+        """
+        assert self._engine is not None, "spawned"
+        begin = time.monotonic()
+        ready = await self._engine.wait_until_ready(on_phase)
+        self.model, self.stats = ready.model, ready.stats
+        # The next process must accept every request that this one has accepted.
+        section = replace(self._config.model, max_model_len=ready.model.max_model_len)
+        self._config = replace(self._config, model=section)
+        self._death = None
+        seconds = max(sum(ready.model.startup_seconds.values()), time.monotonic() - begin)
+        self._start_limit_s = max(_SHORTEST_START_LIMIT_S, 10 * seconds)
+        self._supervisor = asyncio.create_task(self._supervise())
+        self._watcher = asyncio.create_task(self._watch_engine())
+
+    async def submit(self, requests: list[Request], reader: Reader) -> None:
+        """Send requests to the engine, now or when it serves again.
+
+        Args:
+            requests: their ids are unique.
+            reader: gets their outputs, until each has ended or `remove` is called.
+
+        Raises:
+            EngineDeadError: the engine ended and is not started again.
+        """
+        if self._death is not None:
+            raise EngineDeadError(f"the engine does not run: {self._death}")
+        for request in requests:
+            self._requests.add(request, reader)
+        await self._submit_held()
+
+    async def remove(self, request_ids: set[str] | list[str]) -> None:
+        """Forget requests, and abort those that the engine works on."""
+        if submitted := self._requests.remove(request_ids):
+            await self._send(AbortRequests(submitted))
+        await self._submit_held()
+
+    async def abort(self, request_ids: list[str]) -> None:
+        """End requests; their readers get a last output."""
+        submitted: list[str] = []
+        for request_id in request_ids:
+            one = self._requests.get(request_id)
+            if one is not None and one.is_submitted:
+                submitted.append(request_id)
+            else:
+                self._route(SequenceOutput(request_id, [], FinishReason.abort))
+        if submitted:
+            await self._send(AbortRequests(submitted))
+
+    async def call(self, name: UtilityName) -> str:
+        """Have the engine do something between two steps; its answer.
+
+        Raises:
+            InvalidRequestError: it refuses.
+            EngineDeadError: it does not run.
+        """
+        self._check_alive()
+        call, reply = self._calls.begin(name)
+        await self._send(call)
+        return await reply
+
+    async def inspect(self, timeout_s: float) -> EngineState:
+        """What the engine is doing; concurrent callers share one answer.
+
+        Raises:
+            TimeoutError: the engine is in a step that takes longer, or it is frozen.
+            EngineDeadError: it does not run.
+        """
+        self._check_alive()
+        return await self._inspector.ask(timeout_s)
+
+    def flight_records(self) -> list[StepRecord]:
+        """The engine's last steps, read from its file: also those of a frozen engine."""
+        return [] if self._engine is None else read_flight(flight_path(self._engine.path))
+
+    async def close(self) -> None:
+        """End the engine process; open requests get an error. Safe to call twice."""
+        if self._death is None:
+            self._mark_dead("it was closed")
+        self._calls.fail("it was closed")
+        for task in (self._supervisor, self._watcher):
+            if task is not None:
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await task
+        self._supervisor = self._watcher = None
+        if self._engine is not None:
+            await self._engine.close()
+            self._engine = None
+
+    def _check_alive(self) -> None:
+        if not self.is_alive:
+            raise EngineDeadError(f"the engine does not run: {self._death or self._restarting}")
+
+    async def _submit_held(self) -> None:
+        """Send the engine the requests that it may have now."""
+        if not self.is_alive:
+            return
+        for request in self._requests.submit():
+            await self._send(AddRequest(request))
+
+    async def _send(self, message: ClientMessage) -> None:
+        """Send to the engine; nothing happens when it has just died, which `_supervise` handles."""
+        if self._engine is not None:
+            with contextlib.suppress(EngineDeadError):
+                await self._engine.send(message)
+
+    async def _supervise(self) -> None:
+        """Route outputs, and restart the engine when it dies, until no restart is allowed."""
+        while True:
+            death = await self._receive()
+            self._calls.fail(death.text)
+            if not await self._restart(death):
+                return
+
+    async def _receive(self) -> Death:
+        """Handle the engine's messages until it ends; how it ended."""
+        engine, last_words = self._engine, None
+        assert engine is not None, "started"
+        while (message := await engine.next_message()) is not None:
+            if isinstance(message, EngineFailed):
+                last_words = message.message
+            else:
+                await self._handle(message)
+        death = death_of(engine.return_code, last_words, self._hang)
+        keep_flight(flight_path(engine.path), self._server.flight_recorder_dir, death.text)
+        return death
+
+    async def _handle(self, message: EngineMessage) -> None:
+        if isinstance(message, EngineOutputs):
+            num_steps = None
+            if message.stats is not None:
+                self.stats, num_steps = message.stats, message.stats.num_steps
+            self._watchdog.on_message(
+                num_steps,
+                has_outputs=bool(message.outputs or message.progress),
+                has_work=len(self._requests) > 0,
+            )
+            self._requests.advance(message.progress)
+            for output in message.outputs:
+                self._route(output)
+            await self._submit_held()
+        elif isinstance(message, UtilityReply):
+            self._calls.finish(message)
+        elif isinstance(message, StepStarted):
+            self._requests.mark_running(message.request_ids)
+            self._watchdog.on_step_started(message.seconds)
+        elif isinstance(message, State):
+            self._inspector.answer(message.state)
+
+    async def _watch_engine(self) -> None:
+        """Count the engine's silence; kill an engine that is silent for too long."""
+        limit_s = self._server.hang_timeout_s
+        then, cpu_s = time.monotonic(), 0.0
+        while True:
+            await asyncio.sleep(TICK_S)
+            now = time.monotonic()
+            if self.is_alive and self._engine is not None:
+                before_s, cpu_s = cpu_s, self._engine.cpu_seconds
+                self._watchdog.tick(now - then, cpu_s - before_s)
+                is_overdue = limit_s is not None and self._watchdog.seconds_overdue > limit_s
+                if is_overdue and self._hang is None:
+                    self._hang = (
+                        f"it completed no step for {self._watchdog.seconds_stalled:.0f} s and was "
+                        f"killed, by server.hang_timeout_s={limit_s:g}"
+                    )
+                    self._engine.kill()
+            then = now
+
+    async def _restart(self, death: Death) -> bool:
+        """Start the engine again; whether one serves, with the open requests."""
+        self._restarting, self._hang = death.text, None
+        for one in self._requests.on_engine_death(death.num_allowed_crashes):
+            output = given_up_output(one.request, one.num_crashes, death.text)
+            _LOG.error("%s", output.error)
+            one.reader.put_nowait((one.request.request_id, output))
+        while True:
+            delay = self._restarts.next_delay(death.reason, time.monotonic())
+            if delay is None:
+                self._mark_dead(f"{death.text}; {self._limit_text()}")
+                return False
+            _LOG.error(
+                "the engine died: %s; it is started again %s with %d unfinished sequences",
+                death.text,
+                f"in {delay:g} s" if delay else "now",
+                len(self._requests),
+            )
+            await asyncio.sleep(delay)
+            begin = time.monotonic()
+            assert self._engine is not None, "there was one"
+            await self._engine.close()
+            try:
+                await self.spawn()
+                async with asyncio.timeout(self._start_limit_s):
+                    ready = await self._engine.wait_until_ready(lambda name, seconds: None)
+            except (StartupError, TimeoutError) as error:
+                limit = f"it took more than {self._start_limit_s:.0f} s"
+                text = str(error) or limit
+                self._engine.kill()
+                death = Death(DeathReason.start, f"it did not start again: {text}")
+                continue
+            self.stats = ready.stats
+            self._watchdog = Watchdog()
+            self._restarting = None
+            _LOG.warning("the engine serves again after %.1f s", time.monotonic() - begin)
+            await self._submit_held()
+            return True
+
+    def _limit_text(self) -> str:
+        server = self._server
+        if not server.max_restarts:
+            return "server.max_restarts=0 forbids to start it again"
+        return (
+            f"it was started again server.max_restarts={server.max_restarts} times within "
+            f"server.restart_window_s={server.restart_window_s:g} s, which is the limit"
+        )
+
+    def _route(self, output: SequenceOutput) -> None:
+        one = self._requests.take(output)
+        if one is not None:  # else it was aborted a moment ago
+            one.reader.put_nowait((output.request_id, output))
+
+    def _mark_dead(self, reason: str) -> None:
+        self._death, self._restarting = reason, None
+        requests = self._requests.clear()
+        if requests:
+            _LOG.error("the engine ended with %d requests: %s", len(requests), reason)
+        for one in requests:
+            error = EngineDeadError(f"the engine ended: {reason}")
+            one.reader.put_nowait((one.request.request_id, error))
