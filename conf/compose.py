@@ -1,4 +1,4 @@
-"""Hydra at work: overrides in, one frozen and range-checked `EngineConfig` out.
+"""Hydra at work: overrides in, one frozen and range-checked `RunConfig` out.
 
 The only file that imports hydra or omegaconf. Every way to ask for something that is not there ends
 in one `ConfigError` line that names the key, the value, and what is allowed.
@@ -27,7 +27,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ostinato.conf.describe import KeyDescription, describe_keys, nearest
 from ostinato.conf.errors import ConfigError
-from ostinato.conf.root import EngineConfig
+from ostinato.conf.root import RunConfig
 
 __all__ = (
     "ConfigError",
@@ -49,7 +49,7 @@ def load_config(
     *,
     values: Mapping[str, object] | None = None,
     config_dir: str | None = None,
-) -> EngineConfig:
+) -> RunConfig:
     """Compose the configuration tree with `overrides` and check every range.
 
     Args:
@@ -61,7 +61,7 @@ def load_config(
     Raises:
         ConfigError: unknown key or option, wrong type or value out of range, in one line.
     """
-    return cast(EngineConfig, _to_object(_compose(overrides, values or {}, config_dir)))
+    return cast(RunConfig, _to_object(_compose(overrides, values or {}, config_dir)))
 
 
 def expand_sweep(
@@ -203,7 +203,7 @@ def unlock(schema: type) -> DictConfig:
 @contextmanager
 def _hydra() -> Generator[None, None, None]:
     """Hydra over our tree; a program that uses Hydra itself finds its own state again."""
-    ConfigStore.instance().store(name=_SCHEMA_NAME, node=unlock(EngineConfig))
+    ConfigStore.instance().store(name=_SCHEMA_NAME, node=unlock(RunConfig))
     outer = GlobalHydra.instance().hydra
     GlobalHydra.instance().hydra = None
     try:
@@ -319,7 +319,7 @@ def _check_option(override: Override, options: Sequence[str]) -> None:
 
 
 def _check_value(override: Override, keys: Mapping[str, KeyDescription]) -> None:
-    _lay_over(unlock(EngineConfig), override.key_or_group, override.value(), keys)
+    _lay_over(unlock(RunConfig), override.key_or_group, override.value(), keys)
 
 
 def _lay_over(

@@ -13,7 +13,7 @@ from enum import StrEnum
 from types import NoneType
 from typing import Any, cast, get_args, get_origin, get_type_hints
 
-from ostinato.conf.root import EngineConfig
+from ostinato.conf.root import RunConfig
 from ostinato.conf.schema import Section, allowed_range
 
 __all__ = ("KeyDescription", "describe_keys", "describe_sections", "nearest")
@@ -88,7 +88,7 @@ def _typed(value: object) -> str:
 def describe_sections() -> dict[str, tuple[type[Section], list[KeyDescription]]]:
     """section name -> (its dataclass, its keys in order of declaration)."""
     sections: dict[str, tuple[type[Section], list[KeyDescription]]] = {}
-    for name, section in get_type_hints(EngineConfig).items():
+    for name, section in get_type_hints(RunConfig).items():
         hints = get_type_hints(section)
         keys = [
             KeyDescription(
@@ -103,8 +103,8 @@ def describe_sections() -> dict[str, tuple[type[Section], list[KeyDescription]]]
             for setting, (default, metadata) in section.settings().items()
         ]
         sections[name] = (section, keys)
-    if set(sections) != {entry.name for entry in fields(EngineConfig)}:
-        raise AssertionError("every field of EngineConfig is a section")
+    if set(sections) != {entry.name for entry in fields(RunConfig)}:
+        raise AssertionError("every field of RunConfig is a section")
     return sections
 
 

@@ -1,41 +1,25 @@
-"""The whole configuration: its sections and nothing else.
+"""The whole configuration of a command.
 
 Only the composition roots see this type; every other component is handed its own section.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from ostinato.conf.bench_schema import BenchSection, LoadSection, SloSection, WorkloadSection
-from ostinato.conf.schema import (
-    BatchSection,
-    CacheConfig,
-    ChatSection,
-    DeviceConfig,
-    GenerateSection,
-    GraphConfig,
-    ModelSection,
-    PlanSection,
-    SamplingSection,
-    SchedulerConfig,
-    ServerConfig,
-)
+from ostinato.conf.command_schema import BatchSection, ChatSection, GenerateSection, PlanSection
+from ostinato.conf.engine import EngineConfig
+from ostinato.conf.server_schema import ServerConfig
 from ostinato.conf.tuning_schema import SimulateSection, TuneSection
 
-__all__ = ("EngineConfig",)
+__all__ = ("RunConfig",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineConfig:
-    """Every section, each with its defaults."""
+class RunConfig(EngineConfig):
+    """The engine's sections and those of the server and of each command."""
 
-    model: ModelSection = field(default_factory=ModelSection)
-    device: DeviceConfig = field(default_factory=DeviceConfig)
-    cache: CacheConfig = field(default_factory=CacheConfig)
-    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
-    graphs: GraphConfig = field(default_factory=GraphConfig)
-    sampling: SamplingSection = field(default_factory=SamplingSection)
     server: ServerConfig = field(default_factory=ServerConfig)
     generate: GenerateSection = field(default_factory=GenerateSection)
     chat: ChatSection = field(default_factory=ChatSection)
@@ -47,3 +31,10 @@ class EngineConfig:
     slo: SloSection = field(default_factory=SloSection)
     simulate: SimulateSection = field(default_factory=SimulateSection)
     tune: TuneSection = field(default_factory=TuneSection)
+
+    @property
+    def engine(self) -> EngineConfig:
+        """The engine's sections alone: what may leave this process."""
+        return EngineConfig(
+            **{entry.name: getattr(self, entry.name) for entry in fields(EngineConfig)}
+        )

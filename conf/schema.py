@@ -1,9 +1,9 @@
-"""What can be chosen, and its legal range: one frozen dataclass per section, checked when made.
+"""Sections of the configuration: what they are made of, and those of the engine.
 
-Only the standard library is imported here. A field's default, meaning and range are written once,
-in `setting`; `run <command> --help`, the checks and their messages all read them from there.
-Derived facts (how many blocks fit, bytes per block) are never configuration: their owners compute
-them.
+A section is a frozen dataclass that checks its values when it is made. A field's default, meaning
+and range are written once, in `setting`. `run <command> --help`, the checks and their messages all
+read them from there. Derived facts (how many blocks fit, bytes per block) are never configuration:
+their owners compute them. Only the standard library is imported here.
 """
 
 from __future__ import annotations
@@ -16,32 +16,25 @@ from typing import Any, ClassVar, TypeVar, cast
 
 __all__ = (
     "AttentionBackendName",
-    "BatchSection",
     "CacheConfig",
     "CacheDType",
-    "ChatSection",
     "DType",
     "DeviceConfig",
     "DeviceName",
-    "GenerateSection",
     "GraphConfig",
     "GraphForm",
     "GraphMode",
     "HeadQuantization",
     "LoadFormat",
     "ModelSection",
-    "PlanSection",
     "PoolingChoice",
     "Quantization",
-    "ReasoningParserName",
     "SamplingSection",
     "SchedulerConfig",
     "SchedulingPolicy",
     "Section",
-    "ServerConfig",
-    "ToolParserName",
     "allowed_range",
-    "is_api_key",
+    "refuse",
     "setting",
 )
 
@@ -110,26 +103,6 @@ class SchedulingPolicy(StrEnum):
     priority = "priority"
 
 
-class ToolParserName(StrEnum):
-    """The form in which a model writes tool calls."""
-
-    auto = "auto"
-    none = "none"
-    hermes = "hermes"
-    llama3_json = "llama3_json"
-    mistral = "mistral"
-    json = "json"
-
-
-class ReasoningParserName(StrEnum):
-    """The markers between which a model reasons."""
-
-    auto = "auto"
-    none = "none"
-    think = "think"
-    mistral = "mistral"
-
-
 class GraphMode(StrEnum):
     """How far a step's program is prepared; a dispatch miss falls back to the next lesser one."""
 
@@ -157,7 +130,7 @@ def setting(
     """A field of a section with its default, its meaning and its range.
 
     Args:
-        default: the value when nobody chooses; lists and dicts are copied for every instance.
+        default: the value when none is chosen; lists and dicts are copied for every instance.
         meaning: one line for `--help`: unit, and what null or empty stands for.
         at_least: inclusive lower bound; of each element for a list.
         at_most: inclusive upper bound.
@@ -204,12 +177,14 @@ def _in_range(value: Any, metadata: Mapping[str, Any]) -> bool:
     )
 
 
-def is_api_key(text: str) -> bool:
-    """Whether a text can be sent as a bearer token: visible ASCII, not empty."""
-    return bool(text) and all("!" <= character <= "~" for character in text)
+def refuse(key: str, allowed: str, value: object) -> None:
+    """Raise the ValueError of a value out of its range.
 
-
-def _refuse(key: str, allowed: str, value: object) -> None:
+    Args:
+        key: of the setting, with its section.
+        allowed: what it must be, in words.
+        value: what it is.
+    """
     raise ValueError(f"{key} must be {allowed}, got {value!r}")
 
 
@@ -229,7 +204,7 @@ class Section:
                 continue
             if value is None or not _in_range(value, entry.metadata):
                 allowed = allowed_range(entry.metadata) or "set"
-                _refuse(f"{self.key}.{entry.name}", "null or " * nullable + allowed, value)
+                refuse(f"{self.key}.{entry.name}", "null or " * nullable + allowed, value)
 
     @classmethod
     def settings(cls) -> dict[str, tuple[object, Mapping[str, Any]]]:
@@ -290,7 +265,7 @@ class ModelSection(Section):
         ):
             if getattr(self, name) != unset:
                 allowed = "left out unless model.quantization is int8 or int4"
-                _refuse(f"model.{name}", allowed, getattr(self, name))
+                refuse(f"model.{name}", allowed, getattr(self, name))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -360,7 +335,7 @@ class SchedulerConfig(Section):
         Section.__post_init__(self)
         seqs, tokens = self.max_num_seqs, self.max_num_batched_tokens
         if seqs is not None and tokens is not None and tokens < seqs:
-            _refuse(
+            refuse(
                 "scheduler.max_num_batched_tokens",
                 f"null or in [scheduler.max_num_seqs={seqs}, {1 << 20}]",
                 tokens,
@@ -401,193 +376,3 @@ class SamplingSection(Section):
         True, "take temperature, top_p, ... from the model's generation_config.json"
     )
     max_tokens: int | None = setting(None, "null = up to the context's end", at_least=1)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServerConfig(Section):
-    """The HTTP server."""
-
-    key = "server"
-    host: str = setting("127.0.0.1", "address to listen on; 0.0.0.0 = every interface")
-    port: int = setting(8000, "TCP port; 0 = any free one", at_least=0, at_most=65535)
-    api_keys: list[str] = setting(
-        [], "who may ask; visible in the process list, so prefer api_key_file; empty = everybody"
-    )
-    api_key_file: str = setting("", "a file with one API key a line, # begins a comment")
-    cors_origins: list[str] = setting(
-        [], "origins whose pages may call this server from a browser; * = any"
-    )
-    tls_certificate: str = setting("", "a PEM file with the certificate chain; empty = plain HTTP")
-    tls_key: str = setting("", "a PEM file with the certificate's private key")
-    max_body_mib: float = setting(8.0, "a larger request body is refused with 413", above=0)
-    max_prompt_tokens: int | None = setting(
-        None, "a longer prompt is refused with 400; null = what the context holds", at_least=1
-    )
-    max_requests_per_key: int | None = setting(
-        None, "at once; more are refused with 429; null = no limit", at_least=1
-    )
-    max_queued_requests: int | None = setting(
-        None,
-        "completions that wait for their first token; more are refused with 429; null = no limit",
-        at_least=1,
-    )
-    max_queued_tokens: int | None = setting(
-        None,
-        "of the prompts that wait for their first token; more are refused with 429; null = no "
-        "limit",
-        at_least=1,
-    )
-    drain_timeout_s: float = setting(
-        30.0, "how long SIGTERM waits for running requests", at_least=0
-    )
-    health_timeout_s: float = setting(
-        30.0,
-        "/live and /health fail when there is work and no step for this long, beyond what a step "
-        "should take",
-        above=0,
-    )
-    hang_timeout_s: float | None = setting(
-        60.0,
-        "an engine that is silent for this long, beyond what a step should take, is killed and "
-        "started again; null = never",
-        above=0,
-    )
-    tool_parser: ToolParserName = setting(
-        ToolParserName.auto,
-        "the form of the model's tool calls; auto = recognised from the chat template",
-    )
-    reasoning_parser: ReasoningParserName = setting(
-        ReasoningParserName.auto,
-        "the marks around the model's reasoning; auto = recognised from the chat template",
-    )
-    max_restarts: int = setting(
-        5, "of a dead engine within server.restart_window_s; 0 = never", at_least=0, at_most=1000
-    )
-    restart_window_s: float = setting(600.0, "after which a restart is forgotten", above=0)
-    restart_backoff_s: float = setting(
-        0.5,
-        "wait before the second restart within the window, doubled for each further; the first "
-        "comes at once",
-        at_least=0,
-        at_most=30,
-    )
-    response_store_mib: float = setting(
-        64.0,
-        "memory for stored replies of /v1/responses; the oldest go first, 0 = none are stored",
-        at_least=0,
-        at_most=65536,
-    )
-    profile_dir: str = setting(
-        "", "where /start_profile and /stop_profile write traces; empty = they are refused"
-    )
-    log_level: str = setting(
-        "info", "of the log on stderr", one_of=("debug", "info", "warning", "error")
-    )
-    record_trace: str = setting(
-        "",
-        "JSON-lines file that arrival, lengths and shared prefixes of every request are appended "
-        "to, never text; empty = none",
-    )
-    log_format: str = setting(
-        "text", "of the log: text, or json = one object per line", one_of=("text", "json")
-    )
-    log_prompts: bool = setting(False, "put prompts' token ids into the log lines of requests")
-    flight_recorder_steps: int = setting(
-        256, "last steps that are kept for after a crash; 0 = none", at_least=0, at_most=65536
-    )
-    flight_recorder_dir: str = setting(
-        "", "where they are written after a crash; empty = flight/ in the cache directory"
-    )
-    page: bool = setting(True, "serve the page at / and what it reads at /debug")
-    vllm_metrics: bool = setting(True, "/metrics has its figures under vLLM's names too")
-    otlp_endpoint: str = setting(
-        "", "where OpenTelemetry traces go, such as http://host:4318/v1/traces; empty = nowhere"
-    )
-
-    def __post_init__(self) -> None:
-        Section.__post_init__(self)
-        if not all(is_api_key(key) for key in self.api_keys):
-            raise ValueError(
-                "server.api_keys must be texts without spaces, one has spaces, is empty or not "
-                "ASCII (which one is not shown)"
-            )
-        if bool(self.tls_certificate) != bool(self.tls_key):
-            _refuse(
-                "server.tls_key",
-                "set exactly when server.tls_certificate is",
-                self.tls_key,
-            )
-        if self.max_requests_per_key is not None and not (self.api_keys or self.api_key_file):
-            _refuse(
-                "server.max_requests_per_key",
-                "null without server.api_keys or server.api_key_file",
-                self.max_requests_per_key,
-            )
-        for origin in self.cors_origins:
-            scheme, mark, host = origin.partition("://")
-            if origin != "*" and not (
-                scheme in ("http", "https") and mark and host.strip("/") == host
-            ):
-                _refuse("server.cors_origins", "* or origins like https://example.org", origin)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GenerateSection(Section):
-    """What `run generate` asks of the model."""
-
-    key = "generate"
-    max_tokens: int = setting(128, "tokens to generate at most", at_least=1)
-    temperature: float | None = setting(
-        None, "0 = the likeliest token; null = the model's default", at_least=0, at_most=2
-    )
-    top_p: float | None = setting(
-        None, "nucleus; 1 = off, null = the model's default", above=0, at_most=1
-    )
-    top_k: int | None = setting(
-        None, "the k likeliest; 0 = off, null = the model's default", at_least=0
-    )
-    seed: int | None = setting(None, "same seed, same tokens; null = a new one", at_least=0)
-    stop: list[str] = setting([], "strings that end the text")
-    chat: bool = setting(False, "send the prompt as a user's message through the chat template")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BatchSection(Section):
-    """How `run batch` works through a file."""
-
-    key = "batch"
-    concurrency: int | None = setting(
-        None, "requests at once; null = twice the sequences that may run", at_least=1
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChatSection(Section):
-    """What `run chat` asks of the model."""
-
-    key = "chat"
-    system: str = setting("", "system message at the head of the conversation; empty = none")
-    max_tokens: int | None = setting(
-        None, "tokens of one answer at most; null = up to the context's end", at_least=1
-    )
-    temperature: float | None = setting(
-        None, "0 = the likeliest token; null = the model's default", at_least=0, at_most=2
-    )
-    top_p: float | None = setting(
-        None, "nucleus; 1 = off, null = the model's default", above=0, at_most=1
-    )
-    top_k: int | None = setting(
-        None, "the k likeliest; 0 = off, null = the model's default", at_least=0
-    )
-    seed: int | None = setting(None, "same seed, same tokens; null = a new one", at_least=0)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanSection(Section):
-    """What `run plan` prints and for which machine."""
-
-    key = "plan"
-    json: bool = setting(False, "print the ledger as JSON instead of a table")
-    free_gib: float | None = setting(
-        None, "plan for a device with this much free memory; null = this machine's", above=0
-    )

@@ -15,7 +15,7 @@ from typing import Any, Self
 import msgspec
 
 from ostinato.conf.compose import load_config
-from ostinato.conf.root import EngineConfig
+from ostinato.conf.root import RunConfig
 from ostinato.runtime.client.client import EngineClient
 from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.types.outputs import RequestOutput
@@ -32,7 +32,7 @@ class AsyncEngine:
         model: str = "",
         *,
         overrides: Sequence[str] = (),
-        config: EngineConfig | None = None,
+        config: RunConfig | None = None,
     ) -> None:
         """Arguments as for `LLM`; nothing starts before `async with` or `start`."""
         if config is None:

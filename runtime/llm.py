@@ -25,7 +25,7 @@ from rich.progress import (
 from ostinato.conf.compose import load_config
 from ostinato.conf.engine_arguments import argument_settings
 from ostinato.conf.errors import ConfigError
-from ostinato.conf.root import EngineConfig
+from ostinato.conf.root import RunConfig
 from ostinato.runtime.client.completion import PromptCompletions
 from ostinato.runtime.client.pooling import (
     check_score_head,
@@ -81,7 +81,7 @@ class LLM:
         model: str = "",
         *,
         overrides: Sequence[str] = (),
-        config: EngineConfig | None = None,
+        config: RunConfig | None = None,
         report: Callable[[str, float], None] = lambda name, seconds: None,
         observer: StepObserver | None = None,
         shelf: ModelShelf | None = None,

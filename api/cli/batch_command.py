@@ -30,7 +30,7 @@ from ostinato.api.cli.batch_file import (
     answered_line,
     refused_line,
 )
-from ostinato.conf.schema import ServerConfig
+from ostinato.conf.server_schema import ServerConfig
 from ostinato.runtime.client.client import EngineClient
 from ostinato.runtime.errors import EngineDeadError
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from litestar import Litestar
 
     from ostinato.api.service.service import Service
-    from ostinato.conf.root import EngineConfig
+    from ostinato.conf.root import RunConfig
 
 __all__ = ("batch",)
 
@@ -47,7 +47,7 @@ _MAX_BODY_MIB = 1024
 _PREFIXES = ("/v1/", "/v2/", "/score", "/rerank")
 
 
-def batch(config: EngineConfig, source: str, target: str) -> int:
+def batch(config: RunConfig, source: str, target: str) -> int:
     """Answer every request of `source` that `target` has no answer to; returns the exit code.
 
     Raises:
@@ -165,7 +165,7 @@ class _Run:
         )
 
 
-def _application(client: EngineClient, config: EngineConfig) -> tuple[Litestar, Service]:
+def _application(client: EngineClient, config: RunConfig) -> tuple[Litestar, Service]:
     from ostinato.api.server.app import create_app
     from ostinato.api.service.service import Service
 

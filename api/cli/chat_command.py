@@ -18,7 +18,7 @@ from ostinato.runtime.errors import InvalidRequestError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from ostinato.conf.root import EngineConfig
+    from ostinato.conf.root import RunConfig
     from ostinato.runtime.llm import LLM
 
 __all__ = ("Conversation", "chat")
@@ -59,7 +59,7 @@ class Conversation:
         self._turns.clear()
 
 
-def chat(config: EngineConfig) -> int:
+def chat(config: RunConfig) -> int:
     """Talk until the end of input or /exit.
 
     Raises:
@@ -84,7 +84,7 @@ def chat(config: EngineConfig) -> int:
 
 
 def _answer(
-    llm: LLM, config: EngineConfig, conversation: Conversation, line: str, console: Console
+    llm: LLM, config: RunConfig, conversation: Conversation, line: str, console: Console
 ) -> None:
     conversation.ask(line)
     try:

@@ -11,7 +11,7 @@ __all__ = ("Command",)
 class Command:
     """One sub-command. The table of all of them is `ostinato/commands.py`.
 
-    `target` is "module:function". The function takes the `EngineConfig`, then the prompt if
+    `target` is "module:function". The function takes the `RunConfig`, then the prompt if
     `takes_prompt`, or the `files`; it returns the exit code.
     """
 

@@ -15,7 +15,7 @@ from ostinato.runtime.errors import StartupError
 from ostinato.runtime.startup.bundles import prepare_kernels
 
 if TYPE_CHECKING:
-    from ostinato.conf.root import EngineConfig
+    from ostinato.conf.root import RunConfig
 
 __all__ = ("compile_bundle",)
 
@@ -23,7 +23,7 @@ _WIDTH = 80
 _USUAL_PHASES = 8  # for the bar only; a phase more or less does no harm
 
 
-def compile_bundle(config: EngineConfig) -> int:
+def compile_bundle(config: RunConfig) -> int:
     """Start an engine as `run serve` would, keep what it compiled and measured, list it.
 
     Raises:

@@ -9,12 +9,12 @@ from ostinato.api.cli.terminal import choose_sampling, start_llm, write_stream
 from ostinato.conf.errors import ConfigError
 
 if TYPE_CHECKING:
-    from ostinato.conf.root import EngineConfig
+    from ostinato.conf.root import RunConfig
 
 __all__ = ("generate",)
 
 
-def generate(config: EngineConfig, prompt: str) -> int:
+def generate(config: RunConfig, prompt: str) -> int:
     """Stream the continuation of `prompt`; `-` reads the prompt from standard input.
 
     Raises:

@@ -16,7 +16,7 @@ from ostinato.runtime.startup.machine_info import cpu_name, gpu_names
 from ostinato.runtime.startup.memory_plan import MemoryPlan
 
 if TYPE_CHECKING:
-    from ostinato.conf.root import EngineConfig
+    from ostinato.conf.root import RunConfig
 
 __all__ = ("plan",)
 
@@ -24,7 +24,7 @@ _GIB = 1 << 30
 _WIDTH = 80
 
 
-def plan(config: EngineConfig) -> int:
+def plan(config: RunConfig) -> int:
     """Print who would get how much memory, and how many tokens and sequences that holds.
 
     Raises:

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Self
 
 from rich.console import Console
 
-from ostinato.conf.schema import ChatSection, GenerateSection
+from ostinato.conf.command_schema import ChatSection, GenerateSection
 from ostinato.runtime.errors import EngineError
 from ostinato.runtime.startup.bundles import prepare_kernels
 
 if TYPE_CHECKING:
-    from ostinato.conf.root import EngineConfig
+    from ostinato.conf.root import RunConfig
     from ostinato.runtime.llm import LLM
     from ostinato.runtime.types.outputs import RequestOutput
     from ostinato.runtime.types.params import SamplingParams
@@ -26,7 +26,7 @@ __all__ = ("Interruption", "choose_sampling", "start_llm", "write_stream")
 _SAMPLING_KEYS = ("max_tokens", "temperature", "top_p", "top_k", "seed")
 
 
-def start_llm(config: EngineConfig) -> LLM:
+def start_llm(config: RunConfig) -> LLM:
     """The engine in this process; shows on stderr, when that is a terminal, what it is doing.
 
     Raises:

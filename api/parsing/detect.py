@@ -8,7 +8,7 @@ import msgspec
 
 from ostinato.api.parsing.formats import FORMATS, CallFormat
 from ostinato.api.parsing.reasoning import MISTRAL, THINK, ReasoningMarkers
-from ostinato.conf.schema import ReasoningParserName, ServerConfig, ToolParserName
+from ostinato.conf.server_schema import ReasoningParserName, ServerConfig, ToolParserName
 
 __all__ = ("TemplateTraits", "traits")
 

@@ -27,8 +27,8 @@ from typing import TYPE_CHECKING, Any
 from ostinato import __version__
 from ostinato.api.http.api_keys import with_keys
 from ostinato.api.observability.trace_recorder import TraceRecorder
-from ostinato.conf.root import EngineConfig
-from ostinato.conf.schema import ServerConfig
+from ostinato.conf.root import RunConfig
+from ostinato.conf.server_schema import ServerConfig
 from ostinato.runtime.client.client import EngineClient
 from ostinato.runtime.errors import StartupError
 from ostinato.runtime.process.log_format import configure_logging
@@ -47,7 +47,7 @@ _FLUSH_S = 3  # how long connections get to take their last bytes
 _KEEP_ALIVE_S = 60
 
 
-def serve(config: EngineConfig) -> int:
+def serve(config: RunConfig) -> int:
     """Serve until a signal; returns the exit code.
 
     Raises:
@@ -65,7 +65,7 @@ def serve(config: EngineConfig) -> int:
         return runner.run(_serve(config, listener, trace))
 
 
-async def _serve(config: EngineConfig, listener: socket.socket, trace: TraceRecorder | None) -> int:
+async def _serve(config: RunConfig, listener: socket.socket, trace: TraceRecorder | None) -> int:
     began = time.monotonic() - _age_s()
     client = EngineClient(config)
     await client.spawn()
@@ -86,7 +86,7 @@ class _Server:
 
     def __init__(
         self,
-        config: EngineConfig,
+        config: RunConfig,
         client: EngineClient,
         listener: socket.socket,
         trace: TraceRecorder | None,
@@ -200,7 +200,7 @@ class _Server:
 
 
 def _http_server(
-    client: EngineClient, config: EngineConfig, trace: TraceRecorder | None
+    client: EngineClient, config: RunConfig, trace: TraceRecorder | None
 ) -> tuple[Service, uvicorn.Server]:
     import uvicorn
 

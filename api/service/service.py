@@ -12,7 +12,8 @@ from ostinato.api.service.prompt_encoder import PromptEncoder, TokenizerSource
 from ostinato.api.service.request_runner import Generator, RequestRunner
 from ostinato.api.service.request_stats import StatsSinks
 from ostinato.api.service.response_store import ResponseStore
-from ostinato.conf.schema import SamplingSection, ServerConfig
+from ostinato.conf.schema import SamplingSection
+from ostinato.conf.server_schema import ServerConfig
 from ostinato.runtime.engine.engine_state import EngineState
 from ostinato.runtime.engine.flight_recorder import StepRecord
 from ostinato.runtime.types.engine_info import ServedModel

@@ -21,7 +21,7 @@ from ostinato.benchmarks.report.record import (
 )
 from ostinato.benchmarks.report.tables import print_record
 from ostinato.conf.bench_schema import BenchKind
-from ostinato.conf.root import EngineConfig
+from ostinato.conf.root import RunConfig
 
 __all__ = ("bench", "finish", "measure_kind")
 
@@ -38,9 +38,7 @@ _KINDS = {
 }
 
 
-def bench(
-    config: EngineConfig, overrides: Sequence[str] = (), config_dir: str | None = None
-) -> int:
+def bench(config: RunConfig, overrides: Sequence[str] = (), config_dir: str | None = None) -> int:
     """Measure what `bench.kind` says; 1 when not a single figure came of it.
 
     Args:
@@ -57,7 +55,7 @@ def bench(
     return finish(record, config, path)
 
 
-def measure_kind(config: EngineConfig, context: BenchContext) -> Record:
+def measure_kind(config: RunConfig, context: BenchContext) -> Record:
     """The result of one kind, not yet written."""
     module, _, name = _KINDS[config.bench.kind].partition(":")
     function = getattr(import_module(f"ostinato.benchmarks.bench.{module}"), name)
@@ -67,7 +65,7 @@ def measure_kind(config: EngineConfig, context: BenchContext) -> Record:
         context.show("")
 
 
-def finish(record: Record, config: EngineConfig, path: Path) -> int:
+def finish(record: Record, config: RunConfig, path: Path) -> int:
     """Write, append, print and draw a result; the exit code."""
     write_record(record, path)
     if config.bench.append:

@@ -25,7 +25,7 @@ from ostinato.benchmarks.report.statistics import bootstrap_ratio
 from ostinato.benchmarks.workload.arrivals import LoadPoint, load_points
 from ostinato.benchmarks.workload.model_facts import model_facts
 from ostinato.conf.errors import ConfigError
-from ostinato.conf.root import EngineConfig
+from ostinato.conf.root import RunConfig
 
 __all__ = ("compare", "ratios")
 
@@ -38,10 +38,10 @@ COMPARED = (
 @dataclass(frozen=True, slots=True)
 class _Engine:
     name: str
-    config: EngineConfig | None  # None = it runs at `name`
+    config: RunConfig | None  # None = it runs at `name`
 
 
-def compare(config: EngineConfig, context: BenchContext) -> Record:
+def compare(config: RunConfig, context: BenchContext) -> Record:
     """Measure all engines at every point of `load`; the first is the reference of the ratios.
 
     Raises:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ostinato.conf.compose import load_config
-from ostinato.conf.root import EngineConfig
+from ostinato.conf.root import RunConfig
 
 if TYPE_CHECKING:
     from ostinato.runtime.engine.step_observer import StepObserver
@@ -46,7 +46,7 @@ class BenchContext:
             sys.stderr.write(f"\r\x1b[K{text}")
             sys.stderr.flush()
 
-    def config_with(self, words: Sequence[str]) -> EngineConfig:
+    def config_with(self, words: Sequence[str]) -> RunConfig:
         """The configuration with further overrides.
 
         Raises:
@@ -54,7 +54,7 @@ class BenchContext:
         """
         return load_config([*self.overrides, *words], config_dir=self._config_dir)
 
-    def open_llm(self, config: EngineConfig, observer: StepObserver | None = None) -> LLM:
+    def open_llm(self, config: RunConfig, observer: StepObserver | None = None) -> LLM:
         """An engine in this process, whose steps `observer` sees.
 
         Raises:

@@ -16,7 +16,7 @@ from ostinato.benchmarks.bench.context import BenchContext
 from ostinato.benchmarks.report.record import Metric, Point, Record, conditions_of
 from ostinato.benchmarks.workload.select import fit_parts, one_part, read_parts
 from ostinato.benchmarks.workload.workload import Part, WorkItem
-from ostinato.conf.root import EngineConfig
+from ostinato.conf.root import RunConfig
 from ostinato.runtime.llm import LLM
 from ostinato.runtime.types.params import SamplingParams
 
@@ -25,7 +25,7 @@ __all__ = ("determinism",)
 Answers = dict[int, list[int]]  # place of the request -> its tokens
 
 
-def determinism(config: EngineConfig, context: BenchContext) -> Record:
+def determinism(config: RunConfig, context: BenchContext) -> Record:
     """Compare every request alone with itself in company.
 
     Raises:

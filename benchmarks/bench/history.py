@@ -20,7 +20,7 @@ from typing import cast
 from ostinato.benchmarks.bench.context import BenchContext
 from ostinato.benchmarks.report.record import Point, Record, conditions_of, read_records
 from ostinato.conf.errors import ConfigError
-from ostinato.conf.root import EngineConfig
+from ostinato.conf.root import RunConfig
 
 __all__ = ("history",)
 
@@ -29,7 +29,7 @@ _MAX_CHANGES = 5
 _NOT_MEASURED = {"bench", "slo", "workload", "load.rates", "load.concurrency", "load.url"}
 
 
-def history(config: EngineConfig, context: BenchContext) -> Record:
+def history(config: RunConfig, context: BenchContext) -> Record:
     """Every point of every result, oldest first, labelled with its commit and time.
 
     Raises:

@@ -21,12 +21,12 @@ from ostinato.benchmarks.bench.throughput import (
 from ostinato.benchmarks.report.record import Metric, Point, Record, conditions_of
 from ostinato.benchmarks.workload.workload import Part, WorkItem
 from ostinato.conf.errors import ConfigError
-from ostinato.conf.root import EngineConfig
+from ostinato.conf.root import RunConfig
 
 __all__ = ("latency",)
 
 
-def latency(config: EngineConfig, context: BenchContext) -> Record:
+def latency(config: RunConfig, context: BenchContext) -> Record:
     """Measure every point of the grid that the context holds, in turns.
 
     Raises:

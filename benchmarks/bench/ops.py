@@ -21,7 +21,7 @@ from ostinato.benchmarks.bench.context import BenchContext
 from ostinato.benchmarks.machine.machine_rates import machine_of
 from ostinato.benchmarks.machine.roofline import Machine
 from ostinato.benchmarks.report.record import Metric, Point, Record, conditions_of
-from ostinato.conf.root import EngineConfig
+from ostinato.conf.root import RunConfig
 from ostinato.models.config.model_config import ModelConfig
 from ostinato.ops.activation import activate
 from ostinato.ops.attention import AttentionMetadata, PlannedBackend, load_backend, paged_attention
@@ -49,7 +49,7 @@ class _Case(NamedTuple):
     num_flop: int  # that one call must do
 
 
-def ops(config: EngineConfig, context: BenchContext) -> Record:
+def ops(config: RunConfig, context: BenchContext) -> Record:
     """Time every kernel of one decoder layer and the output layer.
 
     Raises:
@@ -136,7 +136,7 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _cases(config: EngineConfig, source: ModelSource, device: torch.device) -> Iterator[_Case]:
+def _cases(config: RunConfig, source: ModelSource, device: torch.device) -> Iterator[_Case]:
     model, dtype = source.config, source.dtype
     rows = [*config.bench.batch_sizes, max(config.bench.input_lens)]
     qkv = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
@@ -214,7 +214,7 @@ def _elementwise_cases(
 
 
 def _attention_case(
-    config: EngineConfig, source: ModelSource, backend: str, lengths: list[tuple[int, int]]
+    config: RunConfig, source: ModelSource, backend: str, lengths: list[tuple[int, int]]
 ) -> _Case:
     """Sequences of (new tokens, context with them), each with blocks of its own."""
     model, dtype, device = source.config, source.dtype, source.device

@@ -22,14 +22,14 @@ from ostinato.benchmarks.bench.throughput import (
 from ostinato.benchmarks.report.record import Metric, Point, Record, conditions_of
 from ostinato.benchmarks.workload.workload import Part, WorkItem
 from ostinato.conf.errors import ConfigError
-from ostinato.conf.root import EngineConfig
+from ostinato.conf.root import RunConfig
 
 __all__ = ("prefix",)
 
 _BATCH = 16
 
 
-def prefix(config: EngineConfig, context: BenchContext) -> Record:
+def prefix(config: RunConfig, context: BenchContext) -> Record:
     """Measure each share in turns.
 
     Raises:
@@ -83,7 +83,7 @@ def _measure_share(
     source: random.Random,
     share: float,
     count: int,
-    config: EngineConfig,
+    config: RunConfig,
 ) -> tuple[Measurement, Measurement, Measurement]:
     """(a request with a cold cache, one after it, a batch from an empty cache)."""
     work, vocabulary = config.workload, range(engine.llm.model.vocab_size)

@@ -27,14 +27,14 @@ from ostinato.benchmarks.workload.model_facts import ModelFacts, model_facts
 from ostinato.benchmarks.workload.select import fit_parts, one_part, read_parts
 from ostinato.benchmarks.workload.workload import Part
 from ostinato.conf.bench_schema import PromptFormat, RequestEndpoint, WorkloadKind
-from ostinato.conf.root import EngineConfig
+from ostinato.conf.root import RunConfig
 
 __all__ = ("LoadRunner", "first_shift", "merge_runs", "serve", "workload_of")
 
 _SHIFTS = 1 << 20
 
 
-def serve(config: EngineConfig, context: BenchContext) -> Record:
+def serve(config: RunConfig, context: BenchContext) -> Record:
     """Measure every point of `load`.
 
     Raises:
@@ -73,7 +73,7 @@ def serve(config: EngineConfig, context: BenchContext) -> Record:
     )
 
 
-def workload_of(config: EngineConfig, facts: ModelFacts) -> tuple[Part, list[str]]:
+def workload_of(config: RunConfig, facts: ModelFacts) -> tuple[Part, list[str]]:
     """The requests to send, and what was changed for the model's context.
 
     Raises:
@@ -90,7 +90,7 @@ def workload_of(config: EngineConfig, facts: ModelFacts) -> tuple[Part, list[str
     return fitting[0], notes
 
 
-def first_shift(config: EngineConfig, *, stays_up: bool) -> int:
+def first_shift(config: RunConfig, *, stays_up: bool) -> int:
     """The number of the first measurement, which shifts the ids that it sends.
 
     A server that stays up remembers the prompts of an earlier `run bench`, so that drawn ones begin
@@ -99,7 +99,7 @@ def first_shift(config: EngineConfig, *, stays_up: bool) -> int:
     return secrets.randbelow(_SHIFTS) if stays_up and _is_drawn(config) else 0
 
 
-def _is_drawn(config: EngineConfig) -> bool:
+def _is_drawn(config: RunConfig) -> bool:
     return config.workload.kind not in (WorkloadKind.tokens, WorkloadKind.sharegpt)
 
 
@@ -107,7 +107,7 @@ def _is_drawn(config: EngineConfig) -> bool:
 class LoadRunner:
     """Measures points with one workload; every measurement sends ids of its own."""
 
-    config: EngineConfig
+    config: RunConfig
     context: BenchContext
     facts: ModelFacts
     part: Part

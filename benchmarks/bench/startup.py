@@ -22,7 +22,7 @@ from ostinato.benchmarks.load.server_process import Server
 from ostinato.benchmarks.machine.probes import LoadMeter
 from ostinato.benchmarks.report.record import Metric, Point, Record, conditions_of
 from ostinato.conf.environment import with_own_caches
-from ostinato.conf.root import EngineConfig
+from ostinato.conf.root import RunConfig
 
 __all__ = ("startup",)
 
@@ -30,7 +30,7 @@ _TIMEOUT_S = 600.0
 _READY = "ready"
 
 
-def startup(config: EngineConfig, context: BenchContext) -> Record:
+def startup(config: RunConfig, context: BenchContext) -> Record:
     """Start a server `bench.repeats` times cold and as often warm.
 
     Raises:
@@ -66,7 +66,7 @@ def _metrics(starts: list[dict[str, float]]) -> dict[str, Metric]:
     return metrics
 
 
-def _start_once(config: EngineConfig, cache: Path) -> dict[str, float]:
+def _start_once(config: RunConfig, cache: Path) -> dict[str, float]:
     """Seconds of each phase of one start, `ready` and `first token` among them."""
     graphs = dataclasses.replace(config.graphs, bundle_dir="")
     config = dataclasses.replace(config, graphs=graphs)

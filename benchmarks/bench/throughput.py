@@ -25,7 +25,7 @@ from ostinato.benchmarks.machine.step_log import StepLog
 from ostinato.benchmarks.report.record import Metric, Point, Record, conditions_of
 from ostinato.benchmarks.workload.select import fit_parts, read_parts
 from ostinato.benchmarks.workload.workload import Part, WorkItem
-from ostinato.conf.root import EngineConfig
+from ostinato.conf.root import RunConfig
 from ostinato.runtime.engine.step_observer import StepObserver
 from ostinato.runtime.errors import EngineError
 from ostinato.runtime.llm import LLM
@@ -54,7 +54,7 @@ class Measurement:
     steps: dict[str, list[float]]  # columns
 
 
-def throughput(config: EngineConfig, context: BenchContext) -> Record:
+def throughput(config: RunConfig, context: BenchContext) -> Record:
     """Measure the configured workload's parts in turns.
 
     Raises:
@@ -135,7 +135,7 @@ class EngineUnderTest:
         }
 
 
-def start_engine(config: EngineConfig, context: BenchContext) -> EngineUnderTest:
+def start_engine(config: RunConfig, context: BenchContext) -> EngineUnderTest:
     """Measure the machine, build the engine.
 
     Raises:

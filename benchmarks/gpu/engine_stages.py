@@ -13,7 +13,7 @@ import torch
 from ostinato.benchmarks.machine.gpu_rates import measure_machine
 from ostinato.benchmarks.machine.roofline import Machine, ModelSizes, sizes_of
 from ostinato.conf.compose import load_config
-from ostinato.conf.root import EngineConfig
+from ostinato.conf.root import RunConfig
 from ostinato.runtime.engine.engine import Engine
 from ostinato.runtime.startup.build import build_engine
 from ostinato.runtime.startup.planning import open_model
@@ -44,7 +44,7 @@ _TINY_MODEL = {
 }
 
 
-def stage_config(model: str, overrides: list[str], *, tiny: bool) -> EngineConfig:
+def stage_config(model: str, overrides: list[str], *, tiny: bool) -> RunConfig:
     """A model's shape with random weights; tiny = two small layers, uncompiled, for any machine."""
     common = ["model.load_format=dummy", "cache.enable_prefix_caching=false"]
     if tiny:
@@ -58,7 +58,7 @@ def stage_config(model: str, overrides: list[str], *, tiny: bool) -> EngineConfi
 class EngineUnderTest:
     """An engine, what its steps need at least, and the machine, measured before it was built."""
 
-    def __init__(self, config: EngineConfig, *, tiny: bool) -> None:
+    def __init__(self, config: RunConfig, *, tiny: bool) -> None:
         source = open_model(config)
         self.device = source.device
         self.machine: Machine = measure_machine(source.device, source.dtype, tiny=tiny)
@@ -103,7 +103,7 @@ class EngineUnderTest:
         }
 
 
-def decode(config: EngineConfig, *, tiny: bool) -> dict[str, Any]:
+def decode(config: RunConfig, *, tiny: bool) -> dict[str, Any]:
     """Decode steps of full batches, as a share of the roofline, and the host's gap in them."""
     tested = EngineUnderTest(config, tiny=tiny)
     batches, context, steps = ((1, 2, 8), 16, 8) if tiny else ((1, 8, 32, 64, 256), 512, 64)
@@ -155,7 +155,7 @@ def _device_s(before: EngineStats, after: EngineStats) -> float:
     return after.device_seconds - before.device_seconds
 
 
-def prefill(config: EngineConfig, *, tiny: bool) -> dict[str, Any]:
+def prefill(config: RunConfig, *, tiny: bool) -> dict[str, Any]:
     """Prompts of one output token: model flops utilisation against the measured matrix rate."""
     tested = EngineUnderTest(config, tiny=tiny)
     rows = []
@@ -181,7 +181,7 @@ def prefill(config: EngineConfig, *, tiny: bool) -> dict[str, Any]:
     return {"rows": rows, **tested.conditions()}
 
 
-def offline(config: EngineConfig, *, tiny: bool) -> dict[str, Any]:
+def offline(config: RunConfig, *, tiny: bool) -> dict[str, Any]:
     """The offline workload of nano-vllm: 256 requests at once, 100-1024 tokens in, 100-1024 out."""
     tested = EngineUnderTest(config, tiny=tiny)
     count, low, high = (8, 4, 30) if tiny else (256, 100, 1024)
@@ -210,7 +210,7 @@ def offline(config: EngineConfig, *, tiny: bool) -> dict[str, Any]:
     }
 
 
-def startup_once(config: EngineConfig) -> dict[str, Any]:
+def startup_once(config: RunConfig) -> dict[str, Any]:
     """One start in this process, its first token included."""
     begin = time.perf_counter()
     engine = build_engine(config)

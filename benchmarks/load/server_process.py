@@ -23,7 +23,7 @@ from typing import Self
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
-from ostinato.conf.root import EngineConfig
+from ostinato.conf.root import RunConfig
 from ostinato.runtime.errors import StartupError
 
 __all__ = ("Server",)
@@ -50,9 +50,7 @@ class Server:
         StartupError: it ended, or took too long; the text has the end of its log.
     """
 
-    def __init__(
-        self, config: EngineConfig, *, environment: Mapping[str, str] | None = None
-    ) -> None:
+    def __init__(self, config: RunConfig, *, environment: Mapping[str, str] | None = None) -> None:
         section = dataclasses.replace(config.server, port=0, log_level="warning")
         self._config = dataclasses.replace(config, server=section)
         self._environment = None if environment is None else dict(environment)
@@ -143,7 +141,7 @@ def main() -> int:
     """Serve the configuration on standard input."""
     from ostinato.api.server.server import serve
 
-    config = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineConfig)
+    config = msgspec.json.decode(sys.stdin.buffer.readline(), type=RunConfig)
     threading.Thread(target=_end_with_parent, name="parent-watch", daemon=True).start()
     try:
         return serve(config)

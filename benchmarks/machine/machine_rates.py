@@ -9,7 +9,7 @@ import torch
 from ostinato.benchmarks.machine.gpu_rates import measure_machine
 from ostinato.benchmarks.machine.probes import read_bandwidth
 from ostinato.benchmarks.machine.roofline import Machine, ModelSizes, sizes_of
-from ostinato.conf.root import EngineConfig
+from ostinato.conf.root import RunConfig
 from ostinato.runtime.startup.device import set_threads
 from ostinato.runtime.startup.planning import open_model
 
@@ -32,7 +32,7 @@ def machine_of(device: torch.device, dtype: torch.dtype) -> Machine:
     return Machine(copy_bytes_s=read_bandwidth(device) * 1e9, matmul_flop_s=2 * _SIDE**3 / best)
 
 
-def measure_rates(config: EngineConfig, device: torch.device) -> tuple[ModelSizes, Machine]:
+def measure_rates(config: RunConfig, device: torch.device) -> tuple[ModelSizes, Machine]:
     """What the configured model needs, and what this machine has.
 
     Raises:

@@ -25,7 +25,7 @@ import psutil
 import ostinato
 from ostinato.benchmarks.machine.probes import commit_of
 from ostinato.conf.errors import ConfigError
-from ostinato.conf.root import EngineConfig
+from ostinato.conf.root import RunConfig
 from ostinato.runtime.startup.machine_info import cpu_name, gpu_names, package_versions
 
 __all__ = (
@@ -127,7 +127,7 @@ class Record:
         )
 
 
-def conditions_of(config: EngineConfig, **more: Any) -> dict[str, Any]:
+def conditions_of(config: RunConfig, **more: Any) -> dict[str, Any]:
     """Where, when, with what: configuration, commit, versions, machine, threads, clock.
 
     HTTP headers are left out: they hold keys.

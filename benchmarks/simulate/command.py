@@ -42,13 +42,13 @@ from ostinato.benchmarks.workload.model_facts import ModelFacts, model_facts
 from ostinato.benchmarks.workload.workload import Part
 from ostinato.conf.bench_schema import LoadSection, PromptFormat, RequestEndpoint
 from ostinato.conf.errors import ConfigError
-from ostinato.conf.root import EngineConfig
+from ostinato.conf.root import RunConfig
 from ostinato.conf.tuning_schema import SimulateSection
 
 __all__ = ("simulate", "simulated_job")
 
 
-def simulate(config: EngineConfig) -> int:
+def simulate(config: RunConfig) -> int:
     """Predict every point of `load`.
 
     Raises:
@@ -104,7 +104,7 @@ def describe(spec: EngineSpec) -> dict[str, object]:
     }
 
 
-def _notes(config: EngineConfig) -> list[str]:
+def _notes(config: RunConfig) -> list[str]:
     section, load = config.simulate, config.load
     source = section.costs or (f"data sheet of {section.device}" if section.device else "measured")
     notes = [f"simulated: step costs {source}; what serving costs besides steps is not included"]
@@ -114,7 +114,7 @@ def _notes(config: EngineConfig) -> list[str]:
 
 
 def _point(
-    config: EngineConfig, facts: ModelFacts, part: Part, spec: EngineSpec, point: LoadPoint
+    config: RunConfig, facts: ModelFacts, part: Part, spec: EngineSpec, point: LoadPoint
 ) -> Point:
     section = config.simulate
     job = simulated_job(config.load, part, point, config.workload.seed)

@@ -16,7 +16,7 @@ from ostinato.benchmarks.simulate.step_times.device_roofline import (
 )
 from ostinato.conf.describe import nearest
 from ostinato.conf.errors import ConfigError
-from ostinato.conf.root import EngineConfig
+from ostinato.conf.root import RunConfig
 from ostinato.conf.schema import LoadFormat
 from ostinato.models.registry import build_model
 from ostinato.runtime.costs.cost_table import CostTable
@@ -39,7 +39,7 @@ _GIB = 1 << 30
 _FREE_SHARE = 0.97  # of a device's memory, before anything is loaded: its driver needs some
 
 
-def engine_spec(config: EngineConfig) -> EngineSpec:
+def engine_spec(config: RunConfig) -> EngineSpec:
     """The engine that the configuration describes, on the device that `simulate` names.
 
     Raises:
@@ -54,7 +54,7 @@ def engine_spec(config: EngineConfig) -> EngineSpec:
     return measured_spec(config)
 
 
-def measured_spec(config: EngineConfig) -> EngineSpec:
+def measured_spec(config: RunConfig) -> EngineSpec:
     """Start the engine in this process, as `run serve` would, and take its table.
 
     Raises:
@@ -84,7 +84,7 @@ def measured_spec(config: EngineConfig) -> EngineSpec:
         engine.close()
 
 
-def planned_spec(config: EngineConfig, costs: CostTable | None, device_name: str) -> EngineSpec:
+def planned_spec(config: RunConfig, costs: CostTable | None, device_name: str) -> EngineSpec:
     """An engine from its memory plan alone.
 
     Args:
@@ -126,7 +126,7 @@ def planned_spec(config: EngineConfig, costs: CostTable | None, device_name: str
     )
 
 
-def without_weights(config: EngineConfig) -> EngineConfig:
+def without_weights(config: RunConfig) -> RunConfig:
     """For what needs nothing of a model but its configuration: no weights are downloaded."""
     section = dataclasses.replace(config.model, load_format=LoadFormat.dummy)
     return dataclasses.replace(config, model=section)
@@ -155,7 +155,7 @@ def save_costs(costs: CostTable, path: str) -> None:
     file.write_bytes(costs.to_bytes())
 
 
-def _overlaps(config: EngineConfig, device: torch.device) -> bool:
+def _overlaps(config: RunConfig, device: torch.device) -> bool:
     overlap = config.scheduler.overlap
     return device.type != "cpu" if overlap is None else overlap
 

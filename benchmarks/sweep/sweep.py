@@ -34,7 +34,7 @@ from ostinato.benchmarks.report.record import (
 )
 from ostinato.conf.compose import load_config
 from ostinato.conf.errors import ConfigError
-from ostinato.conf.root import EngineConfig
+from ostinato.conf.root import RunConfig
 
 __all__ = ("sweep",)
 
@@ -49,7 +49,7 @@ class _Task:
 
     chosen: dict[str, str]
     words: list[str]
-    config: EngineConfig
+    config: RunConfig
     path: Path
 
     @property
@@ -97,7 +97,7 @@ def sweep(points: Sequence[SweepPoint], config_dir: str | None = None) -> int:
     return 1 if any(point.error is not None for point in record.points) else code
 
 
-def _folder(points: Sequence[SweepPoint], config: EngineConfig) -> Path:
+def _folder(points: Sequence[SweepPoint], config: RunConfig) -> Path:
     name = f"sweep-{config.bench.kind}-{_digest([word for _, words in points for word in words])}"
     folder = Path(config.bench.output or Path("outputs/bench") / name).expanduser()
     if folder.exists() and not folder.is_dir():

@@ -52,7 +52,7 @@ from ostinato.benchmarks.tune.space import (
 from ostinato.benchmarks.workload.arrivals import load_points
 from ostinato.benchmarks.workload.model_facts import model_facts
 from ostinato.conf.errors import ConfigError
-from ostinato.conf.root import EngineConfig
+from ostinato.conf.root import RunConfig
 from ostinato.runtime.costs.cost_table import CostTable
 from ostinato.runtime.errors import StartupError
 from ostinato.runtime.startup.machine_info import cpu_name
@@ -67,7 +67,7 @@ _VARIANTS_BY, _SEARCH_BY = 0.4, 0.6
 _MIN_RUN_S = 4.0
 
 
-def tune(config: EngineConfig) -> int:
+def tune(config: RunConfig) -> int:
     """Search, verify, write; 0 when the goals are met, 1 when they are not.
 
     Raises:
@@ -80,7 +80,7 @@ def tune(config: EngineConfig) -> int:
 class _Tuning:
     """One tuning: what is known so far, and when to be done."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: RunConfig) -> None:
         section = config.tune
         self.config = config
         self.goals = Goals.of(config.slo, section.percentile, section.objective)
@@ -412,7 +412,7 @@ def _beside(one: Verified, name: str, form: str) -> str:
     return f"{measured} ({getattr(one.predicted, name):{form}})"
 
 
-def _unlimited(config: EngineConfig) -> EngineConfig:
+def _unlimited(config: RunConfig) -> RunConfig:
     """Without limits on steps, so that step costs are measured as far as an engine would go."""
     section = dataclasses.replace(
         config.scheduler, max_num_seqs=None, max_num_batched_tokens=None, itl_target_ms=None

@@ -13,7 +13,7 @@ from ostinato.benchmarks.simulate.step_times.overheads import ServingOverheads
 from ostinato.benchmarks.tune.goals import Figures
 from ostinato.benchmarks.tune.space import Variant
 from ostinato.conf.bench_schema import SloSection
-from ostinato.conf.root import EngineConfig
+from ostinato.conf.root import RunConfig
 from ostinato.runtime.costs.cost_table import CostTable
 from ostinato.runtime.errors import StartupError
 
@@ -40,7 +40,7 @@ class Forecast:
         self.overheads: ServingOverheads | None = None  # what a real server adds, once it is known
         self._plans: dict[str, EngineSpec] = {}
 
-    def spec(self, config: EngineConfig) -> EngineSpec:
+    def spec(self, config: RunConfig) -> EngineSpec:
         """The simulated engine of a configuration.
 
         Raises:
@@ -52,7 +52,7 @@ class Forecast:
             self._plans[key] = planned_spec(config, self._costs[variant], "")
         return dataclasses.replace(self._plans[key], overheads=self.overheads)
 
-    def predict(self, config: EngineConfig, *, job: LoadJob | None = None) -> Figures | None:
+    def predict(self, config: RunConfig, *, job: LoadJob | None = None) -> Figures | None:
         """The figures of a configuration under the job, or another one; None when no such engine
         can start.
         """

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ostinato.benchmarks.tune.forecast import Forecast
 from ostinato.benchmarks.tune.goals import Figures, Goals
 from ostinato.benchmarks.tune.search import Candidate
-from ostinato.conf.root import EngineConfig
+from ostinato.conf.root import RunConfig
 
 __all__ = ("highest_load", "impossible_goals", "why_missed")
 
@@ -15,7 +15,7 @@ _LOADS = (0.02, 8.0)
 _BISECTIONS = 7
 
 
-def impossible_goals(config: EngineConfig, forecast: Forecast, goals: Goals) -> list[str]:
+def impossible_goals(config: RunConfig, forecast: Forecast, goals: Goals) -> list[str]:
     """Goals that even a server with one request at a time misses, in words. No schedule can help:
     a request waits for nobody there.
     """
@@ -67,7 +67,7 @@ def why_missed(candidates: list[Candidate], goals: Goals, factors: dict[str, flo
 
 
 def highest_load(
-    config: EngineConfig, forecast: Forecast, goals: Goals, factors: dict[str, float]
+    config: RunConfig, forecast: Forecast, goals: Goals, factors: dict[str, float]
 ) -> float | None:
     """The most times the load at which the goals are predicted to hold; None when at no load."""
 

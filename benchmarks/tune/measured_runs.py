@@ -19,7 +19,7 @@ from ostinato.benchmarks.tune.goals import Figures
 from ostinato.benchmarks.workload.arrivals import LoadPoint
 from ostinato.benchmarks.workload.model_facts import ModelFacts
 from ostinato.benchmarks.workload.workload import Part
-from ostinato.conf.root import EngineConfig
+from ostinato.conf.root import RunConfig
 
 __all__ = ("RealRun", "RealRuns")
 
@@ -47,7 +47,7 @@ class RealRuns:
         duration_s: later requests are left out; None = all are sent.
     """
 
-    config: EngineConfig
+    config: RunConfig
     facts: ModelFacts
     part: Part
     point: LoadPoint
@@ -68,7 +68,7 @@ class RealRuns:
             decode=None if tokenizer is None else tokenizer.decode,
         )
 
-    def run(self, config: EngineConfig, spec: EngineSpec | None = None) -> RealRun:
+    def run(self, config: RunConfig, spec: EngineSpec | None = None) -> RealRun:
         """Start a server of `config` and measure; with `spec`, what serving adds to its step
         costs too, before and after.
 

@@ -15,7 +15,7 @@ import yaml
 import ostinato
 from ostinato.benchmarks.report.plot_style import plain_log
 from ostinato.benchmarks.tune.goals import Figures, Goals
-from ostinato.conf.root import EngineConfig
+from ostinato.conf.root import RunConfig
 from ostinato.conf.schema import Section
 
 __all__ = (
@@ -40,7 +40,7 @@ class Verified:
     measured: Figures
 
 
-def option_text(config: EngineConfig, provenance: Sequence[str]) -> str:
+def option_text(config: RunConfig, provenance: Sequence[str]) -> str:
     """The YAML of an option: what differs from the defaults in the sections of an engine.
 
     Args:
@@ -81,7 +81,7 @@ def serve_command(config_dir: Path, name: str) -> str:
 
 
 def provenance(
-    config: EngineConfig, goals: Goals, facts: Mapping[str, str], best: Verified
+    config: RunConfig, goals: Goals, facts: Mapping[str, str], best: Verified
 ) -> list[str]:
     """The comment at the head of an option."""
     measured, share = best.measured, f"p{goals.percentile:g}"

@@ -26,7 +26,7 @@ from ostinato.benchmarks.tune.forecast import Forecast
 from ostinato.benchmarks.tune.goals import Figures, Goals
 from ostinato.benchmarks.tune.space import Space, Value, apply_values, value_of
 from ostinato.conf.errors import ConfigError
-from ostinato.conf.root import EngineConfig
+from ostinato.conf.root import RunConfig
 
 __all__ = ("Candidate", "Search", "open_storage")
 
@@ -88,7 +88,7 @@ class Search:
 
     def __init__(
         self,
-        config: EngineConfig,
+        config: RunConfig,
         space: Space,
         forecast: Forecast,
         goals: Goals,

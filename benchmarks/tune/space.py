@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, cast
 
 from ostinato.benchmarks.tune.goals import Goals
 from ostinato.conf.errors import ConfigError
-from ostinato.conf.root import EngineConfig
+from ostinato.conf.root import RunConfig
 
 __all__ = ("Space", "Value", "Variant", "apply_values", "is_alike", "searched_keys", "value_of")
 
@@ -51,7 +51,7 @@ class Space:
     @classmethod
     def of(
         cls,
-        config: EngineConfig,
+        config: RunConfig,
         goals: Goals,
         *,
         variants: tuple[Variant, ...],
@@ -99,18 +99,18 @@ class Space:
         )
 
 
-def searched_keys(config: EngineConfig) -> list[str]:
+def searched_keys(config: RunConfig) -> list[str]:
     """What may be changed."""
     return config.tune.keys or list(_USUAL_KEYS)
 
 
-def value_of(config: EngineConfig, key: str) -> Value:
+def value_of(config: RunConfig, key: str) -> Value:
     """A key's value, as plain data."""
     section, _, name = key.partition(".")
     return getattr(getattr(config, section), name)
 
 
-def apply_values(config: EngineConfig, values: Mapping[str, Value]) -> EngineConfig:
+def apply_values(config: RunConfig, values: Mapping[str, Value]) -> RunConfig:
     """The configuration with these values.
 
     Raises:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ostinato.conf.root import EngineConfig
+from ostinato.conf.root import RunConfig
 from ostinato.models.checkpoints.checkpoint import CheckpointError, resolve_directory
 from ostinato.runtime.errors import StartupError
 from ostinato.runtime.text.tokenizer import Tokenizer
@@ -22,7 +22,7 @@ class ModelFacts:
     tokenizer: Tokenizer | None
 
 
-def model_facts(config: EngineConfig) -> ModelFacts:
+def model_facts(config: RunConfig) -> ModelFacts:
     """Read the model's small files.
 
     Raises:

@@ -13,13 +13,12 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import zmq.asyncio
 
-from ostinato.conf.root import EngineConfig
+from ostinato.conf.root import RunConfig
 from ostinato.runtime.client.completion import PromptCompletions
 from ostinato.runtime.client.pooling import make_pooling_request
 from ostinato.runtime.client.replica import Reader, Replica
@@ -53,16 +52,14 @@ class EngineClient:
     model: ServedModel
     tokenizer: Tokenizer | None
 
-    def __init__(self, config: EngineConfig, num_replicas: int = 1) -> None:
+    def __init__(self, config: RunConfig, num_replicas: int = 1) -> None:
         assert num_replicas >= 1, f"a client needs a replica, not {num_replicas}"
         self._config = config
         self._directory = Path(tempfile.mkdtemp(prefix="ostinato-"))  # mode 0700
         self._context = zmq.asyncio.Context()
-        # Secrets of the API stay in its process.
-        server = replace(config.server, api_keys=[], max_requests_per_key=None)
         self.replicas = [
             Replica(
-                replace(config, server=server),
+                config.engine,
                 config.server,
                 self._context,
                 self._directory / f"engine-{number}",

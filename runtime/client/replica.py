@@ -18,8 +18,8 @@ from pathlib import Path
 import msgspec
 import zmq.asyncio
 
-from ostinato.conf.root import EngineConfig
-from ostinato.conf.schema import ServerConfig
+from ostinato.conf.engine import EngineConfig
+from ostinato.conf.server_schema import ServerConfig
 from ostinato.runtime.client.in_flight import InFlightRequests, given_up_output
 from ostinato.runtime.client.inspection import Inspector
 from ostinato.runtime.client.pending_calls import PendingCalls
@@ -42,6 +42,7 @@ from ostinato.runtime.process.ipc import (
     EngineMessage,
     EngineOutputs,
     GetState,
+    StartEngine,
     State,
     StepStarted,
     UtilityName,
@@ -78,8 +79,8 @@ class Replica:
     ) -> None:
         """
         Args:
-            config: sent to the engine process.
-            server: its limits of restarts and of silence.
+            config: the engine's.
+            server: how the process is watched, restarted and logged.
             context: of the sockets; it outlives this object.
             path: beginning of the names of the sockets' files.
         """
@@ -148,7 +149,15 @@ class Replica:
         """Start the engine process; it loads the model while the caller does something else."""
         path = self._path.with_name(f"{self._path.name}-{next(self._processes)}")
         self._engine = EngineProcess(self._context, path)
-        await self._engine.spawn(msgspec.json.encode(self._config))
+        server = self._server
+        start = StartEngine(
+            config=self._config,
+            log_level=server.log_level,
+            log_format=server.log_format,
+            flight_recorder_steps=server.flight_recorder_steps,
+            profile_dir=server.profile_dir,
+        )
+        await self._engine.spawn(msgspec.json.encode(start))
 
     async def wait_until_ready(self, on_phase: Callable[[str, float], None]) -> None:
         """Wait until the spawned engine serves.

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING
 import msgspec
 import zmq
 
-from ostinato.conf.root import EngineConfig
 from ostinato.runtime.engine.flight_recorder import FlightRecorder, flight_path
 from ostinato.runtime.errors import InvalidRequestError, StartupError
 from ostinato.runtime.process.ipc import (
@@ -32,6 +31,7 @@ from ostinato.runtime.process.ipc import (
     EngineReady,
     GetState,
     Phase,
+    StartEngine,
     State,
     StepStarted,
     UtilityCall,
@@ -146,7 +146,7 @@ def _exit_with_client() -> None:
     threading.Thread(target=watch, name="watch-client", daemon=True).start()
 
 
-def _read_config() -> EngineConfig:
+def _read_start() -> StartEngine:
     """The first line of standard input."""
     line = b""
     while not line.endswith(b"\n"):
@@ -154,7 +154,7 @@ def _read_config() -> EngineConfig:
         if not byte:
             raise StartupError("the engine process got no configuration on standard input")
         line += byte
-    return msgspec.json.decode(line, type=EngineConfig)
+    return msgspec.json.decode(line, type=StartEngine)
 
 
 def _flight_recorder(num_steps: int, address: str) -> FlightRecorder | None:
@@ -170,8 +170,9 @@ def main(address: str) -> int:
     # decides when the engine ends, so that it can let requests finish first.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    config = _read_config()
-    configure_logging(config.server.log_level, config.server.log_format, "engine")
+    start = _read_start()
+    config = start.config
+    configure_logging(start.log_level, start.log_format, "engine")
     _exit_with_client()
     prepare_kernels(config.model, config.device, config.graphs)
     connection = _Connection(address)
@@ -186,14 +187,14 @@ def main(address: str) -> int:
         engine = build_engine(
             config,
             report=lambda name, seconds: connection.send(Phase(name, seconds)),
-            observer=StepObserver(_flight_recorder(config.server.flight_recorder_steps, address)),
+            observer=StepObserver(_flight_recorder(start.flight_recorder_steps, address)),
         )
         connection.send(EngineReady(engine.model, engine.stats()))
         at_start = False
         # Objects of the start live as long as the process: collections need not visit them.
         gc.collect()
         gc.freeze()
-        run_loop(engine, connection, UtilityCalls(engine, config.server.profile_dir))
+        run_loop(engine, connection, UtilityCalls(engine, start.profile_dir))
         engine.abort_all()
         engine.check_integrity()
     except StartupError as error:

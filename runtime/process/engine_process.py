@@ -67,11 +67,11 @@ class EngineProcess:
         assert self._process.returncode is not None, "ended"
         return self._process.returncode
 
-    async def spawn(self, config: bytes) -> None:
+    async def spawn(self, start: bytes) -> None:
         """Start the process.
 
         Args:
-            config: the resolved configuration as one line of JSON.
+            start: a `StartEngine` as one line of JSON.
         """
         address = f"ipc://{self.path}"
         self._socket.setsockopt(zmq.SNDHWM, 0)
@@ -87,7 +87,7 @@ class EngineProcess:
         self._ended = asyncio.create_task(self._process.wait())
         assert self._process.stdin is not None, "stdin=PIPE"
         with contextlib.suppress(ConnectionError):  # killed at once: its end is seen elsewhere
-            self._process.stdin.write(config + b"\n")
+            self._process.stdin.write(start + b"\n")
             await self._process.stdin.drain()
 
     async def wait_until_ready(self, on_phase: Callable[[str, float], None]) -> EngineReady:

@@ -6,6 +6,7 @@ from enum import StrEnum
 
 import msgspec
 
+from ostinato.conf.engine import EngineConfig
 from ostinato.runtime.engine.engine_state import EngineState
 from ostinato.runtime.types.engine_info import EngineStats, ServedModel
 from ostinato.runtime.types.outputs import SequenceOutput
@@ -22,6 +23,7 @@ __all__ = (
     "GetState",
     "Phase",
     "Shutdown",
+    "StartEngine",
     "State",
     "StepStarted",
     "UtilityCall",
@@ -31,6 +33,19 @@ __all__ = (
     "encoder",
     "engine_decoder",
 )
+
+
+class StartEngine(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine process is started with: one line of JSON on its standard input.
+
+    Of the server's settings it has those that concern the process, and no secret.
+    """
+
+    config: EngineConfig
+    log_level: str
+    log_format: str  # text | json
+    flight_recorder_steps: int  # last steps that are kept in a file; 0 = none
+    profile_dir: str  # where profiles are written; empty = profiling is refused
 
 
 class AddRequest(msgspec.Struct, frozen=True, array_like=True, tag=1, gc=False):

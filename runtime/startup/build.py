@@ -15,8 +15,8 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
+from ostinato.conf.engine import EngineConfig
 from ostinato.conf.errors import first_line
-from ostinato.conf.root import EngineConfig
 from ostinato.conf.schema import GraphMode
 from ostinato.graphs.buckets import GraphKey, name_buckets, why_incomplete
 from ostinato.graphs.buffers import StaticBuffers

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from ostinato.conf.root import EngineConfig
+from ostinato.conf.engine import EngineConfig
 from ostinato.conf.schema import GraphMode, LoadFormat, Quantization
 from ostinato.graphs.buffers import StaticBuffers
 from ostinato.graphs.bundle import Bundle

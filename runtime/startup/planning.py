@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ostinato.conf.root import EngineConfig
+from ostinato.conf.engine import EngineConfig
 from ostinato.conf.schema import GraphMode, PoolingChoice
 from ostinato.graphs.buckets import BucketTable, default_decode_sizes, default_mixed_sizes
 from ostinato.graphs.buffers import StaticBuffers

@@ -12,7 +12,8 @@ from litestar.testing import TestClient
 from ostinato.api.http.api_keys import with_keys
 from ostinato.api.server.app import create_app
 from ostinato.api.service.service import Service
-from ostinato.conf.schema import SamplingSection, ServerConfig
+from ostinato.conf.schema import SamplingSection
+from ostinato.conf.server_schema import ServerConfig
 from ostinato.runtime.text.chat_template import ChatTemplate
 from ostinato.runtime.text.tokenizer import Tokenizer
 from tests.api.fake_client import HELLO, FakeClient

@@ -15,7 +15,6 @@ MAX_FUNCTION_LINES = 80
 SOFT_FUNCTION_LINES = 60
 # Longer than the limit, to be split; a file that has become short leaves the list.
 LONG_FILES = {
-    "conf/schema.py",
     "models/demo/training/train.py",
     "models/demo/training/writing.py",
     "ops/backends/triton_kernels.py",

@@ -28,7 +28,7 @@ from ostinato.commands import run
 from ostinato.conf.bench_schema import SloSection
 from ostinato.conf.compose import load_config
 from ostinato.conf.errors import ConfigError
-from ostinato.conf.root import EngineConfig
+from ostinato.conf.root import RunConfig
 from ostinato.conf.tuning_schema import TuneObjective
 from tests.runtime.cost_tables import make_table
 
@@ -86,7 +86,7 @@ def test_configurations_that_only_chance_tells_apart_are_alike():
     assert is_alike({"device.threads": 1}, {"device.threads": 1})
 
 
-def make_space(*overrides: str, goals: Goals | None = None) -> tuple[Space, EngineConfig]:
+def make_space(*overrides: str, goals: Goals | None = None) -> tuple[Space, RunConfig]:
     config = load_config(["model.max_model_len=512", "cache.memory_gib=0.05", *overrides])
     space = Space.of(
         config,
@@ -130,7 +130,7 @@ def mixed_requests() -> list[JobRequest]:
 
 def make_search(
     tmp_path: Path, goals: Goals, *overrides: str
-) -> tuple[Search, Forecast, EngineConfig]:
+) -> tuple[Search, Forecast, RunConfig]:
     space, config = make_space(*overrides, goals=goals)
     forecast = make_forecast(config, mixed_requests())
     storage = open_storage(tmp_path / "study.journal")

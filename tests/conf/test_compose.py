@@ -8,14 +8,14 @@ from hydra.core.global_hydra import GlobalHydra
 
 from ostinato.conf.compose import compose_yaml, group_options, load_config
 from ostinato.conf.errors import ConfigError
-from ostinato.conf.root import EngineConfig
+from ostinato.conf.root import RunConfig
 from ostinato.conf.schema import DType, GraphMode, LoadFormat
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 
 
 def test_no_overrides_give_the_schemas_defaults():
-    assert load_config() == EngineConfig()
+    assert load_config() == RunConfig()
 
 
 def test_overrides_change_what_they_name():
@@ -51,7 +51,7 @@ def test_options_are_the_files_of_the_tree():
 @pytest.mark.parametrize("file", sorted(CONF.glob("*/*.yaml")), ids=lambda file: file.stem)
 def test_every_option_composes(file: Path):
     config = load_config([f"{file.parent.name}={file.stem}"])
-    assert isinstance(config, EngineConfig)
+    assert isinstance(config, RunConfig)
 
 
 def test_model_option_brings_its_config():

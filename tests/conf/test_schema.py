@@ -6,19 +6,19 @@ import msgspec
 import pytest
 
 from ostinato.conf.bench_schema import BenchSection
+from ostinato.conf.command_schema import GenerateSection, PlanSection
 from ostinato.conf.describe import describe_keys, describe_sections, nearest
-from ostinato.conf.root import EngineConfig
+from ostinato.conf.engine import EngineConfig
+from ostinato.conf.root import RunConfig
 from ostinato.conf.schema import (
     CacheConfig,
     DeviceConfig,
-    GenerateSection,
     GraphConfig,
     ModelSection,
-    PlanSection,
     SamplingSection,
     SchedulerConfig,
-    ServerConfig,
 )
+from ostinato.conf.server_schema import ServerConfig
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_bounds_are_inclusive(value: int):
 
 
 def test_sections_are_frozen():
-    config = EngineConfig()
+    config = RunConfig()
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.cache.block_size = 32  # type: ignore[misc]
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -128,13 +128,20 @@ def test_list_defaults_are_not_shared():
     assert second.parts == ["single", "ttft", "offline", "prefix"]
 
 
-def test_config_crosses_the_process_border_unchanged():
-    config = EngineConfig(
+def test_the_engines_sections_cross_the_process_border_alone_and_unchanged():
+    config = RunConfig(
         model=ModelSection(path="/x", config={"rope_scaling": {"factor": 2.0}}),
         cache=CacheConfig(block_size=32, memory_gib=0.5),
+        server=ServerConfig(api_keys=["secret"]),
     )
-    wire = msgspec.json.encode(config)
-    assert msgspec.json.decode(wire, type=EngineConfig) == config
+    wire = msgspec.json.encode(config.engine)
+    received = msgspec.json.decode(wire, type=EngineConfig)
+    assert received == config.engine
+    assert (received.model, received.cache) == (config.model, config.cache)
+    assert b"secret" not in wire
+    assert set(msgspec.json.decode(wire)) == {
+        *("model", "device", "cache", "scheduler", "graphs", "sampling")
+    }
 
 
 def test_every_setting_has_a_meaning_and_its_sections_name():

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ostinato.conf.root import EngineConfig
+from ostinato.conf.root import RunConfig
 from ostinato.conf.schema import GraphForm
 from ostinato.graphs.buckets import BucketTable
 from ostinato.graphs.buffers import StaticBuffers
@@ -39,7 +39,7 @@ DECODE_SIZES, MIXED_SIZES = (1, 2, 4, 8), (32, 64)
 Step = list[tuple[int, int]]
 
 
-def cuda_config(*overrides: str) -> EngineConfig:
+def cuda_config(*overrides: str) -> RunConfig:
     """`tiny_config` on the CUDA device, captured, float32 unless the overrides say otherwise."""
     return tiny_config(
         "device.name=cuda",

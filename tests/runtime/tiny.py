@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ostinato.conf.compose import load_config
-from ostinato.conf.root import EngineConfig
+from ostinato.conf.root import RunConfig
 
 VOCAB_SIZE = 300
 MODEL = {
@@ -25,7 +25,7 @@ MODEL = {
 }
 
 
-def tiny_config(*overrides: str, **values: object) -> EngineConfig:
+def tiny_config(*overrides: str, **values: object) -> RunConfig:
     """Eager mode with a small cache; `values` are dotted keys with `__` for the dot."""
     return load_config(
         [

@@ -20,7 +20,7 @@ from ostinato.benchmarks.load.run import Target, run_client
 from ostinato.benchmarks.simulate.jobs import simulate_job
 from ostinato.benchmarks.simulate.simulated_engine import EngineSpec
 from ostinato.benchmarks.simulate.step_times.fit import EngineStep, Recording
-from ostinato.conf.root import EngineConfig
+from ostinato.conf.root import RunConfig
 from ostinato.runtime.errors import EngineError
 
 __all__ = ("Calibration", "read_steps", "recording_server")
@@ -35,7 +35,7 @@ _SAMPLE = 24
 _TIMEOUT_S = 60.0
 
 
-def recording_server(config: EngineConfig) -> EngineConfig:
+def recording_server(config: RunConfig) -> RunConfig:
     """The configuration with a flight recorder that is long enough, and can be asked."""
     section = dataclasses.replace(config.server, flight_recorder_steps=_NUM_STEPS, page=True)
     return dataclasses.replace(config, server=section)

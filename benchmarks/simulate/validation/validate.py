@@ -59,7 +59,7 @@ from ostinato.benchmarks.workload.model_facts import ModelFacts, model_facts
 from ostinato.benchmarks.workload.select import fit_parts, read_parts
 from ostinato.benchmarks.workload.workload import Part
 from ostinato.conf.bench_schema import LoadSection, SloSection, WorkloadKind, WorkloadSection
-from ostinato.conf.root import EngineConfig
+from ostinato.conf.root import RunConfig
 
 __all__ = ("validate", "validation_workloads")
 
@@ -134,7 +134,7 @@ class _Runs:
         return self.point.concurrency or 0
 
 
-def validate(config: EngineConfig) -> int:
+def validate(config: RunConfig) -> int:
     """Predict, measure, compare; 1 when a figure misses by more than `simulate.tolerance`.
 
     Raises:

@@ -12,7 +12,8 @@ from prometheus_client.parser import text_string_to_metric_families
 import ostinato
 from ostinato.api.base.unsupported_endpoints import hint_for
 from ostinato.api.server.app import create_app
-from ostinato.conf.schema import SamplingSection, ServerConfig
+from ostinato.conf.schema import SamplingSection
+from ostinato.conf.server_schema import ServerConfig
 from ostinato.graphs.seal import LateCompile
 from ostinato.runtime.errors import EngineDeadError
 from ostinato.runtime.types.engine_info import EngineStats

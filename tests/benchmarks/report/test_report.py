@@ -8,7 +8,7 @@ import pytest
 from ostinato.benchmarks.report.plot_style import make_axes, plain_log
 from ostinato.benchmarks.report.record import Metric, Point, Record, conditions_of, read_records
 from ostinato.benchmarks.report.tables import median_and_range, print_record
-from ostinato.conf.root import EngineConfig
+from ostinato.conf.root import RunConfig
 
 RESULTS = Path(__file__).resolve().parents[3] / "benchmarks" / "results"
 # Of run bench, run simulate and run tune; other programs have forms of their own.
@@ -42,7 +42,7 @@ def test_median_and_range(values: list[float], text: str):
 
 
 def make_record(kind: str, points: list[Point]) -> Record:
-    return Record(kind=kind, conditions=conditions_of(EngineConfig()), points=points)
+    return Record(kind=kind, conditions=conditions_of(RunConfig()), points=points)
 
 
 def make_points(count: int) -> list[Point]:

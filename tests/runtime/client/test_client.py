@@ -223,10 +223,10 @@ def test_close_leaves_no_process_and_no_files() -> None:
 def test_the_engine_ends_when_its_client_is_killed() -> None:
     program = f"""
 import asyncio, sys, msgspec
-from ostinato.conf.root import EngineConfig
+from ostinato.conf.root import RunConfig
 from ostinato.runtime.client.client import EngineClient
 async def main():
-    client = EngineClient(msgspec.json.decode({msgspec.json.encode(tiny_config())!r}, type=EngineConfig))
+    client = EngineClient(msgspec.json.decode({msgspec.json.encode(tiny_config())!r}, type=RunConfig))
     await client.start()
     print(client.engine_pid, flush=True)
     await asyncio.sleep(1000)

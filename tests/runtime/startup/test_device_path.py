@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ostinato import LLM, SamplingParams
-from ostinato.conf.root import EngineConfig
+from ostinato.conf.engine import EngineConfig
 from ostinato.graphs.draw import StaticDrawer
 from ostinato.runtime.startup import build, planning
 from ostinato.runtime.startup.memory_plan import FreeMemory

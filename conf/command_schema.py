@@ -1,0 +1,71 @@
+"""Sections of the commands `run generate`, `run batch`, `run chat` and `run plan`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ostinato.conf.schema import Section, setting
+
+__all__ = ("BatchSection", "ChatSection", "GenerateSection", "PlanSection")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateSection(Section):
+    """What `run generate` asks of the model."""
+
+    key = "generate"
+    max_tokens: int = setting(128, "tokens to generate at most", at_least=1)
+    temperature: float | None = setting(
+        None, "0 = the likeliest token; null = the model's default", at_least=0, at_most=2
+    )
+    top_p: float | None = setting(
+        None, "nucleus; 1 = off, null = the model's default", above=0, at_most=1
+    )
+    top_k: int | None = setting(
+        None, "the k likeliest; 0 = off, null = the model's default", at_least=0
+    )
+    seed: int | None = setting(None, "same seed, same tokens; null = a new one", at_least=0)
+    stop: list[str] = setting([], "strings that end the text")
+    chat: bool = setting(False, "send the prompt as a user's message through the chat template")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchSection(Section):
+    """How `run batch` works through a file."""
+
+    key = "batch"
+    concurrency: int | None = setting(
+        None, "requests at once; null = twice the sequences that may run", at_least=1
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatSection(Section):
+    """What `run chat` asks of the model."""
+
+    key = "chat"
+    system: str = setting("", "system message at the head of the conversation; empty = none")
+    max_tokens: int | None = setting(
+        None, "tokens of one answer at most; null = up to the context's end", at_least=1
+    )
+    temperature: float | None = setting(
+        None, "0 = the likeliest token; null = the model's default", at_least=0, at_most=2
+    )
+    top_p: float | None = setting(
+        None, "nucleus; 1 = off, null = the model's default", above=0, at_most=1
+    )
+    top_k: int | None = setting(
+        None, "the k likeliest; 0 = off, null = the model's default", at_least=0
+    )
+    seed: int | None = setting(None, "same seed, same tokens; null = a new one", at_least=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanSection(Section):
+    """What `run plan` prints and for which machine."""
+
+    key = "plan"
+    json: bool = setting(False, "print the ledger as JSON instead of a table")
+    free_gib: float | None = setting(
+        None, "plan for a device with this much free memory; null = this machine's", above=0
+    )

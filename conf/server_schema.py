@@ -1,0 +1,163 @@
+"""The section `server`: addresses, limits, health, restarts, logs and traces of `run serve`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from ostinato.conf.schema import Section, refuse, setting
+
+__all__ = ("ReasoningParserName", "ServerConfig", "ToolParserName", "is_api_key")
+
+
+class ToolParserName(StrEnum):
+    """The form in which a model writes tool calls."""
+
+    auto = "auto"
+    none = "none"
+    hermes = "hermes"
+    llama3_json = "llama3_json"
+    mistral = "mistral"
+    json = "json"
+
+
+class ReasoningParserName(StrEnum):
+    """The markers between which a model reasons."""
+
+    auto = "auto"
+    none = "none"
+    think = "think"
+    mistral = "mistral"
+
+
+def is_api_key(text: str) -> bool:
+    """Whether a text can be sent as a bearer token: visible ASCII, not empty."""
+    return bool(text) and all("!" <= character <= "~" for character in text)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig(Section):
+    """The HTTP server."""
+
+    key = "server"
+    host: str = setting("127.0.0.1", "address to listen on; 0.0.0.0 = every interface")
+    port: int = setting(8000, "TCP port; 0 = any free one", at_least=0, at_most=65535)
+    api_keys: list[str] = setting(
+        [], "who may ask; visible in the process list, so prefer api_key_file; empty = everybody"
+    )
+    api_key_file: str = setting("", "a file with one API key a line, # begins a comment")
+    cors_origins: list[str] = setting(
+        [], "origins whose pages may call this server from a browser; * = any"
+    )
+    tls_certificate: str = setting("", "a PEM file with the certificate chain; empty = plain HTTP")
+    tls_key: str = setting("", "a PEM file with the certificate's private key")
+    max_body_mib: float = setting(8.0, "a larger request body is refused with 413", above=0)
+    max_prompt_tokens: int | None = setting(
+        None, "a longer prompt is refused with 400; null = what the context holds", at_least=1
+    )
+    max_requests_per_key: int | None = setting(
+        None, "at once; more are refused with 429; null = no limit", at_least=1
+    )
+    max_queued_requests: int | None = setting(
+        None,
+        "completions that wait for their first token; more are refused with 429; null = no limit",
+        at_least=1,
+    )
+    max_queued_tokens: int | None = setting(
+        None,
+        "of the prompts that wait for their first token; more are refused with 429; null = no "
+        "limit",
+        at_least=1,
+    )
+    drain_timeout_s: float = setting(
+        30.0, "how long SIGTERM waits for running requests", at_least=0
+    )
+    health_timeout_s: float = setting(
+        30.0,
+        "/live and /health fail when there is work and no step for this long, beyond what a step "
+        "should take",
+        above=0,
+    )
+    hang_timeout_s: float | None = setting(
+        60.0,
+        "an engine that is silent for this long, beyond what a step should take, is killed and "
+        "started again; null = never",
+        above=0,
+    )
+    tool_parser: ToolParserName = setting(
+        ToolParserName.auto,
+        "the form of the model's tool calls; auto = recognised from the chat template",
+    )
+    reasoning_parser: ReasoningParserName = setting(
+        ReasoningParserName.auto,
+        "the marks around the model's reasoning; auto = recognised from the chat template",
+    )
+    max_restarts: int = setting(
+        5, "of a dead engine within server.restart_window_s; 0 = never", at_least=0, at_most=1000
+    )
+    restart_window_s: float = setting(600.0, "after which a restart is forgotten", above=0)
+    restart_backoff_s: float = setting(
+        0.5,
+        "wait before the second restart within the window, doubled for each further; the first "
+        "comes at once",
+        at_least=0,
+        at_most=30,
+    )
+    response_store_mib: float = setting(
+        64.0,
+        "memory for stored replies of /v1/responses; the oldest go first, 0 = none are stored",
+        at_least=0,
+        at_most=65536,
+    )
+    profile_dir: str = setting(
+        "", "where /start_profile and /stop_profile write traces; empty = they are refused"
+    )
+    log_level: str = setting(
+        "info", "of the log on stderr", one_of=("debug", "info", "warning", "error")
+    )
+    record_trace: str = setting(
+        "",
+        "JSON-lines file that arrival, lengths and shared prefixes of every request are appended "
+        "to, never text; empty = none",
+    )
+    log_format: str = setting(
+        "text", "of the log: text, or json = one object per line", one_of=("text", "json")
+    )
+    log_prompts: bool = setting(False, "put prompts' token ids into the log lines of requests")
+    flight_recorder_steps: int = setting(
+        256, "last steps that are kept for after a crash; 0 = none", at_least=0, at_most=65536
+    )
+    flight_recorder_dir: str = setting(
+        "", "where they are written after a crash; empty = flight/ in the cache directory"
+    )
+    page: bool = setting(True, "serve the page at / and what it reads at /debug")
+    vllm_metrics: bool = setting(True, "/metrics has its figures under vLLM's names too")
+    otlp_endpoint: str = setting(
+        "", "where OpenTelemetry traces go, such as http://host:4318/v1/traces; empty = nowhere"
+    )
+
+    def __post_init__(self) -> None:
+        Section.__post_init__(self)
+        if not all(is_api_key(key) for key in self.api_keys):
+            raise ValueError(
+                "server.api_keys must be texts without spaces, one has spaces, is empty or not "
+                "ASCII (which one is not shown)"
+            )
+        if bool(self.tls_certificate) != bool(self.tls_key):
+            refuse(
+                "server.tls_key",
+                "set exactly when server.tls_certificate is",
+                self.tls_key,
+            )
+        if self.max_requests_per_key is not None and not (self.api_keys or self.api_key_file):
+            refuse(
+                "server.max_requests_per_key",
+                "null without server.api_keys or server.api_key_file",
+                self.max_requests_per_key,
+            )
+        for origin in self.cors_origins:
+            scheme, mark, host = origin.partition("://")
+            if origin != "*" and not (
+                scheme in ("http", "https") and mark and host.strip("/") == host
+            ):
+                refuse("server.cors_origins", "* or origins like https://example.org", origin)
