@@ -25,8 +25,8 @@ from ostinato.models.registry import build_model, read_model_config
 from ostinato.models.weight_methods.choose import choose_weights
 from ostinato.models.weight_methods.packed import Packed
 from ostinato.ops.attention import select_backend
-from tests.models.checkpoints import VARIANTS, reference_model, save
 from tests.models.driver import Driver, Sequence
+from tests.models.random_checkpoints import VARIANTS, reference_model, save
 
 TOLERANCE = 1e-4  # float32 sums in another order, over 3 layers
 NUM_PROMPT = 43

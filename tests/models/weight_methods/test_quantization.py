@@ -33,8 +33,8 @@ from ostinato.models.weight_methods.plain import Plain
 from ostinato.ops.quantized import quantize_linear_weight
 from ostinato.ops.quantized_reference import quantize_rows
 from tests.live_bytes import LiveBytes
-from tests.models.checkpoints import VARIANTS, reference_model, save
 from tests.models.driver import Driver, Sequence
+from tests.models.random_checkpoints import VARIANTS, reference_model, save
 
 PROMPT = [(7 * index * index + 13 * index + 5) % 199 for index in range(43)]
 CPU = torch.device("cpu")

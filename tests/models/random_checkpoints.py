@@ -46,6 +46,10 @@ class Variant:
     shard_size: str = "1GB"
     pickled: bool = False
 
+    def as_one_file(self) -> Variant:
+        """The same model in one safetensors file."""
+        return Variant(self.model_type, self.settings)
+
 
 VARIANTS = {
     "gpt2": Variant(

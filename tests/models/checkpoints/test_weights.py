@@ -22,7 +22,7 @@ from ostinato.models.weight_methods.choose import choose_weights
 from ostinato.models.weight_methods.packed import Packed
 from ostinato.models.weight_methods.plain import Plain
 from ostinato.ops.linear import unpack_linear_weight
-from tests.models.checkpoints import VARIANTS, reference_model, save
+from tests.models.random_checkpoints import VARIANTS, reference_model, save
 
 CPU = torch.device("cpu")
 
