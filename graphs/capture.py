@@ -19,7 +19,8 @@ from ostinato.graphs.buffers import StaticBuffers
 from ostinato.graphs.compile import Program
 from ostinato.graphs.recorder import Recorder, is_out_of_memory
 from ostinato.graphs.timing import ClockTimer, StepTimer
-from ostinato.models.base import CausalLM, KVCache, LanguageModel
+from ostinato.models.base import CausalLM, LanguageModel
+from ostinato.models.kv_cache import KVCache
 from ostinato.models.step_tensors import ForwardBatch
 from ostinato.ops.attention import AttentionPlanner
 

@@ -27,7 +27,8 @@ from ostinato.conf.environment import prepare_compiler
 from ostinato.conf.schema import GraphForm
 from ostinato.graphs.replay import LayerCall, Replay, record
 from ostinato.graphs.straight import StraightProgram, straighten
-from ostinato.models.base import DecoderLayer, KVCache, LanguageModel
+from ostinato.models.base import DecoderLayer, LanguageModel
+from ostinato.models.kv_cache import KVCache
 from ostinato.models.step_tensors import ForwardBatch, Size, StepInputs, tensor_specs
 
 __all__ = ("Binder", "Program", "ProgramStore", "compile_model")

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ostinato.graphs.straight import StraightProgram, resolve
-from ostinato.models.base import KVCache
+from ostinato.models.kv_cache import KVCache
 from ostinato.models.step_tensors import (
     ForwardBatch,
     RopeRows,

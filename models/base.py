@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
-import mmap
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
+from ostinato.models.config.model_config import HFConfig, ModelConfig
+from ostinato.models.kv_cache import KVCache
 from ostinato.models.step_tensors import ForwardBatch, StepInputs
 
 __all__ = (
@@ -17,60 +16,8 @@ __all__ = (
     "CheckpointLayout",
     "DecoderLayer",
     "EncoderModel",
-    "KVCache",
-    "KVCacheSpec",
     "LanguageModel",
 )
-
-KVCache = list[tuple[Tensor, Tensor]]
-"""Per layer (k_cache, v_cache), each its own base tensor [num_blocks, num_kv_heads, block_size,
-head_dim].
-"""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KVCacheSpec:
-    """The shape of a model's KV cache; `block_size` is the engine's choice."""
-
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-    block_size: int
-    dtype: torch.dtype
-
-    @property
-    def bytes_per_block(self) -> int:
-        """Bytes of one block over all layers, keys and values."""
-        elements = self.num_layers * 2 * self.num_kv_heads * self.block_size * self.head_dim
-        return elements * self.dtype.itemsize
-
-    def allocate(self, num_blocks: int, device: torch.device) -> KVCache:
-        """The cache itself, zeroed; block 0 is the null block."""
-        shape = (num_blocks, self.num_kv_heads, self.block_size, self.head_dim)
-        return [
-            (_zeros(shape, self.dtype, device), _zeros(shape, self.dtype, device))
-            for _ in range(self.num_layers)
-        ]
-
-
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    if 0 in shape:  # of an encoder; an empty tensor has no other view
-        return torch.empty(shape, dtype=dtype, device=device)
-    if device.type != "cpu":
-        # As bytes: not every operation knows the 8-bit types.
-        return (
-            torch.zeros(math.prod(shape) * dtype.itemsize, dtype=torch.uint8, device=device)
-            .view(dtype)
-            .view(shape)
-        )
-    # Zeroed pages from the system itself, which maps them when they are first written: a cache of
-    # gigabytes costs no time at start and no memory before it is used. And they begin at a page:
-    # an allocator's own begin 16 bytes into one, so that every vector would lie across two lines of
-    # the processor's cache.
-    pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        pages.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(pages, dtype=torch.uint8).view(dtype).view(shape)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -127,6 +74,24 @@ class LanguageModel(nn.Module):
     checkpoint_layout: CheckpointLayout = CheckpointLayout()  # may depend on the configuration
 
     layers: nn.ModuleList  # of DecoderLayer
+
+    @classmethod
+    def read_config(
+        cls, hf_config: HFConfig, generation_config: HFConfig | None = None
+    ) -> ModelConfig:
+        """The hyperparameters of a checkpoint of this family.
+
+        What a config.json asks for is either honoured or refused by its key: nothing is ignored
+        that would change the model's output.
+
+        Args:
+            hf_config: the parsed config.json.
+            generation_config: the parsed generation_config.json; its end-of-sequence ids win.
+
+        Raises:
+            ValueError: a key is missing, or has a value that is not supported; the text names it.
+        """
+        raise NotImplementedError
 
     def begin(self, batch: ForwardBatch) -> tuple[Tensor, StepInputs]:
         """Embeddings [T, D] and the step inputs that all layers share."""

@@ -7,10 +7,10 @@ from typing import cast
 
 import torch
 
-from ostinato.models.base import EncoderModel, LanguageModel
+from ostinato.models.base import LanguageModel
 from ostinato.models.checkpoints.checkpoint import Checkpoint
-from ostinato.models.config.encoder_config import read_encoder_config
-from ostinato.models.config.model_config import ModelConfig, architecture_of
+from ostinato.models.config.hf_fields import architecture_of
+from ostinato.models.config.model_config import ModelConfig
 from ostinato.models.linear import BuildOptions, LinearBase
 from ostinato.models.sharding import WHOLE, Shard
 from ostinato.models.weight_methods.choose import PLAIN, WeightPolicy
@@ -51,11 +51,8 @@ def read_model_config(checkpoint: Checkpoint) -> ModelConfig:
     Raises:
         ValueError: its architecture is unknown, or its config asks for what is not supported.
     """
-    # First, as other families have other keys.
     family = model_class(architecture_of(checkpoint.hf_config))
-    if issubclass(family, EncoderModel):
-        return read_encoder_config(checkpoint.hf_config)
-    return ModelConfig.from_hf(checkpoint.hf_config, checkpoint.generation_config)
+    return family.read_config(checkpoint.hf_config, checkpoint.generation_config)
 
 
 def build_model(

@@ -34,8 +34,9 @@ from ostinato.conf.schema import GraphForm
 from ostinato.graphs.buffers import StaticBuffers
 from ostinato.graphs.capture import GraphRunner
 from ostinato.graphs.compile import compile_model
-from ostinato.models.base import KVCache, LanguageModel
+from ostinato.models.base import LanguageModel
 from ostinato.models.checkpoints.weights import init_dummy_weights
+from ostinato.models.kv_cache import KVCache
 from ostinato.models.registry import build_model
 from ostinato.ops.attention import PlannedBackend, load_backend, select_backend
 from ostinato.ops.native.library import load

@@ -31,9 +31,10 @@ import ostinato
 from ostinato.benchmarks.machine.probes import commit_of
 from ostinato.conf.compose import load_config
 from ostinato.conf.schema import LoadFormat
-from ostinato.models.base import CausalLM, KVCache
+from ostinato.models.base import CausalLM
 from ostinato.models.checkpoints.weights import init_dummy_weights, load_weights
 from ostinato.models.demo.training.corpus import documents
+from ostinato.models.kv_cache import KVCache
 from ostinato.models.linear import LinearBase
 from ostinato.models.registry import build_model
 from ostinato.models.step_tensors import ForwardBatch

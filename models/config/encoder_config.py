@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from ostinato.models.config.model_config import (
-    HFConfig,
-    ModelConfig,
+from ostinato.models.config.hf_fields import (
     architecture_of,
     read_activation,
     read_integer,
+    refuse_other_values,
     stated_dtype,
 )
+from ostinato.models.config.model_config import HFConfig, ModelConfig
 from ostinato.models.config.model_kind import ENCODER
 
 __all__ = ("read_encoder_config",)
@@ -28,9 +28,7 @@ def read_encoder_config(hf_config: HFConfig) -> ModelConfig:
     Raises:
         ValueError: a key is missing, or has a value that is not supported; the text names it.
     """
-    for key, only in _MUST_BE.items():
-        if hf_config.get(key, only) != only:
-            raise ValueError(f"config.json: {key}={hf_config[key]} is not supported, only {only}")
+    refuse_other_values(hf_config, _MUST_BE)
     hidden_size = read_integer(hf_config, "hidden_size")
     num_heads = read_integer(hf_config, "num_attention_heads")
     num_layers = read_integer(hf_config, "num_hidden_layers")

@@ -15,7 +15,8 @@ from ostinato.models.base import (
     DecoderLayer,
     EncoderModel,
 )
-from ostinato.models.config.model_config import ModelConfig
+from ostinato.models.config.encoder_config import read_encoder_config
+from ostinato.models.config.model_config import HFConfig, ModelConfig
 from ostinato.models.layers import LayerNorm
 from ostinato.models.linear import BuildOptions, Embedding, Linear, MergedLinear
 from ostinato.models.step_tensors import ForwardBatch, StepInputs
@@ -113,6 +114,12 @@ class BertModel(EncoderModel):
     """Token, position and segment embeddings with their norm, then the layers."""
 
     checkpoint_layout = _LAYOUT
+
+    @classmethod
+    def read_config(
+        cls, hf_config: HFConfig, generation_config: HFConfig | None = None
+    ) -> ModelConfig:
+        return read_encoder_config(hf_config)
 
     def __init__(self, config: ModelConfig, options: BuildOptions) -> None:
         super().__init__()

@@ -5,13 +5,25 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from ostinato.models.base import CausalLM, CheckpointLayout, DecoderLayer
-from ostinato.models.config.model_config import ModelConfig
+from ostinato.models.config.decoder_config import MUST_BE, read_head_dim
+from ostinato.models.config.hf_fields import (
+    architecture_of,
+    read_activation,
+    read_first,
+    read_integer,
+    read_token_ids,
+    refuse_other_values,
+    stated_dtype,
+)
+from ostinato.models.config.model_config import HFConfig, ModelConfig
 from ostinato.models.layers import Attention, LayerNorm
 from ostinato.models.linear import BuildOptions, Embedding, Linear, OutputHead
 from ostinato.models.step_tensors import ForwardBatch, StepInputs
 from ostinato.ops.activation import activate
 
 __all__ = ("GPT2DecoderLayer", "GPT2LMHeadModel")
+
+_MUST_BE = {**MUST_BE, "scale_attn_by_inverse_layer_idx": False, "scale_attn_weights": True}
 
 
 class MLP(nn.Module):
@@ -75,6 +87,39 @@ class GPT2LMHeadModel(CausalLM):
         transposed=("attn.qkv_proj", "attn.o_proj", "mlp.c_fc", "mlp.c_proj"),
         ignored=(r"\.attn\.bias$", r"\.attn\.masked_bias$"),  # causal masks of old checkpoints
     )
+
+    @classmethod
+    def read_config(
+        cls, hf_config: HFConfig, generation_config: HFConfig | None = None
+    ) -> ModelConfig:
+        refuse_other_values(hf_config, _MUST_BE)
+        hidden_size = read_integer(hf_config, "n_embd", "hidden_size")
+        num_layers = read_integer(hf_config, "n_layer", "num_hidden_layers")
+        num_heads = read_integer(hf_config, "n_head", "num_attention_heads")
+        return ModelConfig(
+            architecture=architecture_of(hf_config),
+            vocab_size=read_integer(hf_config, "vocab_size"),
+            hidden_size=hidden_size,
+            intermediate_size=read_integer(
+                hf_config, "n_inner", "intermediate_size", default=4 * hidden_size
+            ),
+            num_layers=num_layers,
+            num_heads=num_heads,
+            num_kv_heads=num_heads,
+            head_dim=read_head_dim(hf_config, hidden_size, num_heads),
+            max_model_len=read_integer(hf_config, "n_positions", "max_position_embeddings"),
+            norm_eps=float(read_first(hf_config, "layer_norm_epsilon", default=1e-5)),
+            activation=read_activation(hf_config, "activation_function", "gelu_new"),
+            tie_word_embeddings=bool(hf_config.get("tie_word_embeddings", True)),
+            attention_bias=True,
+            mlp_bias=True,
+            rope=None,
+            sliding_windows=(0,) * num_layers,
+            dtype=stated_dtype(hf_config),
+            eos_token_ids=read_token_ids(generation_config or {}, "eos_token_id")
+            or read_token_ids(hf_config, "eos_token_id"),
+            bos_token_id=hf_config.get("bos_token_id"),
+        )
 
     def __init__(self, config: ModelConfig, options: BuildOptions) -> None:
         super().__init__()

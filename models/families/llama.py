@@ -9,7 +9,8 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from ostinato.models.base import CausalLM, CheckpointLayout, DecoderLayer
-from ostinato.models.config.model_config import ModelConfig
+from ostinato.models.config.decoder_config import read_decoder_config
+from ostinato.models.config.model_config import HFConfig, ModelConfig
 from ostinato.models.layers import Attention, GatedMLP, RMSNorm, RotaryEmbedding
 from ostinato.models.linear import BuildOptions, Embedding, OutputHead
 from ostinato.models.step_tensors import DEFAULT_ROPE, ForwardBatch, StepInputs
@@ -58,6 +59,12 @@ class LlamaForCausalLM(CausalLM):
         ),
         ignored=(r"rotary_emb\.inv_freq$",),
     )
+
+    @classmethod
+    def read_config(
+        cls, hf_config: HFConfig, generation_config: HFConfig | None = None
+    ) -> ModelConfig:
+        return read_decoder_config(hf_config, generation_config)
 
     def __init__(self, config: ModelConfig, options: BuildOptions) -> None:
         super().__init__()

@@ -7,7 +7,7 @@ from collections import deque
 import torch
 
 from ostinato.graphs.seal import CompileMonitor
-from ostinato.models.base import KVCache
+from ostinato.models.kv_cache import KVCache
 from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.execution.executor import (
     DropDecodeBuckets,

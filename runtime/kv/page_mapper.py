@@ -19,7 +19,7 @@ import threading
 
 from torch import Tensor
 
-from ostinato.models.base import KVCache, KVCacheSpec
+from ostinato.models.kv_cache import KVCache, KVCacheSpec
 
 __all__ = ("CachePages", "map_ahead")
 

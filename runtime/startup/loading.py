@@ -17,9 +17,10 @@ from ostinato.conf.schema import GraphMode, LoadFormat, Quantization
 from ostinato.graphs.buffers import StaticBuffers
 from ostinato.graphs.bundle import Bundle
 from ostinato.graphs.compile import Binder, compile_model
-from ostinato.models.base import KVCache, LanguageModel
+from ostinato.models.base import LanguageModel
 from ostinato.models.checkpoints.checkpoint import CheckpointError
 from ostinato.models.checkpoints.weights import init_dummy_weights, load_weights
+from ostinato.models.kv_cache import KVCache
 from ostinato.models.registry import build_model
 from ostinato.ops.native import library as native
 from ostinato.ops.native.build import NativeBuildError

@@ -14,9 +14,9 @@ from ostinato.graphs.buffers import StaticBuffers
 from ostinato.graphs.capture import GraphRunner
 from ostinato.graphs.compile import compile_model
 from ostinato.graphs.recorder import CudaRecorder, Recorder
-from ostinato.models.base import KVCache
 from ostinato.models.checkpoints.weights import init_dummy_weights
-from ostinato.models.config.model_config import ModelConfig
+from ostinato.models.families.llama import LlamaForCausalLM
+from ostinato.models.kv_cache import KVCache
 from ostinato.models.registry import build_model
 from ostinato.models.step_tensors import tensor_specs
 from ostinato.ops.attention import PlannedBackend, load_backend, select_backend
@@ -98,7 +98,7 @@ def make_graphs(
         vocab_size: of the model; prompts stay below VOCAB_SIZE.
     """
     device = device or torch.device("cuda", torch.cuda.current_device())
-    config = ModelConfig.from_hf({**MODEL, "vocab_size": vocab_size}, {})
+    config = LlamaForCausalLM.read_config({**MODEL, "vocab_size": vocab_size}, {})
     spec = config.attention_spec(BLOCK_SIZE, dtype, device)
     backend = select_backend("auto", spec)
     model = build_model(config, dtype=dtype, device=device, attention_backend=backend)

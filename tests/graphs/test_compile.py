@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ostinato.conf.schema import GraphForm
 from ostinato.graphs.compile import Program, compile_model
-from ostinato.models.base import KVCache
+from ostinato.models.kv_cache import KVCache
 from tests.graphs.toy import ToyModel, fill, make_buffers, make_cache
 
 STEPS = [

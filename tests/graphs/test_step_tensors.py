@@ -15,7 +15,8 @@ from ostinato.graphs import compile as compiling
 from ostinato.graphs.buckets import GraphKey
 from ostinato.graphs.buffers import StaticBuffers
 from ostinato.graphs.compile import Program, compile_model
-from ostinato.models.base import CausalLM, DecoderLayer, KVCache
+from ostinato.models.base import CausalLM, DecoderLayer
+from ostinato.models.kv_cache import KVCache
 from ostinato.models.step_tensors import (
     Size,
     StepInputs,

@@ -8,12 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from ostinato.graphs.buffers import StaticBuffers
-from ostinato.models.base import (
-    CausalLM,
-    DecoderLayer,
-    KVCache,
-    KVCacheSpec,
-)
+from ostinato.models.base import CausalLM, DecoderLayer
+from ostinato.models.kv_cache import KVCache, KVCacheSpec
 from ostinato.models.step_tensors import DEFAULT_ROPE, ForwardBatch, RopeRows, StepInputs
 from ostinato.ops.attention import paged_attention
 

@@ -11,8 +11,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ostinato.models.base import CausalLM, KVCache
+from ostinato.models.base import CausalLM
 from ostinato.models.config.model_config import ModelConfig
+from ostinato.models.kv_cache import KVCache
 from ostinato.models.step_tensors import ForwardBatch
 
 Forward = Callable[[ForwardBatch, KVCache], Tensor]

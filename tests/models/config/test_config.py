@@ -8,8 +8,11 @@ import pytest
 import torch
 
 from ostinato.conf.schema import DType
+from ostinato.models.config.hf_fields import architecture_of
 from ostinato.models.config.model_config import ModelConfig, resolve_dtype
-from ostinato.models.registry import ARCHITECTURES, build_model
+from ostinato.models.families.gpt2 import GPT2LMHeadModel
+from ostinato.models.families.llama import LlamaForCausalLM
+from ostinato.models.registry import ARCHITECTURES, build_model, model_class
 from ostinato.ops.rope import LinearScaling, Llama3Scaling, Rope, YarnScaling
 
 LLAMA: dict[str, Any] = {
@@ -24,10 +27,13 @@ LLAMA: dict[str, Any] = {
     "hidden_act": "silu",
 }
 
+GPT2 = {"architectures": ["GPT2LMHeadModel"], "n_positions": 8}
+
 
 def read(**changes: Any) -> ModelConfig:
     settings = {**LLAMA, **changes}
-    return ModelConfig.from_hf({key: value for key, value in settings.items() if value != "absent"})
+    hf_config = {key: value for key, value in settings.items() if value != "absent"}
+    return model_class(architecture_of(hf_config)).read_config(hf_config)
 
 
 def test_llama_defaults() -> None:
@@ -55,7 +61,7 @@ def test_llama_defaults() -> None:
 
 
 def test_gpt2_names() -> None:
-    config = ModelConfig.from_hf(
+    config = GPT2LMHeadModel.read_config(
         {
             "architectures": ["GPT2LMHeadModel"],
             "vocab_size": 50257,
@@ -172,7 +178,7 @@ def test_sliding_windows(settings: dict[str, Any], windows: tuple[int, ...]) -> 
 )
 def test_eos_token_ids(config_ids: Any, generation_ids: Any, ids: tuple[int, ...]) -> None:
     generation = {} if generation_ids == "absent" else {"eos_token_id": generation_ids}
-    config = ModelConfig.from_hf({**LLAMA, "eos_token_id": config_ids}, generation)
+    config = LlamaForCausalLM.read_config({**LLAMA, "eos_token_id": config_ids}, generation)
     assert config.eos_token_ids == ids
 
 
@@ -199,7 +205,7 @@ def test_dtype(settings: dict[str, Any], choice: DType, dtype: torch.dtype) -> N
         ({"num_key_value_heads": 3}, ["num_attention_heads=8", "num_key_value_heads=3"]),
         ({"num_attention_heads": 7}, ["head_dim"]),
         ({"hidden_act": "mish"}, ["hidden_act='mish'", "silu"]),
-        ({"n_positions": 8, "activation_function": "mish"}, ["activation_function='mish'"]),
+        ({**GPT2, "activation_function": "mish"}, ["activation_function='mish'"]),
         ({"torch_dtype": "float8_e4m3fn"}, ["float8_e4m3fn", "bfloat16"]),
         (
             {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
@@ -227,7 +233,11 @@ def test_dtype(settings: dict[str, Any], choice: DType, dtype: torch.dtype) -> N
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, ["low_freq_factor"]),
         ({"layer_types": ["full_attention", "mamba"] * 2}, ["layer_types", "mamba"]),
         ({"layer_types": ["full_attention"]}, ["layer_types", "1 entries for 4 layers"]),
-        ({"scale_attn_by_inverse_layer_idx": True}, ["scale_attn_by_inverse_layer_idx=True"]),
+        (
+            {**GPT2, "scale_attn_by_inverse_layer_idx": True},
+            ["scale_attn_by_inverse_layer_idx=True"],
+        ),
+        ({"is_encoder_decoder": True}, ["is_encoder_decoder=True"]),
         ({"head_dim": 7}, ["even", "7"]),
     ],
 )
@@ -280,11 +290,8 @@ def test_layers_with_equal_keys_share_a_program() -> None:
 
 
 def test_unknown_architecture_lists_the_known_ones() -> None:
-    config = read(architectures=["FooForCausalLM"])
     with pytest.raises(ValueError, match=r"'FooForCausalLM' is not supported.*LlamaForCausalLM"):
-        build_model(
-            config, dtype=torch.float32, device=torch.device("meta"), attention_backend="reference"
-        )
+        read(architectures=["FooForCausalLM"])
 
 
 def test_longer_than_the_model_states() -> None:

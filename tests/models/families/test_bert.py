@@ -12,11 +12,12 @@ from torch import Tensor
 
 from ostinato.conf.schema import GraphForm, ModelSection
 from ostinato.graphs.compile import compile_model
-from ostinato.models.base import EncoderModel, KVCache
+from ostinato.models.base import EncoderModel
 from ostinato.models.checkpoints.checkpoint import open_checkpoint
 from ostinato.models.checkpoints.weights import load_weights
 from ostinato.models.config.model_config import ModelConfig
 from ostinato.models.config.model_kind import ENCODER
+from ostinato.models.kv_cache import KVCache
 from ostinato.models.registry import build_model, read_model_config
 from ostinato.models.step_tensors import ForwardBatch
 from ostinato.models.weight_methods.choose import choose_weights

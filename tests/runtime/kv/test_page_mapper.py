@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ostinato.models.base import KVCacheSpec
+from ostinato.models.kv_cache import KVCacheSpec
 from ostinato.runtime.kv.block_pool import BlockPool
 from ostinato.runtime.kv.page_mapper import CachePages
 

@@ -1,0 +1,109 @@
+"""Reads single fields of a Hugging Face config.json; every error names the key."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ostinato.models.config.model_config import DTYPES, HFConfig
+from ostinato.ops.activation import ACTIVATIONS
+
+__all__ = (
+    "architecture_of",
+    "read_activation",
+    "read_first",
+    "read_integer",
+    "read_token_ids",
+    "refuse_other_values",
+    "stated_dtype",
+)
+
+
+def architecture_of(hf_config: HFConfig) -> str:
+    """The class name under `architectures`.
+
+    Raises:
+        ValueError: there is none.
+    """
+    architectures = hf_config.get("architectures")
+    if not isinstance(architectures, list | tuple) or not architectures:
+        raise ValueError(
+            f"config.json: architectures must name the model's class, got {architectures!r}; "
+            'set it with model.config.architectures=["LlamaForCausalLM"] or the like'
+        )
+    return str(architectures[0])
+
+
+def refuse_other_values(hf_config: HFConfig, must_be: Mapping[str, Any]) -> None:
+    """Refuse values that would change the output if they were ignored.
+
+    Args:
+        hf_config: the parsed config.json.
+        must_be: key -> the only value that is served, which is also what a missing key means.
+
+    Raises:
+        ValueError: a key has another value.
+    """
+    for key, only in must_be.items():
+        if hf_config.get(key, only) != only:
+            raise ValueError(f"config.json: {key}={hf_config[key]} is not supported, only {only}")
+
+
+def read_first(hf_config: HFConfig, *keys: str, default: Any = None) -> Any:
+    """The first of `keys` that is present and not null."""
+    for key in keys:
+        if hf_config.get(key) is not None:
+            return hf_config[key]
+    return default
+
+
+def read_integer(hf_config: HFConfig, *keys: str, default: int | None = None) -> int:
+    """The first of `keys` that is there.
+
+    Raises:
+        ValueError: there is none and no default, or it is not an integer of at least 1.
+    """
+    value = read_first(hf_config, *keys, default=default)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"config.json: {keys[0]} must be an integer of at least 1, got {value!r}")
+    return value
+
+
+def read_activation(hf_config: HFConfig, key: str, default: str) -> str:
+    """The activation function under `key`.
+
+    Raises:
+        ValueError: it is unknown.
+    """
+    name = hf_config.get(key, default)
+    if name not in ACTIVATIONS:
+        raise ValueError(
+            f"config.json: {key}={name!r} is not supported; supported are {', '.join(ACTIVATIONS)}"
+        )
+    return str(name)
+
+
+def stated_dtype(hf_config: HFConfig) -> torch.dtype:
+    """The dtype of the checkpoint's weights.
+
+    Raises:
+        ValueError: it is not one that is served.
+    """
+    stated = read_first(hf_config, "dtype", "torch_dtype", default="float32")
+    name = str(stated).removeprefix("torch.")
+    if name not in DTYPES:
+        raise ValueError(
+            f"config.json: dtype={name!r} is not supported; supported are {', '.join(DTYPES)}; "
+            "choose one with model.config.dtype"
+        )
+    return DTYPES[name]
+
+
+def read_token_ids(config: HFConfig, key: str) -> tuple[int, ...]:
+    """One id, several, or none."""
+    value = config.get(key)
+    if value is None:
+        return ()
+    return tuple(value) if isinstance(value, list | tuple) else (int(value),)

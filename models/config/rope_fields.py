@@ -1,0 +1,123 @@
+"""Reads the rotary embedding of a config.json, in both of the forms that are in use."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from ostinato.models.config.model_config import HFConfig
+from ostinato.ops.rope import LinearScaling, Llama3Scaling, Rope, YarnScaling
+
+__all__ = ("read_rope", "stretched_context")
+
+_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+
+def read_rope(hf_config: HFConfig, head_dim: int, max_positions: int) -> Rope:
+    """The rotary embedding, from `rope_parameters` or the older `rope_theta` and `rope_scaling`.
+
+    Raises:
+        ValueError: its type is unknown, or one of its parameters is missing.
+    """
+    parameters = _rope_parameters(hf_config)
+    kind = parameters.get("rope_type", "default")
+    if kind not in _ROPE_TYPES:
+        raise ValueError(
+            f"config.json: rope_type={kind!r} is not supported; "
+            f"supported are {', '.join(_ROPE_TYPES)}"
+        )
+    fraction = (
+        parameters.get("partial_rotary_factor", hf_config.get("partial_rotary_factor")) or 1.0
+    )
+    rotary_dim = int(head_dim * fraction)
+    if kind == "default" and parameters.get("factor", 1) != 1:
+        raise ValueError(f"config.json: rope factor={parameters['factor']!r} without a rope_type")
+    if rotary_dim % 2:
+        raise ValueError(f"config.json: the rotary part of a head must be even, got {rotary_dim}")
+
+    def number(key: str, default: float | None = None) -> float:
+        value = parameters.get(key)
+        if value is None:
+            value = default
+        try:
+            return float(value)  # pyright: ignore[reportArgumentType] - checked by trying
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"config.json: rope_type={kind!r} needs a number {key}, got {value!r}"
+            ) from error
+
+    original = hf_config.get("original_max_position_embeddings") or parameters.get(
+        "original_max_position_embeddings", max_positions
+    )
+    scaling: LinearScaling | Llama3Scaling | YarnScaling | None = None
+    if kind == "linear":
+        scaling = LinearScaling(factor=number("factor"))
+    elif kind == "llama3":
+        scaling = Llama3Scaling(
+            factor=number("factor"),
+            low_freq_factor=number("low_freq_factor"),
+            high_freq_factor=number("high_freq_factor"),
+            original_max_position=int(original),
+        )
+    elif kind == "yarn":
+        factor = number("factor", default=max_positions / original)
+        scaling = YarnScaling(
+            factor=factor,
+            original_max_position=int(original),
+            attention_factor=number(
+                "attention_factor", default=_yarn_attention(parameters, factor)
+            ),
+            beta_fast=number("beta_fast", default=32.0),
+            beta_slow=number("beta_slow", default=1.0),
+            truncate=bool(parameters.get("truncate", True)),
+        )
+    return Rope(rotary_dim=rotary_dim, theta=number("rope_theta"), scaling=scaling)
+
+
+def _rope_parameters(hf_config: HFConfig) -> dict[str, Any]:
+    """Both forms as one; where both state a key, they must agree."""
+    older = _typed(hf_config.get("rope_scaling"))
+    if hf_config.get("rope_theta") is not None:
+        older["rope_theta"] = hf_config["rope_theta"]
+    newer = _typed(hf_config.get("rope_parameters"))
+    for key in older.keys() & newer.keys():
+        if older[key] != newer[key]:
+            raise ValueError(
+                f"config.json: rope_parameters has {key}={newer[key]!r}, but rope_scaling and "
+                f"rope_theta say {older[key]!r}; set model.config.rope_parameters alone"
+            )
+    nested = [key for key, value in newer.items() if isinstance(value, Mapping)]
+    if nested:
+        raise ValueError(f"config.json: rope_parameters by layer type ({nested}) is not supported")
+    return {"rope_theta": 10_000.0, **older, **newer}
+
+
+def _typed(parameters: HFConfig | None) -> dict[str, Any]:
+    """Without nulls, and with its type under rope_type, which was called `type` first."""
+    stated = {key: value for key, value in (parameters or {}).items() if value is not None}
+    if stated:
+        stated.setdefault("rope_type", stated.pop("type", "default"))
+    return stated
+
+
+def _yarn_attention(parameters: HFConfig, factor: float) -> float:
+    """YaRN's factor on cosines and sines when the config does not state it (section 3.4)."""
+
+    def magnitude(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    one, all_dims = parameters.get("mscale"), parameters.get("mscale_all_dim")
+    if one and all_dims:
+        return magnitude(one) / magnitude(all_dims)
+    return magnitude(1.0)
+
+
+def stretched_context(rope: Rope | None, max_positions: int) -> int:
+    """The context after rotary scaling; configs state it before scaling, except with llama3."""
+    match rope:
+        case Rope(scaling=LinearScaling(factor=factor)):
+            return int(max_positions * factor)
+        case Rope(scaling=YarnScaling() as yarn):
+            return max(max_positions, int(yarn.original_max_position * yarn.factor))
+    return max_positions

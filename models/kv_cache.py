@@ -1,0 +1,62 @@
+"""The shape of a model's KV cache, and its memory."""
+
+from __future__ import annotations
+
+import math
+import mmap
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ("KVCache", "KVCacheSpec")
+
+KVCache = list[tuple[Tensor, Tensor]]
+"""Per layer (k_cache, v_cache), each its own base tensor [num_blocks, num_kv_heads, block_size,
+head_dim].
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVCacheSpec:
+    """The shape of a model's KV cache; `block_size` is the engine's choice."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    dtype: torch.dtype
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes of one block over all layers, keys and values."""
+        elements = self.num_layers * 2 * self.num_kv_heads * self.block_size * self.head_dim
+        return elements * self.dtype.itemsize
+
+    def allocate(self, num_blocks: int, device: torch.device) -> KVCache:
+        """The cache itself, zeroed; block 0 is the null block."""
+        shape = (num_blocks, self.num_kv_heads, self.block_size, self.head_dim)
+        return [
+            (_zeros(shape, self.dtype, device), _zeros(shape, self.dtype, device))
+            for _ in range(self.num_layers)
+        ]
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    if 0 in shape:  # of an encoder; an empty tensor has no other view
+        return torch.empty(shape, dtype=dtype, device=device)
+    if device.type != "cpu":
+        # As bytes: not every operation knows the 8-bit types.
+        return (
+            torch.zeros(math.prod(shape) * dtype.itemsize, dtype=torch.uint8, device=device)
+            .view(dtype)
+            .view(shape)
+        )
+    # Zeroed pages from the system itself, which maps them when they are first written: a cache of
+    # gigabytes costs no time at start and no memory before it is used. And they begin at a page:
+    # an allocator's own begin 16 bytes into one, so that every vector would lie across two lines of
+    # the processor's cache.
+    pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(pages, dtype=torch.uint8).view(dtype).view(shape)
