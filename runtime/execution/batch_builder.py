@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ostinato.graphs.buffers import StaticBuffers
+from ostinato.runtime.types.request import Request
 from ostinato.runtime.types.step import ScheduledSequence, SchedulerOutput
 
 __all__ = ("BatchBuilder", "StepShape")
@@ -24,10 +25,14 @@ class StepShape(NamedTuple):
 
     num_tokens: int
     num_seqs: int
-    sampled_rows: list[int]  # rows that get a token, in the scheduler's order
-    sampled_positions: list[int]  # the position of each of those new tokens in its sequence
+    # [R]; the row of each token whose logits are wanted, in the scheduler's order. A row with k
+    # drafts occurs 1 + k times.
+    sampled_rows: list[int]
+    sampled_positions: list[int]  # [R]; where in its sequence the token goes that is drawn there
     # Of every sequence, when all have as many and each of them is sampled; 0 for other steps.
     tokens_per_seq: int
+    # Of each sequence that samples, the guesses for its positions but the last; None = no guesses.
+    drafts: list[list[int]] | None = None
 
 
 class BatchBuilder:
@@ -44,7 +49,7 @@ class BatchBuilder:
         self.last_token = buffers.last_tokens.cpu().numpy()
         self._counting = np.arange(max_num_seqs + 1, dtype=np.int32)
 
-    def admit(self, row: int) -> None:
+    def admit(self, row: int, request: Request, output_token_ids: list[int]) -> None:
         """A new sequence takes the row; its block table starts empty."""
         self._block_table[row] = 0
         self._num_blocks[row] = 0
@@ -122,6 +127,7 @@ class BatchBuilder:
         host = self._buffers.host
         sampled_rows: list[int] = []
         sampled_positions: list[int] = []
+        drafts: list[list[int]] = []  # of each sequence that samples
         begin = 0
         for index, entry in enumerate(scheduled):
             end = begin + entry.num_new_tokens
@@ -137,14 +143,29 @@ class BatchBuilder:
             host.query_start_loc[index] = begin
             host.seq_lens[index] = stop
             host.block_table[index] = self._block_table[row]
-            if entry.num_logits:
-                host.logits_indices[len(sampled_rows)] = end - 1
-                host.sampled_rows[len(sampled_rows)] = row
-                sampled_rows.append(row)
-                sampled_positions.append(stop)
+            count = entry.num_logits
+            if count:
+                num_rows = len(sampled_rows)
+                host.logits_indices[num_rows : num_rows + count] = range(end - count, end)
+                host.sampled_rows[len(drafts)] = row
+                drafts.append(entry.token_ids[1:] if count > 1 else [])
+                sampled_rows += [row] * count
+                sampled_positions += range(stop - count + 1, stop + 1)
             begin = end
         assert begin == num_tokens, f"scheduler announced {num_tokens} tokens and listed {begin}"
         host.query_start_loc[len(scheduled)] = begin
+        has_drafts = any(drafts)
         return StepShape(
-            num_tokens, len(scheduled), sampled_rows, sampled_positions, tokens_per_seq=0
+            num_tokens,
+            len(scheduled),
+            sampled_rows,
+            sampled_positions,
+            tokens_per_seq=_tokens_per_seq(scheduled) if has_drafts else 0,
+            drafts=drafts if has_drafts else None,
         )
+
+
+def _tokens_per_seq(scheduled: list[ScheduledSequence]) -> int:
+    """How many tokens every sequence has, when all have as many and each is sampled; else 0."""
+    counts = {entry.num_new_tokens if entry.is_decode else 0 for entry in scheduled}
+    return counts.pop() if len(counts) == 1 else 0

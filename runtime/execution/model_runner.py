@@ -16,7 +16,8 @@ from ostinato.graphs.threads import StepThreads
 from ostinato.runtime.execution.batch_builder import BatchBuilder, StepShape
 from ostinato.runtime.execution.pooler import PendingVectors, Pooler
 from ostinato.runtime.execution.prompt_logprobs import PromptScorer
-from ostinato.runtime.execution.sampler import PendingTokens, Sampler
+from ostinato.runtime.execution.row_state import RowState
+from ostinato.runtime.execution.sampler import PendingTokens, Sampler, VerifiedTokens
 from ostinato.runtime.types.outputs import TokenLogprobs
 from ostinato.runtime.types.step import SchedulerOutput, StepResult
 
@@ -37,7 +38,7 @@ class PendingStep:
     ) -> None:
         self.prompt_logprobs = prompt_logprobs
         self.vectors = vectors  # none when nothing is pooled
-        self.tokens: PendingTokens | None = None  # none when no sequence samples
+        self.tokens: PendingTokens | VerifiedTokens | None = None  # none when no sequence samples
         self.logits: Tensor | None = None  # while the draw waits for the step before
 
 
@@ -73,6 +74,12 @@ class ModelRunner:
             graphs.compute_logits, max_rows=min(_SCORED_ROWS, buffers.host.block_table.shape[0])
         )
         self._pooler = pooler or Pooler()
+        self._row_states: tuple[RowState, ...] = (
+            self._batch,
+            self._sampler,
+            self._scorer,
+            self._pooler,
+        )
         self._undrawn: PendingStep | None = None  # the last launch, if its draw waits
         self._device_seconds_before: dict[str, float] = {}
         self.model_seconds = 0.0
@@ -103,10 +110,8 @@ class ModelRunner:
         until the step before is read.
         """
         for admitted in output.admitted:
-            self._batch.admit(admitted.row)
-            self._sampler.admit(admitted.row, admitted.request, admitted.output_token_ids)
-            self._scorer.admit(admitted.row, admitted.request)
-            self._pooler.admit(admitted.row, admitted.request)
+            for state in self._row_states:
+                state.admit(admitted.row, admitted.request, admitted.output_token_ids)
         if output.block_copies:
             self.graphs.copy_blocks(output.block_copies)
         step = self._batch.build(output)
@@ -119,7 +124,7 @@ class ModelRunner:
 
     def _launch(self, output: SchedulerOutput, step: StepShape) -> PendingStep:
         if step.sampled_rows:
-            self._sampler.stage(step.sampled_rows, step.sampled_positions)
+            self._sampler.stage(step.sampled_rows, step.sampled_positions, step.drafts)
         prompt_logprobs, vectors = None, None
         if output.num_prompt_logits or output.num_pooled:
             logits, hidden = self.graphs.run_with_hidden(
@@ -167,7 +172,7 @@ class ModelRunner:
 
     def _draw(self, pending: PendingStep, logits: Tensor) -> None:
         pending.tokens = self._sampler.launch(logits)
-        self._buffers.keep(pending.tokens.token_ids)
+        self._buffers.keep(pending.tokens.last_tokens)
 
     def _hold_threads(
         self, num_tokens: int, *, pools: bool = False

@@ -57,7 +57,7 @@ class Pooler:
         self._classify = classify
         self._rows: dict[int, _Row] = {}
 
-    def admit(self, row: int, request: Request) -> None:
+    def admit(self, row: int, request: Request, output_token_ids: list[int]) -> None:
         """A sequence takes the row; what was there before is forgotten."""
         self._rows.pop(row, None)
         if request.pooling is not None:

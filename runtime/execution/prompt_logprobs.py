@@ -34,7 +34,7 @@ class PromptScorer:
         self._max_rows = max_rows
         self._rows: dict[int, _Row] = {}
 
-    def admit(self, row: int, request: Request) -> None:
+    def admit(self, row: int, request: Request, output_token_ids: list[int]) -> None:
         """A sequence takes the row."""
         self._rows.pop(row, None)
         if request.sampling.prompt_logprobs is not None:

@@ -1,8 +1,13 @@
 """From logits to tokens, for the rows of a step: the per-row sampling state and the order of
 operations.
 
-Order: log-probabilities from the raw logits; logit bias; penalties; minimum length; allowed tokens
-    and bad words; grammar; temperature; top-k, top-p, min-p; one draw keyed by (seed, position).
+Order: log-probabilities from the raw logits; logits processors (logit bias, penalties, minimum
+    length, allowed tokens and bad words); grammar; temperature; top-k, top-p, min-p; one draw keyed
+    by (seed, position).
+
+A sequence with drafts has one row of logits per guess and one more. Each of its tokens is drawn as
+without drafts, from the state that the tokens before left, up to the first that is not the guess.
+So drafts change neither tokens nor log-probabilities.
 """
 
 from __future__ import annotations
@@ -12,50 +17,30 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from ostinato.graphs.draw import Drawer, RowDrawer
-from ostinato.ops.draw import DrawPath, RowDraw, draw_bytes, draw_path, rows_at_once
-from ostinato.ops.sampling import (
-    apply_penalties,
-    chosen_logprobs,
-    token_logprobs,
-    uniform_number,
-)
+from ostinato.ops.draw import DrawPath, RowDraw, draw_bytes, draw_path
+from ostinato.ops.sampling import uniform_number
 from ostinato.runtime.execution.grammar_masks import GrammarMasks, GrammarRow, MatcherSource
-from ostinato.runtime.execution.token_limits import TokenLimits, limits_tokens
-from ostinato.runtime.scheduling.beam_search import num_candidates
-from ostinato.runtime.types.outputs import TokenLogprobs
-from ostinato.runtime.types.params import SamplingParams
+from ostinato.runtime.execution.logits_processors import make_processors
+from ostinato.runtime.execution.token_logprobs import (
+    LogprobRequest,
+    PendingLogprobs,
+    start_logprobs,
+)
 from ostinato.runtime.types.request import Request
 from ostinato.runtime.types.step import StepResult
 
-__all__ = ("PendingTokens", "Sampler", "sampling_bytes")
+__all__ = ("PendingTokens", "Sampler", "VerifiedTokens", "sampling_bytes")
 
 
 class _Row:
-    """A running sequence's sampling state."""
+    """How a running sequence's tokens are drawn and reported."""
 
-    __slots__ = (
-        "bias",
-        "chosen_ids",
-        "counts",
-        "edits",
-        "grammar",
-        "in_prompt",
-        "is_beam",
-        "is_limited",
-        "min_length",
-        "num_reported",
-        "params",
-        "path",
-        "seed",
-        "stop_ids",
-        "top_k",
-    )
+    __slots__ = ("grammar", "is_beam", "params", "path", "reported", "seed", "top_k")
 
     def __init__(
-        self, request: Request, output_token_ids: list[int], vocab_size: int, device: torch.device
+        self, request: Request, grammar: GrammarRow | None, vocab_size: int, device: torch.device
     ) -> None:
         params = request.sampling
         self.params = params
@@ -69,48 +54,14 @@ class _Row:
             min_p=params.min_p,
             vocab_size=vocab_size,
         )
-        self.min_length = len(request.prompt_token_ids) + params.min_tokens
-        stop_ids = () if params.ignore_eos else request.eos_token_ids
-        self.stop_ids = (
-            torch.tensor([*stop_ids, *params.stop_token_ids], dtype=torch.int64, device=device)
-            if params.min_tokens
-            else None
-        )
-        self.bias = (
-            (
-                torch.tensor(list(params.logit_bias), dtype=torch.int64, device=device),
-                torch.tensor(list(params.logit_bias.values()), dtype=torch.float32, device=device),
-            )
-            if params.logit_bias
-            else None
-        )
-        self.counts: Tensor | None = None
-        self.in_prompt: Tensor | None = None
-        if _has_penalties(params):
-            self.counts = torch.bincount(
-                torch.tensor(output_token_ids, dtype=torch.int64), minlength=vocab_size
-            ).to(device, torch.int32)
-            self.in_prompt = torch.zeros(vocab_size, dtype=torch.bool, device=device)
-            self.in_prompt[torch.tensor(request.prompt_token_ids, device=device)] = True
         self.is_beam = params.use_beam_search
-        # How many of the likeliest tokens are reported; None = no log-probabilities.
-        self.num_reported = num_candidates(request) if self.is_beam else params.logprobs
-        self.chosen_ids: Tensor | None = None  # reported instead of the likeliest
-        if params.logprob_token_ids is not None:
-            self.num_reported = 0
-            self.chosen_ids = torch.tensor(
-                params.logprob_token_ids, dtype=torch.int64, device=device
-            )
-        self.is_limited = limits_tokens(request)
-        self.grammar: GrammarRow | None = None
-        self.edits = (
-            bool(params.logit_bias)
-            or params.min_tokens > 0
-            or self.counts is not None
-            or self.is_limited
-            or bool(request.grammar)
-            or params.thinking is not None
-        )
+        self.reported = LogprobRequest(request, device)
+        self.grammar = grammar
+
+    @property
+    def mask(self) -> GrammarRow | None:
+        """What masks its next token, if anything does."""
+        return None if self.grammar is None or self.grammar.is_free else self.grammar
 
     def draw(self, position: int) -> RowDraw:
         """What the draw of the token at `position` depends on."""
@@ -123,56 +74,20 @@ class _Row:
         return RowDraw(self.path, temperature, self.top_k, params.top_p, params.min_p, uniform)
 
 
-def _has_penalties(params: SamplingParams) -> bool:
-    return (
-        params.repetition_penalty != 1.0
-        or params.presence_penalty != 0.0
-        or params.frequency_penalty != 0.0
-    )
-
-
-class _PendingLogprobs(NamedTuple):
-    """Log-probabilities on their way to the host."""
-
-    columns: list[Tensor]  # the four of `token_logprobs`, for the rows that ask
-    asking: list[int]  # those rows, of the step's
-    wanted: list[int | None]  # how many of the likeliest each of the step's rows asks for
-    chosen: dict[int, Sequence[int]]  # tokens that rows ask for instead
-    chosen_values: Tensor | None  # [C, W], of those rows in order, as far as each has tokens
-
-    def read(self) -> list[TokenLogprobs | None]:
-        values, ranks, ids, tops = (column.tolist() for column in self.columns)
-        result: list[TokenLogprobs | None] = [None] * len(self.wanted)
-        for place, index in enumerate(self.asking):
-            count = self.wanted[index] or 0
-            result[index] = TokenLogprobs(
-                values[place], ranks[place], ids[place][:count], tops[place][:count]
-            )
-        if self.chosen_values is not None:
-            of_rows = self.chosen_values.tolist()
-            for (index, token_ids), of_row in zip(self.chosen.items(), of_rows, strict=True):
-                entry = result[index]
-                assert entry is not None, "a row that chooses tokens asks for log-probabilities"
-                result[index] = TokenLogprobs(
-                    entry.logprob, entry.rank, list(token_ids), of_row[: len(token_ids)]
-                )
-        return result
-
-
 class PendingTokens:
     """A step's tokens, which the device may still be working on.
 
-    `token_ids` [R] int64 lies on the device and is overwritten by the next launch; the copy to the
-    host starts at once.
+    `last_tokens` [R] int64 lies on the device and is overwritten by the next launch; the copy to
+    the host starts at once.
     """
 
     def __init__(
         self,
         token_ids: Tensor,
-        logprobs: _PendingLogprobs | None,
+        logprobs: PendingLogprobs | None,
         grammars: Sequence[GrammarRow | None] = (),
     ) -> None:
-        self.token_ids = token_ids
+        self.last_tokens = token_ids
         self._logprobs = logprobs
         self._grammars = grammars  # of the step's rows; empty = none has one
         self._copied: torch.cuda.Event | None = None
@@ -195,6 +110,29 @@ class PendingTokens:
             if ending is not None:
                 result.endings[index] = ending
         return result
+
+
+class VerifiedTokens(NamedTuple):
+    """The tokens of a step that verifies drafts: on the host already, several for some sequences.
+
+    Attributes:
+        last_tokens: [N] int64 on the device, the last token of each sequence that samples.
+        token_ids: of all sequences, flat.
+        counts: tokens of each sequence.
+        endings: as in `StepResult`.
+        logprobs: of the tokens; None = no row reports any.
+    """
+
+    last_tokens: Tensor
+    token_ids: list[int]
+    counts: list[int]
+    endings: dict[int, str]
+    logprobs: PendingLogprobs | None
+
+    def read(self) -> StepResult:
+        """The step's result; waits for the log-probabilities alone."""
+        logprobs = None if self.logprobs is None else self.logprobs.read()
+        return StepResult(self.token_ids, logprobs, endings=self.endings, counts=self.counts)
 
 
 class Sampler:
@@ -220,36 +158,43 @@ class Sampler:
             drawer: draws the tokens; None = row by row, as a CPU does it best.
             matchers: gives a request's grammar matcher; None = no request has a grammar.
         """
-        self._rows: list[_Row | None] = [None] * max_num_seqs
+        self._states: list[_Row | None] = [None] * max_num_seqs
         self._vocab_size = vocab_size
         self._device = device
-        self._limits = TokenLimits(max_num_seqs=max_num_seqs, vocab_size=vocab_size, device=device)
+        self._processors = make_processors(
+            max_num_seqs=max_num_seqs, vocab_size=vocab_size, device=device
+        )
         self.grammars = GrammarMasks(vocab_size=vocab_size, device=device, matchers=matchers)
         self._drawer = drawer or RowDrawer()
         self._staged: list[_Row] = []
-        self._staged_rows: list[int] = []
+        self._rows: list[int] = []
         self._positions: list[int] = []
+        self._drafts: list[list[int]] | None = None
 
     def admit(self, row: int, request: Request, output_token_ids: list[int]) -> None:
         """A sequence takes the row; `output_token_ids` is not empty when it resumes."""
-        state = _Row(request, output_token_ids, self._vocab_size, self._device)
-        state.grammar = self.grammars.admit(request, output_token_ids)
-        self._rows[row] = state
-        self._limits.admit(row, request, output_token_ids)
+        grammar = self.grammars.admit(request, output_token_ids)
+        self._states[row] = _Row(request, grammar, self._vocab_size, self._device)
+        for processor in self._processors:
+            processor.admit(row, request, output_token_ids)
 
-    def stage(self, rows: list[int], positions: list[int]) -> None:
+    def stage(
+        self, rows: list[int], positions: list[int], drafts: list[list[int]] | None = None
+    ) -> None:
         """Take a step's rows, and their parameters to the device.
 
         Args:
-            rows: the R rows that sample.
-            positions: where in its sequence each new token goes.
+            rows: [R], the row of each token whose logits are wanted.
+            positions: [R], where in its sequence the token goes that is drawn there.
+            drafts: of each sequence that samples, the guesses for its positions but the last; None
+                = no sequence has any.
         """
         self._staged = [self._state(row) for row in rows]
-        self._staged_rows = rows
+        self._rows = rows
         self._positions = positions
-        self._drawer.stage(
-            [state.draw(place) for state, place in zip(self._staged, positions, strict=True)]
-        )
+        self._drafts = drafts
+        if drafts is None:
+            self._stage_draws(self._staged, positions)
 
     @property
     def waits_for_tokens(self) -> bool:
@@ -257,108 +202,162 @@ class Sampler:
         grammars = (state.grammar for state in self._staged)
         return any(grammar is not None and grammar.num_unread for grammar in grammars)
 
-    def launch(self, logits: Tensor) -> PendingTokens:
-        """Pick one token for each staged row, without waiting for the device.
+    def launch(self, logits: Tensor) -> PendingTokens | VerifiedTokens:
+        """Pick the tokens of the staged rows; without drafts it does not wait for the device.
 
         Args:
             logits: [R, V] float32; changed in place.
         """
+        if self._drafts is not None:
+            return self._verify(logits, self._drafts)
         states = self._staged
-        raw = logits.clone() if any(_asks_both(state) for state in states) else logits
-        for index, state in enumerate(states):
-            if state.edits:
-                self._edit(logits[index], state, self._positions[index])
-        limited_rows = None
-        if any(state.is_limited for state in states):
-            limited_rows = torch.tensor(self._staged_rows, device=self._device)
-            self._limits.apply(logits, limited_rows)
-        grammars = [
-            None if state.grammar is None or state.grammar.is_free else state.grammar
-            for state in states
+        reporting = [
+            index for index, state in enumerate(states) if state.reported.num_top is not None
         ]
-        if any(grammars):
-            self.grammars.apply(logits, grammars, self._positions)
-        token_ids = self._drawer.run(logits)
-        if limited_rows is not None:
-            self._limits.advance(limited_rows, token_ids)
-        for index, state in enumerate(states):
-            if state.counts is not None:
-                # A slice, because indexing by one element would wait for the device.
-                state.counts[token_ids[index : index + 1]] += 1
+        raw = logits.clone() if any(map(self._reports_before, reporting)) else logits
+        token_ids, masks = self._pick(logits, self._rows, states, self._positions)
         if raw is not logits:
             # A beam search continues with what is likeliest after the edits.
             for index, state in enumerate(states):
                 if state.is_beam:
                     raw[index] = logits[index]
-        return PendingTokens(
-            token_ids, _logprobs(raw, token_ids, states), grammars if any(grammars) else ()
-        )
+        logprobs = None
+        if reporting:
+            logprobs = start_logprobs(raw, token_ids, [state.reported for state in states])
+        return PendingTokens(token_ids, logprobs, masks)
 
     def sample(self, logits: Tensor, rows: list[int], positions: list[int]) -> StepResult:
         """`stage`, `launch` and `read` in one."""
         self.stage(rows, positions)
         return self.launch(logits).read()
 
+    def _verify(self, logits: Tensor, drafts: list[list[int]]) -> VerifiedTokens:
+        """Draw every sequence's tokens until one is not the guess.
+
+        In each round a sequence draws its next token. One whose draws do not depend on its output
+        draws all its tokens in the first round.
+        """
+        starts = [0]
+        for guesses in drafts:
+            starts.append(starts[-1] + 1 + len(guesses))
+        tokens: list[list[int]] = [[] for _ in drafts]
+        endings: dict[tuple[int, int], str] = {}  # by (sequence, index of the token)
+        open_seqs = list(range(len(drafts)))
+        while open_seqs:
+            chosen: list[int] = []  # rows of logits of this round
+            counts: list[int] = []  # of which each sequence has so many
+            for seq in open_seqs:
+                first = starts[seq] + len(tokens[seq])
+                end = first + 1 if self._depends_on_output(first) else starts[seq + 1]
+                chosen += range(first, end)
+                counts.append(end - first)
+            drawn, masks = self._pick_some(logits, chosen)
+            still_open: list[int] = []
+            begin = 0
+            for seq, count in zip(open_seqs, counts, strict=True):
+                for token, mask in zip(
+                    drawn[begin : begin + count], masks[begin : begin + count], strict=True
+                ):
+                    index = len(tokens[seq])
+                    tokens[seq].append(token)
+                    ending = None if mask is None else mask.take(token)
+                    if ending is not None:
+                        endings[seq, index] = ending
+                    if ending is not None or drafts[seq][index : index + 1] != [token]:
+                        break
+                else:
+                    still_open.append(seq)
+                begin += count
+            open_seqs = still_open
+        return self._verified(logits, starts, tokens, endings)
+
+    def _verified(
+        self,
+        logits: Tensor,
+        starts: list[int],
+        tokens: list[list[int]],
+        endings: dict[tuple[int, int], str],
+    ) -> VerifiedTokens:
+        """What became of each sequence; `logits` are raw but for the rows of beams."""
+        flat = [token for some in tokens for token in some]
+        kept = [
+            start + i for start, some in zip(starts, tokens, strict=False) for i in range(len(some))
+        ]
+        states = [self._staged[index] for index in kept]
+        logprobs = None
+        if any(state.reported.num_top is not None for state in states):
+            where = torch.tensor(kept, device=self._device)
+            ids = torch.tensor(flat, dtype=torch.int64, device=self._device)
+            logprobs = start_logprobs(logits[where], ids, [state.reported for state in states])
+        begins = [0]
+        for some in tokens:
+            begins.append(begins[-1] + len(some))
+        return VerifiedTokens(
+            torch.tensor([some[-1] for some in tokens], dtype=torch.int64, device=self._device),
+            flat,
+            list(map(len, tokens)),
+            {begins[seq] + index: ending for (seq, index), ending in endings.items()},
+            logprobs,
+        )
+
+    def _pick_some(
+        self, logits: Tensor, chosen: list[int]
+    ) -> tuple[list[int], Sequence[GrammarRow | None]]:
+        """Draw for some rows of the logits, which stay as they are but for those of beams."""
+        states = [self._staged[index] for index in chosen]
+        positions = [self._positions[index] for index in chosen]
+        part = logits[torch.tensor(chosen, device=self._device)]
+        self._stage_draws(states, positions)
+        token_ids, masks = self._pick(
+            part, [self._rows[index] for index in chosen], states, positions
+        )
+        for place, state in enumerate(states):
+            if state.is_beam:
+                logits[chosen[place]] = part[place]
+        return token_ids.tolist(), masks or [None] * len(chosen)
+
+    def _pick(
+        self, logits: Tensor, rows: list[int], states: list[_Row], positions: list[int]
+    ) -> tuple[Tensor, Sequence[GrammarRow | None]]:
+        """Change the logits as the rows' parameters ask, draw, and take in the tokens.
+
+        Returns:
+            [R] int64 token ids, and what masked each row; empty when nothing was masked.
+        """
+        for processor in self._processors:
+            processor.apply(logits, rows, positions)
+        masks = [None if state.grammar is None else state.mask for state in states]
+        has_masks = any(mask is not None for mask in masks)
+        if has_masks:
+            self.grammars.apply(logits, masks, positions)
+        token_ids = self._drawer.run(logits)
+        for processor in self._processors:
+            processor.advance(rows, token_ids)
+        return token_ids, masks if has_masks else ()
+
+    def _stage_draws(self, states: list[_Row], positions: list[int]) -> None:
+        self._drawer.stage(
+            [state.draw(place) for state, place in zip(states, positions, strict=True)]
+        )
+
+    def _depends_on_output(self, index: int) -> bool:
+        """Whether the draw from a staged row of logits depends on the tokens drawn before."""
+        if self._staged[index].mask is not None:
+            return True
+        row = self._rows[index]
+        return any(processor.depends_on_output(row) for processor in self._processors)
+
+    def _reports_before(self, index: int) -> bool:
+        """Whether a staged row's logits are changed, and reported as they were before that."""
+        state, row = self._staged[index], self._rows[index]
+        if state.is_beam:
+            return False
+        return state.mask is not None or any(one.changes(row) for one in self._processors)
+
     def _state(self, row: int) -> _Row:
-        state = self._rows[row]
+        state = self._states[row]
         assert state is not None, f"row {row} is sampled before it was admitted"
         return state
-
-    @staticmethod
-    def _edit(logits: Tensor, state: _Row, position: int) -> None:
-        if state.bias is not None:
-            ids, values = state.bias
-            logits[ids] += values
-        if state.counts is not None and state.in_prompt is not None:
-            apply_penalties(
-                logits,
-                state.counts,
-                state.in_prompt,
-                repetition=state.params.repetition_penalty,
-                presence=state.params.presence_penalty,
-                frequency=state.params.frequency_penalty,
-            )
-        # A grammar's mask does this itself, as far as the grammar has another way.
-        is_early = position < state.min_length and (
-            state.grammar is None or state.grammar.matcher is None
-        )
-        if state.stop_ids is not None and is_early:
-            logits[state.stop_ids] = float("-inf")
-
-
-def _logprobs(raw: Tensor, token_ids: Tensor, states: list[_Row]) -> _PendingLogprobs | None:
-    """Of the rows that ask, still on the device."""
-    wanted = [state.num_reported for state in states]
-    asking = [index for index, count in enumerate(wanted) if count is not None]
-    if not asking:
-        return None
-    top = min(max(wanted[index] or 0 for index in asking), raw.shape[-1])
-    where = torch.tensor(asking, device=raw.device)
-    parts = [
-        token_logprobs(raw[rows], token_ids[rows], top)
-        for rows in where.split(rows_at_once(raw.shape[-1]))
-    ]
-    columns = [torch.cat(column) for column in zip(*parts, strict=True)]
-    chosen: dict[int, Sequence[int]] = {
-        index: state.params.logprob_token_ids or ()
-        for index, state in enumerate(states)
-        if state.chosen_ids is not None
-    }
-    return _PendingLogprobs(columns, asking, wanted, chosen, _chosen(raw, states))
-
-
-def _chosen(raw: Tensor, states: list[_Row]) -> Tensor | None:
-    """[C, W] log-probabilities of the tokens that C of the rows ask for."""
-    rows = [index for index, state in enumerate(states) if state.chosen_ids is not None]
-    if not rows:
-        return None
-    ids = [state.chosen_ids for state in states if state.chosen_ids is not None]
-    step = rows_at_once(raw.shape[-1])
-    where = torch.tensor(rows, device=raw.device).split(step)
-    padded = pad_sequence(ids, batch_first=True).split(step)
-    return torch.cat(
-        [chosen_logprobs(raw[some], these) for some, these in zip(where, padded, strict=True)]
-    )
 
 
 def sampling_bytes(max_num_seqs: int, vocab_size: int) -> int:
@@ -369,8 +368,3 @@ def sampling_bytes(max_num_seqs: int, vocab_size: int) -> int:
     work). Besides these, what a draw works on.
     """
     return 22 * max_num_seqs * vocab_size + draw_bytes(max_num_seqs, vocab_size)
-
-
-def _asks_both(state: _Row) -> bool:
-    """Log-probabilities come from the raw logits, so those must survive the edits."""
-    return state.edits and state.num_reported is not None and not state.is_beam

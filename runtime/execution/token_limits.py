@@ -7,6 +7,8 @@ device, nothing that a captured graph could not hold.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -65,13 +67,27 @@ class TokenLimits:
         if request.bad_words_token_ids:
             self._set_words(row, request.bad_words_token_ids, output_token_ids)
 
-    def apply(self, logits: Tensor, rows: Tensor) -> None:
+    def changes(self, row: int) -> bool:
+        """Whether the row has limits."""
+        return row in self._limited
+
+    def depends_on_output(self, row: int) -> bool:
+        """Whether the row's limits may depend on the tokens drawn before: it may have bad words."""
+        return row in self._limited and self._latest.shape[1] > 0
+
+    def apply(self, logits: Tensor, rows: Sequence[int], positions: Sequence[int]) -> None:
         """Make what the rows may not pick impossible, in place.
 
         Args:
             logits: [R, V] float32.
-            rows: [R] int64, the rows of `logits`; rows without limits stay as they are.
+            rows: the rows of `logits`; rows without limits stay as they are.
+            positions: where in its sequence each row's new token goes; not used.
         """
+        if not self._limited or self._limited.isdisjoint(rows):
+            return
+        self._apply(logits, torch.tensor(rows, device=self._device))
+
+    def _apply(self, logits: Tensor, rows: Tensor) -> None:
         if self._allowed is not None:
             logits.masked_fill_(~self._allowed[rows], float("-inf"))
         if self._ends.shape[1]:
@@ -82,11 +98,12 @@ class TokenLimits:
             values = torch.where(matches, BAD_WORD_LOGIT, float("inf")).to(logits.dtype)
             logits.scatter_reduce_(1, self._ends[rows].long(), values, "amin")
 
-    def advance(self, rows: Tensor, token_ids: Tensor) -> None:
-        """Remember the rows' new tokens, both [R] int64."""
-        if self._latest.shape[1]:
+    def advance(self, rows: Sequence[int], token_ids: Tensor) -> None:
+        """Remember the rows' new tokens, [R] int64."""
+        if self._limited and self._latest.shape[1] and not self._limited.isdisjoint(rows):
+            where = torch.tensor(rows, device=self._device)
             newest = token_ids[:, None].to(self._latest.dtype)
-            self._latest[rows] = torch.cat((self._latest[rows][:, 1:], newest), 1)
+            self._latest[where] = torch.cat((self._latest[where][:, 1:], newest), 1)
 
     def _set_words(self, row: int, words: list[list[int]], output_token_ids: list[int]) -> None:
         self._grow(len(words), max(map(len, words)) - 1)

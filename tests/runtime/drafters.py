@@ -37,3 +37,34 @@ class OracleDrafter:
 
     def _is_right(self, request_id: str, place: int) -> bool:
         return crc32(f"{request_id}/{place}".encode()) % 1009 / 1009 < self.accuracy
+
+
+class ReplayDrafter:
+    """Continues the outputs of an earlier run; errs as `OracleDrafter` does.
+
+    Args:
+        outputs: prompts, no two alike, and what followed them.
+        accuracy: probability that a guess is right.
+        vocab_size: wrong guesses are below it too.
+    """
+
+    def __init__(
+        self, outputs: list[tuple[list[int], list[int]]], accuracy: float, vocab_size: int
+    ) -> None:
+        self._outputs = {tuple(prompt): output for prompt, output in outputs}
+        self._accuracy = accuracy
+        self._vocab_size = vocab_size
+
+    def propose(self, request: Request, token_ids: Sequence[int], most: int) -> list[int]:
+        prompt = request.prompt_token_ids
+        done = len(token_ids) - len(prompt)
+        following = self._outputs[tuple(prompt)][done : done + most]
+        return [
+            token
+            if crc32(f"{prompt}/{place}".encode()) % 1009 / 1009 < self._accuracy
+            else (token + 1) % self._vocab_size
+            for place, token in enumerate(following, done)
+        ]
+
+    def forget(self, request_id: str) -> None:
+        pass

@@ -116,6 +116,7 @@ def test_streams_that_are_closed_leave_nothing(overlapped: LLM) -> None:
 
 def test_a_step_reads_tokens_that_never_came_to_the_host() -> None:
     """Two launches before the first read, which the synchronous runner never does."""
+    from ostinato.runtime.types.request import Request
     from ostinato.runtime.types.step import ScheduledSequence, SchedulerOutput
 
     llm = LLM(config=tiny_config("scheduler.overlap=true"))
@@ -127,7 +128,8 @@ def test_a_step_reads_tokens_that_never_came_to_the_host() -> None:
         SchedulerOutput([ScheduledSequence(0, 5 + i, 1, [], [2] if 5 + i == 8 else [], 1)], [], 1)
         for i in range(4)
     ]
-    runner._batch.admit(0)
+    request = Request(request_id="r", prompt_token_ids=prompt, sampling=SAMPLING["greedy"])
+    runner._batch.admit(0, request, [])
     pending = [runner.launch(output) for output in (first, *later)]
     tokens = [runner.read(each).token_ids[0] for each in pending]
     assert tokens == expected.outputs[0].token_ids[:5]

@@ -9,7 +9,11 @@ from hypothesis import strategies as st
 from ostinato.graphs.buffers import StaticBuffers
 from ostinato.models.step_tensors import tensor_specs
 from ostinato.runtime.execution.batch_builder import BatchBuilder
+from ostinato.runtime.types.params import SamplingParams
+from ostinato.runtime.types.request import Request
 from ostinato.runtime.types.step import ScheduledSequence, SchedulerOutput
+
+REQUEST = Request(request_id="r", prompt_token_ids=[1], sampling=SamplingParams())
 
 
 def make_builder(few_sequences: int = 4) -> tuple[BatchBuilder, StaticBuffers]:
@@ -29,11 +33,11 @@ def step(*scheduled: ScheduledSequence) -> SchedulerOutput:
 
 def test_a_prefill_beside_a_decode() -> None:
     builder, buffers = make_builder()
-    builder.admit(2)
+    builder.admit(2, REQUEST, [])
     shape = builder.build(step(ScheduledSequence(2, 0, 5, [10, 11, 12, 13, 14], [7, 3], True)))
-    assert shape == (5, 1, [2], [5], 0)
+    assert shape[:5] == (5, 1, [2], [5], 0)
     builder.last_token[2] = 99
-    builder.admit(0)
+    builder.admit(0, REQUEST, [])
     shape = builder.build(
         step(
             ScheduledSequence(2, 5, 1, [], [], True),
@@ -41,7 +45,7 @@ def test_a_prefill_beside_a_decode() -> None:
         )
     )
     host = buffers.host
-    assert shape == (4, 2, [2], [6], 0)
+    assert shape[:5] == (4, 2, [2], [6], 0)
     assert host.token_ids[:4].tolist() == [99, 20, 21, 22]
     assert host.positions[:4].tolist() == [5, 4, 5, 6]
     # position 5 is in the second block of row 2 (block 3); positions 4-6 in the second of row 0.
@@ -56,7 +60,7 @@ def test_a_prefill_beside_a_decode() -> None:
 def test_a_uniform_decode_reads_the_last_tokens() -> None:
     builder, buffers = make_builder()
     for row in (0, 1):
-        builder.admit(row)
+        builder.admit(row, REQUEST, [])
     builder.build(
         step(
             ScheduledSequence(0, 0, 4, [1, 2, 3, 4], [1], True),
@@ -68,7 +72,7 @@ def test_a_uniform_decode_reads_the_last_tokens() -> None:
         step(ScheduledSequence(1, 2, 1, [], [], True), ScheduledSequence(0, 4, 1, [], [3], True))
     )
     host = buffers.host
-    assert shape == (2, 2, [1, 0], [3, 5], 1)
+    assert shape[:5] == (2, 2, [1, 0], [3, 5], 1)
     assert host.token_ids[:2].tolist() == [41, 40]
     assert host.positions[:2].tolist() == [2, 4]
     assert host.slot_mapping[:2].tolist() == [2 * 4 + 2, 3 * 4]
@@ -79,7 +83,7 @@ def test_a_uniform_decode_reads_the_last_tokens() -> None:
 
 def test_a_one_token_prompt_brings_its_token() -> None:
     builder, buffers = make_builder()
-    builder.admit(0)
+    builder.admit(0, REQUEST, [])
     builder.last_token[0] = 77  # what an earlier owner of the row left behind
     shape = builder.build(step(ScheduledSequence(0, 0, 1, [5], [1], True)))
     assert shape.tokens_per_seq == 1
@@ -88,9 +92,9 @@ def test_a_one_token_prompt_brings_its_token() -> None:
 
 def test_a_new_owner_of_a_row_does_not_see_the_old_blocks() -> None:
     builder, buffers = make_builder()
-    builder.admit(0)
+    builder.admit(0, REQUEST, [])
     builder.build(step(ScheduledSequence(0, 0, 8, list(range(8)), [1, 2], True)))
-    builder.admit(0)
+    builder.admit(0, REQUEST, [])
     builder.build(step(ScheduledSequence(0, 0, 2, [8, 9], [3], True)))
     assert buffers.host.block_table[0].tolist() == [3, 0, 0, 0]
 
@@ -107,9 +111,28 @@ def test_few_sequences_are_written_as_many_are(data: st.DataObject) -> None:
     few, many = make_builder(3), make_builder(0)
     for builder, _ in (few, many):
         for row in rows:
-            builder.admit(row)
+            builder.admit(row, REQUEST, [])
         builder.last_token[:] = last
     assert few[0].build(step(*scheduled)) == many[0].build(step(*scheduled))
     for name in tensor_specs(type(few[1].host)):
         written, expected = getattr(few[1].host, name), getattr(many[1].host, name)
         assert written.tolist() == expected.tolist(), name
+
+
+def test_drafts_want_the_logits_of_every_position() -> None:
+    builder, buffers = make_builder()
+    for row in range(3):
+        builder.admit(row, REQUEST, [])
+    builder.build(step(ScheduledSequence(0, 0, 4, [1, 2, 3, 4], [1], 1)))
+    shape = builder.build(
+        step(
+            ScheduledSequence(1, 0, 3, [7, 8, 9], [2], 0),
+            ScheduledSequence(0, 4, 2, [5, 6], [3], 2),
+            ScheduledSequence(2, 0, 2, [7, 8], [4], 1),
+        )
+    )
+    assert shape.sampled_rows == [0, 0, 2]
+    assert shape.sampled_positions == [5, 6, 2]
+    assert shape.drafts == [[6], []]
+    assert buffers.host.logits_indices[:3].tolist() == [3, 4, 6]
+    assert buffers.host.sampled_rows[:2].tolist() == [0, 2]

@@ -31,7 +31,7 @@ def request(allowed: list[int] | None = None, words: list[list[int]] | None = No
 def possible(limits: TokenLimits, row: int) -> list[int]:
     """The tokens that are neither impossible nor the last resort."""
     logits = torch.zeros(1, VOCAB)
-    limits.apply(logits, torch.tensor([row]))
+    limits.apply(logits, [row], [1])
     return [token for token, value in enumerate(logits[0].tolist()) if value > BAD_WORD_LOGIT]
 
 
@@ -46,7 +46,7 @@ def test_only_allowed_tokens() -> None:
 def test_a_word_of_several_tokens_is_forbidden_at_its_last() -> None:
     limits = TokenLimits(max_num_seqs=1, vocab_size=VOCAB, device=CPU)
     limits.admit(0, request(words=[[3, 4], [6]]), [])
-    row = torch.tensor([0])
+    row = [0]
     assert possible(limits, 0) == [0, 1, 2, 3, 4, 5, 7]
     limits.advance(row, torch.tensor([3]))
     assert possible(limits, 0) == [0, 1, 2, 3, 5, 7]
@@ -58,7 +58,7 @@ def test_a_row_that_may_pick_nothing_else_picks_the_bad_word() -> None:
     limits = TokenLimits(max_num_seqs=1, vocab_size=VOCAB, device=CPU)
     limits.admit(0, request([5], [[5]]), [])
     logits = torch.randn(1, VOCAB)
-    limits.apply(logits, torch.tensor([0]))
+    limits.apply(logits, [0], [1])
     assert logits.argmax(-1).tolist() == [5]
     assert logits.softmax(-1)[0, 5] == 1.0
 
@@ -86,10 +86,9 @@ def test_rows_equal_a_plain_loop(residents: list, newcomers: list, steps: list) 
         limits.admit(row, request(allowed, words), outputs)
         state[row] = (allowed, words, list(outputs))
     present = sorted(state)
-    index = torch.tensor(present)
     for tokens in [*steps, None]:
         logits = torch.zeros(len(present), VOCAB)
-        limits.apply(logits, index)
+        limits.apply(logits, present, [1] * len(present))
         for row, values in zip(present, logits.tolist(), strict=True):
             allowed, words, outputs = state[row]
             for token, value in enumerate(values):
@@ -104,7 +103,7 @@ def test_rows_equal_a_plain_loop(residents: list, newcomers: list, steps: list) 
                     expected = float("-inf")
                 assert value == pytest.approx(expected)
         if tokens is not None:
-            limits.advance(index, torch.tensor(tokens[: len(present)]))
+            limits.advance(present, torch.tensor(tokens[: len(present)]))
             for row, token in zip(present, tokens, strict=False):
                 state[row][2].append(token)
 

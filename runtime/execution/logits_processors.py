@@ -1,0 +1,201 @@
+"""What sampling parameters do to a row's logits before the draw: one processor for each family.
+
+A processor keeps its own state by row. The sampler only knows the protocol, so a parameter that
+changes logits is a class here and an entry of `make_processors`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from ostinato.ops.sampling import apply_penalties
+from ostinato.runtime.execution.row_state import RowState
+from ostinato.runtime.execution.token_limits import TokenLimits
+from ostinato.runtime.types.request import Request
+
+__all__ = ("LogitBias", "LogitsProcessor", "MinTokens", "Penalties", "make_processors")
+
+
+class LogitsProcessor(RowState, Protocol):
+    """Changes the logits of the rows whose requests ask for it."""
+
+    def changes(self, row: int) -> bool:
+        """Whether it may change the row's logits."""
+        ...
+
+    def depends_on_output(self, row: int) -> bool:
+        """Whether what it does to the row depends on the tokens drawn before."""
+        ...
+
+    def apply(self, logits: Tensor, rows: Sequence[int], positions: Sequence[int]) -> None:
+        """Change logits in place, without waiting for the device.
+
+        Args:
+            logits: [R, V] float32.
+            rows: of the R rows of logits; a row may occur again with a later position.
+            positions: where in its sequence each row's new token goes.
+        """
+        ...
+
+    def advance(self, rows: Sequence[int], token_ids: Tensor) -> None:
+        """Take in the tokens that were drawn: [R] int64, on the device."""
+        ...
+
+
+class _Bias(NamedTuple):
+    token_ids: Tensor  # [B] int64
+    values: Tensor  # [B] float32
+
+
+class LogitBias:
+    """`logit_bias`: adds a number to the logits of some tokens."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._rows: dict[int, _Bias] = {}
+
+    def admit(self, row: int, request: Request, output_token_ids: list[int]) -> None:
+        self._rows.pop(row, None)
+        bias = request.sampling.logit_bias
+        if bias:
+            self._rows[row] = _Bias(
+                torch.tensor(list(bias), dtype=torch.int64, device=self._device),
+                torch.tensor(list(bias.values()), dtype=torch.float32, device=self._device),
+            )
+
+    def changes(self, row: int) -> bool:
+        return row in self._rows
+
+    def depends_on_output(self, row: int) -> bool:
+        return False
+
+    def apply(self, logits: Tensor, rows: Sequence[int], positions: Sequence[int]) -> None:
+        if not self._rows:
+            return
+        for index, row in enumerate(rows):
+            bias = self._rows.get(row)
+            if bias is not None:
+                logits[index][bias.token_ids] += bias.values
+
+    def advance(self, rows: Sequence[int], token_ids: Tensor) -> None:
+        pass
+
+
+class _Counts(NamedTuple):
+    counts: Tensor  # [V] int32, of output tokens
+    in_prompt: Tensor  # [V] bool
+    repetition: float
+    presence: float
+    frequency: float
+
+
+class Penalties:
+    """`repetition_penalty`, `presence_penalty` and `frequency_penalty`."""
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self._vocab_size = vocab_size
+        self._device = device
+        self._rows: dict[int, _Counts] = {}
+
+    def admit(self, row: int, request: Request, output_token_ids: list[int]) -> None:
+        self._rows.pop(row, None)
+        params = request.sampling
+        penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
+        if penalties == (1.0, 0.0, 0.0):
+            return
+        output = torch.tensor(output_token_ids, dtype=torch.int64)
+        counts = torch.bincount(output, minlength=self._vocab_size)
+        in_prompt = torch.zeros(self._vocab_size, dtype=torch.bool, device=self._device)
+        in_prompt[torch.tensor(request.prompt_token_ids, device=self._device)] = True
+        self._rows[row] = _Counts(counts.to(self._device, torch.int32), in_prompt, *penalties)
+
+    def changes(self, row: int) -> bool:
+        return row in self._rows
+
+    def depends_on_output(self, row: int) -> bool:
+        return row in self._rows
+
+    def apply(self, logits: Tensor, rows: Sequence[int], positions: Sequence[int]) -> None:
+        if not self._rows:
+            return
+        for index, row in enumerate(rows):
+            state = self._rows.get(row)
+            if state is not None:
+                apply_penalties(
+                    logits[index],
+                    state.counts,
+                    state.in_prompt,
+                    repetition=state.repetition,
+                    presence=state.presence,
+                    frequency=state.frequency,
+                )
+
+    def advance(self, rows: Sequence[int], token_ids: Tensor) -> None:
+        if not self._rows:
+            return
+        for index, row in enumerate(rows):
+            state = self._rows.get(row)
+            if state is not None:
+                # A slice, because indexing by one element would wait for the device.
+                state.counts[token_ids[index : index + 1]] += 1
+
+
+class _Early(NamedTuple):
+    min_length: int  # tokens, prompt included
+    stop_ids: Tensor  # int64
+
+
+class MinTokens:
+    """`min_tokens`: no end-of-sequence or stop token before so many output tokens.
+
+    A row with a grammar is left to the grammar's mask, which knows whether there is another way.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._rows: dict[int, _Early] = {}
+
+    def admit(self, row: int, request: Request, output_token_ids: list[int]) -> None:
+        self._rows.pop(row, None)
+        params = request.sampling
+        if params.min_tokens and not request.grammar:
+            ids = () if params.ignore_eos else request.eos_token_ids
+            self._rows[row] = _Early(
+                len(request.prompt_token_ids) + params.min_tokens,
+                torch.tensor(
+                    [*ids, *params.stop_token_ids], dtype=torch.int64, device=self._device
+                ),
+            )
+
+    def changes(self, row: int) -> bool:
+        return row in self._rows
+
+    def depends_on_output(self, row: int) -> bool:
+        return False
+
+    def apply(self, logits: Tensor, rows: Sequence[int], positions: Sequence[int]) -> None:
+        if not self._rows:
+            return
+        for index, row in enumerate(rows):
+            state = self._rows.get(row)
+            if state is not None and positions[index] < state.min_length:
+                logits[index][state.stop_ids] = float("-inf")
+
+    def advance(self, rows: Sequence[int], token_ids: Tensor) -> None:
+        pass
+
+
+def make_processors(
+    *, max_num_seqs: int, vocab_size: int, device: torch.device
+) -> list[LogitsProcessor]:
+    """All processors, in the order in which they change logits."""
+    return [
+        LogitBias(device),
+        Penalties(vocab_size, device),
+        MinTokens(device),
+        TokenLimits(max_num_seqs=max_num_seqs, vocab_size=vocab_size, device=device),
+    ]

@@ -1,0 +1,23 @@
+"""The protocol of components that keep state for each row, such as the sampler."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from ostinato.runtime.types.request import Request
+
+__all__ = ("RowState",)
+
+
+class RowState(Protocol):
+    """State of running sequences by row. A row is an index into persistent buffers."""
+
+    def admit(self, row: int, request: Request, output_token_ids: list[int]) -> None:
+        """A sequence takes a row; what the row had before is forgotten.
+
+        Args:
+            row: in [0, max_num_seqs).
+            request: what the sequence is computed for.
+            output_token_ids: its output so far; not empty when it resumes.
+        """
+        ...

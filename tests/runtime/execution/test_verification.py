@@ -1,0 +1,111 @@
+"""Drafts change neither tokens nor log-probabilities, whatever a request asks for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+import ostinato
+from ostinato import LLM, SamplingParams
+from ostinato.runtime.scheduling.proposer import Proposer
+from ostinato.runtime.scheduling.scheduler import Scheduler
+from ostinato.runtime.types.outputs import CompletionOutput
+from ostinato.runtime.types.params import ThinkingLimit
+from ostinato.runtime.types.structured_outputs import StructuredOutputsParams
+from tests.runtime.drafters import ReplayDrafter
+from tests.runtime.engine.test_engine import make_prompts
+from tests.runtime.tiny import MODEL, tiny_config
+
+VOCAB_SIZE = 3077  # five ids more than the tokenizer has
+SEEDED = SamplingParams(temperature=1.0, seed=5, max_tokens=14, ignore_eos=True)
+
+
+CONFIG = tiny_config(
+    "scheduler.max_num_seqs=64",
+    "scheduler.overlap=false",
+    model__config={**MODEL, "vocab_size": VOCAB_SIZE, "eos_token_id": 2},
+    model__tokenizer=str(Path(ostinato.__file__).parents[1] / "models" / "demo"),
+)
+
+
+def seeded(**changes: object) -> SamplingParams:
+    return msgspec.structs.replace(SEEDED, **changes)
+
+
+SAMPLING = {
+    "greedy": seeded(temperature=0.0),
+    "seeded": SEEDED,
+    "top-k and top-p": seeded(top_k=20, top_p=0.9, min_p=0.01),
+    "penalties": seeded(repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.4),
+    "greedy penalties": seeded(temperature=0.0, frequency_penalty=1.5),
+    "bias": seeded(logit_bias={7: 4.0, 9: 4.0, 11: -50.0}),
+    "min_tokens": seeded(min_tokens=6, ignore_eos=False, stop_token_ids=tuple(range(100, 160))),
+    "allowed": seeded(allowed_token_ids=(5, 6, 7, 8)),
+    "log-probabilities": seeded(logprobs=3, frequency_penalty=0.4),
+    "chosen log-probabilities": seeded(logprobs=1, logprob_token_ids=(4, 8, 15)),
+    "prompt log-probabilities": seeded(prompt_logprobs=2, logprobs=0),
+    "thinking": seeded(
+        thinking=ThinkingLimit(max_tokens=4, begin_token_id=2, end_token_id=3, is_open=True)
+    ),
+    "bad words": seeded(temperature=0.0, bad_words=("the", "a", "in the", ",")),
+    "grammar": seeded(
+        structured_outputs=StructuredOutputsParams(regex="[a-z]{2,6} (yes|no)"), max_tokens=20
+    ),
+    "grammar, greedy": seeded(
+        temperature=0.0,
+        structured_outputs=StructuredOutputsParams(json={"type": "array", "maxItems": 3}),
+        min_tokens=3,
+        max_tokens=20,
+    ),
+    "beams": SamplingParams(use_beam_search=True, n=2, best_of=3, max_tokens=6, ignore_eos=True),
+}
+
+
+def draft_with(llm: LLM, proposer: Proposer | None) -> Scheduler:
+    """From now on the model's engine computes these guesses beside each decode."""
+    engine = llm._engine
+    old = engine._scheduler
+    engine._scheduler = Scheduler(
+        CONFIG.scheduler,
+        engine._cache,
+        max_model_len=old.max_model_len,
+        limits=old.limits,
+        proposer=proposer,
+        max_drafts=3,
+    )
+    return engine._scheduler
+
+
+def completions(
+    llm: LLM, prompts: list[list[int]], sampling: list[SamplingParams]
+) -> list[list[CompletionOutput]]:
+    llm.reset_prefix_cache()
+    return [one.outputs for one in llm.generate(prompts, sampling, use_progress=False)]
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    # Room for four rows of logits of each sequence that the tests run at once.
+    return LLM(config=CONFIG)
+
+
+@pytest.mark.parametrize("accuracy", [0.0, 0.7, 1.0])
+def test_any_drafter_gives_the_same(llm: LLM, accuracy: float) -> None:
+    """All parameters beside each other in one batch."""
+    sampling = list(SAMPLING.values())
+    prompts = make_prompts(len(sampling))
+    draft_with(llm, None)
+    plain = completions(llm, prompts, sampling)
+    outputs = [(prompt, some[0].token_ids) for prompt, some in zip(prompts, plain, strict=True)]
+    scheduler = draft_with(llm, ReplayDrafter(outputs, accuracy, VOCAB_SIZE))
+    assert completions(llm, prompts, sampling) == plain
+    drafts = scheduler.drafts
+    assert drafts is not None
+    assert drafts.num_draft_tokens > 50
+    assert (drafts.num_accepted_tokens > 0) is (accuracy > 0.0)
+    if accuracy == 1.0:
+        assert drafts.num_accepted_tokens == drafts.num_draft_tokens
+    scheduler.check_integrity()
+    draft_with(llm, None)
