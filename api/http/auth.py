@@ -1,4 +1,4 @@
-"""ASGI middleware in front of all handlers: checks API keys and limits the requests of each key."""
+"""API keys: an ASGI middleware that checks the key of a request and limits requests per key."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from ostinato.api.base.errors import OverloadedError
 from ostinato.api.http.api_keys import KeyRing
 from ostinato.runtime.errors import InvalidRequestError
 
-__all__ = ("AccessControl",)
+__all__ = ("OPEN", "AccessControl")
 
-# For balancers, supervisors and a browser that has no key yet.
-_OPEN_PATHS = frozenset(("/", "/live", "/ready", "/health"))
+# A route handler with this option in its `opt` is reached without a key.
+OPEN = "open_without_key"
 
 
 class AccessControl:
-    """Lets requests with a key through, and of each key so many at once.
+    """Passes requests that have a valid key, and a limited number of requests per key at once.
 
     Args:
-        app: what is protected.
-        keys: of those who are let in.
-        max_requests: of one key at once; None = no limit.
+        app: the protected application.
+        keys: the valid keys.
+        max_requests: per key at once; None = no limit.
     """
 
     def __init__(self, app: ASGIApp, keys: KeyRing, max_requests: int | None) -> None:
@@ -32,7 +32,7 @@ class AccessControl:
         self._running: Counter[int] = Counter()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or _is_open(scope["path"]):
+        if scope["type"] != "http" or scope["route_handler"].opt.get(OPEN):
             await self._app(scope, receive, send)
             return
         key = self._keys.find(_key_of(dict(scope["headers"])))
@@ -43,7 +43,7 @@ class AccessControl:
                 code="invalid_api_key",
                 status=401,
             )
-        if scope["path"].startswith("/debug/"):  # to look is not to use
+        if scope["path"].startswith("/debug/"):  # the page polls these: they do not count
             await self._app(scope, receive, send)
             return
         if self._max_requests is not None and self._running[key] >= self._max_requests:
@@ -55,14 +55,10 @@ class AccessControl:
             )
         self._running[key] += 1
         try:
-            # A stream's reply is sent within: its request counts until its end.
+            # A stream is sent within this call, so its request counts until the end of the stream.
             await self._app(scope, receive, send)
         finally:
             self._running[key] -= 1
-
-
-def _is_open(path: str) -> bool:
-    return path in _OPEN_PATHS or path.startswith("/page/")  # the files of the page at /
 
 
 def _key_of(headers: dict[bytes, bytes]) -> str:

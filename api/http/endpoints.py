@@ -18,6 +18,7 @@ from litestar.handlers import HTTPRouteHandler
 from litestar.openapi.spec import OpenAPIMediaType, OpenAPIResponse, Operation, RequestBody, Schema
 
 from ostinato.api.base.errors import ErrorBody
+from ostinato.api.http.auth import OPEN
 
 __all__ = ("delete_endpoint", "get_endpoint", "post_endpoint")
 
@@ -73,7 +74,12 @@ def post_endpoint(
 
 
 def get_endpoint(
-    path: str, *, answer: object = None, errors: Errors | None = None, media_type: str = _JSON
+    path: str,
+    *,
+    answer: object = None,
+    errors: Errors | None = None,
+    media_type: str = _JSON,
+    is_open: bool = False,
 ) -> Decorator:
     """A GET handler.
 
@@ -81,13 +87,14 @@ def get_endpoint(
         answer: type of the answer; None = some JSON object.
         errors: status -> type of its body; beside 401 and 500.
         media_type: of the answer.
+        is_open: whether a request without an API key is answered too.
     """
     base = f"#/paths/{_escaped(_documented(path))}/get"
     responses = _responses(base, answer, _with_common(errors))
     if media_type != _JSON:
         text = OpenAPIMediaType(schema=cast("Schema", {"type": "string"}))
         responses["200"].content = {media_type: text}
-    return get(path, operation_class=_operation(None, responses))
+    return get(path, operation_class=_operation(None, responses), opt={OPEN: is_open})
 
 
 def delete_endpoint(path: str, *, answer: object, errors: Errors | None = None) -> Decorator:

@@ -15,6 +15,7 @@ import msgspec
 from litestar import Response, get
 from litestar.params import FromPath
 
+from ostinato.api.http.auth import OPEN
 from ostinato.api.http.endpoints import get_endpoint
 from ostinato.api.http.handlers import SharedService, json_response
 from ostinato.api.observability.recent_latency import Percentiles
@@ -67,13 +68,13 @@ class PageState(msgspec.Struct, frozen=True):
     use: MachineUse
 
 
-@get("/", include_in_schema=False)
+@get("/", include_in_schema=False, opt={OPEN: True})
 async def page() -> Response[bytes]:
     """The page."""
     return _file("index.html")
 
 
-@get("/page/{name:str}", include_in_schema=False)
+@get("/page/{name:str}", include_in_schema=False, opt={OPEN: True})
 async def page_file(name: FromPath[str]) -> Response[bytes]:
     """What the page is made of."""
     return _file(name)

@@ -50,7 +50,7 @@ async def model(service: SharedService, name: FromPath[str]) -> Response[bytes]:
     return json_response(card)
 
 
-@get_endpoint("/health", answer=Status, errors={503: Status})
+@get_endpoint("/health", answer=Status, errors={503: Status}, is_open=True)
 async def health(service: SharedService) -> Response[bytes]:
     """Whether the engine works: 200, or 503 with the reason."""
     problem = service.admission.health_problem()
@@ -58,14 +58,14 @@ async def health(service: SharedService) -> Response[bytes]:
     return status_response(status, problem)
 
 
-@get_endpoint("/live", answer=Status, errors={503: Status})
+@get_endpoint("/live", answer=Status, errors={503: Status}, is_open=True)
 async def live(service: SharedService) -> Response[bytes]:
     """Whether this process should go on: 200, or 503 with the reason."""
     problem = service.admission.liveness_problem()
     return status_response("ok" if problem is None else "stuck", problem)
 
 
-@get_endpoint("/ready", answer=Status, errors={503: Status})
+@get_endpoint("/ready", answer=Status, errors={503: Status}, is_open=True)
 async def ready(service: SharedService) -> Response[bytes]:
     """Whether a new request would be admitted and served now: 200, or 503 with the reason."""
     refusal = service.admission.unreadiness()
