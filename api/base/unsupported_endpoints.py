@@ -1,8 +1,13 @@
-"""Endpoints that other servers have and this one does not, and the hint that their 404 gives."""
+"""Endpoints of other servers that this one does not have, and what the 404 for them suggests.
+
+A path that this server has needs no entry: the hint is read only after no handler was found.
+"""
 
 from __future__ import annotations
 
-__all__ = ("hint_for",)
+import re
+
+__all__ = ("hint_for", "replacements")
 
 _INSTEAD = {
     "/classify": "/v1/score or /v1/rerank",
@@ -14,7 +19,6 @@ _INSTEAD = {
     "/health_generate": "/ready",
     "/inference/v1/generate": "/v1/completions, which takes token ids and gives them with"
     " return_token_ids",
-    "/ping": "/health",
     "/pooling": "/v1/embeddings",
     "/server_info": "/v1/models, /version and /metrics",
     "/v1/batches": "`run batch`, which works on OpenAI's batch files",
@@ -26,34 +30,39 @@ _INSTEAD = {
     "/v1/tokenize": "/tokenize",
     "/v2/embed": "/v1/embeddings",
 }
-_NEEDS = {
-    "/collective_rpc": "calls into workers",
-    "/generative_scoring": "log-probabilities of chosen tokens",
-    "/invocations": "the dialect of another host; name the endpoint itself",
-    "/is_paused": "pauses",
-    "/is_sleeping": "models that sleep",
-    "/pause": "pauses",
-    "/resume": "pauses",
-    "/scale_elastic_ep": "several engines",
-    "/sleep": "models that sleep",
-    "/update_weights": "weights that change while it runs",
-    "/v1/audio/speech": "models that speak",
-    "/v1/audio/transcriptions": "models that hear",
-    "/v1/audio/translations": "models that hear",
-    "/v1/images/generations": "models that draw",
-    "/v1/load_lora_adapter": "adapters",
-    "/v1/moderations": "models that moderate",
-    "/v1/realtime": "models that hear",
-    "/v1/unload_lora_adapter": "adapters",
-    "/wake_up": "models that sleep",
+_MISSING_FEATURES = {
+    "/collective_rpc": "calls into worker processes",
+    "/generative_scoring": "scores of generated items",
+    "/invocations": "the SageMaker dialect; use the endpoint itself",
+    "/is_paused": "pausing the engine",
+    "/is_sleeping": "models that can be unloaded while the server runs",
+    "/pause": "pausing the engine",
+    "/resume": "pausing the engine",
+    "/scale_elastic_ep": "several engine processes",
+    "/sleep": "models that can be unloaded while the server runs",
+    "/update_weights": "weight updates at run time",
+    "/v1/audio/speech": "text-to-speech models",
+    "/v1/audio/transcriptions": "audio models",
+    "/v1/audio/translations": "audio models",
+    "/v1/images/generations": "image generation",
+    "/v1/load_lora_adapter": "LoRA adapters",
+    "/v1/moderations": "moderation models",
+    "/v1/realtime": "audio models",
+    "/v1/unload_lora_adapter": "LoRA adapters",
+    "/wake_up": "models that can be unloaded while the server runs",
 }
 
 
 def hint_for(path: str) -> str | None:
-    """What to use instead of `path`, or what it needs; None for a path that no server has."""
+    """Which endpoint to use instead of `path`, or what `path` needs; None for an unknown path."""
     path = path.rstrip("/")
     if path in _INSTEAD:
         return f"use {_INSTEAD[path]}"
-    if path in _NEEDS:
-        return f"it needs {_NEEDS[path]}, which this server does not have"
+    if path in _MISSING_FEATURES:
+        return f"it needs {_MISSING_FEATURES[path]}, which this server does not have"
     return None
+
+
+def replacements() -> set[str]:
+    """The paths that the hints name."""
+    return {path for text in _INSTEAD.values() for path in re.findall(r"/[\w/]+", text)}

@@ -53,9 +53,13 @@ async def model(service: SharedService, name: FromPath[str]) -> Response[bytes]:
 @get_endpoint("/health", answer=Status, errors={503: Status}, is_open=True)
 async def health(service: SharedService) -> Response[bytes]:
     """Whether the engine works: 200, or 503 with the reason."""
-    problem = service.admission.health_problem()
-    status = "ok" if problem is None else "unhealthy"
-    return status_response(status, problem)
+    return _health(service)
+
+
+@get_endpoint("/ping", answer=Status, errors={503: Status}, is_open=True)
+async def ping(service: SharedService) -> Response[bytes]:
+    """The same as `/health`, under the path that SageMaker probes."""
+    return _health(service)
 
 
 @get_endpoint("/live", answer=Status, errors={503: Status}, is_open=True)
@@ -84,7 +88,12 @@ async def metrics(service: SharedService) -> Response[bytes]:
     return Response(service.metrics.render(), media_type=CONTENT_TYPE)
 
 
-HANDLERS = [models, model, health, live, ready, version, metrics]
+HANDLERS = [models, model, health, ping, live, ready, version, metrics]
+
+
+def _health(service: Service) -> Response[bytes]:
+    problem = service.admission.health_problem()
+    return status_response("ok" if problem is None else "unhealthy", problem)
 
 
 def _card(service: Service) -> ModelCard:

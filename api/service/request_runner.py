@@ -27,6 +27,8 @@ from ostinato.runtime.types.params import PoolingParams, SamplingParams
 __all__ = ("Generator", "IndexedOutput", "RequestRunner")
 
 IndexedOutput = tuple[int, RequestOutput]  # (index of the prompt, one output for it)
+# A client's `generate` is a generator: closing it aborts the request.
+Outputs = AsyncGenerator[RequestOutput, None]
 
 
 class Generator(Protocol):
@@ -126,8 +128,8 @@ class RequestRunner:
         try:
             with self._measured(stats):
                 if len(generations) == 1:  # no queue between the engine's client and the reply
-                    outputs = _outputs(self._client, generations[0], context)
-                    async with aclosing(outputs):
+                    outputs = self._client.generate(**_arguments(generations[0], context))
+                    async with aclosing(cast("Outputs", outputs)) as outputs:
                         async for output in outputs:
                             stats.add(0, output)
                             _raise_for_failure(output)
@@ -238,21 +240,18 @@ async def _all_in_time(
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _outputs(
-    client: Generator, one: Generation, context: RequestContext
-) -> AsyncGenerator[RequestOutput, None]:
+def _arguments(one: Generation, context: RequestContext) -> dict[str, Any]:
+    """What `Generator.generate` is called with."""
     times_ms = [ms for ms in (one.deadline_ms, context.timeout_ms) if ms is not None]
-    outputs = client.generate(
-        one.request_id,
-        one.prompt_token_ids,
-        one.sampling,
-        priority=one.priority,
-        cache_salt=one.cache_salt,
-        trace=context.timeline is not None,
-        deadline=context.arrived_at + min(times_ms) / 1e3 if times_ms else None,
-    )
-    # Closing it aborts the request: a client's `generate` is a generator.
-    return cast("AsyncGenerator[RequestOutput, None]", outputs)
+    return {
+        "request_id": one.request_id,
+        "prompt_token_ids": one.prompt_token_ids,
+        "sampling": one.sampling,
+        "priority": one.priority,
+        "cache_salt": one.cache_salt,
+        "trace": context.timeline is not None,
+        "deadline": context.arrived_at + min(times_ms) / 1e3 if times_ms else None,
+    }
 
 
 async def _merged(
@@ -263,7 +262,8 @@ async def _merged(
 
     async def pump(prompt_index: int) -> None:
         try:
-            async with aclosing(_outputs(client, generations[prompt_index], context)) as outputs:
+            outputs = client.generate(**_arguments(generations[prompt_index], context))
+            async with aclosing(cast("Outputs", outputs)) as outputs:
                 async for output in outputs:
                     queue.put_nowait((prompt_index, output))
             queue.put_nowait(None)

@@ -376,6 +376,12 @@ class TestHealth:
         assert 'ostinato_engine_restarts_total{reason="killed"} 2.0' in text
         assert 'ostinato_engine_restarts_total{reason="hang"} 0.0' in text
 
+    def test_ping_is_health(self, app):
+        for age in (29.0, 31.0):
+            app.engine.seconds_since_step = app.engine.seconds_overdue = age
+            health, ping = app.http.get("/health"), app.http.get("/ping")
+            assert (ping.status_code, ping.content) == (health.status_code, health.content)
+
     def test_frozen(self, app):
         app.engine.seconds_since_step = app.engine.seconds_overdue = 29.0
         for path in ("/health", "/live", "/ready"):
@@ -648,8 +654,8 @@ class TestTheRequestsName:
     [
         ("/pooling", "use /v1/embeddings"),
         ("/v1/files", "use `run batch`"),
-        ("/v1/audio/transcriptions", "it needs models that hear"),
-        ("/sleep", "it needs models that sleep"),
+        ("/v1/audio/transcriptions", "it needs audio models"),
+        ("/sleep", "it needs models that can be unloaded while the server runs"),
         ("/what", "GET /schema lists the endpoints"),
     ],
 )

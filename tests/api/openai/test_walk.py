@@ -1,0 +1,51 @@
+"""How many calls of the API lie between a route and the engine's client."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ostinato.runtime.types.outputs import RequestOutput
+from tests.api.fake_client import FakeClient
+
+API = (Path(__file__).parents[3] / "api").as_posix()
+MAX_CALLS = 4
+
+
+class WatchingClient(FakeClient):
+    """Notes the functions of the API that are on the stack when the engine is asked."""
+
+    def __init__(self, *args: Any, **fields: Any) -> None:
+        super().__init__(*args, **fields)
+        self.walk: list[str] = []
+
+    def generate(self, *args: Any, **fields: Any) -> AsyncIterator[RequestOutput]:
+        frame = sys._getframe(1)
+        while frame is not None:
+            if Path(frame.f_code.co_filename).resolve().as_posix().startswith(API):
+                self.walk.insert(0, frame.f_code.co_name)
+            frame = frame.f_back
+        return super().generate(*args, **fields)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}]}),
+        ("/v1/completions", {"prompt": "Hi"}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 5}),
+        ("/v1/responses", {"input": "Hi"}),
+    ],
+)
+def test_a_reply_asks_the_engine_in_a_few_calls(make_app, monkeypatch, path, body, stream):
+    monkeypatch.setattr("tests.api.conftest.FakeClient", WatchingClient)
+    app = make_app()
+    reply = app.http.post(path, json={"model": "test-model", **body, "stream": stream})
+    assert reply.status_code == 200, reply.text
+    assert app.engine.walk[-1] == "generate"
+    assert len(app.engine.walk) <= MAX_CALLS, app.engine.walk
