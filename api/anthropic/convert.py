@@ -1,4 +1,4 @@
-"""From the Anthropic dialect to a chat request and from an answer's blocks back: pure functions."""
+"""From a request of the Anthropic API to a chat request, and from content blocks to events."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ FIELD_NAMES = {
 
 
 def to_chat(body: CountTokensRequest) -> ChatCompletionRequest:
-    """The chat request that asks for the same.
+    """The equivalent chat request.
 
     Raises:
-        InvalidRequestError: a block stands where its role can not have it.
+        InvalidRequestError: a message has a block that its role can not have.
     """
     messages = [] if body.system is None else [Message(role="system", content=_text(body.system))]
     for index, turn in enumerate(body.messages):
@@ -88,7 +88,7 @@ def to_chat(body: CountTokensRequest) -> ChatCompletionRequest:
         parallel_tool_calls=None
         if choice is None or isinstance(choice, NoChoice)
         else not choice.disable_parallel_tool_use,
-        # An answer whose beginning is given is continued.
+        # A last message of the assistant is the beginning of the answer.
         continue_final_message=body.messages[-1].role == "assistant",
         **fields,
     )
@@ -112,7 +112,7 @@ def _function(tool: ToolDefinition) -> FunctionTool:
 
 
 def _messages(turn: Turn, place: str) -> list[Message]:
-    """One turn: results of tools are messages of their own, before what the user says."""
+    """The messages of one turn; tool results come before the text of the user."""
     if isinstance(turn.content, str):
         return [Message(role=turn.role, content=turn.content)]
     for index, block in enumerate(turn.content):
@@ -162,7 +162,7 @@ def _text(content: str | list[TextBlock]) -> str:
 
 
 def stop_of(finish_reason: str, stop_reason: int | str | None) -> tuple[str, str | None]:
-    """(stop_reason, stop_sequence) of an answer that ended so."""
+    """(stop_reason, stop_sequence) of the Anthropic API for the end of an answer."""
     if finish_reason == "tool_calls":
         return "tool_use", None
     if finish_reason == FinishReason.length:
@@ -173,7 +173,7 @@ def stop_of(finish_reason: str, stop_reason: int | str | None) -> tuple[str, str
 
 
 def reply_blocks(blocks: list[ContentBlock]) -> list[ReplyText | ReplyThinking | ReplyToolUse]:
-    """The content of a whole answer."""
+    """The content of a complete answer."""
     return [_reply_block(block, block.text) for block in blocks]
 
 
@@ -181,7 +181,7 @@ def block_events(change: BlockDelta) -> list[Event]:
     """The events of one change of a block."""
     block = change.block
     if change.begins:
-        # `input` is an empty object first, its text comes as deltas.
+        # `input` starts as an empty object; its text is sent as deltas.
         begun = _reply_block(block, "")
         return [Event(type="content_block_start", index=block.index, content_block=begun)]
     if change.ends:
@@ -208,7 +208,7 @@ def _reply_block(block: ContentBlock, text: str) -> ReplyText | ReplyThinking | 
 
 
 def _input(text: str) -> dict[str, Any]:
-    """The arguments; of a call that the limit cut off there are none."""
+    """The arguments of a call; an empty object for a call that was cut off."""
     try:
         return msgspec.json.decode(text, type=dict[str, Any]) if text else {}
     except msgspec.MsgspecError:

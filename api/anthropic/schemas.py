@@ -1,6 +1,6 @@
-"""The bodies of `/v1/messages`, as the Anthropic API spells them.
+"""The bodies and events of `/v1/messages`, with the names of the Anthropic API.
 
-A field is here exactly when it is honoured; `UNSUPPORTED` names the others.
+A request schema has exactly the supported fields; `UNSUPPORTED` lists the others.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ UNSUPPORTED: Mapping[str, Unsupported] = {
 
 
 class CacheControl(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Asks that the prompt up to here is cached; every prompt is, so it changes nothing."""
+    """Asks for caching of the prompt up to here; has no effect, because every prompt is cached."""
 
     type: Literal["ephemeral"]
     ttl: str | None = None
@@ -65,7 +65,7 @@ class _Block(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 class TextBlock(_Block, frozen=True, kw_only=True, tag_field="type", tag="text"):
     text: str
-    citations: list[Any] | None = None  # as an answer had them: none
+    citations: list[Any] | None = None  # of an earlier answer; always empty
 
 
 class ToolUseBlock(_Block, frozen=True, kw_only=True, tag_field="type", tag="tool_use"):
@@ -77,7 +77,7 @@ class ToolUseBlock(_Block, frozen=True, kw_only=True, tag_field="type", tag="too
 class ToolResultBlock(_Block, frozen=True, kw_only=True, tag_field="type", tag="tool_result"):
     tool_use_id: str
     content: str | list[TextBlock] = ""
-    is_error: bool = False  # the model is told so
+    is_error: bool = False  # the text for the model says so
 
 
 class ThinkingBlock(
@@ -89,7 +89,7 @@ class ThinkingBlock(
     tag="thinking",
 ):
     thinking: str
-    signature: str = ""  # as an answer had it
+    signature: str = ""  # of an earlier answer
 
 
 class Turn(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -136,14 +136,14 @@ class NoChoice(
 
 
 class Thinking(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Whether the model reasons, where its template has a setting of it."""
+    """Whether the model reasons; needs a chat template with such a setting."""
 
     type: Literal["adaptive", "disabled", "enabled"]
     budget_tokens: Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)] | None = None  # with enabled
 
 
 class Metadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    user_id: str | None = None  # the caller's label of an end user; never used for anything
+    user_id: str | None = None  # the caller's label of an end user; has no effect
 
 
 class CountTokensRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -176,7 +176,7 @@ class ReplyText(msgspec.Struct, frozen=True, tag_field="type", tag="text"):
 
 class ReplyThinking(msgspec.Struct, frozen=True, tag_field="type", tag="thinking"):
     thinking: str
-    signature: str = ""  # nothing is signed
+    signature: str = ""  # always empty
 
 
 class ReplyToolUse(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="tool_use"):
@@ -193,7 +193,7 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Reply(msgspec.Struct, frozen=True, kw_only=True):
-    """A whole answer."""
+    """A complete answer."""
 
     id: str
     type: Literal["message"] = "message"
@@ -207,7 +207,7 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Delta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The field of a content block that a delta extends."""
+    """New text of a content block."""
 
     type: str
     text: str | None = None
@@ -230,4 +230,6 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     content_block: ReplyText | ReplyThinking | ReplyToolUse | None = None
     delta: Delta | MessageDelta | None = None
     usage: Usage | None = None
-    trace: Timeline | msgspec.UnsetType = msgspec.UNSET  # at the end, when it is asked for
+    trace: Timeline | msgspec.UnsetType = (
+        msgspec.UNSET
+    )  # in the last event, with the header x-trace: 1

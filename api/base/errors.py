@@ -1,8 +1,8 @@
-"""The HTTP errors of the API, in OpenAI's form: `{"error": {"message", "type", "param", "code"}}`.
+"""HTTP errors: the status, the JSON body and the headers of every failure of the API.
 
-Under `/v1/messages` they are `{"type": "error", "error": {"type", "message"}}`, the Anthropic form.
-
-Every failure of the HTTP API ends here, the framework's own 404, 405 and 413 included.
+The body is OpenAI's: `{"error": {"message", "type", "param", "code"}}`. Under `/v1/messages` it is
+Anthropic's: `{"type": "error", "error": {"type", "message"}}`. Litestar's own 404, 405 and 413 get
+the same bodies.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ class UnavailableError(EngineError):
     """The server can not take or finish a request now; a later try may succeed.
 
     Args:
-        message: what is the case.
+        message: what the state of the server is.
         code: `starting`, `restarting`, `shutting_down`, `engine_dead` or `aborted`.
-        retry_after_s: what the `Retry-After` header suggests.
+        retry_after_s: seconds for the `Retry-After` header.
     """
 
     def __init__(self, message: str, *, code: str, retry_after_s: int = 5) -> None:
@@ -63,12 +63,12 @@ class UnavailableError(EngineError):
 
 
 class OverloadedError(EngineError):
-    """More than this server takes at once; a later try may succeed.
+    """A limit on queued or running requests is reached; a later try may succeed.
 
     Args:
-        message: which limit, and what there is.
+        message: the limit and the present value.
         code: `queue_full` or `too_many_requests`.
-        retry_after_s: when there should be room.
+        retry_after_s: seconds after which there should be room.
     """
 
     def __init__(self, message: str, *, code: str, retry_after_s: int) -> None:
@@ -78,15 +78,15 @@ class OverloadedError(EngineError):
 
 
 class ClientGoneError(Exception):
-    """The client closed its connection, so the answer can not be delivered."""
+    """The client closed its connection before the answer."""
 
 
 @contextmanager
 def renamed(names: Mapping[str, str]) -> Iterator[None]:
-    """Refusals within name their parameter as a dialect does.
+    """Rename the parameter in every InvalidRequestError that the block raises.
 
     Args:
-        names: of chat's fields in that dialect.
+        names: field of the chat endpoint -> field of the dialect.
     """
     try:
         yield
@@ -101,7 +101,7 @@ def renamed(names: Mapping[str, str]) -> Iterator[None]:
 
 
 def status_of(error: Exception) -> int:
-    """The HTTP status that tells of `error`."""
+    """The HTTP status of a response for `error`."""
     if isinstance(error, InvalidRequestError):
         return error.status
     if isinstance(error, UnavailableError | EngineDeadError):
@@ -116,7 +116,7 @@ def status_of(error: Exception) -> int:
 
 
 def error_body(error: Exception) -> ErrorBody:
-    """The OpenAI error object for any exception; the text of an unexpected one stays in the log."""
+    """The OpenAI error object for any exception; the text of an unexpected one is only logged."""
     message, param, code = str(error), None, "engine_error"
     if isinstance(error, InvalidRequestError):
         param, code = error.param, error.code
@@ -165,7 +165,7 @@ def typed_error_body(error: Exception) -> TypedErrorBody:
 
 
 def error_response(error: Exception, path: str = "") -> Response[bytes]:
-    """The whole answer to a request of `path` that failed with `error`."""
+    """The response to a request for `path` that failed with `error`."""
     is_typed = path.startswith("/v1/messages")
     headers = {}
     if isinstance(error, UnavailableError | OverloadedError):
@@ -186,7 +186,7 @@ Handler = Callable[[Request[Any, Any, Any], Exception], Response[bytes]]
 
 
 def exception_handlers(max_body_mib: float) -> dict[int | type[Exception], Handler]:
-    """What the framework calls when a handler, or the framework itself, raises.
+    """The exception handlers for Litestar: for its own errors and for all others.
 
     Args:
         max_body_mib: `server.max_body_mib`, for the text of the 413.
@@ -213,7 +213,7 @@ def exception_handlers(max_body_mib: float) -> dict[int | type[Exception], Handl
 def _explain(
     request: Request[Any, Any, Any], error: HTTPException, max_body_mib: float
 ) -> tuple[str, str]:
-    """(message, code) in a sentence for what the framework says in two words."""
+    """(message, code) for an error of Litestar, with the remedy."""
     place = f"{request.method} {request.url.path}"
     if error.status_code == 404:
         hint = hint_for(request.url.path) or "GET /schema lists the endpoints"

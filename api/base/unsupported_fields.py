@@ -1,7 +1,7 @@
-"""Request fields of OpenAI and vLLM that are refused by name, with what each would need.
+"""Request fields of the OpenAI API and its usual extensions that this server does not support.
 
-A field moves from here to `schemas` when it is honoured. Until then it is refused by name, unless
-its value asks for nothing; null always does.
+A request with such a field is refused by name, unless the value asks for nothing. Null always asks
+for nothing. A field that becomes supported moves from here to `schemas`.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ __all__ = ("UNSUPPORTED", "Unsupported", "is_no_op")
 class Unsupported(NamedTuple):
     """One field."""
 
-    missing_feature: str  # what this server lacks for it, for the refusal
+    missing_feature: str  # what this server lacks for the field, for the error message
     no_op_values: tuple[Any, ...] = ()  # values that ask for nothing
-    instead: str = ""  # the field that does the same
+    instead: str = ""  # a supported field that does the same
 
 
 _TOOLS = "the older form of tool calls (see tools)"
@@ -65,9 +65,9 @@ UNSUPPORTED: Mapping[str, Unsupported] = {
 def is_no_op(
     name: str, value: object, unsupported: Mapping[str, Unsupported] = UNSUPPORTED
 ) -> bool:
-    """Whether the field is known, not honoured, and `value` asks for nothing."""
+    """Whether the field is known and unsupported, and `value` asks for nothing."""
     if name not in unsupported:
         return False
-    # By type too: true is not 1.
+    # The types are compared too: true equals 1 in Python.
     no_op_values = unsupported[name].no_op_values
     return value is None or any(type(value) is type(one) and value == one for one in no_op_values)

@@ -1,6 +1,6 @@
-"""The grammar of tool calls that are required or strict.
+"""The grammar for tool calls that are required or must match a schema.
 
-With a `response_format` beside the tools, an answer is either calls or text of that format.
+With `response_format` beside tools, an answer has either calls or that format.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ __all__ = ("tool_constraint",)
 def tool_constraint(
     use: ToolUse, form: AnswerForm, wanted: StructuredOutputsParams | None
 ) -> StructuredOutputsParams | None:
-    """The constraint of an answer; None if its calls are not constrained.
+    """The constraint for the answer; None where its calls need none.
 
     Args:
         form: what the answer may contain; its `calls` are not None.
-        wanted: what the request constrains the answer to.
+        wanted: the request's own constraint.
 
     Raises:
         InvalidRequestError: `wanted` can not be combined with calls.
@@ -66,7 +66,7 @@ def _schema(parameters: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def _part(wanted: StructuredOutputsParams) -> dict[str, Any]:
-    """A constraint as a part of a structural tag."""
+    """The request's constraint as a format within a structural tag."""
     if wanted.kind == "json_object":
         return {"type": "json_schema", "json_schema": {"type": "object"}}
     has_options = (
@@ -91,7 +91,7 @@ def _part(wanted: StructuredOutputsParams) -> dict[str, Any]:
 
 
 def _behind_reasoning(part: dict[str, Any], form: AnswerForm) -> dict[str, Any]:
-    """The part, with optional reasoning before it."""
+    """The format with reasoning allowed before it."""
     markers = form.reasoning
     if markers is None or part["type"] == "triggered_tags":
         return part

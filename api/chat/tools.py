@@ -1,4 +1,4 @@
-"""Checks the `tools` and `tool_choice` of a request, and builds the tool calls of messages."""
+"""Tools of a request: checks of `tools` and `tool_choice`, and messages for the chat template."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _ALPHANUMERIC = string.ascii_letters + string.digits
 
 
 class ToolUse(msgspec.Struct, frozen=True, kw_only=True):
-    """The functions that a request offers and how they may be called; empty = none."""
+    """The functions that the model may call; the default is none."""
 
     tools: tuple[Tool, ...] = ()
-    parallel: bool = True  # several calls in one answer
-    must_call: bool = False  # the answer is calls and nothing else
-    only_name: str | None = None  # the one function that may be called
+    parallel: bool = True  # an answer may have several calls
+    must_call: bool = False  # the answer has calls and no text
+    only_name: str | None = None  # the only function that may be called; None = all
 
     @property
     def callable_tools(self) -> list[FunctionTool]:
@@ -38,12 +38,12 @@ class ToolUse(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_strict(self) -> bool:
-        """Whether some call must keep to its schema."""
+        """Whether the arguments of some function must match its schema."""
         return any(one.strict for one in self.callable_tools)
 
     @property
     def for_template(self) -> list[dict[str, Any]]:
-        """The tools as templates expect them: absent fields are absent."""
+        """The tools as chat templates expect them."""
         shown = []
         for tool in self.tools:
             function = {"name": tool.function.name, "description": tool.function.description or ""}
@@ -57,10 +57,10 @@ def tool_use(
     choice: str | NamedToolChoice | None,
     parallel_tool_calls: bool | None,
 ) -> ToolUse:
-    """What the fields of these names ask for.
+    """The functions that the request's fields offer.
 
     Raises:
-        InvalidRequestError: they contradict each other, or ask for what is not there.
+        InvalidRequestError: the fields contradict each other, or name an unknown function.
     """
     offered = tuple(tools or ())
     names = [tool.function.name for tool in offered]
@@ -83,7 +83,7 @@ def tool_use(
         return ToolUse()
     return ToolUse(
         tools=offered,
-        # A choice of one function is a choice of one call.
+        # `tool_choice` with a name asks for one call.
         parallel=parallel_tool_calls is not False and only_name is None,
         must_call=choice == "required" or only_name is not None,
         only_name=only_name,
@@ -91,10 +91,11 @@ def tool_use(
 
 
 def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """The messages as a chat template sees them.
+    """The messages as chat templates expect them.
 
     Raises:
-        InvalidRequestError: a message lacks what its role needs, or has what it can not have.
+        InvalidRequestError: a message lacks a field that its role needs, or has one of another
+        role.
     """
     return [_template_message(message, index) for index, message in enumerate(messages)]
 
@@ -156,13 +157,13 @@ def _object(text: str, place: str) -> dict[str, Any]:
 def explained(
     messages: Iterable[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], form: CallFormat
 ) -> list[dict[str, Any]]:
-    """The conversation for a template that knows no tools: they are explained in words.
+    """The conversation for a template without tools: they are described in the messages.
 
-    Functions go into the system message, calls into the assistant's text in the form that the
-    parser reads, and results into the user's.
+    The system message lists the functions. Calls become text of the assistant in the format of the
+    parser, and results become messages of the user.
     """
     shown: list[dict[str, Any]] = []
-    names: dict[str, str] = {}  # of the functions that were called, by the call's id
+    names: dict[str, str] = {}  # id of a call -> name of its function
     for message in messages:
         calls = message.get("tool_calls") or ()
         for call in calls:
@@ -193,7 +194,7 @@ def explained(
 
 
 def new_call_id(form: CallFormat | None) -> str:
-    """An id for a call that the model gave none."""
+    """A new id for a call to which the model gave none."""
     if form is not None and form.short_ids:
         return "".join(secrets.choice(_ALPHANUMERIC) for _ in range(9))
     return f"call_{secrets.token_hex(12)}"

@@ -1,7 +1,7 @@
-"""API keys: where they come from, and how one is recognised. Imports nothing of the web framework.
+"""API keys: reading them from a file, and comparing a request's key with them.
 
-Keys are compared as digests, all of them, in constant time; none is kept in plain, logged, or sent
-to the engine process.
+Only digests of keys are kept. A comparison takes the same time for every key. No key is logged or
+sent to the engine process. This module imports nothing of the web framework.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ __all__ = ("KeyRing", "with_keys")
 
 
 def with_keys(server: ServerConfig) -> ServerConfig:
-    """The section with the keys of its file among `api_keys`.
+    """The section with the keys of `api_key_file` added to `api_keys`.
 
     Raises:
-        StartupError: the file can not be read, has no key, or a line that is none.
+        StartupError: the file can not be read, has no key, or has a line that is not a key.
     """
     if not server.api_key_file:
         return server
@@ -49,15 +49,15 @@ def with_keys(server: ServerConfig) -> ServerConfig:
 
 
 class KeyRing:
-    """The keys that are let in, as digests."""
+    """The valid keys, as digests."""
 
     def __init__(self, keys: Sequence[str]) -> None:
         self._digests = [_digest(key) for key in keys]
 
     def find(self, key: str) -> int | None:
-        """A key's place in the list; None when it is not in it.
+        """The index of a key in the list; None for an unknown key.
 
-        The time it takes depends neither on the key nor on the place.
+        The time does not depend on the key or on its index.
         """
         digest, found = _digest(key), None
         for index, known in enumerate(self._digests):

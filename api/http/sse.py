@@ -1,4 +1,4 @@
-"""Server-sent events: the stream of an answer, and its end when the client disconnects."""
+"""Server-sent events: encoding a stream of chunks, and cancelling work on a disconnect."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class EventForm(msgspec.Struct, frozen=True, kw_only=True):
-    """How a dialect writes its events."""
+    """How a dialect encodes its events."""
 
     of_chunk: Callable[[Any], bytes]
     of_error: Callable[[Exception], bytes]
@@ -41,7 +41,7 @@ def _named(value: Any) -> bytes:
 OPENAI_EVENTS = EventForm(
     of_chunk=_data, of_error=lambda error: _data(error_body(error)), end=b"data: [DONE]\n\n"
 )
-# Every event has its `type` as its name too, and the last one of a dialect says that it is.
+# The name of an event is its `type`. The type of the last event says that the stream has ended.
 NAMED_EVENTS = EventForm(
     of_chunk=_named,
     of_error=lambda error: b"event: error\n" + _data(typed_error_body(error)),
@@ -51,9 +51,9 @@ NAMED_EVENTS = EventForm(
 async def sse(
     chunks: AsyncGenerator[Any, None], form: EventForm = OPENAI_EVENTS
 ) -> AsyncGenerator[bytes, None]:
-    """Each chunk as one event, then the form's end; a failure is an event with the error object.
+    """Each chunk as one event, then the end marker; a failure becomes an error event.
 
-    A disconnect, a failure and the end all leave through `aclosing`, which aborts what still runs.
+    `chunks` is closed in every case, which aborts the request if it still runs.
     """
     async with aclosing(chunks):
         try:
@@ -61,14 +61,14 @@ async def sse(
                 yield form.of_chunk(chunk)
             if form.end:
                 yield form.end
-        except Exception as error:  # the status line is out, so the error travels as an event
+        except Exception as error:  # the status line has been sent: the error becomes an event
             if status_of(error) == 500:
                 _LOG.error("a stream failed", exc_info=error)
             yield form.of_error(error)
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which is cancelled when the client closes its connection.
+    """The result of `work`; a disconnect of the client cancels it.
 
     Args:
         receive: the ASGI channel; the body must have been read.

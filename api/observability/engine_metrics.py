@@ -1,4 +1,4 @@
-"""The engine's newest snapshot and its machine as Prometheus metrics, made at each scrape."""
+"""Prometheus metrics of the engine and the machine, read at each scrape."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _KINDS = ("captured", "compiled", "eager")
 
 
 class EngineView(Protocol):
-    """Where the engine's newest figures are found."""
+    """The engine's latest statistics."""
 
     @property
     def stats(self) -> EngineStats: ...
@@ -49,7 +49,7 @@ class EngineView(Protocol):
 
 
 class EngineCollector(Collector):
-    """The engine's snapshot as metrics; nothing is counted twice or kept here."""
+    """The engine's statistics as metrics; keeps no state of its own."""
 
     def __init__(self, engine: EngineView) -> None:
         self._engine = engine
@@ -130,7 +130,7 @@ class EngineCollector(Collector):
 
 
 class MachineCollector(Collector):
-    """What the two processes and the GPUs use."""
+    """Resource usage of the two processes and the GPUs as metrics."""
 
     def __init__(self, engine: EngineView, probe: MachineProbe) -> None:
         self._engine = engine
@@ -181,7 +181,7 @@ def _counters(stats: EngineStats) -> Iterator[Metric]:
 
 
 def _gpus(use: MachineUse) -> Iterator[Metric]:
-    """One family per figure; none without a GPU."""
+    """One metric family per value; none without a GPU."""
     figures = {
         "utilization_ratio": ("Share of time in which a kernel ran.", "utilization"),
         "memory_used_bytes": ("Memory in use.", "memory_used_bytes"),
@@ -212,7 +212,7 @@ def _iteration_tokens(stats: EngineStats) -> Metric:
 
 
 def _late_compiles(stats: EngineStats) -> Metric:
-    """Every kind has a sample from the start, so that a first one shows as an increase."""
+    """Every kind has a sample from the start, so that the first compile shows as an increase."""
     family = CounterMetricFamily(
         "ostinato_late_compiles",
         "Steps, or pauses between steps, in which something was compiled after start-up; "

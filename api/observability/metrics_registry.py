@@ -1,7 +1,7 @@
-"""The metrics of `/metrics`, in Prometheus' text format.
+"""The metrics of `/metrics`, in the text format of Prometheus.
 
-Three sources: the engine's newest snapshot, the machine, both read when someone asks, and the API's
-own timing of requests. docs/observability.md lists the names.
+There are three sources. The engine's statistics and the machine's usage are read at each scrape;
+the API measures requests itself. docs/observability.md lists the names.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ _COUNTS = (1, 2, 3, 4, 5, 8, 10, 20, 50, 100)
 
 
 class Metrics:
-    """One server's figures, in a registry of their own.
+    """The metrics of one server, in a registry of its own.
 
     Args:
         engine: read at each scrape.
-        model_name: of the served model, None until it is known; used for vLLM's names.
-        vllm_names: whether there are those too.
+        model_name: of the served model, None until the engine has started; for vLLM's names.
+        vllm_names: whether the metrics are given under vLLM's names too.
 
     Attributes:
-        recent_latency: latencies of the last ten seconds, kept while the page is open.
-        probe: reads the machine's use.
+        recent_latency: percentiles of the last ten seconds, for the page.
+        probe: reads the resource usage.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Metrics:
         self._refusals = self._counter(
             "refused_requests", "Requests answered with an error status.", ["status"]
         )
-        # The name that dashboards for web servers read.
+        # The name that dashboards of web servers expect.
         self._replies = Counter(
             "http_requests",
             "Answers that have begun, by endpoint and class of status.",
@@ -161,14 +161,14 @@ class Metrics:
         self._vectors.inc(num_inputs)
 
     def count_reply(self, handler: str, method: str, status: int) -> None:
-        """An answer to a request of an endpoint has begun."""
+        """A response of an endpoint has begun."""
         self._replies.labels(handler, method, f"{status // 100}xx").inc()
 
     def count_refusal(self, status: int) -> None:
         self._refusals.labels(str(status)).inc()
 
     def render(self) -> bytes:
-        """Everything, in the text format of Prometheus."""
+        """All metrics, in the text format of Prometheus."""
         return generate_latest(self._registry)
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:

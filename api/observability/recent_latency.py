@@ -29,7 +29,7 @@ class RecentLatency:
     """Times to first token and times between tokens of the last ten seconds.
 
     A call of `snapshot` starts the collection. It stops ten seconds after the last call, so a
-    server whose page is closed collects nothing.
+    server without a viewer collects nothing.
 
     Args:
         clock: seconds.

@@ -1,4 +1,4 @@
-"""The log line of each request, as text or as JSON."""
+"""The log line of a request, as text or as JSON."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ _LOG = logging.getLogger("ostinato.requests")
 
 
 def log_request(reply_id: str, outcome: str, fields: Mapping[str, object]) -> None:
-    """Write a finished request's line; it has no text of it.
+    """Write the line of a finished request; it has no text of the prompt or the answer.
 
-    In words: `ID OUTCOME prompt=5 cached=0 output=3 ttft=12ms e2e=40ms …`, without what is not
-    known.
+    As text: `ID OUTCOME prompt=5 cached=0 output=3 ttft=12ms e2e=40ms …`, without unknown values.
     """
     if not _LOG.isEnabledFor(logging.INFO):
         return

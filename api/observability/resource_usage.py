@@ -1,6 +1,6 @@
-"""Use of processor, memory and GPUs by the server's processes, read on request.
+"""CPU, memory and GPU usage of the server's processes, read on demand.
 
-Processor time is a sum since the process began. A rate is the difference of two readings.
+CPU time is a sum since the start of a process; a rate is the difference of two readings.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ class ProcessUse(msgspec.Struct, frozen=True):
 
 
 class GpuUse(msgspec.Struct, frozen=True):
-    """One GPU, as NVML tells."""
+    """One GPU, from NVML."""
 
     index: int
     name: str
-    utilization: float  # share of the last moments in which a kernel ran, 0 to 1
+    utilization: float  # share of NVML's last sample period in which a kernel ran, 0 to 1
     memory_used_bytes: int
     memory_total_bytes: int
     power_watts: float | None
@@ -47,14 +47,14 @@ class MachineUse(msgspec.Struct, frozen=True):
 
 
 class MachineProbe:
-    """Reads the use of this machine; the libraries for that are imported by the first reading."""
+    """Reads the usage; the first reading imports psutil and NVML."""
 
     def __init__(self) -> None:
         self._processes: dict[int, psutil.Process] = {}
-        self._gpus: list[Any] | None = None  # NVML's handles; None = not looked for yet
+        self._gpus: list[Any] | None = None  # NVML's handles; None = not searched yet
 
     def read(self, engine_pid: int | None) -> MachineUse:
-        """The use this moment; takes about a millisecond.
+        """The present usage; takes about a millisecond.
 
         Args:
             engine_pid: of the engine process; None = it does not run.
@@ -85,7 +85,7 @@ class MachineProbe:
                 return ProcessUse(
                     times.user + times.system, process.memory_info().rss, process.num_threads()
                 )
-        except psutil.Error:  # it has ended
+        except psutil.Error:  # the process has ended
             self._processes.pop(pid, None)
             return None
 
@@ -105,7 +105,7 @@ class MachineProbe:
                 memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
                 name = pynvml.nvmlDeviceGetName(handle)
                 rates = pynvml.nvmlDeviceGetUtilizationRates(handle)
-            except pynvml.NVMLError:  # it fell off the bus, or is not ours to read
+            except pynvml.NVMLError:  # the GPU was lost, or may not be read
                 continue
             uses.append(
                 GpuUse(
@@ -128,7 +128,7 @@ class MachineProbe:
 
 
 def _optional(read: Any) -> float | None:
-    """A figure that not every GPU has."""
+    """A value that not every GPU has."""
     import pynvml
 
     try:

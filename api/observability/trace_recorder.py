@@ -1,10 +1,10 @@
-"""Records traffic for `server.record_trace`: times, lengths and shared prefixes, no text.
+"""`server.record_trace`: a file of request lengths, times and shared prefixes, without text.
 
 One line of JSON for each completion that ended, in the form of Mooncake's traces (Qin et al. 2024):
 `timestamp` (ms), `input_length`, `output_length` and `hash_ids`, one number for each full block of
 the prompt, equal where prompts begin alike; `block_size` says how many tokens a block has. The
-numbers are counted up in the order of their first appearance, so nothing of a text can be found
-from them. `run bench serve workload=trace` sends such traffic again.
+numbers count the blocks in the order of their first appearance, so they reveal no text.
+`run bench serve workload=trace` replays such a file.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from ostinato.runtime.kv.block_pool import hash_blocks, hash_root
 
 __all__ = ("TraceRecorder",)
 
-_MAX_BLOCKS = 1 << 20  # that are remembered; a block that was longest unseen is new again
+_MAX_BLOCKS = 1 << 20  # that are remembered; the least recently seen is dropped
 
 
 class TraceRecorder:
-    """Appends to one file, one whole line at a time, so that the file can be read meanwhile.
+    """Appends to one file, one complete line at a time.
 
     Args:
-        path: of the file.
-        block_size: tokens that one number stands for.
+        path: file to append to.
+        block_size: tokens of a block.
 
     Raises:
         StartupError: the file can not be written.
@@ -53,7 +53,7 @@ class TraceRecorder:
         num_output_tokens: int,
         cache_salt: str = "",
     ) -> None:
-        """One completion; `arrival` by time.monotonic()."""
+        """Add one completion; `arrival` is seconds of time.monotonic()."""
         size = self._block_size
         full = len(prompt_token_ids) // size * size
         hashes = hash_blocks(hash_root(cache_salt), prompt_token_ids[:full], size)

@@ -1,7 +1,7 @@
-"""OpenTelemetry traces of requests, sent where `server.otlp_endpoint` says.
+"""OpenTelemetry traces of requests, exported to `server.otlp_endpoint`.
 
 One span per request with a child for each phase: queue, prefill, decode. The SDK is imported only
-when there is an endpoint; it collects, samples and sends on a thread of its own.
+when an endpoint is set; it exports on a thread of its own.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _PHASES = (
     ("prefill", "scheduled", "first_token"),
     ("decode", "first_token", "end"),
 )
-# Attributes of the request's span, by the fields of its record: the semantic conventions for
+# Attributes of the request's span, by the fields of `RequestStats`: the semantic conventions for
 # generative models, and vLLM's names of latencies.
 _ATTRIBUTES = {
     "prompt": "gen_ai.usage.input_tokens",
@@ -39,7 +39,7 @@ _SECONDS = {
 
 
 class Tracer:
-    """Makes and sends spans.
+    """Creates and exports spans.
 
     Args:
         endpoint: of an OTLP collector over HTTP, with its path.
@@ -75,13 +75,14 @@ class Tracer:
         fields: Mapping[str, object],
         times: Mapping[str, float],
     ) -> str:
-        """Make the spans of a request that has ended.
+        """Export the spans of a finished request.
 
         Args:
             context: `traceparent` names the caller's span, if any.
-            reply_id: as the client sees it.
-            fields: figures of the record.
-            times: monotonic seconds: `begin`, `end`, and `scheduled`, `first_token` when known.
+            reply_id: the id that the client sees.
+            fields: the values of the log line.
+            times: seconds of time.monotonic(): `begin`, `end`; `scheduled` and `first_token` if
+            known.
 
         Returns:
             The trace's id in hexadecimal; empty when the caller's trace is not sampled.
@@ -114,7 +115,7 @@ class Tracer:
         return trace.format_trace_id(span.get_span_context().trace_id)
 
     def close(self) -> None:
-        """Send what is left; takes as long as the collector."""
+        """Export the remaining spans; waits for the collector."""
         self._provider.shutdown()
 
 

@@ -1,4 +1,4 @@
-"""Our metrics under vLLM's names: renamed at each scrape, not counted twice.
+"""Our metrics under vLLM's names, for dashboards made for vLLM; renamed at each scrape.
 
 vLLM's names have a colon and the labels `model_name` and `engine`; this server has one engine, "0".
 """
@@ -15,7 +15,7 @@ from ostinato.runtime.types.engine_info import EngineStats
 
 __all__ = ("VLLM_NAMES", "VllmCollector")
 
-# Family names as the library has them: counters without "_total".
+# Names of metric families: counters without "_total".
 VLLM_NAMES = {
     "ostinato_requests_running": "vllm:num_requests_running",
     "ostinato_requests_waiting": "vllm:num_requests_waiting",
@@ -47,12 +47,12 @@ _FAILURES = ("error",)
 
 
 class VllmCollector(Collector):
-    """Renames what other collectors give.
+    """Renames the metrics of other collectors.
 
     Args:
-        collect: our own families.
-        model_name: of the served model; None while it is not known, when there is nothing.
-        stats: the engine's newest snapshot.
+        collect: our own metric families.
+        model_name: of the served model; None until the engine has started: there are no metrics.
+        stats: the engine's latest statistics.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class VllmCollector(Collector):
         yield info
 
     def _prompt_tokens(self, labels: dict[str, str]) -> Iterator[Metric]:
-        """Ours are apart, computed and found; vLLM counts both together."""
+        """vLLM counts computed and cached prompt tokens together; ours are two metrics."""
         stats = self._stats()
         for name, value in {
             "vllm:prompt_tokens": stats.num_prompt_tokens + stats.prefix_hits,
@@ -100,7 +100,7 @@ class VllmCollector(Collector):
         yield family
 
     def _waiting(self, labels: dict[str, str]) -> Metric:
-        """Who waits for what; a grammar that is being built is vLLM's `deferred`."""
+        """Waiting sequences by reason; waiting for a grammar is vLLM's `deferred`."""
         stats = self._stats()
         num_deferred = stats.num_waiting_for_grammar
         family = GaugeMetricFamily(
@@ -121,6 +121,6 @@ def _renamed(family: Metric, name: str, labels: dict[str, str]) -> Metric:
             continue
         own = {_LABELS.get(key, key): value for key, value in sample.labels.items()}
         if own.get("finished_reason") in _FAILURES:
-            continue  # vLLM counts those that succeeded
+            continue  # vLLM counts only successful requests
         renamed.add_sample(name + suffix, labels | own, sample.value)
     return renamed

@@ -1,6 +1,6 @@
-"""The chat dialect: `/v1/chat/completions`, from body to engine request and from news to chunks.
+"""`/v1/chat/completions`: checks of the body, and from parsed outputs to chunks.
 
-Pure functions of plain data; the handler in `routes` joins them.
+Pure functions of plain data; `reply` joins them.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ __all__ = (
 
 
 def check(body: ChatCompletionRequest) -> None:
-    """Refuses what no tokenisation is needed to refuse.
+    """Check the fields that need no tokenisation.
 
     Raises:
         InvalidRequestError: two fields contradict each other.
@@ -71,12 +71,12 @@ def check(body: ChatCompletionRequest) -> None:
 
 
 def echo_text(body: ChatCompletionRequest) -> str:
-    """What the answer begins with: the last message, with `echo`."""
+    """The text that the answer begins with: the last message, with `echo`."""
     return (body.messages[-1].text or "") if body.echo else ""
 
 
 def reply_options(body: ChatCompletionRequest) -> ReplyOptions:
-    """What the reply shows."""
+    """Which parts of the outputs the reply shows."""
     return ReplyOptions(
         num_top_logprobs=(
             len(body.logprob_token_ids or ()) or body.top_logprobs or 0 if body.logprobs else None
@@ -89,22 +89,22 @@ def reply_options(body: ChatCompletionRequest) -> ReplyOptions:
 
 def to_chunks(
     head: ReplyHead,
-    news: ChatDelta,
+    delta: ChatDelta,
     token_bytes: TokenBytes,
     *,
     options: ReplyOptions,
     echo: str = "",
     usage: Usage | msgspec.UnsetType | None = msgspec.UNSET,
 ) -> list[ChatChunk]:
-    """The chunks for one piece of news: none while its text is held back.
+    """The chunks for one delta: none while its text is held back.
 
     Args:
-        echo: what the first chunk's text is.
-        usage: what the chunks' `usage` says; unset = they have none.
+        echo: text of the first chunk.
+        usage: for the chunks' `usage`; UNSET = they have no such field.
     """
-    output = news.output
+    output = delta.output
     choices = []
-    if output.num_output_tokens == len(output.new_token_ids):  # the first news of this completion
+    if output.num_output_tokens == len(output.new_token_ids):  # the first output of this completion
         choices.append(ChatChunkChoice(index=output.index, delta=DeltaMessage("assistant", echo)))
     logprobs = None
     if options.num_top_logprobs is not None and output.new_token_ids:
@@ -116,17 +116,17 @@ def to_chunks(
             num_top=options.num_top_logprobs,
             as_ids=options.as_token_ids,
         )
-    has_news = logprobs is not None or (options.return_token_ids and output.new_token_ids)
-    delta = to_delta(news.events)
-    if delta != DeltaMessage() or has_news or news.finish_reason is not None:
-        if delta == DeltaMessage() and has_news:
-            delta = DeltaMessage(content="")
+    has_tokens = logprobs is not None or (options.return_token_ids and output.new_token_ids)
+    message = to_delta(delta.events)
+    if message != DeltaMessage() or has_tokens or delta.finish_reason is not None:
+        if message == DeltaMessage() and has_tokens:
+            message = DeltaMessage(content="")
         choices.append(
             ChatChunkChoice(
                 index=output.index,
-                delta=delta,
+                delta=message,
                 logprobs=logprobs,
-                finish_reason=news.finish_reason,
+                finish_reason=delta.finish_reason,
                 stop_reason=msgspec.UNSET if output.finish_reason is None else output.stop_reason,
                 token_ids=options.token_ids(output.new_token_ids),
             )
@@ -138,7 +138,7 @@ def to_chunks(
 
 
 def to_delta(events: Sequence[Event]) -> DeltaMessage:
-    """The events of one piece of news as one delta."""
+    """The events of one output as one delta."""
     content = "".join(event.text for event in events if isinstance(event, Content))
     reasoning = "".join(event.text for event in events if isinstance(event, Reasoning)) or None
     calls: dict[int, ToolCallDelta] = {}

@@ -1,6 +1,6 @@
-"""The legacy dialect: `/v1/completions`, for text or token ids, one prompt or many.
+"""`/v1/completions`: from the body to the engine's requests, and from outputs to chunks.
 
-Pure functions of plain data; the handler in `routes` joins them.
+Pure functions of plain data; `reply` joins them.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _MAX_SEQUENCES = 2048  # prompts times n of one request
 
 
 def check(body: CompletionRequest) -> None:
-    """Refuses what no tokenisation is needed to refuse.
+    """Check the fields that need no tokenisation.
 
     Raises:
         InvalidRequestError: two fields contradict each other.
@@ -69,7 +69,7 @@ def check(body: CompletionRequest) -> None:
 
 
 def reply_options(body: CompletionRequest) -> ReplyOptions:
-    """What the reply shows."""
+    """Which parts of the outputs the reply shows."""
     return ReplyOptions(
         num_top_logprobs=(
             None if body.logprobs is None else len(body.logprob_token_ids or ()) or body.logprobs
@@ -105,9 +105,9 @@ def to_generations(
     request_id: str,
     default_max_tokens: int | None,
 ) -> list[Generation]:
-    """What the engine is asked, one per prompt; see `make_generation`.
+    """One generation per prompt; see `make_generation`.
 
-    With `max_tokens=0` it is asked for one token, which the reply leaves out.
+    With `max_tokens=0` the engine generates one token, which the reply leaves out.
     """
     scored = [body.prompt_logprobs, body.logprobs if body.echo else None]
     reports = {
@@ -130,7 +130,7 @@ def to_generations(
 
 
 class Echo(msgspec.Struct, frozen=True, kw_only=True):
-    """A prompt as a completion that repeats it shows it."""
+    """A prompt that the completion repeats (`echo`)."""
 
     text: str
     token_ids: list[int]
@@ -141,7 +141,7 @@ class Echo(msgspec.Struct, frozen=True, kw_only=True):
         token_bytes: TokenBytes,
         options: ReplyOptions,
     ) -> CompletionLogprobs | None:
-        """Those of its tokens, when the request asks for log-probabilities."""
+        """Log-probabilities of the prompt's tokens; None unless the request asks for them."""
         if options.num_top_logprobs is None:
             return None
         assert scores is not None, "the engine reports what the request asked for"
@@ -156,14 +156,14 @@ class Echo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TextOffsets:
-    """Where the next token of each completion begins, in characters of its tokens' texts."""
+    """Counts the characters of each completion, for `text_offset`."""
 
     def __init__(self, token_bytes: TokenBytes) -> None:
         self._token_bytes = token_bytes
         self._offsets: dict[int, int] = {}
 
     def advance(self, choice: int, token_ids: list[int]) -> int:
-        """The offset of `token_ids[0]`; the next call's lies behind these tokens."""
+        """The offset of the first of these tokens; the next call starts after the last."""
         begin = self._offsets.get(choice, 0)
         length = sum(len(token_text(self._token_bytes(token_id))) for token_id in token_ids)
         self._offsets[choice] = begin + length
@@ -180,7 +180,10 @@ def echo_chunk(
     options: ReplyOptions,
     usage: Usage | msgspec.UnsetType | None = msgspec.UNSET,
 ) -> Completion:
-    """The chunk with the prompt, before those of its completion; `output` is its first news."""
+    """The chunk with the prompt, sent before the chunks of the completion.
+
+    Args:
+        output: the first one of the completion."""
     return Completion(
         id=head.id,
         created=head.created,
@@ -207,12 +210,12 @@ def to_chunk(
     text_offset: int = 0,
     usage: Usage | msgspec.UnsetType | None = msgspec.UNSET,
 ) -> Completion | None:
-    """The chunk for one piece of news, or None while its text is held back.
+    """The chunk for one output; None while its text is held back.
 
     Args:
         choice: prompt index * n + completion index.
         text_offset: see `TextOffsets`.
-        usage: what the chunk's `usage` says; unset = it has none.
+        usage: for the chunk's `usage`; UNSET = the chunk has no such field.
     """
     logprobs = None
     if options.num_top_logprobs is not None and output.new_token_ids:
@@ -225,8 +228,8 @@ def to_chunk(
             text_offset=text_offset,
             as_ids=options.as_token_ids,
         )
-    has_news = logprobs is not None or (options.return_token_ids and output.new_token_ids)
-    if not output.text_delta and not has_news and output.finish_reason is None:
+    has_content = logprobs is not None or (options.return_token_ids and output.new_token_ids)
+    if not output.text_delta and not has_content and output.finish_reason is None:
         return None
     return Completion(
         id=head.id,
@@ -264,7 +267,7 @@ def to_response(
     """The whole answer to a request without `stream`; `completions` as `collect` fills it.
 
     Args:
-        echoes: the prompts, when completions repeat them.
+        echoes: the prompts, where the completions repeat them.
     """
     choices = []
     for (prompt_index, index), one in sorted(completions.items()):

@@ -17,7 +17,7 @@ _LOWEST = -9999.0  # JSON has no -infinity
 
 
 def token_text(piece: bytes) -> str:
-    """A token's bytes as text; a part of a character is written `bytes:\\xf0\\x9f`."""
+    """A token's bytes as text; an incomplete character is written `bytes:\\xf0\\x9f`."""
     try:
         return piece.decode()
     except UnicodeDecodeError:
@@ -32,10 +32,10 @@ def chat_logprobs(
     num_top: int,
     as_ids: bool = False,
 ) -> ChatLogprobs:
-    """One entry per token, each with its `num_top` likeliest alternatives.
+    """One entry per token, with its `num_top` most likely alternatives.
 
     Args:
-        as_ids: tokens are named `token_id:N`; their bytes stay what they are.
+        as_ids: tokens are named `token_id:N`; their bytes are not changed.
     """
     content = []
     for token_id, entry in zip(token_ids, logprobs, strict=True):
@@ -63,10 +63,10 @@ def completion_logprobs(
     """Four lists of one entry per token.
 
     Args:
-        logprobs: None for a token that nothing comes before.
-        num_top: likeliest alternatives per token; the sampled one is added when it is not among
+        logprobs: None for the first token of a prompt.
+        num_top: most likely alternatives per token; the sampled token is added if it is not among
             them.
-        text_offset: characters of tokens before the first of these.
+        text_offset: characters before the first of these tokens.
         as_ids: tokens are named `token_id:N`; offsets count the characters of their texts.
     """
     names, offsets = [], []
@@ -97,7 +97,9 @@ def prompt_logprobs(
     *,
     num_top: int,
 ) -> PromptLogprobs:
-    """Per prompt token its `num_top` likeliest candidates and itself, by token id; None first.
+    """Per prompt token its `num_top` most likely candidates and the token itself, by token id.
+
+    The entry of the first token is None.
 
     Args:
         logprobs: of the tokens after the first.

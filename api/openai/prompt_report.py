@@ -1,4 +1,4 @@
-"""What a reply says of its prompt: token ids, text, and where in the text the tokens stand."""
+"""What a reply shows of its prompt: token ids, text, and offsets of the tokens in the text."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ T = TypeVar("T", ChatChunk, ChatResponse, CompletionChoice)
 
 
 class PromptReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What of it was asked for."""
+    """The parts that the request asks for; UNSET for the others."""
 
     token_ids: list[int] | UnsetType = UNSET
     text: str | UnsetType = UNSET
     token_offsets: TokenOffsets | UnsetType | None = UNSET
 
     def added_to(self, shown: T) -> T:
-        """The same with the prompt."""
+        """A copy of the chunk or answer with these fields."""
         return msgspec.structs.replace(
             shown,
             prompt_token_ids=self.token_ids,
@@ -44,11 +44,11 @@ async def prompt_report(
     *,
     add_special_tokens: bool,
 ) -> PromptReport:
-    """What a reply to `generation` says of its prompt.
+    """What the reply to `generation` shows of its prompt.
 
     Args:
-        source: what the token ids were made of, or token ids that came with the request.
-        add_special_tokens: as they were made.
+        source: the prompt's text, or the token ids of the request.
+        add_special_tokens: whether tokenisation added them.
 
     Raises:
         InvalidRequestError: the prompt came as token ids, and there is no tokenizer for its text.
@@ -68,7 +68,7 @@ async def prompt_report(
         offsets = None
         if isinstance(source, str):
             of_all = await encoder.token_offsets(source, add_special_tokens=add_special_tokens)
-            # Tokens that were cut off have none; those of the others stay what they were.
+            # Only the tokens that truncation has kept; their offsets are those in the whole text.
             keeps_end = generation.sampling.truncation_side == "left"
             count = len(token_ids)
             kept = of_all[-count:] if keeps_end else of_all[:count]

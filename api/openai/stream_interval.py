@@ -1,4 +1,4 @@
-"""`stream_interval`: puts several tokens into one chunk of a stream."""
+"""`stream_interval`: joins the outputs of several tokens into one chunk, as in vLLM."""
 
 from __future__ import annotations
 
@@ -13,32 +13,37 @@ T = TypeVar("T")
 
 
 class StreamInterval(Generic[T]):
-    """Holds the news of completions back until there are enough of them.
+    """Holds outputs back until a chunk has enough tokens.
 
-    A completion's first token goes out at once, and its last with all that is held back; between
-    them, news of `num_tokens` tokens together.
+    The first token of a completion is sent at once. The end of a completion sends everything that
+    is held back. Between them a chunk has `num_tokens` tokens.
 
     Args:
-        num_tokens: 1 = everything goes out as it comes.
-        join: several news of one completion as one.
+        num_tokens: of a chunk; 1 = every output is sent at once.
+        join: several items of one completion as one.
     """
 
     def __init__(self, num_tokens: int, join: Callable[[list[T]], T]) -> None:
         self._num_tokens = num_tokens
         self._join = join
-        self._held: dict[Hashable, list[T]] = {}  # by completion, from its first news on
+        self._held: dict[Hashable, list[T]] = {}  # by completion, once it has sent its first token
         self._num_held_tokens: dict[Hashable, int] = {}
 
-    def add(self, completion: Hashable, output: RequestOutput, news: T) -> T | None:
-        """What goes out now that `news`, which tells of `output`, are there; None = nothing."""
+    def add(self, completion: Hashable, output: RequestOutput, item: T) -> T | None:
+        """What to send now; None = the item is held back.
+
+        Args:
+            completion: identifies the completion.
+            output: the output of the engine that `item` was made from.
+            item: what would be sent."""
         if self._num_tokens == 1:
-            return news
+            return item
         held = self._held.get(completion)
         if held is None:
             if output.new_token_ids:
                 self._held[completion], self._num_held_tokens[completion] = [], 0
-            return news
-        held.append(news)
+            return item
+        held.append(item)
         count = self._num_held_tokens[completion] + len(output.new_token_ids)
         if count < self._num_tokens and output.finish_reason is None:
             self._num_held_tokens[completion] = count

@@ -1,4 +1,4 @@
-"""`/tokenize` and `/detokenize`: see what the model sees."""
+"""`/tokenize` and `/detokenize`: from the body to tokens or text."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ("check", "to_text", "to_token_response")
 
 
 def check(body: TokenizeRequest) -> None:
-    """Raises InvalidRequestError for not exactly one of `prompt` and `messages`."""
+    """Raises InvalidRequestError unless exactly one of `prompt` and `messages` is given."""
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequestError("give either prompt or messages", param="prompt")
 
@@ -32,7 +32,7 @@ def to_text(body: DetokenizeRequest, tokenizer: Tokenizer, model: ServedModel) -
     """The text of `tokens`, special ones included.
 
     Raises:
-        InvalidRequestError: an id is outside of the vocabulary.
+        InvalidRequestError: an id is outside the vocabulary.
     """
     for token_id in body.tokens:
         if not 0 <= token_id < model.vocab_size:

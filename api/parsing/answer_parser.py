@@ -1,7 +1,7 @@
-"""Splits the text of an answer, as it arrives, into reasoning, content and tool calls.
+"""Parser of one answer's text: reasoning, content and tool calls, incrementally.
 
-The stages are of one kind: text goes in, what is certain comes out, the rest is held back until it
-is. The answer that is not streamed is the streamed one run to its end.
+Every stage takes text and gives the events that no later text can change; it holds back the rest. A
+reply without a stream uses the same parser.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ __all__ = ("AnswerForm", "AnswerParser")
 
 
 class AnswerForm(msgspec.Struct, frozen=True, kw_only=True):
-    """What one request's answers may contain beside content; the default is nothing."""
+    """What an answer may contain beside content; the default is nothing."""
 
     reasoning: ReasoningMarkers | None = None
-    reasoning_is_open: bool = False  # the prompt ends with the marker that begins it
+    reasoning_is_open: bool = False  # the prompt ends with the begin marker
     shows_reasoning: bool = True
     calls: CallFormat | None = None
     tool_names: frozenset[str] = frozenset()
@@ -33,12 +33,12 @@ class AnswerForm(msgspec.Struct, frozen=True, kw_only=True):
         return reasoning + (() if self.calls is None else self.calls.markers)
 
     def parser(self) -> AnswerParser:
-        """For one answer."""
+        """A parser for one answer."""
         return AnswerParser(self)
 
 
 class AnswerParser:
-    """One answer of a form; `feed` its text, then `finish`."""
+    """Parses one answer: `feed` its text, then `finish`."""
 
     def __init__(self, form: AnswerForm) -> None:
         self._shows_reasoning = form.shows_reasoning
@@ -64,7 +64,7 @@ class AnswerParser:
         return self._reasoning is not None and self._reasoning.is_inside
 
     def feed(self, text: str) -> list[Event]:
-        """What new text adds."""
+        """The events of new text."""
         if not text:
             return []
         if self._reasoning is None:
@@ -72,12 +72,12 @@ class AnswerParser:
         return self._pass_on(self._reasoning.feed(text))
 
     def finish(self) -> list[Event]:
-        """The events of the text that was held back until the end."""
+        """The events of the text that was held back; call it at the end."""
         events = [] if self._reasoning is None else self._pass_on(self._reasoning.finish())
         return events if self._calls is None else events + self._calls.finish()
 
     def _pass_on(self, events: list[Event]) -> list[Event]:
-        """The first stage's content goes through the second."""
+        """Send the content of the first stage through the second."""
         result: list[Event] = []
         for event in events:
             if isinstance(event, Content):

@@ -1,4 +1,4 @@
-"""Which forms a model's answers have: as configured, or read off its chat template."""
+"""Which formats of tool calls and reasoning a model uses: from its template or the configuration."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ostinato.conf.server_schema import ReasoningParserName, ServerConfig, ToolP
 __all__ = ("TemplateTraits", "traits")
 
 _TOOLS = re.compile(r"\btools\b")
-# In this order: a template may mention several.
+# The first marker that a template contains decides.
 _CALL_MARKERS = (
     ("<function=", ToolParserName.none),  # XML in the same tags as Hermes's JSON
     ("<arg_key>", ToolParserName.none),
@@ -26,10 +26,10 @@ _REASONING = {ReasoningParserName.think: THINK, ReasoningParserName.mistral: MIS
 
 
 class TemplateTraits(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of a chat template and of the answers that follow it.
+    """What is known of a chat template and of the model's answers.
 
-    `knows_tools` is whether the template shows tools to the model; without, a generic form is
-    explained in the system message.
+    `knows_tools` is whether the template shows tools to the model. Otherwise the system message
+    describes the tools and a generic format of calls.
     """
 
     knows_tools: bool

@@ -1,4 +1,4 @@
-"""The events of a parsed answer: pieces of reasoning, of content and of tool calls."""
+"""Events of the answer parser: pieces of reasoning, content and tool calls."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ __all__ = (
 
 
 class Reasoning(msgspec.Struct, frozen=True, gc=False):
-    """A piece of the model's reasoning."""
+    """Text of the reasoning."""
 
     text: str
 
 
 class Content(msgspec.Struct, frozen=True, gc=False):
-    """A piece of the answer itself."""
+    """Text of the answer."""
 
     text: str
 
@@ -33,7 +33,7 @@ class Content(msgspec.Struct, frozen=True, gc=False):
 class CallBegins(msgspec.Struct, frozen=True, gc=False):
     """A tool call; its arguments follow, as JSON text in one or several pieces."""
 
-    index: int  # counted from 0 in one answer
+    index: int  # of the call within the answer, from 0
     name: str
     id: str | None = None  # when the model wrote one
 
@@ -74,7 +74,7 @@ class Message(msgspec.Struct, kw_only=True):
 
 
 def merge(events: Iterable[Event]) -> list[Event]:
-    """The events with neighbours of one kind joined, independent of how the text was cut."""
+    """The events with consecutive ones of one kind joined: independent of how the text was cut."""
     merged: list[Event] = []
     for event in events:
         last = merged[-1] if merged else None

@@ -1,7 +1,7 @@
-"""The formats in which models write tool calls, with a reader of the body of each.
+"""The formats in which models write tool calls, and the readers of a call's body.
 
-A form says what opens a call, what may close it, and what stands between. Forms without an opening
-marker begin a call with a bracket, but only at the beginning of an answer or behind another call.
+A format has markers that open and close a call. Without an opening marker a bracket opens a call,
+but only at the beginning of an answer or after another call.
 """
 
 from __future__ import annotations
@@ -27,54 +27,54 @@ _LIST_OF_OTHERS = re.compile(r"\s*\[\s*[^\s{]")
 
 
 class NotACall(Enum):
-    """The result of a reader for a body that is not, or not yet, a call."""
+    """Results of a reader for a body that is not a call, or not yet."""
 
     unfinished = "unfinished"
     malformed = "malformed"
 
 
 class Calls(msgspec.Struct, frozen=True):
-    """A body that was read."""
+    """A complete body."""
 
     calls: list[ToolCall]
     end: int  # length of the body
 
 
 class Begun(msgspec.Struct, frozen=True):
-    """A call that is certain to be one, with the arguments that are there."""
+    """An incomplete body that is certainly a call, with the arguments so far."""
 
     name: str
     arguments: str
 
 
 class BodyReader(Protocol):
-    """Reads one body; text is only ever added to what the last call was given."""
+    """Reads one body; the text of a call begins with the text of the call before."""
 
     def read(self, body: str) -> Begun | Calls | NotACall: ...
 
 
 class CallFormat(msgspec.Struct, frozen=True, kw_only=True):
-    """One form of tool calls."""
+    """One format of tool calls."""
 
-    openings: tuple[str, ...] = ()  # markers that open a call wherever they stand
-    brackets: str = ""  # open one without a marker
-    closings: tuple[str, ...] = ()  # behind a call; not content
+    openings: tuple[str, ...] = ()  # markers that open a call anywhere in the answer
+    brackets: str = ""  # open a call without a marker
+    closings: tuple[str, ...] = ()  # after a call; not part of the content
     reader: Callable[[], BodyReader]
-    inner: tuple[str, ...] = ()  # further markers, within a body
-    shape: ToolCallFormat  # as a model that must be told, or made to, writes a call
-    short_ids: bool = False  # templates want ids of nine letters and digits
+    inner: tuple[str, ...] = ()  # further markers within a body
+    shape: ToolCallFormat  # how calls are written where a prompt or a grammar prescribes it
+    short_ids: bool = False  # templates require ids of nine letters and digits
 
     @property
     def markers(self) -> tuple[str, ...]:
         return self.openings + self.closings + self.inner
 
     def written(self, name: str, arguments: str) -> str:
-        """A call in this form."""
+        """The text of a call in this format."""
         shape = self.shape
         return f"{shape.begin}{name}{shape.middle}{arguments}{shape.end}"
 
     def constrained(self) -> CallFormat:
-        """The format for calls that a grammar constrains to `shape`; arguments come in pieces."""
+        """The format for answers whose grammar enforces `shape`; their arguments are streamed."""
         opening = next((one for one in self.openings if self.shape.begin.startswith(one)), "")
         return msgspec.structs.replace(
             self,
@@ -92,7 +92,7 @@ class JsonBody:
     def read(self, body: str) -> Calls | NotACall:
         state = self._scanner.scan(body)
         key = self._scanner.first_key
-        # An answer that is some other JSON need not be held back to its end.
+        # An answer that is other JSON is released before its end.
         if _LIST_OF_OTHERS.match(body) or (
             key is not None and body[key[0] + 1 : key[1] - 1] not in _KEYS
         ):
@@ -143,10 +143,10 @@ class MistralBody:
 
 
 class ShapedBody:
-    """A call that a grammar keeps to a shape, so its arguments are given as they are written.
+    """A call whose shape a grammar enforces, so its arguments are certain as they arrive.
 
     Args:
-        opening: the marker that the body stands behind.
+        opening: the marker before the body.
     """
 
     def __init__(self, shape: ToolCallFormat, opening: str) -> None:
@@ -228,7 +228,7 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 def _load(text: str) -> Any:
-    """The value, or None where the text can not be one."""
+    """The JSON value; None for text that is not JSON."""
     try:
         return json.loads(text, strict=False, parse_constant=_refuse_constant)
     except (ValueError, RecursionError):
@@ -236,7 +236,7 @@ def _load(text: str) -> Any:
 
 
 def _call(item: Any) -> ToolCall | None:
-    """The call that an object describes, or None."""
+    """The call that an object describes; None for another object."""
     if not isinstance(item, dict) or not isinstance(item.get("name"), str):
         return None
     given = [item[key] for key in _ARGUMENT_KEYS if key in item]
@@ -254,14 +254,14 @@ def _call(item: Any) -> ToolCall | None:
 
 
 def _arguments(value: Any) -> str | None:
-    """An object as JSON text; some models write that text themselves, within a string."""
+    """Arguments as JSON text; some models write that text within a JSON string."""
     if isinstance(value, str):
         value = _load(value)
     if not isinstance(value, dict):
         return None
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False)
-        text.encode()  # half of a surrogate pair is no text
+        text.encode()  # raises for half of a surrogate pair
     except (ValueError, RecursionError):
         return None
     return text

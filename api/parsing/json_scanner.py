@@ -1,4 +1,4 @@
-"""Finds the end of a JSON value that arrives in pieces, and whether it can still become valid."""
+"""Incremental scanner of a JSON value: where it ends, and whether the text can still be JSON."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ __all__ = ("JsonScanner", "JsonState")
 
 MAX_DEPTH = 64
 _SPACE = re.compile(r"[ \t\n\r]*")
-# Control characters are let through, because models write line ends into strings.
+# Control characters are accepted, because models write newlines into strings.
 _IN_STRING = re.compile(r'(?:[^"\\]++|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*+')
 _OPEN_ESCAPE = re.compile(r"\\(?:u[0-9a-fA-F]{0,3})?")
 _WORD = re.compile(r"[-+.0-9A-Za-z]+")
 _WHOLE_WORD = re.compile(r"true|false|null|-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
-# As much of a word as may begin one of those.
+# The longest prefix that may begin one of those words.
 _WORD_BEGINNING = re.compile(
     r"t(?:r(?:ue?)?)?|f(?:a(?:l(?:se?)?)?)?|n(?:u(?:ll?)?)?"
     r"|-?(?:(?:0|[1-9][0-9]*)(?:(?:\.[0-9]+)?[eE][-+]?[0-9]*|\.[0-9]*)?)?"
@@ -24,11 +24,11 @@ _WORD_BEGINNING = re.compile(
 class JsonState(Enum):
     open = "open"  # more text is needed
     done = "done"
-    broken = "broken"  # no text that follows makes it JSON
+    broken = "broken"  # no further text can make it JSON
 
 
 class _Next(Enum):
-    """What may stand next."""
+    """What the grammar of JSON allows next."""
 
     any_value = "value"
     value_or_end = "value or ]"
@@ -45,10 +45,10 @@ class JsonScanner:
     """Scans one JSON object or array at the beginning of a growing text.
 
     Attributes:
-        end: the position behind the value, once `scan` has said that it is done.
-        known_end: what stands before it may be in a JSON value, whatever follows; the same for a
-            text however it was cut.
-        first_key: position and end of the first key with its quotes, None before it is whole.
+        end: the position after the value, once `scan` has returned `done`.
+        known_end: the text before this position can be part of a JSON value, whatever follows. It
+            does not depend on how the text was cut.
+        first_key: begin and end of the first key with its quotes; None until it is complete.
     """
 
     def __init__(self) -> None:
@@ -58,13 +58,13 @@ class JsonScanner:
         self._stack: list[str] = []  # the closing bracket of every open one
         self._next = _Next.any_value
         self._state = JsonState.open
-        self._string_end = 0  # how far an open string has been looked at
+        self._string_end = 0  # how far an open string has been scanned
 
     def scan(self, text: str) -> JsonState:
-        """Goes on where the last call stopped.
+        """Continue where the last call stopped.
 
         Args:
-            text: all the text so far; it begins with what earlier calls were given.
+            text: all the text so far; it begins with the text of the last call.
         """
         if self._state is JsonState.open:
             self._state = self._go_on(text)
@@ -93,7 +93,7 @@ class JsonScanner:
                 return JsonState.done
 
     def _token(self, text: str, begin: int) -> int | None:
-        """Where the token at `begin` ends; -1 = it is not whole yet; None = there is none."""
+        """Where the token at `begin` ends; -1 = it is incomplete; None = it is not a token."""
         character = text[begin]
         if character in "{}[]:,":
             return begin + 1
@@ -109,7 +109,7 @@ class JsonScanner:
         return word.end() if _WHOLE_WORD.fullmatch(word[0]) else None
 
     def _string(self, text: str, begin: int) -> int | None:
-        """As `_token`, for a string; an open one is not looked at twice."""
+        """As `_token`, for a string; no character is scanned twice."""
         match = _IN_STRING.match(text, max(begin + 1, self._string_end))
         end = self.known_end = match.end() if match else begin + 1
         if end == len(text) or _OPEN_ESCAPE.fullmatch(text, end):
@@ -118,8 +118,9 @@ class JsonScanner:
         return end + 1 if text[end] == '"' else None
 
     def _may_begin(self, character: str) -> bool:
-        """Whether a string or a word may, if that is what begins here: parts of it are known before
-        it has ended.
+        """Whether a string or a word is allowed here, for a token that begins with `character`.
+
+        It is checked before the token is complete, because parts of it count as known.
         """
         if character in "{}[]:,":
             return True
@@ -127,7 +128,7 @@ class JsonScanner:
         return bool(self._stack) and self._next in expected
 
     def _take(self, character: str, begin: int) -> bool:
-        """Whether a token that begins with `character` may stand here."""
+        """Take the token that begins with `character`; False where JSON does not allow it."""
         expected = self._next
         if character in "{[":
             if (

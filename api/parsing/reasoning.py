@@ -1,7 +1,7 @@
-"""Splits the reasoning between two markers from the beginning of an answer.
+"""Splits reasoning between two markers from the rest of an answer, incrementally.
 
-Whitespace next to a marker belongs to the marker. Text is held back while it may still be a part
-of one, so the result does not depend on how the text was cut into pieces.
+Whitespace next to a marker belongs to the marker. Text that may be part of a marker is held back,
+so the result does not depend on how the text was cut into pieces.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class ReasoningSplitter:
     """Splits one answer; `feed` its text, then `finish`.
 
     Args:
-        markers: what reasoning stands between.
+        markers: around the reasoning.
         is_open: the prompt ended with the first marker, so the answer begins within reasoning.
     """
 
@@ -42,7 +42,7 @@ class ReasoningSplitter:
         return self._state in (self._after_begin, self._inside)
 
     def feed(self, text: str) -> list[Event]:
-        """What new text adds."""
+        """The events of new text."""
         self._buffer += text
         events: list[Event] = []
         while self._state(events):
@@ -50,13 +50,14 @@ class ReasoningSplitter:
         return events
 
     def finish(self) -> list[Event]:
-        """The events of the text that was held back until the end."""
+        """The events of the text that was held back; call it at the end."""
         text, self._buffer = self._buffer, ""
         if not text or self._state == self._after_end:
             return []
         return [Reasoning(text) if self.is_inside else Content(text)]
 
-    # Each state takes what it can from the buffer. True = call the next state too.
+    # Each state is a method. It takes text from the buffer and returns whether to run the next
+    # state.
 
     def _at_start(self, events: list[Event]) -> bool:
         text = self._buffer.lstrip()

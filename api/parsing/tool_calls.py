@@ -1,9 +1,9 @@
-"""Finds tool calls in the content of an answer, as the text arrives.
+"""Finds tool calls in an answer's content, incrementally.
 
-A call is given when it is whole and right: it has the form of its format, its arguments are a JSON
-object, and its name is one of the functions that were offered. Anything else is content, exactly as
-the model wrote it. Whitespace next to a call belongs to the call. Where a grammar keeps calls
-right, they are given as they are written.
+A call becomes an event when it is complete and valid: its text matches the format, its arguments
+are a JSON object, and its name is one of the offered functions. Any other text is content,
+unchanged. Whitespace next to a call belongs to the call. Where a grammar enforces the format, the
+arguments are streamed.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ __all__ = ("CallParser",)
 
 
 class CallParser:
-    """Splits one answer's text; `feed` it, then `finish`.
+    """Splits the text of one answer: `feed` it, then `finish`.
 
     Args:
         form: how the model writes calls.
-        names: the functions that were offered.
-        max_calls: what follows that many calls is dropped; None = no limit.
+        names: of the offered functions.
+        max_calls: text after so many calls is dropped; None = no limit.
     """
 
     def __init__(
@@ -34,13 +34,15 @@ class CallParser:
         self._max_calls = max_calls
         self._state = self._at_bracket
         self._buffer = ""
-        self._opening = ""  # what stands before the body of the call that is being read
+        self._opening = ""  # the text before the body of the present call
         self._reader: BodyReader = form.reader()
-        self._num_given: int | None = None  # characters of the arguments of a call that has begun
+        self._num_given: int | None = (
+            None  # characters of the arguments that were sent; None = no call has begun
+        )
         self.num_calls = 0
 
     def feed(self, text: str) -> list[Event]:
-        """What new text adds."""
+        """The events of new text."""
         self._buffer += text
         events: list[Event] = []
         while self._state(events):
@@ -48,14 +50,14 @@ class CallParser:
         return events
 
     def finish(self) -> list[Event]:
-        """The events of the text that was held back until the end."""
+        """The events of the text that was held back; call it at the end."""
         events: list[Event] = []
         while True:
             while self._state(events):
                 pass
             if self._state != self._in_body:
                 break
-            if self._num_given is not None:  # cut off within a call that the reader has
+            if self._num_given is not None:  # the answer ended within a call that has begun
                 self._buffer = ""
                 break
             self._to_content(events)
@@ -65,10 +67,11 @@ class CallParser:
         self._buffer = ""
         return events
 
-    # Each state takes what it can from the buffer. True = call the next state too.
+    # Each state is a method. It takes text from the buffer and returns whether to run the next
+    # state.
 
     def _at_bracket(self, events: list[Event]) -> bool:
-        """At the beginning of the text, or behind a call: a bracket opens one."""
+        """At the beginning of the text or after a call, where a bracket opens a call."""
         text = self._buffer.lstrip()
         if not text:
             return False
@@ -93,7 +96,7 @@ class CallParser:
         return False
 
     def _show(self, end: int, events: list[Event]) -> None:
-        """Gives the buffer up to `end` as content, but for the whitespace before it."""
+        """Emit the buffer up to `end` as content, without the whitespace before `end`."""
         end = len(self._buffer[:end].rstrip())
         if end:
             events.append(Content(self._buffer[:end]))
@@ -129,7 +132,7 @@ class CallParser:
         return self.num_calls - (self._num_given is not None)
 
     def _give(self, call: ToolCall, events: list[Event]) -> None:
-        """The new part of a call."""
+        """Emit the new part of a call."""
         if self._num_given is None:
             events.append(CallBegins(self.num_calls, call.name, call.id))
             self.num_calls += 1
@@ -140,7 +143,7 @@ class CallParser:
             self._num_given = len(call.arguments)
 
     def _to_content(self, events: list[Event]) -> None:
-        """What opened the call is content; the rest is looked at once more."""
+        """Emit the opening as content; the rest of the buffer is parsed again."""
         if self._opening:
             events.append(Content(self._opening))
             self._opening = ""

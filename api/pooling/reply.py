@@ -1,6 +1,4 @@
-"""Answers embedding, score and rerank requests: from the body to vectors, and from vectors to the
-reply.
-"""
+"""The replies of `/v1/embeddings`, `/v1/score` and `/v1/rerank`."""
 
 from __future__ import annotations
 
@@ -49,7 +47,7 @@ __all__ = ("embed", "rerank", "score")
 
 
 class _Reply(NamedTuple):
-    """One on its way."""
+    """A request while it runs."""
 
     service: Service
     id: str
@@ -93,7 +91,7 @@ async def score(service: Service, body: ScoreRequest, context: RequestContext) -
     """The answer of `/v1/score`.
 
     Raises:
-        InvalidRequestError: texts that make no pairs, or do not fit.
+        InvalidRequestError: the texts do not form pairs, or one is too long.
     """
     first_name, second_name = _names(body)
     pairs = make_pairs(_texts(body, first_name), _texts(body, second_name))
@@ -111,7 +109,7 @@ async def score(service: Service, body: ScoreRequest, context: RequestContext) -
 
 
 async def rerank(service: Service, body: RerankRequest, context: RequestContext) -> RerankResponse:
-    """The answer of `/v1/rerank`: documents by their score, the first of equals first.
+    """The answer of `/v1/rerank`: documents by descending score; equal scores keep their order.
 
     Raises:
         InvalidRequestError: a document does not fit.
@@ -144,7 +142,7 @@ async def rerank(service: Service, body: RerankRequest, context: RequestContext)
 async def _scores(
     reply: _Reply, pairs: list[tuple[str, str]], param: str
 ) -> tuple[list[float], PoolingUsage]:
-    """One score a pair: the classification head's where there is one, else a cosine."""
+    """One score per pair: of the classification head if the model has one, else the cosine."""
     service, body = reply.service, reply.body
     model = service.client.model
     if ServedTask.classify in model.tasks:
@@ -165,7 +163,7 @@ async def _scores(
 async def _pool(
     reply: _Reply, batch: list[list[int]], params: PoolingParams, param: str
 ) -> list[PooledOutput]:
-    """The vectors of all inputs; nothing is run when one of them is refused."""
+    """The vectors of all inputs; none is computed if one of them is refused."""
     service, body = reply.service, reply.body
     try:
         for token_ids in batch:
@@ -246,7 +244,7 @@ async def _encode_pairs(
 
 
 def _limit(body: PoolingFields, model: ServedModel) -> int | None:
-    """Tokens to keep of an input; None = all."""
+    """Number of tokens to keep of an input; None = all."""
     limit = body.truncate_prompt_tokens
     if limit == 0:
         raise InvalidRequestError(
@@ -258,7 +256,7 @@ def _limit(body: PoolingFields, model: ServedModel) -> int | None:
 
 
 def _names(body: ScoreRequest) -> tuple[str, str]:
-    """Under which of their two names the texts are given."""
+    """The pair of field names that the request uses."""
     for names in (("text_1", "text_2"), ("queries", "documents")):
         given = [name for name in names if getattr(body, name) is not None]
         if given:

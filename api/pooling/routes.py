@@ -30,7 +30,7 @@ async def embeddings(request: HttpRequest, service: SharedService) -> Response[b
 
 @post_endpoint("/v1/score", "/score", body=ScoreRequest, answer=ScoreResponse)
 async def score(request: HttpRequest, service: SharedService) -> Response[bytes]:
-    """How well pairs of texts fit."""
+    """Scores of pairs of texts."""
     context = context_of("/v1/score", request.headers)
     body = await read_body(request, ScoreRequest, service)
     return await respond_whole(request, reply.score(service, body, context))
@@ -38,7 +38,7 @@ async def score(request: HttpRequest, service: SharedService) -> Response[bytes]
 
 @post_endpoint("/v1/rerank", "/rerank", "/v2/rerank", body=RerankRequest, answer=RerankResponse)
 async def rerank(request: HttpRequest, service: SharedService) -> Response[bytes]:
-    """Documents by how well they answer a query."""
+    """Documents sorted by their relevance to a query."""
     context = context_of("/v1/rerank", request.headers)
     body = await read_body(request, RerankRequest, service)
     return await respond_whole(request, reply.rerank(service, body, context))

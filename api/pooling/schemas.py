@@ -29,15 +29,15 @@ TokenLimit = Annotated[int, msgspec.Meta(ge=-1)]
 
 
 class PoolingFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the three share."""
+    """The fields that the three share."""
 
-    model: str | None = None  # absent = the model that is served
+    model: str | None = None  # absent = the served model
     truncate_prompt_tokens: TokenLimit | None = None  # keep that many; -1 = as many as fit
     truncation_side: Literal["right", "left"] = "right"  # where tokens are cut off
     priority: Int32 = 0  # lower runs first under scheduler.policy=priority
     cache_salt: Annotated[str, msgspec.Meta(max_length=256)] = ""  # see the prefix cache
     request_id: RequestId | None = None  # names the reply and its log line
-    user: str | None = None  # the caller's label of an end user; never used for anything
+    user: str | None = None  # the caller's label of an end user; has no effect
 
 
 class EmbeddingRequest(PoolingFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -46,8 +46,8 @@ class EmbeddingRequest(PoolingFields, frozen=True, kw_only=True, forbid_unknown_
     input: str | list[str | int | list[int]]  # text, token ids, or a list of either
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: Int32 | None = None  # the first so many numbers; absent = all
-    pooling: Literal["mean", "last", "cls"] | None = None  # absent = the model's own
-    normalize: bool | None = None  # to length 1; absent = the model's own
+    pooling: Literal["mean", "last", "cls"] | None = None  # absent = the model's setting
+    normalize: bool | None = None  # scale to length 1; absent = the model's setting
     add_special_tokens: bool = True  # bos and the like around texts
 
 

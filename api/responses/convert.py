@@ -1,4 +1,4 @@
-"""From the responses dialect to a chat request: pure functions."""
+"""From a request of the Responses API to a chat request: pure functions."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ FIELD_NAMES = {
 
 
 def to_chat(body: ResponsesRequest, messages: Sequence[Message]) -> ChatCompletionRequest:
-    """The chat request that asks for the same.
+    """The equivalent chat request.
 
     Args:
         messages: the conversation without this request's instructions.
@@ -91,10 +91,10 @@ def _format(body: ResponsesRequest) -> ResponseFormat | None:
 
 
 def input_messages(given: str | Sequence[dict[str, Any]]) -> list[Message]:
-    """The conversation that `input` is. Items of one turn of the assistant are one message.
+    """The conversation in `input`; the items of one turn of the assistant become one message.
 
     Raises:
-        InvalidRequestError: an item is not one, or of a kind that is not supported.
+        InvalidRequestError: an item is not valid, or of an unsupported type.
     """
     if isinstance(given, str):
         return [Message(role="user", content=given)]
@@ -117,7 +117,7 @@ def _item(raw: dict[str, Any], index: int) -> InputItem:
 
 
 class _Conversation:
-    """Messages, of which the last may be an assistant's that is not whole."""
+    """Builds the list of messages; the last one, of the assistant, may be incomplete."""
 
     def __init__(self) -> None:
         self._messages: list[Message] = []
@@ -147,7 +147,7 @@ class _Conversation:
             self._messages.append(Message(role=item.role, content=_text(item.content)))
 
     def end(self) -> list[Message]:
-        """All messages, the last one finished."""
+        """All messages, with the last one completed."""
         if self._text is not None or self._calls or self._thoughts:
             self._messages.append(
                 Message(

@@ -113,7 +113,7 @@ class ResponsesReply:
                 async for change in changes:
                     for event in self._events_of(change):
                         yield event
-        except Exception as error:  # the status line is out, so the failure travels as an event
+        except Exception as error:  # the status line has been sent: the error becomes an event
             if status_of(error) == 500:
                 _LOG.error("a stream failed", exc_info=error)
             yield self._event("response.failed", response=self._failed(error))
@@ -205,7 +205,7 @@ class ResponsesReply:
         return OutputMessage(id=item_id, status=status, content=content)
 
     def _ended(self) -> Response:
-        """The whole reply, which is stored now."""
+        """The complete response; stores it."""
         details = IncompleteDetails("max_output_tokens") if self._is_incomplete else None
         response = msgspec.structs.replace(
             self._begun,
@@ -246,7 +246,7 @@ class ResponsesReply:
 
 
 def _answer(blocks: list[ContentBlock]) -> Message:
-    """The answer as the next request's conversation has it."""
+    """The answer as a message, for the conversation of the next request."""
 
     def texts(kind: BlockKind) -> str:
         return "".join(block.text for block in blocks if block.kind is kind)

@@ -32,7 +32,7 @@ __all__ = ("HANDLERS",)
 
 @post_endpoint("/v1/responses", body=ResponsesRequest, answer=schemas.Response, events=True)
 async def create_response(request: HttpRequest, service: SharedService) -> Response[bytes] | Stream:
-    """Answer a text or a conversation, of which earlier parts may be stored."""
+    """Answer a text or a conversation, whose beginning may be stored."""
     context = context_of("/v1/responses", request.headers)
     body = await read_body(request, ResponsesRequest, service, unsupported=UNSUPPORTED)
     stores = _stores(service, body)
@@ -58,7 +58,7 @@ async def retrieve_response(service: SharedService, response_id: FromPath[str]) 
 
 @delete_endpoint("/v1/responses/{response_id:str}", answer=Deleted, errors={404: ErrorBody})
 async def delete_response(service: SharedService, response_id: FromPath[str]) -> Response[bytes]:
-    """Forget a stored reply."""
+    """Delete a stored reply."""
     service.stored_responses.delete(response_id)
     return json_response(Deleted(response_id))
 

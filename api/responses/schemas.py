@@ -1,6 +1,6 @@
-"""The bodies and events of `/v1/responses`, as the OpenAI API spells them.
+"""The bodies and events of `/v1/responses`, with the names of the OpenAI API.
 
-A field is here exactly when it is honoured; `UNSUPPORTED` names the others.
+A request schema has exactly the supported fields; `UNSUPPORTED` lists the others.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
 
 class _Item(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Fields that items of earlier answers carry; they have no effect."""
+    """Fields of items of earlier answers; they have no effect."""
 
     id: str | None = None
     status: ItemStatus | None = None
@@ -149,7 +149,7 @@ class SchemaFormat(
     tag_field="type",
     tag="json_schema",
 ):
-    """JSON of a schema."""
+    """JSON that matches a schema."""
 
     name: str
     schema: dict[str, Any]
@@ -159,16 +159,16 @@ class SchemaFormat(
 
 class TextConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     format: TextFormat | JsonObjectFormat | SchemaFormat = TextFormat()
-    verbosity: Literal["medium"] | None = None  # models with a setting of it are not served
+    verbosity: Literal["medium"] | None = None  # no supported model has this setting
 
 
 class ReasoningConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     effort: ReasoningEffort | None = None
-    summary: None = None  # nothing summarises
+    summary: None = None  # summaries are not supported
 
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    include_obfuscation: Literal[False] = False  # nothing is padded
+    include_obfuscation: Literal[False] = False  # events are not padded
 
 
 class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -176,7 +176,7 @@ class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
     model: str | None = None
     input: str | Annotated[list[dict[str, Any]], msgspec.Meta(min_length=1)]
-    instructions: str | None = None  # of this answer alone: a stored one's are not taken over
+    instructions: str | None = None  # of this answer only; those of the stored reply are not used
     previous_response_id: str | None = None
     store: bool | None = None  # absent = true, where the server stores replies
     max_output_tokens: int | None = None
@@ -189,11 +189,11 @@ class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     reasoning: ReasoningConfig | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    truncation: Literal["disabled"] | None = None  # too long an input is refused
-    metadata: dict[str, str] | None = None  # comes back with the reply
-    user: str | None = None  # the caller's label of an end user; never used for anything
-    safety_identifier: str | None = None  # its newer name
-    prompt_cache_key: str | None = None  # where to look for a cached prompt: there is one cache
+    truncation: Literal["disabled"] | None = None  # an input that is too long is refused
+    metadata: dict[str, str] | None = None  # repeated in the reply
+    user: str | None = None  # the caller's label of an end user; has no effect
+    safety_identifier: str | None = None  # the newer name of `user`
+    prompt_cache_key: str | None = None  # has no effect: there is one cache
     priority: int = 0  # lower runs first under scheduler.policy=priority
     cache_salt: Annotated[str, msgspec.Meta(max_length=256)] = ""
 
@@ -262,7 +262,7 @@ class IncompleteDetails(msgspec.Struct, frozen=True):
 
 
 class Response(msgspec.Struct, frozen=True, kw_only=True):
-    """A reply, whole or so far."""
+    """A reply, complete or in progress."""
 
     id: str
     object: Literal["response"] = "response"

@@ -40,15 +40,15 @@ class ChatCompletionRequest(
     top_logprobs: int | None = None
     add_generation_prompt: bool | None = None  # absent = unless the last message is continued
     continue_final_message: bool = False
-    add_special_tokens: bool = False  # around the text that the template gives
+    add_special_tokens: bool = False  # bos and the like around the rendered text
     chat_template: str | None = None  # instead of the model's own
     chat_template_kwargs: dict[str, Any] | None = None  # variables of the template
     documents: list[dict[str, Any]] | None = None  # for templates that show them to the model
     tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: bool | None = None  # false = at most one call in an answer
-    reasoning_effort: ReasoningEffort | None = None  # reaches the template
-    # Tokens of reasoning after which its end is written; absent = any number.
+    reasoning_effort: ReasoningEffort | None = None  # passed to the template
+    # The end of reasoning is forced after so many tokens; absent = no limit.
     thinking_token_budget: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)] | None = None
     include_reasoning: bool = True  # false = reasoning is left out of the answer
 
@@ -83,7 +83,7 @@ class ReplyToolCall(msgspec.Struct, frozen=True, kw_only=True):
 
 class ReplyMessage(msgspec.Struct, frozen=True):
     role: Literal["assistant"]
-    content: str | None  # null beside calls without a text
+    content: str | None  # null for tool calls without text
     reasoning: str | msgspec.UnsetType = msgspec.UNSET
     reasoning_content: str | msgspec.UnsetType = msgspec.UNSET  # the same under its other name
     tool_calls: list[ReplyToolCall] | msgspec.UnsetType = msgspec.UNSET
@@ -94,7 +94,7 @@ class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
     message: ReplyMessage
     logprobs: ChatLogprobs | None
     finish_reason: str
-    stop_reason: int | str | None  # the stop token id or string that ended it, if one did
+    stop_reason: int | str | None  # the stop token id or stop string that ended the answer
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
 
@@ -107,7 +107,7 @@ class ChatResponse(msgspec.Struct, frozen=True, kw_only=True):
     usage: Usage
     prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
     prompt_text: str | msgspec.UnsetType = msgspec.UNSET
-    # None = the prompt came as token ids.
+    # None = the request gave token ids, not text.
     prompt_token_offsets: TokenOffsets | msgspec.UnsetType | None = msgspec.UNSET
     prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
     trace: Timeline | msgspec.UnsetType = msgspec.UNSET  # with the header x-trace: 1
@@ -139,7 +139,7 @@ class ChatChunkChoice(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | msgspec.UnsetType | None = msgspec.UNSET
-    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET  # those since the last chunk
+    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET  # of this chunk
 
 
 class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
@@ -151,6 +151,8 @@ class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
     usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
     prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET  # in the first chunk
     prompt_text: str | msgspec.UnsetType = msgspec.UNSET
-    # None = the prompt came as token ids.
+    # None = the request gave token ids, not text.
     prompt_token_offsets: TokenOffsets | msgspec.UnsetType | None = msgspec.UNSET
-    trace: Timeline | msgspec.UnsetType = msgspec.UNSET  # in a chunk without choices near the end
+    trace: Timeline | msgspec.UnsetType = (
+        msgspec.UNSET
+    )  # in a chunk without choices, after all others but the usage

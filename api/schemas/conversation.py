@@ -1,4 +1,4 @@
-"""The bodies of a conversation: messages, tools and the calls among them."""
+"""The JSON of a conversation: messages, tools and tool calls."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ class CalledFunction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class MessageToolCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A call that an assistant's message made."""
+    """A tool call in a message of the assistant."""
 
     id: str
     type: Literal["function"] = "function"
     function: CalledFunction
-    index: int | None = None  # where a client joined it from a stream; not used
+    index: int | None = None  # clients that join a stream send it back; not used
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -54,7 +54,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @property
     def text(self) -> str | None:
-        """The content; text parts are joined by line ends."""
+        """The content; text parts are joined by newlines."""
         if self.content is None or isinstance(self.content, str):
             return self.content
         return "\n".join(part.text for part in self.content)

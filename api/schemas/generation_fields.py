@@ -33,7 +33,7 @@ RequestId = Annotated[str, msgspec.Meta(pattern=REQUEST_ID_PATTERN)]
 
 
 def _range(**schema: float) -> msgspec.Meta:
-    """A range for the OpenAPI document; `SamplingParams` is who checks it."""
+    """A range for the OpenAPI document; `SamplingParams` checks the value."""
     return msgspec.Meta(extra_json_schema=schema)
 
 
@@ -80,17 +80,17 @@ TopP = Annotated[float, _range(exclusiveMinimum=0, maximum=1)]
 
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    include_usage: bool = False  # a last chunk with the usage of the whole request
-    continuous_usage_stats: bool = False  # every chunk with the usage so far
+    include_usage: bool = False  # the last chunk has the usage of the whole request
+    continuous_usage_stats: bool = False  # every chunk has the usage so far
 
 
 class GenerationFields(ConstraintFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What chat and plain completions share. Null and absent mean the same: the server's default.
+    """The shared fields. Null and absent both mean the server's default.
 
-    Ranges are those of `SamplingParams`, which checks them.
+    `SamplingParams` checks the ranges.
     """
 
-    model: str | None = None  # absent = the model that is served
+    model: str | None = None  # absent = the served model
     n: Completions | None = None
     best_of: Completions | None = None
     use_beam_search: bool = False
@@ -117,7 +117,7 @@ class GenerationFields(ConstraintFields, frozen=True, kw_only=True, forbid_unkno
     truncate_prompt_tokens: KeptTokens | None = None
     truncation_side: Literal["left", "right"] = "left"
     prompt_logprobs: Logprobs | None = None  # not with stream
-    logprob_token_ids: ChosenTokens | None = None  # with logprobs, instead of the likeliest
+    logprob_token_ids: ChosenTokens | None = None  # needs logprobs; replaces the most likely tokens
     echo: bool = False
     skip_special_tokens: bool = True
     return_token_ids: bool = False
@@ -126,13 +126,13 @@ class GenerationFields(ConstraintFields, frozen=True, kw_only=True, forbid_unkno
     return_tokens_as_token_ids: bool = False
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    # Tokens of a chunk between the first one and the last.
+    # Tokens per chunk; the first and the last chunk may have fewer.
     stream_interval: Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)] | None = None
     priority: Int32 = 0  # lower runs first under scheduler.policy=priority
     cache_salt: Annotated[str, msgspec.Meta(max_length=256)] = ""  # see the prefix cache
-    # Milliseconds from its arrival on; then it ends with what there is.
+    # Milliseconds since the request's arrival; then the answer ends with what has been generated.
     deadline_ms: Annotated[float, msgspec.Meta(ge=1, le=24 * 3600 * 1000)] | None = None
     request_id: RequestId | None = None  # names the reply and its log line
-    user: str | None = None  # the caller's label of an end user; never used for anything
-    safety_identifier: str | None = None  # its newer name
-    prompt_cache_key: str | None = None  # where to look for a cached prompt: there is one cache
+    user: str | None = None  # the caller's label of an end user; has no effect
+    safety_identifier: str | None = None  # the newer name of `user`
+    prompt_cache_key: str | None = None  # has no effect: there is one cache

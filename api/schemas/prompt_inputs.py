@@ -1,4 +1,4 @@
-"""Reads `input` and `prompt` fields: texts or token ids, one or many."""
+"""Reading of a field that is a text, token ids, or a list of either."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def read_inputs(
 
     Args:
         given: a text, token ids, or a list of either.
-        name: of the field, for refusals.
+        name: of the field, for error messages.
 
     Raises:
         InvalidRequestError: there are none, or the two kinds are mixed.

@@ -1,4 +1,4 @@
-"""Schemas of constrained answers: OpenAI's `response_format` and vLLM's `structured_outputs`."""
+"""Constraints on an answer: OpenAI's `response_format` and vLLM's `structured_outputs`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = (
 class TextFormat(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="text"
 ):
-    """Anything."""
+    """Any text."""
 
 
 class JsonObjectFormat(
@@ -40,14 +40,14 @@ class JsonObjectFormat(
 class NamedSchema(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     name: str  # the caller's label
     schema: dict[str, Any] | bool = msgspec.field(default_factory=lambda: {"type": "object"})
-    strict: bool | None = None  # false = what can not be enforced is left to the model
-    description: str | None = None  # the caller's; the model sees only the messages
+    strict: bool | None = None  # false = keywords that can not be enforced are ignored
+    description: str | None = None  # not shown to the model
 
 
 class JsonSchemaFormat(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="json_schema"
 ):
-    """JSON of a schema."""
+    """JSON that matches a schema."""
 
     json_schema: NamedSchema
 
@@ -71,17 +71,17 @@ ResponseFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat | StructuralTa
 
 
 class ConstraintFields(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields of both endpoints."""
+    """The two fields that constrain an answer."""
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputsParams | None = None
 
 
 def constraint_of(fields: ConstraintFields) -> StructuredOutputsParams | None:
-    """The one constraint of a request.
+    """The constraint of a request, None without one.
 
     Raises:
-        InvalidRequestError: there are two.
+        InvalidRequestError: both fields have one.
     """
     wanted = fields.response_format
     if wanted is None or isinstance(wanted, TextFormat):
@@ -103,7 +103,10 @@ def constraint_of(fields: ConstraintFields) -> StructuredOutputsParams | None:
 
 
 def behind_reasoning(fields: ConstraintFields, form: AnswerForm) -> StructuredOutputsParams | None:
-    """The constraint of a model that reasons before it answers; None when there is nothing to do.
+    """The request's constraint with reasoning allowed before it.
+
+    None where there is no constraint, the model does not reason, or the constraint allows it
+    already.
 
     Raises:
         InvalidRequestError: as `constraint_of`.
@@ -116,7 +119,7 @@ def behind_reasoning(fields: ConstraintFields, form: AnswerForm) -> StructuredOu
 
 
 async def refusing_by_field(fields: ConstraintFields, work: Awaitable[None]) -> None:
-    """Await `work`; refusals of `structured_outputs` name the field that the request has."""
+    """Await `work`; its errors name `response_format` where the request used that field."""
     try:
         await work
     except InvalidRequestError as error:

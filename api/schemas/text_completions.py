@@ -42,7 +42,7 @@ class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
     prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET  # in its first chunk
     prompt_text: str | msgspec.UnsetType = msgspec.UNSET
-    # None = the prompt came as token ids.
+    # None = the request gave token ids, not text.
     prompt_token_offsets: TokenOffsets | msgspec.UnsetType | None = msgspec.UNSET
     prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
 
@@ -56,4 +56,4 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     choices: list[CompletionChoice]
     usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
-    trace: Timeline | msgspec.UnsetType = msgspec.UNSET  # a stream's is in a chunk without choices
+    trace: Timeline | msgspec.UnsetType = msgspec.UNSET  # of a stream: in a chunk without choices

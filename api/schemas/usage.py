@@ -21,7 +21,7 @@ class PromptTokensDetails(msgspec.Struct, frozen=True):
 
 
 class CompletionTokensDetails(msgspec.Struct, frozen=True):
-    reasoning_tokens: int  # those that ended within reasoning
+    reasoning_tokens: int  # tokens of reasoning
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,7 +29,7 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
-    # In chat, of models that reason.
+    # Only in chat, for models that reason.
     completion_tokens_details: CompletionTokensDetails | msgspec.UnsetType = msgspec.UNSET
 
 

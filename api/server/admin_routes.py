@@ -16,7 +16,7 @@ _CALLS: dict[int, type[msgspec.Struct]] = {409: ErrorBody, 503: ErrorBody}
 
 
 class Load(msgspec.Struct, frozen=True):
-    server_load: int  # requests that are being answered
+    server_load: int  # requests in progress
 
 
 class Success(msgspec.Struct, frozen=True):
@@ -33,7 +33,7 @@ class ProfileStopped(msgspec.Struct, frozen=True):
 
 @get_endpoint("/load", answer=Load)
 async def load(service: SharedService) -> Response[bytes]:
-    """How many requests are being answered."""
+    """The number of requests in progress."""
     return json_response(Load(service.runner.num_open))
 
 
@@ -55,14 +55,14 @@ async def reset_prefix_cache(service: SharedService) -> Response[bytes]:
 
 @post_endpoint("/start_profile", answer=ProfileStarted, errors=_CALLS)
 async def start_profile(service: SharedService) -> Response[bytes]:
-    """Record the engine's steps, into `server.profile_dir`."""
+    """Profile the engine's steps, into `server.profile_dir`."""
     service.admission.check_started()
     return json_response(ProfileStarted(await service.client.start_profile()))
 
 
 @post_endpoint("/stop_profile", answer=ProfileStopped, errors=_CALLS)
 async def stop_profile(service: SharedService) -> Response[bytes]:
-    """End the recording; answers with the path of the trace."""
+    """End the profile; answers with the path of the trace."""
     service.admission.check_started()
     return json_response(ProfileStopped(await service.client.stop_profile()))
 

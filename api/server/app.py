@@ -1,4 +1,4 @@
-"""The ASGI application: handlers, errors and limits put together."""
+"""The ASGI application: Litestar with all handlers, error handlers and limits."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ __all__ = ("create_app",)
 
 
 def create_app(service: Service) -> Litestar:
-    """The application that serves `service`; the caller starts and ends the engine."""
+    """The application for `service`; the caller starts and stops the engine."""
 
     async def count_refusal(error: Exception, _scope: Scope) -> None:
         service.metrics.count_refusal(status_of(error))
 
     async def begin_reply(message: Message, scope: Scope) -> None:
-        """Count it, and send the request's name back for the logs of proxies and clients."""
+        """Count the response, and return the request id for the logs of proxies and clients."""
         if message["type"] != "http.response.start":
             return
-        template = scope.get("path_template") or "none"  # no unknown path becomes a label
+        template = scope.get("path_template") or "none"  # an unknown path must not become a label
         service.metrics.count_reply(template, scope.get("method", ""), message["status"])
         name = dict(scope["headers"]).get(REQUEST_ID_HEADER.encode(), b"")
         if is_request_id(name.decode("latin-1")):

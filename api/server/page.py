@@ -1,7 +1,7 @@
-"""The page at `/`, and what it and people who look for trouble read at `/debug`.
+"""The web page at `/`, and the state of the engine at `/debug`.
 
-The files are the package's own and need nothing from elsewhere; a policy in their headers lets the
-browser load nothing else, so that no text of a model can become code.
+The page needs only files of this package. The Content-Security-Policy header forbids the browser to
+load anything else, so that text of a model can not become code.
 """
 
 from __future__ import annotations
@@ -47,24 +47,24 @@ _INSPECT_S = 2.0
 
 
 class PageModel(msgspec.Struct, frozen=True):
-    """What the chat must know of the model."""
+    """What the page's chat needs to know of the model."""
 
     name: str
     max_model_len: int
     can_generate: bool
-    can_chat: bool  # through a chat template
+    can_chat: bool  # whether there is a chat template
 
 
 class PageState(msgspec.Struct, frozen=True):
-    """One answer of `/debug/state`."""
+    """The answer of `/debug/state`."""
 
-    time: float  # seconds, of a clock that only goes forward
-    problem: str | None  # why the engine does not serve, or can not be seen
-    model: PageModel | None  # None until it is known
+    time: float  # seconds of time.monotonic()
+    problem: str | None  # why the engine does not serve, or its state can not be read
+    model: PageModel | None  # None until the engine has started
     stats: dict[str, Any]  # `EngineStats` by name
     engine: dict[str, Any] | None  # `EngineState` by name, without its stats
     engine_pid: int | None
-    live: dict[str, Percentiles | None]  # of the last 10 s, seconds
+    live: dict[str, Percentiles | None]  # latencies of the last 10 s
     use: MachineUse
 
 
@@ -76,19 +76,19 @@ async def page() -> Response[bytes]:
 
 @get("/page/{name:str}", include_in_schema=False, opt={OPEN: True})
 async def page_file(name: FromPath[str]) -> Response[bytes]:
-    """What the page is made of."""
+    """A file of the page."""
     return _file(name)
 
 
 @get_endpoint("/debug/state", answer=PageState)
 async def debug_state(service: SharedService) -> Response[bytes]:
-    """What the engine is doing this moment; no text and no token of any request."""
+    """The present state of the engine; it contains no text and no token of a request."""
     return json_response(await _state(service))
 
 
 @get_endpoint("/debug/flight")
 async def debug_flight(service: SharedService) -> Response[bytes]:
-    """The flight recorder: the engine's last steps, even when it hangs."""
+    """The last steps of the engine, from the flight recorder; works while the engine hangs too."""
     records = await asyncio.to_thread(service.client.flight_records)
     return json_response(as_json(records))
 
@@ -156,5 +156,5 @@ def _engine(state: EngineState) -> dict[str, Any]:
 
 
 def _by_name(struct: msgspec.Struct) -> dict[str, Any]:
-    """What crosses the process border as an array, for a reader that wants names."""
+    """A struct that is encoded as an array, as an object with names."""
     return {name: getattr(struct, name) for name in struct.__struct_fields__}

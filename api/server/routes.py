@@ -64,7 +64,7 @@ async def ping(service: SharedService) -> Response[bytes]:
 
 @get_endpoint("/live", answer=Status, errors={503: Status}, is_open=True)
 async def live(service: SharedService) -> Response[bytes]:
-    """Whether this process should go on: 200, or 503 with the reason."""
+    """Whether this process works: 200, or 503 where a supervisor should restart it."""
     problem = service.admission.liveness_problem()
     return status_response("ok" if problem is None else "stuck", problem)
 
@@ -84,7 +84,7 @@ async def version() -> Response[bytes]:
 
 @get_endpoint("/metrics", media_type="text/plain")
 async def metrics(service: SharedService) -> Response[bytes]:
-    """Figures for Prometheus."""
+    """Metrics for Prometheus."""
     return Response(service.metrics.render(), media_type=CONTENT_TYPE)
 
 

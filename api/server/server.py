@@ -1,8 +1,8 @@
 """`run serve`: the composition root of the API process.
 
-Binds the port, starts the engine process and the HTTP server side by side (until the model is ready
-requests get 503), and on SIGTERM or SIGINT stops admitting, lets running requests finish, ends the
-engine and exits 0. A second signal cuts them off.
+It binds the port, then starts the engine process and the HTTP server in parallel. Requests get 503
+until the model is ready. On SIGTERM or SIGINT it takes no new requests, finishes the running ones,
+stops the engine and exits 0. A second signal aborts the running requests.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ __all__ = ("serve",)
 
 _LOG = logging.getLogger("ostinato.server")
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-_FLUSH_S = 3  # how long connections get to take their last bytes
+_FLUSH_S = 3  # time for connections to receive their last bytes
 _KEEP_ALIVE_S = 60
 
 
@@ -70,18 +70,18 @@ async def _serve(config: RunConfig, listener: socket.socket, trace: TraceRecorde
     client = EngineClient(config)
     await client.spawn()
     client.startup_seconds["launch"] = time.monotonic() - began
-    # The engine process is under way: only now this one spends its time on the web framework.
+    # The web framework is imported only now, while the engine process starts.
     return await _Server(config, client, listener, trace, began).run()
 
 
 class _Server:
-    """One run of the server: engine, HTTP and the way down.
+    """One run of the server: engine, HTTP server and shutdown.
 
     Args:
-        client: its engine process is spawned.
+        client: its engine process has been spawned.
         listener: bound and listening.
-        trace: records the traffic; None = nothing does.
-        began: when this process was started, by time.monotonic().
+        trace: records the traffic; None = off.
+        began: when this process was started, seconds of time.monotonic().
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class _Server:
         await self._client.wait_until_ready(self._on_phase)
         self._service.admission.phase = None
         gc.collect()
-        gc.freeze()  # what start-up made stays; later collections need not look at it
+        gc.freeze()  # objects of the start-up stay; later collections skip them
         seconds = time.monotonic() - self._began
         self._client.startup_seconds["ready"] = seconds
         self._say(self._hints(seconds))
@@ -233,9 +233,9 @@ def _http_server(
 
 
 def _age_s() -> float:
-    """Seconds since the system started this process: the interpreter's own start counts too.
+    """Seconds since the system started this process, the start of the interpreter included.
 
-    0 where the system does not say: wall-clock times of processes are a second off on Linux.
+    0 where the system does not report it.
     """
     try:
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
@@ -246,7 +246,7 @@ def _age_s() -> float:
 
 
 def _listen(server: ServerConfig) -> socket.socket:
-    """A listening socket: taking the port before the model loads makes a clash show at once."""
+    """A listening socket, bound before the model loads so that a port in use is reported early."""
     family = socket.AF_INET6 if ":" in server.host else socket.AF_INET
     try:
         return socket.create_server((server.host, server.port), family=family, backlog=2048)
@@ -269,7 +269,7 @@ def _url(listener: socket.socket, scheme: str) -> str:
 
 
 def _check_tls(server: ServerConfig) -> None:
-    """Loads the files once before anything else starts: a wrong one shows at once."""
+    """Load the TLS files before anything else starts, so that a wrong one is reported at once."""
     if not server.tls_certificate:
         return
     try:
@@ -290,7 +290,7 @@ def _configure_logging(server: ServerConfig) -> None:
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """Uvloop's where it is installed; None = asyncio's own."""
+    """The loop factory of uvloop, if it is installed; None = asyncio's own."""
     try:
         import uvloop
     except ImportError:

@@ -1,7 +1,7 @@
-"""What `/live`, `/ready` and `/health` say, from the signs that the engine gives.
+"""Health of the engine, for `/live`, `/ready` and `/health`.
 
-A frozen engine gives none; one in a long step has said how long that should take. The table is in
-docs/reliability.md.
+The engine reports every step, every idle beat and the predicted time of a long step. An engine that
+stays silent for longer is treated as hung. docs/reliability.md has the table of answers.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ("EngineSigns", "death", "engine_problem", "liveness_problem", "unread
 
 
 class EngineSigns(Protocol):
-    """What is known of the engine at any moment."""
+    """State of the engine as its client knows it."""
 
     @property
     def is_alive(self) -> bool: ...
@@ -37,14 +37,14 @@ class EngineSigns(Protocol):
 
 
 def death(engine: EngineSigns) -> UnavailableError | None:
-    """That the engine does not run and will not; None when it does, or is started again."""
+    """The error for an engine that is down for good; None when it runs or is being restarted."""
     if engine.death_reason is None:
         return None
     return UnavailableError(f"the engine does not run: {engine.death_reason}", code="engine_dead")
 
 
 def engine_problem(engine: EngineSigns, server: ServerConfig) -> str | None:
-    """Why the engine does not work now, or None."""
+    """Why the engine does not work; None = it works."""
     if engine.restart_reason is not None:
         return f"the engine is started again: {engine.restart_reason}"
     if engine.death_reason is not None:
@@ -53,9 +53,9 @@ def engine_problem(engine: EngineSigns, server: ServerConfig) -> str | None:
 
 
 def liveness_problem(engine: EngineSigns, server: ServerConfig) -> str | None:
-    """Why this process should be ended and started anew, or None.
+    """Why a supervisor should restart this process; None = there is no reason.
 
-    An engine that is started again is no reason: ending this process would lose what waits for it.
+    A restart of the engine is not a reason: the waiting requests would be lost with this process.
     """
     if engine.death_reason is not None:
         return f"the engine does not run: {engine.death_reason}"
@@ -65,7 +65,7 @@ def liveness_problem(engine: EngineSigns, server: ServerConfig) -> str | None:
 
 
 def unreadiness(engine: EngineSigns, server: ServerConfig) -> UnavailableError | None:
-    """Why a request that is admitted would have to wait for the engine to come back, or None."""
+    """Why an admitted request would wait for the engine to recover; None = it would not."""
     if engine.restart_reason is not None:
         text = f"the engine is started again: {engine.restart_reason}"
         return UnavailableError(text, code="restarting")

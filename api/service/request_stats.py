@@ -1,6 +1,4 @@
-"""The stats of one reply, of tokens or of vectors: timed while it runs, then counted, logged and
-traced once.
-"""
+"""Timing of one request: measured while it runs, then counted, logged and traced once."""
 
 from __future__ import annotations
 
@@ -21,15 +19,15 @@ __all__ = ("RequestStats", "StatsSinks")
 
 
 class StatsSinks(msgspec.Struct, frozen=True):
-    """Where records go."""
+    """Where the stats of a request go."""
 
     metrics: Metrics
-    tracer: Tracer | None  # None = traces go nowhere
-    with_prompts: bool  # whether log lines have the prompts' token ids
+    tracer: Tracer | None  # None = no traces are exported
+    with_prompts: bool  # whether the log line has the token ids of the prompts
 
 
 class _Completion:
-    """Times of one completion, seconds by the monotonic clock."""
+    """Times of one completion, seconds of time.monotonic()."""
 
     __slots__ = ("first", "last", "num_tokens", "scheduled")
 
@@ -41,14 +39,14 @@ class _Completion:
 
 
 class RequestStats:
-    """Timing of one reply; `close` ends it, once.
+    """Timing of one request; `close` ends it, once.
 
     Args:
-        sinks: where it goes.
-        reply_id: as the client sees it.
+        sinks: where the stats go.
+        reply_id: the id that the client sees.
         prompts: token ids of each.
-        context: of its HTTP request.
-        sampling: of each prompt; None = the reply is vectors.
+        context: of the HTTP request.
+        sampling: of each prompt; None = a request for vectors.
     """
 
     def __init__(
@@ -74,7 +72,7 @@ class RequestStats:
             context.timeline.sent()
 
     def add(self, prompt_index: int, output: RequestOutput) -> None:
-        """Take in one piece of news."""
+        """Add one output of the engine."""
         now = time.monotonic()
         self._tally.add(prompt_index, output)
         if self._context.timeline is not None:
@@ -92,7 +90,7 @@ class RequestStats:
             self._end(one, output)
 
     def add_vector(self, prompt_index: int, output: PooledOutput) -> None:
-        """Take in a vector: an end without tokens."""
+        """Add a vector, which counts as an end without tokens."""
         self.add(
             prompt_index,
             RequestOutput(
@@ -110,11 +108,11 @@ class RequestStats:
 
     @property
     def begin(self) -> float:
-        """When the request came, by the monotonic clock."""
+        """When the request arrived, seconds of time.monotonic()."""
         return self._begin
 
     def num_tokens(self) -> list[tuple[int, int]]:
-        """Of each completion that gave something: its prompt's index and its output tokens."""
+        """(index of the prompt, number of output tokens) of each completion with an output."""
         return [(index, one.num_tokens) for (index, _), one in self._completions.items()]
 
     def _add_tokens(self, one: _Completion, count: int, now: float) -> None:
@@ -147,7 +145,7 @@ class RequestStats:
             metrics.tpot.observe((one.last - one.first) / (one.num_tokens - 1))
 
     def close(self, outcome: str) -> None:
-        """The reply has ended.
+        """End the stats.
 
         Args:
             outcome: `done`, `disconnected` or `error` and the status.
@@ -188,7 +186,7 @@ class RequestStats:
             metrics.grammar.observe(self._context.grammar_seconds)
 
     def _fields(self, now: float) -> dict[str, object]:
-        """Figures of the whole reply, by the names that the log and the traces have."""
+        """The values for the log line and the trace, by name."""
         tally, completions = self._tally, self._completions.values()
         firsts = [one.first for one in completions if one.num_tokens]
         scheduled = [one.scheduled for one in completions if one.scheduled]
@@ -213,7 +211,7 @@ class RequestStats:
         return fields
 
     def _times(self, now: float) -> dict[str, float]:
-        """Monotonic seconds of what bounds the phases; those that are known."""
+        """The known limits of the phases, seconds of time.monotonic()."""
         completions = self._completions.values()
         times = {"begin": self._begin, "end": now}
         scheduled = [one.scheduled for one in completions if one.scheduled]
@@ -223,7 +221,7 @@ class RequestStats:
         if firsts:
             times["first_token"] = min(firsts)
         elif scheduled and self._sampling is None:
-            times["first_token"] = now  # a vector is there when its prompt is computed
+            times["first_token"] = now  # a vector is ready when its prompt is computed
         return times
 
 

@@ -1,4 +1,4 @@
-"""Stores the replies of `/v1/responses` in memory; the oldest are dropped first."""
+"""Store for `previous_response_id`: replies in memory, up to a limit; the oldest are dropped."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ResponseStore:
     """Replies and their conversations by the reply's id, as JSON.
 
     Args:
-        limit_mib: what they may take together; 0 = nothing is stored.
+        limit_mib: total size; 0 = nothing is stored.
     """
 
     def __init__(self, limit_mib: float) -> None:
@@ -39,7 +39,7 @@ class ResponseStore:
         return self._limit > 0
 
     def put(self, response_id: str, response: bytes, messages: Sequence[Message]) -> None:
-        """Keep a reply; one that is larger than the limit is not kept.
+        """Store a reply; a reply larger than the limit is not stored.
 
         Args:
             response: its body.
@@ -53,14 +53,14 @@ class ResponseStore:
             self._size -= oldest.size
 
     def response(self, response_id: str) -> bytes:
-        """The reply's body; raises InvalidRequestError (404) when it is not there."""
+        """The body of a reply; raises InvalidRequestError (404) for an unknown id."""
         return self._get(response_id).response
 
     def messages(self, response_id: str) -> list[Message]:
         """The conversation up to and with the reply.
 
         Raises:
-            InvalidRequestError: it is not there.
+            InvalidRequestError: the id is unknown.
         """
         if response_id not in self._stored:
             raise InvalidRequestError(
@@ -72,7 +72,7 @@ class ResponseStore:
         return msgspec.json.decode(self._stored[response_id].messages, type=list[Message])
 
     def delete(self, response_id: str) -> None:
-        """Forget a reply; raises InvalidRequestError (404) when it is not there."""
+        """Remove a reply; raises InvalidRequestError (404) for an unknown id."""
         self._size -= self._get(response_id).size
         del self._stored[response_id]
 
