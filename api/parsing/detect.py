@@ -1,4 +1,4 @@
-"""Which formats of tool calls and reasoning a model uses: from its template or the configuration."""
+"""The formats of tool calls and reasoning of a model: from its template or the configuration."""
 
 from __future__ import annotations
 
