@@ -24,6 +24,7 @@ ARCHITECTURES = {
     "GPT2LMHeadModel": "ostinato.models.families.gpt2:GPT2LMHeadModel",
     "LlamaForCausalLM": "ostinato.models.families.llama:LlamaForCausalLM",
     "MistralForCausalLM": "ostinato.models.families.mistral:MistralForCausalLM",
+    "Phi3ForCausalLM": "ostinato.models.families.phi3:Phi3ForCausalLM",
     "Qwen2ForCausalLM": "ostinato.models.families.qwen2:Qwen2ForCausalLM",
     "Qwen3ForCausalLM": "ostinato.models.families.qwen3:Qwen3ForCausalLM",
 }

@@ -89,6 +89,20 @@ VARIANTS = {
     "llama-yarn": Variant("llama", {**SHARED, "rope_parameters": YARN}),
     "llama-mqa": Variant("llama", {**SHARED, "num_key_value_heads": 1, "head_dim": 32}),
     "mistral": Variant("mistral", {**SHARED, "num_key_value_heads": 2, "sliding_window": 11}),
+    "phi3": Variant("phi3", {**SHARED, "num_key_value_heads": 2, "sliding_window": 13}),
+    "phi3-partial": Variant(
+        "phi3",
+        {
+            **SHARED,
+            "num_key_value_heads": 2,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 0.5,
+            },
+        },
+        shard_size="60KB",
+    ),
     "qwen2": Variant("qwen2", {**SHARED, "num_key_value_heads": 2}),
     "qwen2-window": Variant(
         "qwen2",

@@ -237,6 +237,10 @@ def test_dtype(settings: dict[str, Any], choice: DType, dtype: torch.dtype) -> N
             {**GPT2, "scale_attn_by_inverse_layer_idx": True},
             ["scale_attn_by_inverse_layer_idx=True"],
         ),
+        (
+            {"architectures": ["Phi3ForCausalLM"], "rope_scaling": {"type": "yarn", "factor": 4.0}},
+            ["rope_scaling is not supported for Phi-3"],
+        ),
         ({"is_encoder_decoder": True}, ["is_encoder_decoder=True"]),
         ({"head_dim": 7}, ["even", "7"]),
     ],

@@ -149,7 +149,7 @@ def test_eager(expected, name: str, backend: str) -> None:
     check_all(Driver(model, config), expected(name))
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama3", "llama-linear-bias", "qwen3-tied"])
+@pytest.mark.parametrize("name", ["gpt2", "llama3", "llama-linear-bias", "phi3", "qwen3-tied"])
 def test_packed(expected, name: str) -> None:
     model, config = load(expected(name).directory, "cpu", pack=True)
     # A layer has 4 matrices; the output head is the fifth kind, tied or not.
