@@ -15,6 +15,7 @@ import torch
 from ostinato.conf.schema import CacheDType, DType
 from ostinato.models.config.model_kind import DECODER, ModelKind
 from ostinato.models.kv_cache import KVCacheSpec
+from ostinato.models.sharding import WHOLE, Shard
 from ostinato.ops.attention import AttentionSpec
 from ostinato.ops.rope import Rope
 
@@ -53,16 +54,20 @@ class ModelConfig:
     num_segments: int = 0  # kinds of segments that an encoder tells apart; 0 = none
     num_labels: int = 0  # of a classification head; 0 = there is none
 
-    def kv_cache_spec(self, block_size: int, dtype: torch.dtype) -> KVCacheSpec:
+    def kv_cache_spec(
+        self, block_size: int, dtype: torch.dtype, *, shard: Shard = WHOLE
+    ) -> KVCacheSpec:
         """The shape of this model's KV cache.
 
         Args:
             block_size: tokens per block.
             dtype: of keys and values.
+            shard: the rank whose heads are cached.
         """
+        num_kv_heads = shard.kv_heads(self.num_kv_heads).size if self.kind.needs_kv_cache else 0
         return KVCacheSpec(
             num_layers=self.num_layers,
-            num_kv_heads=self.num_kv_heads if self.kind.needs_kv_cache else 0,
+            num_kv_heads=num_kv_heads,
             head_dim=self.head_dim,
             block_size=block_size,
             dtype=dtype,
@@ -75,6 +80,7 @@ class ModelConfig:
         device: torch.device,
         *,
         cache_dtype: torch.dtype | None = None,
+        shard: Shard = WHOLE,
     ) -> AttentionSpec:
         """What this model asks of an attention backend (of its sliding layers, when some slide).
 
@@ -83,10 +89,11 @@ class ModelConfig:
             dtype: of queries, keys and values.
             device: where they are.
             cache_dtype: of the KV cache; None = `dtype`.
+            shard: the rank whose heads are computed.
         """
         return AttentionSpec(
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
+            num_heads=shard.span(self.num_heads, "num_attention_heads").size,
+            num_kv_heads=shard.kv_heads(self.num_kv_heads).size,
             head_dim=self.head_dim,
             block_size=block_size,
             dtype=dtype,
