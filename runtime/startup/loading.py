@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
 
 import torch
 
@@ -26,41 +25,36 @@ from ostinato.ops.native import library as native
 from ostinato.ops.native.build import NativeBuildError
 from ostinato.runtime.errors import StartupError
 from ostinato.runtime.startup.bundles import bundle_root, kernel_libraries
-from ostinato.runtime.startup.memory_plan import MemoryPlan
+from ostinato.runtime.startup.engine_plan import EnginePlan
 from ostinato.runtime.startup.model_cache import KeptModel, ModelShelf
-from ostinato.runtime.startup.planning import ModelSource
+from ostinato.runtime.startup.phases import PhaseTimer
 from ostinato.runtime.startup.served_model import model_name
 
-__all__ = ("Phase", "begin_model", "open_bundle")
-
-Phase = Callable[[str], AbstractContextManager[None]]
-"""What times a part of the start: `with phase("weights"):`."""
+__all__ = ("begin_model", "open_bundle")
 
 
 def begin_model(
-    config: EngineConfig,
-    source: ModelSource,
-    backend: str,
-    plan: MemoryPlan,
+    plan: EnginePlan,
     loader: ThreadPoolExecutor,
-    phase: Phase,
+    phase: PhaseTimer,
     shelf: ModelShelf | None,
 ) -> tuple[LanguageModel, Callable[[KVCache, StaticBuffers, Bundle | None], Binder | None]]:
     """A model that is being loaded, and what compiles its program and waits for the weights; an
     earlier engine's from the shelf needs neither.
     """
+    config, memory = plan.config, plan.memory
     # Everything that a loaded model depends on: not the scheduler, not the size of the cache.
     sections = (config.model, config.device, config.graphs)
     cache = (config.cache.block_size, config.cache.dtype)
-    key = repr((*sections, *cache, backend, plan.max_model_len))
+    key = repr((*sections, *cache, plan.backend, memory.max_model_len))
     kept = None if shelf is None else shelf.find(key)
     if kept is not None:
         return kept.model, lambda kv_cache, buffers, bundle: kept.bind
-    model = _build(config, source, backend, plan.max_model_len)
-    loading = loader.submit(_load, config, source, model, backend, phase)
+    model = _build(plan)
+    loading = loader.submit(_load, plan, model, phase)
 
     def finish(kv_cache: KVCache, buffers: StaticBuffers, bundle: Bundle | None) -> Binder | None:
-        prototype = _prototype(config, source, backend, model, plan)
+        prototype = _prototype(plan, model)
         bind = _compile(config, prototype, kv_cache, buffers, bundle, phase)
         loading.result()
         if shelf is not None:
@@ -70,39 +64,33 @@ def begin_model(
     return model, finish
 
 
-def _prototype(
-    config: EngineConfig, source: ModelSource, backend: str, model: LanguageModel, plan: MemoryPlan
-) -> LanguageModel:
+def _prototype(plan: EnginePlan, model: LanguageModel) -> LanguageModel:
     """The model that is traced while the other one is loaded; its weights may hold anything.
 
     On a CPU, loading replaces a weight's memory, so a second model is traced, whose memory is
     never touched. A GPU's memory is taken as soon as it is reserved: there the model itself is
     traced while it is filled.
     """
-    if source.device.type != "cpu":
-        return model
-    return _build(config, source, backend, plan.max_model_len)
+    return _build(plan) if plan.is_cpu else model
 
 
-def _build(
-    config: EngineConfig, source: ModelSource, backend: str, max_model_len: int
-) -> LanguageModel:
+def _build(plan: EnginePlan) -> LanguageModel:
+    source = plan.source
     return build_model(
         source.config,
         dtype=source.dtype,
         device=source.device,
-        attention_backend=backend,
-        max_model_len=max_model_len,
+        attention_backend=plan.backend,
+        max_model_len=plan.memory.max_model_len,
         weights=source.weights,
     )
 
 
-def _load(
-    config: EngineConfig, source: ModelSource, model: LanguageModel, backend: str, phase: Phase
-) -> None:
+def _load(plan: EnginePlan, model: LanguageModel, phase: PhaseTimer) -> None:
     """Give the model its weights in their final form, and load the kernels that it calls."""
+    config, source = plan.config, plan.source
     try:
-        if source.weights.uses_cpu_kernels or backend == "cpu":
+        if source.weights.uses_cpu_kernels or plan.backend == "cpu":
             with phase("native kernels"):
                 for library in kernel_libraries(config.model):
                     native.load(library)
@@ -130,7 +118,7 @@ def _compile(
     kv_cache: KVCache,
     buffers: StaticBuffers,
     bundle: Bundle | None,
-    phase: Phase,
+    phase: PhaseTimer,
 ) -> Binder | None:
     """The compiled program, from a model whose weights may hold anything."""
     if config.graphs.mode is GraphMode.eager:
@@ -143,10 +131,9 @@ def _compile(
         return compile_model(prototype, config.graphs.form, example, kv_cache, bundle)
 
 
-def open_bundle(
-    config: EngineConfig, source: ModelSource, plan: MemoryPlan, backend: str
-) -> Bundle | None:
+def open_bundle(plan: EnginePlan) -> Bundle | None:
     """What earlier starts compiled for this model, device and shape; empty when there is none."""
+    config, source = plan.config, plan.source
     graphs = config.graphs
     if not graphs.bundle or graphs.mode is GraphMode.eager:
         return None
@@ -163,9 +150,9 @@ def open_bundle(
             "cache_dtype": str(source.cache_dtype),
             "device": device,
             "form": graphs.form.value,
-            "attention": backend,
+            "attention": plan.backend,
             "weights": repr(source.weights),
             "block_size": str(config.cache.block_size),
-            "max_model_len": str(plan.max_model_len),
+            "max_model_len": str(plan.memory.max_model_len),
         },
     )

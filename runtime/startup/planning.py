@@ -231,6 +231,7 @@ def plan_measured(
     config: EngineConfig,
     source: ModelSource,
     plan: MemoryPlan,
+    table: BucketTable,
     model: LanguageModel,
     buffers: StaticBuffers,
     planner: AttentionPlanner | None,
@@ -244,6 +245,7 @@ def plan_measured(
         config: the engine's configuration.
         source: from `open_model`.
         plan: by estimates.
+        table: the buckets that will be captured.
         model: in its memory.
         buffers: of the steps.
         planner: of the attention backend; None when it needs none.
@@ -253,7 +255,6 @@ def plan_measured(
         StartupError: it does not fit.
     """
     spec = source.config.kv_cache_spec(config.cache.block_size, source.cache_dtype)
-    table = bucket_table(config, source)
 
     def largest_step() -> None:
         null_block = spec.allocate(1, source.device)

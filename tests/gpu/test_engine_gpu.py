@@ -171,7 +171,7 @@ def test_a_plan_leaves_room_for_what_is_not_planned(caplog: pytest.LogCaptureFix
          "model.dtype=bfloat16", "scheduler.max_num_batched_tokens=96"],
         values={"model.config": MODEL},
     )  # fmt: skip
-    with caplog.at_level("INFO", "ostinato.runtime.startup.build"):
+    with caplog.at_level("INFO", "ostinato.runtime.startup.rank"):
         llm = LLM(config=config)
     assert generate(llm, make_prompts(4)) != []
     left = torch.cuda.mem_get_info()[0]

@@ -124,7 +124,7 @@ def test_a_bucket_list_that_ends_too_early_is_said(
 ) -> None:
     short = LLM(config=tiny_config("graphs.mode=captured", "graphs.capture_sizes=[1,2,16]"))
     records = [
-        record for record in caplog.records if record.name == "ostinato.runtime.startup.build"
+        record for record in caplog.records if record.name == "ostinato.runtime.startup.rank"
     ]
     assert [record.getMessage() for record in records] == [
         "graphs.capture_sizes=[1, 2, 16]: 16 can not occur with scheduler.max_num_seqs=8 and is "

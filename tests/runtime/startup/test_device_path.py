@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from ostinato import LLM, SamplingParams
-from ostinato.conf.engine import EngineConfig
 from ostinato.graphs.draw import StaticDrawer
-from ostinato.runtime.startup import build, planning
+from ostinato.runtime.startup import planning, rank
+from ostinato.runtime.startup.engine_plan import EnginePlan
 from ostinato.runtime.startup.memory_plan import FreeMemory
-from ostinato.runtime.startup.planning import ModelSource
 from tests.graphs.test_capture import OUT_OF_MEMORY, StaticRecorder
 from tests.runtime.engine.test_engine import generate, make_prompts
 from tests.runtime.tiny import tiny_config
@@ -67,9 +66,8 @@ def llm_of(
 ) -> LLM:
     memory = Memory()
 
-    def make_recorder(
-        config: EngineConfig, source: ModelSource
-    ) -> tuple[Scarce, StaticDrawer | None]:
+    def make_recorder(plan: EnginePlan) -> tuple[Scarce, StaticDrawer | None]:
+        source = plan.source
         logits = torch.zeros(source.limits.max_num_seqs, source.config.vocab_size)
         return Scarce(set(missing)), StaticDrawer(logits, recorder=Scarce(set(missing)))
 
@@ -77,8 +75,8 @@ def llm_of(
         return FreeMemory(total_bytes=2048 * MIB, free_bytes=memory.free(), source="a test")
 
     monkeypatch.setattr(planning, "free_memory", free_memory)
-    monkeypatch.setattr(build, "_make_recorder", make_recorder)
-    monkeypatch.setattr(build, "CudaMemory", lambda: memory)
+    monkeypatch.setattr(rank, "_make_recorder", make_recorder)
+    monkeypatch.setattr(rank, "CudaMemory", lambda: memory)
     monkeypatch.setattr(planning, "CudaMemory", lambda: memory)
     words = ["graphs.mode=captured", "graphs.attention=reference", "graphs.pack_weights=false"]
     words.append("scheduler.overlap=true")  # a GPU's default
@@ -107,7 +105,7 @@ def test_captures_that_lack_memory_are_one_warning_and_change_no_token(
 ) -> None:
     llm = llm_of(monkeypatch, missing=frozenset({8, 4, 3}))
     records = [
-        record for record in caplog.records if record.name == "ostinato.runtime.startup.build"
+        record for record in caplog.records if record.name == "ostinato.runtime.startup.rank"
     ]
     assert [record.getMessage() for record in records if record.levelname == "WARNING"] == [
         "out of memory during capture, buckets left out: decode of 8, 4, 3 sequences; 12 of the "

@@ -1,0 +1,106 @@
+"""The plan of an engine: everything that is decided before weights are read.
+
+Every rank makes the same plan from the same configuration. Nothing is allocated.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ostinato.conf.engine import EngineConfig
+from ostinato.conf.schema import GraphMode
+from ostinato.graphs.buckets import BucketTable
+from ostinato.models.base import KVCacheSpec
+from ostinato.ops.attention import AttentionSpec, select_backend
+from ostinato.runtime.errors import StartupError
+from ostinato.runtime.startup.memory_plan import MemoryPlan
+from ostinato.runtime.startup.planning import ModelSource, bucket_table, open_model, plan_engine
+
+__all__ = ("EnginePlan", "make_plan")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnginePlan:
+    """What an engine will be."""
+
+    config: EngineConfig
+    source: ModelSource
+    memory: MemoryPlan
+    backend: str  # of attention; empty for a model without a KV cache
+    buckets: BucketTable  # to capture, as far as they follow from the configuration
+    overlap: bool  # a step is launched before the one before it is read
+    threads: int  # of the model on a CPU
+
+    @property
+    def is_cpu(self) -> bool:
+        """Whether the model runs on a CPU."""
+        return self.source.device.type == "cpu"
+
+    @property
+    def attention_spec(self) -> AttentionSpec:
+        """What the model asks of its attention backend."""
+        return self.source.attention_spec(self.config.cache.block_size)
+
+    @property
+    def kv_cache_spec(self) -> KVCacheSpec:
+        """Shapes of the KV cache."""
+        return self.source.config.kv_cache_spec(
+            self.config.cache.block_size, self.source.cache_dtype
+        )
+
+
+def make_plan(config: EngineConfig, threads: int) -> EnginePlan:
+    """Find the model and decide how it will run.
+
+    Args:
+        config: the engine's configuration.
+        threads: of the model on a CPU.
+
+    Raises:
+        StartupError: there is no such model, it does not fit, or the settings contradict it.
+    """
+    source = open_model(config)
+    memory = plan_engine(config, source)
+    backend = _select_backend(config, source)
+    _check_graphs(config, source, backend)
+    # On a CPU the step runs on the thread that would schedule meanwhile.
+    overlap = config.scheduler.overlap
+    return EnginePlan(
+        config=config,
+        source=source,
+        memory=memory,
+        backend=backend,
+        buckets=bucket_table(config, source),
+        overlap=source.device.type != "cpu" if overlap is None else overlap,
+        threads=threads,
+    )
+
+
+def _select_backend(config: EngineConfig, source: ModelSource) -> str:
+    if not source.config.kind.needs_kv_cache:
+        return ""  # its attention is another op, with one kernel
+    spec = source.attention_spec(config.cache.block_size)
+    try:
+        return select_backend(config.graphs.attention.value, spec)
+    except ValueError as error:
+        raise StartupError(str(error)) from error
+
+
+def _check_graphs(config: EngineConfig, source: ModelSource, backend: str) -> None:
+    """Refuse settings that would fail late on a GPU, or give wrong results without an error."""
+    mode, model = config.graphs.mode, source.config
+    if source.device.type == "cpu" or mode is GraphMode.eager:
+        return
+    if backend == "reference" and mode is GraphMode.captured:
+        raise StartupError(
+            "graphs.attention=reference reads lengths on the host, so its steps can not be "
+            "captured; set graphs.mode=compiled"
+        )
+    # Compiled GPU kernels index with 32 bits; programs run without the guard that would notice.
+    qkv_size = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
+    most = ((1 << 31) - 1) // max(model.hidden_size, 2 * model.intermediate_size, qkv_size)
+    if source.limits.max_num_batched_tokens > most:
+        raise StartupError(
+            f"scheduler.max_num_batched_tokens={source.limits.max_num_batched_tokens}, but "
+            f"compiled kernels of this model take at most {most} tokens a step; lower it"
+        )

@@ -1,0 +1,34 @@
+"""Names and times of the parts of an engine's start."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+__all__ = ("PhaseTimer", "Report")
+
+Report = Callable[[str, float], None]
+"""Called with a finished phase's name and its seconds; from two threads, one at a time each."""
+
+
+class PhaseTimer:
+    """Times parts of the start: `with phase("weights"):`.
+
+    Args:
+        report: called at the end of each phase.
+
+    Attributes:
+        seconds: of the finished phases, by name.
+    """
+
+    def __init__(self, report: Report) -> None:
+        self._report = report
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        begin = time.perf_counter()
+        yield
+        self.seconds[name] = time.perf_counter() - begin
+        self._report(name, self.seconds[name])

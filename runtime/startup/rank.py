@@ -1,0 +1,229 @@
+"""What every rank of an engine builds: the model, its KV cache, its programs and its executor.
+
+    weights | compile -> cache -> warm-up -> capture
+
+A thread of its own loads the weights while the main thread traces and compiles. The scheduler, the
+measurement of step costs and the engine belong to the leader alone (build.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import torch
+
+from ostinato.conf.schema import GraphMode
+from ostinato.graphs.buckets import GraphKey, name_buckets, why_incomplete
+from ostinato.graphs.buffers import StaticBuffers
+from ostinato.graphs.bundle import Bundle
+from ostinato.graphs.capture import GraphRunner
+from ostinato.graphs.draw import StaticDrawer
+from ostinato.graphs.recorder import BoundRecorder, CudaRecorder, Recorder
+from ostinato.graphs.seal import CompileMonitor
+from ostinato.graphs.threads import StepThreads
+from ostinato.graphs.timing import make_timer
+from ostinato.models.base import EncoderModel, LanguageModel
+from ostinato.ops.attention import AttentionPlanner, PlannedBackend, load_backend
+from ostinato.runtime.costs.cost_table import CostTable
+from ostinato.runtime.execution.inline_executor import InlineExecutor
+from ostinato.runtime.execution.model_runner import ModelRunner
+from ostinato.runtime.execution.pooler import Pooler
+from ostinato.runtime.execution.sampler import Sampler
+from ostinato.runtime.grammar.store import GrammarStore
+from ostinato.runtime.kv.page_mapper import map_ahead
+from ostinato.runtime.startup.calibrate import CostStore
+from ostinato.runtime.startup.engine_plan import EnginePlan
+from ostinato.runtime.startup.loading import begin_model, open_bundle
+from ostinato.runtime.startup.measured_memory import CudaMemory, compare_with_plan
+from ostinato.runtime.startup.model_cache import ModelShelf
+from ostinato.runtime.startup.phases import PhaseTimer
+from ostinato.runtime.startup.planning import bucket_table, plan_measured
+from ostinato.runtime.startup.served_model import describe_model
+from ostinato.runtime.types.engine_info import ServedModel
+
+__all__ = ("RankParts", "build_rank")
+
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankParts:
+    """A rank that is ready to run steps."""
+
+    plan: EnginePlan  # with the memory as it was measured
+    executor: InlineExecutor
+    model: ServedModel
+    bundle: Bundle | None  # what was compiled, to be saved; None = nothing is kept
+    cost_store: CostStore
+    costs: CostTable | None  # measured by an earlier start
+
+
+def build_rank(
+    plan: EnginePlan,
+    phase: PhaseTimer,
+    monitor: CompileMonitor,
+    undo: ExitStack,
+    shelf: ModelShelf | None,
+) -> RankParts:
+    """Load the model, compile and capture its programs.
+
+    Args:
+        plan: made by `make_plan`.
+        phase: times the parts.
+        monitor: counts compilations; closed with the executor.
+        undo: gets what must be released if the start fails.
+        shelf: where the model of an earlier engine may lie, and this one's is put; None = load it.
+
+    Raises:
+        StartupError: the weights can not be loaded, or do not fit.
+    """
+    config, source = plan.config, plan.source
+    with torch.inference_mode(), ThreadPoolExecutor(1, "load") as loader:
+        model, finish = begin_model(plan, loader, phase, shelf)
+        buffers = _make_buffers(plan)
+        planner = _make_planner(plan, buffers, undo)
+        recorder, drawer = _make_recorder(plan)
+        if drawer is not None:
+            with phase("measure"):
+                memory = plan_measured(
+                    config, source, plan.memory, plan.buckets, model, buffers, planner, drawer
+                )
+                plan = dataclasses.replace(plan, memory=memory)
+        kv_cache = plan.kv_cache_spec.allocate(plan.memory.num_blocks, source.device)
+        pages = map_ahead(kv_cache, plan.kv_cache_spec)
+        if pages is not None:
+            undo.callback(pages.close)
+        bundle = open_bundle(plan)
+        bind = finish(kv_cache, buffers, bundle)
+        cost_store = CostStore(config.graphs, source.limits, plan.threads, bundle)
+        costs = cost_store.load()
+        graphs = GraphRunner(
+            model,
+            kv_cache,
+            buffers,
+            program=None if bind is None else bind(model),
+            table=plan.buckets if costs is None else bucket_table(config, source, costs),
+            recorder=recorder,
+            planner=planner,
+            timer=make_timer(source.device),
+        )
+        _prepare_graphs(plan, graphs, drawer, phase)
+        served = describe_model(config.model, config.sampling, source, plan.memory, phase.seconds)
+        grammars = GrammarStore(served)
+        runner = _make_runner(plan, model, graphs, buffers, drawer, grammars)
+        executor = InlineExecutor(
+            runner, kv_cache, grammars, monitor, pages=pages, overlap=plan.overlap
+        )
+    return RankParts(
+        plan=plan,
+        executor=executor,
+        model=served,
+        bundle=bundle,
+        cost_store=cost_store,
+        costs=costs,
+    )
+
+
+def _make_buffers(plan: EnginePlan) -> StaticBuffers:
+    limits, block_size = plan.source.limits, plan.config.cache.block_size
+    return StaticBuffers(
+        max_num_tokens=limits.max_num_batched_tokens,
+        max_num_seqs=limits.max_num_seqs,
+        max_blocks_per_seq=-(-plan.memory.max_model_len // block_size),
+        block_size=block_size,
+        device=plan.source.device,
+        feeds=plan.overlap or None,
+    )
+
+
+def _make_planner(
+    plan: EnginePlan, buffers: StaticBuffers, undo: ExitStack
+) -> AttentionPlanner | None:
+    """The host side of a backend that plans its steps; None for those that do not."""
+    if not plan.backend:
+        return None
+    planned = load_backend(plan.backend)
+    if not isinstance(planned, PlannedBackend):
+        return None
+    planner = planned.make_planner(
+        plan.attention_spec,
+        plan.buckets.keys,
+        max_blocks_per_seq=buffers.host.block_table.shape[1],
+        sliding_windows=set(plan.source.config.sliding_windows),
+    )
+    undo.callback(planner.close)
+    return planner
+
+
+def _make_recorder(plan: EnginePlan) -> tuple[Recorder, StaticDrawer | None]:
+    """How programs are captured, and the draws of a GPU, whose inputs captured programs write."""
+    source = plan.source
+    if plan.is_cpu or not source.config.kind.generates:
+        return BoundRecorder(), None
+    rows, vocab_size = source.limits.max_num_seqs, source.config.vocab_size
+    logits = torch.zeros(rows, vocab_size, dtype=torch.float32, device=source.device)
+    recorder = CudaRecorder(logits)
+    captured = plan.config.graphs.mode is GraphMode.captured
+    return recorder, StaticDrawer(logits, recorder=recorder.sharing_pool() if captured else None)
+
+
+def _make_runner(
+    plan: EnginePlan,
+    model: LanguageModel,
+    graphs: GraphRunner,
+    buffers: StaticBuffers,
+    drawer: StaticDrawer | None,
+    grammars: GrammarStore,
+) -> ModelRunner:
+    source = plan.source
+    sampler = Sampler(
+        max_num_seqs=source.limits.max_num_seqs,
+        vocab_size=source.config.vocab_size,
+        device=source.device,
+        drawer=drawer,
+        matchers=grammars.matcher,
+    )
+    # Where several threads help a small step only in the CPU's own kernels, they are switched.
+    switches = plan.config.graphs.mode is not GraphMode.eager and source.weights.uses_cpu_kernels
+    threads = StepThreads(plan.threads) if switches else None
+    pooler = Pooler(model.classify if isinstance(model, EncoderModel) else None)
+    return ModelRunner(graphs, buffers, sampler, threads, pooler)
+
+
+def _prepare_graphs(
+    plan: EnginePlan, graphs: GraphRunner, drawer: StaticDrawer | None, phase: PhaseTimer
+) -> None:
+    """Run every kind of step once, and capture the buckets that there is memory for."""
+    config, limits = plan.config.graphs, plan.source.limits
+    with phase("warm-up"):
+        # The larger one first: GPU kernels are tuned for the first shape that they see.
+        graphs.warm_up([(min(64, limits.max_num_batched_tokens), 1), (1, 1)])
+    if config.mode is not GraphMode.captured:
+        return
+    if gaps := why_incomplete(config.capture_sizes, limits.max_num_seqs):
+        _LOG.warning("%s", gaps)
+    with phase("capture"):
+        memory = None if drawer is None else CudaMemory()
+        free = 0 if memory is None else memory.free()
+        left_out = graphs.capture()
+        draws = [] if drawer is None else drawer.capture()
+    if left_out or draws:
+        _LOG.warning("%s", _capture_warning(left_out, len(draws)))
+    if memory is not None:
+        now = memory.free()
+        _LOG.info("%s", compare_with_plan(plan.memory, free_before_capture=free, free_now=now))
+
+
+def _capture_warning(left_out: list[GraphKey], num_draws: int) -> str:
+    """Which buckets were not captured for lack of memory, and what helps."""
+    parts = [name_buckets(left_out)] if left_out else []
+    parts += [f"{num_draws} of the sampler's"] if num_draws else []
+    return (
+        f"out of memory during capture, buckets left out: {'; '.join(parts)}. Their steps run in "
+        "larger buckets or uncaptured, and take longer; lower cache.memory_gib, "
+        "device.memory_fraction or scheduler.max_num_seqs, or shorten graphs.capture_sizes"
+    )
