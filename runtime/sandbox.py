@@ -1,6 +1,6 @@
 """Runs a job on untrusted text in a child process with limits of time and memory.
 
-The child calls `serve`, the parent owns a `KillableProcess`. Frames of bytes, each after its
+The child calls `serve`, the parent owns a `SandboxProcess`. Frames of bytes, each after its
 length, cross standard input and output. The child sets its own limits of processor time and memory,
 so that a busy machine does not count as an endless job; the parent's clock is the last resort.
 """
@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-__all__ = ("KillReason", "KillableProcess", "Killed", "Limits", "ask", "serve")
+__all__ = ("FailureReason", "Limits", "SandboxError", "SandboxProcess", "call", "serve")
 
 _LENGTH = struct.Struct("<I")
 
@@ -35,22 +35,22 @@ class Limits(NamedTuple):
     answer_bytes: int
 
 
-class KillReason(NamedTuple):
+class FailureReason(NamedTuple):
     """Why a job has no answer."""
 
     text: str  # "more than 2 s of processor time"
     is_certain: bool  # whether the job itself is at fault, so that it would happen again
 
 
-class Killed(Exception):
+class SandboxError(Exception):
     """The process ended without an answer."""
 
-    def __init__(self, reason: KillReason) -> None:
+    def __init__(self, reason: FailureReason) -> None:
         super().__init__(reason.text)
         self.reason = reason
 
 
-class KillableProcess:
+class SandboxProcess:
     """One child; started by the first job, and again by the first after its end.
 
     One job at a time; `kill` and `close` may come from another thread.
@@ -72,11 +72,11 @@ class KillableProcess:
         """The child's process id, or None when there is none."""
         return None if self._process is None else self._process.pid
 
-    def ask(self, job: bytes) -> bytes:
+    def call(self, job: bytes) -> bytes:
         """The answer to a job; blocks.
 
         Raises:
-            Killed: the process ended, or was killed for a limit; the next job gets a new one.
+            SandboxError: the process ended, or was killed for a limit; the next job gets a new one.
         """
         process = self._process
         if process is None or process.poll() is not None:
@@ -90,11 +90,11 @@ class KillableProcess:
         except TimeoutError as error:
             self.close()
             text = f"more than {self._limits.wall_s:.0f} s"
-            raise Killed(KillReason(text, is_certain=False)) from error
+            raise SandboxError(FailureReason(text, is_certain=False)) from error
         except (OSError, EOFError):
             reason = self._reason(process)
             self.close()
-            raise Killed(reason) from None
+            raise SandboxError(reason) from None
 
     def kill(self) -> None:
         """End the child at once; a job that it works on fails."""
@@ -127,30 +127,30 @@ class KillableProcess:
             _write(process, self._first, time.monotonic() + self._limits.wall_s)
         return process
 
-    def _reason(self, process: subprocess.Popen[bytes]) -> KillReason:
+    def _reason(self, process: subprocess.Popen[bytes]) -> FailureReason:
         try:
             code = process.wait(5.0)
         except subprocess.TimeoutExpired:  # it closed its output and lives on
             code = None
         limits = self._limits
         if code == -signal.SIGXCPU:
-            return KillReason(f"more than {limits.cpu_s} s of processor time", is_certain=True)
+            return FailureReason(f"more than {limits.cpu_s} s of processor time", is_certain=True)
         if code in (-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS, _NO_MEMORY):
             text = f"more than {limits.memory_bytes >> 20} MiB of memory or too deep a nesting"
-            return KillReason(text, is_certain=True)
+            return FailureReason(text, is_certain=True)
         if code == _TOO_LONG:
             return _too_long(limits)
-        return KillReason(f"its process ended with code {code}", is_certain=False)
+        return FailureReason(f"its process ended with code {code}", is_certain=False)
 
 
-async def ask(process: KillableProcess, job: bytes) -> bytes:
-    """`process.ask` for an event loop; a caller that goes away kills the job."""
-    task = asyncio.create_task(asyncio.to_thread(process.ask, job))
+async def call(process: SandboxProcess, job: bytes) -> bytes:
+    """`process.call` for an event loop; a caller that goes away kills the job."""
+    task = asyncio.create_task(asyncio.to_thread(process.call, job))
     try:
         return await asyncio.shield(task)
     except asyncio.CancelledError:
         process.kill()
-        with contextlib.suppress(Killed):
+        with contextlib.suppress(SandboxError):
             await task
         raise
 
@@ -158,8 +158,8 @@ async def ask(process: KillableProcess, job: bytes) -> bytes:
 _NO_MEMORY, _TOO_LONG = 3, 4
 
 
-def _too_long(limits: Limits) -> KillReason:
-    return KillReason(f"more than {limits.answer_bytes >> 20} MiB of text", is_certain=True)
+def _too_long(limits: Limits) -> FailureReason:
+    return FailureReason(f"more than {limits.answer_bytes >> 20} MiB of text", is_certain=True)
 
 
 def _write(process: subprocess.Popen[bytes], frame: bytes, deadline: float) -> None:
@@ -191,7 +191,7 @@ def serve(arguments: list[str], begin: Callable[[bytes], Callable[[bytes], bytes
     """The child's side: answer jobs until standard input ends. Returns the exit code.
 
     Args:
-        arguments: of the command line, as `KillableProcess` gave them.
+        arguments: of the command line, as `SandboxProcess` gave them.
         begin: called with the first frame; gives the function from job to answer. Both run on a
             thread with a small stack, so that what passes here does not overflow a larger one.
     """

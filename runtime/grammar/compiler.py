@@ -8,7 +8,7 @@ from collections import OrderedDict
 import msgspec
 
 from ostinato.runtime.errors import InvalidRequestError
-from ostinato.runtime.sandbox import KillableProcess, Killed, Limits, ask
+from ostinato.runtime.sandbox import Limits, SandboxError, SandboxProcess, call
 from ostinato.runtime.types.engine_info import ServedModel
 from ostinato.runtime.types.structured_outputs import StructuredOutputsParams
 
@@ -57,7 +57,7 @@ class GrammarCompiler:
             )
         )
         self._processes = [
-            KillableProcess("ostinato.runtime.grammar.process", LIMITS, first)
+            SandboxProcess("ostinato.runtime.grammar.process", LIMITS, first)
             for _ in range(_NUM_PROCESSES)
         ]
         self._idle = list(self._processes)
@@ -84,8 +84,8 @@ class GrammarCompiler:
             if answer is not None:
                 break
             try:
-                answer = msgspec.msgpack.decode(self._processes[0].ask(job), type=GrammarAnswer)
-            except Killed as error:
+                answer = msgspec.msgpack.decode(self._processes[0].call(job), type=GrammarAnswer)
+            except SandboxError as error:
                 answer = self._refusal(job, error, is_last=number + 1 == _NUM_TRIES)
             else:
                 self._keep(job, answer)
@@ -104,8 +104,8 @@ class GrammarCompiler:
                     break
                 process = self._idle.pop()
                 try:
-                    data = await ask(process, job)
-                except Killed as error:
+                    data = await call(process, job)
+                except SandboxError as error:
                     answer = self._refusal(job, error, is_last=number + 1 == _NUM_TRIES)
                 else:
                     answer = msgspec.msgpack.decode(data, type=GrammarAnswer)
@@ -139,7 +139,7 @@ class GrammarCompiler:
             old, dropped = self._cache.popitem(last=False)
             self._cached_bytes -= len(old) + len(dropped.grammar)
 
-    def _refusal(self, job: bytes, error: Killed, *, is_last: bool) -> GrammarAnswer | None:
+    def _refusal(self, job: bytes, error: SandboxError, *, is_last: bool) -> GrammarAnswer | None:
         """The error of a job without an answer; None = try again."""
         if not (error.reason.is_certain or is_last):
             return None

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from ostinato.runtime.errors import InvalidRequestError, StartupError
-from ostinato.runtime.sandbox import KillableProcess, Killed, Limits, ask, serve
+from ostinato.runtime.sandbox import Limits, SandboxError, SandboxProcess, call, serve
 from ostinato.runtime.text.chat_template import ChatTemplate
 
 __all__ = ("TemplateJob", "main", "render_apart")
@@ -65,10 +65,10 @@ async def render_apart(
         variables=dict(variables or {}),
         tools=[dict(tool) for tool in tools or ()],
     )
-    process = KillableProcess("ostinato.runtime.text.chat_template_process", LIMITS)
+    process = SandboxProcess("ostinato.runtime.text.chat_template_process", LIMITS)
     try:
-        out = await ask(process, msgspec.json.encode(job))
-    except Killed as error:
+        out = await call(process, msgspec.json.encode(job))
+    except SandboxError as error:
         raise InvalidRequestError(
             f"chat_template takes {error.reason.text}; make it simpler",
             param="chat_template",

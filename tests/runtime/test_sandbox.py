@@ -8,14 +8,14 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from ostinato.runtime.sandbox import KillableProcess, Killed, Limits, ask
+from ostinato.runtime.sandbox import Limits, SandboxError, SandboxProcess, call
 
 LIMITS = Limits(cpu_s=1, wall_s=60.0, memory_bytes=1 << 30, answer_bytes=1 << 20)
 
 
 @pytest.fixture
-def process() -> Iterator[KillableProcess]:
-    process = KillableProcess("tests.runtime.sandbox_child", LIMITS, b"hello ")
+def process() -> Iterator[SandboxProcess]:
+    process = SandboxProcess("tests.runtime.sandbox_child", LIMITS, b"hello ")
     yield process
     process.close()
     assert process.pid is None
@@ -23,18 +23,18 @@ def process() -> Iterator[KillableProcess]:
 
 def test_one_process_answers_many_jobs(process):
     assert process.pid is None  # none before the first job
-    answers = {process.ask(b"a") for _ in range(3)}
+    answers = {process.call(b"a") for _ in range(3)}
     assert answers == {b"hello a" + str(process.pid).encode()}
 
 
 def test_a_large_job(process):
     job = b"j" * (3 << 18)
-    assert process.ask(job).startswith(b"hello " + job)
+    assert process.call(job).startswith(b"hello " + job)
 
 
 def test_prints_are_no_answers(process):
-    assert process.ask(b"print") == b"printed"
-    assert process.ask(b"a").startswith(b"hello a")
+    assert process.call(b"print") == b"printed"
+    assert process.call(b"a").startswith(b"hello a")
 
 
 @pytest.mark.parametrize(
@@ -47,39 +47,39 @@ def test_prints_are_no_answers(process):
     ],
 )
 def test_a_job_without_an_answer(process, job, text, is_certain):
-    process.ask(b"a")
+    process.call(b"a")
     old = process.pid
-    with pytest.raises(Killed, match=text) as caught:
-        process.ask(job)
+    with pytest.raises(SandboxError, match=text) as caught:
+        process.call(job)
     assert caught.value.reason.is_certain == is_certain
     assert not psutil.pid_exists(old)
-    assert process.ask(b"b").startswith(b"hello b")
+    assert process.call(b"b").startswith(b"hello b")
 
 
 def test_the_clock_is_the_last_resort():
-    process = KillableProcess("tests.runtime.sandbox_child", LIMITS._replace(wall_s=3.0))
-    with pytest.raises(Killed, match="more than 3 s") as caught:
-        process.ask(b"sleep")
+    process = SandboxProcess("tests.runtime.sandbox_child", LIMITS._replace(wall_s=3.0))
+    with pytest.raises(SandboxError, match="more than 3 s") as caught:
+        process.call(b"sleep")
     assert not caught.value.reason.is_certain
     process.close()
 
 
 def test_limits_are_per_job(process):
     """Processor time of earlier jobs does not count."""
-    first = process.ask(b"work")
-    assert process.ask(b"work") == process.ask(b"work") == first  # by the same process
+    first = process.call(b"work")
+    assert process.call(b"work") == process.call(b"work") == first  # by the same process
 
 
 def test_a_caller_that_goes_away_kills_its_job(process):
     async def leave() -> int:
-        await ask(process, b"a")
+        await call(process, b"a")
         pid = process.pid
-        task = asyncio.create_task(ask(process, b"sleep"))
+        task = asyncio.create_task(call(process, b"sleep"))
         await asyncio.sleep(0.05)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        assert (await ask(process, b"b")).startswith(b"hello b")
+        assert (await call(process, b"b")).startswith(b"hello b")
         assert pid is not None
         return pid
 
