@@ -41,7 +41,7 @@ from ostinato.runtime.engine.step_observer import StepObserver
 from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.grammar.compiler import GrammarCompiler
 from ostinato.runtime.startup.build import build_engine
-from ostinato.runtime.startup.model_cache import ModelShelf
+from ostinato.runtime.startup.model_cache import LoadedModelCache
 from ostinato.runtime.text.offline_prompts import (
     Prompt,
     Prompts,
@@ -84,7 +84,7 @@ class LLM:
         config: RunConfig | None = None,
         report: Callable[[str, float], None] = lambda name, seconds: None,
         observer: StepObserver | None = None,
-        shelf: ModelShelf | None = None,
+        shelf: LoadedModelCache | None = None,
         seed: int | None = None,
         **arguments: Any,
     ) -> None:

@@ -12,7 +12,7 @@ from ostinato.conf.root import RunConfig
 if TYPE_CHECKING:
     from ostinato.runtime.engine.step_observer import StepObserver
     from ostinato.runtime.llm import LLM
-    from ostinato.runtime.startup.model_cache import ModelShelf
+    from ostinato.runtime.startup.model_cache import LoadedModelCache
 
 __all__ = ("BenchContext",)
 
@@ -23,7 +23,7 @@ class BenchContext:
     Args:
         overrides: the words that made the configuration.
         config_dir: where more options are.
-        shelf: keeps a loaded model between the points of a sweep; None = each engine loads its own.
+        model_cache: keeps a loaded model between the points of a sweep; None = each engine loads its own.
         quiet: say nothing, because somebody else shows progress.
     """
 
@@ -32,12 +32,12 @@ class BenchContext:
         overrides: Sequence[str] = (),
         config_dir: str | None = None,
         *,
-        shelf: ModelShelf | None = None,
+        model_cache: LoadedModelCache | None = None,
         quiet: bool = False,
     ) -> None:
         self.overrides = list(overrides)
         self._config_dir = config_dir
-        self._shelf = shelf
+        self._model_cache = model_cache
         self._shows = not quiet and sys.stderr.isatty()
 
     def show(self, text: str) -> None:
@@ -62,4 +62,4 @@ class BenchContext:
         """
         from ostinato.runtime.llm import LLM
 
-        return LLM(config=config, observer=observer, shelf=self._shelf)
+        return LLM(config=config, observer=observer, shelf=self._model_cache)

@@ -16,7 +16,7 @@ from ostinato.benchmarks.bench.context import BenchContext
 from ostinato.conf.compose import load_config
 from ostinato.conf.errors import ConfigError
 from ostinato.runtime.errors import EngineError
-from ostinato.runtime.startup.model_cache import ModelShelf
+from ostinato.runtime.startup.model_cache import LoadedModelCache
 
 __all__ = ("main",)
 
@@ -26,7 +26,7 @@ def main(config_dir: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the sweep, and its end this
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever prints goes to standard error
-    shelf = ModelShelf()
+    model_cache = LoadedModelCache()
     lines: queue.Queue[str] = queue.Queue()
     idle = threading.Event()
     idle.set()
@@ -35,11 +35,11 @@ def main(config_dir: str) -> None:
         words: list[str] = json.loads(line)
         answer: dict[str, Any]
         try:
-            context = BenchContext(words, config_dir or None, shelf=shelf, quiet=True)
+            context = BenchContext(words, config_dir or None, model_cache=model_cache, quiet=True)
             config = load_config(words, config_dir=config_dir or None)
-            before = shelf.num_reused
+            before = model_cache.num_reused
             record = measure_kind(config, context)
-            record.conditions["model_reused"] = shelf.num_reused > before
+            record.conditions["model_reused"] = model_cache.num_reused > before
             answer = {"record": record.to_dict()}
         except (ConfigError, EngineError) as error:
             answer = {"error": " ".join(str(error).split())}

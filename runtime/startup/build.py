@@ -25,7 +25,7 @@ from ostinato.runtime.startup.bundles import add_kernels
 from ostinato.runtime.startup.calibrate import calibrate, make_scheduler
 from ostinato.runtime.startup.device import set_threads
 from ostinato.runtime.startup.engine_plan import EnginePlan, make_plan
-from ostinato.runtime.startup.model_cache import ModelShelf
+from ostinato.runtime.startup.model_cache import LoadedModelCache
 from ostinato.runtime.startup.phases import PhaseTimer, Report
 from ostinato.runtime.startup.rank import RankParts, build_rank
 
@@ -36,7 +36,7 @@ def build_engine(
     config: EngineConfig,
     report: Report = lambda name, seconds: None,
     observer: StepObserver | None = None,
-    shelf: ModelShelf | None = None,
+    model_cache: LoadedModelCache | None = None,
 ) -> Engine:
     """Build everything and return an engine that compiles nothing any more.
 
@@ -44,12 +44,12 @@ def build_engine(
         config: each component is handed its section.
         report: called at the end of each phase of the start.
         observer: is told of every step; None = one that writes no file.
-        shelf: where the model of an earlier engine may lie, and this one's is put; None = load it.
+        model_cache: may hold the model of an earlier engine, and gets this one's; None = load it.
 
     Raises:
         StartupError: the engine can not start as configured; one line with the remedy.
     """
-    return _build(config, report, observer, shelf)[0]
+    return _build(config, report, observer, model_cache)[0]
 
 
 def compile_bundle(config: EngineConfig, report: Report) -> Bundle | None:
@@ -74,7 +74,7 @@ def _build(
     config: EngineConfig,
     report: Report,
     observer: StepObserver | None,
-    shelf: ModelShelf | None,
+    model_cache: LoadedModelCache | None,
 ) -> tuple[Engine, Bundle | None]:
     phase = PhaseTimer(report)
     try:
@@ -84,7 +84,7 @@ def _build(
             threads = set_threads(config.device)
             with phase("open"):
                 plan = make_plan(config, threads)
-            rank = build_rank(plan, phase, monitor, undo, shelf)
+            rank = build_rank(plan, phase, monitor, undo, model_cache)
             engine = _lead(rank, phase, observer)
             monitor.seal()
             undo.pop_all()

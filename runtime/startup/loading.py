@@ -26,7 +26,7 @@ from ostinato.ops.native.build import NativeBuildError
 from ostinato.runtime.errors import StartupError
 from ostinato.runtime.startup.bundles import bundle_root, kernel_libraries
 from ostinato.runtime.startup.engine_plan import EnginePlan
-from ostinato.runtime.startup.model_cache import KeptModel, ModelShelf
+from ostinato.runtime.startup.model_cache import LoadedModel, LoadedModelCache
 from ostinato.runtime.startup.phases import PhaseTimer
 from ostinato.runtime.startup.served_model import model_name
 
@@ -37,17 +37,17 @@ def begin_model(
     plan: EnginePlan,
     loader: ThreadPoolExecutor,
     phase: PhaseTimer,
-    shelf: ModelShelf | None,
+    model_cache: LoadedModelCache | None,
 ) -> tuple[LanguageModel, Callable[[KVCache, StaticBuffers, Bundle | None], Binder | None]]:
     """A model that is being loaded, and what compiles its program and waits for the weights; an
-    earlier engine's from the shelf needs neither.
+    earlier engine's from the model_cache needs neither.
     """
     config, memory = plan.config, plan.memory
     # Everything that a loaded model depends on: not the scheduler, not the size of the cache.
     sections = (config.model, config.device, config.graphs)
     cache = (config.cache.block_size, config.cache.dtype)
     key = repr((*sections, *cache, plan.backend, memory.max_model_len))
-    kept = None if shelf is None else shelf.find(key)
+    kept = None if model_cache is None else model_cache.get(key)
     if kept is not None:
         return kept.model, lambda kv_cache, buffers, bundle: kept.bind
     model = _build(plan)
@@ -57,8 +57,8 @@ def begin_model(
         prototype = _prototype(plan, model)
         bind = _compile(config, prototype, kv_cache, buffers, bundle, phase)
         loading.result()
-        if shelf is not None:
-            shelf.keep(key, KeptModel(model, bind))
+        if model_cache is not None:
+            model_cache.put(key, LoadedModel(model, bind))
         return bind
 
     return model, finish

@@ -39,7 +39,7 @@ from ostinato.runtime.startup.calibrate import CostStore
 from ostinato.runtime.startup.engine_plan import EnginePlan
 from ostinato.runtime.startup.loading import begin_model, open_bundle
 from ostinato.runtime.startup.measured_memory import CudaMemory, compare_with_plan
-from ostinato.runtime.startup.model_cache import ModelShelf
+from ostinato.runtime.startup.model_cache import LoadedModelCache
 from ostinato.runtime.startup.phases import PhaseTimer
 from ostinato.runtime.startup.planning import bucket_table, plan_measured
 from ostinato.runtime.startup.served_model import describe_model
@@ -67,7 +67,7 @@ def build_rank(
     phase: PhaseTimer,
     monitor: CompileMonitor,
     undo: ExitStack,
-    shelf: ModelShelf | None,
+    model_cache: LoadedModelCache | None,
 ) -> RankParts:
     """Load the model, compile and capture its programs.
 
@@ -76,14 +76,14 @@ def build_rank(
         phase: times the parts.
         monitor: counts compilations; closed with the executor.
         undo: gets what must be released if the start fails.
-        shelf: where the model of an earlier engine may lie, and this one's is put; None = load it.
+        model_cache: may hold the model of an earlier engine, and gets this one's; None = load it.
 
     Raises:
         StartupError: the weights can not be loaded, or do not fit.
     """
     config, source = plan.config, plan.source
     with torch.inference_mode(), ThreadPoolExecutor(1, "load") as loader:
-        model, finish = begin_model(plan, loader, phase, shelf)
+        model, finish = begin_model(plan, loader, phase, model_cache)
         buffers = _make_buffers(plan)
         planner = _make_planner(plan, buffers, undo)
         recorder, drawer = _make_recorder(plan)
