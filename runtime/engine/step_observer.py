@@ -39,7 +39,7 @@ class StepObserver:
     """Follows the steps of one engine.
 
     Args:
-        flight: also gets every step; None = nobody keeps them.
+        step_log: a file that also gets every step; None = no file.
         clock: seconds; the one of `Request.arrival_time`.
         on_step: also told of each step that has ended, and of the seconds since it was launched.
 
@@ -54,11 +54,11 @@ class StepObserver:
 
     def __init__(
         self,
-        flight: FlightRecorder | None = None,
+        step_log: FlightRecorder | None = None,
         clock: Callable[[], float] = time.monotonic,
         on_step: Callable[[SchedulerOutput, float], None] | None = None,
     ) -> None:
-        self._flight = flight
+        self._recorder = step_log
         self._clock = clock
         self._on_step = on_step
         self._rows: dict[int, str] = {}
@@ -122,11 +122,11 @@ class StepObserver:
             sum(1 for entry in scheduled if entry.is_decode),
             [],
         )
-        if self._flight is not None:
+        if self._recorder is not None:
             record.entries = FlightRecorder.entries(
                 [(rows[e.row], e.start, e.num_new_tokens) for e in islice(scheduled, 32)]
             )
-            self._flight.write(record)
+            self._recorder.write(record)
         self._launched.append((now, record))
 
     def launch(self, kind: str, num_padded_tokens: int) -> None:
@@ -135,8 +135,8 @@ class StepObserver:
         record.kind, record.num_padded_tokens = kind, num_padded_tokens
         self.num_scheduled_tokens += record.num_tokens
         self.iteration_tokens[bisect_left(ITERATION_TOKENS, record.num_tokens)] += 1
-        if self._flight is not None:
-            self._flight.write(record)
+        if self._recorder is not None:
+            self._recorder.write(record)
 
     def end(self, output: SchedulerOutput, news: Iterable[SequenceOutput]) -> None:
         """The oldest launched step is done, and this is what it gave: completes its news."""
@@ -144,8 +144,8 @@ class StepObserver:
         now = self._clock()
         record.seconds = max(now - began, 1e-9)
         self.recent.append(record)
-        if self._flight is not None:
-            self._flight.write(record)
+        if self._recorder is not None:
+            self._recorder.write(record)
         if record.num_decodes < record.num_seqs:
             self._note_progress(output, news)
         if self._on_step is not None:
