@@ -23,7 +23,7 @@ class BenchContext:
     Args:
         overrides: the words that made the configuration.
         config_dir: where more options are.
-        model_cache: keeps a loaded model between the points of a sweep; None = each engine loads its own.
+        model_cache: keeps the model between points of a sweep; None = each engine loads its own.
         quiet: say nothing, because somebody else shows progress.
     """
 

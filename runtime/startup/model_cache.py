@@ -32,7 +32,7 @@ class LoadedModelCache:
         self.num_reused = 0
 
     def get(self, key: Hashable) -> LoadedModel | None:
-        """The model that was put under this key. A model of another key is dropped, to free memory."""
+        """The model that was put under this key; a model of another key is dropped."""
         if self._model is None or self._key != key:
             self._model = None
             return None
