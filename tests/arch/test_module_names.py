@@ -11,9 +11,7 @@ from tests.arch.tree import FOLDERS, ROOT, name_of, package_files, parse
 
 MAX_MODULES = 12
 # Folders with more modules, each with its reason.
-FULL_FOLDERS: dict[str, str] = {
-    "models/demo/training": "to be merged",
-}
+FULL_FOLDERS: dict[str, str] = {}
 # Base names that several modules share, because they are implementations of one protocol.
 PROTOCOLS = {
     "__main__": "what `python -m` of a package runs",

@@ -12,9 +12,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
-from ostinato.models.demo.training import knowledge, memory, outside, sums, words, writing
-from ostinato.models.demo.training import lexicon as lx
-from ostinato.models.demo.training.dialogue import (
+from ostinato.models.demo.training.topics import (
+    exercises,
+    knowledge,
+    memory,
+    outside,
+    sums,
+    words,
+    writing,
+)
+from ostinato.models.demo.training.topics import lexicon as lx
+from ostinato.models.demo.training.topics.dialogue import (
     Chat,
     Skill,
     Turn,
@@ -23,9 +31,9 @@ from ostinato.models.demo.training.dialogue import (
     vary,
     with_article,
 )
-from ostinato.models.demo.training.glossary import GLOSSARY
-from ostinato.models.demo.training.smalltalk import FACTS
-from ostinato.models.demo.training.stories import haiku, poem, story
+from ostinato.models.demo.training.topics.glossary import GLOSSARY
+from ostinato.models.demo.training.topics.smalltalk import FACTS
+from ostinato.models.demo.training.topics.stories import haiku, poem, story
 
 __all__ = [
     "HELD_OUT",
@@ -66,8 +74,8 @@ class Conversation:
 
 _SKILLS: Final[list[tuple[Skill, float]]] = [
     (knowledge.talk_turns, 15), (knowledge.who_turns, 2), (knowledge.greet_turns, 2), (knowledge.values_turns, 4), (knowledge.nouns_turns, 4), (knowledge.glossary_turns, 15), (knowledge.commands_turns, 4), (knowledge.how_it_works_turns, 2.5), (knowledge.python_turns, 4), (knowledge.capital_turns, 9),
-    (sums.arithmetic_turns, 16), (sums.word_problem_turns, 1.5), (sums.big_sum_turns, 2), (sums.number_facts_turns, 2), (words.word_facts_turns, 6), (words.calendar_turns, 3), (words.is_it_turns, 4), (writing.story_turns, 7), (writing.poem_turns, 2.5), (writing.joke_turns, 3), (writing.list_turns, 4), (writing.count_turns, 3),
-    (writing.echo_turns, 7), (writing.json_turns, 3), (memory.tell_name_turns, 2.5), (memory.tell_memory_turns, 2), (memory.recall_turns, 3), (memory.again_turns, 1), (memory.no_more_turns, 1), (memory.thanks_turns, 1.5), (outside.outside_turns, 14), (outside.gibberish_turns, 1.5),
+    (sums.arithmetic_turns, 16), (sums.word_problem_turns, 1.5), (sums.big_sum_turns, 2), (sums.number_facts_turns, 2), (words.word_facts_turns, 6), (words.calendar_turns, 3), (words.is_it_turns, 4), (writing.story_turns, 7), (writing.poem_turns, 2.5), (writing.joke_turns, 3), (exercises.list_turns, 4), (exercises.count_turns, 3),
+    (exercises.echo_turns, 7), (exercises.json_turns, 3), (memory.tell_name_turns, 2.5), (memory.tell_memory_turns, 2), (memory.recall_turns, 3), (memory.again_turns, 1), (memory.no_more_turns, 1), (memory.thanks_turns, 1.5), (outside.outside_turns, 14), (outside.gibberish_turns, 1.5),
 ]  # fmt: skip
 _SKILL_FUNCTIONS: Final = [skill for skill, _ in _SKILLS]
 _SKILL_WEIGHTS: Final = [weight for _, weight in _SKILLS]
@@ -171,7 +179,7 @@ def conversation(rng: random.Random, *, long: bool = False) -> Conversation:
         for turn in skill(chat):
             turn.question = (
                 turn.question
-                if skill in (writing.echo_turns, outside.gibberish_turns)
+                if skill in (exercises.echo_turns, outside.gibberish_turns)
                 else vary(rng, turn.question)
             )
             if turn.question.lower().rstrip(".?!") in _HELD_OUT_KEYS:

@@ -1,9 +1,16 @@
 """Skills about the engine, serving, Python, everyday things and capitals; also small talk."""
 
-from ostinato.models.demo.training import lexicon as lx
-from ostinato.models.demo.training.dialogue import MORE, WHAT_IS, Chat, Turn, nonsense, upper_first
-from ostinato.models.demo.training.glossary import COMMANDS, GLOSSARY, HOW_IT_WORKS, PYTHON
-from ostinato.models.demo.training.smalltalk import DEFLECTIONS, NOUNS, TALK, VALUES
+from ostinato.models.demo.training.topics import lexicon as lx
+from ostinato.models.demo.training.topics.dialogue import (
+    MORE,
+    WHAT_IS,
+    Chat,
+    Turn,
+    nonsense,
+    upper_first,
+)
+from ostinato.models.demo.training.topics.glossary import COMMANDS, GLOSSARY, HOW_IT_WORKS, PYTHON
+from ostinato.models.demo.training.topics.smalltalk import DEFLECTIONS, NOUNS, TALK, VALUES
 
 __all__ = [
     "capital_turns",

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from ostinato.models.demo.training import lexicon as lx
+from ostinato.models.demo.training.topics import lexicon as lx
 
 __all__ = [
     "MORE",

@@ -4,9 +4,9 @@ import random
 import string
 from typing import Final
 
-from ostinato.models.demo.training import lexicon as lx
-from ostinato.models.demo.training.dialogue import WHAT_IS, Chat, Turn, nonsense, upper_first
-from ostinato.models.demo.training.smalltalk import DEFLECTIONS
+from ostinato.models.demo.training.topics import lexicon as lx
+from ostinato.models.demo.training.topics.dialogue import WHAT_IS, Chat, Turn, nonsense, upper_first
+from ostinato.models.demo.training.topics.smalltalk import DEFLECTIONS
 
 __all__ = ["gibberish_turns", "outside_turns"]
 

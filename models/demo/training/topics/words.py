@@ -2,8 +2,8 @@
 
 from typing import Final
 
-from ostinato.models.demo.training import lexicon as lx
-from ostinato.models.demo.training.dialogue import Chat, Turn, upper_first, with_article
+from ostinato.models.demo.training.topics import lexicon as lx
+from ostinato.models.demo.training.topics.dialogue import Chat, Turn, upper_first, with_article
 
 __all__ = ["calendar_turns", "is_it_turns", "word_facts_turns"]
 

@@ -2,16 +2,16 @@
 
 from typing import Final
 
-from ostinato.models.demo.training import lexicon as lx
-from ostinato.models.demo.training.dialogue import MORE, Chat, Turn, nonsense, upper_first
-from ostinato.models.demo.training.knowledge import (
+from ostinato.models.demo.training.topics import lexicon as lx
+from ostinato.models.demo.training.topics.dialogue import MORE, Chat, Turn, nonsense, upper_first
+from ostinato.models.demo.training.topics.knowledge import (
     capital_turns,
     commands_turns,
     python_turns,
     values_turns,
 )
-from ostinato.models.demo.training.smalltalk import DEFLECTIONS
-from ostinato.models.demo.training.words import is_it_turns, word_facts_turns
+from ostinato.models.demo.training.topics.smalltalk import DEFLECTIONS
+from ostinato.models.demo.training.topics.words import is_it_turns, word_facts_turns
 
 __all__ = [
     "again_turns",

@@ -3,8 +3,8 @@
 import random
 from typing import Final
 
-from ostinato.models.demo.training.dialogue import Chat, Turn, upper_first
-from ostinato.models.demo.training.smalltalk import DEFLECTIONS
+from ostinato.models.demo.training.topics.dialogue import Chat, Turn, upper_first
+from ostinato.models.demo.training.topics.smalltalk import DEFLECTIONS
 
 __all__ = ["arithmetic_turns", "big_sum_turns", "number_facts_turns", "word_problem_turns"]
 
