@@ -9,8 +9,8 @@ import msgspec
 
 from ostinato.benchmarks.gate.check import Check
 from ostinato.benchmarks.simulate.fleet import simulate_open
-from ostinato.benchmarks.simulate.replica import Arrival
 from ostinato.benchmarks.simulate.simulated_engine import EngineSpec
+from ostinato.benchmarks.simulate.simulated_replica import Arrival
 from ostinato.conf.schema import SchedulerConfig
 from ostinato.runtime.costs.cost_table import CostTable
 from ostinato.runtime.costs.step_limits import StepLimits

@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
-from ostinato.benchmarks.simulate.replica import Arrival, Replica
 from ostinato.benchmarks.simulate.results import SimulationResults
 from ostinato.benchmarks.simulate.router import RoundRobin, Router, make_router
 from ostinato.benchmarks.simulate.simulated_engine import EngineSpec
+from ostinato.benchmarks.simulate.simulated_replica import Arrival, Replica
 
 __all__ = ("Traffic", "simulate_open")
 

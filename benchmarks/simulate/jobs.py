@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterator
 
 from ostinato.benchmarks.load.job import JobRequest, LoadJob
 from ostinato.benchmarks.simulate.fleet import simulate_open
-from ostinato.benchmarks.simulate.replica import OUTPUT_TOKEN_ID, Arrival, Replica
 from ostinato.benchmarks.simulate.results import SimulationResults
 from ostinato.benchmarks.simulate.router import make_router
 from ostinato.benchmarks.simulate.simulated_engine import EngineSpec
+from ostinato.benchmarks.simulate.simulated_replica import OUTPUT_TOKEN_ID, Arrival, Replica
 
 __all__ = ("JobTraffic", "simulate_job")
 

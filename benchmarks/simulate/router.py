@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Protocol
 
-from ostinato.benchmarks.simulate.replica import Arrival
+from ostinato.benchmarks.simulate.simulated_replica import Arrival
 from ostinato.runtime.kv.block_pool import BlockHash, hash_blocks, hash_root
 
 __all__ = ("ROUTERS", "LeastLoad", "PrefixAware", "RoundRobin", "Router", "make_router")

@@ -49,17 +49,22 @@ from ostinato.conf.environment import cache_dir, cxx
 __all__ = (
     "ISA_LEVELS",
     "LIBRARIES",
+    "PREBUILT_DIR",
     "REMEDY",
     "NativeBuildError",
     "adopt",
     "build",
     "content_key",
     "detect_isa",
+    "discard",
     "find_compiler",
     "intact_libraries",
+    "isa_levels",
+    "prebuilt_path",
 )
 
 _SOURCE_DIR = Path(__file__).parent
+PREBUILT_DIR = _SOURCE_DIR / "prebuilt"  # libraries that a wheel carries (wheel_build/backend.py)
 
 LIBRARIES: dict[str, tuple[tuple[str, ...], ...]] = {
     # name: its sources, without .cpp, in groups. Each group is compiled by one process as one
@@ -108,9 +113,15 @@ class NativeBuildError(RuntimeError):
     """The C++ kernels can not be built here; the text names the command and the remedy."""
 
 
+def isa_levels() -> list[str]:
+    """The levels of ISA_LEVELS that a compiler for this kind of machine can build."""
+    is_x86 = platform.machine().lower() in ("x86_64", "amd64")
+    return list(ISA_LEVELS) if is_x86 else ["portable"]
+
+
 def detect_isa() -> str:
     """The best level of ISA_LEVELS that this machine's processor runs."""
-    if platform.machine().lower() not in ("x86_64", "amd64"):
+    if isa_levels() == ["portable"]:
         return "portable"
     features: set[str] = set()
     try:
@@ -160,8 +171,26 @@ def adopt(library: str, isa: str, data: bytes) -> None:
 
 
 def intact_libraries(library: str, isa: str) -> list[Path]:
-    """The files that the cache holds of one of LIBRARIES for a level of ISA_LEVELS, none or one."""
-    return _intact(_directory(library, isa))
+    """The files that exist of one of LIBRARIES for a level of ISA_LEVELS.
+
+    The one in the cache comes first, then the one of the wheel.
+    """
+    prebuilt = prebuilt_path(library, isa)
+    return [*_intact(_directory(library, isa)), *([prebuilt] if prebuilt.is_file() else [])]
+
+
+def discard(path: Path) -> None:
+    """Remove one of `intact_libraries` that does not load from the cache; a wheel keeps its own."""
+    if path.parent != PREBUILT_DIR:
+        path.unlink(missing_ok=True)
+
+
+def prebuilt_path(library: str, isa: str) -> Path:
+    """Where a wheel holds a library that was compiled from exactly these sources.
+
+    The name does not depend on torch's version: the kernels use torch's stable ABI.
+    """
+    return PREBUILT_DIR / f"{_key(library, isa, 'stable-abi')}.so"
 
 
 def _directory(library: str, isa: str) -> Path:
@@ -173,8 +202,12 @@ def content_key(library: str, isa: str) -> str:
 
     So a start that finds the library in the cache needs no compiler.
     """
+    return _key(library, isa, version("torch"))
+
+
+def _key(library: str, isa: str, torch: str) -> str:
     digest = hashlib.sha256()
-    parts = (isa, *ISA_LEVELS[isa][1], *_FLAGS, version("torch"), sys.platform, platform.machine())
+    parts = (isa, *ISA_LEVELS[isa][1], *_FLAGS, torch, sys.platform, platform.machine())
     digest.update("\0".join(parts).encode())
     sources = [_SOURCE_DIR / f"{name}.cpp" for unit in LIBRARIES[library] for name in unit]
     for source in (*sources, *sorted(_SOURCE_DIR.rglob("*.h"))):

@@ -23,6 +23,7 @@ from ostinato.ops.native.build import (
     NativeBuildError,
     build,
     detect_isa,
+    discard,
     intact_libraries,
 )
 from ostinato.ops.register import define_alias
@@ -133,7 +134,7 @@ def _open(name: str, isa: str) -> tuple[Path, ctypes.CDLL]:
         try:
             return path, ctypes.CDLL(str(path))
         except OSError:  # built against another C++ runtime, for instance in a moved cache
-            path.unlink(missing_ok=True)
+            discard(path)
     path = build(name, isa)
     try:
         return path, ctypes.CDLL(str(path))

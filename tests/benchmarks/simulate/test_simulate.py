@@ -16,9 +16,9 @@ from ostinato.benchmarks.report.statistics import percentile
 from ostinato.benchmarks.simulate.fast_forward import FastForwardScheduler
 from ostinato.benchmarks.simulate.fleet import simulate_open
 from ostinato.benchmarks.simulate.jobs import JobTraffic, simulate_job
-from ostinato.benchmarks.simulate.replica import Arrival
 from ostinato.benchmarks.simulate.results import SimulationResults
 from ostinato.benchmarks.simulate.simulated_engine import EngineSpec
+from ostinato.benchmarks.simulate.simulated_replica import Arrival
 from ostinato.benchmarks.simulate.step_times.overheads import (
     ServingOverheads,
     SizedValues,
