@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import html
 import io
 import json
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import jinja2
 
 from ostinato.benchmarks.report.plot_style import THEME
 from ostinato.benchmarks.report.plots import Plot, draw
@@ -19,36 +20,6 @@ __all__ = ("render", "write_report")
 
 _LOG = logging.getLogger(__name__)
 _PNG_DPI = 150
-_STYLE = """
-:root { color-scheme: light dark; --ground: #f5f6f7; --card: #fff; --ink: #22292f; --soft: #4a545c;
-  --line: #e1e5e8; --link: #2f6f9f; --axis: #8a949d; --grid: #e3e7eb; --warn: #d1495b; }
-@media (prefers-color-scheme: dark) { :root { --ground: #151819; --card: #1e2224; --ink: #e3e6e8;
-  --soft: #a9b2b8; --line: #343b3f; --link: #7db7de; --axis: #727c83; --grid: #32393d; } }
-body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--ground);
-  margin: 0; }
-main { max-width: 980px; margin: 0 auto; padding: 28px 20px 60px; }
-h1 { font-size: 24px; margin: 0 0 4px; } h2 { font-size: 18px; margin: 0 0 4px; }
-p { margin: 0 0 10px; color: var(--soft); }
-section { background: var(--card); border: 1px solid var(--line); border-radius: 8px;
-  padding: 18px 20px; margin: 16px 0; overflow-x: auto; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: 13.5px; }
-th, td { padding: 4px 14px 4px 0; text-align: right; border-bottom: 1px solid var(--line);
-  white-space: nowrap; vertical-align: top; }
-th { color: var(--soft); font-weight: 600; }
-th:first-child, td:first-child { text-align: left; position: sticky; left: 0;
-  background: var(--card); }
-ul { margin: 0; padding-left: 20px; } li { margin: 2px 0; overflow-wrap: anywhere; }
-.warning { border-left: 4px solid var(--warn); }
-.conditions td { text-align: left; white-space: normal; overflow-wrap: anywhere; }
-.conditions td:first-child { color: var(--soft); overflow-wrap: normal; }
-.plot { overflow-x: auto; } svg { width: 100%; min-width: 600px; height: auto; display: block; }
-pre { font-size: 12px; overflow-x: auto; background: var(--ground); padding: 12px;
-  border-radius: 6px; }
-summary { cursor: pointer; color: var(--link); }
-@media (max-width: 600px) { main { padding: 16px 8px 40px; } section { padding: 14px 12px; }
-  th, td { padding-right: 10px; } td:first-child, th { white-space: normal; } }
-@media print { section { break-inside: avoid; } }
-"""
 
 
 def write_report(record: Record, path: Path) -> list[Path]:
@@ -74,45 +45,44 @@ def write_report(record: Record, path: Path) -> list[Path]:
 
 def render(record: Record, plots: Sequence[Plot]) -> str:
     """The page."""
-    when = record.conditions["time"].replace("T", " ").removesuffix("+00:00") + " UTC"
-    parts = [
-        f"<h1>run bench {_text(record.kind)}</h1>",
-        f"<p>{_text(title_of(record).partition(': ')[2])}; {_text(when)}</p>",
-    ]
-    if record.notes:
-        parts.append(f'<section class="warning"><h2>Notes</h2>{_list(record.notes)}</section>')
-    failed = [f"{p.label}: {p.error}" for p in record.points if p.error is not None]
-    if failed:
-        parts.append(f'<section class="warning"><h2>Failed points</h2>{_list(failed)}</section>')
-    parts.append(f"<section><h2>Figures</h2>{_figures(record)}</section>")
-    for plot in plots:
-        parts.append(
-            f"<section><h2>{_text(plot.title)}</h2><p>{_text(plot.text)}</p>"
-            f'<div class="plot">{_svg(plot)}</div></section>'
-        )
-    parts.append(f"<section><h2>Conditions</h2>{_conditions(record)}</section>")
-    body = "\n".join(parts)
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>run bench {_text(record.kind)}</title><style>{_STYLE}</style></head>"
-        f"<body><main>\n{body}\n</main></body></html>\n"
+    template = _templates().get_template("report.html.jinja")
+    conditions: dict[str, Any] = dict(record.conditions)
+    config = conditions.pop("config")
+    return template.render(
+        record=record,
+        subject=title_of(record).partition(": ")[2],
+        time=conditions["time"].replace("T", " ").removesuffix("+00:00") + " UTC",
+        failed=[f"{p.label}: {p.error}" for p in record.points if p.error is not None],
+        metrics=_metrics(record),
+        plots=[{"title": one.title, "text": one.text, "svg": _svg(one)} for one in plots],
+        conditions=[
+            (_condition_name(name), _words(value))
+            for name, value in conditions.items()
+            if not _is_empty(value)
+        ],
+        config=json.dumps(config, indent=2),
     )
 
 
-def _text(value: object) -> str:
-    return html.escape(str(value))
+def _templates() -> jinja2.Environment:
+    return jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
+        autoescape=jinja2.select_autoescape(("html", "jinja")),
+        undefined=jinja2.StrictUndefined,
+        keep_trailing_newline=True,
+    )
 
 
-def _list(lines: Sequence[str]) -> str:
-    return "<ul>" + "".join(f"<li>{_text(line)}</li>" for line in lines) + "</ul>"
+class _MetricsTable(NamedTuple):
+    heads: list[str]
+    rows: list[list[str]]
 
 
-def _figures(record: Record) -> str:
-    """A row for each figure; for many points a row for each point."""
+def _metrics(record: Record) -> _MetricsTable | None:
+    """A row for each metric; for many points a row for each point. None = nothing was measured."""
     points = [point for point in record.points if point.metrics]
     if not points:
-        return "<p>Nothing was measured.</p>"
+        return None
     names = headlines_of(record)
     units = {n: next(p.metrics[n].unit for p in points if n in p.metrics) for n in names}
     heads = [
@@ -121,46 +91,22 @@ def _figures(record: Record) -> str:
     cells = [[format_metric(p.metrics[n]) if n in p.metrics else "" for n in names] for p in points]
     labels = [point.label for point in points]
     if len(points) <= 6:
-        rows = [
-            [head, *column] for head, column in zip(heads, zip(*cells, strict=True), strict=True)
-        ]
-        return _table(["", *labels], rows)
-    return _table(["", *heads], [[label, *row] for label, row in zip(labels, cells, strict=True)])
-
-
-def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], kind: str = "") -> str:
-    head = "".join(f"<th>{_text(one)}</th>" for one in heads)
-    body = "".join(
-        "<tr>" + "".join(f"<td>{_text(cell)}</td>" for cell in row) + "</tr>" for row in rows
-    )
-    top = f"<thead><tr>{head}</tr></thead>" if heads else ""
-    return f'<table class="{kind}">{top}<tbody>{body}</tbody></table>'
+        columns = zip(*cells, strict=True)
+        rows = [[head, *column] for head, column in zip(heads, columns, strict=True)]
+        return _MetricsTable(["", *labels], rows)
+    rows = [[label, *row] for label, row in zip(labels, cells, strict=True)]
+    return _MetricsTable(["", *heads], rows)
 
 
 def _svg(plot: Plot) -> str:
+    """A plot's SVG element from its first attribute on, in the colours of the page's theme."""
     buffer = io.StringIO()
     metadata = {"Date": None}
     plot.figure.savefig(buffer, format="svg", dpi=_PNG_DPI, metadata=metadata, transparent=True)
     text = buffer.getvalue()
     for colour, variable in THEME.items():
         text = text.replace(colour, f"var({variable})")
-    name = _text(f"{plot.title}. {plot.text}")
-    return f'<svg role="img" aria-label="{name}"' + text[text.index("<svg") + 4 :]
-
-
-def _conditions(record: Record) -> str:
-    conditions: dict[str, Any] = dict(record.conditions)
-    config = conditions.pop("config")
-    rows = [
-        [_condition_name(name), _words(value)]
-        for name, value in conditions.items()
-        if not _is_empty(value)
-    ]
-    dump = _text(json.dumps(config, indent=2))
-    return (
-        _table([], rows, "conditions")
-        + f"<details><summary>resolved configuration</summary><pre>{dump}</pre></details>"
-    )
+    return text[text.index("<svg") + len("<svg") :]
 
 
 def _is_empty(value: Any) -> bool:

@@ -16,7 +16,7 @@ from tests.arch.tree import FOLDERS, ROOT
 DATA = {
     "api/server": ("static/*",),
     "conf": ("*.yaml",),
-    "benchmarks/report": ("schema.json",),
+    "benchmarks/report": ("schema.json", "report.css", "report.html.jinja"),
     "benchmarks/gate": ("ratios.json",),
     "ops": ("*.cpp", "*.h"),
     "models/demo": ("*.json", "*.safetensors", "*.jinja", "*.md"),
