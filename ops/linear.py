@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding, pad
 from torch.nn.functional import linear as dense_linear
+from torch.nn.functional import pad
 
 from ostinato.ops.native.library import load
 from ostinato.ops.register import register_op
@@ -26,8 +26,6 @@ from ostinato.ops.register import register_op
 __all__ = (
     "PANEL",
     "empty_packed",
-    "gather_rows",
-    "linear",
     "pack_linear_weight",
     "packed_linear",
     "packed_linear_reference",
@@ -125,44 +123,6 @@ def packed_rows(weight: Tensor, ids: Tensor, out_features: int, in_features: int
         ValueError: an id is out of range; its index and value are in the text.
     """
     return _packed_rows(weight, ids, out_features, in_features)
-
-
-def linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    out_features: int,
-    *,
-    packed: bool,
-    residual: Tensor | None = None,
-    float32_output: bool = False,
-) -> Tensor:
-    """What a model calls: `packed_linear` for a packed weight, else `torch.nn.functional.linear`.
-
-    Args:
-        x: [T, K].
-        weight: packed, or [out_features, K].
-        bias: [out_features] in x's dtype, or None.
-        out_features: N.
-        packed: which of the two `weight` is; a constant of the compiled graph.
-        residual: [T, out_features] in x's dtype to add, or None.
-        float32_output: return float32. Only the packed form skips the rounding to x's dtype.
-    """
-    if packed:
-        return _packed_linear(x, weight, bias, out_features, float32_output, residual)
-    result = dense_linear(x, weight, bias)
-    if residual is not None:
-        result = result + residual
-    return result.float() if float32_output else result
-
-
-def gather_rows(
-    ids: Tensor, weight: Tensor, out_features: int, in_features: int, *, packed: bool
-) -> Tensor:
-    """Embeddings [T, in_features] of `ids` [T]: `packed_rows` or a lookup in an ordinary matrix."""
-    if packed:
-        return _packed_rows(weight, ids, out_features, in_features)
-    return embedding(ids, weight)
 
 
 def _pack_reference(weight: Tensor) -> Tensor:

@@ -30,7 +30,6 @@ from ostinato.ops.quantized_reference import (
 from ostinato.ops.register import register_op
 
 __all__ = (
-    "empty_quantized",
     "quantize_linear_weight",
     "quantized_linear",
     "quantized_rows",
@@ -56,11 +55,6 @@ def quantize_linear_weight(weight: Tensor, form: QuantFormat) -> Tensor:
         raise ValueError(f"this weight can not be quantised: {reason}")
     load("quantized")
     return _quantize_linear(weight.detach(), *form)
-
-
-def empty_quantized(weight: Tensor, form: QuantFormat) -> Tensor:
-    """Unset memory in the shape of `quantize_linear_weight(weight, form)`; also on "meta"."""
-    return _quantize_fake(weight.detach(), *form)
 
 
 def quantized_linear(

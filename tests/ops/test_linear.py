@@ -18,8 +18,6 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from ostinato.ops.linear import (
-    gather_rows,
-    linear,
     pack_linear_weight,
     packed_linear,
     packed_linear_reference,
@@ -239,22 +237,6 @@ def test_what_can_be_packed() -> None:
     assert why_unpackable(nn.Parameter(torch.zeros(3, 8, dtype=torch.bfloat16)[:, :5])) is None
 
 
-@pytest.mark.parametrize("float32_output", [False, True])
-def test_the_model_side_functions_agree_packed_or_not(float32_output: bool) -> None:
-    x, weight, bias = linear_problem(5, 45, 20, torch.float32)
-    packed = pack_linear_weight(weight)
-    expect = nn.functional.linear(x, weight, bias)
-    for given_weight, is_packed in ((packed, True), (weight, False)):
-        result = linear(x, given_weight, bias, 45, packed=is_packed, float32_output=float32_output)
-        torch.testing.assert_close(result, expect, rtol=1e-5, atol=1e-5)
-        ids = torch.tensor([44, 0, 3])
-        assert torch.equal(gather_rows(ids, given_weight, 45, 20, packed=is_packed), weight[ids])
-    half = linear(
-        x.bfloat16(), weight.bfloat16(), None, 45, packed=False, float32_output=float32_output
-    )
-    assert half.dtype == (torch.float32 if float32_output else torch.bfloat16)
-
-
 @pytest.mark.parametrize("dtype", _DTYPES, ids=name_of)
 def test_the_registrations_pass_opcheck(dtype: torch.dtype) -> None:
     x, weight, bias = linear_problem(5, 45, 21, dtype)
@@ -272,9 +254,9 @@ def test_one_graph_serves_every_number_of_rows() -> None:
     embedding_packed, weight_packed = pack_linear_weight(embedding), pack_linear_weight(weight)
 
     def program(ids: Tensor) -> Tensor:
-        hidden = gather_rows(ids, embedding_packed, 60, 24, packed=True)
-        hidden = hidden + linear(hidden, weight_packed, bias, 24, packed=True).relu()
-        return linear(hidden, embedding_packed, None, 60, packed=True, float32_output=True)
+        hidden = packed_rows(embedding_packed, ids, 60, 24)
+        hidden = hidden + packed_linear(hidden, weight_packed, bias, 24).relu()
+        return packed_linear(hidden, embedding_packed, None, 60, float32_output=True)
 
     counter = CompileCounterWithBackend("inductor")
     compiled = torch.compile(program, fullgraph=True, dynamic=True, backend=counter)
