@@ -1,4 +1,4 @@
-"""What every model takes and gives: its configuration, a step's tensors, its KV cache's shape."""
+"""The interface of models: layers, decoders, encoders, and how checkpoints name weights."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ __all__ = (
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CheckpointLayout:
-    """How a checkpoint's tensor names and shapes differ from a model's own."""
+    """How a checkpoint's tensor names, shapes and row orders differ from a model's own."""
 
-    prefixes: tuple[str, ...] = ("model.",)  # dropped from the front of its names
+    prefixes: tuple[str, ...] = ("model.",)  # of stored names; dropped
     head: str = "lm_head.weight"
-    embedding: str = "embed_tokens.weight"  # what a stored head repeats when the model ties it
+    embedding: str = "embed_tokens.weight"  # what a stored head repeats if it is tied
     renamed: tuple[tuple[str, str], ...] = ()  # (part of our name, what stands there instead)
     merged: tuple[tuple[str, tuple[str, ...]], ...] = ()  # (our module, the modules that it stacks)
     transposed: tuple[str, ...] = ()  # our modules whose weight is stored as [in, out]
@@ -52,8 +52,8 @@ class DecoderLayer(nn.Module):
     ) -> Tensor:
         """hidden [T, D] -> hidden [T, D]; writes this step's K and V into the layer's cache.
 
-        With `rows` [R] only those tokens' hidden states [R, D]. The last layer of a model is asked
-        for the few that will be sampled: a prompt's other tokens are there for their K and V.
+        With `rows` [R] the result has only those tokens: [R, D]. The last layer of a model gets the
+        rows that will be sampled; a prompt's other tokens need only their K and V.
         """
         raise NotImplementedError
 
@@ -67,8 +67,8 @@ class DecoderLayer(nn.Module):
 class LanguageModel(nn.Module):
     """Tokens to hidden states, in three stages so that its layers can be compiled once.
 
-    `forward` is begin -> every layer -> finish; nothing else happens in it, so that the whole-model
-    graph and the layer-by-layer form are the same program.
+    `forward` calls begin, every layer and finish, and does nothing else. So the whole-model graph
+    and the layer-by-layer form are the same program.
     """
 
     checkpoint_layout: CheckpointLayout = CheckpointLayout()  # may depend on the configuration
@@ -122,10 +122,10 @@ class CausalLM(LanguageModel):
 
 
 class EncoderModel(LanguageModel):
-    """Every token sees all of its sequence, which is computed in one step and kept nowhere.
+    """Every token sees its whole sequence. One step computes a sequence, and no KV cache keeps it.
 
-    A token of segment s (the second text of a pair has 1) is given as token id + s * vocab_size:
-    so nothing between the door and the embedding needs to know of segments.
+    A token of segment s (the second text of a pair is segment 1) has the id
+    `token id + s * vocab_size`. Only the API, which makes the ids, and the embedding know of it.
     """
 
     def classify(self, pooled: Tensor) -> Tensor:

@@ -43,7 +43,7 @@ class KVCacheSpec:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    if 0 in shape:  # of an encoder; an empty tensor has no other view
+    if 0 in shape:  # of an encoder
         return torch.empty(shape, dtype=dtype, device=device)
     if device.type != "cpu":
         # As bytes: not every operation knows the 8-bit types.
@@ -52,10 +52,9 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
             .view(dtype)
             .view(shape)
         )
-    # Zeroed pages from the system itself, which maps them when they are first written: a cache of
-    # gigabytes costs no time at start and no memory before it is used. And they begin at a page:
-    # an allocator's own begin 16 bytes into one, so that every vector would lie across two lines of
-    # the processor's cache.
+    # The system gives zeroed pages and maps a page when it is first written: a cache of gigabytes
+    # costs no time at start and no memory before it is used. The memory begins at a page. Memory of
+    # the allocator would begin 16 bytes later, and every vector would cross a cache line.
     pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         pages.madvise(mmap.MADV_HUGEPAGE)

@@ -1,5 +1,7 @@
-"""The parts that models are made of. Each depends on its parameters, its inputs and what it names
-in `static_key`, on nothing else: no layer index, no context, no global.
+"""The layers that models are made of: attention, the gated MLP, norms, rotary embeddings.
+
+A layer depends on its parameters, its inputs and its `static_key`, and on nothing else: it has no
+layer index and reads no context. So layers with equal keys share one compiled program.
 
 Shapes: T tokens of a step, D hidden size, Hq query heads, Hkv key and value heads, d head size.
 """

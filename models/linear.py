@@ -1,7 +1,7 @@
 """Linear layers and embeddings: modules around one weight matrix [out_features, in_features].
 
-How the matrix is stored and multiplied is its weight method's business (models/weight_methods/).
-Which part of it this rank holds is said by spans (models/sharding.py).
+The weight method (models/weight_methods/) stores and multiplies the matrix. Spans
+(models/sharding.py) say which part of it this rank holds.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which class serves which architecture, and how a model is built."""
+"""Finds the class of an architecture, reads its configuration and builds the model."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ARCHITECTURES = {
 
 
 def model_class(architecture: str) -> type[LanguageModel]:
-    """The class that serves `architecture`.
+    """The class of `architecture`.
 
     Raises:
         ValueError: none does; the text lists those that are known.

@@ -1,8 +1,8 @@
-"""Fills a model with weights: streamed from a checkpoint's files, or random ones for benchmarks.
+"""Loads a model's weights: streamed from a checkpoint's files, or random numbers for benchmarks.
 
-Parameters already have their memory (build_model reserves it), so every tensor is copied from its
-file to its final place and at most one of them exists twice. Names and shapes must fit exactly:
-whatever is missing or left over is an error that names it.
+Tensors are read one after the other. A matrix takes its final form as soon as its last tensor has
+been read, so at most one matrix exists twice. Names, dtypes and shapes must fit exactly: a tensor
+that is missing or left over is an error that names it.
 """
 
 from __future__ import annotations

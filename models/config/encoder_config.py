@@ -1,4 +1,4 @@
-"""The configuration of an encoder, read from its config.json; see models/config/model_config.py."""
+"""Reads the config.json of an encoder (BERT)."""
 
 from __future__ import annotations
 

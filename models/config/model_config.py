@@ -1,7 +1,6 @@
-"""A model's hyperparameters under one set of names, read from a Hugging Face config.json.
+"""A model's hyperparameters, under one set of names for all families.
 
-What a config.json asks for is either honoured or refused by its key; nothing is ignored that would
-change the model's output.
+Families read them from a Hugging Face config.json (`LanguageModel.read_config`).
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """What a model class needs to know to build itself; hashable."""
+    """The hyperparameters that a model is built from; hashable."""
 
     architecture: str  # the checkpoint's class name: a key of models/registry.py
     vocab_size: int

@@ -177,7 +177,7 @@ class WeightMethod(ABC):
     @property
     @abstractmethod
     def name(self) -> str:
-        """For people, as in `int4 in groups of 32`."""
+        """As text for users, such as `int4 in groups of 32`."""
 
     def why_unusable(self, device: torch.device, dtype: torch.dtype) -> str | None:
         """Why no kernel multiplies such weights on this device with activations of this dtype; None

@@ -41,7 +41,7 @@ class WeightPolicy(Protocol):
 
     @property
     def quantization(self) -> str:
-        """How weights are quantised, for people; `none` if they are not."""
+        """How weights are quantised, as text for users; `none` if they are not."""
         ...
 
     def method_for(self, name: str, role: MatrixRole, spec: MatrixSpec) -> WeightMethod:
@@ -107,7 +107,7 @@ def choose_weights(
         dtype: of activations.
 
     Raises:
-        ValueError: what is asked for can not be had with this device, dtype or setting.
+        ValueError: no kernel supports the request with this device, dtype or setting.
     """
     packed = Packed()
     is_packed = pack and packed.why_unusable(device, dtype) is None

@@ -1,6 +1,8 @@
-"""What the weight methods of whole numbers with a scale a group share (ops/quantized.py).
+"""The base of the weight methods that quantise to integers with a scale per group.
 
-The checkpoint has the weights as floats; they are quantised as soon as a matrix is complete.
+The kernels are in ops/quantized.py.
+
+The checkpoint has the weights as floats. A matrix is quantised as soon as it is complete.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ __all__ = ("GroupQuantized",)
 
 @dataclass(frozen=True, slots=True)
 class GroupQuantized(WeightMethod):
-    """`weight`: bytes that hold whole numbers and their groups' scales; on a CPU."""
+    """`weight`: bytes that hold integers and the scales of their groups; on a CPU."""
 
     bits: ClassVar[int]
     is_quantized: ClassVar[bool] = True

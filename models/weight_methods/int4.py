@@ -1,4 +1,4 @@
-"""The weight method `int4`: whole numbers of 4 bits, quantised while the weights are loaded."""
+"""The weight method `int4`: integers of 4 bits, quantised while the weights are loaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The weight method `int8`: whole numbers of 8 bits, quantised while the weights are loaded."""
+"""The weight method `int8`: integers of 8 bits, quantised while the weights are loaded."""
 
 from __future__ import annotations
 

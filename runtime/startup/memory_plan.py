@@ -14,7 +14,7 @@ How much of that room the KV cache takes:
     CUDA                      all of it
     CPU                       what max_num_seqs sequences of max_model_len need, at most 4 GiB or
                               one such sequence (when that takes no more than half of the room):
-                              a CPU's memory belongs to other programs too
+                              other programs need a CPU's memory too
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class MeasuredMemory:
 class ModelFootprint:
     """The sizes that a plan needs to know of a model."""
 
-    weights_bytes: int  # of all parameters and buffers as they lie on the device
+    weights_bytes: int  # of all parameters and buffers in the form that the device holds
     kv_bytes_per_token: int  # keys and values over all layers
     hidden_size: int
     intermediate_size: int
@@ -137,7 +137,8 @@ def plan_memory(
 
     Raises:
         StartupError: the weights, one block, or one sequence of the length that the user asked for
-            does not fit, or the model can not be that long; it has the numbers and the remedies.
+            does not fit, or the model does not support that length; the text has the numbers and
+            the remedies.
     """
     if max_model_len is not None and max_model_len > model.max_model_len:
         raise StartupError(
@@ -301,7 +302,7 @@ class FreeMemory:
 
     total_bytes: int
     free_bytes: int
-    source: str  # where the figure comes from, for people
+    source: str  # where the figure comes from, as text for users
 
 
 def free_memory(

@@ -1,4 +1,4 @@
-"""What an engine will be, decided before it is built: the model, its buckets, its memory.
+"""Plans an engine before it is built: the model, its buckets, its memory.
 
 Nothing is allocated, except by `plan_measured`, which runs the largest step once on a CUDA device.
 """
@@ -43,7 +43,7 @@ __all__ = ("ModelSource", "bucket_table", "open_model", "plan_engine", "plan_mea
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSource:
-    """A model that was found and understood, but not loaded."""
+    """A model whose configuration has been read and whose weights have not."""
 
     checkpoint: Checkpoint
     config: ModelConfig
@@ -51,7 +51,7 @@ class ModelSource:
     dtype: torch.dtype  # of weights and activations
     cache_dtype: torch.dtype  # of keys and values in the cache
     limits: StepLimits  # that buffers, buckets and memory are sized for
-    pooling: PoolingFiles  # what the checkpoint says of embeddings
+    pooling: PoolingFiles  # the pooling that the checkpoint states
     weights: WeightPolicy  # how each matrix is stored and multiplied
 
     def attention_spec(self, block_size: int) -> AttentionSpec:
@@ -103,7 +103,7 @@ def _choose_weights(
     """The weight methods.
 
     Raises:
-        StartupError: what is asked for can not be had with this device, dtype or setting.
+        StartupError: no kernel supports the request with this device, dtype or setting.
     """
     pack = config.graphs.pack_weights
     try:
@@ -209,7 +209,7 @@ def bucket_table(
     Args:
         config: the engine's configuration.
         source: on a CPU every size of a decode has its bucket, which costs nothing.
-        costs: of an earlier start; leaves out the buckets that brought nothing on a GPU.
+        costs: of an earlier start; leaves out the buckets that saved no time on a GPU.
     """
     graphs, scheduler, is_cpu = config.graphs, source.limits, source.device.type == "cpu"
     if graphs.mode is not GraphMode.captured or not source.config.kind.generates:
