@@ -196,7 +196,7 @@ ARGUMENTS: dict[str, Argument] = {
     "max_model_len": Argument(setting="model.max_model_len", read=_tokens, default=("auto", -1)),
     "load_format": Argument(
         setting="model.load_format",
-        read=_one_of({"dummy": "dummy"}, "checkpoints are read from safetensors files"),
+        read=_one_of({"dummy": "dummy"}, "the format of a checkpoint is recognised"),
         default=("auto", "safetensors"),
     ),
     "quantization": Argument(

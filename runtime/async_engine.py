@@ -15,6 +15,8 @@ from typing import Any, Self
 import msgspec
 
 from ostinato.conf.compose import load_config
+from ostinato.conf.engine_arguments import argument_settings
+from ostinato.conf.errors import ConfigError
 from ostinato.conf.root import RunConfig
 from ostinato.runtime.client.client import EngineClient
 from ostinato.runtime.errors import InvalidRequestError
@@ -33,10 +35,27 @@ class AsyncEngine:
         *,
         overrides: Sequence[str] = (),
         config: RunConfig | None = None,
+        **arguments: Any,
     ) -> None:
-        """Arguments as for `LLM`; nothing starts before `async with` or `start`."""
+        """Arguments as for `LLM`; nothing starts before `async with` or `start`.
+
+        Args:
+            model: a local directory or a hub id; empty = the bundled demo model.
+            overrides: configuration in the command line's words, `scheduler.max_num_seqs=8`.
+            config: a ready configuration instead of all others.
+            arguments: vLLM's names of settings, such as `max_model_len=4096`
+                (conf/engine_arguments.py). One whose setting is also in `overrides` wins.
+
+        Raises:
+            ConfigError: an override is wrong, or an argument is unknown or not supported.
+        """
+        settings = argument_settings({"model": model or None, **arguments})
         if config is None:
-            config = load_config(overrides, values={"model.path": model} if model else {})
+            config = load_config(overrides, values=settings)
+        elif settings:
+            raise ConfigError(
+                f"AsyncEngine takes config=... or settings ({', '.join(settings)}), not both"
+            )
         self._config = config
         self._counter = itertools.count()
         self.client: EngineClient | None = None

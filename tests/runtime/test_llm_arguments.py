@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ostinato import LLM, SamplingParams
+from ostinato import LLM, AsyncEngine, SamplingParams
 from ostinato.conf.compose import load_config
 from ostinato.conf.errors import ConfigError
 from ostinato.runtime.errors import InvalidRequestError
@@ -113,3 +113,12 @@ def test_a_seed_makes_a_run_repeatable(llm: LLM):
 def test_an_argument_that_can_not_be_met_is_refused(arguments: dict, message: str):
     with pytest.raises(ConfigError, match=message.replace("?", r"\?")):
         LLM(**arguments)
+
+
+def test_the_async_engine_takes_the_same_arguments():
+    """The configuration is read when the object is made; no process starts before `start`."""
+    AsyncEngine("some/dir", max_model_len=64, tensor_parallel_size=1)
+    with pytest.raises(ConfigError, match="did you mean max_model_len"):
+        AsyncEngine(max_modellen=64)
+    with pytest.raises(ConfigError, match="takes config="):
+        AsyncEngine(config=load_config(), dtype="float32")
