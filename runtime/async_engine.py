@@ -94,7 +94,7 @@ class AsyncEngine:
         priority: int = 0,
         cache_salt: str = "",
     ) -> AsyncIterator[RequestOutput]:
-        """News of a text, token ids or a conversation; see `EngineClient.generate`."""
+        """Outputs of a text, token ids or a conversation; see `EngineClient.generate`."""
         if self.client is None:
             raise InvalidRequestError("the engine was not started; use `async with AsyncEngine()`")
         client = self.client

@@ -276,7 +276,7 @@ class LLM:
             self._engine.add_request(request)
         try:
             while len(ended) < len(requests):
-                ended |= {news.request_id: news for news in self._engine.step()}
+                ended |= {output.request_id: output for output in self._engine.step()}
         finally:
             for request in requests:
                 self._engine.abort(request.request_id)  # no-op for those that have ended
@@ -347,12 +347,12 @@ class LLM:
         }
         try:
             while which:
-                for news in self._engine.step():
-                    index = which.get(news.request_id)
+                for engine_output in self._engine.step():
+                    index = which.get(engine_output.request_id)
                     if index is None:
                         continue
                     before = answers[index].unfinished_ids
-                    outputs = answers[index].process(news)
+                    outputs = answers[index].process(engine_output)
                     for ended in set(before).difference(answers[index].unfinished_ids):
                         del which[ended]
                         self._engine.abort(ended)  # for those that a stop string ended

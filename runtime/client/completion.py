@@ -1,4 +1,4 @@
-"""Completions on the client's side of the border: token news in, text news out."""
+"""Completions on the client's side: tokens from the engine become text for the caller."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ("CompletionStream", "PromptCompletions", "join_outputs")
 
 
 class CompletionStream:
-    """Turns the engine's news of one request into `RequestOutput`s; decides stop strings."""
+    """Turns the engine's outputs of one request into `RequestOutput`s; finds stop strings."""
 
     def __init__(self, request: Request, index: int, tokenizer: TextDecoder | None) -> None:
         """
@@ -35,16 +35,16 @@ class CompletionStream:
         self._num_cached_tokens = 0
         self.is_finished = False
 
-    def process(self, news: SequenceOutput) -> RequestOutput:
-        """The client's view of `news`.
+    def process(self, engine_output: SequenceOutput) -> RequestOutput:
+        """The client's view of `engine_output`.
 
         When a stop string ends the completion the output says so before the engine knows: the
-        caller then aborts the request in the engine and ignores later news.
+        caller then aborts the request in the engine and ignores later outputs.
         """
-        new_token_ids, finish, reason = news.new_token_ids, news.finish_reason, news.stop_reason
-        logprobs = news.logprobs
+        new_token_ids, finish = engine_output.new_token_ids, engine_output.finish_reason
+        logprobs = engine_output.logprobs
         text, stop_reason = "", None
-        stops_at_token = finish is FinishReason.stop and not news.is_complete
+        stops_at_token = finish is FinishReason.stop and not engine_output.is_complete
         if self._text is not None:
             before = self._text.num_tokens
             text = self._text.append(new_token_ids, ends_with_stop_token=stops_at_token)
@@ -58,7 +58,7 @@ class CompletionStream:
                 logprobs = logprobs[:kept] if logprobs is not None else None
                 finish = FinishReason.stop
         self._num_output_tokens += len(new_token_ids)
-        self._num_cached_tokens = max(self._num_cached_tokens, news.num_cached_tokens)
+        self._num_cached_tokens = max(self._num_cached_tokens, engine_output.num_cached_tokens)
         self.is_finished = finish is not None
         return RequestOutput(
             request_id=self._request.request_id,
@@ -67,16 +67,16 @@ class CompletionStream:
             new_token_ids=new_token_ids,
             logprobs=logprobs,
             finish_reason=finish,
-            stop_reason=stop_reason if stop_reason is not None else reason,
+            stop_reason=engine_output.stop_reason if stop_reason is None else stop_reason,
             num_prompt_tokens=len(self._request.prompt_token_ids),
             num_cached_tokens=self._num_cached_tokens,
             num_output_tokens=self._num_output_tokens,
-            error=news.error,
-            is_refusal=news.is_refusal,
-            prompt_logprobs=news.prompt_logprobs,
-            scheduled_time=news.scheduled_time,
-            num_preemptions=news.num_preemptions,
-            events=news.events,
+            error=engine_output.error,
+            is_refusal=engine_output.is_refusal,
+            prompt_logprobs=engine_output.prompt_logprobs,
+            scheduled_time=engine_output.scheduled_time,
+            num_preemptions=engine_output.num_preemptions,
+            events=engine_output.events,
         )
 
 
@@ -111,27 +111,27 @@ class PromptCompletions:
         """The engine's requests that have not ended."""
         return list(self._streams)
 
-    def process(self, news: SequenceOutput) -> list[RequestOutput]:
-        """The client's view of news of one of the requests.
+    def process(self, engine_output: SequenceOutput) -> list[RequestOutput]:
+        """The client's view of an output of one of the requests.
 
-        When a request is not in `unfinished_ids` any more and `news` has no finish reason, a stop
-        string ended it: the caller aborts it in the engine.
+        When a request is not in `unfinished_ids` any more and `engine_output` has no finish
+        reason, a stop string ended it: the caller aborts it in the engine.
         """
-        stream = self._streams.get(news.request_id)
+        stream = self._streams.get(engine_output.request_id)
         if stream is None:  # ended by a stop string a moment ago
             return []
-        if news.beams is not None:
-            del self._streams[news.request_id]
-            return self._of_beams(news)
-        output = stream.process(news)
+        if engine_output.beams is not None:
+            del self._streams[engine_output.request_id]
+            return self._of_beams(engine_output)
+        output = stream.process(engine_output)
         if stream.is_finished:
-            del self._streams[news.request_id]
+            del self._streams[engine_output.request_id]
         if self._candidates is None:
             return [output]
         if output.finish_reason in (FinishReason.error, FinishReason.abort):
             self._streams.clear()
             return [output]
-        self._candidates[news.request_id].add(output)
+        self._candidates[engine_output.request_id].add(output)
         return [] if self._streams else self._best(self._candidates)
 
     def cut(self, stop_reason: str) -> list[RequestOutput]:
@@ -156,23 +156,23 @@ class PromptCompletions:
                 output.logprobs = None
         return outputs
 
-    def _of_beams(self, news: SequenceOutput) -> list[RequestOutput]:
+    def _of_beams(self, engine_output: SequenceOutput) -> list[RequestOutput]:
         (request,) = self._requests
         outputs: list[RequestOutput] = []
-        for index, beam in enumerate(news.beams or ()):
+        for index, beam in enumerate(engine_output.beams or ()):
             stream = CompletionStream(request, index, self._tokenizer)
             output = stream.process(
                 SequenceOutput(
-                    news.request_id,
+                    engine_output.request_id,
                     beam.token_ids,
                     beam.finish_reason,
                     beam.stop_reason,
                     beam.logprobs,
-                    news.num_cached_tokens,
-                    prompt_logprobs=news.prompt_logprobs,
-                    scheduled_time=news.scheduled_time,
-                    num_preemptions=news.num_preemptions,
-                    events=None if index else news.events,
+                    engine_output.num_cached_tokens,
+                    prompt_logprobs=engine_output.prompt_logprobs,
+                    scheduled_time=engine_output.scheduled_time,
+                    num_preemptions=engine_output.num_preemptions,
+                    events=None if index else engine_output.events,
                 )
             )
             output.score = beam.score
@@ -197,14 +197,14 @@ class _Candidate:
         return sum(logprobs) / max(1, len(logprobs))
 
     def joined(self, index: int) -> RequestOutput:
-        """All its news as one."""
+        """All its outputs as one."""
         joined = join_outputs(self._outputs)
         joined.index, joined.score = index, self.score()
         return joined
 
 
 def join_outputs(outputs: Sequence[RequestOutput]) -> RequestOutput:
-    """All news of one completion, or some that follow each other, as one."""
+    """All outputs of one completion, or some that follow each other, as one."""
     logprobs = [entry for output in outputs for entry in output.logprobs or ()]
     return msgspec.structs.replace(
         outputs[-1],

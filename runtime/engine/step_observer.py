@@ -30,7 +30,7 @@ class _Progress:
 
     def __init__(self, scheduled_at: float) -> None:
         self.scheduled_at = scheduled_at
-        self.is_reported = False  # whether its news have said so
+        self.is_reported = False  # whether an output has said so
         self.is_preempted = False  # known for traced requests only
         self.num_preemptions = 0
 
@@ -47,7 +47,7 @@ class StepObserver:
         recent: the last steps, oldest first, without their sequences.
         num_scheduled_tokens: that steps were asked for.
         progress: positions that requests had computed after the last step that was done, of those
-            to which it gave no news.
+            that had no output in it.
         iteration_tokens: steps by their tokens: one count per bound of ITERATION_TOKENS, then those
             above the last.
     """
@@ -63,7 +63,7 @@ class StepObserver:
         self._on_step = on_step
         self._rows: dict[int, str] = {}
         self._live: dict[str, _Progress] = {}
-        self._traces: dict[str, list[TimelineEvent]] = {}  # events that no news has carried yet
+        self._traces: dict[str, list[TimelineEvent]] = {}  # events that no output has carried yet
         self._num_steps = 0
         self._launched: deque[tuple[float, StepRecord]] = deque()
         self.recent: deque[StepRecord] = deque(maxlen=_NUM_RECENT)
@@ -138,8 +138,8 @@ class StepObserver:
         if self._recorder is not None:
             self._recorder.write(record)
 
-    def end(self, output: SchedulerOutput, news: Iterable[SequenceOutput]) -> None:
-        """The oldest launched step is done, and this is what it gave: completes its news."""
+    def end(self, output: SchedulerOutput, outputs: Iterable[SequenceOutput]) -> None:
+        """The oldest launched step is done: complete its outputs."""
         began, record = self._launched.popleft()
         now = self._clock()
         record.seconds = max(now - began, 1e-9)
@@ -147,13 +147,13 @@ class StepObserver:
         if self._recorder is not None:
             self._recorder.write(record)
         if record.num_decodes < record.num_seqs:
-            self._note_progress(output, news)
+            self._note_progress(output, outputs)
         if self._on_step is not None:
             self._on_step(output, record.seconds)
         if self._traces:
             self._trace_chunks(output, began, now, record)
         live = self._live
-        for one in news:
+        for one in outputs:
             progress = live.get(one.request_id)
             if progress is None:
                 continue
@@ -166,7 +166,7 @@ class StepObserver:
                 one.num_preemptions = progress.num_preemptions
                 del live[one.request_id]
         if self._traces:
-            self._deliver(news)
+            self._deliver(outputs)
 
     def _admit(self, row: int, request: Request, now: float) -> None:
         request_id = request.request_id
@@ -185,14 +185,14 @@ class StepObserver:
                 progress.is_preempted = False
                 events.append(TimelineEvent("resumed", now))
 
-    def _note_progress(self, output: SchedulerOutput, news: Iterable[SequenceOutput]) -> None:
+    def _note_progress(self, output: SchedulerOutput, outputs: Iterable[SequenceOutput]) -> None:
         """Note how far those came that were given tokens and have none of their own to show."""
         self.progress = {
             self._rows[entry.row]: entry.start + entry.num_new_tokens
             for entry in output.scheduled
             if entry.token_ids
         }
-        for one in news:
+        for one in outputs:
             self.progress.pop(one.request_id, None)
 
     def _trace_chunks(
@@ -217,8 +217,8 @@ class StepObserver:
                     )
                 )
 
-    def _deliver(self, news: Iterable[SequenceOutput]) -> None:
-        for one in news:
+    def _deliver(self, outputs: Iterable[SequenceOutput]) -> None:
+        for one in outputs:
             events = self._traces.get(one.request_id)
             if events is None:
                 continue

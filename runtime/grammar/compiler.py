@@ -67,11 +67,6 @@ class GrammarCompiler:
         self.num_hits = 0
         self.num_misses = 0
 
-    @property
-    def pids(self) -> list[int]:
-        """Of the processes that run."""
-        return [one.pid for one in self._processes if one.pid is not None]
-
     def compile(self, params: StructuredOutputsParams) -> str:
         """The grammar; blocks for the time that it takes.
 

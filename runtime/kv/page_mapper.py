@@ -57,11 +57,6 @@ class CachePages:
         self._thread.start()
         self.use(0)
 
-    @property
-    def num_mapped_blocks(self) -> int:
-        """Blocks that were mapped before their first use."""
-        return self._mapped
-
     def use(self, block_id: int) -> None:
         """Blocks up to this one are in use. Returns at once."""
         wanted = min(block_id + 1 + self._ahead, self._num_blocks)

@@ -43,7 +43,7 @@ class BeamGroups:
     Args:
         cache: the blocks.
         place: gives a fork a row or lets it wait; does nothing for a sequence that runs.
-        drop: ends a sequence without news.
+        drop: ends a sequence without an output.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class BeamGroups:
             self._ready.append(group)
 
     def advance(self) -> list[SequenceOutput]:
-        """Advance every search whose candidates are complete; the news of those that end."""
+        """Advance every search whose candidates are complete; the outputs of those that end."""
         ready, self._ready = self._ready, []
         outputs = []
         for group in ready:

@@ -38,7 +38,7 @@ class Beam:
         token_ids: its output tokens.
         logprobs: one per output token.
         candidates: its likeliest continuations; None while the step that finds them is not back.
-        is_moved: its last token, or its block table, is news to the runner.
+        is_moved: its last token, or its block table, is not known to the runner.
     """
 
     __slots__ = (

@@ -154,15 +154,6 @@ class Tokenizer:
         encoding.truncate(max(0, limit), direction=side)
         return self._backend.post_process(encoding, add_special_tokens=add_special_tokens).ids
 
-    def encode_batch(
-        self, texts: Sequence[str], *, add_special_tokens: bool = True
-    ) -> list[list[int]]:
-        """As `encode`, for many texts at once on several threads."""
-        encodings = self._backend.encode_batch_fast(
-            list(texts), add_special_tokens=add_special_tokens
-        )
-        return [encoding.ids for encoding in encodings]
-
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of a whole sequence; ids that the tokenizer does not know add nothing."""
         return self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)

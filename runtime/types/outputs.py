@@ -64,7 +64,7 @@ class TimelineEvent(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class SequenceOutput(msgspec.Struct, array_like=True, gc=False):
-    """One request's news of one step, engine -> client."""
+    """One request's output of one step, engine -> client."""
 
     request_id: str
     new_token_ids: list[int]
@@ -79,13 +79,13 @@ class SequenceOutput(msgspec.Struct, array_like=True, gc=False):
     pooled: bytes | None = None  # little-endian float32, of a pooled request
     is_complete: bool = False  # its grammar ended it: the last token is no stop token
     is_refusal: bool = False  # the error is the request's own: its grammar can not go on
-    scheduled_time: float = 0.0  # when it first had a row, monotonic; with its first news
+    scheduled_time: float = 0.0  # when it first had a row, monotonic; with its first output
     num_preemptions: int = 0  # with its finish reason
-    events: list[TimelineEvent] | None = None  # since the last news, of a traced request
+    events: list[TimelineEvent] | None = None  # since the last output, of a traced request
 
 
 class RequestOutput(msgspec.Struct, kw_only=True):
-    """One completion's news, client -> API: text that is safe to show, never half a character."""
+    """One completion's output, client -> API: text that is safe to show, only whole characters."""
 
     request_id: str
     index: int  # which of the n completions
@@ -102,9 +102,9 @@ class RequestOutput(msgspec.Struct, kw_only=True):
     prompt_logprobs: list[TokenLogprobs] | None = None  # with the first token, if asked for
     num_discarded_tokens: int = 0  # of candidates that were not among the n best
     score: float | None = None  # what the n best were chosen by, with `best_of` and beam search
-    scheduled_time: float = 0.0  # when it first had a row, monotonic; with its first news
+    scheduled_time: float = 0.0  # when it first had a row, monotonic; with its first output
     num_preemptions: int = 0  # with the finish reason
-    events: list[TimelineEvent] | None = None  # since the last news, of a traced request
+    events: list[TimelineEvent] | None = None  # since the last output, of a traced request
 
 
 class PooledOutput(msgspec.Struct, frozen=True, kw_only=True):

@@ -25,7 +25,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=Fal
     pooling: PoolingParams | None = None  # nothing is generated; `sampling` is not read
     output_token_ids: list[int] = []  # given before, by an engine that is gone; it goes on there
     grammar: str = ""  # of `sampling.structured_outputs`, checked
-    trace: bool = False  # its news carry what happened to it in the engine
+    trace: bool = False  # its outputs carry the events of its time in the engine
     # What its keys and values depend on besides its tokens (an adapter, media): requests share
     # cached blocks only with equal ones.
     cache_keys: tuple[str, ...] = ()

@@ -39,7 +39,7 @@ def make_stream(**sampling: object) -> CompletionStream:
     return CompletionStream(request, 0, Words())
 
 
-def news(
+def engine_output(
     token_ids: list[int], finish: FinishReason | None = None, **more: object
 ) -> SequenceOutput:
     return SequenceOutput("r", token_ids, finish, **more)  # type: ignore[arg-type]
@@ -51,8 +51,8 @@ def summary(output: RequestOutput) -> tuple[str, list[int], str | None, object]:
 
 def test_text_and_counts_grow() -> None:
     stream = make_stream()
-    first = stream.process(news([1], num_cached_tokens=2))
-    second = stream.process(news([2], FinishReason.length))
+    first = stream.process(engine_output([1], num_cached_tokens=2))
+    second = stream.process(engine_output([2], FinishReason.length))
     assert summary(first) == (" one", [1], None, None)
     assert summary(second) == (" two", [2], "length", None)
     assert (second.num_prompt_tokens, second.num_cached_tokens, second.num_output_tokens) == (
@@ -65,34 +65,34 @@ def test_text_and_counts_grow() -> None:
 
 def test_a_stop_string_across_tokens_ends_it_and_is_not_shown() -> None:
     stream = make_stream(stop=("STOP",))
-    assert summary(stream.process(news([1]))) == (" one", [1], None, None)
-    assert summary(stream.process(news([4]))) == ("", [4], None, None)
-    assert summary(stream.process(news([5]))) == ("", [5], "stop", "STOP")
+    assert summary(stream.process(engine_output([1]))) == (" one", [1], None, None)
+    assert summary(stream.process(engine_output([4]))) == ("", [4], None, None)
+    assert summary(stream.process(engine_output([5]))) == ("", [5], "stop", "STOP")
     assert stream.is_finished
 
 
 def test_tokens_after_the_stop_string_are_dropped_with_their_logprobs() -> None:
     stream = make_stream(stop=("STOP",), logprobs=0)
     logprobs = [TokenLogprobs(-float(i), 1, [], []) for i in range(4)]
-    output = stream.process(news([1, 4, 5, 2], logprobs=logprobs))
+    output = stream.process(engine_output([1, 4, 5, 2], logprobs=logprobs))
     assert summary(output) == (" one", [1, 4, 5], "stop", "STOP")
     assert output.logprobs == logprobs[:3]
 
 
 def test_what_may_become_a_stop_string_is_shown_when_it_does_not() -> None:
     stream = make_stream(stop=("STOP",))
-    assert stream.process(news([4])).text_delta == ""
-    assert stream.process(news([1])).text_delta == "ST one"
+    assert stream.process(engine_output([4])).text_delta == ""
+    assert stream.process(engine_output([1])).text_delta == "ST one"
 
 
 def test_held_text_is_flushed_at_the_end() -> None:
     stream = make_stream(stop=("STOP",))
-    assert stream.process(news([4], FinishReason.length)).text_delta == "ST"
+    assert stream.process(engine_output([4], FinishReason.length)).text_delta == "ST"
 
 
 def test_a_stop_token_is_not_shown() -> None:
     stream = make_stream()
-    output = stream.process(news([1, 6], FinishReason.stop, stop_reason=6))
+    output = stream.process(engine_output([1, 6], FinishReason.stop, stop_reason=6))
     assert summary(output) == (" one", [1, 6], "stop", 6)
 
 
@@ -130,5 +130,5 @@ def test_a_failed_candidate_ends_them_all() -> None:
 
 def test_without_a_tokenizer_there_are_tokens_only() -> None:
     request = Request(request_id="r", prompt_token_ids=[1], sampling=SamplingParams())
-    output = CompletionStream(request, 0, None).process(news([3]))
+    output = CompletionStream(request, 0, None).process(engine_output([3]))
     assert summary(output) == ("", [3], None, None)

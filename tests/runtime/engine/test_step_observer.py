@@ -65,9 +65,9 @@ class Loop:
         self.observer.launch("captured", output.num_tokens + 2)
         self.clock.now += 1.0
         tokens = [7] * sum(entry.num_logits for entry in output.scheduled)
-        news = self.scheduler.update(output, StepResult(tokens))
-        self.observer.end(output, news)
-        return {one.request_id: one for one in news}
+        outputs = self.scheduler.update(output, StepResult(tokens))
+        self.observer.end(output, outputs)
+        return {one.request_id: one for one in outputs}
 
 
 def test_chunks_of_a_prompt_and_the_first_token() -> None:
@@ -76,9 +76,9 @@ def test_chunks_of_a_prompt_and_the_first_token() -> None:
     loop.add("a", 11, trace=True)
     loop.clock.now = 60.0
     assert loop.step() == {}
-    news = loop.step()["a"]
-    assert news.scheduled_time == 60.0
-    assert news.events == [
+    first = loop.step()["a"]
+    assert first.scheduled_time == 60.0
+    assert first.events == [
         TimelineEvent("scheduled", 60.0),
         TimelineEvent("prefill", 60.0, 1.0, 0, 8, 1, "captured", 1),
         TimelineEvent("prefill", 61.0, 1.0, 8, 3, 2, "captured", 1),
@@ -115,10 +115,10 @@ def test_a_preempted_request_says_when_and_for_how_long() -> None:
     loop.add("second", 11, trace=True, max_tokens=16)
     events: list[TimelineEvent] = []
     while "second" in loop.scheduler.requests():
-        for name, news in loop.step().items():
+        for name, one in loop.step().items():
             if name == "second":
-                events += news.events or ()
-                last = news
+                events += one.events or ()
+                last = one
     names = [one.name for one in events]
     assert names[:3] == ["scheduled", "prefill", "first_token"]
     assert names.count("preempted") == names.count("resumed") == last.num_preemptions >= 1

@@ -58,9 +58,9 @@ def test_the_next_blocks_are_mapped_and_no_others(
     cache: list[tuple[Tensor, Tensor]], pages: CachePages
 ) -> None:
     assert pages.wait(60.0)
-    if pages.num_mapped_blocks == 0:
+    if pages._mapped == 0:
         pytest.skip("this system does not map pages on request")
-    assert pages.num_mapped_blocks == AHEAD + 1
+    assert pages._mapped == AHEAD + 1
     share = (AHEAD + 1) / NUM_BLOCKS
     for side in (side for layer in cache for side in layer):
         assert share - 0.01 <= resident(side) <= share + 0.05  # the last huge page reaches beyond
@@ -75,7 +75,7 @@ def test_contents_stay_as_blocks_are_used_up(
     assert pages.wait(60.0)
     pages.use(NUM_BLOCKS - 1)
     assert pages.wait(60.0)
-    assert pages.num_mapped_blocks in (0, NUM_BLOCKS)
+    assert pages._mapped in (0, NUM_BLOCKS)
     assert bool((cache[1][0][AHEAD + 2] == 3.0).all())
     assert bool((cache[0][1][5] == 4.0).all())
     assert float(cache[0][0].float().abs().max()) == 0.0
@@ -83,11 +83,11 @@ def test_contents_stay_as_blocks_are_used_up(
 
 def test_nothing_is_mapped_beside_a_step(pages: CachePages) -> None:
     pages.set_busy(True)
-    mapped = pages.num_mapped_blocks
+    mapped = pages._mapped
     pages.use(AHEAD)
     assert not pages.wait(0.2)
     piece = (2 << 20) // (SPEC.bytes_per_block // 4)
-    assert pages.num_mapped_blocks <= mapped + piece  # what was under way is finished later
+    assert pages._mapped <= mapped + piece  # what was under way is finished later
     pages.set_busy(False)
     assert pages.wait(60.0)
 

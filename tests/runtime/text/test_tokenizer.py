@@ -242,7 +242,6 @@ class TestEncoding:
         ours = Tokenizer.from_directory(tmp_path)
         expected = theirs.encode(text, add_special_tokens=add_special_tokens)
         assert ours.encode(text, add_special_tokens=add_special_tokens) == expected
-        assert ours.encode_batch([text], add_special_tokens=add_special_tokens) == [expected]
 
     def test_bos_is_added_where_the_model_wants_it(self, tmp_path):
         save(tmp_path, backend=build.byte_fallback_bpe())
