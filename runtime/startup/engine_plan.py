@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from ostinato.conf.engine import EngineConfig
 from ostinato.conf.schema import GraphMode
 from ostinato.graphs.buckets import BucketTable
-from ostinato.models.base import KVCacheSpec
+from ostinato.models.kv_cache import KVCacheSpec
 from ostinato.ops.attention import AttentionSpec, select_backend
 from ostinato.runtime.errors import StartupError
 from ostinato.runtime.startup.memory_plan import MemoryPlan
