@@ -36,7 +36,7 @@ from ostinato.runtime.client.pooling import (
     pair_token_ids,
     require_task,
 )
-from ostinato.runtime.client.requests import make_requests
+from ostinato.runtime.client.requests import make_requests, resolve
 from ostinato.runtime.engine.step_observer import StepObserver
 from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.grammar.compiler import GrammarCompiler
@@ -328,6 +328,7 @@ class LLM:
     def _make_requests(self, token_ids: list[int], sampling: SamplingParams) -> list[Request]:
         if sampling.seed is None and self._seeds is not None:
             sampling = msgspec.structs.replace(sampling, seed=self._seeds.getrandbits(63))
+        token_ids, sampling = resolve(token_ids, sampling, self.model)
         constraint = sampling.structured_outputs
         return make_requests(
             f"offline-{next(self._counter)}",

@@ -46,6 +46,7 @@ class Generator(Protocol):
         cache_salt: str = "",
         trace: bool = False,
         deadline: float | None = None,
+        is_resolved: bool = False,
     ) -> AsyncIterator[RequestOutput]: ...
 
     async def pool(
@@ -250,6 +251,7 @@ def _arguments(one: Generation, context: RequestContext) -> dict[str, Any]:
         "priority": one.priority,
         "cache_salt": one.cache_salt,
         "trace": context.timeline is not None,
+        "is_resolved": True,  # by `make_generation`
         "deadline": context.arrived_at + min(times_ms) / 1e3 if times_ms else None,
     }
 

@@ -22,7 +22,7 @@ from ostinato.conf.root import RunConfig
 from ostinato.runtime.client.completion import PromptCompletions
 from ostinato.runtime.client.pooling import make_pooling_request
 from ostinato.runtime.client.replica import Reader, Replica
-from ostinato.runtime.client.requests import make_requests
+from ostinato.runtime.client.requests import make_requests, resolve
 from ostinato.runtime.engine.engine_state import EngineState
 from ostinato.runtime.engine.flight_recorder import StepRecord
 from ostinato.runtime.errors import DeadlineError, EngineDeadError
@@ -191,6 +191,7 @@ class EngineClient:
         cache_salt: str = "",
         trace: bool = False,
         deadline: float | None = None,
+        is_resolved: bool = False,
     ) -> AsyncIterator[RequestOutput]:
         """Outputs of all `sampling.n` completions until each has ended.
 
@@ -199,11 +200,16 @@ class EngineClient:
         time.monotonic) completions that have not ended end with the reason length and the stop
         reason `deadline_exceeded`.
 
+        Args:
+            is_resolved: the prompt and the parameters are results of `requests.resolve`.
+
         Raises:
             DeadlineError: at the deadline, when there was no output before it.
             InvalidRequestError: before the first output, when the request can not be served.
             EngineDeadError: the engine ended and is not started again; nothing more will come.
         """
+        if not is_resolved:
+            prompt_token_ids, sampling = resolve(prompt_token_ids, sampling, self.model)
         requests = make_requests(
             self._unique(request_id),
             prompt_token_ids,

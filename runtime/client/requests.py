@@ -16,7 +16,14 @@ from ostinato.runtime.types.engine_info import ServedModel
 from ostinato.runtime.types.params import MAX_BAD_WORD_TOKENS, SamplingParams
 from ostinato.runtime.types.request import Request
 
-__all__ = ("TextEncoder", "bad_words_token_ids", "make_requests", "resolve_sampling", "truncate")
+__all__ = (
+    "TextEncoder",
+    "bad_words_token_ids",
+    "make_requests",
+    "resolve",
+    "resolve_sampling",
+    "truncate",
+)
 
 _MASK = (1 << 63) - 1
 
@@ -147,6 +154,14 @@ def _check_that_something_is_allowed(sampling: SamplingParams, model: ServedMode
         )
 
 
+def resolve(
+    prompt_token_ids: list[int], sampling: SamplingParams, model: ServedModel
+) -> tuple[list[int], SamplingParams]:
+    """A prompt after `truncate` and its parameters after `resolve_sampling`."""
+    prompt_token_ids = truncate(prompt_token_ids, sampling, model)
+    return prompt_token_ids, resolve_sampling(prompt_token_ids, sampling, model)
+
+
 def make_requests(
     request_id: str,
     prompt_token_ids: list[int],
@@ -164,14 +179,13 @@ def make_requests(
     Every request gets a seed, drawn when the caller gave none, so that it can be replayed.
 
     Args:
+        prompt_token_ids: as `resolve` returns them, and `sampling` too.
         tokenizer: needed for `bad_words` only.
         grammar: what `GrammarCompiler` made of `sampling.structured_outputs`.
 
     Raises:
-        InvalidRequestError: as `resolve_sampling` and `bad_words_token_ids`.
+        InvalidRequestError: as `bad_words_token_ids`.
     """
-    prompt_token_ids = truncate(prompt_token_ids, sampling, model)
-    sampling = resolve_sampling(prompt_token_ids, sampling, model)
     seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
     has_grammar = sampling.structured_outputs is not None
     assert has_grammar == bool(grammar), "structured_outputs were not made a grammar"

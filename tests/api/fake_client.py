@@ -98,6 +98,7 @@ class FakeClient:
         cache_salt: str = "",
         trace: bool = False,
         deadline: float | None = None,
+        is_resolved: bool = False,
     ) -> AsyncIterator[RequestOutput]:
         if self.death_reason is not None:
             raise EngineDeadError(f"the engine does not run: {self.death_reason}")

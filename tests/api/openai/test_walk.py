@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from ostinato.runtime.client.requests import make_requests, resolve_sampling
 from ostinato.runtime.types.outputs import RequestOutput
 from tests.api.fake_client import FakeClient
 
@@ -49,3 +50,27 @@ def test_a_reply_asks_the_engine_in_a_few_calls(make_app, monkeypatch, path, bod
     assert reply.status_code == 200, reply.text
     assert app.engine.walk[-1] == "generate"
     assert len(app.engine.walk) <= MAX_CALLS, app.engine.walk
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}]}),
+        ("/v1/completions", {"prompt": ["Hi", "Ho"]}),
+    ],
+)
+def test_parameters_are_resolved_once_for_each_prompt(make_app, monkeypatch, path, body):
+    calls = []
+
+    def counted(prompt_token_ids, sampling, model):
+        calls.append(list(prompt_token_ids))
+        return resolve_sampling(prompt_token_ids, sampling, model)
+
+    for module in ("ostinato.api.service.generation", "ostinato.runtime.client.requests"):
+        monkeypatch.setattr(f"{module}.resolve_sampling", counted)
+    app = make_app()
+    assert app.http.post(path, json=body).status_code == 200
+    # The real client makes its requests so; the scripted one notes what it was given.
+    for token_ids, sampling, *_ in app.engine.requests:
+        make_requests("r", token_ids, sampling, app.engine.model)
+    assert calls == [token_ids for token_ids, *_ in app.engine.requests]

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ostinato import LLM, SamplingParams
-from ostinato.runtime.client.requests import bad_words_token_ids, make_requests
+from ostinato.runtime.client.requests import bad_words_token_ids, make_requests, resolve
 from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.execution.token_limits import BAD_WORD_LOGIT, TokenLimits
 from ostinato.runtime.types.engine_info import ServedModel
@@ -133,7 +133,8 @@ def test_truncation_takes_either_end() -> None:
     prompt = list(range(50))
 
     def kept(**values: object) -> list[int]:
-        (one,) = make_requests("r", prompt, SamplingParams(**values), model)  # type: ignore[arg-type]
+        token_ids, sampling = resolve(prompt, SamplingParams(**values), model)  # type: ignore[arg-type]
+        (one,) = make_requests("r", token_ids, sampling, model)
         return one.prompt_token_ids
 
     assert kept(truncate_prompt_tokens=3, max_tokens=4) == [47, 48, 49]
@@ -141,9 +142,7 @@ def test_truncation_takes_either_end() -> None:
     assert kept(truncate_prompt_tokens=-1, max_tokens=4) == list(range(34, 50))
     assert kept(truncate_prompt_tokens=-1, max_tokens=None) == list(range(31, 50))
     with pytest.raises(InvalidRequestError, match="all stop tokens"):
-        make_requests(
-            "r", [1], SamplingParams(allowed_token_ids=(2,), min_tokens=1, max_tokens=4), model
-        )
+        resolve([1], SamplingParams(allowed_token_ids=(2,), min_tokens=1, max_tokens=4), model)
 
 
 @pytest.fixture(scope="module")
