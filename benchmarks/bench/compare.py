@@ -74,7 +74,7 @@ def compare(config: RunConfig, context: BenchContext) -> Record:
         for point in points:
             runs: list[list[Point]] = [[] for _ in engines]
             for number in range(config.bench.warmup + config.bench.repeats):
-                # The order turns, so that nobody always runs after the same neighbour.
+                # The order rotates, so that no engine always runs after the same other one.
                 for turn in range(len(engines)):
                     place = (number + turn) % len(engines)
                     result, warnings = runner.measure(targets[place], point)

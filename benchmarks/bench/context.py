@@ -24,7 +24,7 @@ class BenchContext:
         overrides: the words that made the configuration.
         config_dir: where more options are.
         model_cache: keeps the model between points of a sweep; None = each engine loads its own.
-        quiet: say nothing, because somebody else shows progress.
+        quiet: print no progress, because the caller shows its own.
     """
 
     def __init__(

@@ -94,7 +94,7 @@ def first_shift(config: RunConfig, *, stays_up: bool) -> int:
     """The number of the first measurement, which shifts the ids that it sends.
 
     A server that stays up remembers the prompts of an earlier `run bench`, so that drawn ones begin
-    anywhere; those of a file are what somebody wanted to be sent.
+    anywhere; those of a file are sent as they are.
     """
     return secrets.randbelow(_SHIFTS) if stays_up and _is_drawn(config) else 0
 

@@ -113,11 +113,11 @@ def host_checks() -> list[Check]:
         for _ in range(len(ids) // _BLOCK_SIZE):
             blake2b(data, digest_size=32).digest()
 
-    news = EngineOutputs([SequenceOutput(f"request-{i}", [i]) for i in range(_SEQS)], None)
+    outputs = EngineOutputs([SequenceOutput(f"request-{i}", [i]) for i in range(_SEQS)], None)
     encode = encoder()
 
     def cross_border() -> None:
-        engine_decoder.decode(encode.encode(news))
+        engine_decoder.decode(encode.encode(outputs))
 
     plain = [[f"request-{i}", [i]] for i in range(_SEQS)]
 
@@ -149,7 +149,7 @@ def host_checks() -> list[Check]:
             clock=time.process_time,
         ),
         Check(
-            name="step news",
+            name="step outputs",
             what="32 tokens to msgpack and back / the same as plain lists",
             ours=cross_border,
             reference=cross_plain,

@@ -195,7 +195,7 @@ def _compare(ours: Worker, other: Worker, name: str) -> Comparison:
     while len(ratios) < _MIN_PAIRS or (
         len(ratios) < _MAX_PAIRS and time.monotonic() - begin < _WORK_S
     ):
-        # Who is first changes, so that what only ever falls on the second one falls on both.
+        # The order alternates, so that an effect on the second of a pair meets both versions.
         if len(ratios) % 2:
             theirs, own = other.seconds(name), ours.seconds(name)
         else:

@@ -82,7 +82,7 @@ def simulate(config: RunConfig) -> int:
 
 
 def simulated_job(load: LoadSection, part: Part, point: LoadPoint, seed: int) -> LoadJob:
-    """What a load client would send at this point: token ids, to nobody."""
+    """The job that a load client would run at this point, with prompts of token ids."""
     load = dataclasses.replace(
         load, endpoint=RequestEndpoint.completions, prompt_format=PromptFormat.ids
     )

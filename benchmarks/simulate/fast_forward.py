@@ -1,9 +1,10 @@
-"""The engine's scheduler, which can also take many alike decode steps at once.
+"""The engine's scheduler with fast-forward: many equal decode steps in one call.
 
 Between two changes (an arrival, an end, a shortage of blocks) every step gives each running
-sequence one token. What `count` such steps do to sequences and blocks is known without planning
-them one by one; `leap` does that. The state after it is the state after as many calls of `schedule`
-and `update` (tests/benchmarks/test_leaps.py compares them, block by block).
+sequence one token. The effect of `count` such steps on sequences and blocks follows without
+planning them one by one; `fast_forward` applies it. The state after it is the state after as many
+calls of `schedule` and `update` (tests/benchmarks/simulate/test_simulate.py compares them, block by
+block).
 """
 
 from __future__ import annotations
@@ -23,12 +24,13 @@ class FastForwardScheduler(Scheduler):
         return sum(sequence.num_computed_tokens for sequence in self.queues.running)
 
     def running_ids(self) -> list[str]:
-        """Requests that have a row."""
+        """Ids of the running requests."""
         return [sequence.request.request_id for sequence in self.queues.running]
 
-    def repeats(self, output: SchedulerOutput) -> bool:
-        """Whether the step after `output`, the last one to be scheduled and taken in, is like it:
-        the same sequences decode, nobody joins and nobody has left.
+    def repeats_last_step(self, output: SchedulerOutput) -> bool:
+        """Whether the next step equals `output`, the last one that was scheduled and updated.
+
+        It does if the same sequences decode, no sequence joins and none has left.
         """
         return (
             not output.admitted
@@ -38,10 +40,10 @@ class FastForwardScheduler(Scheduler):
             and all(sequence.is_decoding for sequence in self.queues.running)
         )
 
-    def num_alike(self, most: int) -> int:
-        """How many steps like the last one are certain to follow, at most `most`.
+    def num_equal_steps(self, most: int) -> int:
+        """How many steps equal to the last one are certain to follow, at most `most`.
 
-        One is left for `schedule` before any sequence ends, and where blocks run short.
+        The step in which a sequence ends, or in which blocks run short, is left to `schedule`.
         """
         running = self.queues.running
         if not running:
@@ -61,11 +63,11 @@ class FastForwardScheduler(Scheduler):
             count //= 2
         return 0
 
-    def leap(self, count: int, token_id: int) -> None:
-        """Take `count` steps at once, at most `num_alike`; each sequence gets that token in each.
+    def fast_forward(self, count: int, token_id: int) -> None:
+        """Take `count` steps at once; each sequence gets `token_id` in each of them.
 
         Args:
-            count: at least 1.
+            count: at least 1, at most `num_equal_steps`.
             token_id: in place of what would be sampled.
         """
         running, cache = self.queues.running, self.queues.cache
@@ -82,7 +84,7 @@ class FastForwardScheduler(Scheduler):
         )
         for _, index, position in crossings:
             taken = cache.allocate(running[index].block_table, position + 1)
-            assert taken is not None, "num_alike counted the blocks"
+            assert taken is not None, "num_equal_steps counted the blocks"
         token_ids = [token_id] * count
         for sequence in running:
             sequence.token_ids += token_ids

@@ -32,7 +32,7 @@ def simulate_open(
     num_replicas: int = 1,
     router: str = "round_robin",
     num_processes: int = 1,
-    leaps: bool = True,
+    fast_forward: bool = True,
     on_request: Callable[[int], None] = lambda number: None,
 ) -> SimulationResults:
     """Send requests at their times, whatever the replicas do, and run all to their ends.
@@ -43,17 +43,17 @@ def simulate_open(
         num_replicas: engines behind the router.
         router: a key of `ROUTERS`.
         num_processes: that may be used; a router that looks at the replicas needs them in one.
-        leaps: whether alike decode steps are taken at once.
+        fast_forward: whether equal decode steps are taken at once.
         on_request: called now and then with the number of requests that were sent so far.
     """
     chosen = make_router(router, num_replicas, spec.block_size)
     num_processes = min(num_processes, num_replicas)
     if not isinstance(chosen, RoundRobin) or num_processes == 1:
-        return _run(spec, traffic, chosen, range(num_replicas), leaps, on_request)
+        return _run(spec, traffic, chosen, range(num_replicas), fast_forward, on_request)
     parts = [range(first, num_replicas, num_processes) for first in range(num_processes)]
     with ProcessPoolExecutor(num_processes, mp_context=get_context("spawn")) as pool:
         futures = [
-            pool.submit(_run, spec, traffic, RoundRobin(num_replicas), part, leaps)
+            pool.submit(_run, spec, traffic, RoundRobin(num_replicas), part, fast_forward)
             for part in parts
         ]
         results = futures[0].result()
@@ -70,12 +70,12 @@ def _run(
     traffic: Traffic,
     router: Router,
     mine: range,
-    leaps: bool,
+    fast_forward: bool,
     on_request: Callable[[int], None] = _ignore,
 ) -> SimulationResults:
     """The replicas `mine` of the fleet; requests of others are only counted."""
     results = SimulationResults()
-    replicas = {index: Replica(spec, results, leaps=leaps) for index in mine}
+    replicas = {index: Replica(spec, results, fast_forward=fast_forward) for index in mine}
     watch = _Watch(replicas) if router.looks else None
     for key, arrival in enumerate(traffic()):
         if watch is not None:

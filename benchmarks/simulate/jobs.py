@@ -62,7 +62,7 @@ def simulate_job(
     *,
     num_replicas: int = 1,
     router: str = "round_robin",
-    leaps: bool = True,
+    fast_forward: bool = True,
     on_request: Callable[[int], None] = lambda number: None,
 ) -> SimulationResults:
     """Run a job on simulated replicas.
@@ -72,18 +72,18 @@ def simulate_job(
         job: its prompts are token ids.
         num_replicas: engines behind the router.
         router: a key of `ROUTERS`.
-        leaps: whether alike decode steps are taken at once.
+        fast_forward: whether equal decode steps are taken at once.
         on_request: called now and then with the number of requests that were sent so far.
     """
     depends = any(request.after is not None for request in job.requests)
     if depends or job.concurrency or job.max_concurrency:
-        return _Dependent(spec, job, num_replicas, router, leaps).run(on_request)
+        return _Dependent(spec, job, num_replicas, router, fast_forward).run(on_request)
     return simulate_open(
         spec,
         JobTraffic(job.requests, 1, 0.0, 0),
         num_replicas=num_replicas,
         router=router,
-        leaps=leaps,
+        fast_forward=fast_forward,
         on_request=on_request,
     )
 
@@ -92,13 +92,14 @@ class _Dependent:
     """Requests that wait for each other."""
 
     def __init__(
-        self, spec: EngineSpec, job: LoadJob, num_replicas: int, router: str, leaps: bool
+        self, spec: EngineSpec, job: LoadJob, num_replicas: int, router: str, fast_forward: bool
     ) -> None:
         self._job = job
         self._results = SimulationResults()
         self._router = make_router(router, num_replicas, spec.block_size)
         self._replicas = [
-            Replica(spec, self._results, leaps=leaps, on_end=self._end) for _ in range(num_replicas)
+            Replica(spec, self._results, fast_forward=fast_forward, on_end=self._end)
+            for _ in range(num_replicas)
         ]
         self._due: list[tuple[float, int]] = []  # heap: when a request is sent
         self._held: deque[tuple[float, int]] = deque()  # sent, but too many are under way

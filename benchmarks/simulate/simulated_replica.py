@@ -20,8 +20,8 @@ __all__ = ("OUTPUT_TOKEN_ID", "Arrival", "Replica")
 
 # What every simulated step samples. Contents matter for prefix hits only.
 OUTPUT_TOKEN_ID = (1 << 32) - 1
-_MAX_LEAP = 1 << 20
-# Tokens that reach a client within this come in one piece.
+_MAX_STEPS = 1 << 20
+# Tokens that reach a client within this time count as one piece.
 _ONE_PIECE_S = 20e-6
 
 
@@ -53,7 +53,7 @@ class Replica:
     Args:
         spec: the engine.
         results: gets every figure; may be shared between replicas.
-        leaps: whether alike decode steps are taken at once; never where their times are drawn.
+        fast_forward: whether equal decode steps are taken at once; never if their times are drawn.
         on_end: called with a request's key and the time when its client has the end of it.
     """
 
@@ -62,7 +62,7 @@ class Replica:
         spec: EngineSpec,
         results: SimulationResults,
         *,
-        leaps: bool = True,
+        fast_forward: bool = True,
         on_end: Callable[[int, float], None] | None = None,
     ) -> None:
         self.now = 0.0  # seconds; the engine's loop stands here
@@ -71,7 +71,7 @@ class Replica:
         self._results = results
         self._on_end = on_end
         self._clock = StepClock(spec.costs, spec.overheads, spec.seed)
-        self._leaps = leaps and self._clock.is_exact
+        self._fast_forwards = fast_forward and self._clock.is_exact
         self._cache = spec.cache()
         self._scheduler = FastForwardScheduler(
             spec.scheduler,
@@ -85,7 +85,7 @@ class Replica:
         self._in_flight: deque[tuple[SchedulerOutput, float]] = deque()  # and when it is done
         self._max_in_flight = 2 if spec.overlap else 1
         self._device_free = 0.0
-        self._num_alike = 0  # steps like the last one, up to it
+        self._num_equal_steps = 0  # steps like the last one, up to it
 
     @property
     def has_work(self) -> bool:
@@ -135,8 +135,8 @@ class Replica:
             if self._scheduler.has_work:
                 self.now += self._clock.pause()
             self._admit()
-            if self._leaps and self._num_alike >= self._max_in_flight:
-                self._leap(until)
+            if self._fast_forwards and self._num_equal_steps >= self._max_in_flight:
+                self._fast_forward(until)
                 if self.now >= until:
                     break
                 self._admit()
@@ -160,10 +160,10 @@ class Replica:
             self.now = max(self.now, pending[0][0])  # an idle engine waits for it
         while pending and pending[0][0] <= self.now:
             self._scheduler.add(pending.popleft()[1])
-            self._num_alike = 0
+            self._num_equal_steps = 0
 
     def _step(self) -> None:
-        """What Engine.step does: schedule, launch, take in the oldest step that is due."""
+        """What Engine.step does: schedule, launch, update with the oldest step that is due."""
         output = self._scheduler.schedule()
         if output is not None:
             begin = max(self.now, self._device_free)
@@ -178,21 +178,21 @@ class Replica:
         oldest, done = self._in_flight.popleft()
         begin, self.now = self.now, max(self.now, done)
         num_samples = sum(entry.num_logits for entry in oldest.scheduled)
-        news = self._scheduler.update(oldest, StepResult([OUTPUT_TOKEN_ID] * num_samples))
+        outputs = self._scheduler.update(oldest, StepResult([OUTPUT_TOKEN_ID] * num_samples))
         self._results.add_step(self.now - begin, len(oldest.scheduled), self._used_blocks())
-        self._deliver(news)
+        self._deliver(outputs)
         # With a step in flight, rows and blocks that come back with it are seen one step late: what
         # was planned before that says nothing of who may join after.
         is_alike = output is not None and len(oldest.scheduled) == len(output.scheduled)
-        if output is not None and is_alike and self._scheduler.repeats(output):
-            self._num_alike += 1
+        if output is not None and is_alike and self._scheduler.repeats_last_step(output):
+            self._num_equal_steps += 1
         else:
-            self._num_alike = 0
+            self._num_equal_steps = 0
 
-    def _deliver(self, news: list[SequenceOutput]) -> None:
+    def _deliver(self, outputs: list[SequenceOutput]) -> None:
         """What a step gave reaches the clients."""
         gaps: dict[float, int] = {}
-        for one, delay in zip(news, self._clock.deliveries(len(news)), strict=True):
+        for one, delay in zip(outputs, self._clock.deliveries(len(outputs)), strict=True):
             live = self._live[one.request_id]
             at = self.now + delay
             if live.first_s != live.first_s:  # not a number: this is its first token
@@ -211,7 +211,7 @@ class Replica:
         for gap, count in gaps.items():
             self._results.add_gaps(gap, count)
 
-    def _leap(self, until: float) -> None:
+    def _fast_forward(self, until: float) -> None:
         """Take as many alike steps as are certain to come and begin before `until`."""
         scheduler, clock = self._scheduler, self._clock
         if self._pending:
@@ -219,10 +219,10 @@ class Replica:
         num_seqs, contexts = scheduler.num_running, scheduler.contexts
         first_s = clock.decodes(num_seqs, contexts / num_seqs)
         room = (until - self.now) / max(first_s, 1e-9) + len(self._in_flight)
-        most = scheduler.num_alike(_MAX_LEAP if room > _MAX_LEAP else math.ceil(room))
+        most = scheduler.num_equal_steps(_MAX_STEPS if room > _MAX_STEPS else math.ceil(room))
         if most < 2:
             return
-        # Within a leap a step's seconds grow linearly with the context, by `growth` a step.
+        # Within them a step's seconds grow linearly with the context, by `growth` a step.
         last_s = clock.decodes(num_seqs, contexts / num_seqs + most - 1)
         growth = (last_s - first_s) / (most - 1)
 
@@ -238,7 +238,7 @@ class Replica:
         while most > 1 and loop_at(most - 1) >= until:
             most -= 1
         used = self._used_blocks()
-        scheduler.leap(most, OUTPUT_TOKEN_ID)
+        scheduler.fast_forward(most, OUTPUT_TOKEN_ID)
         took = loop_at(most) - self.now
         self.now += took
         if ahead:
@@ -270,9 +270,9 @@ class Replica:
     def _next_end(self) -> float:
         """No request ends before this, unless one is added."""
         scheduler = self._scheduler
-        few = self._num_alike < self._max_in_flight
+        few = self._num_equal_steps < self._max_in_flight
         if few or not scheduler.num_running or not self._clock.is_exact:
             return self.now
-        count = scheduler.num_alike(_MAX_LEAP)
+        count = scheduler.num_equal_steps(_MAX_STEPS)
         context = scheduler.contexts / scheduler.num_running
         return self.now + count * self._clock.decodes(scheduler.num_running, context)

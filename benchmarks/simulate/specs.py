@@ -68,7 +68,7 @@ def measured_spec(config: RunConfig) -> EngineSpec:
     engine = build_engine(config)
     try:
         costs, stats = engine.cost_table, engine.stats()
-        assert costs is not None, "measured, because nobody switched it off"
+        assert costs is not None, "step costs are measured unless that is switched off"
         device = resolve_device(config.device.name)
         return EngineSpec(
             scheduler=config.scheduler,

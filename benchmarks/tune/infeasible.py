@@ -17,7 +17,7 @@ _BISECTIONS = 7
 
 def impossible_goals(config: RunConfig, forecast: Forecast, goals: Goals) -> list[str]:
     """Goals that even a server with one request at a time misses, in words. No schedule can help:
-    a request waits for nobody there.
+    a request does not wait for others there.
     """
     overheads = forecast.overheads
     # Disturbances by other programs are no proof.
@@ -30,7 +30,7 @@ def impossible_goals(config: RunConfig, forecast: Forecast, goals: Goals) -> lis
         "ttft": "the prompt alone takes that long to compute",
         "itl": "one step of one sequence takes that long",
         "tpot": "steps of one sequence take that long",
-        "e2e": "a request that waits for nobody takes that long",
+        "e2e": "a request that does not wait for others takes that long",
     }
     return [
         f"slo.{name}_ms={limit:g} can not be met: with one request at a time p"

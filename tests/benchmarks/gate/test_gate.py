@@ -72,8 +72,8 @@ def test_a_machine_without_ratios_is_told_how_to_store_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     file = tmp_path / "ratios.json"
-    file.write_text(json.dumps({"another machine": {"step news": 1.0}}))
-    assert gate.main(["--only", "news", "--file", str(file)]) == 0
+    file.write_text(json.dumps({"another machine": {"step outputs": 1.0}}))
+    assert gate.main(["--only", "outputs", "--file", str(file)]) == 0
     text = capsys.readouterr().out
     assert "nothing stored for" in text
     assert "--store" in text
@@ -95,7 +95,7 @@ def test_a_broken_file_is_named(text: str, tmp_path: Path, capsys: pytest.Captur
     file.write_text(text)
     with pytest.raises(ConfigError, match=r"ratios\.json holds no ratios"):
         read_ratios(file, cpu_name())
-    assert gate.main(["--only", "news", "--file", str(file)]) == 2
+    assert gate.main(["--only", "outputs", "--file", str(file)]) == 2
     assert "store them again" in capsys.readouterr().err
 
 

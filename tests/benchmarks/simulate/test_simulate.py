@@ -1,4 +1,4 @@
-"""The simulator: leaps against single steps, fleets, routers, and figures that can be done by hand."""
+"""The simulator: fast-forward against single steps, fleets, routers, and figures that can be done by hand."""
 
 from __future__ import annotations
 
@@ -172,7 +172,9 @@ def test_leaps_give_what_single_steps_give(seed, rate, blocks, shared, overlap, 
         ),
     )
     traffic = partial(random_traffic, seed, 40, rate, shared=shared)
-    fast, slow = (simulate_open(spec, traffic, leaps=leaps) for leaps in (True, False))
+    fast, slow = (
+        simulate_open(spec, traffic, fast_forward=fast_forward) for fast_forward in (True, False)
+    )
     assert fast.num_ended == 40
     assert fast.counters == slow.counters
     assert fast.num_steps == slow.num_steps
@@ -193,9 +195,9 @@ def drive(scheduler: FastForwardScheduler, count: int) -> None:
         scheduler.update(output, StepResult([9] * len(output.scheduled)))
 
 
-def test_a_leap_leaves_the_same_blocks():
+def test_fast_forward_leaves_the_same_blocks():
     tables = []
-    for leaps in (True, False):
+    for fast_forward in (True, False):
         spec = make_spec()
         cache = spec.cache()
         scheduler = FastForwardScheduler(
@@ -206,10 +208,10 @@ def test_a_leap_leaves_the_same_blocks():
             sampling = SamplingParams(max_tokens=80, ignore_eos=True)
             scheduler.add(Request(request_id=str(key), prompt_token_ids=prompt, sampling=sampling))
         drive(scheduler, 2)
-        assert scheduler.num_alike(10) == 10
-        assert scheduler.num_alike(1000) == 78 - 1
-        if leaps:
-            scheduler.leap(41, 9)
+        assert scheduler.num_equal_steps(10) == 10
+        assert scheduler.num_equal_steps(1000) == 78 - 1
+        if fast_forward:
+            scheduler.fast_forward(41, 9)
         else:
             drive(scheduler, 41)
         scheduler.check_integrity()
@@ -227,7 +229,7 @@ def test_a_leap_leaves_the_same_blocks():
     assert tables[0] == tables[1]
 
 
-def test_no_leap_over_an_end_or_a_shortage():
+def test_no_fast_forward_over_an_end_or_a_shortage():
     spec = make_spec(num_blocks=33, max_model_len=128)
     scheduler = FastForwardScheduler(
         spec.scheduler, spec.cache(), max_model_len=128, limits=spec.limits
@@ -235,9 +237,9 @@ def test_no_leap_over_an_end_or_a_shortage():
     sampling = SamplingParams(max_tokens=5, ignore_eos=True)
     scheduler.add(Request(request_id="a", prompt_token_ids=[1, 2], sampling=sampling))
     drive(scheduler, 1)
-    assert scheduler.num_alike(100) == 3  # the fifth token ends it
+    assert scheduler.num_equal_steps(100) == 3  # the fifth token ends it
     drive(scheduler, 3)
-    assert scheduler.num_alike(100) == 0
+    assert scheduler.num_equal_steps(100) == 0
 
 
 @pytest.mark.parametrize("router", ["round_robin", "least_load", "prefix_aware"])
@@ -320,8 +322,10 @@ def test_a_closed_loop_keeps_its_concurrency(replicas):
     ]
     job = make_job(requests, concurrency=6)
     fast, slow = (
-        simulate_job(make_spec(), job, num_replicas=replicas, router="least_load", leaps=leaps)
-        for leaps in (True, False)
+        simulate_job(
+            make_spec(), job, num_replicas=replicas, router="least_load", fast_forward=fast_forward
+        )
+        for fast_forward in (True, False)
     )
     table = rows(fast)
     assert len(table) == 24
