@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, cast, runtime_checkable
 import torch
 from torch import Tensor
 
+from ostinato.conf.schema import AttentionBackendName
 from ostinato.ops.register import register_op
 
 if TYPE_CHECKING:
@@ -178,24 +179,26 @@ class PlannedBackend(AttentionBackend, Protocol):
         ...
 
 
-_BACKENDS = {
-    "reference": "ostinato.ops.backends.reference",
-    "cpu": "ostinato.ops.backends.cpu",
-    "triton": "ostinato.ops.backends.triton",
-    "flashinfer": "ostinato.ops.backends.flashinfer",
-}
-# triton before flashinfer: it captures mixed batches as well as decode with no host work per step,
-# takes every head size and type, and builds in seconds without a CUDA toolkit.
+_NAMES = tuple(name.value for name in AttentionBackendName if name is not AttentionBackendName.auto)
+# What `auto` tries, by type of device. triton before flashinfer: it captures mixed batches as well
+# as decode with no host work per step, takes every head size and type, and builds in seconds
+# without a CUDA toolkit.
 _PREFERENCE = {"cpu": ("cpu", "reference"), "cuda": ("triton", "flashinfer", "reference")}
 _loaded: dict[str, AttentionBackend] = {}
 
 
 def load_backend(name: str) -> AttentionBackend:
-    """The backend called `name`; importing it is the first thing that touches its dependencies."""
+    """The backend in the module `ops/backends/<name>.py`.
+
+    Raises:
+        ImportError: a package that it needs is not installed.
+        ValueError: there is no such backend.
+    """
     if name not in _loaded:
-        if name not in _BACKENDS:
-            raise ValueError(f"attention backend {name!r} is not one of {', '.join(_BACKENDS)}")
-        _loaded[name] = cast(AttentionBackend, import_module(_BACKENDS[name]).BACKEND)
+        if name not in _NAMES:
+            raise ValueError(f"attention backend {name!r} is not one of {', '.join(_NAMES)}")
+        module = import_module(f"ostinato.ops.backends.{name}")
+        _loaded[name] = cast(AttentionBackend, module.BACKEND)
     return _loaded[name]
 
 

@@ -25,7 +25,7 @@ def describe_model(
     plan: MemoryPlan,
     phases: dict[str, float],
 ) -> ServedModel:
-    """What the API tells of the model and checks requests against.
+    """The description of the model that the API shows and checks requests against.
 
     Args:
         section: the configuration of the model.

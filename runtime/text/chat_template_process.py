@@ -23,7 +23,7 @@ LIMITS = Limits(cpu_s=2, wall_s=20.0, memory_bytes=512 << 20, answer_bytes=16 <<
 
 
 class TemplateJob(msgspec.Struct, frozen=True, kw_only=True):
-    """What `ChatTemplate` and its `render` take."""
+    """The arguments of `ChatTemplate` and its `render`."""
 
     source: str
     special_tokens: dict[str, str]

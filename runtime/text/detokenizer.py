@@ -25,7 +25,7 @@ _LONGEST_CHARACTER = 4  # bytes, so also tokens, of one UTF-8 character
 
 
 class TextDecoder(Protocol):
-    """What detokenisation needs of a tokenizer."""
+    """The methods of a tokenizer that detokenization needs."""
 
     @property
     def pieces(self) -> TokenPieces | None:

@@ -79,7 +79,7 @@ class RepetitionDetectionParams(
 
 
 class ThinkingLimit(msgspec.Struct, frozen=True, kw_only=True):
-    """How much of an answer may be reasoning, between two tokens at its beginning."""
+    """A limit on the reasoning at the beginning of an answer, between two marker tokens."""
 
     max_tokens: int  # between the two
     begin_token_id: int
@@ -184,11 +184,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     @property
     def num_candidates(self) -> int:
-        """Completions that are generated for `n` that are given."""
+        """The number of completions that are generated, of which `n` are given."""
         return self.best_of or self.n
 
     def _check_tokens(self) -> None:
-        """What names tokens or texts, or counts them."""
+        """Check parameters that name or count tokens and texts."""
         _check(
             len(self.stop) <= 16 and all(self.stop),
             "stop",
@@ -223,7 +223,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         )
 
     def _check_chosen_tokens(self) -> None:
-        """Those of `logprob_token_ids`."""
+        """Check `logprob_token_ids`."""
         chosen = self.logprob_token_ids
         if chosen is None:
             return
@@ -236,7 +236,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         _check(not self.use_beam_search, name, why, count)
 
     def _check_beam_search(self) -> None:
-        """Nothing is ignored: a parameter that the chosen way has no use for is refused."""
+        """Refuse parameters that have no effect with, or without, beam search."""
         _check(
             -10.0 <= self.length_penalty <= 10.0,
             "length_penalty",
@@ -288,7 +288,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 
 class PoolingKind(StrEnum):
-    """Which of a text's hidden states make its vector."""
+    """The hidden states of a text that make its vector."""
 
     mean = "mean"  # all, averaged
     last = "last"
@@ -296,7 +296,7 @@ class PoolingKind(StrEnum):
 
 
 class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What becomes of a prompt that nothing is generated for."""
+    """How the vector of a pooled prompt is made."""
 
     kind: PoolingKind = PoolingKind.last
     normalize: bool = True  # to length 1
