@@ -6,7 +6,7 @@ time does not grow with depth. Both are `fullgraph`, dynamic in the token and se
 and are called without Dynamo's guards: a step's tensors always come from the same static buffers,
 and evaluating guards costs 0.3-2 ms a step.
 
-A traced graph that is nothing but our own ops (CPUs) runs as it is (graphs/straight.py), in small
+A traced graph that is nothing but our own ops (CPUs) runs as it is (graphs/fx_program.py), in small
 steps from a tape (graphs/replay.py); anything else goes to Inductor. Programs are stored for the
 next start.
 """
@@ -25,8 +25,8 @@ from torch import Tensor
 
 from ostinato.conf.environment import prepare_compiler
 from ostinato.conf.schema import GraphForm
+from ostinato.graphs.fx_program import FxProgram, lower_fx
 from ostinato.graphs.replay import LayerCall, Replay, record
-from ostinato.graphs.straight import StraightProgram, straighten
 from ostinato.models.base import DecoderLayer, LanguageModel
 from ostinato.models.kv_cache import KVCache
 from ostinato.models.step_tensors import ForwardBatch, Size, StepInputs, tensor_specs
@@ -136,16 +136,16 @@ def _skeleton(module: torch.nn.Module) -> torch.nn.Module:
 class _Traced(Exception):
     """Carries what came of a graph out of the compiler, which has nothing left to do."""
 
-    def __init__(self, program: StraightProgram | None) -> None:
+    def __init__(self, program: FxProgram | None) -> None:
         super().__init__()
         self.program = program
 
 
-def _trace_straight(function: Function, arguments: tuple[Any, ...]) -> StraightProgram | None:
+def _trace_straight(function: Function, arguments: tuple[Any, ...]) -> FxProgram | None:
     """`function` as straight-line code, or None when there is something to compile."""
 
     def backend(graph_module: torch.fx.GraphModule, inputs: list[Any]) -> Function:
-        raise _Traced(straighten(graph_module, function))
+        raise _Traced(lower_fx(graph_module, function))
 
     compiled: Any = torch.compile(function, fullgraph=True, dynamic=False, backend=backend)
     try:
@@ -158,7 +158,7 @@ def _trace_straight(function: Function, arguments: tuple[Any, ...]) -> StraightP
 class _Straight:
     """A straight-line program as a function."""
 
-    def __init__(self, program: StraightProgram) -> None:
+    def __init__(self, program: FxProgram) -> None:
         self.program = program
         self._function = program.load()
 
@@ -199,7 +199,7 @@ def _load(data: bytes, skeleton: torch.nn.Module) -> Function:
     """What `_compile` stored."""
     kind, content = data[:1], data[1:]
     if kind == _STRAIGHT:
-        return _Straight(msgspec.msgpack.decode(content, type=StraightProgram))
+        return _Straight(msgspec.msgpack.decode(content, type=FxProgram))
     if kind != _INDUCTOR:
         raise ValueError(f"a program begins with {_STRAIGHT!r} or {_INDUCTOR!r}, not {kind!r}")
     from torch._dynamo.aot_compile import AOTCompiledFunction

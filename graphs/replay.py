@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ostinato.graphs.straight import StraightProgram, resolve
+from ostinato.graphs.fx_program import FxProgram, resolve
 from ostinato.models.kv_cache import KVCache
 from ostinato.models.step_tensors import (
     ForwardBatch,
@@ -43,7 +43,7 @@ _SYMBOLIC_SIZES = {
 class LayerCall(NamedTuple):
     """A layer's program and the tensors of that layer."""
 
-    program: StraightProgram
+    program: FxProgram
     parameters: list[Tensor]
 
 

@@ -9,12 +9,12 @@ import torch
 from ostinato.conf.schema import GraphForm
 from ostinato.graphs import compile as compiling
 from ostinato.graphs.compile import compile_model
+from ostinato.graphs.fx_program import FxProgram
 from ostinato.graphs.replay import LayerCall, record
-from ostinato.graphs.straight import StraightProgram
 from ostinato.models.checkpoints.weights import init_dummy_weights
 from ostinato.models.registry import build_model
 from ostinato.runtime.startup.build import open_model
-from tests.graphs.test_straight import Store, make_buffers, run
+from tests.graphs.test_fx_program import Store, make_buffers, run
 from tests.graphs.toy import fill
 from tests.runtime.tiny import tiny_config
 
@@ -92,8 +92,7 @@ def test_what_a_tape_can_not_hold_is_not_recorded() -> None:
             model, GraphForm.layer, buffers.batch(16, 3, 3), spec.allocate(4, device), store
         )
         programs = [
-            msgspec.msgpack.decode(content[1:], type=StraightProgram)
-            for content in store.files.values()
+            msgspec.msgpack.decode(content[1:], type=FxProgram) for content in store.files.values()
         ]
         num_tokens, num_seqs = fill(buffers, [(0, [3, 1])])
         hidden, step = model.begin(buffers.batch(num_tokens, num_seqs, num_seqs))

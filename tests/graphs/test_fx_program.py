@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from ostinato.conf.schema import GraphForm
 from ostinato.graphs.compile import compile_model
-from ostinato.graphs.straight import StraightProgram
+from ostinato.graphs.fx_program import FxProgram
 from ostinato.models.checkpoints.weights import init_dummy_weights
 from ostinato.models.registry import build_model
 from ostinato.runtime.startup.planning import open_model
@@ -79,7 +79,7 @@ def test_a_packed_layer_becomes_calls_of_our_ops_and_nothing_else() -> None:
     assert list(store.files) == ["layer-0", f"layer-{last}"]
     for content in store.files.values():
         assert content[:1] == b"s"
-        stored = msgspec.msgpack.decode(content[1:], type=StraightProgram)
+        stored = msgspec.msgpack.decode(content[1:], type=FxProgram)
         calls = [line for line in stored.source.splitlines() if "(" in line and " = " in line]
         ops = [line for line in calls if " = op_" in line]
         names = (".view(", ".split_with_sizes(", ".reshape(")
@@ -122,7 +122,7 @@ def test_what_can_be_fused_is_compiled_and_stored_too() -> None:
 
 
 def test_loading_imports_no_compiler(tmp_path: Path) -> None:
-    program = StraightProgram(
+    program = FxProgram(
         "def program(x):\n    return op_rms_norm(x, torch.ones(8), 1e-6)\n",
         {"torch": "torch", "op_rms_norm": "torch:ops.ostinato.rms_norm.default"},
     )
@@ -132,9 +132,9 @@ def test_loading_imports_no_compiler(tmp_path: Path) -> None:
         "import sys, msgspec, torch\n"
         "from pathlib import Path\n"
         "import ostinato.ops.norm\n"
-        "from ostinato.graphs.straight import StraightProgram\n"
+        "from ostinato.graphs.fx_program import FxProgram\n"
         "data = Path(sys.argv[1]).read_bytes()\n"
-        "program = msgspec.msgpack.decode(data, type=StraightProgram).load()\n"
+        "program = msgspec.msgpack.decode(data, type=FxProgram).load()\n"
         "print(program(torch.full((1, 8), 3.0)).sum().item())\n"
         "print([m for m in ('torch._dynamo', 'torch._inductor') if m in sys.modules])\n"
     )

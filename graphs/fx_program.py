@@ -21,7 +21,7 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.nn import functional as F
 
-__all__ = ("StraightProgram", "resolve", "straighten")
+__all__ = ("FxProgram", "lower_fx", "resolve")
 
 _FUNCTIONS = {F.embedding, F.linear, operator.getitem}
 _METHODS = {"reshape", "size", "split_with_sizes", "view"}
@@ -33,7 +33,7 @@ _SOURCE = re.compile(r"L\['(\w+)'\]((?:\.\w+|\[\d+\]|\['\w+'\]|\.size\(\)\[\d+\]
 _OP = re.compile(r"torch\.ops\.ostinato\.(\w+)\.default")
 
 
-class StraightProgram(msgspec.Struct, frozen=True):
+class FxProgram(msgspec.Struct, frozen=True):
     """A graph as text. `source` defines `program`, which has the traced function's arguments."""
 
     source: str
@@ -58,7 +58,7 @@ def resolve(path: str) -> Any:
     return operator.attrgetter(attribute)(value) if attribute else value
 
 
-def straighten(graph_module: GraphModule, function: Callable[..., Any]) -> StraightProgram | None:
+def lower_fx(graph_module: GraphModule, function: Callable[..., Any]) -> FxProgram | None:
     """The program of a graph that Dynamo traced.
 
     Args:
@@ -91,7 +91,7 @@ def straighten(graph_module: GraphModule, function: Callable[..., Any]) -> Strai
     source = (
         f"{body}\n\n\ndef program({arguments}):\n    return forward(None, {', '.join(values)})[0]\n"
     )
-    program = StraightProgram(source, names)
+    program = FxProgram(source, names)
     program.load()  # it must be whole
     return program
 
