@@ -37,10 +37,10 @@ class _Collector(logging.Handler):
 def nothing_compiles_late(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fails a test in which an engine of this process compiles late, whoever looks at its counter.
 
-    Each monitor logs the first compilation of each kind and shape (graphs/seal.py). Engines in
+    Each monitor logs the first compilation of each kind and shape (graphs/compile_monitor.py). Engines in
     processes of their own are looked at where they are started: `ServerProcess`, `test_client.py`.
     """
-    logger = logging.getLogger("ostinato.graphs.seal")
+    logger = logging.getLogger("ostinato.graphs.compile_monitor")
     level, collector = logger.level, _Collector()
     logger.addHandler(collector)
     logger.setLevel(logging.WARNING)  # whatever `server.log_level` a test sets on the root
@@ -48,4 +48,6 @@ def nothing_compiles_late(request: pytest.FixtureRequest) -> Iterator[None]:
     logger.removeHandler(collector)
     logger.setLevel(level)
     if request.node.get_closest_marker("compiles_late") is None:
-        assert collector.lines == [], "an engine compiled after it was ready; see graphs/seal.py"
+        assert collector.lines == [], (
+            "an engine compiled after it was ready; see graphs/compile_monitor.py"
+        )

@@ -17,7 +17,7 @@ from prometheus_client.registry import Collector
 
 from ostinato import __version__
 from ostinato.api.observability.resource_usage import MachineProbe, MachineUse
-from ostinato.graphs.seal import IDLE, CompileKind
+from ostinato.graphs.compile_monitor import IDLE, CompileKind
 from ostinato.runtime.client.restarts import DeathReason
 from ostinato.runtime.types.engine_info import ITERATION_TOKENS, EngineStats
 

@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
-from ostinato.graphs.seal import LateCompile
+from ostinato.graphs.compile_monitor import LateCompile
 from ostinato.runtime.grammar.store import GrammarBuilt
 from ostinato.runtime.types.step import SchedulerOutput, StepResult
 

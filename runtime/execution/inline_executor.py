@@ -6,7 +6,7 @@ from collections import deque
 
 import torch
 
-from ostinato.graphs.seal import CompileMonitor
+from ostinato.graphs.compile_monitor import CompileMonitor
 from ostinato.models.kv_cache import KVCache
 from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.execution.executor import (

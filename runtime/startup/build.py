@@ -13,8 +13,8 @@ from contextlib import ExitStack
 from ostinato.conf.engine import EngineConfig
 from ostinato.conf.errors import first_line
 from ostinato.graphs.bundle import Bundle
+from ostinato.graphs.compile_monitor import CompileMonitor
 from ostinato.graphs.recorder import is_out_of_memory
-from ostinato.graphs.seal import CompileMonitor
 from ostinato.runtime.costs.cost_table import CostTable
 from ostinato.runtime.engine.engine import Engine
 from ostinato.runtime.engine.step_observer import StepObserver
@@ -86,7 +86,7 @@ def _build(
                 plan = make_plan(config, threads)
             rank = build_rank(plan, phase, monitor, undo, model_cache)
             engine = _lead(rank, phase, observer)
-            monitor.seal()
+            monitor.mark_ready()
             undo.pop_all()
             return engine, rank.bundle
     except (MemoryError, RuntimeError) as error:

@@ -21,9 +21,9 @@ from ostinato.graphs.buckets import GraphKey, name_buckets, why_incomplete
 from ostinato.graphs.buffers import StaticBuffers
 from ostinato.graphs.bundle import Bundle
 from ostinato.graphs.capture import GraphRunner
+from ostinato.graphs.compile_monitor import CompileMonitor
 from ostinato.graphs.draw import StaticDrawer
 from ostinato.graphs.recorder import BoundRecorder, CudaRecorder, Recorder
-from ostinato.graphs.seal import CompileMonitor
 from ostinato.graphs.threads import StepThreads
 from ostinato.graphs.timing import make_timer
 from ostinato.models.base import EncoderModel, LanguageModel

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from ostinato.graphs.seal import LateCompile
+from ostinato.graphs.compile_monitor import LateCompile
 from ostinato.runtime.types.params import PoolingKind
 
 __all__ = ("ITERATION_TOKENS", "EngineStats", "ServedModel", "ServedTask", "sum_stats")

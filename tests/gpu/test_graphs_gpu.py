@@ -9,7 +9,7 @@ import torch
 
 from ostinato.conf.schema import GraphForm
 from ostinato.graphs.buckets import GraphKey
-from ostinato.graphs.seal import CompileMonitor
+from ostinato.graphs.compile_monitor import CompileMonitor
 from tests.gpu.tiny_llama import (
     DECODE_SIZES,
     MAX_BLOCKS,
@@ -133,7 +133,7 @@ def test_nothing_compiles_after_the_capture(form: GraphForm) -> None:
         graphs.runner.warm_up([(64, 1), (1, 1)])
         graphs.runner.capture()
         assert monitor.compiles.total() > 0
-        monitor.seal()
+        monitor.mark_ready()
         numbers = random.Random(0)
         for _ in range(200):
             assert torch.isfinite(graphs.run(random_step(numbers))).all()

@@ -14,7 +14,7 @@ from ostinato.api.base.unsupported_endpoints import hint_for
 from ostinato.api.server.app import create_app
 from ostinato.conf.schema import SamplingSection
 from ostinato.conf.server_schema import ServerConfig
-from ostinato.graphs.seal import LateCompile
+from ostinato.graphs.compile_monitor import LateCompile
 from ostinato.runtime.errors import EngineDeadError
 from ostinato.runtime.types.engine_info import EngineStats
 from ostinato.runtime.types.outputs import FinishReason

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ostinato import LLM, SamplingParams
-from ostinato.graphs.seal import LateCompile
+from ostinato.graphs.compile_monitor import LateCompile
 from ostinato.models.step_tensors import ForwardBatch
 from ostinato.runtime.errors import InvalidRequestError, StartupError
 from ostinato.runtime.types.outputs import FinishReason

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ostinato.graphs.seal import CompileMonitor, LateCompile
+from ostinato.graphs.compile_monitor import CompileMonitor, LateCompile
 from ostinato.ops.native import build as native
 
 pytestmark = pytest.mark.compiles_late
@@ -28,7 +28,7 @@ SHAPE = "tokens=17,seqs=3"
 def monitor() -> Iterator[CompileMonitor]:
     """One of an engine that is ready."""
     monitor = CompileMonitor()
-    monitor.seal()
+    monitor.mark_ready()
     yield monitor
     monitor.close()
 
@@ -240,7 +240,7 @@ def test_before_the_seal_and_after_the_close(tmp_path: Path) -> None:
     monitor = CompileMonitor()
     subprocess.run(words, check=True)
     assert (monitor.compiles, monitor.late_compiles) == ({"c++": 1}, [])
-    monitor.seal()
+    monitor.mark_ready()
     monitor.close()
     monitor.close()
     subprocess.run(words, check=True)

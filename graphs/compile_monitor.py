@@ -56,20 +56,20 @@ class LateCompile(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class CompileMonitor:
-    """Counts compilations of one engine; after `seal` each one is late.
+    """Counts compilations of one engine; after `mark_ready` each one is late.
 
     It counts from its construction to `close`. What several engines of a process compile is told
     apart: work on the thread that runs a step belongs to that step's engine, other work to those
     that are starting, and if none is, to all.
 
     Attributes:
-        compiles: sightings before `seal`, by kind.
+        compiles: sightings before `mark_ready`, by kind.
     """
 
     def __init__(self) -> None:
         self.compiles: Counter[str] = Counter()
         self._late: Counter[tuple[str, str]] = Counter()
-        self._is_sealed = False
+        self._is_ready = False
         self._step: tuple[int, int] | None = None
         self._thread = 0
         self._counted: set[str] = set()  # kinds, in this step or pause
@@ -81,12 +81,12 @@ class CompileMonitor:
         return [LateCompile(what, shape, count) for (what, shape), count in self._late.items()]
 
     @property
-    def is_sealed(self) -> bool:
-        return self._is_sealed
+    def is_ready(self) -> bool:
+        return self._is_ready
 
-    def seal(self) -> None:
+    def mark_ready(self) -> None:
         """From now on every compilation is late."""
-        self._is_sealed = True
+        self._is_ready = True
         _PROCESS.listen_to_triton()  # imported meanwhile, perhaps
 
     def close(self) -> None:
@@ -111,7 +111,7 @@ class CompileMonitor:
 
     def observe(self, kind: CompileKind, detail: str) -> None:
         """Something compiles: `detail` is what, for people."""
-        if not self._is_sealed:
+        if not self._is_ready:
             self.compiles[kind.value] += 1
             return
         step = self._step
@@ -173,7 +173,7 @@ class _Process:
         with self._lock:
             monitors = list(self._monitors)
             stepping = [monitor for monitor in monitors if monitor.runs_step_on(thread)]
-            starting = [monitor for monitor in monitors if not monitor.is_sealed]
+            starting = [monitor for monitor in monitors if not monitor.is_ready]
             for monitor in stepping or starting or monitors:
                 monitor.observe(kind, detail)
 
