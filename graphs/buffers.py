@@ -45,7 +45,7 @@ class StaticBuffers:
         block_size: int,
         device: torch.device,
         max_num_rows: int | None = None,
-        feeds: bool | None = None,
+        async_tokens: bool | None = None,
         table: type[StepTensors[Any]] = StepTensors,
     ) -> None:
         """
@@ -56,13 +56,13 @@ class StaticBuffers:
             block_size: tokens of a block.
             device: where programs read.
             max_num_rows: R, tokens of a step whose logits are wanted; None = one per sequence.
-            feeds: whether a step's tokens stay on the device as the next one's inputs, so that
-                that one can be launched before they are read; None = on a GPU.
+            async_tokens: whether a step's tokens stay on the device as inputs of the next step,
+                which can then be launched before they are read; None = on a GPU.
             table: the step tensors.
         """
         self.block_size = block_size
         self.max_num_rows = max_num_seqs if max_num_rows is None else max_num_rows
-        self.feeds = device.type == "cuda" if feeds is None else feeds
+        self.async_tokens = device.type == "cuda" if async_tokens is None else async_tokens
         self._table = table
         self._specs = tensor_specs(table)
         self._sizes = [spec.dynamic_size for spec in self._specs.values()]
@@ -156,15 +156,15 @@ class StaticBuffers:
             self._device_memory[begin:end].copy_(self._host_memory[begin:end], non_blocking=True)
         self._copied.record()
 
-    def feed(self, num_tokens: int) -> None:
-        """Put last tokens where the uploaded ids stand for them; nothing to do unless `feeds`."""
-        if self.feeds:
+    def scatter_last_tokens(self, num_tokens: int) -> None:
+        """Replace ids of -1 - row by the row's last token; nothing to do unless `async_tokens`."""
+        if self.async_tokens:
             ids = self._device["token_ids"][:num_tokens]
             last = self.last_tokens[(-1 - ids).clamp_min_(0)]
             ids.copy_(torch.where(ids < 0, last, ids))
 
-    def keep(self, token_ids: Tensor) -> None:
-        """Remember a step's tokens [R], in the order of its `sampled_rows`, as their rows' last."""
+    def store_last_tokens(self, token_ids: Tensor) -> None:
+        """Store the tokens [R] of a step, in the order of `sampled_rows`, as their rows' last."""
         rows = self._device["sampled_rows"][: len(token_ids)]
         self.last_tokens.index_copy_(0, rows, token_ids)
 

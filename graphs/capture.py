@@ -175,7 +175,7 @@ class GraphRunner:
         if key is not None and replay is not None:
             self._buffers.pad(num_tokens, num_seqs, num_rows, key)
             self._buffers.upload(key.num_seqs)
-            self._buffers.feed(num_tokens)
+            self._buffers.scatter_last_tokens(num_tokens)
             self._plan(key)
             self.num_padding_tokens += key.num_tokens - num_tokens
             self._begin(StepKind.captured, key.num_tokens, key.num_seqs)
@@ -184,7 +184,7 @@ class GraphRunner:
             # One row that nobody reads: programs are for at least one.
             self._buffers.host.logits_indices[0] = 0
         self._buffers.upload(num_seqs)
-        self._buffers.feed(num_tokens)
+        self._buffers.scatter_last_tokens(num_tokens)
         self._plan(GraphKey(num_tokens, num_seqs, tokens_per_seq))
         batch = self._buffers.batch(num_tokens, num_seqs, max(num_rows, 1))
         self._begin(self._uncaptured, num_tokens, num_seqs)
@@ -198,7 +198,7 @@ class GraphRunner:
         Logits are None when no row asks for them.
         """
         self._buffers.upload(num_seqs)
-        self._buffers.feed(num_tokens)
+        self._buffers.scatter_last_tokens(num_tokens)
         self._plan(GraphKey(num_tokens, num_seqs, 0))
         sampled = self._buffers.batch(num_tokens, num_seqs, num_rows).logits_indices
         batch = self._buffers.batch(num_tokens, num_seqs, None)

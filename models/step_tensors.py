@@ -131,7 +131,7 @@ class StepTensors(Generic[Array]):
     rows. A field that a subclass adds comes after those here.
     """
 
-    # [T]; on the host -1 - row stands for the last token of that row (`StaticBuffers.feed`).
+    # [T]; on the host -1 - row may stand for the last token of that row, which is on the device.
     token_ids: Annotated[Array, _PER_TOKEN]
     # [T]; the token's place in its sequence.
     positions: Annotated[Array, _PER_TOKEN]

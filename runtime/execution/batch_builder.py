@@ -80,7 +80,7 @@ class BatchBuilder:
         start_list = [entry.start for entry in scheduled]
         rows = np.array(row_list, dtype=np.intp)
         starts = np.array(start_list, dtype=np.int64)
-        if self._buffers.feeds:
+        if self._buffers.async_tokens:
             host.token_ids[:count] = -1 - rows
         else:
             np.take(self.last_token, rows, out=host.token_ids[:count])
@@ -102,13 +102,13 @@ class BatchBuilder:
         """What `_build_decode` does, number by number, since an array operation costs as much as
         ten of them.
         """
-        host, size, feeds = self._buffers.host, self._block_size, self._buffers.feeds
+        host, size, async_tokens = self._buffers.host, self._block_size, self._buffers.async_tokens
         for index, entry in enumerate(scheduled):
             row, start = entry.row, entry.start
             if entry.token_ids:
                 host.token_ids[index] = entry.token_ids[0]
             else:
-                host.token_ids[index] = -1 - row if feeds else self.last_token[row]
+                host.token_ids[index] = -1 - row if async_tokens else self.last_token[row]
             blocks = self._block_table[row]
             host.positions[index] = start
             host.slot_mapping[index] = int(blocks[start // size]) * size + start % size
@@ -132,7 +132,7 @@ class BatchBuilder:
         for index, entry in enumerate(scheduled):
             end = begin + entry.num_new_tokens
             row, stop = entry.row, entry.start + entry.num_new_tokens
-            if entry.token_ids or not self._buffers.feeds:
+            if entry.token_ids or not self._buffers.async_tokens:
                 host.token_ids[begin:end] = entry.token_ids or self.last_token[row]
             else:
                 host.token_ids[begin:end] = -1 - row

@@ -172,7 +172,7 @@ class ModelRunner:
 
     def _draw(self, pending: PendingStep, logits: Tensor) -> None:
         pending.tokens = self._sampler.launch(logits)
-        self._buffers.keep(pending.tokens.last_tokens)
+        self._buffers.store_last_tokens(pending.tokens.last_tokens)
 
     def _hold_threads(
         self, num_tokens: int, *, pools: bool = False
