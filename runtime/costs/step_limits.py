@@ -13,7 +13,7 @@ from typing import NamedTuple
 from ostinato.conf.schema import SchedulerConfig
 from ostinato.runtime.costs.cost_table import CostTable
 
-__all__ = ("DecidedLimits", "StepLimits", "decide_limits", "needless_sizes", "upper_limits")
+__all__ = ("DecidedLimits", "StepLimits", "decide_limits", "redundant_sizes", "upper_limits")
 
 # Upper bounds of what is not set. A GPU gains from batches that would only make a CPU slower.
 _MAX_NUM_SEQS = {"cpu": 64, "cuda": 256}
@@ -88,22 +88,22 @@ def decide_limits(
     return DecidedLimits(StepLimits(seqs, tokens), seqs_origin, tokens_origin)
 
 
-def needless_sizes(sizes: Sequence[int], costs: CostTable) -> list[int]:
+def redundant_sizes(sizes: Sequence[int], costs: CostTable) -> list[int]:
     """Decode buckets that are as slow as a larger one that stays: their steps can use that.
 
     Args:
         sizes: numbers of sequences, rising.
         costs: measured at those sizes.
     """
-    needless: list[int] = []
+    redundant: list[int] = []
     larger: float | None = None  # seconds of the next larger one that stays
     for size in reversed(sizes):
         seconds = costs.decode_seconds(size, 0)
         if larger is not None and seconds > (1.0 - _WORTH) * larger:
-            needless.insert(0, size)
+            redundant.insert(0, size)
         else:
             larger = seconds
-    return needless
+    return redundant
 
 
 def _rate(size: int, seconds: float) -> float:

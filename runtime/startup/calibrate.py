@@ -15,7 +15,7 @@ from ostinato.conf.schema import GraphConfig, SchedulerConfig
 from ostinato.graphs.bundle import Bundle
 from ostinato.runtime.costs.cost_probe import StepSpace, measure_costs
 from ostinato.runtime.costs.cost_table import CostTable
-from ostinato.runtime.costs.step_limits import StepLimits, decide_limits, needless_sizes
+from ostinato.runtime.costs.step_limits import StepLimits, decide_limits, redundant_sizes
 from ostinato.runtime.errors import StartupError
 from ostinato.runtime.execution.executor import (
     DropDecodeBuckets,
@@ -119,10 +119,10 @@ def calibrate(
     executor.idle()
     store.put(costs)
     # On a CPU a bucket is a bound call, which costs nothing, and a padded row is computed.
-    needless = [] if is_cpu else needless_sizes(buckets, costs)
-    if needless:
-        executor.call(DropDecodeBuckets(needless))
-        _LOG.info("decode buckets as slow as the next larger one are given up: %s", needless)
+    redundant = [] if is_cpu else redundant_sizes(buckets, costs)
+    if redundant:
+        executor.call(DropDecodeBuckets(redundant))
+        _LOG.info("decode buckets as slow as the next larger one are given up: %s", redundant)
     return costs
 
 

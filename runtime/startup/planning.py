@@ -24,7 +24,7 @@ from ostinato.models.registry import build_model, read_model_config
 from ostinato.models.weight_methods.choose import WeightPolicy, choose_weights
 from ostinato.ops.attention import AttentionPlanner, AttentionSpec, workspace_bytes
 from ostinato.runtime.costs.cost_table import CostTable
-from ostinato.runtime.costs.step_limits import StepLimits, needless_sizes, upper_limits
+from ostinato.runtime.costs.step_limits import StepLimits, redundant_sizes, upper_limits
 from ostinato.runtime.errors import StartupError
 from ostinato.runtime.execution.sampler import sampling_bytes
 from ostinato.runtime.startup.device import resolve_device
@@ -218,8 +218,8 @@ def bucket_table(
     if not graphs.capture_sizes:
         chosen = default_decode_sizes(scheduler.max_num_seqs, exact=is_cpu)
     if costs is not None and not is_cpu:
-        needless = needless_sizes(sorted(chosen), costs)
-        chosen = [size for size in chosen if size not in needless]
+        redundant = redundant_sizes(sorted(chosen), costs)
+        chosen = [size for size in chosen if size not in redundant]
     # On a CPU a mixed bucket would compute its padding, and there is no launch cost to save.
     mixed_sizes = [] if is_cpu else default_mixed_sizes(scheduler.max_num_batched_tokens)
     return BucketTable(

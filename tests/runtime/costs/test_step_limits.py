@@ -9,7 +9,7 @@ from ostinato.runtime.costs.cost_table import CostTable
 from ostinato.runtime.costs.step_limits import (
     StepLimits,
     decide_limits,
-    needless_sizes,
+    redundant_sizes,
     upper_limits,
 )
 
@@ -92,12 +92,12 @@ def test_decided_limits_are_not_tiny() -> None:
 
 def test_buckets_as_slow_as_the_next_larger_one_are_needless() -> None:
     costs = make_costs({1: 5.0, 2: 5.0, 4: 5.05, 8: 6.0, 16: 6.1, 32: 9.0}, {1: 5.0})
-    assert needless_sizes([1, 2, 4, 8, 16, 32], costs) == [1, 2, 8]
-    assert needless_sizes([4], costs) == []
-    assert needless_sizes([], costs) == []
+    assert redundant_sizes([1, 2, 4, 8, 16, 32], costs) == [1, 2, 8]
+    assert redundant_sizes([4], costs) == []
+    assert redundant_sizes([], costs) == []
 
 
 def test_slowly_rising_costs_keep_some_buckets() -> None:
     """Compared with the next one that stays, not with the neighbour: small steps add up."""
     costs = make_costs({size: 5.0 * 1.02**size for size in range(1, 11)}, {1: 5.0})
-    assert needless_sizes(range(1, 11), costs) == [1, 3, 5, 7, 9]
+    assert redundant_sizes(range(1, 11), costs) == [1, 3, 5, 7, 9]
