@@ -29,9 +29,9 @@ from ostinato.benchmarks.gpu.engine_stages import (
 from ostinato.benchmarks.machine.gpu_rates import measure_machine, time_calls
 from ostinato.conf.environment import with_own_caches
 from ostinato.conf.schema import DeviceName
-from ostinato.graphs.draw import StaticDrawer
 from ostinato.graphs.recorder import BoundRecorder, CudaRecorder
-from ostinato.ops.draw import DrawPath, RowDraw
+from ostinato.graphs.sampling_graph import GraphSampler
+from ostinato.ops.sample_rows import RowSampling, SamplePath
 from ostinato.runtime.startup.device import resolve_device
 
 __all__ = ("STAGES", "Stage", "StageFailedError", "start")
@@ -98,18 +98,18 @@ def _sampler(tiny: bool) -> dict[str, Any]:
     sizes, vocab_size = ((1, 4), 1000) if tiny else ((1, 8, 64, 256), 151_936)
     logits = torch.randn(max(sizes), vocab_size, device=device) * 3
     recorder = CudaRecorder() if device.type == "cuda" else BoundRecorder()
-    drawer = StaticDrawer(logits, recorder=recorder)
-    drawer.capture()
+    token_sampler = GraphSampler(logits, recorder=recorder)
+    token_sampler.capture()
     paths = {
-        DrawPath.greedy: RowDraw(DrawPath.greedy, 1.0, vocab_size, 1.0, 0.0, 0.5),
-        DrawPath.full: RowDraw(DrawPath.full, 1.0, vocab_size, 1.0, 0.0, 0.5),
-        DrawPath.narrow: RowDraw(DrawPath.narrow, 1.0, 20, 0.95, 0.0, 0.5),
-        DrawPath.wide: RowDraw(DrawPath.wide, 1.0, vocab_size, 0.9, 0.0, 0.5),
+        SamplePath.greedy: RowSampling(SamplePath.greedy, 1.0, vocab_size, 1.0, 0.0, 0.5),
+        SamplePath.full: RowSampling(SamplePath.full, 1.0, vocab_size, 1.0, 0.0, 0.5),
+        SamplePath.narrow: RowSampling(SamplePath.narrow, 1.0, 20, 0.95, 0.0, 0.5),
+        SamplePath.wide: RowSampling(SamplePath.wide, 1.0, vocab_size, 0.9, 0.0, 0.5),
     }
     rows = []
     for size, (path, draw) in itertools.product(sizes, paths.items()):
-        drawer.stage([draw] * size)
-        seconds = time_calls(partial(drawer.run, logits[:size]), device)
+        token_sampler.stage([draw] * size)
+        seconds = time_calls(partial(token_sampler.run, logits[:size]), device)
         rows.append({"rows": size, "path": path.name, "us": seconds * 1e6})
     return {"vocab_size": vocab_size, "rows": rows}
 

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from ostinato.benchmarks.machine.probes import LoadMeter
-from ostinato.ops.draw import DrawInputs, DrawPath, RowDraw, draw_each, draw_rows
 from ostinato.ops.native.library import load
+from ostinato.ops.sample_rows import RowSampling, SampleInputs, SamplePath, sample_each, sample_rows
 from ostinato.runtime.startup.machine_info import cpu_name
 
 __all__ = ("measure_draws",)
@@ -31,14 +31,14 @@ _MAX_CALLS = 20
 _BUDGET_S = 0.5  # for one way of drawing, both forms
 
 
-def _ways(vocabulary: int) -> dict[str, RowDraw]:
+def _ways(vocabulary: int) -> dict[str, RowSampling]:
     v = vocabulary
     return {
-        "greedy": RowDraw(DrawPath.greedy, 1.0, v, 1.0, 0.0, 0.5),
-        "temperature": RowDraw(DrawPath.full, 1.0, v, 1.0, 0.0, 0.5),
-        "top-k 50": RowDraw(DrawPath.narrow, 1.0, 50, 1.0, 0.0, 0.5),
-        "top-p 0.95": RowDraw(DrawPath.wide, 1.0, v, 0.95, 0.0, 0.5),
-        "min-p 0.05": RowDraw(DrawPath.wide, 1.0, v, 1.0, 0.05, 0.5),
+        "greedy": RowSampling(SamplePath.greedy, 1.0, v, 1.0, 0.0, 0.5),
+        "temperature": RowSampling(SamplePath.full, 1.0, v, 1.0, 0.0, 0.5),
+        "top-k 50": RowSampling(SamplePath.narrow, 1.0, 50, 1.0, 0.0, 0.5),
+        "top-p 0.95": RowSampling(SamplePath.wide, 1.0, v, 0.95, 0.0, 0.5),
+        "min-p 0.05": RowSampling(SamplePath.wide, 1.0, v, 1.0, 0.05, 0.5),
     }
 
 
@@ -61,10 +61,10 @@ def measure_draws(vocabulary: int, num_rows: int) -> dict[str, dict[str, list[fl
     found = {}
     for name, row in _ways(vocabulary).items():
         rows = [row] * num_rows
-        inputs = DrawInputs(*torch.tensor(rows, dtype=torch.float64).t().contiguous())
+        inputs = SampleInputs(*torch.tensor(rows, dtype=torch.float64).t().contiguous())
         calls: dict[str, Callable[[], Tensor]] = {
-            "native": lambda rows=rows: draw_each(logits, rows),
-            "torch": lambda inputs=inputs, row=row: draw_rows(logits, inputs, {row.path}),
+            "native": lambda rows=rows: sample_each(logits, rows),
+            "torch": lambda inputs=inputs, row=row: sample_rows(logits, inputs, {row.path}),
         }
         found[name] = _in_turns(calls)
     return found

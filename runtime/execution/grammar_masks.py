@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ostinato.ops.draw import rows_at_once
+from ostinato.ops.sample_rows import rows_at_once
 from ostinato.ops.sampling import apply_token_bitmask
 from ostinato.runtime.execution.thinking_budget import ThinkingBudget
 from ostinato.runtime.grammar.matcher import problem

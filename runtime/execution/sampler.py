@@ -18,8 +18,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ostinato.graphs.draw import Drawer, RowDrawer
-from ostinato.ops.draw import DrawPath, RowDraw, draw_bytes, draw_path
+from ostinato.graphs.sampling_graph import EagerSampler, TokenSampler
+from ostinato.ops.sample_rows import RowSampling, SamplePath, sample_path, sampling_workspace_bytes
 from ostinato.ops.sampling import uniform_number
 from ostinato.runtime.execution.grammar_masks import GrammarMasks, GrammarRow, MatcherSource
 from ostinato.runtime.execution.logits_processors import make_processors
@@ -47,7 +47,7 @@ class _Row:
         self.seed = params.seed or 0
         # 0 means that top-k is off; the draws want it as a number of tokens.
         self.top_k = params.top_k if 0 < params.top_k < vocab_size else vocab_size
-        self.path = draw_path(
+        self.path = sample_path(
             temperature=params.temperature,
             top_k=self.top_k,
             top_p=params.top_p,
@@ -63,15 +63,15 @@ class _Row:
         """What masks its next token, if anything does."""
         return None if self.grammar is None or self.grammar.is_free else self.grammar
 
-    def draw(self, position: int) -> RowDraw:
+    def draw(self, position: int) -> RowSampling:
         """What the draw of the token at `position` depends on."""
         params = self.params
         # A greedy row draws nothing, so its number is not worth its hash.
-        greedy = self.path is DrawPath.greedy
+        greedy = self.path is SamplePath.greedy
         uniform = 0.0 if greedy else uniform_number(self.seed, position)
         # Smaller temperatures would overflow to infinity; they are greedy for all purposes.
         temperature = max(params.temperature, 1e-3)
-        return RowDraw(self.path, temperature, self.top_k, params.top_p, params.min_p, uniform)
+        return RowSampling(self.path, temperature, self.top_k, params.top_p, params.min_p, uniform)
 
 
 class PendingTokens:
@@ -147,7 +147,7 @@ class Sampler:
         max_num_seqs: int,
         vocab_size: int,
         device: torch.device,
-        drawer: Drawer | None = None,
+        token_sampler: TokenSampler | None = None,
         matchers: MatcherSource | None = None,
     ) -> None:
         """
@@ -155,7 +155,7 @@ class Sampler:
             max_num_seqs: rows.
             vocab_size: V.
             device: of the logits.
-            drawer: draws the tokens; None = row by row, as a CPU does it best.
+            token_sampler: draws the tokens; None = row by row, as a CPU does it best.
             matchers: gives a request's grammar matcher; None = no request has a grammar.
         """
         self._states: list[_Row | None] = [None] * max_num_seqs
@@ -165,7 +165,7 @@ class Sampler:
             max_num_seqs=max_num_seqs, vocab_size=vocab_size, device=device
         )
         self.grammars = GrammarMasks(vocab_size=vocab_size, device=device, matchers=matchers)
-        self._drawer = drawer or RowDrawer()
+        self._token_sampler = token_sampler or EagerSampler()
         self._staged: list[_Row] = []
         self._rows: list[int] = []
         self._positions: list[int] = []
@@ -330,13 +330,13 @@ class Sampler:
         has_masks = any(mask is not None for mask in masks)
         if has_masks:
             self.grammars.apply(logits, masks, positions)
-        token_ids = self._drawer.run(logits)
+        token_ids = self._token_sampler.run(logits)
         for processor in self._processors:
             processor.advance(rows, token_ids)
         return token_ids, masks if has_masks else ()
 
     def _stage_draws(self, states: list[_Row], positions: list[int]) -> None:
-        self._drawer.stage(
+        self._token_sampler.stage(
             [state.draw(place) for state, place in zip(states, positions, strict=True)]
         )
 
@@ -367,4 +367,4 @@ def sampling_bytes(max_num_seqs: int, vocab_size: int) -> int:
     before the edits (4); a penalised row's counts (4) and prompt (1); allowed tokens (1, and 2 at
     work). Besides these, what a draw works on.
     """
-    return 22 * max_num_seqs * vocab_size + draw_bytes(max_num_seqs, vocab_size)
+    return 22 * max_num_seqs * vocab_size + sampling_workspace_bytes(max_num_seqs, vocab_size)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from ostinato.ops.draw import rows_at_once
+from ostinato.ops.sample_rows import rows_at_once
 from ostinato.ops.sampling import chosen_logprobs, token_logprobs
 from ostinato.runtime.scheduling.beam_search import num_candidates
 from ostinato.runtime.types.outputs import TokenLogprobs

@@ -15,7 +15,7 @@ from ostinato.conf.schema import GraphMode, PoolingChoice
 from ostinato.graphs.buckets import BucketTable, default_decode_sizes, default_mixed_sizes
 from ostinato.graphs.buffers import StaticBuffers
 from ostinato.graphs.capture import GraphRunner
-from ostinato.graphs.draw import StaticDrawer, num_draw_graphs
+from ostinato.graphs.sampling_graph import GraphSampler, num_sampling_graphs
 from ostinato.models.base import LanguageModel
 from ostinato.models.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from ostinato.models.checkpoints.pooling_files import PoolingFiles, read_pooling_files
@@ -194,7 +194,7 @@ def plan_engine(
         scheduler=source.limits,
         max_model_len=config.model.max_model_len or source.pooling.max_seq_length,
         graphs=GraphFootprint(
-            num_graphs=len(keys) + num_draw_graphs(num_seqs) if keys else 0,
+            num_graphs=len(keys) + num_sampling_graphs(num_seqs) if keys else 0,
             max_tokens=max((key.num_tokens for key in keys), default=0),
         ),
     )
@@ -235,7 +235,7 @@ def plan_measured(
     model: LanguageModel,
     buffers: StaticBuffers,
     planner: AttentionPlanner | None,
-    drawer: StaticDrawer,
+    token_sampler: GraphSampler,
 ) -> MemoryPlan:
     """The plan with the device's own figures; everything but the KV cache has its memory.
 
@@ -249,7 +249,7 @@ def plan_measured(
         model: in its memory.
         buffers: of the steps.
         planner: of the attention backend; None when it needs none.
-        drawer: of the sampler.
+        token_sampler: of the sampler.
 
     Raises:
         StartupError: it does not fit.
@@ -261,7 +261,7 @@ def plan_measured(
         runner = GraphRunner(model, null_block, buffers, table=table, planner=planner)
         runner.plan_buckets()
         runner.warm_up([(source.limits.max_num_batched_tokens, source.limits.max_num_seqs)])
-        drawer.run_largest()
+        token_sampler.run_largest()
 
     measured = measure(CudaMemory(), largest_step, free_before=plan.free_bytes)
     again = plan_engine(config, source, free_bytes=plan.free_bytes, measured=measured)

@@ -22,8 +22,8 @@ from ostinato.graphs.buffers import StaticBuffers
 from ostinato.graphs.bundle import Bundle
 from ostinato.graphs.capture import GraphRunner
 from ostinato.graphs.compile_monitor import CompileMonitor
-from ostinato.graphs.draw import StaticDrawer
 from ostinato.graphs.recorder import BoundRecorder, CudaRecorder, Recorder
+from ostinato.graphs.sampling_graph import GraphSampler
 from ostinato.graphs.threads import StepThreads
 from ostinato.graphs.timing import make_timer
 from ostinato.models.base import EncoderModel, LanguageModel
@@ -86,11 +86,18 @@ def build_rank(
         model, finish = begin_model(plan, loader, phase, model_cache)
         buffers = _make_buffers(plan)
         planner = _make_planner(plan, buffers, undo)
-        recorder, drawer = _make_recorder(plan)
-        if drawer is not None:
+        recorder, token_sampler = _make_recorder(plan)
+        if token_sampler is not None:
             with phase("measure"):
                 memory = plan_measured(
-                    config, source, plan.memory, plan.buckets, model, buffers, planner, drawer
+                    config,
+                    source,
+                    plan.memory,
+                    plan.buckets,
+                    model,
+                    buffers,
+                    planner,
+                    token_sampler,
                 )
                 plan = dataclasses.replace(plan, memory=memory)
         kv_cache = plan.kv_cache_spec.allocate(plan.memory.num_blocks, source.device)
@@ -111,10 +118,10 @@ def build_rank(
             planner=planner,
             timer=make_timer(source.device),
         )
-        _prepare_graphs(plan, graphs, drawer, phase)
+        _prepare_graphs(plan, graphs, token_sampler, phase)
         served = describe_model(config.model, config.sampling, source, plan.memory, phase.seconds)
         grammars = GrammarStore(served)
-        runner = _make_runner(plan, model, graphs, buffers, drawer, grammars)
+        runner = _make_runner(plan, model, graphs, buffers, token_sampler, grammars)
         executor = InlineExecutor(
             runner, kv_cache, grammars, monitor, pages=pages, overlap=plan.overlap
         )
@@ -159,7 +166,7 @@ def _make_planner(
     return planner
 
 
-def _make_recorder(plan: EnginePlan) -> tuple[Recorder, StaticDrawer | None]:
+def _make_recorder(plan: EnginePlan) -> tuple[Recorder, GraphSampler | None]:
     """How programs are captured, and the draws of a GPU, whose inputs captured programs write."""
     source = plan.source
     if plan.is_cpu or not source.config.kind.generates:
@@ -168,7 +175,7 @@ def _make_recorder(plan: EnginePlan) -> tuple[Recorder, StaticDrawer | None]:
     logits = torch.zeros(rows, vocab_size, dtype=torch.float32, device=source.device)
     recorder = CudaRecorder(logits)
     captured = plan.config.graphs.mode is GraphMode.captured
-    return recorder, StaticDrawer(logits, recorder=recorder.sharing_pool() if captured else None)
+    return recorder, GraphSampler(logits, recorder=recorder.sharing_pool() if captured else None)
 
 
 def _make_runner(
@@ -176,7 +183,7 @@ def _make_runner(
     model: LanguageModel,
     graphs: GraphRunner,
     buffers: StaticBuffers,
-    drawer: StaticDrawer | None,
+    token_sampler: GraphSampler | None,
     grammars: GrammarStore,
 ) -> ModelRunner:
     source = plan.source
@@ -184,7 +191,7 @@ def _make_runner(
         max_num_seqs=source.limits.max_num_seqs,
         vocab_size=source.config.vocab_size,
         device=source.device,
-        drawer=drawer,
+        token_sampler=token_sampler,
         matchers=grammars.matcher,
     )
     # Where several threads help a small step only in the CPU's own kernels, they are switched.
@@ -195,7 +202,7 @@ def _make_runner(
 
 
 def _prepare_graphs(
-    plan: EnginePlan, graphs: GraphRunner, drawer: StaticDrawer | None, phase: PhaseTimer
+    plan: EnginePlan, graphs: GraphRunner, token_sampler: GraphSampler | None, phase: PhaseTimer
 ) -> None:
     """Run every kind of step once, and capture the buckets that there is memory for."""
     config, limits = plan.config.graphs, plan.source.limits
@@ -207,10 +214,10 @@ def _prepare_graphs(
     if gaps := why_incomplete(config.capture_sizes, limits.max_num_seqs):
         _LOG.warning("%s", gaps)
     with phase("capture"):
-        memory = None if drawer is None else CudaMemory()
+        memory = None if token_sampler is None else CudaMemory()
         free = 0 if memory is None else memory.free()
         left_out = graphs.capture()
-        draws = [] if drawer is None else drawer.capture()
+        draws = [] if token_sampler is None else token_sampler.capture()
     if left_out or draws:
         _LOG.warning("%s", _capture_warning(left_out, len(draws)))
     if memory is not None:

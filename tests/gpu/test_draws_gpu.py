@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ostinato.graphs.draw import StaticDrawer
 from ostinato.graphs.recorder import CudaRecorder
+from ostinato.graphs.sampling_graph import GraphSampler
 from ostinato.graphs.timing import make_timer
-from ostinato.ops.draw import draw_bytes
+from ostinato.ops.sample_rows import sampling_workspace_bytes
 from ostinato.runtime.startup.measured_memory import CudaMemory
-from tests.graphs.draw_steps import MAX_SEQS, VOCAB, check_draws
+from tests.graphs.sampling_steps import MAX_SEQS, VOCAB, check_draws
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
@@ -20,25 +20,25 @@ CUDA = torch.device("cuda")
 @torch.inference_mode()
 def test_draws_are_those_of_the_cpu(captured: bool) -> None:
     static = torch.zeros(MAX_SEQS, VOCAB, device=CUDA)
-    drawer = StaticDrawer(static, recorder=CudaRecorder() if captured else None)
-    assert drawer.capture() == []
-    check_draws(drawer, static, num_steps=100)
+    token_sampler = GraphSampler(static, recorder=CudaRecorder() if captured else None)
+    assert token_sampler.capture() == []
+    check_draws(token_sampler, static, num_steps=100)
     before = torch.cuda.memory_allocated()
-    check_draws(drawer, static, num_steps=100)
+    check_draws(token_sampler, static, num_steps=100)
     assert torch.cuda.memory_allocated() == before
 
 
 @torch.inference_mode()
 def test_a_draw_stays_within_its_memory() -> None:
     rows, vocab_size = 64, 151_936
-    drawer = StaticDrawer(torch.randn(rows, vocab_size, device=CUDA))
-    drawer.run_largest()  # libraries take theirs
+    token_sampler = GraphSampler(torch.randn(rows, vocab_size, device=CUDA))
+    token_sampler.run_largest()  # libraries take theirs
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    drawer.run_largest()
+    token_sampler.run_largest()
     torch.cuda.synchronize()
-    assert torch.cuda.max_memory_allocated() - before <= draw_bytes(rows, vocab_size)
+    assert torch.cuda.max_memory_allocated() - before <= sampling_workspace_bytes(rows, vocab_size)
 
 
 def test_the_peak_of_a_call() -> None:

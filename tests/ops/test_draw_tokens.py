@@ -11,16 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ostinato.ops import draw
-from ostinato.ops.draw import DrawPath, RowDraw, draw_path, draw_rows
+from ostinato.ops import sample_rows as draw
+from ostinato.ops.sample_rows import RowSampling, SamplePath, sample_path, sample_rows
 from tests.ops.kernel_checks import LEVELS, ops_of
 
 
-def kernel(isa: str) -> Callable[[Tensor, list[RowDraw]], list[int]]:
+def kernel(isa: str) -> Callable[[Tensor, list[RowSampling]], list[int]]:
     assert hasattr(draw, "__all__")  # the op is defined
     op = ops_of("core", isa, draw="draw_tokens").draw
 
-    def run(logits: Tensor, rows: list[RowDraw]) -> list[int]:
+    def run(logits: Tensor, rows: list[RowSampling]) -> list[int]:
         return op(logits, torch.tensor(rows, dtype=torch.float64).t().contiguous()).tolist()
 
     return run
@@ -34,17 +34,17 @@ def row_draw(
     top_k: int = 0,
     top_p: float = 1.0,
     min_p: float = 0.0,
-) -> RowDraw:
+) -> RowSampling:
     limit = top_k or vocabulary
-    path = draw_path(
+    path = sample_path(
         temperature=temperature, top_k=limit, top_p=top_p, min_p=min_p, vocab_size=vocabulary
     )
-    return RowDraw(path, max(temperature, 1e-3), limit, top_p, min_p, uniform)
+    return RowSampling(path, max(temperature, 1e-3), limit, top_p, min_p, uniform)
 
 
-def plain(logits: Tensor, rows: list[RowDraw]) -> list[int]:
-    inputs = draw.DrawInputs(*torch.tensor(rows, dtype=torch.float64).t().contiguous())
-    return draw_rows(logits, inputs, set(DrawPath)).tolist()
+def plain(logits: Tensor, rows: list[RowSampling]) -> list[int]:
+    inputs = draw.SampleInputs(*torch.tensor(rows, dtype=torch.float64).t().contiguous())
+    return sample_rows(logits, inputs, set(SamplePath)).tolist()
 
 
 @pytest.mark.parametrize("isa", LEVELS)
@@ -76,7 +76,7 @@ def test_a_draw_is_that_of_plain_torch(
     uniforms = torch.rand(8, generator=generator, dtype=torch.float64).tolist()
     top_k = top_k if top_k < vocabulary else 0
 
-    def rows(shift: float, slack: float = 0.0) -> list[RowDraw]:
+    def rows(shift: float, slack: float = 0.0) -> list[RowSampling]:
         return [
             row_draw(
                 min(max(u + shift, 0.0), 1 - 1e-9),

@@ -16,7 +16,7 @@ from ostinato.ops.native.library import load
 
 # Of few sources, two compiler processes as for `core`.
 LOAD = """
-from ostinato.ops import draw
+from ostinato.ops import sample_rows as draw
 from ostinato.ops.native import build, library
 build.LIBRARIES["small"] = (("core/install",), ("rows/sampling",))
 print(library.load("small").path)

@@ -3,7 +3,7 @@
 // beside it or on the number of threads.
 //
 // What torch needs a sort and four passes in float64 for is here one pass for the sum and a look at the few
-// candidates that can be drawn. ops/draw.py has the same in plain torch, which the tests compare.
+// candidates that can be drawn. ops/sample_rows.py has the same in plain torch, which the tests compare.
 #include "core/kernel.h"
 #include "core/simd.h"
 
@@ -20,7 +20,7 @@ constexpr int kChunk = kDepth * F32::width;
 constexpr int64_t kFirstCandidates = 512;
 constexpr int64_t kLogitsPerWorker = 16 << 10;  // that pay for waking one more thread
 
-enum class Path { greedy = 0, full = 1, narrow = 2, wide = 3 };  // as in ops/draw.py
+enum class Path { greedy = 0, full = 1, narrow = 2, wide = 3 };  // as in ops/sample_rows.py
 
 struct Parameters {
   Path path;

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import torch
 
-from ostinato.graphs.draw import Drawer, StaticDrawer
+from ostinato.graphs.sampling_graph import GraphSampler, TokenSampler
 from ostinato.runtime.execution.sampler import Sampler, sampling_bytes
 from ostinato.runtime.types.params import MAX_LOGPROB_TOKEN_IDS, SamplingParams
 from ostinato.runtime.types.request import Request
@@ -142,12 +142,14 @@ EVERYTHING = [
 ]
 
 
-def sampler_of(params: list[SamplingParams], vocab_size: int, drawer: Drawer | None) -> Sampler:
+def sampler_of(
+    params: list[SamplingParams], vocab_size: int, token_sampler: TokenSampler | None
+) -> Sampler:
     sampler = Sampler(
         max_num_seqs=len(params),
         vocab_size=vocab_size,
         device=torch.device("cpu"),
-        drawer=drawer,
+        token_sampler=token_sampler,
     )
     for row, sampling in enumerate(params):
         request = Request(request_id=str(row), prompt_token_ids=[1, 2], sampling=sampling)
@@ -159,9 +161,9 @@ def sampler_of(params: list[SamplingParams], vocab_size: int, drawer: Drawer | N
 def test_static_draws_give_the_same_results(recorder: StaticRecorder | None) -> None:
     """Steps of any rows in any order, as they come and go; log-probabilities included."""
     vocab_size, numbers = 1500, random.Random(0)
-    drawer = StaticDrawer(torch.zeros(len(EVERYTHING), vocab_size), recorder=recorder)
-    drawer.capture()
-    static = sampler_of(EVERYTHING, vocab_size, drawer)
+    token_sampler = GraphSampler(torch.zeros(len(EVERYTHING), vocab_size), recorder=recorder)
+    token_sampler.capture()
+    static = sampler_of(EVERYTHING, vocab_size, token_sampler)
     plain = sampler_of(EVERYTHING, vocab_size, None)
     generator = torch.Generator().manual_seed(0)
     for position in range(3, 40):
@@ -189,8 +191,8 @@ def test_sampling_stays_within_its_memory() -> None:
     params[0] = msgspec.structs.replace(params[0], logprob_token_ids=chosen)
     with LiveBytes() as live:
         logits = torch.randn(rows, vocab_size)
-        drawer = StaticDrawer(torch.zeros(rows, vocab_size))
-        sampler = sampler_of(params, vocab_size, drawer)
+        token_sampler = GraphSampler(torch.zeros(rows, vocab_size))
+        sampler = sampler_of(params, vocab_size, token_sampler)
         sampler.sample(logits, list(range(rows)), [3] * rows)
     assert 25 * rows * vocab_size < live.peak <= sampling_bytes(rows, vocab_size)
 

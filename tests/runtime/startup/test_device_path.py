@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ostinato import LLM, SamplingParams
-from ostinato.graphs.draw import StaticDrawer
+from ostinato.graphs.sampling_graph import GraphSampler
 from ostinato.runtime.startup import planning, rank
 from ostinato.runtime.startup.engine_plan import EnginePlan
 from ostinato.runtime.startup.memory_plan import FreeMemory
@@ -66,10 +66,10 @@ def llm_of(
 ) -> LLM:
     memory = Memory()
 
-    def make_recorder(plan: EnginePlan) -> tuple[Scarce, StaticDrawer | None]:
+    def make_recorder(plan: EnginePlan) -> tuple[Scarce, GraphSampler | None]:
         source = plan.source
         logits = torch.zeros(source.limits.max_num_seqs, source.config.vocab_size)
-        return Scarce(set(missing)), StaticDrawer(logits, recorder=Scarce(set(missing)))
+        return Scarce(set(missing)), GraphSampler(logits, recorder=Scarce(set(missing)))
 
     def free_memory(*, is_cpu: bool) -> FreeMemory:
         return FreeMemory(total_bytes=2048 * MIB, free_bytes=memory.free(), source="a test")

@@ -25,14 +25,14 @@ from ostinato.ops.sampling import (
 )
 
 __all__ = (
-    "DrawInputs",
-    "DrawPath",
-    "RowDraw",
-    "draw_bytes",
-    "draw_each",
-    "draw_path",
-    "draw_rows",
+    "RowSampling",
+    "SampleInputs",
+    "SamplePath",
     "rows_at_once",
+    "sample_each",
+    "sample_path",
+    "sample_rows",
+    "sampling_workspace_bytes",
 )
 
 # Elements of logits that are worked on at once: what a draw needs besides is some 60 bytes for each
@@ -41,7 +41,7 @@ _DRAWN_ELEMENTS = 1 << 22
 _BYTES_PER_ELEMENT = 64
 
 
-class DrawPath(IntEnum):
+class SamplePath(IntEnum):
     """How a row's token is found."""
 
     greedy = 0  # the likeliest
@@ -50,10 +50,10 @@ class DrawPath(IntEnum):
     wide = 3  # from the whole vocabulary in order
 
 
-class RowDraw(NamedTuple):
-    """What one row's draw depends on besides its logits; the fields of `DrawInputs`, in order."""
+class RowSampling(NamedTuple):
+    """What one row's draw depends on besides its logits; the fields of `SampleInputs`, in order."""
 
-    path: DrawPath
+    path: SamplePath
     temperature: float  # above 0, of greedy rows too
     top_k: int  # V = off
     top_p: float
@@ -61,7 +61,7 @@ class RowDraw(NamedTuple):
     uniform: float  # in [0, 1)
 
 
-class DrawInputs(NamedTuple):
+class SampleInputs(NamedTuple):
     """The same for R rows, [R] float64 each; paths and top-k are whole numbers."""
 
     paths: Tensor
@@ -72,19 +72,19 @@ class DrawInputs(NamedTuple):
     uniforms: Tensor
 
 
-def draw_path(
+def sample_path(
     *, temperature: float, top_k: int, top_p: float, min_p: float, vocab_size: int
-) -> DrawPath:
+) -> SamplePath:
     """The way a row takes; what is off is a `top_k` of V, a `top_p` of 1, a `min_p` of 0."""
     if temperature == 0.0:
-        return DrawPath.greedy
+        return SamplePath.greedy
     limited = top_k < vocab_size
     if limited and top_k <= MAX_CANDIDATES:
-        return DrawPath.narrow
-    return DrawPath.wide if limited or top_p < 1.0 or min_p > 0.0 else DrawPath.full
+        return SamplePath.narrow
+    return SamplePath.wide if limited or top_p < 1.0 or min_p > 0.0 else SamplePath.full
 
 
-def draw_rows(logits: Tensor, inputs: DrawInputs, paths: Iterable[DrawPath]) -> Tensor:
+def sample_rows(logits: Tensor, inputs: SampleInputs, paths: Iterable[SamplePath]) -> Tensor:
     """Draw with fixed shapes and no question to the device: a CUDA graph can be made of it.
 
     Args:
@@ -97,13 +97,13 @@ def draw_rows(logits: Tensor, inputs: DrawInputs, paths: Iterable[DrawPath]) -> 
     """
     token_ids = logits.argmax(-1)
     for path in sorted(paths):
-        if path is not DrawPath.greedy:
+        if path is not SamplePath.greedy:
             drawn = _in_chunks(_STATIC[path], logits, inputs)
             token_ids = torch.where(inputs.paths == float(path), drawn, token_ids)
     return token_ids
 
 
-def draw_each(logits: Tensor, draws: Sequence[RowDraw]) -> Tensor:
+def sample_each(logits: Tensor, draws: Sequence[RowSampling]) -> Tensor:
     """Draw with work only for the rows that need it, for devices that are asked at no cost.
 
     `ostinato::draw_tokens`, on CPUs a C++ kernel (ops/native/rows/sampling.cpp). It and plain torch
@@ -123,12 +123,12 @@ def draw_each(logits: Tensor, draws: Sequence[RowDraw]) -> Tensor:
 
 
 def _plain_draw_tokens(logits: Tensor, inputs: Tensor) -> Tensor:
-    rows = DrawInputs(*inputs)
+    rows = SampleInputs(*inputs)
     token_ids = logits.argmax(-1)
-    for path in (DrawPath.full, DrawPath.narrow, DrawPath.wide):
+    for path in (SamplePath.full, SamplePath.narrow, SamplePath.wide):
         where = (rows.paths == float(path)).nonzero().squeeze(-1)
         if len(where):
-            chosen = DrawInputs(*(column[where] for column in rows))
+            chosen = SampleInputs(*(column[where] for column in rows))
             token_ids[where] = _in_chunks(_ASKING[path], logits, chosen, where)
     return token_ids
 
@@ -137,7 +137,7 @@ def _draw_tokens_fake(logits: Tensor, inputs: Tensor) -> Tensor:
     return logits.new_empty(logits.shape[:1], dtype=torch.int64)
 
 
-def draw_bytes(num_rows: int, vocab_size: int) -> int:
+def sampling_workspace_bytes(num_rows: int, vocab_size: int) -> int:
     """The most bytes that a draw of so many rows allocates at once."""
     return _BYTES_PER_ELEMENT * min(num_rows, rows_at_once(vocab_size)) * vocab_size
 
@@ -147,46 +147,46 @@ def rows_at_once(vocab_size: int) -> int:
     return max(1, _DRAWN_ELEMENTS // vocab_size)
 
 
-_Draw = Callable[[Tensor, DrawInputs], Tensor]
+_Draw = Callable[[Tensor, SampleInputs], Tensor]
 
 
-def _full(logits: Tensor, inputs: DrawInputs) -> Tensor:
+def _full(logits: Tensor, inputs: SampleInputs) -> Tensor:
     return sample_full(logits, inputs.uniforms)
 
 
-def _filter_arguments(inputs: DrawInputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _filter_arguments(inputs: SampleInputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return inputs.uniforms, inputs.top_k, inputs.top_p, inputs.min_p
 
 
-def _narrow(logits: Tensor, inputs: DrawInputs) -> Tensor:
+def _narrow(logits: Tensor, inputs: SampleInputs) -> Tensor:
     return sample_candidates(logits, *_filter_arguments(inputs))
 
 
-def _sorted(logits: Tensor, inputs: DrawInputs) -> Tensor:
+def _sorted(logits: Tensor, inputs: SampleInputs) -> Tensor:
     return sample_sorted(logits, *_filter_arguments(inputs))
 
 
-def _filtered(logits: Tensor, inputs: DrawInputs) -> Tensor:
+def _filtered(logits: Tensor, inputs: SampleInputs) -> Tensor:
     return sample_filtered(logits, *_filter_arguments(inputs))
 
 
-_STATIC: dict[DrawPath, _Draw] = {
-    DrawPath.full: _full,
-    DrawPath.narrow: _narrow,
-    DrawPath.wide: _sorted,
+_STATIC: dict[SamplePath, _Draw] = {
+    SamplePath.full: _full,
+    SamplePath.narrow: _narrow,
+    SamplePath.wide: _sorted,
 }
-_ASKING = _STATIC | {DrawPath.wide: _filtered}
+_ASKING = _STATIC | {SamplePath.wide: _filtered}
 
 
 def _in_chunks(
-    draw: _Draw, logits: Tensor, inputs: DrawInputs, where: Tensor | None = None
+    draw: _Draw, logits: Tensor, inputs: SampleInputs, where: Tensor | None = None
 ) -> Tensor:
     """`draw` of the logits (of the rows `where`) over their temperatures, so many rows at once."""
     num_rows, step = len(inputs.paths), rows_at_once(logits.shape[-1])
     parts = []
     for begin in range(0, num_rows, step):
         rows = slice(begin, begin + step)
-        part = DrawInputs(*(column[rows] for column in inputs))
+        part = SampleInputs(*(column[rows] for column in inputs))
         scaled = logits[rows] if where is None else logits[where[rows]]
         parts.append(draw(scaled / part.temperatures[:, None].float(), part))
     return parts[0] if len(parts) == 1 else torch.cat(parts)

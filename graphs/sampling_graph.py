@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from ostinato.graphs.recorder import Recorder, is_out_of_memory
-from ostinato.ops.draw import DrawInputs, DrawPath, RowDraw, draw_each, draw_rows
+from ostinato.ops.sample_rows import RowSampling, SampleInputs, SamplePath, sample_each, sample_rows
 
-__all__ = ("DrawKey", "Drawer", "RowDrawer", "StaticDrawer", "num_draw_graphs")
+__all__ = ("EagerSampler", "GraphSampler", "SamplingKey", "TokenSampler", "num_sampling_graphs")
 
-_FULL, _NARROW, _WIDE = DrawPath.full, DrawPath.narrow, DrawPath.wide
+_FULL, _NARROW, _WIDE = SamplePath.full, SamplePath.narrow, SamplePath.wide
 # The mixtures that have a graph of their own, cheapest first. A step takes the first that has all
 # of its ways: what it has more costs time and changes nothing.
-_MIXTURES: tuple[frozenset[DrawPath], ...] = tuple(
+_MIXTURES: tuple[frozenset[SamplePath], ...] = tuple(
     map(
         frozenset,
         ((), (_NARROW,), (_FULL,), (_FULL, _NARROW), (_WIDE,), (_FULL, _NARROW, _WIDE)),
@@ -29,10 +29,10 @@ _MIXTURES: tuple[frozenset[DrawPath], ...] = tuple(
 )
 
 
-class Drawer(Protocol):
+class TokenSampler(Protocol):
     """Draws one token per row, twice told about a step: its parameters, then its logits."""
 
-    def stage(self, draws: Sequence[RowDraw]) -> None:
+    def stage(self, draws: Sequence[RowSampling]) -> None:
         """Take a step's parameters, in the order of its rows; called before the model runs."""
         ...
 
@@ -41,27 +41,27 @@ class Drawer(Protocol):
         ...
 
 
-class RowDrawer:
+class EagerSampler:
     """For devices that are asked at no cost: works on the rows that need it."""
 
     def __init__(self) -> None:
-        self._draws: Sequence[RowDraw] = ()
+        self._draws: Sequence[RowSampling] = ()
 
-    def stage(self, draws: Sequence[RowDraw]) -> None:
+    def stage(self, draws: Sequence[RowSampling]) -> None:
         self._draws = draws
 
     def run(self, logits: Tensor) -> Tensor:
-        return draw_each(logits, self._draws)
+        return sample_each(logits, self._draws)
 
 
-class DrawKey(NamedTuple):
+class SamplingKey(NamedTuple):
     """What a captured draw was made for."""
 
     num_rows: int
-    paths: frozenset[DrawPath]
+    paths: frozenset[SamplePath]
 
 
-class StaticDrawer:
+class GraphSampler:
     """Fixed shapes over static tensors, padded to buckets of rows; captured if it has a recorder.
 
     Logits that lie elsewhere than in its static tensor are copied there first.
@@ -78,32 +78,32 @@ class StaticDrawer:
         self._recorder = recorder
         self._logits = logits
         self._host_memory = torch.ones(
-            len(DrawInputs._fields), max_num_seqs, dtype=torch.float64, pin_memory=cuda
+            len(SampleInputs._fields), max_num_seqs, dtype=torch.float64, pin_memory=cuda
         )
         self._host: np.ndarray = self._host_memory.numpy()
         self._inputs = self._host_memory.to(device) if cuda else self._host_memory
         self._copied = torch.cuda.Event() if cuda else None
         self._sizes = _row_sizes(max_num_seqs)
         self._num_rows = 0
-        self._paths: frozenset[DrawPath] = frozenset()
-        self._replays: dict[DrawKey, Callable[[], Tensor]] = {}
+        self._paths: frozenset[SamplePath] = frozenset()
+        self._replays: dict[SamplingKey, Callable[[], Tensor]] = {}
 
     @property
-    def captured_keys(self) -> list[DrawKey]:
+    def captured_keys(self) -> list[SamplingKey]:
         return list(self._replays)
 
-    def capture(self) -> list[DrawKey]:
+    def capture(self) -> list[SamplingKey]:
         """Capture every mixture at every size, largest first.
 
         Returns:
             Those that there was no memory for; they run uncaptured.
         """
-        left_out: list[DrawKey] = []
+        left_out: list[SamplingKey] = []
         if self._recorder is None:
             return left_out
         for size in reversed(self._sizes):
             for paths in reversed(_MIXTURES):
-                key = DrawKey(size, paths)
+                key = SamplingKey(size, paths)
                 try:
                     self._replays[key] = self._recorder.capture(self._bind(key))
                 except (MemoryError, RuntimeError) as error:
@@ -112,9 +112,9 @@ class StaticDrawer:
                     left_out.append(key)
         return left_out
 
-    def stage(self, draws: Sequence[RowDraw]) -> None:
+    def stage(self, draws: Sequence[RowSampling]) -> None:
         self._num_rows = len(draws)
-        present = {row.path for row in draws} - {DrawPath.greedy}
+        present = {row.path for row in draws} - {SamplePath.greedy}
         self._paths = next(mixture for mixture in _MIXTURES if present <= mixture)
         if not present:
             return
@@ -128,7 +128,7 @@ class StaticDrawer:
 
     def run_largest(self) -> None:
         """Run every way of drawing on as many rows as a step can have, for what it allocates."""
-        self._bind(DrawKey(len(self._logits), _MIXTURES[-1]))()
+        self._bind(SamplingKey(len(self._logits), _MIXTURES[-1]))()
 
     def run(self, logits: Tensor) -> Tensor:
         num_rows = self._num_rows
@@ -136,19 +136,19 @@ class StaticDrawer:
         if logits.data_ptr() != self._logits.data_ptr():
             self._logits[:num_rows].copy_(logits)
         size = next(size for size in self._sizes if size >= num_rows)
-        replay = self._replays.get(DrawKey(size, self._paths))
+        replay = self._replays.get(SamplingKey(size, self._paths))
         if replay is None:
-            return self._bind(DrawKey(num_rows, self._paths))()
+            return self._bind(SamplingKey(num_rows, self._paths))()
         return replay()[:num_rows]
 
-    def _bind(self, key: DrawKey) -> Callable[[], Tensor]:
+    def _bind(self, key: SamplingKey) -> Callable[[], Tensor]:
         logits = self._logits[: key.num_rows]
-        inputs = DrawInputs(*self._inputs[:, : key.num_rows].unbind())
-        return lambda: draw_rows(logits, inputs, key.paths)
+        inputs = SampleInputs(*self._inputs[:, : key.num_rows].unbind())
+        return lambda: sample_rows(logits, inputs, key.paths)
 
 
-def num_draw_graphs(max_num_seqs: int) -> int:
-    """How many a drawer captures for steps of so many rows."""
+def num_sampling_graphs(max_num_seqs: int) -> int:
+    """How many a token_sampler captures for steps of so many rows."""
     return len(_row_sizes(max_num_seqs)) * len(_MIXTURES)
 
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ostinato.graphs.draw import DrawKey, StaticDrawer
-from ostinato.ops.draw import DrawPath, RowDraw, draw_bytes, draw_path
-from tests.graphs.draw_steps import MAX_SEQS, VOCAB, check_draws
+from ostinato.graphs.sampling_graph import GraphSampler, SamplingKey
+from ostinato.ops.sample_rows import RowSampling, SamplePath, sample_path, sampling_workspace_bytes
+from tests.graphs.sampling_steps import MAX_SEQS, VOCAB, check_draws
 from tests.graphs.test_capture import StaticRecorder
 from tests.live_bytes import LiveBytes
 
@@ -19,39 +19,39 @@ from tests.live_bytes import LiveBytes
 @pytest.mark.parametrize(
     ("top_k", "top_p", "min_p", "path"),
     [
-        (VOCAB, 1.0, 0.0, DrawPath.full),
-        (512, 1.0, 0.0, DrawPath.narrow),
-        (20, 0.9, 0.1, DrawPath.narrow),
-        (513, 1.0, 0.0, DrawPath.wide),
-        (VOCAB, 0.9, 0.0, DrawPath.wide),
-        (VOCAB, 1.0, 0.1, DrawPath.wide),
+        (VOCAB, 1.0, 0.0, SamplePath.full),
+        (512, 1.0, 0.0, SamplePath.narrow),
+        (20, 0.9, 0.1, SamplePath.narrow),
+        (513, 1.0, 0.0, SamplePath.wide),
+        (VOCAB, 0.9, 0.0, SamplePath.wide),
+        (VOCAB, 1.0, 0.1, SamplePath.wide),
     ],
 )
 def test_a_rows_way_follows_from_its_parameters(
-    top_k: int, top_p: float, min_p: float, path: DrawPath
+    top_k: int, top_p: float, min_p: float, path: SamplePath
 ) -> None:
     given = {"top_k": top_k, "top_p": top_p, "min_p": min_p, "vocab_size": VOCAB}
-    assert draw_path(temperature=0.5, **given) is path
-    assert draw_path(temperature=0.0, **given) is DrawPath.greedy
+    assert sample_path(temperature=0.5, **given) is path
+    assert sample_path(temperature=0.0, **given) is SamplePath.greedy
 
 
 @pytest.mark.parametrize("captured", [False, True])
 @torch.inference_mode()
 def test_static_draws_are_those_of_each_row_alone(captured: bool) -> None:
     static = torch.zeros(MAX_SEQS, VOCAB)
-    drawer = StaticDrawer(static, recorder=StaticRecorder() if captured else None)
-    drawer.capture()
-    check_draws(drawer, static, num_steps=60)
+    token_sampler = GraphSampler(static, recorder=StaticRecorder() if captured else None)
+    token_sampler.capture()
+    check_draws(token_sampler, static, num_steps=60)
 
 
 def test_sizes_and_mixtures_that_are_captured() -> None:
     recorder = StaticRecorder()
-    drawer = StaticDrawer(torch.zeros(6, 10), recorder=recorder)
-    assert drawer.capture() == []
-    full, narrow, wide = DrawPath.full, DrawPath.narrow, DrawPath.wide
+    token_sampler = GraphSampler(torch.zeros(6, 10), recorder=recorder)
+    assert token_sampler.capture() == []
+    full, narrow, wide = SamplePath.full, SamplePath.narrow, SamplePath.wide
     mixtures = [{full, narrow, wide}, {wide}, {full, narrow}, {full}, {narrow}, set()]
-    assert drawer.captured_keys == [
-        DrawKey(size, frozenset(mixture)) for size in (6, 4, 2, 1) for mixture in mixtures
+    assert token_sampler.captured_keys == [
+        SamplingKey(size, frozenset(mixture)) for size in (6, 4, 2, 1) for mixture in mixtures
     ]
 
 
@@ -69,12 +69,12 @@ class Scarce:
 
 def test_draws_that_lack_memory_run_uncaptured() -> None:
     static = torch.randn(4, 10, generator=torch.Generator().manual_seed(1))
-    drawer = StaticDrawer(static, recorder=Scarce(2))
-    left_out = drawer.capture()
+    token_sampler = GraphSampler(static, recorder=Scarce(2))
+    left_out = token_sampler.capture()
     assert {key.num_rows for key in left_out} == {4}
-    assert {key.num_rows for key in drawer.captured_keys} == {1, 2}
-    drawer.stage([RowDraw(DrawPath.greedy, 1e-3, 10, 1.0, 0.0, 0.0)] * 3)
-    assert drawer.run(static[:3]).tolist() == static[:3].argmax(-1).tolist()
+    assert {key.num_rows for key in token_sampler.captured_keys} == {1, 2}
+    token_sampler.stage([RowSampling(SamplePath.greedy, 1e-3, 10, 1.0, 0.0, 0.0)] * 3)
+    assert token_sampler.run(static[:3]).tolist() == static[:3].argmax(-1).tolist()
 
 
 def test_another_error_of_the_capture_is_an_error() -> None:
@@ -83,7 +83,7 @@ def test_another_error_of_the_capture_is_an_error() -> None:
             raise RuntimeError("operation not permitted when stream is capturing")
 
     with pytest.raises(RuntimeError, match="not permitted"):
-        StaticDrawer(torch.zeros(2, 10), recorder=Broken()).capture()
+        GraphSampler(torch.zeros(2, 10), recorder=Broken()).capture()
 
 
 class NoQuestions(TorchDispatchMode):
@@ -99,15 +99,19 @@ class NoQuestions(TorchDispatchMode):
 
 @torch.inference_mode()
 def test_static_draws_ask_the_device_nothing() -> None:
-    drawer = StaticDrawer(torch.randn(5, VOCAB))
+    token_sampler = GraphSampler(torch.randn(5, VOCAB))
     with NoQuestions():
-        drawer.run_largest()
+        token_sampler.run_largest()
 
 
 def test_memory_of_a_draw_is_bounded() -> None:
     # 4 Mi elements at once: 27 rows of 152k.
-    assert draw_bytes(1, 151_936) == 64 * 151_936
-    assert draw_bytes(27, 151_936) == draw_bytes(256, 151_936) == 64 * 27 * 151_936
+    assert sampling_workspace_bytes(1, 151_936) == 64 * 151_936
+    assert (
+        sampling_workspace_bytes(27, 151_936)
+        == sampling_workspace_bytes(256, 151_936)
+        == 64 * 27 * 151_936
+    )
 
 
 @pytest.mark.parametrize("num_rows", [1, 3, 9])
@@ -115,10 +119,10 @@ def test_memory_of_a_draw_is_bounded() -> None:
 def test_a_draw_stays_within_its_memory(num_rows: int) -> None:
     """All ways at once, of few and of more rows than are worked on at once (two of 2 million)."""
     vocab_size = 2_000_000
-    drawer = StaticDrawer(torch.randn(num_rows, vocab_size))
+    token_sampler = GraphSampler(torch.randn(num_rows, vocab_size))
     with LiveBytes() as live:
-        drawer.run_largest()
+        token_sampler.run_largest()
     # A sort on a GPU takes another copy of values and places beside its result.
     of_the_sort = 12 * min(num_rows, 2) * vocab_size
-    assert live.peak + of_the_sort <= draw_bytes(num_rows, vocab_size)
+    assert live.peak + of_the_sort <= sampling_workspace_bytes(num_rows, vocab_size)
     assert live.peak > 20 * vocab_size

@@ -1,4 +1,4 @@
-"""Random draws of every kind, and a drawer's tokens against those of each row alone."""
+"""Random draws of every kind, and a token_sampler's tokens against those of each row alone."""
 
 from __future__ import annotations
 
@@ -7,47 +7,49 @@ import random
 import torch
 from torch import Tensor
 
-from ostinato.graphs.draw import RowDrawer, StaticDrawer
-from ostinato.ops.draw import RowDraw, draw_path
+from ostinato.graphs.sampling_graph import EagerSampler, GraphSampler
+from ostinato.ops.sample_rows import RowSampling, sample_path
 
 VOCAB, MAX_SEQS = 1500, 12
 
 
-def random_draws(numbers: random.Random, count: int, vocab_size: int = VOCAB) -> list[RowDraw]:
+def random_draws(numbers: random.Random, count: int, vocab_size: int = VOCAB) -> list[RowSampling]:
     draws = []
     for _ in range(count):
         top_k = numbers.choice([vocab_size, vocab_size, 1, 7, 512, 513, 900])
         top_p = numbers.choice([1.0, 1.0, 0.3, 0.95])
         min_p = numbers.choice([0.0, 0.0, 0.02])
         temperature = numbers.choice([0.0, 0.7, 1.0, 3.0])
-        path = draw_path(
+        path = sample_path(
             temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, vocab_size=vocab_size
         )
-        draws.append(RowDraw(path, max(temperature, 1e-3), top_k, top_p, min_p, numbers.random()))
+        draws.append(
+            RowSampling(path, max(temperature, 1e-3), top_k, top_p, min_p, numbers.random())
+        )
     return draws
 
 
-def check_draws(drawer: StaticDrawer, static: Tensor, num_steps: int) -> None:
+def check_draws(token_sampler: GraphSampler, static: Tensor, num_steps: int) -> None:
     """Steps of all sizes and mixtures; rows that a larger step left behind must not be seen.
 
     Args:
-        drawer: over `static`.
+        token_sampler: over `static`.
         static: [MAX_SEQS, VOCAB] float32, on any device.
         num_steps: to compare.
     """
     numbers = random.Random(0)
     generator = torch.Generator().manual_seed(0)
-    alone = RowDrawer()
+    alone = EagerSampler()
     for _ in range(num_steps):
         count = numbers.randint(1, MAX_SEQS)
         logits = torch.randn(count, VOCAB, generator=generator) * 3
         draws = random_draws(numbers, count)
-        drawer.stage(draws)
+        token_sampler.stage(draws)
         if numbers.random() < 0.5:  # as a captured model does it
             static[:count] = logits.to(static.device)
-            got = drawer.run(static[:count])
+            got = token_sampler.run(static[:count])
         else:
-            got = drawer.run(logits.to(static.device))
+            got = token_sampler.run(logits.to(static.device))
         expected: list[int] = []
         for row in range(count):
             alone.stage(draws[row : row + 1])
