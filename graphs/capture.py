@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ostinato.graphs.buckets import BucketTable, GraphKey
 from ostinato.graphs.buffers import StaticBuffers
-from ostinato.graphs.compile import Program
+from ostinato.graphs.compiler.programs import Program
 from ostinato.graphs.recorder import Recorder, is_out_of_memory
 from ostinato.graphs.timing import ClockTimer, StepTimer
 from ostinato.models.base import CausalLM, LanguageModel

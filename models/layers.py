@@ -115,7 +115,7 @@ class Attention(nn.Module):
         """[T, D] -> [T, D] (of `rows` only: [R, D]), added to the residual; writes K and V into the
         caches.
         """
-        # Only views: a graph of ops and views needs no code of a compiler's (graphs/fx_program.py).
+        # Ops and views alone are lowered without a compiler (graphs/compiler/fx_program.py).
         num_rotated, num_kv = self.num_heads + self.num_kv_heads, self.num_kv_heads
         heads = self.qkv_proj(x).view(-1, num_rotated + num_kv, self.head_dim)
         queries_keys, v = heads.split_with_sizes((num_rotated, num_kv), 1)

@@ -3,7 +3,7 @@
 `StepTensors` is the table. Each field is a tensor, and its annotation says which sizes and dtype
 the tensor has, what padding holds and how it is uploaded. These parts are derived from it:
 the static buffers on host and device (`graphs.buffers`), the marks for dynamic sizes
-(`graphs.compile`), and the inputs of a captured CPU graph (`graphs.replay`). A further tensor needs
+(`graphs.compiler`), and the inputs of a captured CPU graph. A further tensor needs
 a field here and the code that fills or reads it.
 """
 

@@ -33,7 +33,7 @@ from ostinato.conf.compose import load_config
 from ostinato.conf.schema import GraphForm
 from ostinato.graphs.buffers import StaticBuffers
 from ostinato.graphs.capture import GraphRunner
-from ostinato.graphs.compile import compile_model
+from ostinato.graphs.compiler.compile import compile_model
 from ostinato.models.base import LanguageModel
 from ostinato.models.checkpoints.weights import init_dummy_weights
 from ostinato.models.kv_cache import KVCache

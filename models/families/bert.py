@@ -62,7 +62,7 @@ class BertAttention(nn.Module):
 
     def forward(self, x: Tensor, step: StepInputs, rows: Tensor | None) -> Tensor:
         """[T, D] -> [T, D] (of `rows` only: [R, D]), added to the input."""
-        # Only views: a graph of ops and views needs no code of a compiler's (graphs/fx_program.py).
+        # Ops and views alone are lowered without a compiler (graphs/compiler/fx_program.py).
         count = self.num_heads
         heads = self.qkv_proj(x).view(-1, 3 * count, self.head_dim)
         q, k, v = heads.split_with_sizes((count, count, count), 1)

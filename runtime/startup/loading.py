@@ -15,7 +15,7 @@ from ostinato.conf.engine import EngineConfig
 from ostinato.conf.schema import GraphMode, LoadFormat, Quantization
 from ostinato.graphs.buffers import StaticBuffers
 from ostinato.graphs.bundle import Bundle
-from ostinato.graphs.compile import Binder, compile_model
+from ostinato.graphs.compiler.compile import Binder, compile_model
 from ostinato.models.base import LanguageModel
 from ostinato.models.checkpoints.checkpoint import CheckpointError
 from ostinato.models.checkpoints.weights import init_dummy_weights, load_weights

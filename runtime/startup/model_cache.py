@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass
 
-from ostinato.graphs.compile import Binder
+from ostinato.graphs.compiler.compile import Binder
 from ostinato.models.base import LanguageModel
 
 __all__ = ("LoadedModel", "LoadedModelCache")

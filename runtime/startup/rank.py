@@ -143,7 +143,7 @@ def _make_buffers(plan: EnginePlan) -> StaticBuffers:
         max_blocks_per_seq=-(-plan.memory.max_model_len // block_size),
         block_size=block_size,
         device=plan.source.device,
-        feeds=plan.overlap or None,
+        async_tokens=plan.overlap or None,
     )
 
 

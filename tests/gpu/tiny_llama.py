@@ -12,7 +12,7 @@ from ostinato.conf.schema import GraphForm
 from ostinato.graphs.buckets import BucketTable
 from ostinato.graphs.buffers import StaticBuffers
 from ostinato.graphs.capture import GraphRunner
-from ostinato.graphs.compile import compile_model
+from ostinato.graphs.compiler.compile import compile_model
 from ostinato.graphs.recorder import CudaRecorder, Recorder
 from ostinato.models.checkpoints.weights import init_dummy_weights
 from ostinato.models.families.llama import LlamaForCausalLM

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ostinato.conf.schema import GraphForm
-from ostinato.graphs import compile as compiling
 from ostinato.graphs.buckets import GraphKey
 from ostinato.graphs.buffers import StaticBuffers
-from ostinato.graphs.compile import Program, compile_model
+from ostinato.graphs.compiler import programs
+from ostinato.graphs.compiler.compile import compile_model
+from ostinato.graphs.compiler.programs import Program
 from ostinato.models.base import CausalLM, DecoderLayer
 from ostinato.models.kv_cache import KVCache
 from ostinato.models.step_tensors import (
@@ -25,7 +26,7 @@ from ostinato.models.step_tensors import (
     Upload,
     tensor_specs,
 )
-from tests.graphs.test_replay import packed
+from tests.graphs.compiler.test_cpu_capture import packed
 from tests.graphs.toy import BLOCK_SIZE, MAX_BLOCKS, MAX_SEQS, MAX_TOKENS, fill
 
 CPU = torch.device("cpu")
@@ -139,7 +140,7 @@ def test_programs_read_a_further_tensor_of_each_step(monkeypatch: pytest.MonkeyP
     program = bind(model)
     replayed = hidden_states(program, spec.allocate(64, CPU))
     assert not program.has_loops, "the layers were recorded"
-    monkeypatch.setattr(compiling, "_REPLAYED_TOKENS", 0)
+    monkeypatch.setattr(programs, "_REPLAYED_TOKENS", 0)
     called = hidden_states(bind(model), spec.allocate(64, CPU))
     for one, two, three in zip(expected, replayed, called, strict=True):
         assert torch.equal(one, two)

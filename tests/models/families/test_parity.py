@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ostinato.conf.schema import GraphForm, ModelSection
-from ostinato.graphs.compile import compile_model
+from ostinato.graphs.compiler.compile import compile_model
 from ostinato.models.base import CausalLM
 from ostinato.models.checkpoints.checkpoint import open_checkpoint
 from ostinato.models.checkpoints.weights import load_weights

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from ostinato.conf.schema import GraphForm, HeadQuantization, ModelSection, Quantization
-from ostinato.graphs.compile import compile_model
+from ostinato.graphs.compiler.compile import compile_model
 from ostinato.models.base import CausalLM
 from ostinato.models.checkpoints.checkpoint import CheckpointError, open_checkpoint
 from ostinato.models.checkpoints.weights import init_dummy_weights, load_weights

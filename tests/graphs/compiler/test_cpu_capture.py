@@ -7,14 +7,14 @@ import pytest
 import torch
 
 from ostinato.conf.schema import GraphForm
-from ostinato.graphs import compile as compiling
-from ostinato.graphs.compile import compile_model
-from ostinato.graphs.fx_program import FxProgram
-from ostinato.graphs.replay import LayerCall, record
+from ostinato.graphs.compiler import programs
+from ostinato.graphs.compiler.compile import compile_model
+from ostinato.graphs.compiler.cpu_capture import LayerCall, capture_layers
+from ostinato.graphs.compiler.fx_program import FxProgram
 from ostinato.models.checkpoints.weights import init_dummy_weights
 from ostinato.models.registry import build_model
 from ostinato.runtime.startup.build import open_model
-from tests.graphs.test_fx_program import Store, make_buffers, run
+from tests.graphs.compiler.test_fx_program import Store, make_buffers, run
 from tests.graphs.toy import fill
 from tests.runtime.tiny import tiny_config
 
@@ -46,7 +46,7 @@ def test_played_steps_equal_called_ones(
     program = bind(model)
     result = run(program, played)
     again = run(program, spec.allocate(64, device))  # another cache: another tape
-    monkeypatch.setattr(compiling, "_REPLAYED_TOKENS", 0)
+    monkeypatch.setattr(programs, "_REPLAYED_TOKENS", 0)
     expected = run(bind(model), called)
     assert torch.equal(result, expected)
     assert torch.equal(again, expected)
@@ -103,7 +103,7 @@ def test_what_a_tape_can_not_hold_is_not_recorded() -> None:
             )
             for index, layer in enumerate(model.layers)
         ]
-        replay = record(layers, spec.allocate(64, device), hidden, step)
+        replay = capture_layers(layers, spec.allocate(64, device), hidden, step)
         assert (replay is not None) == is_recorded, backend
 
 

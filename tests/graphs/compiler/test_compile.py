@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from ostinato.conf.schema import GraphForm
-from ostinato.graphs.compile import Program, compile_model
+from ostinato.graphs.compiler.compile import compile_model
+from ostinato.graphs.compiler.programs import Program
 from ostinato.models.kv_cache import KVCache
 from tests.graphs.toy import ToyModel, fill, make_buffers, make_cache
 

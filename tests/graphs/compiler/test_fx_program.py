@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ostinato.conf.schema import GraphForm
-from ostinato.graphs.compile import compile_model
-from ostinato.graphs.fx_program import FxProgram
+from ostinato.graphs.compiler.compile import compile_model
+from ostinato.graphs.compiler.fx_program import FxProgram
 from ostinato.models.checkpoints.weights import init_dummy_weights
 from ostinato.models.registry import build_model
 from ostinato.runtime.startup.planning import open_model
@@ -132,7 +132,7 @@ def test_loading_imports_no_compiler(tmp_path: Path) -> None:
         "import sys, msgspec, torch\n"
         "from pathlib import Path\n"
         "import ostinato.ops.norm\n"
-        "from ostinato.graphs.fx_program import FxProgram\n"
+        "from ostinato.graphs.compiler.fx_program import FxProgram\n"
         "data = Path(sys.argv[1]).read_bytes()\n"
         "program = msgspec.msgpack.decode(data, type=FxProgram).load()\n"
         "print(program(torch.full((1, 8), 3.0)).sum().item())\n"

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ostinato.graphs.fx_program import FxProgram, resolve
+from ostinato.graphs.compiler.fx_program import FxProgram, resolve
 from ostinato.models.kv_cache import KVCache
 from ostinato.models.step_tensors import (
     ForwardBatch,
@@ -29,7 +29,7 @@ from ostinato.models.step_tensors import (
 from ostinato.ops.native.abi import SymbolicSize
 from ostinato.ops.native.cpu_graph import CpuGraph, Slot, why_not_callable, why_not_constant
 
-__all__ = ("LayerCall", "Replay", "record")
+__all__ = ("CpuReplay", "LayerCall", "capture_layers")
 
 _OP_PREFIX = "torch:ops.ostinato."
 _SYMBOLIC_SIZES = {
@@ -47,7 +47,7 @@ class LayerCall(NamedTuple):
     parameters: list[Tensor]
 
 
-class Replay:
+class CpuReplay:
     """All layers of a model over one KV cache."""
 
     def __init__(
@@ -68,9 +68,9 @@ class Replay:
         return out
 
 
-def record(
+def capture_layers(
     layers: Sequence[LayerCall], kv_cache: KVCache, hidden: Tensor, step: StepInputs
-) -> Replay | None:
+) -> CpuReplay | None:
     """Record the layers of a model.
 
     Args:
@@ -109,7 +109,7 @@ def record(
         graph.set_result(value.slot)
     except (KeyError, AttributeError):  # what neither the graph nor the stand-ins have
         return None
-    return Replay(graph, hidden.shape[1], kv_cache, table)
+    return CpuReplay(graph, hidden.shape[1], kv_cache, table)
 
 
 class _Value:

@@ -1,0 +1,177 @@
+"""Compiling a model with Dynamo, as one graph or layer by layer.
+
+Both forms are the same program. `model`: begin, every layer and finish are one graph. `layer`: the
+decoder layer is traced once and called at every depth with its weights as arguments, so that
+compile time does not grow with depth. Both are `fullgraph`, dynamic in tokens, sequences and rows,
+and are called without Dynamo's guards: the tensors of a step always come from the same static
+buffers, and evaluating guards costs 0.3-2 ms a step.
+
+The duties are split: `dynamo_trace` (what Dynamo sees), `functions` (what is made of a trace, and
+the store), `programs` (functions with weights, called once a step). No other package changes
+settings of Dynamo or Inductor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from ostinato.conf.environment import prepare_compiler
+from ostinato.conf.schema import GraphForm
+from ostinato.graphs.compiler.dynamo_trace import (
+    example_batch,
+    mark_batch,
+    mark_layer_inputs,
+    module_tensors,
+    without_weights,
+)
+from ostinato.graphs.compiler.functions import (
+    Function,
+    ProgramStore,
+    compile_function,
+    stored_function,
+)
+from ostinato.graphs.compiler.programs import LayeredProgram, Program, WholeProgram
+from ostinato.models.base import DecoderLayer, LanguageModel
+from ostinato.models.kv_cache import KVCache
+from ostinato.models.step_tensors import ForwardBatch, StepInputs
+
+__all__ = ("Binder", "compile_model")
+
+Binder = Callable[[LanguageModel], Program]
+"""Gives a compiled program the weights of a model with the traced one's structure."""
+
+Parameters = list[Tensor]
+
+
+def compile_model(
+    model: LanguageModel,
+    form: GraphForm,
+    example: ForwardBatch,
+    kv_cache: KVCache,
+    store: ProgramStore | None = None,
+) -> Binder:
+    """Compile `model` for any number of tokens and sequences.
+
+    Args:
+        model: its code and its weights' shapes and layouts are traced. What the weights hold does
+            not matter, so tracing need not wait for loading.
+        form: whole model or layer by layer.
+        example: a batch of at least 2 tokens and 2 sequences (Dynamo takes the sizes 0 and 1 for
+            constants). It is traced, not run.
+        kv_cache: a cache of any number of blocks. It is traced, not written.
+        store: where compiled functions of an earlier start may be, and where these are put.
+
+    Returns:
+        A function from a loaded model to a program with the results of that model's `forward`. The
+        program reads the weights at every call and never copies them; they must be in their final
+        place when it is bound.
+    """
+    prepare_compiler(kernel_pool=example.token_ids.device.type != "cpu")
+    if form is GraphForm.model:
+        return _compile_whole(model, example, kv_cache, store)
+    return _compile_layers(model, example, kv_cache, store)
+
+
+def _compile_whole(
+    model: LanguageModel, example: ForwardBatch, kv_cache: KVCache, store: ProgramStore | None
+) -> Binder:
+    skeleton = without_weights(model)
+    tensors = module_tensors(model)
+    names = list(tensors)
+
+    def forward(parameters: Parameters, batch: ForwardBatch, cache: KVCache) -> Tensor:
+        return torch.func.functional_call(
+            skeleton, dict(zip(names, parameters, strict=True)), (batch, cache), tie_weights=False
+        )
+
+    compiled = stored_function(store, "model", skeleton)
+    if compiled is None:
+        batch = example_batch(example)
+        mark_batch(batch)
+        arguments = (list(tensors.values()), batch, kv_cache)
+        compiled = compile_function(forward, arguments, store, "model", skeleton)
+
+    def bind(model: LanguageModel) -> Program:
+        return WholeProgram(compiled, list(module_tensors(model).values()))
+
+    return bind
+
+
+def _compile_layers(
+    model: LanguageModel, example: ForwardBatch, kv_cache: KVCache, store: ProgramStore | None
+) -> Binder:
+    """One compiled function per distinct kind of layer (nearly always one), one for the last."""
+
+    def layer_inputs() -> tuple[Tensor, StepInputs]:
+        return model.begin(example_batch(example))
+
+    compiled: dict[tuple[object, ...], Function] = {}
+    last = len(model.layers) - 1
+    for index, layer in enumerate(model.layers):
+        key = (index == last, *_static_key(layer))
+        if key not in compiled:
+            compiled[key] = _compile_layer(
+                layer, layer_inputs, kv_cache[index], store, f"layer-{index}", is_last=index == last
+            )
+
+    def bind(model: LanguageModel) -> Program:
+        calls = [
+            (compiled[(index == last, *_static_key(layer))], list(module_tensors(layer).values()))
+            for index, layer in enumerate(model.layers)
+        ]
+        return LayeredProgram(model, calls)
+
+    return bind
+
+
+def _compile_layer(
+    layer: nn.Module,
+    example: Callable[[], tuple[Tensor, StepInputs]],
+    cache: tuple[Tensor, Tensor],
+    store: ProgramStore | None,
+    name: str,
+    *,
+    is_last: bool,
+) -> Function:
+    skeleton = without_weights(layer)
+    names = list(module_tensors(layer))
+
+    def all_tokens(
+        parameters: Parameters, hidden: Tensor, step: StepInputs, k_cache: Tensor, v_cache: Tensor
+    ) -> Tensor:
+        return torch.func.functional_call(
+            skeleton, dict(zip(names, parameters, strict=True)), (hidden, step, k_cache, v_cache)
+        )
+
+    def wanted_rows(
+        parameters: Parameters,
+        hidden: Tensor,
+        step: StepInputs,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        rows: Tensor,
+    ) -> Tensor:
+        return torch.func.functional_call(
+            skeleton,
+            dict(zip(names, parameters, strict=True)),
+            (hidden, step, k_cache, v_cache, rows),
+        )
+
+    function = stored_function(store, name, skeleton)
+    if function is not None:
+        return function
+    hidden, step = example()
+    mark_layer_inputs(hidden, step)
+    arguments = (list(module_tensors(layer).values()), hidden, step, *cache)
+    if not is_last:
+        return compile_function(all_tokens, arguments, store, name, skeleton)
+    arguments = (*arguments, step.tensors.logits_indices)
+    return compile_function(wanted_rows, arguments, store, name, skeleton)
+
+
+def _static_key(layer: nn.Module) -> tuple[object, ...]:
+    assert isinstance(layer, DecoderLayer), f"{type(layer).__name__} is not a DecoderLayer"
+    return layer.static_key()

@@ -1,0 +1,129 @@
+"""Compiled functions: made from a trace by lowering or by Inductor, and kept for the next start.
+
+A traced graph of nothing but our own ops, which CPU layers have, is lowered to an FX program and
+needs no compiler. Any other graph goes to Inductor.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import msgspec
+import torch
+from torch import nn
+
+from ostinato.graphs.compiler.dynamo_trace import trace_fx
+from ostinato.graphs.compiler.fx_program import FxProgram
+
+__all__ = ("Function", "FxFunction", "ProgramStore", "compile_function", "stored_function")
+
+Function = Callable[..., Any]
+
+_LOG = logging.getLogger(__name__)
+
+_INDUCTOR_OPTIONS: dict[str, str | int | bool | Callable[..., object]] = {
+    # These would check, on every call of every layer, what the static buffers guarantee.
+    "size_asserts": False,
+    # Ask for the number of threads at every loop, so that graphs/threads.py can change it.
+    "cpp.dynamic_threads": True,
+    # Believe the processor's flags: compiling and running a probe for each instruction set costs
+    # ten seconds of a first start.
+    "cpp.vec_isa_ok": True,
+}
+
+# The first byte of a stored function.
+_FX, _INDUCTOR = b"s", b"i"
+_SKELETON = "skeleton"  # the name under which a stored function refers to the traced module
+
+
+class ProgramStore(Protocol):
+    """Keeps compiled functions from one start to the next (graphs/bundle.py)."""
+
+    def get(self, name: str) -> bytes | None:
+        """What was put under this name, None when nothing was."""
+        ...
+
+    def put(self, name: str, data: bytes) -> None:
+        """Keep `data` for the next start."""
+        ...
+
+    def reject(self, reason: str) -> None:
+        """Discard everything that is stored."""
+        ...
+
+
+class FxFunction:
+    """An FX program as a function."""
+
+    def __init__(self, program: FxProgram) -> None:
+        self.program = program
+        self._function = program.load()
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self._function(*arguments)
+
+
+def compile_function(
+    function: Function,
+    arguments: tuple[Any, ...],
+    store: ProgramStore | None,
+    name: str,
+    skeleton: nn.Module,
+) -> Function:
+    """Compile for the shapes of `arguments`, for any size that is marked as dynamic.
+
+    Args:
+        function: takes `arguments` by position and returns one tensor.
+        arguments: the first is the list of parameters, which says where the function runs.
+        store: keeps the result; None = it is not kept.
+        name: of the result in the store.
+        skeleton: the module that `function` calls; the store does not keep it.
+
+    Returns:
+        A function that runs without Dynamo's guards.
+    """
+    if arguments[0][0].device.type == "cpu":
+        program = trace_fx(function, arguments)
+        if program is not None:
+            if store is not None:
+                store.put(name, _FX + msgspec.msgpack.encode(program))
+            return FxFunction(program)
+    compiled: Any = torch.compile(  # `aot_compile` is not in its declared type
+        function, fullgraph=True, dynamic=False, options=_INDUCTOR_OPTIONS
+    )
+    result = compiled.aot_compile((arguments, {}))
+    if store is not None:
+        try:
+            data = type(result).serialize(result, {_SKELETON: skeleton}).serialized_data
+            store.put(name, _INDUCTOR + data)
+        except Exception as error:  # torch documents no type, and the engine runs without a store
+            _LOG.warning("%s is not kept for the next start: %s", name, error)
+    return result.fn
+
+
+def stored_function(store: ProgramStore | None, name: str, skeleton: nn.Module) -> Function | None:
+    """What `compile_function` stored under this name; None when it is not there or does not load.
+
+    A store whose content does not load is rejected as a whole.
+    """
+    data = store.get(name) if store is not None else None
+    if store is None or data is None:
+        return None
+    try:
+        return _load(data, skeleton)
+    except Exception as error:  # damaged data can raise anything; the function is compiled anew
+        store.reject(f"{name} does not load: {type(error).__name__}: {error}")
+        return None
+
+
+def _load(data: bytes, skeleton: nn.Module) -> Function:
+    kind, content = data[:1], data[1:]
+    if kind == _FX:
+        return FxFunction(msgspec.msgpack.decode(content, type=FxProgram))
+    if kind != _INDUCTOR:
+        raise ValueError(f"a program begins with {_FX!r} or {_INDUCTOR!r}, not {kind!r}")
+    from torch._dynamo.aot_compile import AOTCompiledFunction
+
+    return AOTCompiledFunction.deserialize(content, external_closure_data={_SKELETON: skeleton}).fn
