@@ -13,7 +13,7 @@ from ostinato.graphs.compiler.cpu_capture import LayerCall, capture_layers
 from ostinato.graphs.compiler.fx_program import FxProgram
 from ostinato.models.checkpoints.weights import init_dummy_weights
 from ostinato.models.registry import build_model
-from ostinato.runtime.startup.build import open_model
+from ostinato.runtime.startup.planning import open_model
 from tests.graphs.compiler.test_fx_program import Store, make_buffers, run
 from tests.graphs.toy import fill
 from tests.runtime.tiny import tiny_config
