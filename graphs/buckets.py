@@ -1,7 +1,7 @@
 """Which step shapes have a prepared program: pure tables, no torch.
 
-A step is looked up by its shape. The smallest bucket that holds it wins; a miss is legal and falls
-back to the compiled program, which takes any shape.
+A bucket is a step shape for which a program was captured. A step runs in the smallest bucket that
+holds it. A step that fits no bucket runs the compiled program, which takes any shape.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = (
 
 
 class GraphKey(NamedTuple):
-    """The shape that a captured program was made for."""
+    """The step shape that a captured program serves."""
 
     num_tokens: int
     num_seqs: int
@@ -36,13 +36,13 @@ class GraphKey(NamedTuple):
 
 
 def default_decode_sizes(max_num_seqs: int, *, exact: bool) -> list[int]:
-    """Batch sizes worth a decode bucket.
+    """Batch sizes that get a decode bucket.
 
     Args:
         max_num_seqs: the largest batch.
         exact: every size gets its own bucket (the CPU, where a padded row costs real arithmetic);
-            else 1, 2, 4, then steps of 8 up to 256, then of 32 (a GPU, where a padded row is nearly
-            free).
+            else 1, 2, 4, then every 8th up to 256, then every 32nd (a GPU, where a padded row costs
+            hardly anything).
     """
     if exact:
         return list(range(1, max_num_seqs + 1))
@@ -51,7 +51,7 @@ def default_decode_sizes(max_num_seqs: int, *, exact: bool) -> list[int]:
 
 
 def default_mixed_sizes(max_num_batched_tokens: int) -> list[int]:
-    """Token counts worth a mixed prefill-and-decode bucket: powers of two from 32, at most 1024."""
+    """Token counts that get a bucket of mixed prefill and decode: powers of two, 32 to 1024."""
     sizes = []
     size = 32
     while size <= min(max_num_batched_tokens, 1024):
@@ -61,10 +61,10 @@ def default_mixed_sizes(max_num_batched_tokens: int) -> list[int]:
 
 
 def why_incomplete(capture_sizes: Collection[int], max_num_seqs: int) -> str | None:
-    """What a chosen list of decode sizes means for the batches that it does not fit, or None.
+    """A warning for a chosen list of decode sizes that does not cover every batch, else None.
 
-    The list is obeyed: a size that can not occur is left out, and larger batches run in a mixed
-    bucket where one is large enough, else uncaptured.
+    A size that can not occur is left out of the table. Batches above the largest size run in a
+    mixed bucket if one is large enough, else uncaptured.
     """
     if not capture_sizes:
         return None
@@ -85,7 +85,7 @@ def why_incomplete(capture_sizes: Collection[int], max_num_seqs: int) -> str | N
 
 
 def name_buckets(keys: Collection[GraphKey]) -> str:
-    """In words, largest first: "decode of 16, 8 sequences, mixed of 1024 tokens"."""
+    """The buckets in words, largest first: "decode of 16, 8 sequences, mixed of 1024 tokens"."""
     parts = []
     for tokens in sorted({key.tokens_per_seq for key in keys} - {0}):
         sizes = sorted((key.num_seqs for key in keys if key.tokens_per_seq == tokens), reverse=True)

@@ -1,9 +1,9 @@
-"""The static buffers of a step: one piece of host memory, one of device memory, one copy between
-them.
+"""The static buffers that hold a step's tensors on the host and on the device.
 
 The host side is NumPy views that the batch builder fills. The device side is the tensors that every
-program, captured or not, reads. On a CPU both are the same memory and `upload` does nothing. Which
-tensors there are, and how each is padded and uploaded, is declared in `models.step_tensors`.
+program reads, captured or not. One copy a step takes the host's content to the device. On a CPU
+both sides are the same memory and `upload` does nothing. `models.step_tensors` declares which
+tensors there are and how each is padded and uploaded.
 """
 
 from __future__ import annotations
@@ -34,7 +34,15 @@ _ALIGNMENT = 64  # of each tensor's first byte: aligned vector loads, and FlashI
 
 
 class StaticBuffers:
-    """Owns both sides. Slices of the device side keep their addresses for the engine's life."""
+    """The step tensors of an engine, host side and device side.
+
+    Slices of the device side keep their addresses for the engine's life, as captured programs need.
+
+    Attributes:
+        host: the arrays to fill.
+        plan: [1] int64 on the CPU, the handle of a planned attention kernel.
+        last_tokens: [max_num_seqs] int64 on the device, the last token of each row.
+    """
 
     def __init__(
         self,
@@ -107,7 +115,7 @@ class StaticBuffers:
         self._host_memory = torch.zeros(end, dtype=torch.uint8, pin_memory=cuda)
         self._device_memory = self._host_memory.to(device) if cuda else self._host_memory
         self._copied = torch.cuda.Event() if cuda else None
-        # Of each copy: where it begins, and where it ends as a line of the number of sequences.
+        # For each copy: first byte, last byte without sequences, and bytes per sequence.
         starts = [(places[name].start, num_bytes[name] // shapes[name][0]) for name in large]
         self._copies = [(start, start, bytes_per_seq) for start, bytes_per_seq in starts]
         self._copies[:1] = [(0, *starts[0])] if starts else [(0, end, 0)]
@@ -146,8 +154,8 @@ class StaticBuffers:
     def upload(self, num_seqs: int) -> None:
         """Start the copy of a step, host to device.
 
-        The block tables lie last and, for long contexts, outweigh everything else: only those of
-        the first `num_seqs` sequences are copied.
+        Tensors with `Upload.used_rows`, such as the block table, are large for long contexts: of
+        those only the entries of the first `num_seqs` sequences are copied.
         """
         if self._copied is None:
             return

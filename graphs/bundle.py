@@ -79,9 +79,9 @@ class Bundle:
     """The programs and tables of one model on one device.
 
     Args:
-        root: directory of bundles; made when something is saved.
-        label: for people, the beginning of the directory's name.
-        identity: all that a program depends on besides sources and versions.
+        root: directory of bundles; created by the first `save`.
+        label: readable beginning of the directory's name.
+        identity: everything that a program depends on besides sources and versions.
     """
 
     def __init__(self, root: Path, label: str, identity: dict[str, str]) -> None:
@@ -222,7 +222,7 @@ class Bundle:
 
 
 def trusted_directories(root: Path) -> Iterator[Path]:
-    """The bundles below `root` whose files may be loaded, without a word about the others."""
+    """The bundles below `root` whose files may be loaded. Others are skipped without a warning."""
     with contextlib.suppress(OSError):
         for directory in sorted(root.iterdir()):
             if directory.is_dir() and _why_not_trusted(directory) is None:
@@ -234,7 +234,7 @@ def _entry(name: str, data: bytes) -> BundleEntry:
 
 
 def _why_not_trusted(directory: Path) -> str | None:
-    """Why code from this directory is not run, or None."""
+    """The reason not to run code from this directory, or None."""
     if not hasattr(os, "geteuid"):
         return None
     for path in (directory.parent, directory):

@@ -1,7 +1,8 @@
-"""Running a step: captured program, compiled program or eager model, chosen by a table.
+"""Runs steps: as a captured program, the compiled program or the eager model.
 
-A captured bucket is a CUDA graph over the static buffers, or on a CPU the program with its
-arguments bound once: what `Recorder` makes of it. A bucket that there is no memory for is left out.
+A table of buckets chooses. A captured bucket is what `Recorder` makes of the program: a CUDA graph
+over the static buffers, or on a CPU the program with its arguments bound. A bucket whose capture
+runs out of memory is left out.
 """
 
 from __future__ import annotations
@@ -39,12 +40,12 @@ class RunStep(NamedTuple):
     """How a step was run."""
 
     kind: StepKind
-    num_tokens: int  # that the program computed, padding included
+    num_tokens: int  # padding included
     num_seqs: int
 
 
 class GraphRunner:
-    """Owns the programs of an engine and picks one per step."""
+    """The programs of an engine; each step runs one of them."""
 
     def __init__(
         self,
@@ -60,14 +61,14 @@ class GraphRunner:
     ) -> None:
         """
         Args:
-            model: the eager model; makes the logits in every form.
-            kv_cache: written by every step.
-            buffers: where every step's inputs are.
-            program: the compiled form; None = eager.
-            table: the buckets to capture; None = capture nothing.
-            recorder: how to capture; needed with a table.
+            model: the eager model. Its head computes the logits for compiled programs, too.
+            kv_cache: every step writes it.
+            buffers: the inputs of every step.
+            program: the compiled model; None = steps run eagerly.
+            table: the buckets to capture; None = nothing is captured.
+            recorder: captures; required with a table.
             planner: host planning of the attention backend; None when it needs none.
-            timer: takes the device's time; None = the clock.
+            timer: measures device time; None = by the clock.
         """
         self._model = model
         self._kv_cache = kv_cache
@@ -84,7 +85,7 @@ class GraphRunner:
 
     @property
     def has_loops(self) -> bool:
-        """Whether there may be parallel loops in a step besides those of our own kernels."""
+        """Whether a step may contain parallel loops besides those of our own kernels."""
         return self._program is None or self._program.has_loops
 
     @property
@@ -95,17 +96,17 @@ class GraphRunner:
         """Capture every bucket of the table, largest first; writes to the null block only.
 
         Args:
-            progress: told of each captured bucket.
+            progress: called after each captured bucket.
 
         Returns:
-            The buckets that there was no memory for: the next larger one serves their steps, or the
-            uncaptured program.
+            The buckets whose capture ran out of memory. The next larger bucket serves their steps,
+            or the uncaptured program.
         """
         left_out: list[GraphKey] = []
         if self._table is None or self._recorder is None:
             return left_out
         gc.collect()
-        gc.disable()  # a collection that frees device memory would break a capture
+        gc.disable()  # a garbage collection that frees device memory would break a capture
         try:
             for key in self._table.keys:
                 self._buffers.wait_for_upload()
@@ -124,15 +125,16 @@ class GraphRunner:
         return left_out
 
     def plan_buckets(self) -> None:
-        """Let the backend's planner make what it keeps for each bucket."""
+        """Plan each bucket once, so that the attention planner allocates what it keeps for it."""
         for key in [] if self._table is None else self._table.keys:
             self._buffers.wait_for_upload()
             self._fill_with_padding(key)
             self._plan(key)
 
     def warm_up(self, shapes: Iterable[tuple[int, int]]) -> None:
-        """Run the uncaptured program once at each (num_tokens, num_seqs), so that nothing is lazy
-        later.
+        """Run the uncaptured program once at each (num_tokens, num_seqs).
+
+        Kernels that are loaded or tuned at their first use are then ready.
         """
         for num_tokens, num_seqs in shapes:
             key = GraphKey(num_tokens, num_seqs, 0)
@@ -143,7 +145,7 @@ class GraphRunner:
             self._result(batch)
 
     def drop_decode_buckets(self, sizes: Collection[int]) -> None:
-        """Give up the decode buckets of these sizes; the next larger ones serve their steps."""
+        """Remove the decode buckets of these sizes; the next larger ones serve their steps."""
         if self._table is None:
             return
         keys = [GraphKey(size, size, 1) for size in sizes]
@@ -154,7 +156,7 @@ class GraphRunner:
     def run(self, num_tokens: int, num_seqs: int, num_rows: int, *, tokens_per_seq: int) -> Tensor:
         """Run the step whose inputs are in the host buffers.
 
-        Begins the timer's step when the inputs are on their way; who knows its end ends it.
+        Begins the timer's step after the upload has started. The caller ends it.
 
         Args:
             num_tokens: real tokens T.
@@ -181,7 +183,7 @@ class GraphRunner:
             self._begin(StepKind.captured, key.num_tokens, key.num_seqs)
             return replay()[:num_rows]
         if num_rows == 0:
-            # One row that nobody reads: programs are for at least one.
+            # Programs are traced for at least one row; its result is dropped.
             self._buffers.host.logits_indices[0] = 0
         self._buffers.upload(num_seqs)
         self._buffers.scatter_last_tokens(num_tokens)
@@ -220,7 +222,7 @@ class GraphRunner:
         return self._model.compute_logits(hidden)
 
     def close(self) -> None:
-        """Free what was captured, then what it was planned with; nothing may run afterwards."""
+        """Free the captured programs, then the planner's buffers; no step may run afterwards."""
         self._replays.clear()
         if self._planner is not None:
             self._planner.close()
@@ -230,7 +232,7 @@ class GraphRunner:
         return StepKind.eager if self._program is None else StepKind.compiled
 
     def _begin(self, kind: StepKind, num_tokens: int, num_seqs: int) -> None:
-        """Count a step whose program starts now and begin to time it."""
+        """Count a step and begin to time it, right before its program starts."""
         self.steps_by_kind[kind] += 1
         self.last_step = RunStep(kind, num_tokens, num_seqs)
         self.timer.begin(kind)

@@ -1,10 +1,10 @@
-"""Once the engine is ready nothing compiles: the monitor that counts when something does.
+"""Recompile detector: counts compilations, and warns of those after the engine is ready.
 
-Python tells an audit hook of every program that the process starts and of all source text that it
-compiles. That shows Dynamo (`aot_compile` included), Inductor's generated modules, Triton kernels,
-and any C++ or CUDA compiler, whoever starts it: our native build, Inductor, FlashInfer's ninja.
-What a library compiles without Python and without a process (NVRTC, the driver's own PTX compiler)
-is not seen.
+It is an audit hook. Python calls the hook for every program that the process starts and for all
+source text that it compiles. These events show Dynamo (`aot_compile` included), Inductor's
+generated modules, Triton kernels, and every C++ or CUDA compiler that our native build, Inductor or
+FlashInfer starts. Compilation inside a library, without Python and without a process (NVRTC, the
+driver's PTX compiler), is not seen.
 
 This module imports neither torch nor Triton: a warm start on a CPU needs neither's compiler.
 """
@@ -32,7 +32,7 @@ __all__ = ("IDLE", "CompileKind", "CompileMonitor", "LateCompile")
 _LOG = logging.getLogger(__name__)
 
 IDLE = "idle"
-"""The shape of what compiles between two steps."""
+"""The `shape` of a compilation between two steps."""
 
 
 class CompileKind(StrEnum):
@@ -41,7 +41,7 @@ class CompileKind(StrEnum):
     dynamo = "dynamo"  # a traced graph
     inductor = "inductor"  # a module of generated code
     triton = "triton"  # a kernel, from Triton's disk cache or not
-    flashinfer = "flashinfer"  # whatever FlashInfer starts
+    flashinfer = "flashinfer"  # any program that FlashInfer starts
     cpp = "c++"
     cuda = "cuda"
     build = "build"  # a program that runs compilers
@@ -58,12 +58,12 @@ class LateCompile(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class CompileMonitor:
     """Counts compilations of one engine; after `mark_ready` each one is late.
 
-    It counts from its construction to `close`. What several engines of a process compile is told
-    apart: work on the thread that runs a step belongs to that step's engine, other work to those
-    that are starting, and if none is, to all.
+    It counts from its construction to `close`. If several engines share a process, work on a thread
+    that runs a step belongs to the engine of that step. Other work belongs to the engines that are
+    starting, or to all engines if none is starting.
 
     Attributes:
-        compiles: sightings before `mark_ready`, by kind.
+        compiles: compilations before `mark_ready`, by kind.
     """
 
     def __init__(self) -> None:
@@ -77,7 +77,7 @@ class CompileMonitor:
 
     @property
     def late_compiles(self) -> list[LateCompile]:
-        """What was late, empty when all is well."""
+        """Compilations after `mark_ready`; empty when there were none."""
         return [LateCompile(what, shape, count) for (what, shape), count in self._late.items()]
 
     @property
@@ -87,7 +87,7 @@ class CompileMonitor:
     def mark_ready(self) -> None:
         """From now on every compilation is late."""
         self._is_ready = True
-        _PROCESS.listen_to_triton()  # imported meanwhile, perhaps
+        _PROCESS.listen_to_triton()  # it may have been imported since the construction
 
     def close(self) -> None:
         """Count nothing any more; safe to call twice."""
@@ -110,7 +110,7 @@ class CompileMonitor:
         return self._step is not None and self._thread == thread
 
     def observe(self, kind: CompileKind, detail: str) -> None:
-        """Something compiles: `detail` is what, for people."""
+        """Count a compilation; `detail` describes it in the log."""
         if not self._is_ready:
             self.compiles[kind.value] += 1
             return
@@ -131,9 +131,9 @@ class CompileMonitor:
 
 
 class _Process:
-    """The monitors of this process behind its one audit hook, which Python can not remove.
+    """The monitors of this process, behind one audit hook, which Python can not remove.
 
-    The hook costs a look into a set for events that are of no interest; steps cause few of any.
+    For an event of no interest the hook looks into one set. Steps cause few events of any kind.
     """
 
     def __init__(self) -> None:
@@ -196,16 +196,16 @@ class _Process:
             sighting = _classify(event, arguments)
             if sighting is not None:
                 self.observe(*sighting)
-        except Exception:  # it would go to whoever caused the event, and stop that work
+        except Exception:  # the code that caused the event would receive it, and stop
             _LOG.exception("the audit event %s was not understood", event)
 
     def _chain_listener(self, section: Any) -> Callable[[], None]:
         previous = section.listener
 
-        def listener(**news: Any) -> None:
-            self.observe(CompileKind.triton, f"kernel {getattr(news.get('src'), 'name', '?')}")
+        def listener(**event: Any) -> None:
+            self.observe(CompileKind.triton, f"kernel {getattr(event.get('src'), 'name', '?')}")
             if previous is not None:
-                previous(**news)
+                previous(**event)
 
         def stop() -> None:
             if section.listener is listener:
@@ -233,7 +233,7 @@ Sighting = tuple[CompileKind, str]
 
 
 def _classify(event: str, arguments: tuple[Any, ...]) -> Sighting | None:
-    """What an audit event tells of; None when nothing is compiled."""
+    """The compilation that an audit event shows; None when it shows none."""
     match event, arguments:
         case "compile", (_, str(file), *_):
             return _of_source(file)

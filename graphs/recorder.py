@@ -1,8 +1,8 @@
-"""Turning a call over static tensors into something cheap to repeat: the border to CUDA graphs.
+"""Recorders: CUDA graph capture behind a protocol, with a CPU form.
 
-On CUDA a recorded call is a graph. On a CPU no graph API exists, and a recorded call is the call
-with its arguments bound. Everything that decides what is recorded and when is on this side of
-`Recorder`, and is tested without a GPU.
+A recorder turns a call over static tensors into a replay. On CUDA the replay is a graph. On a CPU
+it is the call itself with its arguments bound. The code that decides what is recorded, and when,
+knows only the protocol, so it is tested without a GPU.
 """
 
 from __future__ import annotations
@@ -17,15 +17,14 @@ __all__ = ("BoundRecorder", "CudaRecorder", "Recorder", "is_out_of_memory")
 
 
 class Recorder(Protocol):
-    """Turns a call over static buffers into something cheap to repeat."""
+    """Turns a call over static buffers into a replay."""
 
     def capture(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """Returns a replay with `run`'s effects; its output tensor is overwritten by the next
-        replay.
+        """A replay with `run`'s effects. The next replay overwrites its output tensor.
 
         Raises:
-            RuntimeError: it can not be captured. After a lack of memory (`is_out_of_memory`) other
-                calls still can.
+            RuntimeError: the call can not be captured. If memory was short (`is_out_of_memory`),
+                other calls still can be.
         """
         ...
 
@@ -46,15 +45,17 @@ class _Pool:
 
 
 class CudaRecorder:
-    """CUDA graphs in one memory pool; capture the largest bucket first so that the others fit in
-    it. All graphs put their result into the same tensor: each would keep one of its own otherwise,
-    and logits of large vocabularies add up to gigabytes.
+    """CUDA graphs in one memory pool.
+
+    Capture the largest bucket first, so that the others fit into its memory. All graphs write their
+    result into one tensor: with a tensor for each, the logits of large vocabularies would add up to
+    gigabytes.
     """
 
     def __init__(self, output: Tensor | None = None, *, pool: _Pool | None = None) -> None:
         """
         Args:
-            output: where results go, with rows for the largest; None = a tensor of our own.
+            output: takes the results, with rows for the largest; None = the recorder allocates it.
             pool: of another recorder, see `sharing_pool`.
         """
         self._pool = pool or _Pool()
@@ -63,14 +64,12 @@ class CudaRecorder:
     def sharing_pool(self, output: Tensor | None = None) -> CudaRecorder:
         """A recorder for other results whose graphs use the same memory.
 
-        Results are copied out of the pool and graphs run one after another, so none needs what
-        another left there.
+        Sharing is safe: results are copied out of the pool, and graphs run one after another.
         """
         return CudaRecorder(output, pool=self._pool)
 
     def capture(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        # Two runs on the side stream: kernels load lazily, and loading is not allowed while
-        # capturing.
+        # Two runs on the side stream load all kernels: loading is not allowed during a capture.
         stream = self._pool.stream
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -85,7 +84,7 @@ class CudaRecorder:
                 output.copy_(run())
         except RuntimeError:
             del graph
-            torch.cuda.empty_cache()  # what the unfinished graph held
+            torch.cuda.empty_cache()  # frees the memory of the unfinished graph
             raise
 
         def replay() -> Tensor:
@@ -95,15 +94,16 @@ class CudaRecorder:
         return replay
 
     def _output_like(self, example: Tensor) -> Tensor:
-        """The first rows of the tensor that graphs write to; a larger one when they are too few."""
+        """The first rows of the output tensor, which is replaced when it has too few."""
         if self._output is None or len(self._output) < len(example):
             self._output = torch.empty_like(example)
         return self._output[: len(example)]
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether an allocation failed, now or before: a capture that lacked memory raises again when
-    it is closed.
+    """Whether the error, or one of those that led to it, is a failed allocation.
+
+    A capture that ran out of memory raises a second, different error when it is closed.
     """
     while error is not None:
         text = str(error).lower()

@@ -1,7 +1,7 @@
-"""Draws as programs: with static inputs and captured on a GPU, row by row on a CPU.
+"""Token samplers: captured over static inputs on a GPU, row by row on a CPU.
 
-A step stages its rows' parameters before the model runs (one copy to the device) and draws after it
-from the logits. Nothing here waits for the device.
+A step stages the parameters of its rows before the model runs, in one copy to the device, and
+samples from the logits afterwards. No method waits for the device's results.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from ostinato.ops.sample_rows import RowSampling, SampleInputs, SamplePath, samp
 __all__ = ("EagerSampler", "GraphSampler", "SamplingKey", "TokenSampler", "num_sampling_graphs")
 
 _FULL, _NARROW, _WIDE = SamplePath.full, SamplePath.narrow, SamplePath.wide
-# The mixtures that have a graph of their own, cheapest first. A step takes the first that has all
-# of its ways: what it has more costs time and changes nothing.
+# The mixtures of paths that have a graph of their own, cheapest first. A step takes the first one
+# that contains all of its paths. Further paths in it cost time and change no token.
 _MIXTURES: tuple[frozenset[SamplePath], ...] = tuple(
     map(
         frozenset,
@@ -30,7 +30,7 @@ _MIXTURES: tuple[frozenset[SamplePath], ...] = tuple(
 
 
 class TokenSampler(Protocol):
-    """Draws one token per row, twice told about a step: its parameters, then its logits."""
+    """Samples one token per row. A step calls `stage`, runs the model, then calls `run`."""
 
     def stage(self, draws: Sequence[RowSampling]) -> None:
         """Take a step's parameters, in the order of its rows; called before the model runs."""
@@ -42,7 +42,7 @@ class TokenSampler(Protocol):
 
 
 class EagerSampler:
-    """For devices that are asked at no cost: works on the rows that need it."""
+    """For CPUs, where control flow may depend on data: works only on the rows that need it."""
 
     def __init__(self) -> None:
         self._draws: Sequence[RowSampling] = ()
@@ -55,23 +55,24 @@ class EagerSampler:
 
 
 class SamplingKey(NamedTuple):
-    """What a captured draw was made for."""
+    """The shape that a captured sampling program serves."""
 
     num_rows: int
     paths: frozenset[SamplePath]
 
 
 class GraphSampler:
-    """Fixed shapes over static tensors, padded to buckets of rows; captured if it has a recorder.
+    """Samples with fixed shapes over static tensors, padded to buckets of rows.
 
-    Logits that lie elsewhere than in its static tensor are copied there first.
+    With a recorder the programs are captured. Logits outside of the static tensor are copied there
+    first.
     """
 
     def __init__(self, logits: Tensor, *, recorder: Recorder | None = None) -> None:
         """
         Args:
             logits: [rows of the largest step, V] float32, where captured models put theirs.
-            recorder: captures the draws; None = they run as they are.
+            recorder: captures the programs; None = they run uncaptured.
         """
         max_num_seqs, device = len(logits), logits.device
         cuda = device.type == "cuda"
@@ -96,7 +97,7 @@ class GraphSampler:
         """Capture every mixture at every size, largest first.
 
         Returns:
-            Those that there was no memory for; they run uncaptured.
+            The keys whose capture ran out of memory; they run uncaptured.
         """
         left_out: list[SamplingKey] = []
         if self._recorder is None:
@@ -119,7 +120,7 @@ class GraphSampler:
         if not present:
             return
         if self._copied is not None:
-            # The copy before lies ahead of the last step's kernels: this does not wait for those.
+            # The previous copy precedes the last step's kernels, so this does not wait for them.
             self._copied.synchronize()
         self._host[:, : len(draws)] = np.array(draws, dtype=np.float64).T
         if self._copied is not None:
@@ -127,7 +128,7 @@ class GraphSampler:
             self._copied.record()
 
     def run_largest(self) -> None:
-        """Run every way of drawing on as many rows as a step can have, for what it allocates."""
+        """Run every path on the largest number of rows, so that its memory can be measured."""
         self._bind(SamplingKey(len(self._logits), _MIXTURES[-1]))()
 
     def run(self, logits: Tensor) -> Tensor:
@@ -153,6 +154,6 @@ def num_sampling_graphs(max_num_seqs: int) -> int:
 
 
 def _row_sizes(max_num_seqs: int) -> list[int]:
-    """Powers of two, and the most: a draw of idle rows costs little beside a model's step."""
+    """Powers of two, and the largest: padded rows cost little beside a model's step."""
     sizes = [1 << power for power in range(max_num_seqs.bit_length()) if 1 << power < max_num_seqs]
     return [*sizes, max_num_seqs]

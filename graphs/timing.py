@@ -1,7 +1,7 @@
-"""How long steps occupy the device: CUDA events on a GPU, the clock on a CPU.
+"""Timers of steps on the device: CUDA events on a GPU, the clock on a CPU.
 
-A step's events are read once the device has passed them, never waited for, so that timing neither
-stops the host nor cares how many steps are in flight.
+The events of a step are read after the device has passed them. No method waits for an event, so
+timing does not stop the host, with any number of steps in flight.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class TimingEvent(Protocol):
 
 
 class CudaTimer:
-    """Two events a step, on the current stream, used again once they were read."""
+    """Two events a step on the current stream; an event is reused after it was read."""
 
     def __init__(self, new_event: Callable[[], TimingEvent]) -> None:
         """
@@ -113,7 +113,7 @@ class CudaTimer:
         return self._free.pop() if self._free else self._new_event()
 
     def _read(self) -> None:
-        """Take in the steps that the device has finished; they finish in order."""
+        """Add up the steps that the device has finished; they finish in order."""
         while self._pending and self._pending[0][2].query():
             kind, began, ended = self._pending.popleft()
             seconds = began.elapsed_time(ended) / 1000

@@ -1,9 +1,9 @@
-"""Traced graphs that need no code generation: straight-line calls of our own ops.
+"""FX graphs of our own ops as Python source, without a compiler.
 
-On a CPU a decoder layer is nine ops with C++ kernels and some views; nothing stands between them
-that a compiler could fuse. Such a graph runs as the Python that it is: a flat function without
-modules, attributes or branches. It is stored as text, so that a warm start needs neither Dynamo nor
-Inductor, whose imports alone take two seconds.
+On a CPU a decoder layer is nine ops with C++ kernels and some views. There is nothing between them
+that a compiler could fuse. Such a graph is lowered to a flat Python function without modules,
+attributes or branches. The function is stored as text: a warm start loads it without Dynamo and
+Inductor, whose imports take two seconds.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ("FxProgram", "lower_fx", "resolve")
 _FUNCTIONS = {F.embedding, F.linear, operator.getitem}
 _METHODS = {"reshape", "size", "split_with_sizes", "view"}
 
-# What an input of a traced graph is: an argument, then its fields, items and sizes.
+# Dynamo's name of a graph input: an argument, then its fields, items and sizes.
 _SOURCE = re.compile(r"L\['(\w+)'\]((?:\.\w+|\[\d+\]|\['\w+'\]|\.size\(\)\[\d+\])*)")
 
 
@@ -43,7 +43,7 @@ class FxProgram(msgspec.Struct, frozen=True):
         """The function.
 
         Args:
-            resolve_name: what a path in `names` stands for; None = what it names.
+            resolve_name: gives the object for a path in `names`; None = `resolve`.
         """
         find = resolve if resolve_name is None else resolve_name
         names: dict[str, Any] = {name: find(path) for name, path in self.names.items()}
@@ -52,7 +52,7 @@ class FxProgram(msgspec.Struct, frozen=True):
 
 
 def resolve(path: str) -> Any:
-    """What "module" or "module:attribute" names."""
+    """The object that "module" or "module:attribute" names."""
     module, _, attribute = path.partition(":")
     value: Any = import_module(module)
     return operator.attrgetter(attribute)(value) if attribute else value
@@ -66,8 +66,8 @@ def lower_fx(graph_module: GraphModule, function: Callable[..., Any]) -> FxProgr
         function: takes positional arguments and returns one tensor.
 
     Returns:
-        None when the graph holds anything but our ops, matrix products, lookups and views: then
-        there is something to fuse.
+        None when the graph has operations other than our ops, matrix products, lookups and views:
+        then a compiler could fuse some of them.
     """
     traced = graph_module.graph
     if not all(_is_plain(node) for node in traced.nodes):
@@ -76,7 +76,7 @@ def lower_fx(graph_module: GraphModule, function: Callable[..., Any]) -> FxProgr
     graph.output(graph.graph_copy(traced, copies))
     values = []
     for node in traced.find_nodes(op="placeholder"):
-        if not node.users:  # a size that nobody asks for
+        if not node.users:  # a size that the graph does not use
             graph.erase_node(copies[node])
             continue
         value = _expression(node)
@@ -92,7 +92,7 @@ def lower_fx(graph_module: GraphModule, function: Callable[..., Any]) -> FxProgr
         f"{body}\n\n\ndef program({arguments}):\n    return forward(None, {', '.join(values)})[0]\n"
     )
     program = FxProgram(source, names)
-    program.load()  # it must be whole
+    program.load()  # raises if a name in it is missing
     return program
 
 
@@ -110,7 +110,7 @@ def _is_plain(node: Node) -> bool:
 
 
 def _expression(node: Node) -> str | None:
-    """How an input follows from the arguments: `step.attention.seq_lens`, `parameters[3]`."""
+    """An input as an expression of the arguments: `step.tensors.seq_lens`, `parameters[3]`."""
     source = getattr(node, "_dynamo_source", None)
     if source is None:
         return None
@@ -120,7 +120,7 @@ def _expression(node: Node) -> str | None:
 
 
 def _used(source: str, namespace: dict[str, Any]) -> dict[str, str]:
-    """Where the globals that the source reads are to be found."""
+    """The globals that the source reads: name -> "module" or "module:attribute"."""
     used: dict[str, str] = {}
     for name, value in namespace.items():
         if not re.search(rf"\b{re.escape(name)}\b", source) or name in vars(builtins):

@@ -1,8 +1,8 @@
-"""From a scheduler's decision to a step's tensors: fills the static buffers, row state included.
+"""Fills the static buffers with the step that the scheduler has decided.
 
-A row is a running sequence's index into persistent arrays (block table, last token). The step's
-batch is
-compact: entry i of the scheduler's output is sequence i of the step's metadata.
+A row is the index of a running sequence in arrays that persist between steps (block table, last
+token). The batch of a step is compact: entry i of the scheduler's output is sequence i of the step
+tensors.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from ostinato.runtime.types.step import ScheduledSequence, SchedulerOutput
 
 __all__ = ("BatchBuilder", "StepShape")
 
-_FEW_SEQUENCES = 4  # up to which numbers are written one by one
+_FEW_SEQUENCES = 4  # a decode of up to so many sequences is written number by number
 
 
 class StepShape(NamedTuple):
-    """What was put into the buffers."""
+    """The sizes of the step in the buffers, and the rows that it samples."""
 
     num_tokens: int
     num_seqs: int
@@ -36,7 +36,7 @@ class StepShape(NamedTuple):
 
 
 class BatchBuilder:
-    """Owns the per-row arrays on the host."""
+    """Writes steps into the host buffers; owns the arrays that persist per row."""
 
     def __init__(self, buffers: StaticBuffers, *, few_sequences: int = _FEW_SEQUENCES) -> None:
         self._buffers = buffers
@@ -45,17 +45,17 @@ class BatchBuilder:
         self._block_size = buffers.block_size
         self._block_table = np.zeros((max_num_seqs, max_blocks), dtype=np.int32)
         self._num_blocks = [0] * max_num_seqs
-        # Of every row; on a CPU this is the device's memory itself.
+        # The last token of every row; on a CPU this is the memory of `buffers.last_tokens`.
         self.last_token = buffers.last_tokens.cpu().numpy()
         self._counting = np.arange(max_num_seqs + 1, dtype=np.int32)
 
     def admit(self, row: int, request: Request, output_token_ids: list[int]) -> None:
-        """A new sequence takes the row; its block table starts empty."""
+        """Give the row to a new sequence, with an empty block table."""
         self._block_table[row] = 0
         self._num_blocks[row] = 0
 
     def build(self, output: SchedulerOutput) -> StepShape:
-        """Write the step's inputs into the host buffers."""
+        """Write the step into the host buffers, after the last upload has left them."""
         self._buffers.wait_for_upload()
         for entry in output.scheduled:
             if entry.new_block_ids:
@@ -74,7 +74,7 @@ class BatchBuilder:
         self._num_blocks[row] = used + len(block_ids)
 
     def _build_decode(self, scheduled: list[ScheduledSequence]) -> StepShape:
-        """One sampled token per sequence: no loop over sequences but to read their integers."""
+        """A step of one sampled token per sequence, by array operations."""
         host, count = self._buffers.host, len(scheduled)
         row_list = [entry.row for entry in scheduled]
         start_list = [entry.start for entry in scheduled]
@@ -99,8 +99,9 @@ class BatchBuilder:
         return StepShape(count, count, row_list, positions, tokens_per_seq=1)
 
     def _build_few(self, scheduled: list[ScheduledSequence]) -> StepShape:
-        """What `_build_decode` does, number by number, since an array operation costs as much as
-        ten of them.
+        """Does what `_build_decode` does, number by number.
+
+        An array operation takes as long as ten single writes.
         """
         host, size, async_tokens = self._buffers.host, self._block_size, self._buffers.async_tokens
         for index, entry in enumerate(scheduled):
