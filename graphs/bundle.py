@@ -1,14 +1,15 @@
 """The compiled bundle: what a start has compiled and measured, kept for the next one.
 
-One directory holds everything: compiled programs, the step-cost table, the CPU's kernels. Its name
-says what it is for (model, device, and a digest of all that shapes a program); its manifest says
-which sources and versions made it, and the digest of every file. It can be copied anywhere.
+A bundle is one directory with the compiled programs, the step-cost table and the CPU kernels. The
+name of the directory has the model, the device, and a digest of all that shapes a program. The
+manifest in it has the sources and versions that made the bundle, and the digest of every file. A
+bundle can be copied to any place.
 
 A bundle is code. It is loaded only from a directory that belongs to the user and that no other
-user can write to. A bundle that is damaged, or was made by other sources or versions, is set aside
+user can write to. A bundle that is damaged, or that other sources or versions made, is set aside
 with one line in the log, and a new one is built.
 
-This module imports no torch, so that an engine process can look for kernels while it imports torch.
+This module does not import torch: an engine process looks for kernels while it imports torch.
 """
 
 from __future__ import annotations

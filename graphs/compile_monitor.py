@@ -215,7 +215,7 @@ class _Process:
         return stop
 
 
-_GREETING = "ostinato.seal"
+_GREETING = "ostinato.compile_monitor"
 _WATCHED = frozenset(
     (_GREETING, "code.__new__", "compile", "os.posix_spawn", "os.system", "subprocess.Popen")
 )

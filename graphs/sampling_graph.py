@@ -149,7 +149,7 @@ class GraphSampler:
 
 
 def num_sampling_graphs(max_num_seqs: int) -> int:
-    """How many a token_sampler captures for steps of so many rows."""
+    """How many programs a `GraphSampler` captures for steps of up to `max_num_seqs` rows."""
     return len(_row_sizes(max_num_seqs)) * len(_MIXTURES)
 
 

@@ -35,8 +35,8 @@ __all__ = (
     "sampling_workspace_bytes",
 )
 
-# Elements of logits that are worked on at once: what a draw needs besides is some 60 bytes for each
-# of them, which would be gigabytes for a large batch and vocabulary.
+# Elements of logits that are worked on at once. Sampling needs some 60 bytes for each of them: all
+# at once would be gigabytes for a large batch and vocabulary.
 _DRAWN_ELEMENTS = 1 << 22
 _BYTES_PER_ELEMENT = 64
 
@@ -75,7 +75,7 @@ class SampleInputs(NamedTuple):
 def sample_path(
     *, temperature: float, top_k: int, top_p: float, min_p: float, vocab_size: int
 ) -> SamplePath:
-    """The way a row takes; what is off is a `top_k` of V, a `top_p` of 1, a `min_p` of 0."""
+    """The path of a row. Off are a `top_k` of V, a `top_p` of 1 and a `min_p` of 0."""
     if temperature == 0.0:
         return SamplePath.greedy
     limited = top_k < vocab_size
@@ -85,7 +85,7 @@ def sample_path(
 
 
 def sample_rows(logits: Tensor, inputs: SampleInputs, paths: Iterable[SamplePath]) -> Tensor:
-    """Draw with fixed shapes and no question to the device: a CUDA graph can be made of it.
+    """Sample with fixed shapes and without waiting for the device, as a CUDA graph needs.
 
     Args:
         logits: [R, V] float32.
@@ -104,7 +104,7 @@ def sample_rows(logits: Tensor, inputs: SampleInputs, paths: Iterable[SamplePath
 
 
 def sample_each(logits: Tensor, draws: Sequence[RowSampling]) -> Tensor:
-    """Draw with work only for the rows that need it, for devices that are asked at no cost.
+    """Sample with work only for the rows that need it, for CPUs.
 
     `ostinato::draw_tokens`, on CPUs a C++ kernel (ops/native/rows/sampling.cpp). It and plain torch
     add up likelihoods in another order, so a number within a rounding of the border between

@@ -155,7 +155,7 @@ class Sampler:
             max_num_seqs: rows.
             vocab_size: V.
             device: of the logits.
-            token_sampler: draws the tokens; None = row by row, as a CPU does it best.
+            token_sampler: samples the tokens; None = row by row, which suits a CPU.
             matchers: gives a request's grammar matcher; None = no request has a grammar.
         """
         self._states: list[_Row | None] = [None] * max_num_seqs

@@ -249,7 +249,7 @@ def plan_measured(
         model: in its memory.
         buffers: of the steps.
         planner: of the attention backend; None when it needs none.
-        token_sampler: of the sampler.
+        token_sampler: samples on the device.
 
     Raises:
         StartupError: it does not fit.

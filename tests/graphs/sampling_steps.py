@@ -1,4 +1,4 @@
-"""Random draws of every kind, and a token_sampler's tokens against those of each row alone."""
+"""Random sampling parameters; the tokens of a step against those of each row alone."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ def test_decided_limits_are_not_tiny() -> None:
     assert decided.seqs_origin == "decided, the least; throughput rises up to 1"
 
 
-def test_buckets_as_slow_as_the_next_larger_one_are_needless() -> None:
+def test_buckets_as_slow_as_the_next_larger_one_are_redundant() -> None:
     costs = make_costs({1: 5.0, 2: 5.0, 4: 5.05, 8: 6.0, 16: 6.1, 32: 9.0}, {1: 5.0})
     assert redundant_sizes([1, 2, 4, 8, 16, 32], costs) == [1, 2, 8]
     assert redundant_sizes([4], costs) == []
