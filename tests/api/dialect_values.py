@@ -1,4 +1,4 @@
-"""Bodies, news and heads that the tests of the dialects share."""
+"""Bodies, outputs and reply heads that the tests of the dialects share."""
 
 from __future__ import annotations
 

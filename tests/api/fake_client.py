@@ -17,10 +17,10 @@ from ostinato.runtime.types.engine_info import EngineStats, ServedModel
 from ostinato.runtime.types.outputs import FinishReason, PooledOutput, RequestOutput, TokenLogprobs
 from ostinato.runtime.types.params import PoolingParams, SamplingParams
 
-__all__ = ("FakeClient", "news")
+__all__ = ("FakeClient", "scripted")
 
 
-def news(text: str, token_ids: Sequence[int], **fields: object) -> RequestOutput:
+def scripted(text: str, token_ids: Sequence[int], **fields: object) -> RequestOutput:
     """One scripted output; `num_output_tokens` is filled in when it is played."""
     return RequestOutput(
         request_id="", index=0, text_delta=text, new_token_ids=list(token_ids), **fields
@@ -209,7 +209,7 @@ class FakeClient:
 
 
 HELLO = (
-    news("Hel", [5], num_cached_tokens=2),
-    news("", [6], num_cached_tokens=2),  # held back
-    news("lo", [7], num_cached_tokens=2, finish_reason=FinishReason.stop),
+    scripted("Hel", [5], num_cached_tokens=2),
+    scripted("", [6], num_cached_tokens=2),  # held back
+    scripted("lo", [7], num_cached_tokens=2, finish_reason=FinishReason.stop),
 )

@@ -1,4 +1,4 @@
-"""HTTPS and API keys of a real server: who gets in, and that no key is seen anywhere."""
+"""HTTPS and API keys of a real server: which requests are answered, and that no key is shown anywhere."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LISTED = "sk-listed-Rr41aa"  # on the command line, where everybody can see it
 
 class Site(NamedTuple):
     server: ServerProcess
-    authority: Path  # certificate of whoever signed the server's
+    authority: Path  # certificate of the authority that signed the server's
     traces: list[bytes]
     dumps: Path  # of the flight recorder
 
@@ -107,10 +107,10 @@ def test_plain_http_gets_no_answer(site: Site) -> None:
 
 
 def test_no_key_is_seen_anywhere(site: Site) -> None:
-    """Not by who asks, not in the log at its most talkative, not in what processes show."""
+    """Neither in answers, nor in the log at level debug, nor in the list of processes."""
     seen: list[str] = []
     server = site.server
-    with site.client() as client, site.client(LISTED) as listed, site.client(None) as nobody:
+    with site.client() as client, site.client(LISTED) as listed, site.client(None) as keyless:
         for one in (client, listed):
             body = {"prompt": "Once upon", "max_tokens": 4, "request_id": f"{id(one)}"}
             reply = one.post("/v1/completions", json=body, headers={"x-trace": "1"})
@@ -122,12 +122,12 @@ def test_no_key_is_seen_anywhere(site: Site) -> None:
             client.post("/v1/completions", json={"prompt": 1}),
             client.get("/no/such/path"),
             client.get("/v1/models", headers={"x-api-key": KEYS[1], "x-trace": "no"}),
-            nobody.get("/v1/models"),
-            nobody.get("/v1/models", headers={"Authorization": f"Basic {KEYS[0]}"}),
-            nobody.get("/v1/models", headers={"Authorization": f"Bearer {KEYS[0]}x"}),
+            keyless.get("/v1/models"),
+            keyless.get("/v1/models", headers={"Authorization": f"Basic {KEYS[0]}"}),
+            keyless.get("/v1/models", headers={"Authorization": f"Bearer {KEYS[0]}x"}),
         ):
             seen += [wrong.text, str(wrong.headers)]
-        page = nobody.get("/")
+        page = keyless.get("/")
         assert page.status_code == 200
         seen.append(page.text)
         paths = ("/metrics", "/schema/openapi.json", "/debug/state", "/debug/flight", "/load")

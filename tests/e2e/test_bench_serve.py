@@ -131,7 +131,7 @@ def test_a_server_ends_with_whoever_started_it():
     assert process.stdout is not None
     server = psutil.Process(int(process.stdout.readline()))
     family = [server, *server.children(recursive=True)]
-    process.kill()  # nobody gets to clean up
+    process.kill()  # without any clean-up
     process.wait()
     _, alive = psutil.wait_procs(family, 200)
     assert alive == []
@@ -172,7 +172,7 @@ def test_a_url_that_refuses_is_counted_and_the_run_ends(
 ):
     file = tmp_path / "record.json"
     words = ["workload=fixed", "workload.num_requests=50", "load.ready_timeout_s=0.1"]
-    url = "load.url=http://127.0.0.1:9"  # the discard service, which nobody runs
+    url = "load.url=http://127.0.0.1:9"  # the port of the discard service, which is closed
     assert run(["bench", "serve", *words, url, f"bench.output={file}"]) == 1
     [record] = read_records(file)
     found = record.points[0].details["failures"]

@@ -122,7 +122,7 @@ def check_form(number: int, told: list[Any]) -> None:
 
 
 def what_was_said(lines: list[str]) -> list[Any]:
-    """A stream's events without its id and its time; cached tokens depend on who came before."""
+    """A stream's events without its id and its time; cached tokens depend on earlier requests."""
     assert lines[-1] == "data: [DONE]", lines[-1]
     events = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
     assert not any("error" in event for event in events), events[-1]

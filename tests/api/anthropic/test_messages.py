@@ -16,7 +16,7 @@ from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.text.chat_template import ChatTemplate
 from ostinato.runtime.text.tokenizer import Tokenizer
 from ostinato.runtime.types.outputs import FinishReason
-from tests.api.fake_client import news
+from tests.api.fake_client import scripted
 from tests.runtime.text import tokenizer_builders
 
 TEMPLATE = (
@@ -36,10 +36,10 @@ def chat_of(**fields: object) -> Any:
 def app(make_app):
     return make_app(
         [
-            news("<think>hm</think>So: ", [5], num_cached_tokens=2),
-            news('<tool_call>{"name": "add", "arguments": ', [6], num_cached_tokens=2),
-            news('{"a": 1}}</tool_call>', [7], num_cached_tokens=2),
-            news("", [7], finish_reason=FinishReason.stop, num_cached_tokens=2),
+            scripted("<think>hm</think>So: ", [5], num_cached_tokens=2),
+            scripted('<tool_call>{"name": "add", "arguments": ', [6], num_cached_tokens=2),
+            scripted('{"a": 1}}</tool_call>', [7], num_cached_tokens=2),
+            scripted("", [7], finish_reason=FinishReason.stop, num_cached_tokens=2),
         ],
         tokenizer=Tokenizer(tokenizer_builders.byte_level_bpe(), {}, ChatTemplate(TEMPLATE, {})),
         max_model_len=4000,
@@ -202,7 +202,7 @@ class TestAnswers:
         ],
     )
     def test_how_it_ended(self, make_app, fields, stop):
-        reply = post(make_app([news("a", [5], **fields)]), max_tokens=5).json()
+        reply = post(make_app([scripted("a", [5], **fields)]), max_tokens=5).json()
         assert (reply["stop_reason"], reply["stop_sequence"]) == stop
         assert reply["content"] == [{"type": "text", "text": "a"}]
 
@@ -254,7 +254,7 @@ class TestErrors:
         assert response.json()["type"] == "error"
 
     def test_a_failure_within_a_stream(self, make_app):
-        app = make_app([news("a", [5]), RuntimeError("secret")])
+        app = make_app([scripted("a", [5]), RuntimeError("secret")])
         last = post(app, max_tokens=5, stream=True).text.strip().split("\n\n")[-1]
         name, data = last.split("\n")
         assert name == "event: error"

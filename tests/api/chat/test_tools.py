@@ -20,7 +20,7 @@ from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.text.chat_template import ChatTemplate
 from ostinato.runtime.text.tokenizer import Tokenizer
 from ostinato.runtime.types.outputs import FinishReason
-from tests.api.fake_client import news
+from tests.api.fake_client import scripted
 from tests.runtime.text import tokenizer_builders
 
 ADD = {
@@ -56,8 +56,8 @@ def named(name: str) -> dict[str, Any]:
 def script(*pieces: str) -> list[Any]:
     """An answer in these pieces; the tokens do not matter."""
     return [
-        *(news(piece, [5]) for piece in pieces),
-        news("", [7], finish_reason=FinishReason.stop),
+        *(scripted(piece, [5]) for piece in pieces),
+        scripted("", [7], finish_reason=FinishReason.stop),
     ]
 
 
@@ -144,8 +144,8 @@ class TestAnswers:
 
     def test_a_call_that_the_limit_cuts_off_is_content(self, make_app):
         cut = [
-            news('<tool_call>{"name": "add", ', [5]),
-            news("", [6], finish_reason=FinishReason.length),
+            scripted('<tool_call>{"name": "add", ', [5]),
+            scripted("", [6], finish_reason=FinishReason.length),
         ]
         app = make_app(cut, tokenizer=tokenizer(TEMPLATE), max_model_len=4000)
         (choice,) = app.chat(tools=[ADD]).json()["choices"]

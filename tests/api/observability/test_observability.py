@@ -17,7 +17,7 @@ from ostinato.conf.server_schema import ServerConfig
 from ostinato.runtime.process.log_format import JsonFormatter
 from ostinato.runtime.types.engine_info import EngineStats
 from ostinato.runtime.types.outputs import FinishReason, TimelineEvent
-from tests.api.fake_client import news
+from tests.api.fake_client import scripted
 from tests.api.otlp_receiver import otlp_receiver
 
 TRACE = {"x-trace": "1"}
@@ -26,7 +26,7 @@ TRACE = {"x-trace": "1"}
 def traced_script() -> list[object]:
     now = time.monotonic()
     return [
-        news(
+        scripted(
             "Hel",
             [5],
             num_cached_tokens=2,
@@ -37,7 +37,7 @@ def traced_script() -> list[object]:
                 TimelineEvent("first_token", now + 0.002),
             ],
         ),
-        news(
+        scripted(
             "lo",
             [6],
             num_cached_tokens=2,

@@ -1,4 +1,4 @@
-"""Chat: bodies to engine requests, news to chunks and responses; literal expectations."""
+"""Chat: bodies to engine requests, outputs to chunks and responses; literal expectations."""
 
 from __future__ import annotations
 
@@ -192,15 +192,15 @@ class TestTemplateMessages:
         assert adds_generation_prompt(chat_body(**fields)) is expected
 
 
-def parsed(news: RequestOutput) -> ChatDelta:
+def parsed(one: RequestOutput) -> ChatDelta:
     """IndexedOutput of an answer that is nothing but content."""
-    events = [Content(news.text_delta)] if news.text_delta else []
-    return ChatDelta(news, events, news.finish_reason and news.finish_reason.value)
+    events = [Content(one.text_delta)] if one.text_delta else []
+    return ChatDelta(one, events, one.finish_reason and one.finish_reason.value)
 
 
 class TestChunks:
-    def chunks(self, news: RequestOutput, options: ReplyOptions = PLAIN, **more: Any) -> list[str]:
-        chunks = chat.to_chunks(HEAD, parsed(news), PIECES.__getitem__, options=options, **more)
+    def chunks(self, one: RequestOutput, options: ReplyOptions = PLAIN, **more: Any) -> list[str]:
+        chunks = chat.to_chunks(HEAD, parsed(one), PIECES.__getitem__, options=options, **more)
         return [encoded(one) for one in chunks]
 
     START = '{"id":"chatcmpl-1","object":"chat.completion.chunk","created":7,"model":"m","choices":'
@@ -217,22 +217,22 @@ class TestChunks:
         assert self.chunks(output("", [1], 2)) == []
 
     def test_the_end(self):
-        news = output("", [1], 3, index=1, finish_reason=FinishReason.stop, stop_reason="END")
-        assert self.chunks(news) == [
+        one = output("", [1], 3, index=1, finish_reason=FinishReason.stop, stop_reason="END")
+        assert self.chunks(one) == [
             self.START + '[{"index":1,"delta":{},"logprobs":null,"finish_reason":"stop",'
             '"stop_reason":"END"}]}'
         ]
 
     def test_the_end_with_text(self):
-        news = output("a", [1], 3, finish_reason=FinishReason.length)
-        assert self.chunks(news) == [
+        one = output("a", [1], 3, finish_reason=FinishReason.length)
+        assert self.chunks(one) == [
             self.START + '[{"index":0,"delta":{"content":"a"},"logprobs":null,'
             '"finish_reason":"length","stop_reason":null}]}'
         ]
 
     def test_logprobs_come_even_when_the_text_is_held_back(self):
-        news = output("", [3], 2, logprobs=[TokenLogprobs(-0.5, 1, [3, 1], [-0.5, -1.0])])
-        assert self.chunks(news, ReplyOptions(num_top_logprobs=1)) == [
+        one = output("", [3], 2, logprobs=[TokenLogprobs(-0.5, 1, [3, 1], [-0.5, -1.0])])
+        assert self.chunks(one, ReplyOptions(num_top_logprobs=1)) == [
             self.START + '[{"index":0,"delta":{"content":""},"logprobs":{"content":['
             '{"token":"bytes:\\\\xf0\\\\x9f","logprob":-0.5,"bytes":[240,159],"top_logprobs":'
             '[{"token":"bytes:\\\\xf0\\\\x9f","logprob":-0.5,"bytes":[240,159]}]}]},'

@@ -1,4 +1,4 @@
-"""Completions: bodies to engine requests, news to chunks and responses; literal expectations."""
+"""Completions: bodies to engine requests, outputs to chunks and responses; literal expectations."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ class TestChunks:
         )
 
     def test_held_back(self):
-        news = output("", [1], 1)
-        assert completions.to_chunk(HEAD, 0, news, PIECES.__getitem__, options=PLAIN) is None
+        one = output("", [1], 1)
+        assert completions.to_chunk(HEAD, 0, one, PIECES.__getitem__, options=PLAIN) is None
 
     def test_offsets_go_on_from_chunk_to_chunk(self):
         offsets = completions.TextOffsets(PIECES.__getitem__)

@@ -1,4 +1,4 @@
-"""Which news go out together."""
+"""`stream_interval`: which outputs are sent in one chunk."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from ostinato.runtime.client.completion import join_outputs
 from ostinato.runtime.types.outputs import FinishReason, RequestOutput, TokenLogprobs
 from tests.api.dialect_values import output
 
-# Of each piece of news: which of three completions, and its tokens; some have none.
+# Of each output: which of three completions, and its tokens; some have none.
 NEWS = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3)), max_size=30)
 
 
-def outputs_of(news: list[tuple[int, int]]) -> list[RequestOutput]:
+def outputs_of(sizes: list[tuple[int, int]]) -> list[RequestOutput]:
     """The same as the engine's client gives them: each completion ends."""
     totals = {0: 0, 1: 0, 2: 0}
     result = []
-    for index, count in [*news, *((index, 0) for index in totals)]:
+    for index, count in [*sizes, *((index, 0) for index in totals)]:
         tokens = list(range(totals[index], totals[index] + count))
         totals[index] += count
         one = output(f"<{tokens}>", tokens, totals[index], index=index)
         one.logprobs = [TokenLogprobs(-float(token), 1, [], []) for token in tokens]
-        one.finish_reason = FinishReason.stop if len(result) >= len(news) else None
+        one.finish_reason = FinishReason.stop if len(result) >= len(sizes) else None
         result.append(one)
     return result
 
 
 @given(NEWS, st.integers(1, 6))
-def test_nothing_is_lost_and_the_sizes_are_right(news, num_tokens):
+def test_nothing_is_lost_and_the_sizes_are_right(sizes, num_tokens):
     interval = StreamInterval(num_tokens, join_outputs)
-    before = outputs_of(news)
+    before = outputs_of(sizes)
     after = [interval.add(one.index, one, one) for one in before]
     for index in range(3):
         given_out = [one for one in after if one is not None and one.index == index]

@@ -13,12 +13,12 @@ from ostinato.conf.server_schema import ServerConfig
 from ostinato.runtime.types.engine_info import ServedTask
 from ostinato.runtime.types.outputs import FinishReason, TimelineEvent
 from ostinato.runtime.types.params import PoolingKind
-from tests.api.fake_client import news
+from tests.api.fake_client import scripted
 from tests.api.otlp_receiver import otlp_receiver
 
 EMBEDS = {"tasks": (ServedTask.generate, ServedTask.embed), "embedding_size": 2}
 PAIR = {"query": "fox", "documents": ["dog"]}
-DONE = (news("", [], finish_reason=FinishReason.stop),)
+DONE = (scripted("", [], finish_reason=FinishReason.stop),)
 
 
 @pytest.fixture
@@ -166,7 +166,7 @@ def test_who_can_do_what(make_app):
 
 
 def test_failures_are_answers(make_app):
-    failed = make_app((news("", [], finish_reason=FinishReason.error, error="no"),), **EMBEDS)
+    failed = make_app((scripted("", [], finish_reason=FinishReason.error, error="no"),), **EMBEDS)
     assert embed(failed).status_code == 500
     dead = make_app(DONE, **EMBEDS)
     dead.engine.death_reason = "it was shot"
@@ -179,7 +179,7 @@ def test_metrics_and_load(app):
     assert app.http.get("/load").json() == {"server_load": 0}
 
 
-RUN = news(
+RUN = scripted(
     "",
     [],
     scheduled_time=1.0,

@@ -16,7 +16,7 @@ from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.text.chat_template import ChatTemplate
 from ostinato.runtime.text.tokenizer import Tokenizer
 from ostinato.runtime.types.outputs import FinishReason
-from tests.api.fake_client import news
+from tests.api.fake_client import scripted
 from tests.runtime.text import tokenizer_builders
 
 TEMPLATE = (
@@ -25,10 +25,12 @@ TEMPLATE = (
 )
 TOOL = {"type": "function", "name": "add", "parameters": {"type": "object", "properties": {}}}
 SCRIPT = [
-    news("<think>hm", [5], num_cached_tokens=2),
-    news("</think>So: ", [6], num_cached_tokens=2),
-    news('<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>', [7], num_cached_tokens=2),
-    news("", [8], finish_reason=FinishReason.stop, num_cached_tokens=2),
+    scripted("<think>hm", [5], num_cached_tokens=2),
+    scripted("</think>So: ", [6], num_cached_tokens=2),
+    scripted(
+        '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>', [7], num_cached_tokens=2
+    ),
+    scripted("", [8], finish_reason=FinishReason.stop, num_cached_tokens=2),
 ]
 
 
@@ -142,7 +144,7 @@ class TestAnswers:
         assert done == events[-1]["response"]["output"]
 
     def test_an_answer_that_the_limit_ends(self, make):
-        app = make([news("a", [5]), news("b", [6], finish_reason=FinishReason.length)])
+        app = make([scripted("a", [5]), scripted("b", [6], finish_reason=FinishReason.length)])
         answer = post(app, max_output_tokens=2).json()
         assert answer["status"] == "incomplete"
         assert answer["incomplete_details"] == {"reason": "max_output_tokens"}
@@ -150,7 +152,7 @@ class TestAnswers:
         assert "event: response.incomplete" in post(app, max_output_tokens=2, stream=True).text
 
     def test_a_failure_within_a_stream(self, make):
-        app = make([news("a", [5]), RuntimeError("secret")])
+        app = make([scripted("a", [5]), RuntimeError("secret")])
         text = post(app, stream=True).text
         name, data = text.strip().split("\n\n")[-1].split("\n")
         assert name == "event: response.failed"

@@ -18,7 +18,7 @@ from ostinato.graphs.compile_monitor import LateCompile
 from ostinato.runtime.errors import EngineDeadError
 from ostinato.runtime.types.engine_info import EngineStats
 from ostinato.runtime.types.outputs import FinishReason
-from tests.api.fake_client import HELLO, news
+from tests.api.fake_client import HELLO, scripted
 
 
 def error_of(response) -> dict:
@@ -205,7 +205,7 @@ class TestCompletions:
         assert app.engine.requests[0][1].max_tokens == 3
 
     def test_one_failing_prompt_ends_the_reply_and_aborts_the_others(self, make_app):
-        failing = news("", [], finish_reason=FinishReason.error, error="it broke")
+        failing = scripted("", [], finish_reason=FinishReason.error, error="it broke")
         response = make_app([failing]).complete(prompt=["Hi", "the"])
         assert response.status_code == 500
         assert error_of(response)["message"] == "it broke"
@@ -303,7 +303,7 @@ class TestErrors:
         assert error_of(response)["param"] == "model"
 
     def test_the_engine_gives_a_request_up(self, make_app):
-        failing = news("", [], finish_reason=FinishReason.error, error="it broke")
+        failing = scripted("", [], finish_reason=FinishReason.error, error="it broke")
         response = make_app([failing]).chat()
         assert response.status_code == 500
         assert error_of(response) == {
@@ -325,7 +325,7 @@ class TestErrors:
         assert last["error"]["code"] == "engine_dead"
 
     def test_an_aborted_request(self, make_app):
-        app = make_app([news("", [], finish_reason=FinishReason.abort)])
+        app = make_app([scripted("", [], finish_reason=FinishReason.abort)])
         response = app.chat()
         assert response.status_code == 503
         assert error_of(response)["code"] == "aborted"
@@ -391,7 +391,7 @@ class TestHealth:
             response = app.http.get(path)
             assert (response.status_code, response.json()["status"]) == (503, status)
             assert "server.health_timeout_s=30" in response.json()["reason"]
-        assert app.http.get("/live").status_code == 200  # nobody waits for it
+        assert app.http.get("/live").status_code == 200  # no request waits for it
         app.engine.num_unfinished = 2
         response = app.http.get("/live")
         assert (response.status_code, response.json()["status"]) == (503, "stuck")

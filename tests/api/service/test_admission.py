@@ -1,4 +1,4 @@
-"""Who is let in, what is too much, and what a deadline does before a handler."""
+"""API keys, limits of the queue and of prompts, and deadlines."""
 
 from __future__ import annotations
 

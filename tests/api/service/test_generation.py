@@ -49,8 +49,8 @@ class TestGeneration:
         )
         tally = Tally.of(requests)
         for prompt_index, index, cached in ((0, 0, 1), (0, 1, 2), (1, 0, 2), (1, 1, 3)):
-            news = output("", [1, 2], 2, index=index, num_cached_tokens=cached)
-            tally.add(prompt_index, news)
+            one = output("", [1, 2], 2, index=index, num_cached_tokens=cached)
+            tally.add(prompt_index, one)
         assert msgspec.to_builtins(tally.usage) == {
             "prompt_tokens": 5,
             "completion_tokens": 8,
