@@ -1,4 +1,4 @@
-"""What `run bench` measures, with which requests, arriving how: its sections of the configuration.
+"""The sections of `run bench`: its parts, workload, load and service level goals.
 
 `workload`, `load` and `slo` are also what `run tune` and `run simulate` read: one description of
 the traffic and its goals for all three.

@@ -1,4 +1,4 @@
-"""Hydra at work: overrides in, one frozen and range-checked `RunConfig` out.
+"""Composes overrides and options with Hydra into one frozen, checked `RunConfig`.
 
 The only file that imports hydra or omegaconf. Every way to ask for something that is not there ends
 in one `ConfigError` line that names the key, the value, and what is allowed.

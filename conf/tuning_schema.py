@@ -1,4 +1,4 @@
-"""What `run simulate` and `run tune` are asked: their sections of the configuration.
+"""The sections of `run simulate` and `run tune`.
 
 The traffic and its goals are those of `run bench`: `workload`, `load` and `slo`.
 """

@@ -99,7 +99,7 @@ class PromptCompletions:
             request.request_id: CompletionStream(request, index, tokenizer)
             for index, request in enumerate(requests)
         }
-        # With more candidates than answers, nobody knows the answers before the end.
+        # With more candidates than answers, the answers are known only at the end.
         self._candidates: dict[str, _Candidate] | None = (
             {request.request_id: _Candidate() for request in requests}
             if len(requests) > sampling.n

@@ -14,10 +14,10 @@ _FRESH_S = 0.2
 
 
 class Inspector:
-    """Shares answers among those who ask, and keeps one for a moment.
+    """Shares answers between concurrent callers, and keeps one for 0.2 s.
 
     Args:
-        send: puts the question to the engine; whoever receives calls `answer`.
+        send: asks the engine; the receiver of the reply calls `answer`.
         clock: seconds.
     """
 
@@ -48,13 +48,13 @@ class Inspector:
         try:
             return await asyncio.wait_for(asyncio.shield(asked), timeout_s)
         except TimeoutError:
-            # The engine may be another one by now: the next one who asks asks anew.
+            # The engine process may be another one by now: the next caller asks again.
             if self._asked is asked:
                 self._asked = None
             raise
 
     def answer(self, state: EngineState) -> None:
-        """What the engine said."""
+        """The engine's reply has arrived."""
         self._last = self._clock(), state
         asked, self._asked = self._asked, None
         if asked is not None and not asked.done():

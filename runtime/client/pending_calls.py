@@ -1,6 +1,6 @@
-"""Questions that an engine answers between two steps, as the asking side keeps them.
+"""Utility calls that wait for their reply, on the client's side.
 
-The answering side is runtime/process/utility_calls.py.
+The engine's side is runtime/process/utility_calls.py.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ("PendingCalls",)
 
 
 class PendingCalls:
-    """Calls whose replies have not come."""
+    """Utility calls whose replies have not arrived."""
 
     def __init__(self) -> None:
         self._ids = itertools.count()
@@ -29,9 +29,9 @@ class PendingCalls:
         return call, future
 
     def finish(self, reply: UtilityReply) -> None:
-        """Take in a reply."""
+        """A reply has arrived."""
         future = self._pending.pop(reply.call_id, None)
-        if future is None or future.done():  # whoever asked has gone
+        if future is None or future.done():  # its caller is gone
             return
         if reply.is_refused:
             future.set_exception(InvalidRequestError(reply.text, code="call_refused", status=409))
@@ -39,7 +39,7 @@ class PendingCalls:
             future.set_result(reply.text)
 
     def fail(self, reason: str) -> None:
-        """The engine died: nothing will come."""
+        """The engine died: end every call with an error."""
         pending, self._pending = self._pending, {}
         for future in pending.values():
             if not future.done():

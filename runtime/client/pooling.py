@@ -1,4 +1,4 @@
-"""At the door of pooled requests: what can be refused is refused here; and vectors as numbers.
+"""Checks pooling requests and builds them for the engine; decodes their vectors.
 
 A pooled request has no output tokens: its prompt becomes a vector (an embedding), or a
 classification head's answer to it.

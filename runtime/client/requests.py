@@ -1,6 +1,4 @@
-"""At the door: everything that can be refused is refused here, before a request reaches the
-scheduler.
-"""
+"""Checks generation requests and builds them for the engine; the engine refuses none of them."""
 
 from __future__ import annotations
 

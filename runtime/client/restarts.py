@@ -1,4 +1,6 @@
-"""When a dead engine is started again, and when that is given up. Pure: the caller has the clock.
+"""The restart policy: when a dead engine is started again, and after how many deaths it is not.
+
+The caller has the clock.
 
 The first restart comes at once. Further ones within the window wait, twice as long each time.
 """
@@ -34,7 +36,7 @@ class Death(NamedTuple):
 
     @property
     def num_allowed_crashes(self) -> int:
-        """Crashes in a row, this one the last, that a request aboard survives.
+        """Deaths in a row, this one the last, that a running request survives.
 
         A kill from outside says less about the requests than a fault of the engine's own.
         """

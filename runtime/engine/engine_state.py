@@ -1,4 +1,4 @@
-"""What an engine is doing this moment, for people who look: rows, queue, blocks, recent steps.
+"""A description of an engine's rows, queue, blocks and recent steps, for the page and /debug.
 
 Made only when a client asks (`ipc.GetState`), never as part of a step. It holds no text and no
 token ids.
@@ -35,7 +35,7 @@ class RowState(msgspec.Struct, frozen=True, array_like=True):
     num_output_tokens: int
     max_num_tokens: int  # of prompt and output
     num_blocks: int
-    num_shared_blocks: int  # of which others hold too
+    num_shared_blocks: int  # of which other sequences hold too
     group: int  # colour of its shared blocks; 0 = it shares none
     num_preemptions: int
     age_s: float  # since it arrived
@@ -63,7 +63,7 @@ class BlockMap(msgspec.Struct, frozen=True, array_like=True):
 
 
 class EngineState(msgspec.Struct, frozen=True, array_like=True):
-    """One look at an engine."""
+    """The state of an engine between two steps."""
 
     stats: EngineStats
     rows: list[RowState]  # at most 512
@@ -86,7 +86,7 @@ def describe_engine(
 
     Args:
         requests: those that have not ended, in order of arrival.
-        cache: who holds which blocks.
+        cache: says which blocks are held.
         stats: the engine's figures.
         steps: the last ones.
         bucket_tokens: sizes of the captured programs.
@@ -102,7 +102,7 @@ def describe_engine(
                 waiting.append(_waiting(sequence, now))
             continue
         shared = [one for one in sequence.block_table.block_ids if kinds[one - 1] == _SHARED]
-        # Who shares a prefix has its first block in common.
+        # Sequences that share a prefix have its first block in common.
         group = 1 + shared[0] % _NUM_GROUPS if shared else 0
         groups.update(dict.fromkeys(shared, group))
         if len(rows) < _MAX_ROWS:

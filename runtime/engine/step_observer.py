@@ -1,7 +1,7 @@
-"""What happens in steps, seen from outside: for metrics, timelines and the flight recorder.
+"""Observes steps for metrics, request timelines and the flight recorder; decides nothing.
 
-It reads what the scheduler hands to the runner and what comes back, and decides nothing. Without
-traced requests a step costs it a few microseconds.
+The observer reads the scheduler's output and the results of steps. It takes a few microseconds a
+step when no request is traced.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class StepObserver:
     Args:
         step_log: a file that also gets every step; None = no file.
         clock: seconds; the one of `Request.arrival_time`.
-        on_step: also told of each step that has ended, and of the seconds since it was launched.
+        on_step: called with each step that has ended and the seconds since its launch.
 
     Attributes:
         recent: the last steps, oldest first, without their sequences.
@@ -186,7 +186,7 @@ class StepObserver:
                 events.append(TimelineEvent("resumed", now))
 
     def _note_progress(self, output: SchedulerOutput, outputs: Iterable[SequenceOutput]) -> None:
-        """Note how far those came that were given tokens and have none of their own to show."""
+        """Note the positions of requests that computed tokens and have no output."""
         self.progress = {
             self._rows[entry.row]: entry.start + entry.num_new_tokens
             for entry in output.scheduled

@@ -81,7 +81,7 @@ class GraphFootprint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
-    """Who gets how much, in bytes, and what fits."""
+    """The shares of the memory in bytes, and what fits in them."""
 
     free_bytes: int  # before the weights are there
     budget_bytes: int  # of which the engine plans with
