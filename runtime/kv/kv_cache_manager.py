@@ -197,6 +197,11 @@ class KVCacheManager:
             table.block_ids += block_ids
         return block_ids
 
+    @property
+    def has_tier(self) -> bool:
+        """Whether evicted blocks may go to a slower tier."""
+        return self._tier is not None
+
     def take_stores(self) -> list[BlockTransfer]:
         """Copies to the slower tier that the next step makes before it writes."""
         return [] if self._tier is None else self._tier.take_stores()

@@ -98,6 +98,8 @@ class Scheduler:
         self.drafts = None if proposer is None else DraftPlanner(proposer, cache, max_drafts)
         self._max_in_flight = max_in_flight
         self._cache = cache
+        self._block_size = cache.block_size
+        self._has_tier = cache.has_tier
         self._rank = _POLICY_RANKS[config.policy]
         self._num_arrivals = 0
         self._num_ended = 0  # by themselves, not aborted
@@ -202,10 +204,10 @@ class Scheduler:
                 f"{len(self._in_flight)} steps are in flight; call update() with the oldest first"
             )
         step = self._planner.plan()
-        is_empty = not (step.scheduled or step.transfers)
-        if is_empty and not self._in_flight and self.queues.release_parked():
-            step = self._planner.plan()
-        step.transfers = [*self._cache.take_stores(), *step.transfers]
+        if not step.scheduled and not (step.transfers or self._in_flight):
+            step = self._planner.plan() if self.queues.release_parked() else step
+        if self._has_tier:
+            step.transfers = [*self._cache.take_stores(), *step.transfers]
         output = step.close(self.limits.max_num_batched_tokens)
         if output is not None:
             self._in_flight.append(step)
@@ -224,26 +226,30 @@ class Scheduler:
         step = self._in_flight[0] if self._in_flight else None
         if step is None or step.output is not output:
             raise ValueError("update() needs the oldest step in flight, as schedule() returned it")
-        step.check_tokens(result)
+        token_ids, logprobs, counts = result.token_ids, result.logprobs, result.counts
+        num_tokens = step.num_samples
+        is_plain = counts is None and not step.num_drafts and len(token_ids) == num_tokens
+        if not is_plain or len(logprobs or token_ids) != num_tokens:
+            step.check_tokens(result)
         self._in_flight.popleft()
         if step.num_prompt_logits:
             step.take_prompt_logprobs(result)
         endings = step.take_pooled(result) if step.num_pooled else []
         outputs: list[SequenceOutput] = []
-        logprobs, counts = result.logprobs, iter(result.counts or ())
+        next_counts = None if counts is None else iter(counts)
         has_ended = False
-        index = 0
+        index, count = 0, 1
         for entry, sequence in zip(output.scheduled, step.sequences, strict=True):
             sequence.num_in_flight -= 1
             if entry.num_logits:
-                count = 1 if result.counts is None else next(counts)
-                if sequence.num_drafts:
+                if next_counts is not None:
+                    count = next(next_counts)
                     self._settle_drafts(sequence, count - 1)
                 if sequence.status is _FINISHED:
                     pass
                 elif sequence.beam is not None:
                     self._beams.take(sequence, logprobs[index] if logprobs else None)
-                elif count == 1:
+                elif next_counts is None:
                     outputs.append(self._append_token(sequence, index, result))
                 else:
                     outputs.append(self._append_tokens(sequence, index, count, result))
@@ -251,7 +257,10 @@ class Scheduler:
             if sequence.status is not _RUNNING:
                 has_ended = True
                 self.queues.settle(sequence)
-        self.num_output_tokens += sum([len(one.new_token_ids) for one in outputs])
+        if counts is None:
+            self.num_output_tokens += len(outputs)
+        else:
+            self.num_output_tokens += sum(len(one.new_token_ids) for one in outputs)
         if has_ended:
             self.queues.remove_ended()
         for transfer_id, num_blocks in result.finished_loads:
@@ -304,6 +313,8 @@ class Scheduler:
 
     def _settle_drafts(self, sequence: Sequence, num_accepted: int) -> None:
         """Take back the positions of refused drafts; a later step computes them again."""
+        if not sequence.num_drafts:
+            return
         assert self.drafts is not None, "a sequence has drafts"
         sequence.num_computed_tokens -= sequence.num_drafts - num_accepted
         sequence.num_drafts = 0
@@ -342,9 +353,9 @@ class Scheduler:
         is_complete = grammar is not None and finish_reason is not FinishReason.stop
         if is_complete:
             finish_reason = FinishReason.stop
-        cache, table, num_computed = self._cache, sequence.block_table, sequence.num_computed_tokens
-        if num_computed // cache.block_size > table.num_registered:
-            cache.register(table, sequence.token_ids, num_computed)
+        num_computed = sequence.num_computed_tokens
+        if num_computed // self._block_size > sequence.block_table.num_registered:
+            self._cache.register(sequence.block_table, sequence.token_ids, num_computed)
         if finish_reason is not None:
             self._num_ended += 1
             self._num_ended_tokens += sequence.num_output_tokens

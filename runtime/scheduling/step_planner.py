@@ -77,7 +77,7 @@ class StepPlanner:
         begin, end = step.num_grown, len(running)
         if begin < end and waiting and not step.is_closed and waiting[0].order < running[-1].order:
             end = bisect_left(running, waiting[0].order, lo=begin, key=by_order)
-        block_size = self._cache.block_size
+        block_size, has_drafts = self._cache.block_size, self._drafts is not None
         scheduled, sequences = step.scheduled, step.sequences
         for index, sequence in enumerate(running[begin:end], begin):
             if sequence.status is not _RUNNING:
@@ -90,8 +90,10 @@ class StepPlanner:
                 continue
             if sequence.beam is not None:
                 continue  # its candidates wait for those of the others
-            if start + 1 >= sequence.max_num_tokens or sequence.num_drafts:
-                continue  # its last token, or which of its drafts are right, is on the way
+            if start + 1 >= sequence.max_num_tokens:
+                continue  # its last token is on its way
+            if has_drafts and sequence.num_drafts:
+                continue  # which of them are right is not known yet
             new_block_ids: list[int] | None = []
             if not start % block_size and start == block_size * len(sequence.block_table.block_ids):
                 new_block_ids = self._take_room(sequence, step, self._next_block)
