@@ -35,32 +35,29 @@ class Admission:
     def start_next(self, step: StepPlan) -> tuple[Sequence, int] | None:
         """Start the first waiting sequence, behind the running ones that have had their turn.
 
-        It has a row, blocks for all its known tokens, and counts as running. A sequence whose
-        prefix is in a slower tier is sent to load it instead, and the next one is looked at.
+        It has a row, blocks for all its known tokens, and counts as running.
 
         Args:
-            step: what is planned already.
+            step: what is planned already; closed when the sequence has to wait.
 
         Returns:
             The sequence and how many of its tokens fit into the step; None when it has to wait, or
-            when none is left.
+            left the queue to load the blocks of its prefix from a slower tier.
         """
         queues = self._queues
-        while queues.waiting:
-            sequence = queues.waiting[0]
-            match = self._make_room(sequence, step)
-            if sequence.status is SequenceStatus.loading:
-                continue
-            if match is None:
-                return None
+        sequence = queues.waiting[0]
+        match = self._make_room(sequence, step)
+        if sequence.status is SequenceStatus.loading:
+            return None
+        if match is not None:
             start = len(match.block_ids) * self._cache.block_size
             num_left = sequence.num_tokens - start
             limit = step.chunk_limit(len(queues.running) - step.num_grown, num_left, start)
-            if limit < (num_left if self._whole_prompts else 1):
-                return None
-            del queues.waiting[0]
-            self._start(sequence, match, step)
-            return sequence, limit
+            if limit >= (num_left if self._whole_prompts else 1):
+                del queues.waiting[0]
+                self._start(sequence, match, step)
+                return sequence, limit
+        step.is_closed = True
         return None
 
     def _start(self, sequence: Sequence, match: PrefixMatch, step: StepPlan) -> None:

@@ -341,7 +341,7 @@ class Scheduler:
         """Take in a sampled token and decide whether it is the last."""
         request_id, token_id = sequence.request.request_id, result.token_ids[index]
         logprob = result.logprobs[index] if result.logprobs else None
-        grammar = result.endings.get(index)
+        grammar = result.endings.get(index) if result.endings else None
         if grammar:
             sequence.status = _FINISHED
             self._forget(request_id)
@@ -361,7 +361,7 @@ class Scheduler:
             self._num_ended_tokens += sequence.num_output_tokens
             sequence.status = _FINISHED
             self._forget(request_id)
-        is_first = sequence.num_output_tokens == 1
+        is_first = len(sequence.token_ids) == sequence.num_prompt_tokens + 1
         prompt_logprobs, sequence.prompt_logprobs = sequence.prompt_logprobs, None
         return SequenceOutput(
             request_id,

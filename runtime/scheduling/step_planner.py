@@ -166,8 +166,7 @@ class StepPlanner:
                 return True
             started = self._admission.start_next(step)
             if started is None:
-                step.is_closed = True
-                break
+                continue
             sequence, limit = started
             if sequence.beam is not None:
                 sequence.beam.is_moved = False
