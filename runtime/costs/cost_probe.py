@@ -2,7 +2,7 @@
 
 A step is a `SchedulerOutput` like any other, so what is timed is all that a step of service does:
 filling the buffers, the model as it was captured or compiled, the sampler. New tokens go to the
-null block; contexts are read from blocks that nobody owns yet.
+null block; contexts are read from blocks that no sequence holds yet.
 
 Lines of the grid are measured, the rest follows from them: prompts of one sequence, decodes of
 several, each without and with context. A line is walked up with one run a point, as far as the

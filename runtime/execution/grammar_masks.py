@@ -33,7 +33,7 @@ _NOTHING_LEFT = (
 
 
 class GrammarRow:
-    """The grammar and the thinking budget of a running sequence, and how far it is.
+    """The state of a running sequence's grammar and thinking budget.
 
     Attributes:
         matcher: of its grammar; None = it has none.
@@ -87,7 +87,7 @@ class GrammarRow:
         return self.matcher is None and (self._thinking is None or self._thinking.is_over)
 
     def limit(self, bits: np.ndarray, position: int) -> None:
-        """Lay the request's other limits over its mask, [W] int32; sets `ending` on a conflict."""
+        """Apply the request's other limits to its mask, [W] int32; sets `ending` on a conflict."""
         error = None if self.matcher is None else problem(self.matcher)
         if error is not None and self.ending is None:
             self.ending = f"structured_outputs: {error}"
@@ -129,7 +129,7 @@ class GrammarRow:
 
 
 class GrammarMasks:
-    """Makes a step's masks and lays them over its logits.
+    """Makes a step's masks and applies them to its logits.
 
     Attributes:
         seconds: spent on masks, summed over steps.

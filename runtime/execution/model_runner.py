@@ -1,6 +1,4 @@
-"""Executes what the scheduler decided: build the batch, run the graph, sample. Knows no request
-queue.
-"""
+"""Runs one rank's steps: builds the batch, runs the model's graph, samples."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ class Pooler:
         if params.kind is PoolingKind.mean:
             vector = (vector / row.num_tokens).float()
         if params.classify:
-            assert self._classify is not None, "the door refuses this without a head"
+            assert self._classify is not None, "such a request is refused before it gets here"
             logits = self._classify(vector.unsqueeze(0)).squeeze(0)
             if params.raw_scores:
                 return logits

@@ -13,14 +13,14 @@ __all__ = ("ThinkingBudget",)
 
 
 class ThinkingBudget:
-    """Follows one answer.
+    """Counts the reasoning tokens of one answer.
 
     Args:
         limit: of its reasoning.
         token_ids: that it has already, when it resumes.
 
     Attributes:
-        is_over: it reasons no more, or does not at all.
+        is_over: the reasoning has ended, or there was none.
     """
 
     __slots__ = ("_has_begun", "_limit", "_num_tokens", "is_over")

@@ -1,9 +1,9 @@
-"""Fixed-size KV blocks: who holds them, which are free, and which contents are known by hash.
+"""Allocation of fixed-size KV cache blocks: reference counts, free list, lookup by content hash.
 
 A block is free when its reference count is 0. Free blocks keep their contents and their hash until
 they are handed out again, so that a later request with the same prefix takes them back: the free
-list is the cache. Its head is reused first. Block 0 is the null block: padding writes there, nobody
-reads it, and it is never handed out.
+list is the cache. Its head is reused first. Block 0 is the null block: padding writes there, no
+sequence reads it, and it is never handed out.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ class BlockPool:
     def free(self, block_ids: Sequence[int]) -> None:
         """Drop one reference of each block of a table, last block first.
 
-        Blocks that nobody holds any more join the free list: hashed ones at its tail, so that the
+        Blocks that no table holds any more join the free list: hashed ones at its tail, so that the
         end of a prefix is reused before its beginning, the others at its head, where nothing is
         lost.
 
@@ -175,7 +175,7 @@ class BlockPool:
         for block_id in reversed(block_ids):
             block = self._blocks[block_id]
             if block.ref_count <= 0 or block_id == NULL_BLOCK_ID:
-                raise RuntimeError(f"block {block_id} is freed but nobody holds it")
+                raise RuntimeError(f"block {block_id} is freed and no table holds it")
             block.ref_count -= 1
             if block.ref_count == 0:
                 ends = self._free_ends
@@ -194,7 +194,7 @@ class BlockPool:
         stays where it is, without a hash, and is the first to be reused once it is freed.
         """
         block = self._blocks[block_id]
-        assert block.ref_count > 0, f"{block!r} gets a hash while nobody holds it"
+        assert block.ref_count > 0, f"{block!r} gets a hash while no table holds it"
         assert block.block_hash is None, f"{block!r} gets a second hash"
         if block_hash in self._cached:
             return False

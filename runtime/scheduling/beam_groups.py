@@ -1,7 +1,7 @@
 """The sequences of the beam searches: one per beam, forked and dropped as the searches advance.
 
 A beam whose candidates have come waits for those of the others of its search. While it waits it
-keeps its row and blocks, if nobody needs them; what it computed can be computed again.
+keeps its row and blocks unless another sequence needs them; what it computed can be computed again.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def is_parked(sequence: Sequence) -> bool:
 
 
 class _Group:
-    """One search and who computes its beams."""
+    """One search and the sequences that compute its beams."""
 
     def __init__(self, search: BeamSearch, sequence: Sequence, max_model_len: int) -> None:
         self.search = search

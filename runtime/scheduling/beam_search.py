@@ -33,7 +33,7 @@ class Beam:
     """One of the sequences that compete.
 
     Attributes:
-        search: whose beam it is.
+        search: the search that it belongs to.
         cumulative_logprob: of its output tokens.
         token_ids: its output tokens.
         logprobs: one per output token.

@@ -27,7 +27,7 @@ class Proposer(Protocol):
         """Guess what follows.
 
         Args:
-            request: whose sequence it is.
+            request: what the sequence is computed for.
             token_ids: its prompt and the output that has arrived; not to be changed.
             most: guesses that can be used, at least 1.
 

@@ -1,4 +1,4 @@
-"""Where every sequence of a scheduler is, and who holds rows and KV blocks.
+"""The queues of a scheduler: waiting, running and draining sequences, their rows and KV blocks.
 
     add -> waiting -> running -> finished
              ^  |        |

@@ -17,7 +17,7 @@ __all__ = ("StepPlan",)
 
 
 class StepPlan:
-    """One step: the budget that `schedule` spends, what on, and whose tokens will come back."""
+    """One step while it is planned: what is left of its budget, its entries and their sequences."""
 
     __slots__ = (
         "admitted",

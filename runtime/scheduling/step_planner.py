@@ -178,7 +178,7 @@ class StepPlanner:
 
     @staticmethod
     def _announce(sequence: Sequence, step: StepPlan) -> None:
-        """Tell the runner whose the row is from this step on."""
+        """Tell the runner which sequence has the row from this step on."""
         step.admitted.append(
             AdmittedSequence(
                 sequence.row,

@@ -34,7 +34,7 @@ def queue_load(
     Args:
         running: those with a row.
         waiting: those without.
-        num_free_rows: rows that nobody has.
+        num_free_rows: rows that no sequence has.
         mean_output: tokens that ended requests have given; None = none has ended, so each is taken
             to give all that it may.
     """
@@ -64,7 +64,7 @@ def predict_ttft(
     limits: StepLimits,
     bound: ItlBound | None = None,
 ) -> float:
-    """Seconds until the first token of a request that is queued behind everybody else.
+    """Seconds until the first token of a request that is queued behind all others.
 
     The prompts ahead and its own are computed in parts beside the decodes that run now; when no row
     is left, it also waits until enough sequences have ended. Prefix hits, which shorten it, and a

@@ -25,20 +25,13 @@ __all__ = (
 MAX_PATTERN_TOKENS = 512
 MAX_COUNT = (1 << 31) - 1
 
-PatternSize = Annotated[int, msgspec.Meta(ge=0, le=MAX_PATTERN_TOKENS)]
 MAX_LOGPROBS = 20
-
-
 MAX_LOGPROB_TOKEN_IDS = 128
-
-
 MAX_N = 128
-
-
 MAX_BAD_WORDS = 256
-
-
 MAX_BAD_WORD_TOKENS = 32
+
+PatternSize = Annotated[int, msgspec.Meta(ge=0, le=MAX_PATTERN_TOKENS)]
 
 
 def _check(ok: bool, name: str, allowed: str, value: object) -> None:
@@ -49,7 +42,7 @@ def _check(ok: bool, name: str, allowed: str, value: object) -> None:
 class RepetitionDetectionParams(
     msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
 ):
-    """Which repetitions end an output; without a largest pattern none does.
+    """Which repeated patterns end an output; with `max_pattern_size` 0 none does.
 
     Raises:
         ValueError: a value is out of range; the text names the parameter, the value and the range.
@@ -57,7 +50,7 @@ class RepetitionDetectionParams(
 
     max_pattern_size: PatternSize = 0  # tokens; 0 = off
     min_pattern_size: PatternSize = 0  # tokens; 0 means 1
-    # So many times the pattern stands at the output's end, without a gap.
+    # How many times in a row the pattern must stand at the output's end.
     min_count: Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNT)] = 0
 
     def __post_init__(self) -> None:
@@ -129,7 +122,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     # What the answer must look like; it ends when that is complete.
     structured_outputs: StructuredOutputsParams | None = None
     thinking: ThinkingLimit | None = None  # of a model that reasons; chat sets it
-    repetition_detection: RepetitionDetectionParams | None = None  # ends outputs in circles
+    repetition_detection: RepetitionDetectionParams | None = None  # ends an output that repeats
 
     def __post_init__(self) -> None:
         _check(1 <= self.n <= MAX_N, "n", f"in [1, {MAX_N}]", self.n)

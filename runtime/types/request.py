@@ -23,7 +23,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=Fal
     cache_salt: str = ""  # requests share cached blocks only with an equal salt
     bad_words_token_ids: list[list[int]] = []  # of `sampling.bad_words`, none empty
     pooling: PoolingParams | None = None  # nothing is generated; `sampling` is not read
-    output_token_ids: list[int] = []  # given before, by an engine that is gone; it goes on there
+    output_token_ids: list[int] = []  # given by an engine that died; generation goes on after them
     grammar: str = ""  # of `sampling.structured_outputs`, checked
     trace: bool = False  # its outputs carry the events of its time in the engine
     # What its keys and values depend on besides its tokens (an adapter, media): requests share

@@ -110,11 +110,11 @@ class SimulatedEngine:
         self._writers.popleft()
         self._holders.popleft()
         self._check_hashes()
-        news = self.scheduler.update(output, result)
-        for item in news:
+        outputs = self.scheduler.update(output, result)
+        for item in outputs:
             self._record(item)
         self.scheduler.check_integrity()
-        return news
+        return outputs
 
     def finish_loads(self) -> None:
         """Whatever is being loaded is there."""
@@ -175,7 +175,7 @@ class SimulatedEngine:
         self.scheduler.check_integrity()
 
     def _record(self, item: SequenceOutput) -> None:
-        assert item.request_id not in self.endings, "news of a request that has ended"
+        assert item.request_id not in self.endings, "an output of a request that has ended"
         if item.beams is not None:
             scores = reference_prompt_scores(self.requests[item.request_id])
             assert item.prompt_logprobs == scores

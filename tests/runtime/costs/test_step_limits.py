@@ -1,4 +1,4 @@
-"""Limits that nobody set: bounds before measuring, what pays after it."""
+"""Limits that are not set: upper bounds before measuring, what pays after it."""
 
 from __future__ import annotations
 

@@ -139,7 +139,7 @@ def test_forget_cached_keeps_the_blocks_and_drops_the_hashes() -> None:
 def test_a_block_that_nobody_holds_can_not_be_freed(block_id: int) -> None:
     pool = BlockPool(3)
     pool.free(pool.allocate(1) or [])
-    with pytest.raises(RuntimeError, match=f"block {block_id} is freed but nobody holds it"):
+    with pytest.raises(RuntimeError, match=f"block {block_id} is freed and no table holds it"):
         pool.free([block_id])
 
 

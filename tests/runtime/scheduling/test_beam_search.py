@@ -205,7 +205,7 @@ def test_beams_beside_other_requests(llm: LLM) -> None:
 def test_beams_share_the_blocks_of_what_they_share(llm: LLM) -> None:
     """Seen in the middle of a search: 8 beams over a prompt of 5 blocks do not hold 8 times 5."""
     prompt = make_prompts(20)[0][:1] * 41
-    news = llm.stream(prompt, params(8, ignore_eos=True, max_tokens=40))
+    stream = llm.stream(prompt, params(8, ignore_eos=True, max_tokens=40))
     held = []
     step = llm._engine.step  # the engine's own loop, watched from outside
 
@@ -217,7 +217,7 @@ def test_beams_share_the_blocks_of_what_they_share(llm: LLM) -> None:
 
     llm._engine.step = watched  # type: ignore[method-assign]
     try:
-        outputs = list(news)
+        outputs = list(stream)
     finally:
         llm._engine.step = step  # type: ignore[method-assign]
     assert len(outputs) == 8

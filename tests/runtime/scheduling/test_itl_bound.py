@@ -85,7 +85,7 @@ TIMES = make_table(pair_us=0.1)
 
 
 class TimedEngine:
-    """Runs a scheduler's steps; each takes the table's seconds and gives everybody a token."""
+    """Runs a scheduler's steps; each takes the table's seconds and gives each sequence a token."""
 
     def __init__(self, target_ms: float | None, *, max_num_batched_tokens: int = 256) -> None:
         bound = None
@@ -117,8 +117,8 @@ class TimedEngine:
         chunks = [Chunk(e.num_new_tokens, e.start) for e in output.scheduled if e.token_ids]
         self.now += TIMES.mixed_seconds(len(starts), sum(starts) / max(1, len(starts)), chunks)
         samples = sum(entry.num_logits for entry in output.scheduled)
-        for news in self.scheduler.update(output, StepResult([5] * samples)):
-            self.token_times[news.request_id].append(self.now)
+        for one in self.scheduler.update(output, StepResult([5] * samples)):
+            self.token_times[one.request_id].append(self.now)
         self.num_steps += 1
         return output
 

@@ -58,7 +58,7 @@ def test_it_finds_what_the_definition_says_wherever_it_begins(tokens, params, da
 
 
 def test_the_work_is_bounded_by_the_pattern_and_not_by_the_count():
-    """Whoever asks for huge numbers slows nobody down: a token costs at most 512 entries."""
+    """Huge parameters do not slow a step down: a token costs at most 512 entries."""
     params = RepetitionDetectionParams(max_pattern_size=512, min_count=(1 << 31) - 1)
     detector = RepetitionDetector(params)
     for _ in range(3000):
@@ -101,13 +101,13 @@ END = (FinishReason.repetition, "repetition_detected")
 
 
 def run(request: Request, tokens: list[int], *, overlap: bool) -> list[SequenceOutput]:
-    """The news of one request whose model gives these tokens."""
+    """The outputs of one request whose model gives these tokens."""
     config = SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=8)
     scheduler = Scheduler(config, KVCacheManager(32, 4), max_model_len=64)
     scheduler.add(request)
     # As a process border would have it.
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(request), type=Request) == request
-    news, left, ahead = [], list(tokens), None
+    outputs, left, ahead = [], list(tokens), None
     while scheduler.has_work:
         output = ahead or scheduler.schedule()
         assert output is not None
@@ -115,9 +115,9 @@ def run(request: Request, tokens: list[int], *, overlap: bool) -> list[SequenceO
         samples = sum(entry.num_logits for entry in output.scheduled)
         # With overlap one token more is computed than the request will have.
         result = StepResult([left.pop(0) if left else 0 for _ in range(samples)])
-        news += scheduler.update(output, result)
+        outputs += scheduler.update(output, result)
     scheduler.check_integrity()
-    return news
+    return outputs
 
 
 def request_of(**fields: object) -> Request:
@@ -131,26 +131,26 @@ def request_of(**fields: object) -> Request:
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_sequence_ends_with_its_first_repetition(overlap):
-    news = run(request_of(), [5, 6, 7, 5, 6, 7, 9, 9], overlap=overlap)
-    assert [one.new_token_ids for one in news] == [[5], [6], [7], [5], [6], [7]]
-    assert [one.finish_reason for one in news[:-1]] == [None] * 5
-    assert (news[-1].finish_reason, news[-1].stop_reason) == END
+    outputs = run(request_of(), [5, 6, 7, 5, 6, 7, 9, 9], overlap=overlap)
+    assert [one.new_token_ids for one in outputs] == [[5], [6], [7], [5], [6], [7]]
+    assert [one.finish_reason for one in outputs[:-1]] == [None] * 5
+    assert (outputs[-1].finish_reason, outputs[-1].stop_reason) == END
 
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_another_engine_goes_on_with_what_it_gave(overlap):
     request = msgspec.structs.replace(request_of(), output_token_ids=[1, 5, 6, 7, 5])
-    news = run(request, [6, 7, 9], overlap=overlap)
-    assert [one.new_token_ids for one in news] == [[6], [7]]
-    assert (news[-1].finish_reason, news[-1].stop_reason) == END
+    outputs = run(request, [6, 7, 9], overlap=overlap)
+    assert [one.new_token_ids for one in outputs] == [[6], [7]]
+    assert (outputs[-1].finish_reason, outputs[-1].stop_reason) == END
 
 
 def test_not_before_min_tokens_and_the_limit_comes_first():
-    news = run(request_of(min_tokens=4), [5, 5, 6, 7, 8, 8], overlap=False)
-    assert len(news) == 6
-    assert news[-1].finish_reason is FinishReason.repetition
-    news = run(request_of(max_tokens=2), [5, 5], overlap=False)
-    assert news[-1].finish_reason is FinishReason.length
+    outputs = run(request_of(min_tokens=4), [5, 5, 6, 7, 8, 8], overlap=False)
+    assert len(outputs) == 6
+    assert outputs[-1].finish_reason is FinishReason.repetition
+    outputs = run(request_of(max_tokens=2), [5, 5], overlap=False)
+    assert outputs[-1].finish_reason is FinishReason.length
     # The prompt does not count.
-    news = run(request_of(max_tokens=2), [19, 4], overlap=False)
-    assert news[-1].finish_reason is FinishReason.length
+    outputs = run(request_of(max_tokens=2), [19, 4], overlap=False)
+    assert outputs[-1].finish_reason is FinishReason.length

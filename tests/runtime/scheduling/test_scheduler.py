@@ -122,36 +122,36 @@ def test_decoding_takes_a_block_when_the_last_one_is_full() -> None:
 def test_log_probabilities_go_with_their_token() -> None:
     scheduler = make_scheduler(make_request("a", [10]), make_request("b", [11]))
     logprob = TokenLogprobs(-0.5, 1, [7], [-0.5])
-    news = scheduler.update(must_schedule(scheduler), StepResult([7, 8], [logprob, None]))
-    assert news == [SequenceOutput("a", [7], logprobs=[logprob]), SequenceOutput("b", [8])]
+    outputs = scheduler.update(must_schedule(scheduler), StepResult([7, 8], [logprob, None]))
+    assert outputs == [SequenceOutput("a", [7], logprobs=[logprob]), SequenceOutput("b", [8])]
 
 
 # --- ends -----------------------------------------------------------------------------------------
 
 
 def ending(request: Request, *token_ids: int, max_model_len: int = 40) -> SequenceOutput:
-    """The last news of a request that samples these tokens."""
+    """The last output of a request that samples these tokens."""
     scheduler = make_scheduler(request, max_model_len=max_model_len)
-    news = SequenceOutput("", [])
+    outputs = SequenceOutput("", [])
     for token_id in token_ids:
-        assert news.finish_reason is None, "it ended too early"
-        [news] = scheduler.update(must_schedule(scheduler), StepResult([token_id]))
-    return news
+        assert outputs.finish_reason is None, "it ended too early"
+        [outputs] = scheduler.update(must_schedule(scheduler), StepResult([token_id]))
+    return outputs
 
 
 def test_end_of_sequence() -> None:
-    news = ending(make_request("a", [10]), 5, EOS)
-    assert news == SequenceOutput("a", [EOS], FinishReason.stop, stop_reason=None)
+    outputs = ending(make_request("a", [10]), 5, EOS)
+    assert outputs == SequenceOutput("a", [EOS], FinishReason.stop, stop_reason=None)
 
 
 def test_end_of_sequence_ignored() -> None:
-    news = ending(make_request("a", [10], ignore_eos=True, max_tokens=3), EOS, EOS, EOS)
-    assert news == SequenceOutput("a", [EOS], FinishReason.length)
+    outputs = ending(make_request("a", [10], ignore_eos=True, max_tokens=3), EOS, EOS, EOS)
+    assert outputs == SequenceOutput("a", [EOS], FinishReason.length)
 
 
 def test_stop_token() -> None:
-    news = ending(make_request("a", [10], stop_token_ids=(7, 8)), 5, 8)
-    assert news == SequenceOutput("a", [8], FinishReason.stop, stop_reason=8)
+    outputs = ending(make_request("a", [10], stop_token_ids=(7, 8)), 5, 8)
+    assert outputs == SequenceOutput("a", [8], FinishReason.stop, stop_reason=8)
 
 
 def test_an_ignored_end_of_sequence_may_be_a_stop_token() -> None:
@@ -165,18 +165,18 @@ def test_no_stop_before_min_tokens() -> None:
 
 
 def test_stop_wins_over_length() -> None:
-    news = ending(make_request("a", [10], max_tokens=2), 5, EOS)
-    assert news.finish_reason is FinishReason.stop
+    outputs = ending(make_request("a", [10], max_tokens=2), 5, EOS)
+    assert outputs.finish_reason is FinishReason.stop
 
 
 def test_the_context_ends_a_request_without_max_tokens() -> None:
-    news = ending(make_request("a", [10, 11], max_tokens=None), 5, 6, 7, max_model_len=5)
-    assert news == SequenceOutput("a", [7], FinishReason.length)
+    outputs = ending(make_request("a", [10, 11], max_tokens=None), 5, 6, 7, max_model_len=5)
+    assert outputs == SequenceOutput("a", [7], FinishReason.length)
 
 
 def test_the_context_ends_a_request_before_its_max_tokens() -> None:
-    news = ending(make_request("a", [10, 11], max_tokens=9), 5, 6, max_model_len=4)
-    assert news == SequenceOutput("a", [6], FinishReason.length)
+    outputs = ending(make_request("a", [10, 11], max_tokens=9), 5, 6, max_model_len=4)
+    assert outputs == SequenceOutput("a", [6], FinishReason.length)
 
 
 # --- budget, rows, order
@@ -276,7 +276,9 @@ def test_equal_prompts_of_one_step_share_all_full_blocks() -> None:
         ScheduledSequence(1, 4, 4, [14, 15, 16, 17], [1, 3], 1),
         ScheduledSequence(2, 4, 4, [14, 15, 16, 17], [1, 4], 1),
     ]
-    assert [news.num_cached_tokens for news in scheduler.update(output, StepResult([5, 6, 7]))] == [
+    assert [
+        outputs.num_cached_tokens for outputs in scheduler.update(output, StepResult([5, 6, 7]))
+    ] == [
         0,
         4,
         4,
