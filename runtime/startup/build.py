@@ -111,11 +111,13 @@ def _lead(rank: RankParts, phase: PhaseTimer, observer: StepObserver | None) -> 
             if plan.is_cpu:
                 add_kernels(rank.bundle, plan.config.model)
             rank.bundle.save()
-    cache, scheduler = _make_scheduler(plan, costs)
+    cache, scheduler = _make_scheduler(plan, costs, rank.executor.max_in_flight)
     return Engine(scheduler, cache, rank.executor, rank.model, cost_table=costs, observer=observer)
 
 
-def _make_scheduler(plan: EnginePlan, costs: CostTable | None) -> tuple[KVCacheManager, Scheduler]:
+def _make_scheduler(
+    plan: EnginePlan, costs: CostTable | None, max_in_flight: int
+) -> tuple[KVCacheManager, Scheduler]:
     """The scheduler and the blocks that it allocates from."""
     config, kind = plan.config, plan.source.config.kind
     cache = KVCacheManager(
@@ -130,5 +132,6 @@ def _make_scheduler(plan: EnginePlan, costs: CostTable | None) -> tuple[KVCacheM
         plan.source.limits,
         costs,
         whole_prompts=kind.takes_whole_prompts,
+        max_in_flight=max_in_flight,
     )
     return cache, scheduler

@@ -134,6 +134,7 @@ def make_scheduler(
     costs: CostTable | None,
     *,
     whole_prompts: bool = False,
+    max_in_flight: int,
 ) -> Scheduler:
     """The scheduler with the limits and the bound that the step costs give.
 
@@ -144,6 +145,7 @@ def make_scheduler(
         upper: what buffers were made for.
         costs: seconds of steps; None = not measured.
         whole_prompts: a prompt is never computed in chunks.
+        max_in_flight: steps that the executor takes before one is read.
 
     Raises:
         StartupError: a target for inter-token latency without step costs.
@@ -179,4 +181,5 @@ def make_scheduler(
         limits=decided.limits,
         bound=bound,
         whole_prompts=whole_prompts,
+        max_in_flight=max_in_flight,
     )
