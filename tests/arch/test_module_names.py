@@ -14,6 +14,7 @@ MAX_MODULES = 12
 FULL_FOLDERS = {
     "runtime/execution": "to be split",
     "runtime/scheduling": "to be split",
+    "runtime/startup": "to be split",
 }
 # Base names that several modules share, because they are implementations of one protocol.
 PROTOCOLS = {
