@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ostinato.graphs.buckets import BucketTable, GraphKey
 from ostinato.graphs.buffers import StaticBuffers
-from ostinato.graphs.compiler.programs import Program
+from ostinato.graphs.compiler.programs import LayerProgram, Program
 from ostinato.graphs.recorder import Recorder, is_out_of_memory
 from ostinato.graphs.timing import ClockTimer, StepTimer
 from ostinato.models.base import CausalLM, LanguageModel
@@ -87,6 +87,18 @@ class GraphRunner:
     def has_loops(self) -> bool:
         """Whether a step may contain parallel loops besides those of our own kernels."""
         return self._program is None or self._program.has_loops
+
+    @property
+    def layers_by_program(self) -> dict[str, int]:
+        """How many layers run in which way in a small step: captured, fx, inductor, eager."""
+        counts = dict.fromkeys(map(str, LayerProgram), 0)
+        if self._program is None:
+            counts[LayerProgram.eager] = len(self._model.layers)
+        elif self._replays and self._kv_cache[0][0].device.type == "cuda":
+            counts[LayerProgram.captured] = len(self._model.layers)
+        else:
+            counts |= {str(way): count for way, count in self._program.layers_by_program.items()}
+        return counts
 
     @property
     def captured_keys(self) -> list[GraphKey]:

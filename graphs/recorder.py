@@ -1,8 +1,8 @@
-"""Recorders: CUDA graph capture behind a protocol, with a CPU form.
+"""Recorders turn a call over static buffers into a replay that is cheap to repeat.
 
-A recorder turns a call over static tensors into a replay. On CUDA the replay is a graph. On a CPU
-it is the call itself with its arguments bound. The code that decides what is recorded, and when,
-knows only the protocol, so it is tested without a GPU.
+`CudaRecorder` records a CUDA graph. `CpuRecorder` lets the program record its layers as a CPU graph
+(graphs/compiler/cpu_capture.py). The code that decides what is recorded, and when, uses `Recorder`
+only and is tested without a GPU.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-__all__ = ("BoundRecorder", "CudaRecorder", "Recorder", "is_out_of_memory")
+from ostinato.graphs.compiler.programs import Program
+
+__all__ = ("CpuRecorder", "CudaRecorder", "Recorder", "is_out_of_memory")
 
 
 class Recorder(Protocol):
@@ -29,10 +31,25 @@ class Recorder(Protocol):
         ...
 
 
-class BoundRecorder:
-    """The CPU's form: the call itself, its arguments already sliced."""
+class CpuRecorder:
+    """Records a program's layers as one CPU graph at the first bucket.
+
+    The graph's sizes are symbolic, so the one recording serves all buckets, and every other step
+    that is small enough. A replay is the call itself, its arguments bound.
+    """
+
+    def __init__(self, program: Program | None) -> None:
+        """
+        Args:
+            program: what the captured calls run; None = the eager model, of which nothing can be
+                recorded.
+        """
+        self._program = program
 
     def capture(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        if self._program is not None and self._program.wants_capture:
+            with self._program.recording():
+                run()
         return run
 
 

@@ -24,6 +24,7 @@ from ostinato.runtime.types.engine_info import ITERATION_TOKENS, EngineStats
 __all__ = ("EngineCollector", "EngineView", "MachineCollector")
 
 _KINDS = ("captured", "compiled", "eager")
+_PROGRAMS = ("captured", "fx", "inductor", "eager")
 
 
 class EngineView(Protocol):
@@ -72,6 +73,14 @@ class EngineCollector(Collector):
                 "ostinato_steps", "Engine steps by how the model was run.", labels=["kind"]
             ),
             {kind: stats.steps_by_kind.get(kind, 0) for kind in _KINDS},
+        )
+        yield _by_label(
+            GaugeMetricFamily(
+                "ostinato_layers",
+                "Layers of the model by how they run in a small step.",
+                labels=["program"],
+            ),
+            {program: stats.layers_by_program.get(program, 0) for program in _PROGRAMS},
         )
         yield _by_label(
             CounterMetricFamily(

@@ -20,7 +20,10 @@ __all__ = ("HANDLERS",)
 
 
 class Version(msgspec.Struct, frozen=True):
+    """Of the server; and how the model's layers run in a small step, with the numbers of layers."""
+
     version: str
+    layers: dict[str, int]  # by captured | fx | inductor | eager
 
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,9 +80,9 @@ async def ready(service: SharedService) -> Response[bytes]:
 
 
 @get_endpoint("/version", answer=Version)
-async def version() -> Response[bytes]:
-    """The server's version."""
-    return json_response(Version(__version__))
+async def version(service: SharedService) -> Response[bytes]:
+    """The server's version, and how the model's layers run."""
+    return json_response(Version(__version__, service.client.stats.layers_by_program))
 
 
 @get_endpoint("/metrics", media_type="text/plain")

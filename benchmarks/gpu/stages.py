@@ -29,7 +29,7 @@ from ostinato.benchmarks.gpu.engine_stages import (
 from ostinato.benchmarks.machine.gpu_rates import measure_machine, time_calls
 from ostinato.conf.environment import with_own_caches
 from ostinato.conf.schema import DeviceName
-from ostinato.graphs.recorder import BoundRecorder, CudaRecorder
+from ostinato.graphs.recorder import CudaRecorder
 from ostinato.graphs.sampling_graph import GraphSampler
 from ostinato.ops.sample_rows import RowSampling, SamplePath
 from ostinato.runtime.startup.device import resolve_device
@@ -97,7 +97,7 @@ def _sampler(tiny: bool) -> dict[str, Any]:
     device = resolve_device(DeviceName.auto)
     sizes, vocab_size = ((1, 4), 1000) if tiny else ((1, 8, 64, 256), 151_936)
     logits = torch.randn(max(sizes), vocab_size, device=device) * 3
-    recorder = CudaRecorder() if device.type == "cuda" else BoundRecorder()
+    recorder = CudaRecorder() if device.type == "cuda" else None
     token_sampler = GraphSampler(logits, recorder=recorder)
     token_sampler.capture()
     paths = {

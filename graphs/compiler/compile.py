@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from ostinato.conf.environment import prepare_compiler
 from ostinato.conf.schema import GraphForm
+from ostinato.graphs.compiler.compiled_piece import PieceCompiler
 from ostinato.graphs.compiler.dynamo_trace import (
     example_batch,
     mark_batch,
@@ -92,10 +93,11 @@ def _compile_whole(
         batch = example_batch(example)
         mark_batch(batch)
         arguments = (list(tensors.values()), batch, kv_cache)
-        compiled = compile_function(forward, arguments, store, "model", skeleton)
+        compiled = compile_function(forward, arguments, store, "model", skeleton, PieceCompiler())
 
     def bind(model: LanguageModel) -> Program:
-        return WholeProgram(compiled, list(module_tensors(model).values()))
+        parameters = list(module_tensors(model).values())
+        return WholeProgram(compiled, parameters, len(model.layers))
 
     return bind
 
@@ -109,12 +111,19 @@ def _compile_layers(
         return model.begin(example_batch(example))
 
     compiled: dict[tuple[object, ...], Function] = {}
+    pieces = PieceCompiler()
     last = len(model.layers) - 1
     for index, layer in enumerate(model.layers):
         key = (index == last, *_static_key(layer))
         if key not in compiled:
             compiled[key] = _compile_layer(
-                layer, layer_inputs, kv_cache[index], store, f"layer-{index}", is_last=index == last
+                layer,
+                layer_inputs,
+                kv_cache[index],
+                store,
+                f"layer-{index}",
+                pieces,
+                is_last=index == last,
             )
 
     def bind(model: LanguageModel) -> Program:
@@ -133,6 +142,7 @@ def _compile_layer(
     cache: tuple[Tensor, Tensor],
     store: ProgramStore | None,
     name: str,
+    pieces: PieceCompiler,
     *,
     is_last: bool,
 ) -> Function:
@@ -167,9 +177,9 @@ def _compile_layer(
     mark_layer_inputs(hidden, step)
     arguments = (list(module_tensors(layer).values()), hidden, step, *cache)
     if not is_last:
-        return compile_function(all_tokens, arguments, store, name, skeleton)
+        return compile_function(all_tokens, arguments, store, name, skeleton, pieces)
     arguments = (*arguments, step.tensors.logits_indices)
-    return compile_function(wanted_rows, arguments, store, name, skeleton)
+    return compile_function(wanted_rows, arguments, store, name, skeleton, pieces)
 
 
 def _static_key(layer: nn.Module) -> tuple[object, ...]:

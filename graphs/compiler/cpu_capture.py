@@ -1,13 +1,13 @@
-"""Capture on a CPU: the straight-line programs of all layers as one CPU graph.
+"""Capture on a CPU: the FX programs of all layers as one CPU graph, which C++ replays.
 
-A small decode step costs as much between its ops as in them: about 45 microseconds of a layer are
-Python and dispatch. The layers' programs are run once with stand-ins for tensors, which write down
-what is called; from then on C++ walks the list.
+A small decode step spends as much time between its ops as in them: Python and dispatch take about
+45 microseconds a layer. The layers' programs are run once with stand-ins for tensors, which record
+what is called. From then on C++ replays the list (ops/native/core/cpu_graph.h).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from operator import attrgetter
 from types import SimpleNamespace
@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ostinato.graphs.compiler.fx_program import FxProgram, resolve
+from ostinato.graphs.compiler.compiled_piece import CompiledPiece
+from ostinato.graphs.compiler.fx_program import FxFunction, resolve
 from ostinato.models.kv_cache import KVCache
 from ostinato.models.step_tensors import (
     ForwardBatch,
@@ -29,7 +30,7 @@ from ostinato.models.step_tensors import (
 from ostinato.ops.native.abi import SymbolicSize
 from ostinato.ops.native.cpu_graph import CpuGraph, Slot, why_not_callable, why_not_constant
 
-__all__ = ("CpuReplay", "LayerCall", "capture_layers")
+__all__ = ("CpuReplay", "LayerCall", "capture_layers", "why_not_captured")
 
 _OP_PREFIX = "torch:ops.ostinato."
 _SYMBOLIC_SIZES = {
@@ -43,12 +44,12 @@ _SYMBOLIC_SIZES = {
 class LayerCall(NamedTuple):
     """A layer's program and the tensors of that layer."""
 
-    program: FxProgram
+    function: FxFunction
     parameters: list[Tensor]
 
 
 class CpuReplay:
-    """All layers of a model over one KV cache."""
+    """A captured CPU graph of all layers of a model, over one KV cache."""
 
     def __init__(
         self, graph: CpuGraph, hidden_size: int, kv_cache: KVCache, table: type[ForwardBatch]
@@ -59,7 +60,7 @@ class CpuReplay:
         self.kv_cache = kv_cache  # whose addresses the graph holds
 
     def __call__(self, hidden: Tensor, step: StepInputs) -> Tensor:
-        """What the layers' programs give: hidden [T, D] -> [R, D] of `logits_indices`."""
+        """The result of the layers' programs: hidden [T, D] -> [R, D] of `logits_indices`."""
         tensors = step.tensors
         num_rows = len(tensors.logits_indices)
         out = hidden.new_empty((num_rows, self._hidden_size))
@@ -68,23 +69,32 @@ class CpuReplay:
         return out
 
 
+def why_not_captured(layer: LayerCall) -> str | None:
+    """Why a CPU graph can not hold this layer, or None when it can."""
+    program = layer.function.program
+    if program.obstacle is not None:
+        return program.obstacle
+    for path in program.names.values():
+        if path.startswith(_OP_PREFIX) and (reason := why_not_callable(resolve(path))) is not None:
+            return reason
+    for tensor in layer.parameters:
+        if (reason := why_not_constant(tensor)) is not None:
+            return reason
+    return None
+
+
 def capture_layers(
     layers: Sequence[LayerCall], kv_cache: KVCache, hidden: Tensor, step: StepInputs
-) -> CpuReplay | None:
-    """Record the layers of a model.
+) -> CpuReplay:
+    """Record the layers of a model. Nothing is computed.
 
     Args:
-        layers: the last one's program takes the wanted rows besides.
+        layers: those of the model, in order; `why_not_captured` is None for each. The last one's
+            program takes the wanted rows besides.
         kv_cache: of all layers.
-        hidden: [T, D] of any step, which tells the sizes that do not change, and types.
+        hidden: [T, D] of any step; its type and its constant size are read.
         step: of the same step.
-
-    Returns:
-        None when a program does what a graph can not hold: an op without a C++ kernel, another
-        attention backend.
     """
-    if hidden.device.type != "cpu":
-        return None
     graph = CpuGraph()
     recorder = _Recorder(graph)
     value = recorder.input(hidden.dtype, (SymbolicSize.tokens, hidden.shape[1]))
@@ -100,15 +110,12 @@ def capture_layers(
         for name, spec in tensor_specs(table).items()
     }
     inputs = StepInputs(rope, table(**tensors))
-    try:
-        for index, (layer, caches) in enumerate(zip(layers, kv_cache, strict=True)):
-            graph.begin_layer()
-            program = layer.program.load(recorder.resolve)
-            more = (tensors["logits_indices"],) if index == len(layers) - 1 else ()
-            value = program(layer.parameters, value, inputs, *caches, *more)
-        graph.set_result(value.slot)
-    except (KeyError, AttributeError):  # what neither the graph nor the stand-ins have
-        return None
+    for index, (layer, caches) in enumerate(zip(layers, kv_cache, strict=True)):
+        graph.begin_layer()
+        program = layer.function.bind(recorder.resolve, recorder.call_piece)
+        more = (tensors["logits_indices"],) if index == len(layers) - 1 else ()
+        value = program(layer.parameters, value, inputs, *caches, *more)
+    graph.set_result(value.slot)
     return CpuReplay(graph, hidden.shape[1], kv_cache, table)
 
 
@@ -122,11 +129,10 @@ class _Value:
     def view(self, *sizes: int) -> Any:
         return _Value(self._graph, self._graph.view(self.slot, sizes))
 
-    reshape = view  # of a kernel's result, which is contiguous
+    reshape = view  # the source is a kernel's result, which is contiguous
 
     def split_with_sizes(self, sizes: Sequence[int], dim: int) -> Any:
-        if dim != 1:
-            raise KeyError("parts of dimension 1 alone")
+        assert dim == 1, "lower_fx lets no other dimension through"
         starts = [sum(sizes[:index]) for index in range(len(sizes))]
         return [
             _Value(self._graph, self._graph.slice(self.slot, start, size))
@@ -144,36 +150,40 @@ class _Recorder:
         return _Value(self._graph, self._graph.input(dtype, sizes))
 
     def step_tensor(self, spec: TensorSpec, example: Tensor) -> Any:
-        size = spec.dynamic_size
-        first = example.shape[0] if size is None else _SYMBOLIC_SIZES[size]
-        return self.input(spec.dtype, (first, *example.shape[1:]))
+        """The input for a step tensor; sizes that steps do not decide are the example's."""
+        sizes = list(example.shape)
+        if spec.dynamic_size is not None:
+            sizes[0] = _SYMBOLIC_SIZES[spec.dynamic_size]
+        return self.input(spec.dtype, sizes)
 
     def resolve(self, path: str) -> Any:
+        """What a name of the program stands for: an op of ours, or torch with its one lookup."""
         if path == "torch":
-            functional = SimpleNamespace(embedding=self._gather)
+            functional = SimpleNamespace(embedding=self._index_select)
             return SimpleNamespace(Tensor=Tensor, nn=SimpleNamespace(functional=functional))
-        if not path.startswith(_OP_PREFIX):
-            raise KeyError(path)
+        assert path.startswith(_OP_PREFIX), f"lower_fx lets {path} through, which is not recorded"
         op = resolve(path)
 
         def call(*arguments: Any) -> Any:
-            if "cpu" not in arguments and op._schema.name == "ostinato::paged_attention":
-                raise KeyError("another backend's kernel")
-            if (reason := why_not_callable(op)) is not None:
-                raise KeyError(reason)
             slots = [self._slot(argument) for argument in arguments]
             return _Value(self._graph, self._graph.call(op, slots))
 
         return call
 
-    def _gather(self, rows: _Value, matrix: _Value) -> _Value:
+    def call_piece(self, piece: CompiledPiece) -> Callable[..., Any]:
+        """What a compiled library stands for."""
+
+        def call(*arguments: Any) -> Any:
+            slots = [self._slot(argument) for argument in arguments]
+            results = self._graph.call_compiled(piece, slots)
+            return [_Value(self._graph, slot) for slot in results]
+
+        return call
+
+    def _index_select(self, rows: _Value, matrix: _Value) -> _Value:
         return _Value(self._graph, self._graph.index_select(matrix.slot, rows.slot))
 
     def _slot(self, value: Any) -> Any:
         if isinstance(value, _Value):
             return value.slot
-        if not isinstance(value, Tensor):
-            return value
-        if (reason := why_not_constant(value)) is not None:
-            raise KeyError(reason)
-        return self._graph.constant(value)
+        return self._graph.constant(value) if isinstance(value, Tensor) else value

@@ -1,7 +1,7 @@
 """Compiled functions: made from a trace by lowering or by Inductor, and kept for the next start.
 
-A traced graph of nothing but our own ops, which CPU layers have, is lowered to an FX program and
-needs no compiler. Any other graph goes to Inductor.
+A traced graph that calls our own ops, which CPU layers have, is lowered to an FX program; torch ops
+between them are compiled. Any other graph goes to Inductor as a whole.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ import msgspec
 import torch
 from torch import nn
 
+from ostinato.graphs.compiler.compiled_piece import PieceCompiler
 from ostinato.graphs.compiler.dynamo_trace import trace_fx
-from ostinato.graphs.compiler.fx_program import FxProgram
+from ostinato.graphs.compiler.fx_program import FxFunction, FxProgram
 
-__all__ = ("Function", "FxFunction", "ProgramStore", "compile_function", "stored_function")
+__all__ = ("Function", "ProgramStore", "compile_function", "stored_function")
 
 Function = Callable[..., Any]
 
@@ -34,7 +35,7 @@ _INDUCTOR_OPTIONS: dict[str, str | int | bool | Callable[..., object]] = {
 }
 
 # The first byte of a stored function.
-_FX, _INDUCTOR = b"s", b"i"
+_FX, _INDUCTOR = b"f", b"i"
 _SKELETON = "skeleton"  # the name under which a stored function refers to the traced module
 
 
@@ -54,23 +55,13 @@ class ProgramStore(Protocol):
         ...
 
 
-class FxFunction:
-    """An FX program as a function."""
-
-    def __init__(self, program: FxProgram) -> None:
-        self.program = program
-        self._function = program.load()
-
-    def __call__(self, *arguments: Any) -> Any:
-        return self._function(*arguments)
-
-
 def compile_function(
     function: Function,
     arguments: tuple[Any, ...],
     store: ProgramStore | None,
     name: str,
     skeleton: nn.Module,
+    pieces: PieceCompiler,
 ) -> Function:
     """Compile for the shapes of `arguments`, for any size that is marked as dynamic.
 
@@ -80,16 +71,18 @@ def compile_function(
         store: keeps the result; None = it is not kept.
         name: of the result in the store.
         skeleton: the module that `function` calls; the store does not keep it.
+        pieces: compiles torch ops between our ops.
 
     Returns:
         A function that runs without Dynamo's guards.
     """
     if arguments[0][0].device.type == "cpu":
-        program = trace_fx(function, arguments)
-        if program is not None:
+        lowered = trace_fx(function, arguments, pieces)
+        if lowered.program is not None:
             if store is not None:
-                store.put(name, _FX + msgspec.msgpack.encode(program))
-            return FxFunction(program)
+                store.put(name, _FX + msgspec.msgpack.encode(lowered.program))
+            return FxFunction(lowered.program)
+        _LOG.info("Inductor compiles %s as a whole: %s", name, lowered.reason)
     compiled: Any = torch.compile(  # `aot_compile` is not in its declared type
         function, fullgraph=True, dynamic=False, options=_INDUCTOR_OPTIONS
     )

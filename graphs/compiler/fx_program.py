@@ -1,9 +1,12 @@
-"""FX graphs of our own ops as Python source, without a compiler.
+"""FX graphs as Python source: a traced layer that calls this package's ops and needs no compiler.
 
-On a CPU a decoder layer is nine ops with C++ kernels and some views. There is nothing between them
-that a compiler could fuse. Such a graph is lowered to a flat Python function without modules,
-attributes or branches. The function is stored as text: a warm start loads it without Dynamo and
-Inductor, whose imports take two seconds.
+On a CPU a decoder layer is nine ops with C++ kernels and some views. A compiler could fuse nothing
+between them, so such a graph runs as the Python that it is: a flat function without modules,
+attributes or branches. It is stored as text, because a warm start that imports Dynamo and Inductor
+takes two seconds longer.
+
+Torch ops between our ops are compiled: each run of them becomes a library (compiled_piece.py) that
+the function calls.
 """
 
 from __future__ import annotations
@@ -12,77 +15,130 @@ import builtins
 import inspect
 import operator
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
+from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.nn import functional as F
 
-__all__ = ("FxProgram", "lower_fx", "resolve")
+from ostinato.graphs.compiler.compiled_piece import CompiledPiece, PieceCompiler
+
+__all__ = ("FxFunction", "FxProgram", "Lowered", "lower_fx", "resolve")
 
 _FUNCTIONS = {F.embedding, F.linear, operator.getitem}
 _METHODS = {"reshape", "size", "split_with_sizes", "view"}
 
-# Dynamo's name of a graph input: an argument, then its fields, items and sizes.
+# An input of a traced graph as Dynamo names it: an argument, then its fields, items and sizes.
 _SOURCE = re.compile(r"L\['(\w+)'\]((?:\.\w+|\[\d+\]|\['\w+'\]|\.size\(\)\[\d+\])*)")
-
-
 _OP = re.compile(r"torch\.ops\.ostinato\.(\w+)\.default")
+_PIECE = "piece"
 
 
 class FxProgram(msgspec.Struct, frozen=True):
     """A graph as text. `source` defines `program`, which has the traced function's arguments."""
 
     source: str
-    names: dict[str, str]  # global name in the source -> "module" or "module:attribute"
+    names: dict[str, str]  # global name in the source -> "module", "module:attribute", "piece:0"
+    pieces: list[bytes] = []  # library files
+    obstacle: str | None = None  # why a CPU graph can not hold it; None = its nodes do not say
 
-    def load(self, resolve_name: Callable[[str], Any] | None = None) -> Callable[..., Any]:
-        """The function.
+
+class FxFunction:
+    """A program as a function, with its libraries loaded."""
+
+    def __init__(self, program: FxProgram) -> None:
+        self.program = program
+        self.pieces = [
+            CompiledPiece(data, f"inductor::{_PIECE}_{index}")
+            for index, data in enumerate(program.pieces)
+        ]
+        self._function = self.bind(resolve, lambda piece: piece)
+
+    def bind(
+        self, find: Callable[[str], Any], call_piece: Callable[[CompiledPiece], Callable[..., Any]]
+    ) -> Callable[..., Any]:
+        """The function over other globals.
 
         Args:
-            resolve_name: gives the object for a path in `names`; None = `resolve`.
+            find: what a path in `names` stands for.
+            call_piece: what a library stands for.
         """
-        find = resolve if resolve_name is None else resolve_name
-        names: dict[str, Any] = {name: find(path) for name, path in self.names.items()}
-        exec(compile(self.source, "<straight-line program>", "exec"), names)
+        names: dict[str, Any] = {
+            name: call_piece(self.pieces[int(path.removeprefix(f"{_PIECE}:"))])
+            if path.startswith(f"{_PIECE}:")
+            else find(path)
+            for name, path in self.program.names.items()
+        }
+        exec(compile(self.program.source, "<FX program>", "exec"), names)
         return names["program"]
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self._function(*arguments)
+
+
+class Lowered(NamedTuple):
+    """What became of a graph."""
+
+    program: FxProgram | None
+    reason: str | None  # why there is no program, so that Inductor compiles the whole graph
 
 
 def resolve(path: str) -> Any:
-    """The object that "module" or "module:attribute" names."""
+    """What "module" or "module:attribute" names."""
     module, _, attribute = path.partition(":")
     value: Any = import_module(module)
     return operator.attrgetter(attribute)(value) if attribute else value
 
 
-def lower_fx(graph_module: GraphModule, function: Callable[..., Any]) -> FxProgram | None:
+def lower_fx(
+    graph_module: GraphModule, function: Callable[..., Any], compiler: PieceCompiler
+) -> Lowered:
     """The program of a graph that Dynamo traced.
+
+    A graph without torch ops besides views and matrix products always becomes one. A graph with
+    such ops becomes one if a CPU graph can hold the rest of it.
 
     Args:
         graph_module: traced from `function`; unchanged.
         function: takes positional arguments and returns one tensor.
-
-    Returns:
-        None when the graph has operations other than our ops, matrix products, lookups and views:
-        then a compiler could fuse some of them.
+        compiler: compiles the torch ops between our ops.
     """
     traced = graph_module.graph
-    if not all(_is_plain(node) for node in traced.nodes):
-        return None
-    graph, copies = torch.fx.Graph(), {}
-    graph.output(graph.graph_copy(traced, copies))
+    obstacles = [reason for node in traced.nodes if (reason := _obstacle(node)) is not None]
+    obstacle = obstacles[0] if obstacles else None
+    runs = _foreign_runs(list(traced.nodes))
+    if runs and not any(_is_own_op(node) for node in traced.nodes):
+        return Lowered(None, "it has no op of this package")
+    if runs and obstacle is not None:
+        return Lowered(None, f"{obstacle}, and it has torch ops")
+    for run in runs:
+        if (reason := run.why_not_compiled()) is not None:
+            return Lowered(None, reason)
+    pieces = [compiler.compile(run.nodes, run.inputs, run.outputs) for run in runs]
+    graph, copies = _copy(traced, runs)
     values = []
     for node in traced.find_nodes(op="placeholder"):
-        if not node.users:  # a size that the graph does not use
+        if not copies[node].users:  # a size that no op reads, or an input of none
             graph.erase_node(copies[node])
             continue
         value = _expression(node)
         if value is None:
-            return None
+            return Lowered(None, f"its input {node} does not follow from the arguments")
         values.append(value)
+    return Lowered(_as_text(graph, function, values, pieces, obstacle), None)
+
+
+def _as_text(
+    graph: torch.fx.Graph,
+    function: Callable[..., Any],
+    values: Sequence[str],
+    pieces: list[bytes],
+    obstacle: str | None,
+) -> FxProgram:
     code = graph.python_code("graph")
     body = _OP.sub(r"op_\1", code.src.strip())
     names = _used(body, code.globals)
@@ -91,26 +147,133 @@ def lower_fx(graph_module: GraphModule, function: Callable[..., Any]) -> FxProgr
     source = (
         f"{body}\n\n\ndef program({arguments}):\n    return forward(None, {', '.join(values)})[0]\n"
     )
-    program = FxProgram(source, names)
-    program.load()  # raises if a name in it is missing
-    return program
+    return FxProgram(source, names, pieces, obstacle)
+
+
+class _Run:
+    """Torch ops that follow one another, with the views between them."""
+
+    def __init__(self) -> None:
+        self.nodes: list[Node] = []
+
+    @property
+    def inputs(self) -> list[Node]:
+        """What the ops read from outside, in order, each once."""
+        read = (source for node in self.nodes for source in node.all_input_nodes)
+        return list(dict.fromkeys(source for source in read if source not in self.nodes))
+
+    @property
+    def outputs(self) -> list[Node]:
+        """Those whose results are read outside."""
+        return [node for node in self.nodes if any(user not in self.nodes for user in node.users)]
+
+    @property
+    def last_op(self) -> Node:
+        return [node for node in self.nodes if not _is_plain(node)][-1]
+
+    def why_not_compiled(self) -> str | None:
+        """Why the run can not be a library, or None."""
+        for node in self.nodes:
+            if node.op not in ("call_function", "call_method"):
+                return f"it has a {node.op} node, {node.target}"
+        for node in (*self.inputs, *self.outputs):
+            if not isinstance(node.meta.get("example_value"), Tensor):
+                return f"the torch ops at {self.nodes[0]} read or give {node}, which is no tensor"
+        return None
+
+
+def _foreign_runs(nodes: Sequence[Node]) -> list[_Run]:
+    """The longest runs of torch ops without an op of ours between them."""
+    runs: list[_Run] = []
+    run_of: dict[Node, _Run] = {}
+    current: _Run | None = None
+    views: list[Node] = []  # since the last op of the current run
+    for node in nodes:
+        source = node.args[0] if node.args else None
+        if node.op in ("placeholder", "output"):
+            continue
+        if node.target is operator.getitem and isinstance(source, Node) and source in run_of:
+            run_of[source].nodes.append(node)
+            run_of[node] = run_of[source]
+        elif _is_own_op(node):
+            current, views = None, []
+        elif _is_plain(node):
+            views.append(node)
+        else:
+            if current is None:
+                current, views = _Run(), []
+                runs.append(current)
+            for member in (*views, node):
+                current.nodes.append(member)
+                run_of[member] = current
+            views = []
+    return runs
+
+
+def _copy(traced: torch.fx.Graph, runs: Sequence[_Run]) -> tuple[torch.fx.Graph, dict[Node, Node]]:
+    """The graph with each run replaced by one call, at the place of the run's last op."""
+    graph, copies = torch.fx.Graph(), {}
+    run_of = {node: (index, run) for index, run in enumerate(runs) for node in run.nodes}
+    for node in traced.nodes:
+        if node not in run_of:
+            copies[node] = graph.node_copy(node, lambda source: copies[source])
+            continue
+        index, run = run_of[node]
+        if node is not run.last_op:
+            continue
+        call = graph.call_function(_piece(index), tuple(copies[source] for source in run.inputs))
+        for number, output in enumerate(run.outputs):
+            copies[output] = graph.call_function(operator.getitem, (call, number))
+    return graph, copies
+
+
+def _piece(index: int) -> Callable[..., Any]:
+    """Stands for a library in a graph; FX names it by its module and its name."""
+
+    def call(*inputs: Tensor) -> list[Tensor]:
+        raise AssertionError("only its name is used")
+
+    call.__module__, call.__name__, call.__qualname__ = _PIECE, f"{_PIECE}_{index}", str(index)
+    return call
+
+
+def _is_own_op(node: Node) -> bool:
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and target.namespace == "ostinato"
 
 
 def _is_plain(node: Node) -> bool:
+    """Whether the node needs no compiler: our ops, matrix products, lookups and views."""
     if node.op in ("placeholder", "output"):
         return True
     if node.op == "call_method":
         return node.target in _METHODS
-    if node.op != "call_function":
-        return False
-    target = node.target
-    if isinstance(target, torch._ops.OpOverload):
-        return target.namespace == "ostinato"
-    return target in _FUNCTIONS
+    return node.op == "call_function" and (_is_own_op(node) or node.target in _FUNCTIONS)
+
+
+def _obstacle(node: Node) -> str | None:
+    """Why a CPU graph can not hold this node, or None; torch ops are compiled and not looked at."""
+    match node.target:
+        case "size":
+            return "it reads a size that each step decides"
+        case "view" | "reshape" if not all(isinstance(size, int) for size in node.args[1:]):
+            return f"{node.target} needs a size that each step decides"
+        case "split_with_sizes" if _argument(node, 2, "dim") != 1:
+            return "split_with_sizes splits another dimension than 1"
+        case F.linear:
+            return "torch.nn.functional.linear has no C++ kernel here"
+        case torch.ops.ostinato.paged_attention.default if node.args[-1] != "cpu":
+            return f"attention runs on the backend {node.args[-1]}"
+        case _:
+            return None
+
+
+def _argument(node: Node, index: int, name: str) -> object:
+    return node.args[index] if len(node.args) > index else node.kwargs.get(name)
 
 
 def _expression(node: Node) -> str | None:
-    """An input as an expression of the arguments: `step.tensors.seq_lens`, `parameters[3]`."""
+    """How an input follows from the arguments: `step.attention.seq_lens`, `parameters[3]`."""
     source = getattr(node, "_dynamo_source", None)
     if source is None:
         return None
@@ -120,7 +283,7 @@ def _expression(node: Node) -> str | None:
 
 
 def _used(source: str, namespace: dict[str, Any]) -> dict[str, str]:
-    """The globals that the source reads: name -> "module" or "module:attribute"."""
+    """Where the globals that the source reads are to be found."""
     used: dict[str, str] = {}
     for name, value in namespace.items():
         if not re.search(rf"\b{re.escape(name)}\b", source) or name in vars(builtins):

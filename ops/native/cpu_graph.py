@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,12 +17,34 @@ from torch._C._autograd import _profiler_enabled
 from ostinato.ops.native.abi import DTYPE_CODES, MAX_RANK, Argument, ArgumentKind
 from ostinato.ops.native.library import core_library, kernel_address
 
-__all__ = ("CpuGraph", "Slot", "why_not_callable", "why_not_constant")
+__all__ = ("CompiledLibrary", "CpuGraph", "Slot", "why_not_callable", "why_not_constant")
 
 Slot = int
 """A tensor of a graph: an input, a constant, or the result of a call."""
 
 _ARGUMENT_TYPES = ("Tensor", "Optional[Tensor]", "float", "str", "int", "bool", "number")
+
+
+class CompiledLibrary(Protocol):
+    """A loaded library of AOTInductor's, without weights."""
+
+    @property
+    def name(self) -> str:
+        """What torch's profiler shows."""
+        ...
+
+    @property
+    def entry(self) -> int:
+        """Address of AOTInductorModelContainerRunSingleThreaded."""
+        ...
+
+    @property
+    def container(self) -> ctypes.c_void_p:
+        """Its first argument."""
+        ...
+
+    @property
+    def num_outputs(self) -> int: ...
 
 
 def why_not_constant(tensor: Tensor) -> str | None:
@@ -49,13 +72,14 @@ class CpuGraph:
 
     def __init__(self) -> None:
         self._library = core_library()
-        for name in ("constant", "input", "call", "view", "slice", "index_select"):
+        for name in ("constant", "input", "call", "compiled", "view", "slice", "index_select"):
             getattr(self._library, f"ostinato_graph_{name}").restype = ctypes.c_int64
         self._library.ostinato_graph_new.restype = ctypes.c_void_p
         self._replay = self._library.ostinato_graph_replay
         self._replay.restype = ctypes.c_char_p
         self._graph = ctypes.c_void_p(self._library.ostinato_graph_new())
         self._constants: dict[int, tuple[Slot, Tensor]] = {}  # the graph holds their addresses
+        self._libraries: list[CompiledLibrary] = []  # the same
 
     def __del__(self) -> None:
         if hasattr(self, "_graph"):
@@ -110,6 +134,20 @@ class CpuGraph:
             (Argument * len(encoded))(*encoded),
             ctypes.c_int64(len(encoded)),
         )
+
+    def call_compiled(self, library: CompiledLibrary, inputs: Sequence[Slot]) -> list[Slot]:
+        """Call a compiled library; returns its outputs."""
+        self._libraries.append(library)
+        first = self._library.ostinato_graph_compiled(
+            self._graph,
+            ctypes.c_void_p(library.entry),
+            library.container,
+            library.name.encode(),
+            (ctypes.c_int64 * len(inputs))(*inputs),
+            ctypes.c_int64(len(inputs)),
+            ctypes.c_int64(library.num_outputs),
+        )
+        return list(range(first, first + library.num_outputs))
 
     def view(self, source: Slot, sizes: Sequence[int]) -> Slot:
         """A contiguous tensor with other sizes, one of which may be -1."""

@@ -247,6 +247,7 @@ class Engine:
             num_free_blocks=cache.num_free_blocks if self.model.has_kv_cache else 0,
             num_steps=counters.num_steps,
             steps_by_kind=executor.steps_by_kind,
+            layers_by_program=executor.layers_by_program,
             num_prompt_tokens=scheduler.num_prompt_tokens,
             num_output_tokens=scheduler.num_output_tokens,
             prefix_queries=cache.prefix_queries,

@@ -42,6 +42,7 @@ class ExecutorStats(msgspec.Struct, array_like=True, gc=False):
     """Counters of the ranks, from zero at the engine's start. Of several ranks, the leader's."""
 
     steps_by_kind: dict[str, int]  # captured | compiled | eager
+    layers_by_program: dict[str, int]  # of small steps: captured | fx | inductor | eager
     num_padding_tokens: int  # computed to fill captured buckets up
     model_seconds: float  # in the model and the sampler, waiting for the device included
     device_seconds_by_kind: dict[str, float]  # of finished steps, by the device's clock

@@ -134,6 +134,7 @@ class InlineExecutor:
         keys = graphs.captured_keys
         return ExecutorStats(
             steps_by_kind=dict(graphs.steps_by_kind),
+            layers_by_program=graphs.layers_by_program,
             num_padding_tokens=graphs.num_padding_tokens,
             model_seconds=self._runner.model_seconds,
             device_seconds_by_kind=self._runner.device_seconds_by_kind,

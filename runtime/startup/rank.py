@@ -22,7 +22,7 @@ from ostinato.graphs.buffers import StaticBuffers
 from ostinato.graphs.bundle import Bundle
 from ostinato.graphs.capture import GraphRunner
 from ostinato.graphs.compile_monitor import CompileMonitor
-from ostinato.graphs.recorder import BoundRecorder, CudaRecorder, Recorder
+from ostinato.graphs.recorder import CpuRecorder, CudaRecorder
 from ostinato.graphs.sampling_graph import GraphSampler
 from ostinato.graphs.threads import StepThreads
 from ostinato.graphs.timing import make_timer
@@ -86,7 +86,7 @@ def build_rank(
         model, finish = begin_model(plan, loader, phase, model_cache)
         buffers = _make_buffers(plan)
         planner = _make_planner(plan, buffers, undo)
-        recorder, token_sampler = _make_recorder(plan)
+        cuda_recorder, token_sampler = _make_cuda_recorder(plan)
         if token_sampler is not None:
             with phase("measure"):
                 memory = plan_measured(
@@ -108,17 +108,19 @@ def build_rank(
         bind = finish(kv_cache, buffers, bundle)
         cost_store = CostStore(config.graphs, source.limits, plan.threads, bundle)
         costs = cost_store.load()
+        program = None if bind is None else bind(model)
         graphs = GraphRunner(
             model,
             kv_cache,
             buffers,
-            program=None if bind is None else bind(model),
+            program=program,
             table=plan.buckets if costs is None else bucket_table(config, source, costs),
-            recorder=recorder,
+            recorder=cuda_recorder or CpuRecorder(program),
             planner=planner,
             timer=make_timer(source.device),
         )
         _prepare_graphs(plan, graphs, token_sampler, phase)
+        _LOG.info("layers: %s", _count_layers(graphs))
         served = describe_model(config.model, config.sampling, source, plan.memory, phase.seconds)
         grammars = GrammarStore(served)
         runner = _make_runner(plan, model, graphs, buffers, token_sampler, grammars)
@@ -166,11 +168,14 @@ def _make_planner(
     return planner
 
 
-def _make_recorder(plan: EnginePlan) -> tuple[Recorder, GraphSampler | None]:
-    """How programs are captured, and the draws of a GPU, whose inputs captured programs write."""
+def _make_cuda_recorder(plan: EnginePlan) -> tuple[CudaRecorder | None, GraphSampler | None]:
+    """What captures a GPU's programs, and its sampler, whose inputs captured programs write.
+
+    Both are None on a CPU, and for an encoder, whose steps are not captured.
+    """
     source = plan.source
     if plan.is_cpu or not source.config.kind.generates:
-        return BoundRecorder(), None
+        return None, None
     rows, vocab_size = source.limits.max_num_seqs, source.config.vocab_size
     logits = torch.zeros(rows, vocab_size, dtype=torch.float32, device=source.device)
     recorder = CudaRecorder(logits)
@@ -223,6 +228,12 @@ def _prepare_graphs(
     if memory is not None:
         now = memory.free()
         _LOG.info("%s", compare_with_plan(plan.memory, free_before_capture=free, free_now=now))
+
+
+def _count_layers(graphs: GraphRunner) -> str:
+    """How the layers run in small steps: "8 captured"."""
+    counts = graphs.layers_by_program.items()
+    return ", ".join(f"{count} {program}" for program, count in counts if count)
 
 
 def _capture_warning(left_out: list[GraphKey], num_draws: int) -> str:

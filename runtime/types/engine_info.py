@@ -79,6 +79,8 @@ class EngineStats(msgspec.Struct, array_like=True, gc=False):
     num_scheduled_tokens: int = 0  # that steps were asked for
     # Steps by their tokens: one count per bound of ITERATION_TOKENS, then those above the last.
     iteration_tokens: list[int] = []
+    # Layers by how they run in a small step: captured | fx | inductor | eager.
+    layers_by_program: dict[str, int] = {}
 
     @property
     def device_seconds(self) -> float:

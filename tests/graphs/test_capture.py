@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ostinato.graphs.buckets import BucketTable, GraphKey, name_buckets
 from ostinato.graphs.capture import GraphRunner
-from ostinato.graphs.recorder import BoundRecorder, Recorder
+from ostinato.graphs.recorder import CpuRecorder, Recorder
 from ostinato.models.step_tensors import tensor_specs
 from tests.graphs.toy import MAX_SEQS, VOCAB, ToyModel, fill, make_buffers, make_cache
 
@@ -60,7 +60,7 @@ def test_buckets_are_captured_largest_first() -> None:
     assert recorder.shapes == [(MAX_SEQS, VOCAB), (4, VOCAB), (2, VOCAB), (1, VOCAB)]
 
 
-@pytest.mark.parametrize("recorder", [StaticRecorder(), BoundRecorder()])
+@pytest.mark.parametrize("recorder", [StaticRecorder(), CpuRecorder(None)])
 @torch.inference_mode()
 def test_replay_equals_eager_through_joins_and_leaves(
     recorder: Recorder,
@@ -125,7 +125,7 @@ def test_closing_drops_the_captures_and_then_their_plans() -> None:
     runner = GraphRunner(
         *(ToyModel(), make_cache(), make_buffers()),
         table=table,
-        recorder=BoundRecorder(),
+        recorder=CpuRecorder(None),
         planner=planner,
     )
     planner.runner = runner

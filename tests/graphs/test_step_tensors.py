@@ -13,9 +13,8 @@ from torch.nn import functional as F
 from ostinato.conf.schema import GraphForm
 from ostinato.graphs.buckets import GraphKey
 from ostinato.graphs.buffers import StaticBuffers
-from ostinato.graphs.compiler import programs
 from ostinato.graphs.compiler.compile import compile_model
-from ostinato.graphs.compiler.programs import Program
+from ostinato.graphs.compiler.programs import LayerProgram, Program
 from ostinato.models.base import CausalLM, DecoderLayer
 from ostinato.models.kv_cache import KVCache
 from ostinato.models.step_tensors import (
@@ -138,9 +137,9 @@ def test_programs_read_a_further_tensor_of_each_step(monkeypatch: pytest.MonkeyP
         assert marked == (set() if declared.dynamic_size is None else {0}), name
     expected = hidden_states(model, spec.allocate(64, CPU))
     program = bind(model)
-    replayed = hidden_states(program, spec.allocate(64, CPU))
-    assert not program.has_loops, "the layers were recorded"
-    monkeypatch.setattr(programs, "_REPLAYED_TOKENS", 0)
+    with program.recording():
+        replayed = hidden_states(program, spec.allocate(64, CPU))
+    assert program.layers_by_program == {LayerProgram.captured: len(model.layers)}
     called = hidden_states(bind(model), spec.allocate(64, CPU))
     for one, two, three in zip(expected, replayed, called, strict=True):
         assert torch.equal(one, two)

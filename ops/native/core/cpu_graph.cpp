@@ -27,6 +27,11 @@ OSTINATO_EXPORT int64_t ostinato_graph_call(ostinato::CpuGraph* graph, ostinato:
                                             const ostinato::Argument* arguments, int64_t count) {
   return graph->add_call(kernel, name, arguments, count);
 }
+OSTINATO_EXPORT int64_t ostinato_graph_compiled(ostinato::CpuGraph* graph, ostinato::CompiledEntry entry,
+                                                void* container, const char* name, const int64_t* inputs,
+                                                int64_t num_inputs, int64_t num_outputs) {
+  return graph->add_compiled(entry, container, name, inputs, num_inputs, num_outputs);
+}
 OSTINATO_EXPORT int64_t ostinato_graph_view(ostinato::CpuGraph* graph, int64_t source, const int64_t* sizes,
                                             int64_t dim) {
   return graph->add_view(source, sizes, dim);

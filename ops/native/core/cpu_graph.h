@@ -6,6 +6,8 @@
 // CUDA graph is to a GPU, except that sizes stay symbolic: those of the inputs follow from a step's numbers of tokens,
 // sequences and wanted rows.
 //
+// Torch ops between our kernels are steps too: entries of libraries that AOTInductor made.
+//
 // Two arenas hold the results in turns: the results of a layer are dead when the next layer but one begins.
 #pragma once
 
@@ -25,8 +27,20 @@ struct ReplayOptions {
   bool profile;
 };
 
+// AOTInductorModelContainerRunSingleThreaded of a library that AOTInductor made. It takes the inputs' handles over and
+// gives the outputs' handles to the caller.
+using CompiledEntry = int32_t (*)(void* container, AtenTensorHandle* inputs, size_t num_inputs,
+                                  AtenTensorHandle* outputs, size_t num_outputs, void* stream, void* proxy_executor);
+
 class CpuGraph {
  public:
+  CpuGraph() = default;
+  CpuGraph(const CpuGraph&) = delete;
+  CpuGraph& operator=(const CpuGraph&) = delete;
+  ~CpuGraph() {
+    for (int arena = 0; arena < 2; ++arena) release_handles(arena);
+  }
+
   // Constants and inputs are slots as well. A size of an input may be a SymbolicSize.
   int64_t add_tensor(void* data, DType dtype, int64_t dim, const int64_t* sizes, const int64_t* strides) {
     OwnedTensor& slot = new_slot();
@@ -54,6 +68,25 @@ class CpuGraph {
       if (arguments[i].kind == Argument::text) arguments_.back().text_value = keep_text(arguments[i].text_value);
     }
     return add_result(step);
+  }
+
+  // Calls a compiled library. Returns the slot of its first output; the others follow.
+  int64_t add_compiled(CompiledEntry entry, void* container, const char* name, const int64_t* inputs,
+                       int64_t num_inputs, int64_t num_outputs) {
+    OSTINATO_CHECK(num_inputs <= kMaxCompiledTensors && num_outputs <= kMaxCompiledTensors,
+                   "a compiled library has at most 32 inputs and 32 outputs");
+    Step step{Step::compiled};
+    step.entry = entry;
+    step.container = container;
+    step.name = keep_text(name);
+    step.first_argument = compiled_inputs_.size();
+    compiled_inputs_.insert(compiled_inputs_.end(), inputs, inputs + num_inputs);
+    step.sizes[0] = num_inputs;
+    step.sizes[1] = num_outputs;
+    step.result = last_slot() + 1;
+    for (int64_t i = 0; i < num_outputs; ++i) new_slot();
+    steps_.push_back(step);
+    return step.result;
   }
 
   // A contiguous tensor with other sizes, one of which may be -1.
@@ -92,21 +125,27 @@ class CpuGraph {
     const Threads threads = Threads::of_caller();
     for (const Step& step : steps_) run(step, threads, options.profile);
     const Tensor& result = slots_[result_].tensor;
+    OSTINATO_CHECK(is_contiguous(result), "the result of a CPU graph must be contiguous");
     std::memcpy(out, result.data, result.num_bytes());
   }
 
  private:
+  static constexpr int64_t kMaxCompiledTensors = 32;
+
   struct Step {
-    enum Kind { layer, call, view, slice, index_select };
+    enum Kind { layer, call, compiled, view, slice, index_select };
     Kind kind;
-    int64_t result = 0;           // slot
-    int64_t source = 0;           // slot: of a view, a slice, or the matrix to select from
-    int64_t other = 0;            // of a slice the first index of dimension 1; of a selection the slot of row numbers
-    int64_t sizes[kMaxRank] = {};  // of a view, one may be -1; of a slice its length
+    int64_t result = 0;  // slot; of a compiled library that of its first output
+    int64_t source = 0;  // slot: of a view, a slice, or the matrix to select from
+    int64_t other = 0;   // of a slice the first index of dimension 1; of a selection the slot of row numbers
+    // Of a view, one may be -1; of a slice its length; of a compiled library the numbers of inputs and outputs.
+    int64_t sizes[kMaxRank] = {};
     int64_t dim = 0;
     Kernel kernel = nullptr;
+    CompiledEntry entry = nullptr;
+    void* container = nullptr;
     const char* name = nullptr;
-    size_t first_argument = 0;
+    size_t first_argument = 0;  // in arguments_ or compiled_inputs_
   };
 
   OwnedTensor& new_slot() { return slots_.emplace_back(); }
@@ -141,13 +180,16 @@ class CpuGraph {
     if (step.kind == Step::layer) {
       arena_ = (arena_ + 1) % 2;
       arenas_[arena_].reset();
+      release_handles(arena_);
       return;
     }
     OwnedTensor& result = slots_[step.result];
-    if (step.kind == Step::call) {
-      AtenRecordFunctionHandle record = nullptr;
-      if (profile) require_ok(aoti_record_function_start(step.name, nullptr, nullptr, 0, &record), "record a kernel");
-      const Recorded recorded{record};
+    if (step.kind == Step::call || step.kind == Step::compiled) {
+      const Recorded recorded(profile ? step.name : nullptr);
+      if (step.kind == Step::compiled) {
+        run_compiled(step);
+        return;
+      }
       Call call(arguments_.data() + step.first_argument, slots_, arenas_[arena_], result, threads);
       step.kernel(call);
     } else if (step.kind == Step::view) {
@@ -159,15 +201,56 @@ class CpuGraph {
     }
   }
 
-  // Ends a profiler's record, also when the kernel throws.
+  void run_compiled(const Step& step) {
+    AtenTensorHandle inputs[kMaxCompiledTensors];
+    AtenTensorHandle outputs[kMaxCompiledTensors];
+    for (int64_t i = 0; i < step.sizes[0]; ++i) {
+      const Tensor& x = slots_[compiled_inputs_[step.first_argument + i]].tensor;
+      require_ok(aoti_torch_create_tensor_from_blob(x.data, x.dim, x.sizes, x.strides, 0,
+                                                    static_cast<int32_t>(x.dtype), 0, 0, &inputs[i]),
+                 "describe an input of compiled code");
+    }
+    require_ok(step.entry(step.container, inputs, step.sizes[0], outputs, step.sizes[1], nullptr, nullptr),
+               "run compiled code");
+    for (int64_t i = 0; i < step.sizes[1]; ++i) {
+      handles_[arena_].push_back(outputs[i]);
+      const Tensor described = describe(outputs[i]);
+      OwnedTensor& slot = slots_[step.result + i];
+      slot.set_contiguous(described.sizes, described.dim, described.dtype);
+      std::copy(described.strides, described.strides + described.dim, slot.strides);
+      slot.tensor.data = described.data;
+    }
+  }
+
+  void release_handles(int arena) {
+    for (AtenTensorHandle handle : handles_[arena]) aoti_torch_delete_tensor_object(handle);
+    handles_[arena].clear();
+  }
+
+  // A profiler's record, which ends also when the kernel throws; no name = none.
   struct Recorded {
-    AtenRecordFunctionHandle handle;
+    explicit Recorded(const char* name) {
+      if (name != nullptr) {
+        require_ok(aoti_record_function_start(name, nullptr, nullptr, 0, &handle), "record a kernel");
+      }
+    }
     ~Recorded() {
       if (handle != nullptr) aoti_record_function_end(handle);
     }
+    AtenRecordFunctionHandle handle = nullptr;
   };
 
+  static bool is_contiguous(const Tensor& x) {
+    int64_t stride = 1;
+    for (int64_t i = x.dim - 1; i >= 0; --i) {
+      if (x.sizes[i] > 1 && x.strides[i] != stride) return false;
+      stride *= x.sizes[i];
+    }
+    return true;
+  }
+
   static void view(const Tensor& source, const Step& step, OwnedTensor& result) {
+    OSTINATO_CHECK(is_contiguous(source), "a CPU graph views contiguous tensors only");
     int64_t sizes[kMaxRank];
     int64_t known = 1;
     for (int64_t d = 0; d < step.dim; ++d) known *= step.sizes[d] < 0 ? 1 : step.sizes[d];
@@ -205,7 +288,9 @@ class CpuGraph {
   std::vector<Step> steps_;
   std::vector<Argument> arguments_;
   std::deque<std::string> texts_;
+  std::vector<int64_t> compiled_inputs_;  // slots
   Arena arenas_[2];
+  std::vector<AtenTensorHandle> handles_[2];  // of results of compiled libraries, released as the arenas are
   int arena_ = 0;
   int64_t result_ = 0;
 };

@@ -248,7 +248,11 @@ class TestOtherEndpoints:
         assert "token_strs" in body
 
     def test_version(self, app):
-        assert app.http.get("/version").json() == {"version": ostinato.__version__}
+        app.engine.stats = EngineStats(layers_by_program={"captured": 8, "fx": 0})
+        assert app.http.get("/version").json() == {
+            "version": ostinato.__version__,
+            "layers": {"captured": 8, "fx": 0},
+        }
 
     def test_openapi_tells_of_the_bodies(self, app):
         document = app.http.get("/schema/openapi.json").json()
@@ -511,6 +515,7 @@ class TestMetrics:
             num_blocks=10,
             num_free_blocks=4,
             steps_by_kind={"captured": 7, "eager": 1},
+            layers_by_program={"captured": 8},
             num_prompt_tokens=100,
             num_output_tokens=50,
             prefix_queries=40,
@@ -571,6 +576,8 @@ class TestMetrics:
             'ostinato_steps_total{"kind": "captured"}': 7,
             'ostinato_steps_total{"kind": "compiled"}': 0,
             'ostinato_steps_total{"kind": "eager"}': 1,
+            'ostinato_layers{"program": "captured"}': 8,
+            'ostinato_layers{"program": "inductor"}': 0,
         }
         assert {name: samples[name] for name in expected} == expected
 

@@ -1,22 +1,29 @@
-"""Steps played from a tape are the programs' steps, bit for bit."""
+"""Replays of a CPU graph are the programs' steps, bit for bit; what is not captured says why."""
 
 from __future__ import annotations
 
-import msgspec
+import logging
+
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 
 from ostinato.conf.schema import GraphForm
-from ostinato.graphs.compiler import programs
 from ostinato.graphs.compiler.compile import compile_model
-from ostinato.graphs.compiler.cpu_capture import LayerCall, capture_layers
-from ostinato.graphs.compiler.fx_program import FxProgram
+from ostinato.graphs.compiler.programs import LayerProgram
+from ostinato.graphs.recorder import CpuRecorder
+from ostinato.models.base import DecoderLayer
 from ostinato.models.checkpoints.weights import init_dummy_weights
+from ostinato.models.families.llama import LlamaDecoderLayer
 from ostinato.models.registry import build_model
+from ostinato.models.step_tensors import StepInputs
 from ostinato.runtime.startup.planning import open_model
 from tests.graphs.compiler.test_fx_program import Store, make_buffers, run
 from tests.graphs.toy import fill
 from tests.runtime.tiny import tiny_config
+
+CPU = torch.device("cpu")
 
 
 def packed(*overrides: str, backend: str = "cpu"):
@@ -32,89 +39,132 @@ def packed(*overrides: str, backend: str = "cpu"):
     return model, source.config.kv_cache_spec(8, source.dtype)
 
 
+def compiled(model, spec, store: Store | None = None):
+    """The layered program of a model."""
+    example = make_buffers().batch(16, 3, 3)
+    return compile_model(model, GraphForm.layer, example, spec.allocate(4, CPU), store)(model)
+
+
+def capture(program, cache) -> None:
+    """What the engine's start does: record a padded step of the first bucket."""
+    buffers = make_buffers()
+    num_tokens, num_seqs = fill(buffers, [(0, [3])])
+    batch = buffers.batch(num_tokens, num_seqs, num_seqs)
+    CpuRecorder(program).capture(lambda: program(batch, cache))
+
+
 @pytest.mark.parametrize("overrides", [(), ("model.dtype=bfloat16",)])
 @torch.inference_mode()
-def test_played_steps_equal_called_ones(
-    overrides: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_replayed_steps_equal_called_ones(overrides: tuple[str, ...]) -> None:
     model, spec = packed(*overrides)
-    device = torch.device("cpu")
-    bind = compile_model(
-        model, GraphForm.layer, make_buffers().batch(16, 3, 3), spec.allocate(4, device)
-    )
-    played, called = spec.allocate(64, device), spec.allocate(64, device)
-    program = bind(model)
-    result = run(program, played)
-    again = run(program, spec.allocate(64, device))  # another cache: another tape
-    monkeypatch.setattr(programs, "_REPLAYED_TOKENS", 0)
-    expected = run(bind(model), called)
-    assert torch.equal(result, expected)
-    assert torch.equal(again, expected)
-    for sides in zip(played, called, strict=True):
+    replayed, called = spec.allocate(64, CPU), spec.allocate(64, CPU)
+    program = compiled(model, spec)
+    expected = run(program, called)
+    assert program.layers_by_program == {LayerProgram.fx: len(model.layers)}
+    capture(program, replayed)
+    assert program.layers_by_program == {LayerProgram.captured: len(model.layers)}
+    assert torch.equal(run(program, replayed), expected)
+    assert torch.equal(run(program, spec.allocate(64, CPU)), expected)  # a cache without a graph
+    for sides in zip(replayed, called, strict=True):
         for cache, cache_expected in zip(*sides, strict=True):
-            assert torch.equal(cache, cache_expected)
+            assert torch.equal(cache[1:], cache_expected[1:])
 
 
 @torch.inference_mode()
 def test_weights_that_are_written_in_place_are_read_anew() -> None:
     model, spec = packed()
-    device = torch.device("cpu")
-    store = Store()
-    example = make_buffers().batch(16, 3, 3)
-    program = compile_model(model, GraphForm.layer, example, spec.allocate(4, device), store)(model)
-    before = run(program, spec.allocate(64, device))
+    program, cache = compiled(model, spec), spec.allocate(64, CPU)
+    capture(program, cache)
+    before = run(program, cache)
     init_dummy_weights(model, 1)
-    cache = spec.allocate(64, device)
     assert not torch.equal(run(program, cache), before)
 
 
 @torch.inference_mode()
-def test_only_a_program_that_was_recorded_is_known_to_have_no_loops() -> None:
-    device = torch.device("cpu")
-    for backend, has_loops in (("cpu", False), ("reference", True)):
-        model, spec = packed(backend=backend)
-        example = make_buffers().batch(16, 3, 3)
-        bind = compile_model(model, GraphForm.layer, example, spec.allocate(4, device))
-        program = bind(model)
-        assert program.has_loops
-        run(program, spec.allocate(64, device))
-        assert program.has_loops == has_loops, backend
-
-
-@torch.inference_mode()
-def test_what_a_tape_can_not_hold_is_not_recorded() -> None:
-    device = torch.device("cpu")
-    for backend, is_recorded in (("cpu", True), ("reference", False)):
-        model, spec = packed(backend=backend)
-        store = Store()
-        buffers = make_buffers()
-        compile_model(
-            model, GraphForm.layer, buffers.batch(16, 3, 3), spec.allocate(4, device), store
-        )
-        programs = [
-            msgspec.msgpack.decode(content[1:], type=FxProgram) for content in store.files.values()
-        ]
-        num_tokens, num_seqs = fill(buffers, [(0, [3, 1])])
-        hidden, step = model.begin(buffers.batch(num_tokens, num_seqs, num_seqs))
-        layers = [
-            LayerCall(
-                programs[-1] if index == len(model.layers) - 1 else programs[0],
-                [t.detach() for t in (*layer.parameters(), *layer.buffers())],
-            )
-            for index, layer in enumerate(model.layers)
-        ]
-        replay = capture_layers(layers, spec.allocate(64, device), hidden, step)
-        assert (replay is not None) == is_recorded, backend
+def test_a_layer_that_is_not_captured_says_why_once(caplog: pytest.LogCaptureFixture) -> None:
+    model, spec = packed(backend="reference")
+    program, cache = compiled(model, spec), spec.allocate(64, CPU)
+    with caplog.at_level(logging.INFO):
+        for _ in range(2):
+            capture(program, cache)
+    reasons = [record.message for record in caplog.records if "not captured" in record.message]
+    last = len(model.layers) - 1
+    assert reasons == [
+        f"layers 0 to {last} are not captured: attention runs on the backend reference"
+    ]
+    assert program.layers_by_program == {LayerProgram.fx: len(model.layers)}
+    assert program.has_loops
 
 
 @torch.inference_mode()
 def test_a_kernel_that_refuses_says_why() -> None:
     model, spec = packed()
-    device = torch.device("cpu")
-    example = make_buffers().batch(16, 3, 3)
-    program = compile_model(model, GraphForm.layer, example, spec.allocate(4, device))(model)
+    program, cache = compiled(model, spec), spec.allocate(64, CPU)
+    capture(program, cache)
     buffers = make_buffers()
     num_tokens, num_seqs = fill(buffers, [(0, [3, 1, 4])])
     buffers.host.slot_mapping[1] = 10**9
     with pytest.raises(ValueError, match="slot_mapping\\[1\\] = 1000000000 is outside"):
-        program(buffers.batch(num_tokens, num_seqs, num_seqs), spec.allocate(64, device))
+        program(buffers.batch(num_tokens, num_seqs, num_seqs), cache)
+
+
+@torch.inference_mode()
+def test_the_profiler_sees_every_kernel_of_a_replay() -> None:
+    model, spec = packed()
+    program, cache = compiled(model, spec), spec.allocate(64, CPU)
+    capture(program, cache)
+    buffers = make_buffers()
+    num_tokens, num_seqs = fill(buffers, [(0, [3, 1, 4])])
+    batch = buffers.batch(num_tokens, num_seqs, num_seqs)
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        program(batch, cache)
+    counts = {event.key: event.count for event in profiler.key_averages()}
+    layers = len(model.layers)
+    assert counts["ostinato::paged_attention"] == layers
+    assert counts["ostinato::rotate_heads"] == layers
+    assert counts["ostinato::activation"] == layers
+    assert counts["ostinato::packed_linear"] == 4 * layers
+    assert counts["ostinato::rms_norm"] == 2 * layers + 1  # the last one is the model's
+
+
+class ScaledLayer(DecoderLayer):
+    """A Llama layer that scales the residual branch and caps its result, as Granite and Gemma do."""
+
+    def __init__(self, layer: LlamaDecoderLayer) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def static_key(self) -> tuple[object, ...]:
+        return ("scaled", *self.layer.static_key())
+
+    def forward(
+        self,
+        hidden: Tensor,
+        step: StepInputs,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        rows: Tensor | None = None,
+    ) -> Tensor:
+        hidden = self.layer(hidden * 0.75, step, k_cache, v_cache, rows)
+        return torch.tanh(hidden / 30.0) * 30.0
+
+
+@torch.inference_mode()
+def test_torch_ops_between_ours_join_the_captured_step(caplog: pytest.LogCaptureFixture) -> None:
+    model, spec = packed("model.dtype=bfloat16")
+    model.layers = nn.ModuleList(ScaledLayer(layer) for layer in model.layers)
+    store = Store()
+    with caplog.at_level(logging.INFO):
+        program = compiled(model, spec, store)
+    compiles = [record.message for record in caplog.records if "Inductor" in record.message]
+    assert compiles == ["Inductor compiles mul", "Inductor compiles truediv, tanh, mul"]
+    called = run(program, spec.allocate(64, CPU))
+    torch.testing.assert_close(called, run(model, spec.allocate(64, CPU)))
+    warm = compiled(model, spec, store)
+    assert store.rejected == []
+    cache = spec.allocate(64, CPU)
+    capture(warm, cache)
+    assert warm.layers_by_program == {LayerProgram.captured: len(model.layers)}
+    assert warm.has_loops  # Inductor's, which small steps hold to one thread
+    for _ in range(3):
+        assert torch.equal(run(warm, cache), called)

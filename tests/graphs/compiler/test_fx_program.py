@@ -78,7 +78,7 @@ def test_a_packed_layer_becomes_calls_of_our_ops_and_nothing_else() -> None:
     last = len(model.layers) - 1
     assert list(store.files) == ["layer-0", f"layer-{last}"]
     for content in store.files.values():
-        assert content[:1] == b"s"
+        assert content[:1] == b"f"
         stored = msgspec.msgpack.decode(content[1:], type=FxProgram)
         calls = [line for line in stored.source.splitlines() if "(" in line and " = " in line]
         ops = [line for line in calls if " = op_" in line]
@@ -100,7 +100,7 @@ def test_a_program_that_does_not_load_is_rejected_and_made_anew() -> None:
     example, cache = make_buffers().batch(16, 3, 3), spec.allocate(4, torch.device("cpu"))
     compile_model(model, GraphForm.layer, example, cache, store)
     whole = store.files["layer-0"]
-    for damaged in (b"", b"x" + whole[1:], whole[:40], b"s" + whole[40:]):
+    for damaged in (b"", b"x" + whole[1:], whole[:40], b"f" + whole[40:]):
         store.files["layer-0"] = damaged
         store.rejected.clear()
         compile_model(model, GraphForm.layer, example, cache, store)
@@ -132,9 +132,9 @@ def test_loading_imports_no_compiler(tmp_path: Path) -> None:
         "import sys, msgspec, torch\n"
         "from pathlib import Path\n"
         "import ostinato.ops.norm\n"
-        "from ostinato.graphs.compiler.fx_program import FxProgram\n"
+        "from ostinato.graphs.compiler.fx_program import FxFunction, FxProgram\n"
         "data = Path(sys.argv[1]).read_bytes()\n"
-        "program = msgspec.msgpack.decode(data, type=FxProgram).load()\n"
+        "program = FxFunction(msgspec.msgpack.decode(data, type=FxProgram))\n"
         "print(program(torch.full((1, 8), 3.0)).sum().item())\n"
         "print([m for m in ('torch._dynamo', 'torch._inductor') if m in sys.modules])\n"
     )

@@ -86,6 +86,9 @@ def test_compiled_and_captured_equal_eager(form: str, expected: list[list[int]])
     assert stats.steps_by_kind["captured"] > 0
     assert stats.steps_by_kind["compiled"] > 0
     assert stats.steps_by_kind["eager"] == 0
+    num_layers = sum(stats.layers_by_program.values())
+    assert num_layers > 0
+    assert stats.layers_by_program["captured"] == (num_layers if form == "layer" else 0)
     assert stats.late_compiles == []
 
 
