@@ -150,7 +150,8 @@ class Ways:
         if cpp_wrapper:  # torch 2.13 compiles no serialisable function in this form
             compiled(*arguments)
             return compiled
-        return compiled.aot_compile((arguments, {})).fn
+        function = compiled.aot_compile((arguments, {})).fn
+        return lambda *tensors: function(layer, *tensors)
 
     def _aot_inductor(self) -> Callable[..., Tensor]:
         from torch._inductor import aoti_compile_and_package, aoti_load_package
