@@ -238,7 +238,8 @@ def main(arguments: list[str]) -> None:
         table.add_column(heading, no_wrap=True)
     for way, by_batch in results.items():
         cells = [
-            f"{value:.3f}" if isinstance(value, float) else value for value in by_batch.values()
+            f"{value:.3f}" if isinstance(value, float) else str(value)
+            for value in by_batch.values()
         ]
         table.add_row(way, *cells)
     console = Console(width=110, highlight=False)
