@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields
 
 from ostinato.conf.bench_schema import BenchSection, LoadSection, SloSection, WorkloadSection
 from ostinato.conf.command_schema import BatchSection, ChatSection, GenerateSection, PlanSection
-from ostinato.conf.engine import EngineConfig
+from ostinato.conf.engine_config import EngineConfig
 from ostinato.conf.server_schema import ServerConfig
 from ostinato.conf.tuning_schema import SimulateSection, TuneSection
 

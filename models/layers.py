@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ostinato.models.config.model_config import ModelConfig
-from ostinato.models.linear import BuildOptions, Linear, MergedLinear
+from ostinato.models.linear_layers import BuildOptions, Linear, MergedLinear
 from ostinato.models.step_tensors import DEFAULT_ROPE, RopeRows, StepInputs
 from ostinato.ops.activation import activate
 from ostinato.ops.attention import paged_attention

@@ -11,7 +11,7 @@ from ostinato.models.base import LanguageModel
 from ostinato.models.checkpoints.checkpoint import Checkpoint
 from ostinato.models.config.hf_fields import architecture_of
 from ostinato.models.config.model_config import ModelConfig
-from ostinato.models.linear import BuildOptions, LinearBase
+from ostinato.models.linear_layers import BuildOptions, LinearBase
 from ostinato.models.sharding import WHOLE, Shard
 from ostinato.models.weight_methods.choose import PLAIN, WeightPolicy
 

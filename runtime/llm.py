@@ -40,7 +40,7 @@ from ostinato.runtime.client.requests import make_requests, resolve
 from ostinato.runtime.engine.step_observer import StepObserver
 from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.grammar.compiler import GrammarCompiler
-from ostinato.runtime.startup.build import build_engine
+from ostinato.runtime.startup.build_engine import build_engine
 from ostinato.runtime.startup.model_cache import LoadedModelCache
 from ostinato.runtime.text.offline_prompts import (
     Prompt,

@@ -40,7 +40,7 @@ def compile_bundle(config: RunConfig) -> int:
             progress.update(task, advance=1, description=f"{name} is done")
 
         prepare_kernels(config.model, config.device, config.graphs)
-        from ostinato.runtime.startup.build import compile_bundle
+        from ostinato.runtime.startup.build_engine import compile_bundle
 
         bundle = compile_bundle(config, on_phase)
         progress.update(task, completed=_USUAL_PHASES, description="done")

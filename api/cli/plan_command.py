@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.table import Table
 
 from ostinato.conf.schema import DeviceName, LoadFormat
+from ostinato.runtime.memory.memory_plan import MemoryPlan
 from ostinato.runtime.startup.machine_info import cpu_name, gpu_names
-from ostinato.runtime.startup.memory_plan import MemoryPlan
 
 if TYPE_CHECKING:
     from ostinato.conf.root import RunConfig

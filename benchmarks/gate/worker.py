@@ -19,7 +19,7 @@ from ostinato.conf.compose import load_config
 
 try:
     from ostinato.runtime.engine.engine import Engine
-    from ostinato.runtime.startup.build import build_engine
+    from ostinato.runtime.startup.build_engine import build_engine
     from ostinato.runtime.types.params import SamplingParams
     from ostinato.runtime.types.request import Request
 except ModuleNotFoundError:  # a version from before `runtime/` had folders (0.1.0)

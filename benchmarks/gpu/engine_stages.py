@@ -15,7 +15,7 @@ from ostinato.benchmarks.machine.roofline import Machine, ModelSizes, sizes_of
 from ostinato.conf.compose import load_config
 from ostinato.conf.root import RunConfig
 from ostinato.runtime.engine.engine import Engine
-from ostinato.runtime.startup.build import build_engine
+from ostinato.runtime.startup.build_engine import build_engine
 from ostinato.runtime.startup.planning import open_model
 from ostinato.runtime.types.engine_info import EngineStats
 from ostinato.runtime.types.params import SamplingParams

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ostinato.models.config.model_config import ModelConfig
-from ostinato.models.linear import Embedding
+from ostinato.models.linear_layers import Embedding
 from ostinato.models.registry import build_model
 
 __all__ = ("Machine", "ModelSizes", "sizes_of")

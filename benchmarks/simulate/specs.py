@@ -22,7 +22,7 @@ from ostinato.models.registry import build_model
 from ostinato.runtime.costs.cost_table import CostTable
 from ostinato.runtime.costs.step_limits import upper_limits
 from ostinato.runtime.errors import StartupError
-from ostinato.runtime.startup.build import build_engine
+from ostinato.runtime.startup.build_engine import build_engine
 from ostinato.runtime.startup.device import resolve_device
 from ostinato.runtime.startup.planning import ModelSource, open_model, plan_engine
 

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from ostinato.models.base import CheckpointLayout, LanguageModel
 from ostinato.models.checkpoints.checkpoint import CheckpointError
-from ostinato.models.linear import BIAS, ExpertLinear, LinearBase
+from ostinato.models.linear_layers import BIAS, ExpertLinear, LinearBase
 from ostinato.models.sharding import Span
-from ostinato.models.weight_methods.base import FLOATS, Part, StoredTensor
+from ostinato.models.weight_methods.weight_method import FLOATS, Part, StoredTensor
 
 __all__ = ("Slot", "find_slots")
 

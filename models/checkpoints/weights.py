@@ -27,7 +27,7 @@ from ostinato.models.base import CheckpointLayout, LanguageModel
 from ostinato.models.checkpoints.checkpoint import Checkpoint, CheckpointError
 from ostinato.models.checkpoints.slots import Slot, find_slots
 from ostinato.models.layers import LayerNorm, RMSNorm
-from ostinato.models.linear import BIAS, ExpertLinear, LinearBase
+from ostinato.models.linear_layers import BIAS, ExpertLinear, LinearBase
 from ostinato.models.sharding import Span
 
 __all__ = ("init_dummy_weights", "load_weights")

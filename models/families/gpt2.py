@@ -17,7 +17,7 @@ from ostinato.models.config.hf_fields import (
 )
 from ostinato.models.config.model_config import HFConfig, ModelConfig
 from ostinato.models.layers import Attention, LayerNorm
-from ostinato.models.linear import BuildOptions, Embedding, Linear, OutputHead
+from ostinato.models.linear_layers import BuildOptions, Embedding, Linear, OutputHead
 from ostinato.models.step_tensors import ForwardBatch, StepInputs
 from ostinato.ops.activation import activate
 

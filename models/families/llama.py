@@ -12,7 +12,7 @@ from ostinato.models.base import CausalLM, CheckpointLayout, DecoderLayer
 from ostinato.models.config.decoder_config import read_decoder_config
 from ostinato.models.config.model_config import HFConfig, ModelConfig
 from ostinato.models.layers import Attention, GatedMLP, RMSNorm, RotaryEmbedding
-from ostinato.models.linear import BuildOptions, Embedding, OutputHead
+from ostinato.models.linear_layers import BuildOptions, Embedding, OutputHead
 from ostinato.models.step_tensors import DEFAULT_ROPE, ForwardBatch, StepInputs
 
 __all__ = ("LlamaDecoderLayer", "LlamaForCausalLM")

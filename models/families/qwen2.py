@@ -5,7 +5,7 @@ from __future__ import annotations
 from ostinato.models.config.model_config import ModelConfig
 from ostinato.models.families.llama import LlamaForCausalLM
 from ostinato.models.layers import Attention
-from ostinato.models.linear import BuildOptions
+from ostinato.models.linear_layers import BuildOptions
 
 __all__ = ("Qwen2ForCausalLM",)
 

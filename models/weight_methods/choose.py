@@ -21,9 +21,9 @@ import torch
 
 from ostinato.conf.schema import HeadQuantization, ModelSection, Quantization
 from ostinato.models import weight_methods
-from ostinato.models.weight_methods.base import MatrixRole, MatrixSpec, WeightMethod
 from ostinato.models.weight_methods.packed import Packed
 from ostinato.models.weight_methods.plain import Plain
+from ostinato.models.weight_methods.weight_method import MatrixRole, MatrixSpec, WeightMethod
 
 __all__ = ("PLAIN", "WeightPolicy", "WeightsByRole", "choose_weights")
 

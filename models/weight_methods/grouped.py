@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ostinato.models.weight_methods.base import (
+from ostinato.models.weight_methods.weight_method import (
     IN,
     OUT,
     MatrixSpec,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ostinato.models.weight_methods.base import (
+from ostinato.models.weight_methods.weight_method import (
     IN,
     OUT,
     MatrixSpec,

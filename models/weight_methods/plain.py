@@ -9,7 +9,7 @@ from typing import ClassVar
 from torch import Tensor
 from torch.nn.functional import embedding, linear
 
-from ostinato.models.weight_methods.base import (
+from ostinato.models.weight_methods.weight_method import (
     IN,
     OUT,
     MatrixSpec,

@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 import zmq.asyncio
 
-from ostinato.conf.engine import EngineConfig
+from ostinato.conf.engine_config import EngineConfig
 from ostinato.conf.server_schema import ServerConfig
 from ostinato.runtime.client.in_flight import InFlightRequests, given_up_output
 from ostinato.runtime.client.inspection import Inspector

@@ -14,8 +14,8 @@ from ostinato.graphs.threads import StepThreads
 from ostinato.runtime.execution.batch_builder import BatchBuilder, StepShape
 from ostinato.runtime.execution.pooler import PendingVectors, Pooler
 from ostinato.runtime.execution.prompt_logprobs import PromptScorer
-from ostinato.runtime.execution.row_state import RowState
-from ostinato.runtime.execution.sampler import PendingTokens, Sampler, VerifiedTokens
+from ostinato.runtime.sampling.row_state import RowState
+from ostinato.runtime.sampling.sampler import PendingTokens, Sampler, VerifiedTokens
 from ostinato.runtime.types.outputs import TokenLogprobs
 from ostinato.runtime.types.step import SchedulerOutput, StepResult
 

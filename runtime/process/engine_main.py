@@ -181,7 +181,7 @@ def main(address: str) -> int:
     try:
         begin = time.perf_counter()
         from ostinato.runtime.engine.step_observer import StepObserver
-        from ostinato.runtime.startup.build import build_engine
+        from ostinato.runtime.startup.build_engine import build_engine
 
         connection.send(Phase("imports", time.perf_counter() - begin))
         engine = build_engine(

@@ -6,7 +6,7 @@ from enum import StrEnum
 
 import msgspec
 
-from ostinato.conf.engine import EngineConfig
+from ostinato.conf.engine_config import EngineConfig
 from ostinato.runtime.engine.engine_state import EngineState
 from ostinato.runtime.types.engine_info import EngineStats, ServedModel
 from ostinato.runtime.types.outputs import SequenceOutput

@@ -10,12 +10,12 @@ from bisect import bisect_left
 from collections.abc import Callable
 from typing import TypeVar
 
-from ostinato.runtime.scheduling.admission import Admission
 from ostinato.runtime.scheduling.itl_bound import ItlBound
 from ostinato.runtime.scheduling.loads import BlockLoads
 from ostinato.runtime.scheduling.proposer import DraftPlanner
 from ostinato.runtime.scheduling.queues import SequenceQueues, by_order
 from ostinato.runtime.scheduling.sequence import Sequence, SequenceStatus
+from ostinato.runtime.scheduling.sequence_admission import Admission
 from ostinato.runtime.scheduling.step_plan import StepPlan
 from ostinato.runtime.types.step import AdmittedSequence, ScheduledSequence
 

@@ -24,10 +24,10 @@ from ostinato.runtime.execution.executor import (
     TouchBlocks,
 )
 from ostinato.runtime.kv.kv_cache_manager import KVCacheManager
+from ostinato.runtime.memory.memory_plan import MemoryPlan
 from ostinato.runtime.scheduling.itl_bound import ItlBound
 from ostinato.runtime.scheduling.scheduler import Scheduler
 from ostinato.runtime.startup.machine_info import cpu_name
-from ostinato.runtime.startup.memory_plan import MemoryPlan
 from ostinato.runtime.types.engine_info import ServedModel
 from ostinato.runtime.types.params import SamplingParams
 

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ostinato.conf.engine import EngineConfig
+from ostinato.conf.engine_config import EngineConfig
 from ostinato.conf.schema import GraphMode
 from ostinato.graphs.buckets import BucketTable
 from ostinato.models.kv_cache import KVCacheSpec
 from ostinato.ops.attention import AttentionSpec, select_backend
 from ostinato.runtime.errors import StartupError
-from ostinato.runtime.startup.memory_plan import MemoryPlan
+from ostinato.runtime.memory.memory_plan import MemoryPlan
 from ostinato.runtime.startup.planning import ModelSource, bucket_table, open_model, plan_engine
 
 __all__ = ("EnginePlan", "make_plan")

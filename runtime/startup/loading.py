@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from ostinato.conf.engine import EngineConfig
+from ostinato.conf.engine_config import EngineConfig
 from ostinato.conf.schema import GraphMode, LoadFormat, Quantization
 from ostinato.graphs.buffers import StaticBuffers
 from ostinato.graphs.bundle import Bundle

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ostinato.conf.engine import EngineConfig
+from ostinato.conf.engine_config import EngineConfig
 from ostinato.conf.schema import GraphMode, PoolingChoice
 from ostinato.graphs.buckets import BucketTable, default_decode_sizes, default_mixed_sizes
 from ostinato.graphs.buffers import StaticBuffers
@@ -26,10 +26,8 @@ from ostinato.ops.attention import AttentionPlanner, AttentionSpec, workspace_by
 from ostinato.runtime.costs.cost_table import CostTable
 from ostinato.runtime.costs.step_limits import StepLimits, redundant_sizes, upper_limits
 from ostinato.runtime.errors import StartupError
-from ostinato.runtime.execution.sampler import sampling_bytes
-from ostinato.runtime.startup.device import resolve_device
-from ostinato.runtime.startup.measured_memory import CudaMemory, measure
-from ostinato.runtime.startup.memory_plan import (
+from ostinato.runtime.memory.measured_memory import CudaMemory, measure
+from ostinato.runtime.memory.memory_plan import (
     GraphFootprint,
     MeasuredMemory,
     MemoryPlan,
@@ -37,6 +35,8 @@ from ostinato.runtime.startup.memory_plan import (
     free_memory,
     plan_memory,
 )
+from ostinato.runtime.sampling.sampler import sampling_bytes
+from ostinato.runtime.startup.device import resolve_device
 
 __all__ = ("ModelSource", "bucket_table", "open_model", "plan_engine", "plan_measured")
 

@@ -32,13 +32,13 @@ from ostinato.runtime.costs.cost_table import CostTable
 from ostinato.runtime.execution.inline_executor import InlineExecutor
 from ostinato.runtime.execution.model_runner import ModelRunner
 from ostinato.runtime.execution.pooler import Pooler
-from ostinato.runtime.execution.sampler import Sampler
 from ostinato.runtime.grammar.store import GrammarStore
 from ostinato.runtime.kv.page_mapper import map_ahead
+from ostinato.runtime.memory.measured_memory import CudaMemory, compare_with_plan
+from ostinato.runtime.sampling.sampler import Sampler
 from ostinato.runtime.startup.calibrate import CostStore
 from ostinato.runtime.startup.engine_plan import EnginePlan
 from ostinato.runtime.startup.loading import begin_model, open_bundle
-from ostinato.runtime.startup.measured_memory import CudaMemory, compare_with_plan
 from ostinato.runtime.startup.model_cache import LoadedModelCache
 from ostinato.runtime.startup.phases import PhaseTimer
 from ostinato.runtime.startup.planning import bucket_table, plan_measured

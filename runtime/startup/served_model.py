@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ostinato.conf.schema import ModelSection, PoolingChoice, SamplingSection
 from ostinato.models.checkpoints.checkpoint import resolve_directory
-from ostinato.runtime.startup.memory_plan import MemoryPlan
+from ostinato.runtime.memory.memory_plan import MemoryPlan
 from ostinato.runtime.startup.planning import ModelSource
 from ostinato.runtime.types.engine_info import ServedModel, ServedTask
 from ostinato.runtime.types.params import PoolingKind

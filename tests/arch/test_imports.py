@@ -51,7 +51,7 @@ def test_links_for_type_checkers_are_complete_and_relative():
         "ostinato.api.server.server",
         "ostinato.runtime.client.client",
         "ostinato.runtime.scheduling.scheduler",
-        "ostinato.runtime.startup.memory_plan",
+        "ostinato.runtime.memory.memory_plan",
     ],
 )
 def test_a_light_module_imports_neither_torch_nor_transformers(module: str):

@@ -12,9 +12,7 @@ from tests.arch.tree import FOLDERS, ROOT, name_of, package_files, parse
 MAX_MODULES = 12
 # Folders with more modules, each with its reason.
 FULL_FOLDERS = {
-    "runtime/execution": "to be split",
-    "runtime/scheduling": "to be split",
-    "runtime/startup": "to be split",
+    "runtime/scheduling": "13: what decides a step, from the queues to its plan",
 }
 # Base names that several modules share, because they are implementations of one protocol.
 PROTOCOLS = {
@@ -25,10 +23,6 @@ PROTOCOLS = {
     "reply": "a dialect of HTTP: the engine's outputs to its response",
     "routes": "the handlers of a group of endpoints",
     "schemas": "a dialect of HTTP: the bodies of its requests and responses",
-}
-# Base names that two modules share without such a reason; only to become fewer.
-TO_RENAME = {
-    *("admission", "base", "build", "draw", "engine", "linear"),
 }
 _MODULE = re.compile(rf"\bostinato(?:\.(?:{'|'.join(FOLDERS)}|commands))(?:\.\w+)*(?::\w+)?")
 
@@ -128,7 +122,5 @@ def test_modules_share_a_base_name_only_when_they_implement_one_protocol():
         if file.stem != "__init__":
             modules[file.stem].append(name_of(file))
     shared = {stem: files for stem, files in modules.items() if len(files) > 1}
-    assert {
-        stem: files for stem, files in shared.items() if stem not in PROTOCOLS.keys() | TO_RENAME
-    } == {}
+    assert {stem: files for stem, files in shared.items() if stem not in PROTOCOLS} == {}
     assert PROTOCOLS.keys() <= shared.keys(), "a base name that is unique leaves the list"

@@ -8,7 +8,7 @@ import pytest
 from ostinato.conf.bench_schema import BenchSection
 from ostinato.conf.command_schema import GenerateSection, PlanSection
 from ostinato.conf.describe import describe_keys, describe_sections, nearest
-from ostinato.conf.engine import EngineConfig
+from ostinato.conf.engine_config import EngineConfig
 from ostinato.conf.root import RunConfig
 from ostinato.conf.schema import (
     CacheConfig,

@@ -9,7 +9,7 @@ from ostinato.graphs.recorder import CudaRecorder
 from ostinato.graphs.sampling_graph import GraphSampler
 from ostinato.graphs.timing import make_timer
 from ostinato.ops.sample_rows import sampling_workspace_bytes
-from ostinato.runtime.startup.measured_memory import CudaMemory
+from ostinato.runtime.memory.measured_memory import CudaMemory
 from tests.graphs.sampling_steps import MAX_SEQS, VOCAB, check_draws
 
 pytestmark = pytest.mark.gpu

@@ -10,7 +10,7 @@ import torch
 from ostinato import LLM, SamplingParams
 from ostinato.conf.compose import load_config
 from ostinato.runtime.errors import StartupError
-from ostinato.runtime.startup.build import build_engine
+from ostinato.runtime.startup.build_engine import build_engine
 from tests.gpu.tiny_llama import MODEL, VOCAB_SIZE, cuda_config
 from tests.runtime.tiny import tiny_config
 

@@ -16,7 +16,7 @@ from ostinato.models.base import CausalLM
 from ostinato.models.checkpoints.checkpoint import CheckpointError, open_checkpoint
 from ostinato.models.checkpoints.weights import init_dummy_weights, load_weights
 from ostinato.models.layers import LayerNorm, RMSNorm
-from ostinato.models.linear import LinearBase
+from ostinato.models.linear_layers import LinearBase
 from ostinato.models.registry import build_model, read_model_config
 from ostinato.models.weight_methods.choose import choose_weights
 from ostinato.models.weight_methods.packed import Packed

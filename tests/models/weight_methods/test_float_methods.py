@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch.nn.functional import linear
 
-from ostinato.models.linear import BuildOptions, Embedding, Linear
-from ostinato.models.weight_methods.base import WeightMethod
+from ostinato.models.linear_layers import BuildOptions, Embedding, Linear
 from ostinato.models.weight_methods.int4 import Int4
 from ostinato.models.weight_methods.int8 import Int8
 from ostinato.models.weight_methods.packed import Packed
 from ostinato.models.weight_methods.plain import Plain
+from ostinato.models.weight_methods.weight_method import WeightMethod
 
 
 def options(dtype: torch.dtype, device: str = "cpu") -> BuildOptions:

@@ -22,7 +22,7 @@ from ostinato.models.base import CausalLM
 from ostinato.models.checkpoints.checkpoint import CheckpointError, open_checkpoint
 from ostinato.models.checkpoints.weights import init_dummy_weights, load_weights
 from ostinato.models.config.model_config import ModelConfig
-from ostinato.models.linear import Embedding, LinearBase
+from ostinato.models.linear_layers import Embedding, LinearBase
 from ostinato.models.registry import build_model, read_model_config
 from ostinato.models.weight_methods.choose import PLAIN, WeightsByRole, choose_weights
 from ostinato.models.weight_methods.grouped import GroupQuantized

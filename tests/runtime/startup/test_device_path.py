@@ -14,9 +14,9 @@ from torch import Tensor
 
 from ostinato import LLM, SamplingParams
 from ostinato.graphs.sampling_graph import GraphSampler
+from ostinato.runtime.memory.memory_plan import FreeMemory
 from ostinato.runtime.startup import planning, rank
 from ostinato.runtime.startup.engine_plan import EnginePlan
-from ostinato.runtime.startup.memory_plan import FreeMemory
 from tests.graphs.test_capture import OUT_OF_MEMORY, StaticRecorder
 from tests.runtime.engine.test_engine import generate, make_prompts
 from tests.runtime.tiny import tiny_config

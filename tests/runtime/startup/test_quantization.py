@@ -10,7 +10,7 @@ import torch
 
 from ostinato import LLM, SamplingParams
 from ostinato.runtime.errors import StartupError
-from ostinato.runtime.startup.build import build_engine
+from ostinato.runtime.startup.build_engine import build_engine
 from ostinato.runtime.startup.planning import open_model, plan_engine
 from tests.runtime.tiny import VOCAB_SIZE, tiny_config
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding, linear
 
-from ostinato.models.weight_methods.base import (
+from ostinato.models.weight_methods.weight_method import (
     FLOATS,
     IN,
     OUT,

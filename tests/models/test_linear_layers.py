@@ -12,12 +12,18 @@ from torch.nn.functional import linear
 from ostinato.models.base import CheckpointLayout, LanguageModel
 from ostinato.models.checkpoints.row_orders import interleaved_rope, per_group_qkv, per_head_qkv
 from ostinato.models.checkpoints.slots import find_slots
-from ostinato.models.linear import BuildOptions, ExpertLinear, Linear, LinearBase, MergedLinear
+from ostinato.models.linear_layers import (
+    BuildOptions,
+    ExpertLinear,
+    Linear,
+    LinearBase,
+    MergedLinear,
+)
 from ostinato.models.sharding import Shard, Span
-from ostinato.models.weight_methods.base import WeightMethod
 from ostinato.models.weight_methods.int8 import Int8
 from ostinato.models.weight_methods.packed import Packed
 from ostinato.models.weight_methods.plain import Plain
+from ostinato.models.weight_methods.weight_method import WeightMethod
 
 METHODS: list[WeightMethod] = [Plain(), Packed(), Int8(32)]
 WIDTH = 64

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ostinato.models.sharding import WHOLE, Shard, Span
-from ostinato.models.weight_methods.base import (
+from ostinato.models.weight_methods.weight_method import (
     OUT,
     MatrixRole,
     MatrixSpec,

@@ -2,8 +2,8 @@
 
 A checkpoint stores a matrix [out, in] as one tensor (`weight`) or as several (`qweight`, `scales`,
 ...). A weight method names those tensors, turns them into the parameters that its kernel reads, and
-calls that kernel. It holds settings only; the tensors belong to `LinearBase` (models/linear.py),
-which knows of no particular method.
+calls that kernel. It holds settings only; the tensors belong to `LinearBase`
+(models/linear_layers.py), which knows of no particular method.
 
     stored     the tensors of one matrix in a checkpoint
     load       one of them has been read; by default it is copied to its rows

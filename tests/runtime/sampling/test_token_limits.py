@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from ostinato import LLM, SamplingParams
 from ostinato.runtime.client.requests import bad_words_token_ids, make_requests, resolve
 from ostinato.runtime.errors import InvalidRequestError
-from ostinato.runtime.execution.token_limits import BAD_WORD_LOGIT, TokenLimits
+from ostinato.runtime.sampling.token_limits import BAD_WORD_LOGIT, TokenLimits
 from ostinato.runtime.types.engine_info import ServedModel
 from ostinato.runtime.types.request import Request
 from tests.runtime.tiny import VOCAB_SIZE, tiny_config

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 import pytest
 
 from ostinato.conf.schema import CacheConfig, DeviceConfig, SchedulerConfig
-from ostinato.runtime.startup.measured_memory import compare_with_plan, measure
-from ostinato.runtime.startup.memory_plan import (
+from ostinato.runtime.memory.measured_memory import compare_with_plan, measure
+from ostinato.runtime.memory.memory_plan import (
     GraphFootprint,
     MeasuredMemory,
     MemoryPlan,
     plan_memory,
 )
-from tests.runtime.startup.test_memory_plan import SMALL
+from tests.runtime.memory.test_memory_plan import SMALL
 
 MIB = 1 << 20
 

@@ -15,7 +15,7 @@ from typing import Protocol
 
 import torch
 
-from ostinato.runtime.startup.memory_plan import MeasuredMemory, MemoryPlan
+from ostinato.runtime.memory.memory_plan import MeasuredMemory, MemoryPlan
 
 __all__ = ("CudaMemory", "DeviceMemory", "compare_with_plan", "measure")
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ostinato.ops.sampling import apply_penalties
-from ostinato.runtime.execution.row_state import RowState
-from ostinato.runtime.execution.token_limits import TokenLimits
+from ostinato.runtime.sampling.row_state import RowState
+from ostinato.runtime.sampling.token_limits import TokenLimits
 from ostinato.runtime.types.request import Request
 
 __all__ = ("LogitBias", "LogitsProcessor", "MinTokens", "Penalties", "make_processors")

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from ostinato.ops.sample_rows import rows_at_once
 from ostinato.ops.sampling import apply_token_bitmask
-from ostinato.runtime.execution.thinking_budget import ThinkingBudget
 from ostinato.runtime.grammar.matcher import problem
+from ostinato.runtime.sampling.thinking_budget import ThinkingBudget
 from ostinato.runtime.types.request import Request
 
 if TYPE_CHECKING:

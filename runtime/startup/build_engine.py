@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 
-from ostinato.conf.engine import EngineConfig
+from ostinato.conf.engine_config import EngineConfig
 from ostinato.conf.errors import first_line
 from ostinato.graphs.bundle import Bundle
 from ostinato.graphs.compile_monitor import CompileMonitor

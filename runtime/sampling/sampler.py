@@ -21,9 +21,9 @@ from torch import Tensor
 from ostinato.graphs.sampling_graph import EagerSampler, TokenSampler
 from ostinato.ops.sample_rows import RowSampling, SamplePath, sample_path, sampling_workspace_bytes
 from ostinato.ops.sampling import uniform_number
-from ostinato.runtime.execution.grammar_masks import GrammarMasks, GrammarRow, MatcherSource
-from ostinato.runtime.execution.logits_processors import make_processors
-from ostinato.runtime.execution.token_logprobs import (
+from ostinato.runtime.sampling.grammar_masks import GrammarMasks, GrammarRow, MatcherSource
+from ostinato.runtime.sampling.logits_processors import make_processors
+from ostinato.runtime.sampling.token_logprobs import (
     LogprobRequest,
     PendingLogprobs,
     start_logprobs,

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ostinato.graphs.sampling_graph import GraphSampler, TokenSampler
-from ostinato.runtime.execution.sampler import Sampler, sampling_bytes
+from ostinato.runtime.sampling.sampler import Sampler, sampling_bytes
 from ostinato.runtime.types.params import MAX_LOGPROB_TOKEN_IDS, SamplingParams
 from ostinato.runtime.types.request import Request
 from ostinato.runtime.types.step import StepResult

@@ -6,8 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ostinato.runtime.execution.sampler import Sampler
-from ostinato.runtime.execution.thinking_budget import ThinkingBudget
+from ostinato.runtime.sampling.sampler import Sampler
+from ostinato.runtime.sampling.thinking_budget import ThinkingBudget
 from ostinato.runtime.types.params import SamplingParams, ThinkingLimit
 from ostinato.runtime.types.request import Request
 

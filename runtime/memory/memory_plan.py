@@ -2,7 +2,7 @@
 allocation.
 
 `plan_memory` is a function of sizes alone; `run plan` prints its result and the engine obeys it. On
-CUDA the engine plans once more with what it measured (runtime/startup/measured_memory.py).
+CUDA the engine plans once more with what it measured (runtime/memory/measured_memory.py).
 `free_memory` says what this machine has left for us, container limits included.
 
     free memory x device.memory_fraction = budget

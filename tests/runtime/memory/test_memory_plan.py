@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from ostinato.conf.schema import CacheConfig, DeviceConfig
 from ostinato.runtime.costs.step_limits import StepLimits
 from ostinato.runtime.errors import StartupError
-from ostinato.runtime.startup.memory_plan import (
+from ostinato.runtime.memory.memory_plan import (
     FreeMemory,
     GraphFootprint,
     MeasuredMemory,
