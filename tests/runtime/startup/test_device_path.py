@@ -75,7 +75,7 @@ def llm_of(
         return FreeMemory(total_bytes=2048 * MIB, free_bytes=memory.free(), source="a test")
 
     monkeypatch.setattr(planning, "free_memory", free_memory)
-    monkeypatch.setattr(rank, "_make_recorder", make_recorder)
+    monkeypatch.setattr(rank, "_make_cuda_recorder", make_recorder)
     monkeypatch.setattr(rank, "CudaMemory", lambda: memory)
     monkeypatch.setattr(planning, "CudaMemory", lambda: memory)
     words = ["graphs.mode=captured", "graphs.attention=reference", "graphs.pack_weights=false"]
