@@ -1,7 +1,7 @@
 """Builds the model of an engine, loads it on a thread of its own, and compiles it meanwhile.
 
-Part of the composition root (build.py): the loading thread waits for disk and the C++ compiler, the
-main thread traces Python.
+Part of the composition root (build_engine.py): the loading thread waits for disk and the C++
+compiler, the main thread traces Python.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     weights | compile -> cache -> warm-up -> capture
 
 A thread of its own loads the weights while the main thread traces and compiles. The scheduler, the
-measurement of step costs and the engine belong to the leader alone (build.py).
+measurement of step costs and the engine belong to the leader alone (build_engine.py).
 """
 
 from __future__ import annotations
