@@ -107,15 +107,16 @@ class LayeredProgram:
     ) -> None:
         self._model = model
         self._calls = calls
+        self._has_pieces = any(
+            isinstance(function, FxFunction) and function.pieces for function, _ in calls
+        )
         self._replay: CpuReplay | None = None
         self._is_recording = False
         self._is_examined = False  # whether the log says which layers can not be captured
 
     @property
     def has_loops(self) -> bool:
-        return self._replay is None or any(
-            isinstance(function, FxFunction) and function.pieces for function, _ in self._calls
-        )
+        return self._replay is None or self._has_pieces
 
     @property
     def layers_by_program(self) -> dict[LayerProgram, int]:
@@ -137,7 +138,11 @@ class LayeredProgram:
 
     def __call__(self, batch: ForwardBatch, kv_cache: KVCache) -> Tensor:
         hidden, step = self._model.begin(batch)
-        if self._is_recording and (layers := self._capturable_layers()) is not None:
+        if (
+            self._is_recording
+            and self.wants_capture
+            and (layers := self._capturable_layers()) is not None
+        ):
             self._replay = capture_layers(layers, kv_cache, hidden, step)
         replay = self._replay_for(kv_cache, hidden)
         if replay is not None:
@@ -159,21 +164,21 @@ class LayeredProgram:
         return finish(last_parameters, hidden, step, *kv_cache[-1], rows)
 
     def _capturable_layers(self) -> list[LayerCall] | None:
-        """All layers, if all can be captured; else the log says once why not."""
-        layers = [
-            LayerCall(function, parameters)
-            for function, parameters in self._calls
-            if isinstance(function, FxFunction)
-        ]
+        """All layers, if all can be captured; else the log says why not."""
+        layers: list[LayerCall] = []
         reasons: dict[str, list[int]] = {}
-        for index, layer in enumerate(layers):
-            if (reason := why_not_captured(layer)) is not None:
+        for index, (function, parameters) in enumerate(self._calls):
+            if isinstance(function, FxFunction):
+                layers.append(LayerCall(function, parameters))
+                reason = why_not_captured(layers[-1])
+            else:
+                reason = "Inductor compiled it as a whole"
+            if reason is not None:
                 reasons.setdefault(reason, []).append(index)
-        if not self._is_examined:
-            for reason, indices in reasons.items():
-                _LOG.info("layers %s are not captured: %s", _in_words(indices), reason)
+        for reason, indices in reasons.items():
+            _LOG.info("layers %s are not captured: %s", _in_words(indices), reason)
         self._is_examined = True
-        return layers if not reasons and len(layers) == len(self._calls) else None
+        return None if reasons else layers
 
 
 def _form_of(function: Function) -> LayerProgram:
