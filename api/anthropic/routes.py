@@ -29,7 +29,7 @@ __all__ = ("HANDLERS",)
 @post_endpoint("/v1/messages", body=MessagesRequest, events=True, error=TypedErrorBody)
 async def messages(request: HttpRequest, service: SharedService) -> Response[bytes] | Stream:
     """Answer a conversation in the Anthropic dialect."""
-    context = context_of("/v1/messages", request.headers)
+    context = context_of("/v1/messages", request)
     body = await read_body(request, MessagesRequest, service, unsupported=UNSUPPORTED)
     message_id = f"msg_{secrets.token_hex(12)}"
     with renamed(FIELD_NAMES):

@@ -16,6 +16,7 @@ import msgspec
 from litestar import Request, Response
 from litestar.exceptions import HTTPException
 
+from ostinato.api.base.request_context import ANTHROPIC_PATHS, request_id_of
 from ostinato.api.base.unsupported_endpoints import hint_for
 from ostinato.runtime.errors import DeadlineError, EngineDeadError, EngineError, InvalidRequestError
 
@@ -145,6 +146,7 @@ class TypedErrorBody(msgspec.Struct, frozen=True, kw_only=True):
 
     type: str = "error"
     error: TypedErrorDetail
+    request_id: str | msgspec.UnsetType = msgspec.UNSET  # not in an event of a stream
 
 
 _TYPES = {
@@ -158,15 +160,20 @@ _TYPES = {
 }
 
 
-def typed_error_body(error: Exception) -> TypedErrorBody:
+def typed_error_body(
+    error: Exception, request_id: str | msgspec.UnsetType = msgspec.UNSET
+) -> TypedErrorBody:
     """The Anthropic error object for any exception; see `error_body`."""
     kind = _TYPES.get(status_of(error), "invalid_request_error")
-    return TypedErrorBody(error=TypedErrorDetail(kind, error_body(error).error.message))
+    detail = TypedErrorDetail(kind, error_body(error).error.message)
+    return TypedErrorBody(error=detail, request_id=request_id)
 
 
-def error_response(error: Exception, path: str = "") -> Response[bytes]:
-    """The response to a request for `path` that failed with `error`."""
-    is_typed = path.startswith("/v1/messages")
+def error_response(error: Exception, request: Request[Any, Any, Any]) -> Response[bytes]:
+    """The response to a request that failed with `error`."""
+    body: msgspec.Struct = error_body(error)
+    if request.url.path.startswith(ANTHROPIC_PATHS):
+        body = typed_error_body(error, request_id_of(request.scope))
     headers = {}
     if isinstance(error, UnavailableError | OverloadedError):
         headers["Retry-After"] = str(error.retry_after_s)
@@ -175,7 +182,7 @@ def error_response(error: Exception, path: str = "") -> Response[bytes]:
     if status_of(error) == 401:
         headers["WWW-Authenticate"] = "Bearer"
     return Response(
-        msgspec.json.encode(typed_error_body(error) if is_typed else error_body(error)),
+        msgspec.json.encode(body),
         status_code=status_of(error),
         media_type="application/json",
         headers=headers,
@@ -198,14 +205,14 @@ def exception_handlers(max_body_mib: float) -> dict[int | type[Exception], Handl
             return on_error(request, error)
         message, code = _explain(request, error, max_body_mib)
         refusal = InvalidRequestError(message, code=code, status=error.status_code)
-        response = error_response(refusal, request.url.path)
+        response = error_response(refusal, request)
         response.headers.update(error.headers or {})
         return response
 
     def on_error(request: Request[Any, Any, Any], error: Exception) -> Response[bytes]:
         if status_of(error) == 500:
             _LOG.error("%s %s failed", request.method, request.url.path, exc_info=error)
-        return error_response(error, request.url.path)
+        return error_response(error, request)
 
     return {HTTPException: on_framework_error, Exception: on_error}
 

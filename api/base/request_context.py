@@ -4,28 +4,37 @@ from __future__ import annotations
 
 import math
 import re
+import secrets
 import time
 from collections.abc import Mapping
+from typing import Any
 
 import msgspec
+from litestar import Request
+from litestar.types import Scope
 
 from ostinato.api.base.timeline import Timeline, TimelineBuilder
 from ostinato.runtime.errors import InvalidRequestError
 
 __all__ = (
+    "ANTHROPIC_PATHS",
     "REQUEST_ID_HEADER",
     "REQUEST_ID_PATTERN",
     "TIMEOUT_HEADER",
     "RequestContext",
     "context_of",
-    "is_request_id",
+    "new_request_id",
+    "request_id_headers",
+    "request_id_of",
 )
 
+ANTHROPIC_PATHS = "/v1/messages"  # the answers of these paths are in Anthropic's form
 REQUEST_ID_HEADER = "x-request-id"
 REQUEST_ID_PATTERN = r"^[\x21-\x7e]{1,128}$"
 TIMEOUT_HEADER = "x-request-timeout-ms"
 MAX_TIMEOUT_MS = 24 * 3600 * 1000
 _REQUEST_ID = re.compile(REQUEST_ID_PATTERN)
+_STATE_KEY = "ostinato_request_id"
 
 
 class RequestContext:
@@ -41,7 +50,7 @@ class RequestContext:
         timeline: collects the events of the request; None = the request did not ask for one.
         grammar_seconds: how long the request waited for its grammar.
         timeout_ms: time limit of the answer, counted from the arrival; None = no limit.
-        request_id: the name that the header gives the request; empty = none.
+        request_id: the name of the request, from its header or drawn; empty = none.
     """
 
     def __init__(
@@ -68,13 +77,14 @@ class RequestContext:
         return self.timeline.report(self.grammar_seconds)
 
 
-def context_of(endpoint: str, headers: Mapping[str, str]) -> RequestContext:
+def context_of(endpoint: str, request: Request[Any, Any, Any]) -> RequestContext:
     """The context of a request that has just arrived.
 
     Raises:
         InvalidRequestError: `x-trace` is neither 0 nor 1, the timeout is out of range, or the
             request id has characters that are not allowed.
     """
+    headers = request.headers
     wanted = headers.get("x-trace", "0").strip()
     if wanted not in ("0", "1"):
         raise InvalidRequestError(
@@ -82,30 +92,56 @@ def context_of(endpoint: str, headers: Mapping[str, str]) -> RequestContext:
             param="x-trace",
             code="invalid_value",
         )
-    return RequestContext(
-        endpoint,
-        wants_timeline=wanted == "1",
-        traceparent=headers.get("traceparent", ""),
-        timeout_ms=_timeout_ms(headers),
-        request_id=_request_id(headers),
-    )
-
-
-def is_request_id(text: str) -> bool:
-    """Whether the text is a valid request id: 1 to 128 visible ASCII characters."""
-    return _REQUEST_ID.fullmatch(text) is not None
-
-
-def _request_id(headers: Mapping[str, str]) -> str:
     given = headers.get(REQUEST_ID_HEADER, "")
-    if given and not is_request_id(given):
+    if given and not _is_request_id(given):
         raise InvalidRequestError(
             f"the header {REQUEST_ID_HEADER} is {given[:40]!r}, it must be 1 to 128 visible ASCII"
             " characters",
             param=REQUEST_ID_HEADER,
             code="invalid_value",
         )
-    return given
+    return RequestContext(
+        endpoint,
+        wants_timeline=wanted == "1",
+        traceparent=headers.get("traceparent", ""),
+        timeout_ms=_timeout_ms(headers),
+        request_id=request_id_of(request.scope),
+    )
+
+
+def request_id_of(scope: Scope) -> str:
+    """The name of an HTTP request: its header `x-request-id`, else one that is drawn once.
+
+    A header that is not valid counts as none.
+    """
+    given = dict(scope["headers"]).get(REQUEST_ID_HEADER.encode(), b"").decode("latin-1")
+    if _is_request_id(given):
+        return given
+    state = scope.setdefault("state", {})
+    return state.setdefault(_STATE_KEY, new_request_id())
+
+
+def new_request_id() -> str:
+    """A name for a request that came without one: 32 hexadecimal digits."""
+    return secrets.token_hex(16)
+
+
+def request_id_headers(request_id: str, path: str = "") -> list[tuple[bytes, bytes]]:
+    """The headers that name the request in its answer.
+
+    Args:
+        request_id: visible ASCII.
+        path: of the endpoint; Anthropic's clients read another header than OpenAI's.
+    """
+    value = request_id.encode()
+    headers = [(REQUEST_ID_HEADER.encode(), value)]
+    if path.startswith(ANTHROPIC_PATHS):
+        headers.append((b"request-id", value))
+    return headers
+
+
+def _is_request_id(text: str) -> bool:
+    return _REQUEST_ID.fullmatch(text) is not None
 
 
 def _timeout_ms(headers: Mapping[str, str]) -> float | None:

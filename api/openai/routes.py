@@ -34,7 +34,7 @@ async def chat_completions(
     request: HttpRequest, service: SharedService
 ) -> Response[bytes] | Stream:
     """Answer a conversation."""
-    context = context_of("/v1/chat/completions", request.headers)
+    context = context_of("/v1/chat/completions", request)
     body = await read_body(request, ChatCompletionRequest, service)
     reply = await prepare_chat_reply(service, body, context)
     return await respond(request, reply, stream=body.stream)
@@ -45,7 +45,7 @@ async def plain_completions(
     request: HttpRequest, service: SharedService
 ) -> Response[bytes] | Stream:
     """Continue one or several prompts."""
-    context = context_of("/v1/completions", request.headers)
+    context = context_of("/v1/completions", request)
     body = await read_body(request, CompletionRequest, service)
     reply = await prepare_completion_reply(service, body, context)
     return await respond(request, reply, stream=body.stream)

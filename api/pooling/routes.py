@@ -23,7 +23,7 @@ __all__ = ("HANDLERS",)
 @post_endpoint("/v1/embeddings", body=EmbeddingRequest, answer=EmbeddingResponse)
 async def embeddings(request: HttpRequest, service: SharedService) -> Response[bytes]:
     """A vector for each text."""
-    context = context_of("/v1/embeddings", request.headers)
+    context = context_of("/v1/embeddings", request)
     body = await read_body(request, EmbeddingRequest, service)
     return await respond_whole(request, reply.embed(service, body, context))
 
@@ -31,7 +31,7 @@ async def embeddings(request: HttpRequest, service: SharedService) -> Response[b
 @post_endpoint("/v1/score", "/score", body=ScoreRequest, answer=ScoreResponse)
 async def score(request: HttpRequest, service: SharedService) -> Response[bytes]:
     """Scores of pairs of texts."""
-    context = context_of("/v1/score", request.headers)
+    context = context_of("/v1/score", request)
     body = await read_body(request, ScoreRequest, service)
     return await respond_whole(request, reply.score(service, body, context))
 
@@ -39,7 +39,7 @@ async def score(request: HttpRequest, service: SharedService) -> Response[bytes]
 @post_endpoint("/v1/rerank", "/rerank", "/v2/rerank", body=RerankRequest, answer=RerankResponse)
 async def rerank(request: HttpRequest, service: SharedService) -> Response[bytes]:
     """Documents sorted by their relevance to a query."""
-    context = context_of("/v1/rerank", request.headers)
+    context = context_of("/v1/rerank", request)
     body = await read_body(request, RerankRequest, service)
     return await respond_whole(request, reply.rerank(service, body, context))
 

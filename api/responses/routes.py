@@ -33,7 +33,7 @@ __all__ = ("HANDLERS",)
 @post_endpoint("/v1/responses", body=ResponsesRequest, answer=schemas.Response, events=True)
 async def create_response(request: HttpRequest, service: SharedService) -> Response[bytes] | Stream:
     """Answer a text or a conversation, whose beginning may be stored."""
-    context = context_of("/v1/responses", request.headers)
+    context = context_of("/v1/responses", request)
     body = await read_body(request, ResponsesRequest, service, unsupported=UNSUPPORTED)
     stores = _stores(service, body)
     messages = []

@@ -12,7 +12,11 @@ from litestar.types import Message, Scope
 from ostinato import __version__
 from ostinato.api.anthropic import routes as anthropic
 from ostinato.api.base.errors import exception_handlers, status_of
-from ostinato.api.base.request_context import REQUEST_ID_HEADER, is_request_id
+from ostinato.api.base.request_context import (
+    REQUEST_ID_HEADER,
+    request_id_headers,
+    request_id_of,
+)
 from ostinato.api.http.api_keys import KeyRing
 from ostinato.api.http.auth import AccessControl
 from ostinato.api.openai import routes as openai
@@ -31,22 +35,22 @@ def create_app(service: Service) -> Litestar:
         service.metrics.count_refusal(status_of(error))
 
     async def begin_reply(message: Message, scope: Scope) -> None:
-        """Count the response, and return the request id for the logs of proxies and clients."""
+        """Count the response, and name the request in it for the logs of proxies and clients."""
         if message["type"] != "http.response.start":
             return
         template = scope.get("path_template") or "none"  # an unknown path must not become a label
         service.metrics.count_reply(template, scope.get("method", ""), message["status"])
-        name = dict(scope["headers"]).get(REQUEST_ID_HEADER.encode(), b"")
-        if is_request_id(name.decode("latin-1")):
-            headers = [*message["headers"], (REQUEST_ID_HEADER.encode(), name)]
-            message["headers"] = headers
+        names = request_id_headers(request_id_of(scope), scope["path"])
+        message["headers"] = [*message["headers"], *names]
 
     server = service.server
     middleware: list[DefineMiddleware] = []
     if server.api_keys:
         keys, limit = KeyRing(server.api_keys), server.max_requests_per_key
         middleware = [DefineMiddleware(AccessControl, keys=keys, max_requests=limit)]
-    cors = CORSConfig(allow_origins=server.cors_origins) if server.cors_origins else None
+    cors = None
+    if server.cors_origins:
+        cors = CORSConfig(allow_origins=server.cors_origins, expose_headers=[REQUEST_ID_HEADER])
     return Litestar(
         middleware=middleware,
         cors_config=cors,

@@ -204,6 +204,7 @@ def _http_server(
 ) -> tuple[Service, uvicorn.Server]:
     import uvicorn
 
+    from ostinato.api.http.http_protocol import HttpProtocol
     from ostinato.api.server.app import create_app
     from ostinato.api.service.service import Service
 
@@ -219,6 +220,8 @@ def _http_server(
     http = Server(
         uvicorn.Config(
             create_app(service),
+            http=HttpProtocol,
+            ws="none",
             log_config=None,
             access_log=False,
             server_header=False,

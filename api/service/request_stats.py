@@ -208,6 +208,9 @@ class RequestStats:
             fields["grammar_ms"] = _ms(self._context.grammar_seconds)
         if self._context.endpoint:
             fields["endpoint"] = self._context.endpoint
+        name = self._context.request_id
+        if name and not self._reply_id.endswith(name):  # replies that have ids of their own
+            fields["x_request_id"] = name
         return fields
 
     def _times(self, now: float) -> dict[str, float]:

@@ -97,8 +97,14 @@ def test_the_official_client_over_https(site: Site) -> None:
         name = known.models.list().data[0].id
         stream = known.completions.create(model=name, prompt="Once", max_tokens=5, stream=True)
         assert [chunk.choices[0].finish_reason for chunk in stream][-1] in ("stop", "length")
-    with client("sk-other") as unknown, pytest.raises(openai.AuthenticationError):
+        assert len(known.models.list()._request_id or "") == 32
+        named = known.completions.create(
+            model=name, prompt="Once", max_tokens=1, extra_headers={"X-Request-Id": "mine"}
+        )
+        assert (named._request_id, named.id) == ("mine", "cmpl-mine")
+    with client("sk-other") as unknown, pytest.raises(openai.AuthenticationError) as refused:
         unknown.models.list()
+    assert len(refused.value.request_id or "") == 32
 
 
 def test_plain_http_gets_no_answer(site: Site) -> None:

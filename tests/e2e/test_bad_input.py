@@ -291,3 +291,88 @@ class TestHttp:
         )
         assert response.status_code == 413
         assert response.json()["error"]["code"] == "body_too_large"
+
+
+def raw(server: ServerProcess, request: bytes) -> tuple[int, dict[str, str], bytes]:
+    """Status, headers and body of the answer to these bytes."""
+    host, _, port = server.url.removeprefix("http://").partition(":")
+    with socket.create_connection((host, int(port)), timeout=30) as connection:
+        connection.sendall(request)
+        answer = b""
+        while b"\r\n\r\n" not in answer or b"connection: close" in answer.lower():
+            piece = connection.recv(65536)
+            answer += piece
+            if not piece:
+                break
+    head, _, body = answer.partition(b"\r\n\r\n")
+    first, *lines = head.decode("latin-1").split("\r\n")
+    headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in lines)}
+    return int(first.split()[1]), headers, body
+
+
+class TestRequestIds:
+    """Every answer names its request: with the id that came, else with one of the server."""
+
+    @pytest.mark.parametrize(
+        ("method", "path", "body", "status"),
+        [
+            ("GET", "/health", None, 200),
+            ("GET", "/metrics", None, 200),
+            ("GET", "/schema", None, 200),
+            ("GET", "/", None, 200),
+            ("HEAD", "/nothing", None, 404),
+            ("OPTIONS", CHAT, None, 204),
+            ("PUT", CHAT, None, 405),
+            ("GET", "/v1/nothing", None, 404),
+            ("GET", "/page/nothing.js", None, 404),
+            ("GET", "/v1/responses/none", None, 404),
+            ("POST", CHAT, b"{", 400),
+            ("POST", "/v1/messages", b"{", 400),
+            ("POST", COMPLETIONS, b'{"prompt": "a", "model": "b"}', 404),
+            ("POST", COMPLETIONS, b'"' + b"a" * 5_000_000 + b'"', 413),
+            ("POST", COMPLETIONS, b'{"prompt": "a", "max_tokens": 1}', 200),
+            ("POST", COMPLETIONS, b'{"prompt": "a", "max_tokens": 1, "stream": true}', 200),
+        ],
+        ids=lambda value: str(value)[:40],
+    )
+    def test_every_answer_has_one(self, server, method, path, body, status):
+        names = set()
+        for sent in ({}, {}, {"X-Request-Id": "mine"}, {"X-Request-Id": "x" * 129}):
+            headers = {"Content-Type": "application/json", **sent}
+            reply = httpx.request(
+                method, server.url + path, content=body, headers=headers, timeout=30
+            )
+            if len(sent.get("X-Request-Id", "")) <= 128:  # a longer one is refused by some
+                assert reply.status_code == status
+            (name,) = reply.headers.get_list("x-request-id")
+            names.add(name)
+            if path == "/v1/messages":
+                assert reply.headers["request-id"] == reply.json()["request_id"] == name
+        assert len(names) == 4
+        assert "mine" in names
+        assert all(len(name) == 32 for name in names - {"mine"})
+
+    @pytest.mark.parametrize(
+        "request_bytes",
+        [
+            b"nonsense\r\n\r\n",
+            b"GET / HTTP/9.9\r\n\r\n",
+            b"GET / HTTP/1.1\r\nHost x\r\n\r\n",
+            b"POST /v1/completions HTTP/1.1\r\nContent-Length: x\r\n\r\n",
+            b"\x16\x03\x01\x02\x00\x01\x00",  # a TLS handshake
+        ],
+    )
+    def test_what_is_not_http(self, server, request_bytes):
+        status, headers, body = raw(server, request_bytes)
+        assert (status, headers["content-type"]) == (400, "application/json")
+        assert json.loads(body)["error"]["code"] == "invalid_http"
+        assert len(headers["x-request-id"]) == 32
+
+    def test_a_request_for_a_web_socket(self, server):
+        upgrade = b"Connection: Upgrade\r\nUpgrade: websocket\r\n"
+        keys = b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13\r\n"
+        status, headers, _ = raw(
+            server, b"GET /v1/responses HTTP/1.1\r\nHost: x\r\n" + upgrade + keys + b"\r\n"
+        )
+        assert status == 405
+        assert len(headers["x-request-id"]) == 32

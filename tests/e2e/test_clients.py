@@ -325,8 +325,11 @@ class TestAnthropic:
         assert count == usage.input_tokens + usage.cache_read_input_tokens
 
     def test_errors(self, claude):
-        with pytest.raises(anthropic.NotFoundError, match="does not exist"):
+        with pytest.raises(anthropic.NotFoundError, match="does not exist") as refused:
             claude.messages.create(model="other", max_tokens=5, messages=HI)
+        assert refused.value.request_id == refused.value.body["request_id"]
+        answer = claude.messages.create(model="demo", max_tokens=1, messages=HI)
+        assert len(answer._request_id) == 32
         with pytest.raises(anthropic.BadRequestError, match="temperature must be"):
             claude.messages.create(
                 model="demo", max_tokens=5, messages=HI, extra_body={"temperature": 7}

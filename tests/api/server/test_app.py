@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -646,14 +647,28 @@ class TestTheRequestsName:
             app.http.get("/health", headers=headers),
         ):
             assert reply.headers["x-request-id"] == "me"
-        assert "x-request-id" not in app.http.get("/health").headers
+
+    def test_a_request_without_one_is_named_by_the_server(self, app):
+        reply = app.http.post("/v1/completions", json={"prompt": "Hi"})
+        name = reply.headers["x-request-id"]
+        assert re.fullmatch("[0-9a-f]{32}", name)
+        assert reply.json()["id"] == f"cmpl-{name}"
+        names = {app.http.get("/health").headers["x-request-id"] for _ in range(3)}
+        assert len(names | {name}) == 4
 
     def test_that_is_none(self, app):
         reply = app.http.post(
             "/v1/completions", json={"prompt": "Hi"}, headers={"x-request-id": "a b"}
         )
         assert (reply.status_code, error_of(reply)["param"]) == (400, "x-request-id")
-        assert "x-request-id" not in reply.headers
+        assert re.fullmatch("[0-9a-f]{32}", reply.headers["x-request-id"])
+
+    def test_a_log_line_has_it_beside_an_id_of_its_own(self, app, caplog):
+        with caplog.at_level("INFO", logger="ostinato.requests"):
+            reply = app.http.post("/v1/responses", json={"input": "Hi"})
+        (line,) = [record.getMessage() for record in caplog.records]
+        assert line.startswith("resp_")
+        assert f" x_request_id={reply.headers['x-request-id']}" in line
 
 
 @pytest.mark.parametrize(
