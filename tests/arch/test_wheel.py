@@ -115,8 +115,8 @@ def test_an_installed_wheel_generates_without_a_compiler(wheel: zipfile.ZipFile,
     )
     # The dependencies are those of the tests. Lines of a .pth file are folders: no editable install
     # of the project is found through them.
-    dependencies = sysconfig.get_paths()["purelib"]
-    (packages / "dependencies.pth").write_text(f"{dependencies}\n")
+    dependencies = [path for path in sys.path if path.endswith("site-packages")]
+    (packages / "dependencies.pth").write_text("\n".join(dependencies))
     (tmp_path / "empty").mkdir()
     code = (
         "from ostinato import LLM, SamplingParams; from ostinato.ops.native.library import load; "

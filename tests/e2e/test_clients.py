@@ -9,6 +9,7 @@ import asyncio
 import json
 import subprocess
 from collections.abc import Iterator
+from typing import Any
 
 import anthropic
 import openai
@@ -153,9 +154,10 @@ class TestOpenAIChat:
 
     def test_asynchronously(self, server):
         async def calls() -> list[str]:
-            async with openai.AsyncOpenAI(
+            client: Any = openai.AsyncOpenAI(
                 base_url=f"{server.url}/v1", api_key="none", timeout=200
-            ) as client:
+            )
+            async with client:
                 answers = await asyncio.gather(
                     *(
                         client.chat.completions.create(
@@ -327,7 +329,8 @@ class TestAnthropic:
     def test_errors(self, claude):
         with pytest.raises(anthropic.NotFoundError, match="does not exist") as refused:
             claude.messages.create(model="other", max_tokens=5, messages=HI)
-        assert refused.value.request_id == refused.value.body["request_id"]
+        body: Any = refused.value.body
+        assert refused.value.request_id == body["request_id"]
         answer = claude.messages.create(model="demo", max_tokens=1, messages=HI)
         assert len(answer._request_id) == 32
         with pytest.raises(anthropic.BadRequestError, match="temperature must be"):

@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import re
+from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -30,7 +31,7 @@ def error_of(response) -> dict:
     return error
 
 
-def events(text: str) -> list[dict | str]:
+def events(text: str) -> list[Any]:
     """The data of each event; the last is usually "[DONE]"."""
     assert text.endswith("\n\n")
     data = [event.removeprefix("data: ") for event in text.removesuffix("\n\n").split("\n\n")]
