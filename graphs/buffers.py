@@ -139,6 +139,8 @@ class StaticBuffers:
         """
         real = StepSizes(num_tokens, num_seqs, num_rows)
         padded = StepSizes(key.num_tokens, key.num_seqs, key.num_rows)
+        if real == padded:
+            return
         for size, arrays in self._padded.items():
             begin, end = real.number(size), padded.number(size)
             if begin >= end:

@@ -14,7 +14,7 @@ import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ostinato.ops.native.library import set_pool_threads
+from ostinato.ops.native.library import pool_threads_setter
 
 __all__ = ("StepThreads",)
 
@@ -31,6 +31,7 @@ class StepThreads:
 
     def __init__(self, threads: int) -> None:
         self._threads = threads
+        self._set_pool = pool_threads_setter()
         # From the OpenMP runtime that torch has loaded; None if torch was built without OpenMP.
         self._set_openmp = getattr(ctypes.CDLL(None), "omp_set_num_threads", None)
 
@@ -46,9 +47,9 @@ class StepThreads:
             yield
             return
         self._set_openmp(1)
-        set_pool_threads(self._threads)
+        self._set_pool(self._threads)
         try:
             yield
         finally:
-            set_pool_threads(0)
+            self._set_pool(0)
             self._set_openmp(self._threads)

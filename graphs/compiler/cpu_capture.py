@@ -7,6 +7,7 @@ what is called. From then on C++ replays the list (ops/native/core/cpu_graph.h).
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Sequence
 from itertools import chain
 from operator import attrgetter
@@ -56,17 +57,31 @@ class CpuReplay:
     ) -> None:
         self._graph = graph
         self._hidden_size = hidden_size
-        self._step_tensors = attrgetter(*tensor_specs(table))
+        self._get_tensors = attrgetter(*tensor_specs(table))
+        self._bound: ForwardBatch | None = None  # whose addresses are in `_addresses`
+        self._sizes = (0, 0)  # S and R of `_bound`
+        self._addresses = (ctypes.c_void_p * 0)()
         self.kv_cache = kv_cache  # whose addresses the graph holds
 
     def __call__(self, hidden: Tensor, step: StepInputs) -> Tensor:
         """The result of the layers' programs: hidden [T, D] -> [R, D] of `logits_indices`."""
-        tensors = step.tensors
-        num_rows = len(tensors.logits_indices)
+        computed = (hidden, *chain.from_iterable(step.rope.values()))
+        if step.tensors is not self._bound:
+            self._bind(step.tensors, len(computed))
+        for index, tensor in enumerate(computed):
+            self._addresses[index] = tensor.data_ptr()
+        num_seqs, num_rows = self._sizes
         out = hidden.new_empty((num_rows, self._hidden_size))
-        inputs = (hidden, *chain.from_iterable(step.rope.values()), *self._step_tensors(tensors))
-        self._graph.replay(len(hidden), len(tensors.seq_lens), num_rows, inputs, out)
+        self._graph.replay(hidden.shape[0], num_seqs, num_rows, self._addresses, out)
         return out
+
+    def _bind(self, tensors: ForwardBatch, num_computed: int) -> None:
+        """Keep the addresses of step tensors: the steps of one bucket pass the same ones."""
+        addresses = [tensor.data_ptr() for tensor in self._get_tensors(tensors)]
+        self._addresses = (ctypes.c_void_p * (num_computed + len(addresses)))()
+        self._addresses[num_computed:] = addresses
+        self._sizes = len(tensors.seq_lens), len(tensors.logits_indices)
+        self._bound = tensors
 
 
 def why_not_captured(layer: LayerCall) -> str | None:

@@ -22,6 +22,14 @@ __all__ = ("CompiledLibrary", "CpuGraph", "Slot", "why_not_callable", "why_not_c
 Slot = int
 """A tensor of a graph: an input, a constant, or the result of a call."""
 
+# Of `ostinato_graph_replay`: graph, T, S, R, whether a profiler is on, input addresses, output.
+_REPLAY_ARGUMENTS = (
+    ctypes.c_void_p,
+    *(3 * (ctypes.c_int64,)),
+    ctypes.c_int32,
+    ctypes.c_void_p,
+    ctypes.c_void_p,
+)
 _ARGUMENT_TYPES = ("Tensor", "Optional[Tensor]", "float", "str", "int", "bool", "number")
 
 
@@ -77,6 +85,7 @@ class CpuGraph:
         self._library.ostinato_graph_new.restype = ctypes.c_void_p
         self._replay = self._library.ostinato_graph_replay
         self._replay.restype = ctypes.c_char_p
+        self._replay.argtypes = _REPLAY_ARGUMENTS
         self._graph = ctypes.c_void_p(self._library.ostinato_graph_new())
         self._constants: dict[int, tuple[Slot, Tensor]] = {}  # the graph holds their addresses
         self._libraries: list[CompiledLibrary] = []  # the same
@@ -177,7 +186,12 @@ class CpuGraph:
         self._library.ostinato_graph_result(self._graph, ctypes.c_int64(result))
 
     def replay(
-        self, num_tokens: int, num_seqs: int, num_rows: int, inputs: Sequence[Tensor], out: Tensor
+        self,
+        num_tokens: int,
+        num_seqs: int,
+        num_rows: int,
+        addresses: ctypes.Array[ctypes.c_void_p],
+        out: Tensor,
     ) -> None:
         """Run all calls and copy the result to `out`. Releases the interpreter lock.
 
@@ -187,21 +201,21 @@ class CpuGraph:
             num_tokens: T.
             num_seqs: S.
             num_rows: R.
-            inputs: in the order of `input`, contiguous, of the announced sizes.
+            addresses: of the inputs, in the order of `input`; they are contiguous and have the
+                announced sizes.
             out: contiguous, of the result's shape.
 
         Raises:
             ValueError: a kernel refused its arguments.
         """
-        addresses = (ctypes.c_void_p * len(inputs))(*[tensor.data_ptr() for tensor in inputs])
         failure = self._replay(
             self._graph,
-            ctypes.c_int64(num_tokens),
-            ctypes.c_int64(num_seqs),
-            ctypes.c_int64(num_rows),
+            num_tokens,
+            num_seqs,
+            num_rows,
             _profiler_enabled(),
             addresses,
-            ctypes.c_void_p(out.data_ptr()),
+            out.data_ptr(),
         )
         if failure is not None:
             raise ValueError(failure.decode())

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,7 +29,14 @@ from ostinato.ops.native.build import (
 )
 from ostinato.ops.register import define_alias
 
-__all__ = ("NativeLibrary", "core_library", "kernel_address", "load", "set_pool_threads")
+__all__ = (
+    "NativeLibrary",
+    "core_library",
+    "kernel_address",
+    "load",
+    "pool_threads_setter",
+    "set_pool_threads",
+)
 
 
 class NativeLibrary(NamedTuple):
@@ -101,8 +109,13 @@ def set_pool_threads(count: int) -> None:
         count: most threads of the process's thread pool (core/thread_pool.h) that a call uses, the
             caller included; 0 = torch's own threads, as many as `torch.get_num_threads()`.
     """
-    if (first := _first()) is not None:
-        first.functions.ostinato_set_pool_threads(count)
+    pool_threads_setter()(count)
+
+
+def pool_threads_setter() -> Callable[[int], object]:
+    """The function behind `set_pool_threads`; without effect when nothing was loaded before."""
+    first = _first()
+    return (lambda count: None) if first is None else first.functions.ostinato_set_pool_threads
 
 
 def core_library() -> ctypes.CDLL:

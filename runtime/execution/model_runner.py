@@ -149,22 +149,21 @@ class ModelRunner:
                 self._draw(pending, logits)
         return pending
 
-    @torch.inference_mode()
     def read(self, pending: PendingStep) -> StepResult:
         """A launched step's tokens, in the order of its sampling rows; waits for the device. Steps
         are read in the order in which they were launched. If the draw of the next one waits for
         these tokens, it follows at once.
         """
         begin = time.perf_counter()
-        with self._hold_threads(0):
-            result = StepResult([]) if pending.tokens is None else pending.tokens.read()
-            result.prompt_logprobs = pending.prompt_logprobs
-            if pending.vectors is not None:
-                result.pooled = pending.vectors.read()
-            undrawn, self._undrawn = self._undrawn, None
-            if undrawn is not None and undrawn.logits is not None:
+        result = StepResult([]) if pending.tokens is None else pending.tokens.read()
+        result.prompt_logprobs = pending.prompt_logprobs
+        if pending.vectors is not None:
+            result.pooled = pending.vectors.read()
+        undrawn, self._undrawn = self._undrawn, None
+        if undrawn is not None and undrawn.logits is not None:
+            with torch.inference_mode(), self._hold_threads(0):
                 self._draw(undrawn, undrawn.logits)
-                undrawn.logits = None
+            undrawn.logits = None
         self.model_seconds += time.perf_counter() - begin
         return result
 

@@ -37,7 +37,7 @@ __all__ = ("PendingTokens", "Sampler", "VerifiedTokens", "sampling_bytes")
 class _Row:
     """How a running sequence's tokens are drawn and reported."""
 
-    __slots__ = ("grammar", "is_beam", "params", "path", "reported", "seed", "top_k")
+    __slots__ = ("grammar", "is_beam", "is_edited", "params", "path", "reported", "seed", "top_k")
 
     def __init__(
         self, request: Request, grammar: GrammarRow | None, vocab_size: int, device: torch.device
@@ -55,6 +55,7 @@ class _Row:
             vocab_size=vocab_size,
         )
         self.is_beam = params.use_beam_search
+        self.is_edited = False  # whether logits processors may change its logits
         self.reported = LogprobRequest(request, device)
         self.grammar = grammar
 
@@ -174,9 +175,11 @@ class Sampler:
     def admit(self, row: int, request: Request, output_token_ids: list[int]) -> None:
         """A sequence takes the row; `output_token_ids` is not empty when it resumes."""
         grammar = self.grammars.admit(request, output_token_ids)
-        self._states[row] = _Row(request, grammar, self._vocab_size, self._device)
+        state = _Row(request, grammar, self._vocab_size, self._device)
         for processor in self._processors:
             processor.admit(row, request, output_token_ids)
+            state.is_edited = state.is_edited or processor.changes(row)
+        self._states[row] = state
 
     def stage(
         self, rows: list[int], positions: list[int], drafts: list[list[int]] | None = None
@@ -324,14 +327,15 @@ class Sampler:
         Returns:
             [R] int64 token ids, and what masked each row; empty when nothing was masked.
         """
-        for processor in self._processors:
+        processors = self._processors if any(state.is_edited for state in states) else ()
+        for processor in processors:
             processor.apply(logits, rows, positions)
         masks = [None if state.grammar is None else state.mask for state in states]
         has_masks = any(mask is not None for mask in masks)
         if has_masks:
             self.grammars.apply(logits, masks, positions)
         token_ids = self._token_sampler.run(logits)
-        for processor in self._processors:
+        for processor in processors:
             processor.advance(rows, token_ids)
         return token_ids, masks if has_masks else ()
 
@@ -349,10 +353,8 @@ class Sampler:
 
     def _reports_before(self, index: int) -> bool:
         """Whether a staged row's logits are changed, and reported as they were before that."""
-        state, row = self._staged[index], self._rows[index]
-        if state.is_beam:
-            return False
-        return state.mask is not None or any(one.changes(row) for one in self._processors)
+        state = self._staged[index]
+        return not state.is_beam and (state.is_edited or state.mask is not None)
 
     def _state(self, row: int) -> _Row:
         state = self._states[row]

@@ -62,6 +62,14 @@ class SequenceQueues:
         """Those that wait for a row, preempted ones that are draining included."""
         return [*self.waiting, *(s for s in self.draining if s.status is _PREEMPTED)]
 
+    @property
+    def num_waiting(self) -> int:
+        """How many wait for a row, preempted ones that are draining included."""
+        count = len(self.waiting)
+        if self.draining:
+            count += sum(sequence.status is _PREEMPTED for sequence in self.draining)
+        return count
+
     def wait(self, sequence: Sequence) -> None:
         """Queue a sequence that holds nothing, in its place in the policy's order."""
         sequence.status = SequenceStatus.waiting

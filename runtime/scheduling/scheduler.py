@@ -123,11 +123,6 @@ class Scheduler:
         return bool(self._sequences or self._in_flight or self._loads)
 
     @property
-    def is_loading(self) -> bool:
-        """Whether blocks are being loaded; `finish_load` tells when they are there."""
-        return bool(self._loads)
-
-    @property
     def num_running(self) -> int:
         """Sequences that take part in the next step."""
         return len(self.queues.running)
@@ -135,7 +130,7 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Sequences that wait for a row and blocks, preempted and loading ones included."""
-        return len(self.queues.all_waiting()) + self._loads.num_waiting
+        return self.queues.num_waiting + self._loads.num_waiting
 
     @property
     def num_prompt_tokens(self) -> int:
