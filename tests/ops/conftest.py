@@ -14,3 +14,11 @@ def set_threads() -> Iterator[Callable[[int], None]]:
     before = torch.get_num_threads()
     yield torch.set_num_threads
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiles_late() -> None:
+    """Replaces the fixture of all tests: kernel tests have no engine, and compile on purpose.
+
+    An engine that another test has left to the garbage collector would count that as late.
+    """
