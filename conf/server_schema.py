@@ -52,6 +52,18 @@ class ServerConfig(Section):
     tls_certificate: str = setting("", "a PEM file with the certificate chain; empty = plain HTTP")
     tls_key: str = setting("", "a PEM file with the certificate's private key")
     max_body_mib: float = setting(8.0, "a larger request body is refused with 413", above=0)
+    max_header_kib: float = setting(
+        64.0, "larger headers, the request line included, are refused with 431", at_least=1
+    )
+    header_timeout_s: float = setting(
+        30.0,
+        "a connection whose headers are not complete after so long is refused with 408, or closed "
+        "if nothing came",
+        above=0,
+    )
+    body_timeout_s: float = setting(
+        120.0, "a request whose body is not complete after so long is refused with 408", above=0
+    )
     max_prompt_tokens: int | None = setting(
         None, "a longer prompt is refused with 400; null = what the context holds", at_least=1
     )

@@ -1,48 +1,245 @@
-"""The HTTP/1.1 protocol of a connection: uvicorn's, with this API's answer to what is not HTTP.
+"""The HTTP/1.1 protocol of a connection: uvicorn's, with limits on what comes before a body.
 
-A request that the parser refuses never reaches the application, so its answer is written here.
+uvicorn and httptools take headers, trailers and chunk extensions of any length, wait for them for
+ever, and parse all requests of a read at once. Here a connection is refused as soon as one of the
+limits of `ReceiveLimits` is passed, and nothing of what is too long is stored. A request that is
+refused here never reaches the application, so its answer is written here.
 """
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
 from http import HTTPStatus
+from typing import Any, NamedTuple
 
 import msgspec
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from ostinato.api.base.errors import error_body
 from ostinato.api.base.request_context import new_request_id, request_id_headers
+from ostinato.conf.server_schema import ServerConfig
 from ostinato.runtime.errors import InvalidRequestError
 
-__all__ = ("HttpProtocol",)
+__all__ = ("HttpProtocol", "ReceiveLimits")
+
+# Bytes that are parsed without giving other connections a turn: 2 ms of the smallest chunks.
+_SLICE = 16 << 10
+# A refused client may still be sending. Closing at once would reset the connection before the
+# client has read the answer.
+_LINGER_S = 2.0
+
+
+class ReceiveLimits(NamedTuple):
+    """What a client may send.
+
+    `header_bytes` counts the request line, the headers, trailers and what stands between the chunks
+    of a body. The seconds count from the first byte that the server waits for to the last.
+    """
+
+    header_bytes: int
+    header_s: float
+    body_s: float
+
+    @classmethod
+    def of(cls, server: ServerConfig) -> ReceiveLimits:
+        """The limits of a configuration."""
+        return cls(
+            int(server.max_header_kib * 1024), server.header_timeout_s, server.body_timeout_s
+        )
+
+
+class _Flow(FlowControl):
+    """uvicorn's wish to read or to pause; the protocol decides when to read on."""
+
+    def __init__(self, transport: asyncio.Transport, on_resume: Callable[[], None]) -> None:
+        super().__init__(transport)
+        self._on_resume = on_resume
+
+    def resume_reading(self) -> None:
+        if self.read_paused:
+            self.read_paused = False
+            self._on_resume()
 
 
 class HttpProtocol(HttpToolsProtocol):
-    """Answers with the OpenAI error object and a request id where uvicorn answers with a text."""
+    """One connection.
+
+    Args:
+        limits: of what the client may send.
+        count_refusal: called with the status of a request that no handler saw.
+        uvicorn: arguments of uvicorn's protocol.
+    """
+
+    def __init__(
+        self, *, limits: ReceiveLimits, count_refusal: Callable[[int], None], **uvicorn: Any
+    ) -> None:
+        super().__init__(**uvicorn)
+        self._limits = limits
+        self._count_refusal = count_refusal
+        self._unparsed = bytearray()
+        self._feeding: asyncio.Handle | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        # Bytes since the request before ended, or since the headers or the last byte of the body.
+        self._num_overhead = 0
+        self._is_in_body = False  # the headers of the present request are complete, its body is not
+        self._has_begun = False  # some of the present request has come
+        self._is_refused = False
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.flow = _Flow(transport, self._read_on)
+        self._start_timer(self._limits.header_s)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        self._unparsed.clear()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._is_refused:
+            return
+        self._unset_keepalive_if_required()
+        self._unparsed += data
+        if self._feeding is None:
+            self._feed()
+
+    def _feed(self) -> None:
+        """Parse the next part of what was received; the loop calls it again for the rest.
+
+        While an earlier request has no answer, or the handler has not taken what came of the body,
+        the rest is left unparsed.
+        """
+        self._feeding = None
+        if self._is_refused or self.transport.is_closing():
+            return
+        if not (self.flow.read_paused or self.pipeline):
+            part = bytes(self._unparsed[:_SLICE])
+            del self._unparsed[:_SLICE]
+            self._parse(part)
+        if self._unparsed:
+            self.transport.pause_reading()
+        self._read_on()
+
+    def _read_on(self) -> None:
+        if self.flow.read_paused or self.pipeline or self._feeding is not None:
+            return
+        if self._unparsed:
+            self._feeding = self.loop.call_soon(self._feed)
+        else:
+            self.transport.resume_reading()
+
+    def _parse(self, data: bytes) -> None:
+        limit = self._limits.header_bytes
+        while data and not self._is_refused and self.parser is not None:
+            room = limit - self._num_overhead
+            if room <= 0:
+                self._refuse(
+                    431,
+                    f"the headers have more than {limit >> 10} KiB, which is server.max_header_kib;"
+                    " send fewer or shorter ones",
+                    "headers_too_large",
+                )
+                return
+            part, data = data[:room], data[room:]
+            self._num_overhead += len(part)
+            super().data_received(part)
+
+    def on_message_begin(self) -> None:
+        self._has_begun = True
+        if self._timer is None:
+            self._start_timer(self._limits.header_s)
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        self._is_in_body = True
+        self._num_overhead = 0
+        self._stop_timer()
+        super().on_headers_complete()
+        self._start_timer(self._limits.body_s)
+
+    def on_body(self, body: bytes) -> None:
+        self._num_overhead = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._is_in_body = self._has_begun = False
+        self._num_overhead = 0
+        self._stop_timer()
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if not self.transport.is_closing():
+            self._read_on()
 
     def send_400_response(self, msg: str) -> None:
         """Called by uvicorn for bytes that are not a valid request."""
-        self.refuse(
-            InvalidRequestError(
-                "this is not a valid HTTP/1.1 request; the server can not read on",
-                code="invalid_http",
-            )
+        self._refuse(
+            400, "this is not a valid HTTP/1.1 request; the server can not read on", "invalid_http"
         )
-
-    def refuse(self, error: InvalidRequestError) -> None:
-        """Write the answer for `error` and close the connection."""
-        body = msgspec.json.encode(error_body(error))
-        headers = [
-            (b"content-type", b"application/json"),
-            (b"content-length", str(len(body)).encode()),
-            (b"connection", b"close"),
-            *request_id_headers(new_request_id()),
-        ]
-        status = HTTPStatus(error.status)
-        lines = [f"HTTP/1.1 {status.value} {status.phrase}".encode()]
-        lines += [name + b": " + value for name, value in headers]
-        self.transport.write(b"\r\n".join([*lines, b"", body]))
-        self.transport.close()
 
     def _unsupported_upgrade_warning(self) -> None:
         """A request for a WebSocket is answered as one without it, so nothing is logged."""
+
+    def _start_timer(self, seconds: float) -> None:
+        self._timer = self.loop.call_later(seconds, self._on_timeout, seconds)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _on_timeout(self, seconds: float) -> None:
+        self._timer = None
+        if self._unparsed or self.pipeline or self.flow.read_paused:
+            self._start_timer(seconds)  # the server has not read all that came
+        elif self._is_in_body:
+            text = f"the body was not complete after {seconds:g} s, server.body_timeout_s"
+            self._refuse(408, text, "body_too_slow")
+        elif self._has_begun:
+            text = f"the headers were not complete after {seconds:g} s, server.header_timeout_s"
+            self._refuse(408, text, "headers_too_slow")
+        else:
+            self.transport.close()  # a connection without a request
+
+    def _refuse(self, status: int, message: str, code: str) -> None:
+        """Answer in place of a handler, and close the connection.
+
+        A handler that waits for the rest of a body sees a client that has gone. A response to an
+        earlier request is completed, and the connection is closed without a further answer.
+        """
+        self._is_refused = True
+        self._unparsed.clear()
+        self._stop_timer()
+        self._count_refusal(status)
+        cycle = self.cycle
+        is_open = cycle is not None and not cycle.response_complete
+        if is_open and (self.pipeline or not self._is_in_body):
+            cycle.keep_alive = False
+            return
+        may_answer = not self._is_in_body
+        if is_open:
+            may_answer = not cycle.response_started
+            cycle.disconnected = True
+            cycle.message_event.set()
+        if may_answer:
+            self.transport.write(_answer(InvalidRequestError(message, code=code, status=status)))
+        self.transport.resume_reading()
+        self.loop.call_later(_LINGER_S, self.transport.close)
+
+
+def _answer(error: InvalidRequestError) -> bytes:
+    """The bytes of an answer after which the connection is closed."""
+    body = msgspec.json.encode(error_body(error))
+    status = HTTPStatus(error.status)
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(body)).encode()),
+        (b"connection", b"close"),
+        *request_id_headers(new_request_id()),
+    ]
+    lines = [f"HTTP/1.1 {status.value} {status.phrase}".encode()]
+    lines += [name + b": " + value for name, value in headers]
+    return b"\r\n".join([*lines, b"", body])

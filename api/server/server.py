@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import functools
 import gc
 import json
 import logging
@@ -204,7 +205,7 @@ def _http_server(
 ) -> tuple[Service, uvicorn.Server]:
     import uvicorn
 
-    from ostinato.api.http.http_protocol import HttpProtocol
+    from ostinato.api.http.http_protocol import HttpProtocol, ReceiveLimits
     from ostinato.api.server.app import create_app
     from ostinato.api.service.service import Service
 
@@ -217,10 +218,15 @@ def _http_server(
 
     service = Service(client, config.server, config.sampling)
     service.runner.trace = trace
+    protocol = functools.partial(
+        HttpProtocol,
+        limits=ReceiveLimits.of(config.server),
+        count_refusal=service.metrics.count_refusal,
+    )
     http = Server(
         uvicorn.Config(
             create_app(service),
-            http=HttpProtocol,
+            http=protocol,  # pyright: ignore[reportArgumentType] - it is called as the class is
             ws="none",
             log_config=None,
             access_log=False,

@@ -1,0 +1,227 @@
+"""Clients that send too much before a request's body, too slowly, or too much at once: raw sockets."""
+
+from __future__ import annotations
+
+import json
+import re
+import select
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+
+import httpx
+import psutil
+import pytest
+
+from tests.e2e.server_process import ServerProcess
+
+BODY = json.dumps({"prompt": "Hi", "max_tokens": 3}).encode()
+LIMIT = 64 << 10
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ServerProcess]:
+    with ServerProcess("server.header_timeout_s=1.5", "server.body_timeout_s=1.5") as process:
+        yield process
+
+
+class Connection:
+    """A socket to the server."""
+
+    def __init__(self, server: ServerProcess) -> None:
+        url = httpx.URL(server.url)
+        self.socket = socket.create_connection((url.host, url.port or 80), timeout=30)
+
+    def __enter__(self) -> Connection:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.socket.close()
+
+    def send(self, data: bytes) -> None:
+        self.socket.sendall(data)
+
+    def read(self) -> bytes:
+        """All until the server closes the connection."""
+        data = b""
+        with suppress(ConnectionResetError):
+            while part := self.socket.recv(1 << 16):
+                data += part
+        return data
+
+    def answer(self) -> tuple[int, dict]:
+        """Status and body of the next answer."""
+        data = b""
+        while not (match := re.search(rb"content-length: (\d+)", data)) or (
+            len(data.partition(b"\r\n\r\n")[2]) < int(match[1])
+        ):
+            part = self.socket.recv(1 << 16)
+            assert part, f"closed after {data!r}"
+            data += part
+        head, _, body = data.partition(b"\r\n\r\n")
+        return int(head.split()[1]), json.loads(body)
+
+    def drip(self, data: bytes) -> None:
+        """Send a byte every 0.1 s until the server says something."""
+        for byte in data:
+            if select.select([self.socket], [], [], 0.1)[0]:
+                return
+            self.send(bytes([byte]))
+
+
+def head(*headers: str, length: int = len(BODY)) -> bytes:
+    lines = (
+        "POST /v1/completions HTTP/1.1",
+        "Host: x",
+        "Content-Type: application/json",
+        f"Content-Length: {length}",
+        *headers,
+    )
+    return "\r\n".join(lines).encode() + b"\r\n\r\n"
+
+
+def head_of_size(size: int) -> bytes:
+    filler = size - len(head("Connection: close", "X-Filler: "))
+    return head("Connection: close", "X-Filler: " + "f" * filler)
+
+
+class TestHeaders:
+    def test_the_limit_itself_is_taken(self, server):
+        with Connection(server) as one:
+            one.send(head_of_size(LIMIT) + BODY)
+            status, body = one.answer()
+        assert (status, body["object"]) == (200, "text_completion")
+
+    @pytest.mark.parametrize("size", [LIMIT + 1, LIMIT + 50_000])
+    def test_more_is_refused(self, server, size):
+        with Connection(server) as one:
+            one.send(head_of_size(size) + BODY)
+            status, body = one.answer()
+        assert status == 431
+        assert body["error"]["code"] == "headers_too_large"
+        assert "server.max_header_kib" in body["error"]["message"]
+
+    def test_many_small_ones_and_a_long_path(self, server):
+        for data in (
+            b"GET /health HTTP/1.1\r\n" + b"a: b\r\n" * 20_000,
+            b"GET /" + b"x" * 200_000 + b" HTTP/1.1\r\n\r\n",
+        ):
+            with Connection(server) as one:
+                one.send(data)
+                assert one.answer()[0] == 431
+
+    def test_300_mb_are_not_stored(self, server):
+        process = psutil.Process(server.pid)
+        before = process.memory_info().rss
+        peak, is_over = [before], threading.Event()
+
+        def watch() -> None:
+            while not is_over.wait(0.01):
+                peak.append(process.memory_info().rss)
+
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        with Connection(server) as one, suppress(ConnectionError):
+            one.send(b"GET /health HTTP/1.1\r\nX-Filler: ")
+            for _ in range(300):
+                one.send(b"f" * (1 << 20))
+        is_over.set()
+        watcher.join()
+        assert max(peak) - before < 16 << 20
+
+    def test_of_a_further_request_on_the_connection(self, server):
+        with Connection(server) as one:
+            one.send(head() + BODY)
+            assert one.answer()[0] == 200
+            one.send(head_of_size(LIMIT + 1) + BODY)
+            assert one.answer()[0] == 431
+
+    def test_trailers_and_chunk_extensions(self, server):
+        start = (
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            b"Transfer-Encoding: chunked\r\n\r\n"
+        )
+        chunk = b"%x\r\n%s\r\n" % (len(BODY), BODY)
+        long = b"t" * 100_000
+        for rest in (
+            chunk + b"0\r\nX-Trailer: " + long + b"\r\n\r\n",
+            b"%x;name=" % len(BODY) + long + b"\r\n" + BODY + b"\r\n0\r\n\r\n",
+        ):
+            with Connection(server) as one:
+                one.send(start + rest)
+                assert one.answer()[0] == 431
+
+    def test_refusals_are_counted(self, server):
+        assert server.metrics()['ostinato_refused_requests_total{status="431"}'] >= 1
+
+
+class TestTime:
+    def test_headers_that_drip(self, server):
+        with Connection(server) as one:
+            one.drip(head())
+            status, body = one.answer()
+        assert (status, body["error"]["code"]) == (408, "headers_too_slow")
+
+    def test_a_body_that_drips(self, server):
+        with Connection(server) as one:
+            one.send(head(length=1_000_000))
+            one.drip(b" " * 100)
+            status, body = one.answer()
+        assert (status, body["error"]["code"]) == (408, "body_too_slow")
+
+    def test_a_connection_that_says_nothing(self, server):
+        with Connection(server) as one:
+            assert one.read() == b""
+
+    def test_an_answer_may_take_longer_than_the_limits(self, server):
+        body = {"prompt": "Once", "max_tokens": 480, "ignore_eos": True}
+        reply = httpx.post(f"{server.url}/v1/completions", json=body, timeout=120)
+        assert reply.status_code == 200
+
+    def test_a_connection_is_kept_alive_longer_than_the_limits(self, server):
+        with Connection(server) as one:
+            one.send(head() + BODY)
+            assert one.answer()[0] == 200
+            time.sleep(2)
+            one.send(head() + BODY)
+            assert one.answer()[0] == 200
+
+
+class TestMuchAtOnce:
+    def test_pipelined_requests_are_all_answered_in_order(self, server):
+        requests = [
+            b"GET /health HTTP/1.1\r\nX-Request-Id: number-%d\r\n%s\r\n"
+            % (index, b"Connection: close\r\n" if index == 999 else b"")
+            for index in range(1000)
+        ]
+        with Connection(server) as one:
+            sender = threading.Thread(target=one.send, args=(b"".join(requests),))
+            sender.start()
+            answers = one.read()
+            sender.join()
+        names = [
+            line.partition(b": ")[2]
+            for line in answers.split(b"\r\n")
+            if line.lower().startswith(b"x-request-id: ")
+        ]
+        assert names == [b"number-%d" % index for index in range(1000)]
+
+    def test_a_body_of_one_byte_chunks(self, server):
+        body = json.dumps({"prompt": "Hi", "max_tokens": 3, "user": "u" * 100_000}).encode()
+        start = (
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            b"Transfer-Encoding: chunked\r\nConnection: close\r\n\r\n"
+        )
+        chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n"
+        with Connection(server) as one:
+            one.send(start + chunks)
+            status, reply = one.answer()
+        assert (status, reply["object"]) == (200, "text_completion")
+
+    def test_not_http(self, server):
+        with Connection(server) as one:
+            one.send(b"\x16\x03\x01 nonsense\r\n\r\n")
+            status, body = one.answer()
+        assert (status, body["error"]["code"]) == (400, "invalid_http")
