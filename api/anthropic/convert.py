@@ -7,11 +7,19 @@ from typing import Any
 
 import msgspec
 
+from ostinato.api.anthropic.message_events import (
+    BlockBegins,
+    BlockChanges,
+    BlockEnds,
+    InputJsonDelta,
+    MessageEvent,
+    SignatureDelta,
+    TextDelta,
+    ThinkingDelta,
+)
 from ostinato.api.anthropic.schemas import (
     AnyChoice,
     CountTokensRequest,
-    Delta,
-    Event,
     MessagesRequest,
     NoChoice,
     ReplyText,
@@ -177,26 +185,24 @@ def reply_blocks(blocks: list[ContentBlock]) -> list[ReplyText | ReplyThinking |
     return [_reply_block(block, block.text) for block in blocks]
 
 
-def block_events(change: BlockDelta) -> list[Event]:
+def block_events(change: BlockDelta) -> list[MessageEvent]:
     """The events of one change of a block."""
-    block = change.block
+    block, index = change.block, change.block.index
     if change.begins:
         # `input` starts as an empty object; its text is sent as deltas.
-        begun = _reply_block(block, "")
-        return [Event(type="content_block_start", index=block.index, content_block=begun)]
+        return [BlockBegins(index=index, content_block=_reply_block(block, ""))]
     if change.ends:
-        events = [Event(type="content_block_stop", index=block.index)]
-        if block.kind is BlockKind.reasoning:
-            signed = Delta(type="signature_delta", signature="")
-            events.insert(0, Event(type="content_block_delta", index=block.index, delta=signed))
-        return events
+        if block.kind is not BlockKind.reasoning:
+            return [BlockEnds(index=index)]
+        signed = BlockChanges(index=index, delta=SignatureDelta(signature=""))
+        return [signed, BlockEnds(index=index)]
     if block.kind is BlockKind.text:
-        delta = Delta(type="text_delta", text=change.delta)
+        delta = TextDelta(text=change.delta)
     elif block.kind is BlockKind.reasoning:
-        delta = Delta(type="thinking_delta", thinking=change.delta)
+        delta = ThinkingDelta(thinking=change.delta)
     else:
-        delta = Delta(type="input_json_delta", partial_json=change.delta)
-    return [Event(type="content_block_delta", index=block.index, delta=delta)]
+        delta = InputJsonDelta(partial_json=change.delta)
+    return [BlockChanges(index=index, delta=delta)]
 
 
 def _reply_block(block: ContentBlock, text: str) -> ReplyText | ReplyThinking | ReplyToolUse:

@@ -8,7 +8,14 @@ from contextlib import aclosing
 import msgspec
 
 from ostinato.api.anthropic.convert import block_events, reply_blocks, stop_of
-from ostinato.api.anthropic.schemas import Event, MessageDelta, Reply, Usage
+from ostinato.api.anthropic.message_events import (
+    MessageBegins,
+    MessageChanges,
+    MessageEnds,
+    MessageEvent,
+    StopDelta,
+)
+from ostinato.api.anthropic.schemas import Reply, Usage
 from ostinato.api.base.request_context import RequestContext
 from ostinato.api.chat.chat_deltas import ChatOutputParser
 from ostinato.api.chat.chat_generation import ChatGeneration
@@ -36,7 +43,7 @@ class MessagesReply:
         self._blocks = ContentBlocks()
         self._stop: tuple[str | None, str | None] = None, None
 
-    async def stream(self) -> AsyncGenerator[Event, None]:
+    async def stream(self) -> AsyncGenerator[MessageEvent, None]:
         """The events, from `message_start` to `message_stop`."""
         has_begun = False
         outputs = self._service.runner.generate(self._id, [self._generation], self._context)
@@ -46,7 +53,7 @@ class MessagesReply:
                 self._tally.add(0, output)
                 if not has_begun:  # only now the number of cached tokens is known
                     has_begun = True
-                    yield Event(type="message_start", message=self._message())
+                    yield MessageBegins(message=self._message())
                 for change in self._blocks.feed(delta.events):
                     for event in block_events(change):
                         yield event
@@ -56,12 +63,11 @@ class MessagesReply:
             for event in block_events(change):
                 yield event
         reason, sequence = self._stop
-        yield Event(
-            type="message_delta",
-            delta=MessageDelta(stop_reason=reason or "end_turn", stop_sequence=sequence),
+        yield MessageChanges(
+            delta=StopDelta(stop_reason=reason or "end_turn", stop_sequence=sequence),
             usage=self._usage(),
         )
-        yield Event(type="message_stop", trace=self._context.report())
+        yield MessageEnds(trace=self._context.report())
 
     async def whole(self) -> Reply:
         """The message that the events add up to."""

@@ -8,8 +8,15 @@ from litestar import Response
 from litestar.response import Stream
 
 from ostinato.api.anthropic.convert import FIELD_NAMES, to_chat
+from ostinato.api.anthropic.message_events import MessageEvent
 from ostinato.api.anthropic.reply import MessagesReply
-from ostinato.api.anthropic.schemas import UNSUPPORTED, CountTokensRequest, MessagesRequest
+from ostinato.api.anthropic.schemas import (
+    UNSUPPORTED,
+    CountTokensRequest,
+    MessagesRequest,
+    Reply,
+    TokenCount,
+)
 from ostinato.api.base.errors import TypedErrorBody, renamed
 from ostinato.api.base.request_context import context_of
 from ostinato.api.chat.chat_generation import plan_chat, prepare_chat
@@ -26,7 +33,13 @@ from ostinato.api.http.sse import NAMED_EVENTS
 __all__ = ("HANDLERS",)
 
 
-@post_endpoint("/v1/messages", body=MessagesRequest, events=True, error=TypedErrorBody)
+@post_endpoint(
+    "/v1/messages",
+    body=MessagesRequest,
+    answer=Reply,
+    events=(MessageEvent, TypedErrorBody),
+    error=TypedErrorBody,
+)
 async def messages(request: HttpRequest, service: SharedService) -> Response[bytes] | Stream:
     """Answer a conversation in the Anthropic dialect."""
     context = context_of("/v1/messages", request)
@@ -38,13 +51,15 @@ async def messages(request: HttpRequest, service: SharedService) -> Response[byt
     return await respond(request, reply, stream=body.stream, form=NAMED_EVENTS)
 
 
-@post_endpoint("/v1/messages/count_tokens", body=CountTokensRequest, error=TypedErrorBody)
+@post_endpoint(
+    "/v1/messages/count_tokens", body=CountTokensRequest, answer=TokenCount, error=TypedErrorBody
+)
 async def count_tokens(request: HttpRequest, service: SharedService) -> Response[bytes]:
     """How many tokens the prompt of such a request has."""
     body = await read_body(request, CountTokensRequest, service, unsupported=UNSUPPORTED)
     with renamed(FIELD_NAMES):
         prompt, _ = await plan_chat(service, to_chat(body))
-    return json_response({"input_tokens": len(prompt.token_ids)})
+    return json_response(TokenCount(len(prompt.token_ids)))
 
 
 HANDLERS = [messages, count_tokens]

@@ -1,4 +1,4 @@
-"""The bodies and events of `/v1/messages`, with the names of the Anthropic API.
+"""The bodies of `/v1/messages`, with the names of the Anthropic API.
 
 A request schema has exactly the supported fields; `UNSUPPORTED` lists the others.
 """
@@ -19,9 +19,6 @@ __all__ = (
     "AnyChoice",
     "AutoChoice",
     "CountTokensRequest",
-    "Delta",
-    "Event",
-    "MessageDelta",
     "MessagesRequest",
     "NoChoice",
     "Reply",
@@ -30,6 +27,7 @@ __all__ = (
     "ReplyToolUse",
     "TextBlock",
     "ThinkingBlock",
+    "TokenCount",
     "ToolChoice",
     "ToolDefinition",
     "ToolResultBlock",
@@ -52,6 +50,9 @@ UNSUPPORTED: Mapping[str, Unsupported] = {
 }
 
 
+NotEmpty = Annotated[str, msgspec.Meta(min_length=1)]
+
+
 class CacheControl(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Asks for caching of the prompt up to here; has no effect, because every prompt is cached."""
 
@@ -69,13 +70,13 @@ class TextBlock(_Block, frozen=True, kw_only=True, tag_field="type", tag="text")
 
 
 class ToolUseBlock(_Block, frozen=True, kw_only=True, tag_field="type", tag="tool_use"):
-    id: str
-    name: str
+    id: NotEmpty
+    name: NotEmpty
     input: dict[str, Any]
 
 
 class ToolResultBlock(_Block, frozen=True, kw_only=True, tag_field="type", tag="tool_result"):
-    tool_use_id: str
+    tool_use_id: NotEmpty
     content: str | list[TextBlock] = ""
     is_error: bool = False  # the text for the model says so
 
@@ -170,6 +171,12 @@ class MessagesRequest(CountTokensRequest, frozen=True, kw_only=True, forbid_unkn
     metadata: Metadata | None = None
 
 
+class TokenCount(msgspec.Struct, frozen=True):
+    """The answer of `count_tokens`."""
+
+    input_tokens: int
+
+
 class ReplyText(msgspec.Struct, frozen=True, tag_field="type", tag="text"):
     text: str
 
@@ -204,32 +211,3 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
     stop_sequence: str | None
     usage: Usage
     trace: Timeline | msgspec.UnsetType = msgspec.UNSET
-
-
-class Delta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """New text of a content block."""
-
-    type: str
-    text: str | None = None
-    thinking: str | None = None
-    signature: str | None = None
-    partial_json: str | None = None
-
-
-class MessageDelta(msgspec.Struct, frozen=True, kw_only=True):
-    stop_reason: str
-    stop_sequence: str | None
-
-
-class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One event of a stream; `type` says which of the fields it has."""
-
-    type: str
-    message: Reply | None = None
-    index: int | None = None
-    content_block: ReplyText | ReplyThinking | ReplyToolUse | None = None
-    delta: Delta | MessageDelta | None = None
-    usage: Usage | None = None
-    trace: Timeline | msgspec.UnsetType = (
-        msgspec.UNSET
-    )  # in the last event, with the header x-trace: 1

@@ -8,7 +8,7 @@ because Litestar rewrites the shared components.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -26,6 +26,7 @@ Decorator = Callable[[Callable[..., Any]], HTTPRouteHandler]
 Errors = Mapping[int, type[msgspec.Struct]]
 
 _JSON = "application/json"
+_EVENTS = "text/event-stream"
 _ERRORS = {
     400: "The request can not be served as asked; the error names the field.",
     401: "The API key is missing or wrong.",
@@ -43,7 +44,7 @@ def post_endpoint(
     *paths: str,
     body: type[msgspec.Struct] | None = None,
     answer: object = None,
-    events: bool = False,
+    events: Sequence[object] = (),
     error: type[msgspec.Struct] = ErrorBody,
     errors: Errors | None = None,
 ) -> Decorator:
@@ -53,7 +54,7 @@ def post_endpoint(
         paths: of the endpoint; the document describes the first.
         body: schema of the JSON body; None = there is no body.
         answer: type of the whole answer; None = some JSON object.
-        events: whether the answer can be a stream of server-sent events too.
+        events: the types that the data of a server-sent event can have; () = there is no stream.
         error: type of the body of every error of an endpoint with a body.
         errors: status -> type of its body, beside 401 and 500, of an endpoint without a body.
     """
@@ -65,10 +66,10 @@ def post_endpoint(
     content = {_JSON: OpenAPIMediaType(schema=_described(body, place))}
     responses = _responses(base, answer, dict.fromkeys(_ERRORS, error))
     if events:
-        stream = OpenAPIMediaType(schema=cast("Schema", {"type": "string"}))
+        stream = OpenAPIMediaType(schema=_described_events(events, base))
         whole = responses["200"].content
         assert whole is not None, "every answer has a content"
-        responses["200"].content = {**whole, "text/event-stream": stream}
+        responses["200"].content = {**whole, _EVENTS: stream}
     operation = _operation(RequestBody(content=content, required=True), responses)
     return post(list(paths), status_code=200, operation_class=operation)
 
@@ -148,6 +149,23 @@ def _described(kind: object, place: str) -> Schema:
     if types:
         described = {**described, "$defs": types}
     return cast("Schema", described)
+
+
+def _described_events(kinds: Sequence[object], base: str) -> Schema:
+    """The schema of the data of one event."""
+    place = f"{base}/responses/200/content/{_escaped(_EVENTS)}/schema"
+    one_of: list[Any] = []
+    types: dict[str, Any] = {}
+    for kind in kinds:
+        described = dict(cast("dict[str, Any]", _described(kind, place)))
+        types |= described.pop("$defs", {})
+        one_of += described.get("anyOf", [described])
+    schema = {
+        "description": "The data of one event; the end marker [DONE] is no JSON.",
+        "anyOf": one_of,
+        "$defs": types,
+    }
+    return cast("Schema", schema)
 
 
 def _escaped(part: str) -> str:

@@ -34,14 +34,15 @@ def _data(value: object) -> bytes:
     return b"data: " + _encode(value) + b"\n\n"
 
 
-def _named(value: Any) -> bytes:
-    return b"event: " + value.type.encode() + b"\n" + _data(value)
+def _named(value: msgspec.Struct) -> bytes:
+    return f"event: {value.__struct_config__.tag}\n".encode() + _data(value)
 
 
 OPENAI_EVENTS = EventForm(
     of_chunk=_data, of_error=lambda error: _data(error_body(error)), end=b"data: [DONE]\n\n"
 )
-# The name of an event is its `type`. The type of the last event says that the stream has ended.
+# The name of an event is the tag of its struct, which is its `type`. The type of the last event
+# says that the stream has ended.
 NAMED_EVENTS = EventForm(
     of_chunk=_named,
     of_error=lambda error: b"event: error\n" + _data(typed_error_body(error)),

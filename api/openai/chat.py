@@ -94,18 +94,21 @@ def to_chunks(
     *,
     options: ReplyOptions,
     echo: str = "",
+    first_usage: Usage | msgspec.UnsetType | None = msgspec.UNSET,
     usage: Usage | msgspec.UnsetType | None = msgspec.UNSET,
 ) -> list[ChatChunk]:
     """The chunks for one delta: none while its text is held back.
 
     Args:
         echo: text of the first chunk.
-        usage: for the chunks' `usage`; UNSET = they have no such field.
+        first_usage: `usage` of the chunk with the role; UNSET = it has no such field.
+        usage: the same for the other chunks.
     """
     output = delta.output
-    choices = []
+    choices: list[tuple[ChatChunkChoice, Usage | msgspec.UnsetType | None]] = []
     if output.num_output_tokens == len(output.new_token_ids):  # the first output of this completion
-        choices.append(ChatChunkChoice(index=output.index, delta=DeltaMessage("assistant", echo)))
+        role = ChatChunkChoice(index=output.index, delta=DeltaMessage("assistant", echo))
+        choices.append((role, first_usage))
     logprobs = None
     if options.num_top_logprobs is not None and output.new_token_ids:
         assert output.logprobs is not None, "the engine reports what the request asked for"
@@ -121,19 +124,18 @@ def to_chunks(
     if message != DeltaMessage() or has_tokens or delta.finish_reason is not None:
         if message == DeltaMessage() and has_tokens:
             message = DeltaMessage(content="")
-        choices.append(
-            ChatChunkChoice(
-                index=output.index,
-                delta=message,
-                logprobs=logprobs,
-                finish_reason=delta.finish_reason,
-                stop_reason=msgspec.UNSET if output.finish_reason is None else output.stop_reason,
-                token_ids=options.token_ids(output.new_token_ids),
-            )
+        choice = ChatChunkChoice(
+            index=output.index,
+            delta=message,
+            logprobs=logprobs,
+            finish_reason=delta.finish_reason,
+            stop_reason=msgspec.UNSET if output.finish_reason is None else output.stop_reason,
+            token_ids=options.token_ids(output.new_token_ids),
         )
+        choices.append((choice, usage))
     return [
-        ChatChunk(id=head.id, created=head.created, model=head.model, choices=[choice], usage=usage)
-        for choice in choices
+        ChatChunk(id=head.id, created=head.created, model=head.model, choices=[choice], usage=count)
+        for choice, count in choices
     ]
 
 

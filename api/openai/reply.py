@@ -19,12 +19,11 @@ from ostinato.api.chat.chat_deltas import (
 )
 from ostinato.api.chat.chat_generation import ChatGeneration, prepare_chat
 from ostinato.api.openai import chat, completions
+from ostinato.api.openai.chunk_usage import ChunkUsage
 from ostinato.api.openai.prompt_report import PromptReport, prompt_report
 from ostinato.api.openai.stream_interval import StreamInterval
 from ostinato.api.schemas.chat_completions import ChatChunk, ChatCompletionRequest, ChatResponse
-from ostinato.api.schemas.generation_fields import GenerationFields
 from ostinato.api.schemas.text_completions import Completion, CompletionRequest
-from ostinato.api.schemas.usage import Usage
 from ostinato.api.service.generation import Generation
 from ostinato.api.service.reply_state import (
     CollectedCompletion,
@@ -84,12 +83,13 @@ class ChatReply:
         self._report = report
         self._context = context
         self._head = _head(service, ready.generation.request_id)
-        self._usage = _UsageOfChunks(body)
+        reasons = ready.form.reasoning is not None
+        self._usage = ChunkUsage(body, [ready.generation], reasons=reasons)
         self._options = chat.reply_options(body)
         self._echo = chat.echo_text(body)
         self._interval = StreamInterval(body.stream_interval or 1, join_deltas)
         self._tally = Tally.of([ready.generation])
-        self._tally.num_reasoning_tokens = None if ready.form.reasoning is None else 0
+        self._tally.num_reasoning_tokens = 0 if reasons else None
 
     async def stream(self) -> AsyncGenerator[ChatChunk, None]:
         """The chunks."""
@@ -100,13 +100,15 @@ class ChatReply:
                 if (delta := self._interval.add(output.index, output, parsed)) is None:
                     continue
                 self._tally.add(0, delta.output, delta.num_reasoning_tokens)
+                self._usage.add(output.index, delta.output, delta.num_reasoning_tokens)
                 for chunk in chat.to_chunks(
                     self._head,
                     delta,
                     self._service.encoder.token_bytes,
                     options=self._options,
                     echo=self._echo,
-                    usage=self._usage.of_chunk(self._tally),
+                    first_usage=self._usage.of_first_chunk(0, output.index),
+                    usage=self._usage.of_chunk(0, output.index),
                 ):
                     yield report.added_to(chunk)
                     report = PromptReport()
@@ -201,7 +203,7 @@ class CompletionReply:
         self._generations = generations
         self._context = context
         self._head = _head(service, request_id)
-        self._usage = _UsageOfChunks(body)
+        self._usage = ChunkUsage(body, generations)
         self._interval = StreamInterval(body.stream_interval or 1, join_outputs)
         self._options = completions.reply_options(body)
         self._n = generations[0].sampling.n
@@ -221,6 +223,7 @@ class CompletionReply:
                 if (output := self._interval.add(choice, output, output)) is None:
                     continue
                 self._tally.add(prompt_index, output)
+                self._usage.add(choice, output)
                 for chunk in self._chunks(prompt_index, choice, output, offsets):
                     yield self._with_report(chunk, prompt_index, begun)
         if (timeline := self._context.report()) is not msgspec.UNSET:
@@ -262,7 +265,6 @@ class CompletionReply:
     ) -> list[Completion]:
         """The chunks of one output: the echoed prompt before the first, none for held text."""
         token_bytes, options = self._service.encoder.token_bytes, self._options
-        usage = self._usage.of_chunk(self._tally)
         has_offsets = options.num_top_logprobs is not None
         chunks = []
         is_first = output.num_output_tokens == len(output.new_token_ids)
@@ -272,7 +274,13 @@ class CompletionReply:
                 offsets.advance(choice, echo.token_ids)
             chunks.append(
                 completions.echo_chunk(
-                    self._head, choice, echo, output, token_bytes, options=options, usage=usage
+                    self._head,
+                    choice,
+                    echo,
+                    output,
+                    token_bytes,
+                    options=options,
+                    usage=self._usage.of_first_chunk(prompt_index, choice),
                 )
             )
         chunk = completions.to_chunk(
@@ -282,7 +290,7 @@ class CompletionReply:
             token_bytes,
             options=options,
             text_offset=offsets.advance(choice, output.new_token_ids) if has_offsets else 0,
-            usage=usage,
+            usage=self._usage.of_chunk(prompt_index, choice),
         )
         return chunks if chunk is None else [*chunks, chunk]
 
@@ -296,26 +304,11 @@ class CompletionReply:
         return msgspec.structs.replace(chunk, choices=[choice])
 
 
-class _UsageOfChunks:
-    """Which chunks of a stream have the usage, by `stream_options`."""
-
-    def __init__(self, body: GenerationFields) -> None:
-        options = body.stream_options
-        self._continuous = options is not None and options.continuous_usage_stats
-        self.at_end = options is not None and options.include_usage
-
-    def of_chunk(self, tally: Tally) -> Usage | msgspec.UnsetType | None:
-        """The usage so far; None = the last chunk has it; UNSET = the request asked for none."""
-        if self._continuous:
-            return tally.usage
-        return None if self.at_end else msgspec.UNSET
-
-
 Chunk = TypeVar("Chunk", ChatChunk, Completion)
 
 
 def _trace_chunk(
-    kind: type[Chunk], head: ReplyHead, timeline: Timeline, usage: _UsageOfChunks
+    kind: type[Chunk], head: ReplyHead, timeline: Timeline, usage: ChunkUsage
 ) -> Chunk:
     """The chunk with the timeline: the last one, or the one before the usage."""
     none_yet = None if usage.at_end else msgspec.UNSET

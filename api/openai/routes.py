@@ -5,6 +5,7 @@ from __future__ import annotations
 from litestar import Response
 from litestar.response import Stream
 
+from ostinato.api.base.errors import ErrorBody
 from ostinato.api.base.request_context import context_of
 from ostinato.api.chat.chat_prompt import render
 from ostinato.api.http.endpoints import post_endpoint
@@ -17,7 +18,7 @@ from ostinato.api.http.handlers import (
 )
 from ostinato.api.openai import tokenization
 from ostinato.api.openai.reply import prepare_chat_reply, prepare_completion_reply
-from ostinato.api.schemas.chat_completions import ChatCompletionRequest, ChatResponse
+from ostinato.api.schemas.chat_completions import ChatChunk, ChatCompletionRequest, ChatResponse
 from ostinato.api.schemas.text_completions import Completion, CompletionRequest
 from ostinato.api.schemas.tokenize import (
     DetokenizeRequest,
@@ -29,7 +30,12 @@ from ostinato.api.schemas.tokenize import (
 __all__ = ("HANDLERS",)
 
 
-@post_endpoint("/v1/chat/completions", body=ChatCompletionRequest, answer=ChatResponse, events=True)
+@post_endpoint(
+    "/v1/chat/completions",
+    body=ChatCompletionRequest,
+    answer=ChatResponse,
+    events=(ChatChunk, ErrorBody),
+)
 async def chat_completions(
     request: HttpRequest, service: SharedService
 ) -> Response[bytes] | Stream:
@@ -40,7 +46,12 @@ async def chat_completions(
     return await respond(request, reply, stream=body.stream)
 
 
-@post_endpoint("/v1/completions", body=CompletionRequest, answer=Completion, events=True)
+@post_endpoint(
+    "/v1/completions",
+    body=CompletionRequest,
+    answer=Completion,
+    events=(Completion, ErrorBody),
+)
 async def plain_completions(
     request: HttpRequest, service: SharedService
 ) -> Response[bytes] | Stream:

@@ -20,17 +20,21 @@ from ostinato.api.http.handlers import (
     respond,
 )
 from ostinato.api.http.sse import NAMED_EVENTS
-from ostinato.api.responses import schemas
 from ostinato.api.responses.convert import FIELD_NAMES, input_messages, to_chat
 from ostinato.api.responses.reply import ResponsesReply
-from ostinato.api.responses.schemas import UNSUPPORTED, Deleted, ResponsesRequest
+from ostinato.api.responses.response_events import ResponseEvent
+from ostinato.api.responses.response_object import Deleted
+from ostinato.api.responses.response_object import Response as ResponseObject
+from ostinato.api.responses.schemas import UNSUPPORTED, ResponsesRequest
 from ostinato.api.service.service import Service
 from ostinato.runtime.errors import InvalidRequestError
 
 __all__ = ("HANDLERS",)
 
 
-@post_endpoint("/v1/responses", body=ResponsesRequest, answer=schemas.Response, events=True)
+@post_endpoint(
+    "/v1/responses", body=ResponsesRequest, answer=ResponseObject, events=(ResponseEvent,)
+)
 async def create_response(request: HttpRequest, service: SharedService) -> Response[bytes] | Stream:
     """Answer a text or a conversation, whose beginning may be stored."""
     context = context_of("/v1/responses", request)
@@ -49,7 +53,7 @@ async def create_response(request: HttpRequest, service: SharedService) -> Respo
     return await respond(request, reply, stream=body.stream, form=NAMED_EVENTS)
 
 
-@get_endpoint("/v1/responses/{response_id:str}", answer=schemas.Response, errors={404: ErrorBody})
+@get_endpoint("/v1/responses/{response_id:str}", answer=ResponseObject, errors={404: ErrorBody})
 async def retrieve_response(service: SharedService, response_id: FromPath[str]) -> Response[bytes]:
     """A stored reply."""
     stored = service.stored_responses.response(response_id)

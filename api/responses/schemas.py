@@ -1,4 +1,4 @@
-"""The bodies and events of `/v1/responses`, with the names of the OpenAI API.
+"""The bodies of requests to `/v1/responses`, with the names of the OpenAI API.
 
 A request schema has exactly the supported fields; `UNSUPPORTED` lists the others.
 """
@@ -9,40 +9,25 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import UNSET, UnsetType
 
-from ostinato.api.base.timeline import Timeline
 from ostinato.api.base.unsupported_fields import Unsupported
 from ostinato.api.schemas.conversation import FunctionName, ReasoningEffort
 from ostinato.api.schemas.response_format import JsonObjectFormat, TextFormat
 
 __all__ = (
     "UNSUPPORTED",
-    "ApiError",
     "CallItem",
     "CallOutputItem",
-    "Deleted",
-    "Event",
-    "IncompleteDetails",
     "InputItem",
-    "InputUsage",
+    "ItemStatus",
     "MessageItem",
     "NamedTool",
-    "OutputCall",
-    "OutputItem",
-    "OutputMessage",
-    "OutputReasoning",
-    "OutputText",
-    "OutputUsage",
     "ReasoningConfig",
     "ReasoningItem",
-    "ReasoningText",
-    "Response",
     "ResponsesRequest",
     "SchemaFormat",
     "TextConfig",
     "ToolDefinition",
-    "Usage",
 )
 
 _SERVICE = "features of a hosted service"
@@ -59,6 +44,8 @@ UNSUPPORTED: Mapping[str, Unsupported] = {
     "service_tier": Unsupported("tiers of service", ("auto", "default")),
     "top_logprobs": Unsupported("log-probabilities in this dialect", (0,)),
 }
+
+NotEmpty = Annotated[str, msgspec.Meta(min_length=1)]
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
@@ -98,15 +85,15 @@ class MessageItem(_Item, frozen=True, kw_only=True, tag_field="type", tag="messa
 
 
 class CallItem(_Item, frozen=True, kw_only=True, tag_field="type", tag="function_call"):
-    call_id: str
-    name: str
+    call_id: NotEmpty
+    name: NotEmpty
     arguments: str
 
 
 class CallOutputItem(
     _Item, frozen=True, kw_only=True, tag_field="type", tag="function_call_output"
 ):
-    call_id: str
+    call_id: NotEmpty
     output: str | list[InputTextPart]
 
 
@@ -196,124 +183,3 @@ class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     prompt_cache_key: str | None = None  # has no effect: there is one cache
     priority: int = 0  # lower runs first under scheduler.policy=priority
     cache_salt: Annotated[str, msgspec.Meta(max_length=256)] = ""
-
-
-class OutputText(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="output_text"):
-    text: str
-    annotations: list[Any] = []
-    logprobs: list[Any] = []
-
-
-class ReasoningText(
-    msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="reasoning_text"
-):
-    text: str
-
-
-class OutputMessage(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="message"):
-    id: str
-    status: ItemStatus
-    role: Literal["assistant"] = "assistant"
-    content: list[OutputText]
-
-
-class OutputReasoning(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="reasoning"):
-    id: str
-    status: ItemStatus
-    summary: list[Any] = []
-    content: list[ReasoningText]
-
-
-class OutputCall(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="function_call"):
-    id: str
-    status: ItemStatus
-    call_id: str
-    name: str
-    arguments: str
-
-
-OutputItem = OutputMessage | OutputReasoning | OutputCall
-
-
-class InputUsage(msgspec.Struct, frozen=True, kw_only=True):
-    cached_tokens: int
-    cache_write_tokens: int = 0
-
-
-class OutputUsage(msgspec.Struct, frozen=True):
-    reasoning_tokens: int
-
-
-class Usage(msgspec.Struct, frozen=True, kw_only=True):
-    input_tokens: int
-    input_tokens_details: InputUsage
-    output_tokens: int
-    output_tokens_details: OutputUsage
-    total_tokens: int
-
-
-class ApiError(msgspec.Struct, frozen=True):
-    code: str
-    message: str
-
-
-class IncompleteDetails(msgspec.Struct, frozen=True):
-    reason: str
-
-
-class Response(msgspec.Struct, frozen=True, kw_only=True):
-    """A reply, complete or in progress."""
-
-    id: str
-    object: Literal["response"] = "response"
-    created_at: int  # unix seconds
-    completed_at: int | None = None
-    status: Literal["in_progress", "completed", "incomplete", "failed"]
-    error: ApiError | None = None
-    incomplete_details: IncompleteDetails | None = None
-    instructions: str | None
-    max_output_tokens: int | None
-    metadata: dict[str, str]
-    model: str
-    output: list[OutputItem]
-    parallel_tool_calls: bool
-    previous_response_id: str | None
-    reasoning: ReasoningConfig
-    store: bool
-    temperature: float
-    text: TextConfig
-    tool_choice: str | NamedTool
-    tools: list[ToolDefinition]
-    top_p: float
-    truncation: str = "disabled"
-    usage: Usage | None = None
-    user: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    trace: Timeline | UnsetType = UNSET
-
-
-class Deleted(msgspec.Struct, frozen=True):
-    """The answer to DELETE."""
-
-    id: str
-    object: Literal["response"] = "response"
-    deleted: bool = True
-
-
-class Event(msgspec.Struct, frozen=True, kw_only=True):
-    """One event of a stream; `type` says which of the fields it has."""
-
-    type: str
-    sequence_number: int
-    response: Response | UnsetType = UNSET
-    output_index: int | UnsetType = UNSET
-    item_id: str | UnsetType = UNSET
-    content_index: int | UnsetType = UNSET
-    item: OutputItem | UnsetType = UNSET
-    part: OutputText | ReasoningText | UnsetType = UNSET
-    delta: str | UnsetType = UNSET
-    text: str | UnsetType = UNSET
-    name: str | UnsetType = UNSET
-    arguments: str | UnsetType = UNSET
-    logprobs: list[Any] | UnsetType = UNSET

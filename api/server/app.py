@@ -7,6 +7,7 @@ from litestar.config.cors import CORSConfig
 from litestar.di import Provide
 from litestar.middleware import DefineMiddleware
 from litestar.openapi.config import OpenAPIConfig
+from litestar.openapi.plugins import JsonRenderPlugin, YamlRenderPlugin
 from litestar.types import Message, Scope
 
 from ostinato import __version__
@@ -23,6 +24,7 @@ from ostinato.api.openai import routes as openai
 from ostinato.api.pooling import routes as pooling
 from ostinato.api.responses import routes as responses
 from ostinato.api.server import admin_routes, page, routes
+from ostinato.api.server.schema_page import SchemaPage
 from ostinato.api.service.service import Service
 
 __all__ = ("create_app",)
@@ -68,6 +70,12 @@ def create_app(service: Service) -> Litestar:
         after_exception=[count_refusal],
         before_send=[begin_reply],
         request_max_body_size=int(service.server.max_body_mib * (1 << 20)),
-        openapi_config=OpenAPIConfig(title="Ostinato", version=__version__),
+        openapi_config=OpenAPIConfig(
+            title="Ostinato",
+            version=__version__,
+            use_handler_docstrings=True,
+            # Litestar's own pages load their scripts from another host.
+            render_plugins=[SchemaPage(), JsonRenderPlugin(), YamlRenderPlugin()],
+        ),
         logging_config=None,
     )

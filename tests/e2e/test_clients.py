@@ -326,6 +326,14 @@ class TestAnthropic:
         usage = claude.messages.create(model="demo", max_tokens=1, messages=HI).usage
         assert count == usage.input_tokens + usage.cache_read_input_tokens
 
+    @pytest.mark.parametrize("empty", ["id", "name"])
+    def test_a_tool_use_without_id_or_name_is_refused(self, claude, empty):
+        use = {"type": "tool_use", "id": "a", "name": "f", "input": {}, empty: ""}
+        messages = [*HI, {"role": "assistant", "content": [use]}]
+        place = rf"messages\[1\].content\[0\].{empty}"
+        with pytest.raises(anthropic.BadRequestError, match=place):
+            claude.messages.create(model="demo", max_tokens=5, messages=messages)
+
     def test_errors(self, claude):
         with pytest.raises(anthropic.NotFoundError, match="does not exist") as refused:
             claude.messages.create(model="other", max_tokens=5, messages=HI)

@@ -4,7 +4,12 @@ document does not describe.
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
+from typing import Any
+
 import httpx
+import jsonschema
 import pytest
 
 from tests.e2e.made_up_requests import ask_all
@@ -12,7 +17,7 @@ from tests.e2e.server_process import ServerProcess
 from tests.models.minilm import minilm_directory
 
 # A made-up request rarely asks for little; a long answer would show nothing more.
-LIMITS = ("sampling.max_tokens=4", "model.max_model_len=64", "scheduler.max_num_seqs=8")
+LIMITS = ("sampling.max_tokens=4", "model.max_model_len=256", "scheduler.max_num_seqs=8")
 ENCODER = (f"model.path={minilm_directory()}", "graphs.bundle=false")
 
 
@@ -24,10 +29,85 @@ def check(seen: dict[str, set[int]], url: str, *answered: str) -> None:
     assert httpx.get(f"{url}/health", timeout=60).status_code == 200
 
 
-def test_made_up_requests():
-    with ServerProcess(*LIMITS) as server:
-        seen = ask_all(server.url, 5)
-        check(seen, server.url, "GET /health", "GET /tokenizer_info", "POST /reset_prefix_cache")
+@pytest.fixture(scope="module")
+def server() -> Iterator[ServerProcess]:
+    with ServerProcess(*LIMITS) as process:
+        yield process
+
+
+def test_made_up_requests(server):
+    seen = ask_all(server.url, 5)
+    check(seen, server.url, "GET /health", "GET /tokenizer_info", "POST /reset_prefix_cache")
+
+
+HI = [{"role": "user", "content": "Hi"}]
+TOOL = {"name": "f", "description": "", "parameters": {"type": "object", "properties": {}}}
+CALL = {"tool_choice": "required"}
+CHAT_TOOL = {"type": "function", "function": TOOL}
+CLAUDE_TOOL = {"name": "f", "input_schema": TOOL["parameters"]}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": HI, "n": 2, "logprobs": True, "top_logprobs": 2}),
+        ("/v1/chat/completions", {"messages": HI, "tools": [CHAT_TOOL], **CALL, "max_tokens": 30}),
+        ("/v1/completions", {"prompt": "Once", "logprobs": 2, "echo": True}),
+        ("/v1/responses", {"input": "Hi"}),
+        (
+            "/v1/responses",
+            {"input": "Hi", "tools": [{"type": "function", **TOOL}], **CALL},
+        ),
+        ("/v1/messages", {"messages": HI, "max_tokens": 4}),
+        (
+            "/v1/messages",
+            {
+                "messages": HI,
+                "max_tokens": 30,
+                "tools": [CLAUDE_TOOL],
+                "tool_choice": {"type": "any"},
+            },
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "-".join(value),
+)
+def test_the_events_of_a_stream_are_as_the_document_says(server, path, body):
+    document = httpx.get(f"{server.url}/schema/openapi.json", timeout=60).json()
+    operation = document["paths"][path]["post"]
+    described = operation["responses"]["200"]["content"]["text/event-stream"]["schema"]
+    check_event = jsonschema.Draft202012Validator({**document, **described})
+    events = list(stream(f"{server.url}{path}", {**body, "stream": True}))
+    assert len(events) > 2
+    for event in events:
+        check_event.validate(event)
+    if path in ("/v1/responses", "/v1/messages"):  # each type has a schema of its own
+        assert not check_event.is_valid({**events[0], "type": events[-1]["type"][:-1]})
+        assert not check_event.is_valid({"type": events[0]["type"]})
+
+
+def stream(url: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    with httpx.stream("POST", url, json=body, timeout=120) as response:
+        assert response.status_code == 200
+        for line in response.iter_lines():
+            if line.startswith("data: {"):
+                yield json.loads(line[6:])
+
+
+def test_the_page_of_the_document_loads_nothing(server):
+    page = httpx.get(f"{server.url}/schema", timeout=60)
+    assert page.headers["content-type"].startswith("text/html")
+    text = page.text
+    assert "/v1/responses" in text
+    assert "ResponseCreated" in text
+    assert "Answer a conversation." in text
+    assert "<script" not in text
+    assert "default-src 'none'" in text
+    assert " src=" not in text
+    assert "://" not in text.replace("http://json-schema.org", "")
+    links = {part.partition('"')[0] for part in text.split('href="')[1:]}
+    assert links == {"data:,", "/schema/openapi.json"}
+    for other in ("swagger", "redoc", "elements", "rapidoc"):
+        assert httpx.get(f"{server.url}/schema/{other}", timeout=60).status_code == 404
 
 
 @pytest.mark.slow

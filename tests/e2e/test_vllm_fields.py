@@ -158,7 +158,8 @@ class TestStreamInterval:
         body: dict[str, Any] = {"prompt": "Once upon", "logprobs": 1}
         if path == CHAT:
             body = {"messages": HI, "logprobs": True, "top_logprobs": 1}
-        body |= {**GREEDY, "max_tokens": 24, "stream_options": {"continuous_usage_stats": True}}
+        options = {"include_usage": True, "continuous_usage_stats": True}
+        body |= {**GREEDY, "max_tokens": 24, "stream_options": options}
         plain = list(lines(server, path, **body))
         wide = list(lines(server, path, **body, stream_interval=interval))
         assert [len(one) for one in token_lists(wide)] == sizes
@@ -166,7 +167,8 @@ class TestStreamInterval:
         assert tokens_of(wide) == tokens_of(plain)
         assert text_of(wide) == text_of(plain)
         assert logprobs_of(wide) == logprobs_of(plain)
-        assert wide[-1]["choices"][0]["finish_reason"] == "length"
+        assert wide[-2]["choices"][0]["finish_reason"] == "length"
+        assert wide[-1]["usage"]["completion_tokens"] == 24
         # The usage so far counts what was given.
         counts = [one["usage"]["completion_tokens"] for one in wide if len(token_lists([one]))]
         assert counts == [sum(sizes[: end + 1]) for end in range(len(sizes))]
@@ -190,6 +192,46 @@ class TestStreamInterval:
         assert error["param"] == "stream_interval"
         assert "stream=true" in error["message"]
         post(server, CHAT, messages=HI, max_tokens=1, stream_interval=1)
+
+
+class TestContinuousUsage:
+    OPTIONS = {"include_usage": True, "continuous_usage_stats": True}
+
+    def test_each_chunk_counts_its_own_completion(self, server):
+        body = {"n": 2, "seed": 3, "max_tokens": 5, "ignore_eos": True}
+        prompts = ["Once", "What is a list of things?"]
+        lengths = [post(server, "/tokenize", prompt=one)["count"] for one in prompts]
+        for echo in (False, True):
+            *chunks, last = lines(
+                server, COMPLETIONS, prompt=prompts, **body, echo=echo, stream_options=self.OPTIONS
+            )
+            counts = [[0] * echo + [1, 2, 3, 4, 5]] * 4
+            assert self.counts(chunks, [lengths[0]] * 2 + [lengths[1]] * 2) == counts
+            assert last["usage"]["completion_tokens"] == 20
+            assert last["usage"]["prompt_tokens"] == sum(lengths)
+
+    def test_the_chunk_with_the_role_counts_the_prompt_alone(self, server):
+        body = {"messages": HI, "n": 2, "seed": 3, "max_tokens": 5, "ignore_eos": True}
+        length = post(server, "/tokenize", messages=HI)["count"]
+        *chunks, last = lines(server, CHAT, **body, stream_options=self.OPTIONS)
+        assert self.counts(chunks, [length] * 2) == [[0, 1, 2, 3, 4, 5]] * 2
+        assert (last["choices"], last["usage"]["completion_tokens"]) == ([], 10)
+
+    def test_it_is_silent_without_include_usage(self, server):
+        options = {"continuous_usage_stats": True}
+        for path, prompt in ((COMPLETIONS, {"prompt": "Once"}), (CHAT, {"messages": HI})):
+            chunks = list(lines(server, path, **prompt, max_tokens=3, stream_options=options))
+            assert all(chunk["choices"] and "usage" not in chunk for chunk in chunks)
+
+    def counts(self, chunks: list[dict[str, Any]], lengths: list[int]) -> list[list[int]]:
+        """Tokens that the chunks of each completion count, those without new text left out."""
+        found: list[list[int]] = [[] for _ in lengths]
+        for chunk in chunks:
+            (choice,), usage = chunk["choices"], chunk["usage"]
+            assert usage["prompt_tokens"] == lengths[choice["index"]]
+            assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+            found[choice["index"]].append(usage["completion_tokens"])
+        return found
 
 
 class TestPrompts:

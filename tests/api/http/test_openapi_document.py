@@ -72,6 +72,14 @@ def test_streams_are_described(document):
         assert content.keys() == {"application/json", "text/event-stream"}
 
 
+def test_every_type_of_event_is_described(document):
+    content = document["paths"]["/v1/responses"]["post"]["responses"]["200"]["content"]
+    kinds = content["text/event-stream"]["schema"]["anyOf"]
+    types = [resolve(document, kind["$ref"])["properties"]["type"]["enum"] for kind in kinds]
+    assert ["response.output_text.delta"] in types
+    assert len({name for (name,) in types}) == len(kinds) >= 15
+
+
 def test_it_is_there_whatever_is_served(make_app):
     app = make_app((), tasks=(ServedTask.embed,), embedding_size=2)
     assert app.http.get("/schema/openapi.json").status_code == 200

@@ -94,10 +94,23 @@ class TestChat:
         assert [chunk["usage"] for chunk in chunks] == [None] * 3
 
     def test_usage_in_every_chunk(self, app):
-        *chunks, _ = events(
-            app.chat(stream=True, stream_options={"continuous_usage_stats": True}).text
-        )
-        assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == [1, 1, 3]
+        options = {"include_usage": True, "continuous_usage_stats": True}
+        *chunks, last, _ = events(app.chat(stream=True, stream_options=options, n=2).text)
+        counts: dict[int, list[int]] = {0: [], 1: []}
+        for chunk in chunks:
+            usage = chunk["usage"]
+            assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+            assert usage["prompt_tokens"] == last["usage"]["prompt_tokens"]
+            assert usage["prompt_tokens_details"] == {"cached_tokens": 2}
+            counts[chunk["choices"][0]["index"]].append(usage["completion_tokens"])
+        # Each completion for itself, and nothing of it in the chunk with the role.
+        assert counts == {0: [0, 1, 3], 1: [0, 1, 3]}
+        assert last["usage"]["completion_tokens"] == 6
+
+    def test_continuous_usage_needs_include_usage(self, app):
+        options = {"continuous_usage_stats": True}
+        *chunks, _ = events(app.chat(stream=True, stream_options=options).text)
+        assert [chunk for chunk in chunks if "usage" in chunk] == []
 
     def test_several_completions(self, app):
         body = app.chat(n=3).json()

@@ -1,0 +1,145 @@
+"""From content blocks to output items and to the events of a stream of `/v1/responses`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ostinato.api.chat.content_blocks import BlockDelta, BlockKind, ContentBlock
+from ostinato.api.responses.response_events import (
+    CallArgumentsDelta,
+    CallArgumentsDone,
+    ContentPartAdded,
+    ContentPartDone,
+    OutputItemAdded,
+    OutputItemDone,
+    OutputTextDelta,
+    OutputTextDone,
+    ReasoningTextDelta,
+    ReasoningTextDone,
+    ResponseCompleted,
+    ResponseCreated,
+    ResponseEvent,
+    ResponseFailed,
+    ResponseIncomplete,
+    ResponseInProgress,
+)
+from ostinato.api.responses.response_object import (
+    OutputCall,
+    OutputItem,
+    OutputMessage,
+    OutputReasoning,
+    OutputText,
+    ReasoningText,
+    Response,
+)
+from ostinato.api.responses.schemas import ItemStatus
+
+__all__ = ("EventWriter",)
+
+_PREFIXES = {BlockKind.text: "msg", BlockKind.reasoning: "rs", BlockKind.call: "fc"}
+_LIFECYCLE = {
+    "in_progress": ResponseInProgress,
+    "completed": ResponseCompleted,
+    "incomplete": ResponseIncomplete,
+    "failed": ResponseFailed,
+}
+
+
+class EventWriter:
+    """Makes the items and numbers the events of one response.
+
+    Args:
+        response_id: of the response; the ids of its items are made from it.
+    """
+
+    def __init__(self, response_id: str) -> None:
+        self._stem = response_id.removeprefix("resp_")
+        self._num_events = 0
+
+    def created(self, response: Response) -> ResponseEvent:
+        """The first event."""
+        return ResponseCreated(sequence_number=self._next(), response=response)
+
+    def of_status(self, response: Response) -> ResponseEvent:
+        """The event that says that the response has its present status."""
+        return _LIFECYCLE[response.status](sequence_number=self._next(), response=response)
+
+    def of_change(self, change: BlockDelta, status: ItemStatus) -> list[ResponseEvent]:
+        """The events of one change of a block.
+
+        Args:
+            status: of the block's item, if the change ends it.
+        """
+        block = change.block
+        if change.begins:
+            return self._begin(block)
+        if change.ends:
+            return self._end(block, status)
+        place = self._place(block)
+        if block.kind is BlockKind.text:
+            return [OutputTextDelta(**place, delta=change.delta)]
+        if block.kind is BlockKind.reasoning:
+            return [ReasoningTextDelta(**place, delta=change.delta)]
+        return [CallArgumentsDelta(**place, delta=change.delta)]
+
+    def item(
+        self, block: ContentBlock, status: ItemStatus, *, is_empty: bool = False
+    ) -> OutputItem:
+        """The output item of a block.
+
+        Args:
+            is_empty: without its text, as it begins.
+        """
+        item_id, text = self._item_id(block), "" if is_empty else block.text
+        if block.kind is BlockKind.call:
+            return OutputCall(
+                id=item_id, status=status, call_id=block.call_id, name=block.name, arguments=text
+            )
+        if block.kind is BlockKind.reasoning:
+            thoughts = [] if is_empty else [ReasoningText(text=text)]
+            return OutputReasoning(id=item_id, status=status, content=thoughts)
+        content = [] if is_empty else [OutputText(text=text)]
+        return OutputMessage(id=item_id, status=status, content=content)
+
+    def _begin(self, block: ContentBlock) -> list[ResponseEvent]:
+        begun = self.item(block, "in_progress", is_empty=True)
+        events: list[ResponseEvent] = [
+            OutputItemAdded(sequence_number=self._next(), output_index=block.index, item=begun)
+        ]
+        if block.kind is not BlockKind.call:
+            events.append(ContentPartAdded(**self._place(block), part=self._part(block, "")))
+        return events
+
+    def _end(self, block: ContentBlock, status: ItemStatus) -> list[ResponseEvent]:
+        events: list[ResponseEvent] = []
+        if block.kind is BlockKind.call:
+            events.append(
+                CallArgumentsDone(**self._place(block), name=block.name, arguments=block.text)
+            )
+        else:
+            kind = OutputTextDone if block.kind is BlockKind.text else ReasoningTextDone
+            events.append(kind(**self._place(block), text=block.text))
+            part = self._part(block, block.text)
+            events.append(ContentPartDone(**self._place(block), part=part))
+        item = self.item(block, status)
+        events.append(
+            OutputItemDone(sequence_number=self._next(), output_index=block.index, item=item)
+        )
+        return events
+
+    def _part(self, block: ContentBlock, text: str) -> OutputText | ReasoningText:
+        return OutputText(text=text) if block.kind is BlockKind.text else ReasoningText(text=text)
+
+    def _place(self, block: ContentBlock) -> dict[str, Any]:
+        return {
+            "sequence_number": self._next(),
+            "output_index": block.index,
+            "item_id": self._item_id(block),
+        }
+
+    def _item_id(self, block: ContentBlock) -> str:
+        return f"{_PREFIXES[block.kind]}_{self._stem}_{block.index}"
+
+    def _next(self) -> int:
+        self._num_events += 1
+        return self._num_events - 1
