@@ -79,6 +79,7 @@ class AttentionBackend(Protocol):
     """One way to run the op: a module-level object named `BACKEND` in ops/backends/."""
 
     name: str
+    is_batch_invariant: bool  # a row has the same bits whatever rows and sequences stand beside it
 
     def why_unsupported(self, spec: AttentionSpec) -> str | None:
         """The reason this backend can not serve `spec` on this machine, or None when it can."""

@@ -40,6 +40,11 @@ class WeightPolicy(Protocol):
         ...
 
     @property
+    def is_batch_invariant(self) -> bool:
+        """A token's products have the same bits whatever tokens stand beside it in the step."""
+        ...
+
+    @property
     def quantization(self) -> str:
         """How weights are quantised, as text for users; `none` if they are not."""
         ...
@@ -66,6 +71,10 @@ class WeightsByRole:
     @property
     def uses_cpu_kernels(self) -> bool:
         return not self.layers.is_in_place
+
+    @property
+    def is_batch_invariant(self) -> bool:
+        return self.layers.is_batch_invariant and self.head.is_batch_invariant
 
     @property
     def quantization(self) -> str:

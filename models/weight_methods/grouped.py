@@ -34,6 +34,7 @@ class GroupQuantized(WeightMethod):
 
     bits: ClassVar[int]
     is_quantized: ClassVar[bool] = True
+    is_batch_invariant: ClassVar[bool] = True
 
     group_size: int  # weights of a row that share a scale
     symmetric: bool  # no zero points

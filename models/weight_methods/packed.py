@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -33,6 +34,8 @@ __all__ = ("Packed",)
 @dataclass(frozen=True, slots=True)
 class Packed(WeightMethod):
     """`weight` in panels of 32 rows, padded with zeros; float32 or bfloat16 on a CPU."""
+
+    is_batch_invariant: ClassVar[bool] = True
 
     @property
     def stored(self) -> Mapping[str, StoredTensor]:

@@ -163,6 +163,8 @@ class WeightMethod(ABC):
 
     is_in_place: ClassVar[bool] = False  # stored tensors are copied straight into the parameters
     is_quantized: ClassVar[bool] = False  # the parameters stand for rounded values
+    # A row of the result has the same bits whatever rows stand beside it.
+    is_batch_invariant: ClassVar[bool] = False
 
     @property
     @abstractmethod

@@ -25,6 +25,7 @@ class CpuBackend:
     """Prefill and decode in one call; a row's bits depend on nothing but its own context."""
 
     name = "cpu"
+    is_batch_invariant = True
 
     def why_unsupported(self, spec: AttentionSpec) -> str | None:
         """The reason, or None. That the library can be built shows when it is loaded."""

@@ -66,6 +66,7 @@ class FlashInferBackend:
     """
 
     name = "flashinfer"
+    is_batch_invariant = False
 
     def __init__(self, library: Library | None = None) -> None:
         """

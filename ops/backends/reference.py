@@ -14,6 +14,7 @@ class ReferenceBackend:
     """Gathers each sequence's context and computes in float32."""
 
     name = "reference"
+    is_batch_invariant = False
 
     def why_unsupported(self, spec: AttentionSpec) -> str | None:
         return None

@@ -115,6 +115,7 @@ class TritonBackend:
     """
 
     name = "triton"
+    is_batch_invariant = False
 
     def why_unsupported(self, spec: AttentionSpec) -> str | None:
         if spec.device.type != "cuda":

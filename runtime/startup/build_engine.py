@@ -8,6 +8,7 @@ line.
 
 from __future__ import annotations
 
+import logging
 from contextlib import ExitStack
 
 from ostinato.conf.engine_config import EngineConfig
@@ -30,6 +31,8 @@ from ostinato.runtime.startup.phases import PhaseTimer, Report
 from ostinato.runtime.startup.rank import RankParts, build_rank
 
 __all__ = ("build_engine", "compile_bundle")
+
+_LOG = logging.getLogger(__name__)
 
 
 def build_engine(
@@ -111,6 +114,9 @@ def _lead(rank: RankParts, phase: PhaseTimer, observer: StepObserver | None) -> 
             if plan.is_cpu:
                 add_kernels(rank.bundle, plan.config.model)
             rank.bundle.save()
+    if reason := plan.why_batch_dependent:
+        level = logging.WARNING if plan.is_cpu else logging.INFO  # on a GPU no setting helps
+        _LOG.log(level, "a seed may give other tokens in another batch: %s", reason)
     cache, scheduler = _make_scheduler(plan, costs, rank.executor.max_in_flight)
     return Engine(scheduler, cache, rank.executor, rank.model, cost_table=costs, observer=observer)
 

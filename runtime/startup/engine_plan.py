@@ -11,7 +11,7 @@ from ostinato.conf.engine_config import EngineConfig
 from ostinato.conf.schema import GraphMode
 from ostinato.graphs.buckets import BucketTable
 from ostinato.models.kv_cache import KVCacheSpec
-from ostinato.ops.attention import AttentionSpec, select_backend
+from ostinato.ops.attention import AttentionSpec, load_backend, select_backend
 from ostinato.runtime.errors import StartupError
 from ostinato.runtime.memory.memory_plan import MemoryPlan
 from ostinato.runtime.startup.planning import ModelSource, bucket_table, open_model, plan_engine
@@ -47,6 +47,25 @@ class EnginePlan:
         return self.source.config.kv_cache_spec(
             self.config.cache.block_size, self.source.cache_dtype
         )
+
+    @property
+    def why_batch_dependent(self) -> str | None:
+        """Why a token's logits can have other bits in another batch, and what helps on a CPU; None
+        when they have the same bits in every batch.
+        """
+        graphs, dtype = self.config.graphs, str(self.source.dtype).removeprefix("torch.")
+        if not self.is_cpu:
+            return f"kernels on {self.source.device.type} choose their order of sums by the batch"
+        reasons: list[str] = []
+        if not self.source.weights.is_batch_invariant:
+            reasons.append(
+                f"torch multiplies {dtype} weights; set model.dtype=bfloat16 or float32"
+                if graphs.pack_weights
+                else "torch multiplies unpacked weights; set graphs.pack_weights=true"
+            )
+        if self.backend and not load_backend(self.backend).is_batch_invariant:
+            reasons.append(f"attention runs on {self.backend}; set graphs.attention=cpu")
+        return "; ".join(reasons) or None
 
 
 def make_plan(config: EngineConfig, threads: int) -> EnginePlan:

@@ -82,6 +82,10 @@ class _Policy:
         return False
 
     @property
+    def is_batch_invariant(self) -> bool:
+        return False
+
+    @property
     def quantization(self) -> str:
         return RowScaledInt8().name
 
