@@ -174,7 +174,7 @@ class StaticBuffers:
             ids.copy_(torch.where(ids < 0, last, ids))
 
     def store_last_tokens(self, token_ids: Tensor) -> None:
-        """Store the tokens [R] of a step, in the order of `sampled_rows`, as their rows' last."""
+        """Store the last token of each sequence that samples, in the order of `sampled_rows`."""
         rows = self._device["sampled_rows"][: len(token_ids)]
         self.last_tokens.index_copy_(0, rows, token_ids)
 

@@ -22,7 +22,7 @@ from ostinato.graphs.recorder import Recorder, is_out_of_memory
 from ostinato.graphs.timing import ClockTimer, StepTimer
 from ostinato.models.base import CausalLM, LanguageModel
 from ostinato.models.kv_cache import KVCache
-from ostinato.models.step_tensors import ForwardBatch
+from ostinato.models.step_tensors import ForwardBatch, StepSizes
 from ostinato.ops.attention import AttentionPlanner
 
 __all__ = ("GraphRunner", "RunStep", "StepKind")
@@ -143,18 +143,18 @@ class GraphRunner:
             self._fill_with_padding(key)
             self._plan(key)
 
-    def warm_up(self, shapes: Iterable[tuple[int, int]]) -> None:
-        """Run the uncaptured program once at each (num_tokens, num_seqs).
+    def warm_up(self, shapes: Iterable[StepSizes]) -> None:
+        """Run the uncaptured program once at each shape.
 
         Kernels that are loaded or tuned at their first use are then ready.
         """
-        for num_tokens, num_seqs in shapes:
-            key = GraphKey(num_tokens, num_seqs, 0)
+        for shape in shapes:
+            key = GraphKey(shape.num_tokens, shape.num_seqs, 0)
             self._buffers.wait_for_upload()
+            self._buffers.host.logits_indices[: shape.num_rows] = 0
             self._fill_with_padding(key)
             self._plan(key)
-            batch = self._buffers.batch(num_tokens, num_seqs, num_seqs)
-            self._result(batch)
+            self._result(self._buffers.batch(*shape))
 
     def drop_decode_buckets(self, sizes: Collection[int]) -> None:
         """Remove the decode buckets of these sizes; the next larger ones serve their steps."""

@@ -74,17 +74,17 @@ class GraphSampler:
             logits: [rows of the largest step, V] float32, where captured models put theirs.
             recorder: captures the programs; None = they run uncaptured.
         """
-        max_num_seqs, device = len(logits), logits.device
+        max_num_rows, device = len(logits), logits.device
         cuda = device.type == "cuda"
         self._recorder = recorder
         self._logits = logits
         self._host_memory = torch.ones(
-            len(SampleInputs._fields), max_num_seqs, dtype=torch.float64, pin_memory=cuda
+            len(SampleInputs._fields), max_num_rows, dtype=torch.float64, pin_memory=cuda
         )
         self._host: np.ndarray = self._host_memory.numpy()
         self._inputs = self._host_memory.to(device) if cuda else self._host_memory
         self._copied = torch.cuda.Event() if cuda else None
-        self._sizes = _row_sizes(max_num_seqs)
+        self._sizes = _row_sizes(max_num_rows)
         self._num_rows = 0
         self._paths: frozenset[SamplePath] = frozenset()
         self._replays: dict[SamplingKey, Callable[[], Tensor]] = {}
@@ -148,12 +148,12 @@ class GraphSampler:
         return lambda: sample_rows(logits, inputs, key.paths)
 
 
-def num_sampling_graphs(max_num_seqs: int) -> int:
-    """How many programs a `GraphSampler` captures for steps of up to `max_num_seqs` rows."""
-    return len(_row_sizes(max_num_seqs)) * len(_MIXTURES)
+def num_sampling_graphs(max_num_rows: int) -> int:
+    """How many programs a `GraphSampler` captures for steps of up to `max_num_rows` rows."""
+    return len(_row_sizes(max_num_rows)) * len(_MIXTURES)
 
 
-def _row_sizes(max_num_seqs: int) -> list[int]:
+def _row_sizes(max_num_rows: int) -> list[int]:
     """Powers of two, and the largest: padded rows cost little beside a model's step."""
-    sizes = [1 << power for power in range(max_num_seqs.bit_length()) if 1 << power < max_num_seqs]
-    return [*sizes, max_num_seqs]
+    sizes = [1 << power for power in range(max_num_rows.bit_length()) if 1 << power < max_num_rows]
+    return [*sizes, max_num_rows]

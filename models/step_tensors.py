@@ -139,8 +139,8 @@ class StepTensors(Generic[Array]):
     slot_mapping: Annotated[Array, _PER_TOKEN]
     # [R]; the tokens whose final hidden state is wanted.
     logits_indices: Annotated[Array, _PER_ROW]
-    # [R]; for each of them the row of the running sequence that it belongs to.
-    sampled_rows: Annotated[Array, _PER_ROW]
+    # [S]; the row of each sequence that samples, in the order of its tokens in `logits_indices`.
+    sampled_rows: Annotated[Array, TensorSpec(sizes=(Size.seqs,), dtype=torch.int64)]
     # [S+1]; first query row of each sequence, then the total.
     query_start_loc: Annotated[
         Array, TensorSpec(sizes=(Size.seqs_plus_one,), dtype=torch.int32, padding="edge")

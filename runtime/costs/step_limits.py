@@ -33,6 +33,13 @@ class StepLimits(NamedTuple):
 
     max_num_seqs: int
     max_num_batched_tokens: int
+    rows_per_seq: int = 1  # rows of logits that a sequence can have: 1 + drafts that are verified
+
+    @property
+    def max_num_rows(self) -> int:
+        """The most rows of logits, R; at least one for each sequence, as buckets are padded to."""
+        rows = min(self.max_num_seqs * self.rows_per_seq, self.max_num_batched_tokens)
+        return max(rows, self.max_num_seqs)
 
 
 class DecidedLimits(NamedTuple):
@@ -43,15 +50,23 @@ class DecidedLimits(NamedTuple):
     tokens_origin: str
 
 
-def upper_limits(config: SchedulerConfig, *, is_cpu: bool = True) -> StepLimits:
-    """The limits that buffers, memory plan and buckets are sized for: as set, else upper bounds."""
+def upper_limits(
+    config: SchedulerConfig, *, is_cpu: bool = True, max_drafts: int = 0
+) -> StepLimits:
+    """The limits that buffers, memory plan and buckets are sized for: as set, else upper bounds.
+
+    Args:
+        config: which limits are set.
+        is_cpu: the device is a CPU.
+        max_drafts: guesses that a step verifies for one sequence; 0 = there is no drafter.
+    """
     device = "cpu" if is_cpu else "cuda"
     seqs, tokens = config.max_num_seqs, config.max_num_batched_tokens
     if tokens is None:
         tokens = max(_MAX_NUM_BATCHED_TOKENS[device], seqs or 0)
     if seqs is None:
         seqs = min(_MAX_NUM_SEQS[device], tokens)
-    return StepLimits(seqs, tokens)
+    return StepLimits(seqs, tokens, 1 + max_drafts)
 
 
 def decide_limits(
@@ -85,7 +100,8 @@ def decide_limits(
         tokens = min(tokens + seqs, upper.max_num_batched_tokens)
     elif seqs > tokens:
         seqs = tokens
-    return DecidedLimits(StepLimits(seqs, tokens), seqs_origin, tokens_origin)
+    limits = StepLimits(seqs, tokens, upper.rows_per_seq)
+    return DecidedLimits(limits, seqs_origin, tokens_origin)
 
 
 def redundant_sizes(sizes: Sequence[int], costs: CostTable) -> list[int]:

@@ -362,11 +362,17 @@ class Sampler:
         return state
 
 
-def sampling_bytes(max_num_seqs: int, vocab_size: int) -> int:
+def sampling_bytes(max_num_rows: int, max_num_seqs: int, vocab_size: int) -> int:
     """The most bytes that logits and sampling take at once, when every row asks for everything.
 
     Per logit: as the head computes it (2), as float32 (4), where sampling reads it (4), as it was
-    before the edits (4); a penalised row's counts (4) and prompt (1); allowed tokens (1, and 2 at
-    work). Besides these, what a draw works on.
+    before the edits (4), and allowed tokens at work (2). Per sequence and token of the vocabulary:
+    counts (4) and prompt (1) of penalties, allowed tokens (1). Besides these, what a draw works on.
+
+    Args:
+        max_num_rows: R, rows of logits of the largest step.
+        max_num_seqs: S.
+        vocab_size: V.
     """
-    return 22 * max_num_seqs * vocab_size + sampling_workspace_bytes(max_num_seqs, vocab_size)
+    elements = 16 * max_num_rows + 6 * max_num_seqs
+    return elements * vocab_size + sampling_workspace_bytes(max_num_rows, vocab_size)

@@ -3,7 +3,7 @@
 A draft is a guess of the tokens that follow a sequence's last one. The step computes the guesses
 beside the last token; sampling draws each position as plain decoding would and keeps the tokens up
 to the first that differs from its guess. So drafts change how many tokens a step gives, and never
-which. The engine has no drafter yet: `Scheduler(proposer=None)`.
+which. The engine has no drafter of its own yet; `build_engine(proposer=...)` takes one.
 """
 
 from __future__ import annotations
@@ -22,6 +22,13 @@ __all__ = ("DraftPlanner", "Proposer")
 
 class Proposer(Protocol):
     """A drafter."""
+
+    @property
+    def max_drafts(self) -> int:
+        """The most guesses for one sequence in one step, at least 1. The engine plans its rows of
+        logits for them.
+        """
+        ...
 
     def propose(self, request: Request, token_ids: Many[int], most: int) -> Many[int]:
         """Guess what follows.

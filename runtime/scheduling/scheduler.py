@@ -54,12 +54,12 @@ class Scheduler:
         config: row and token limits, policy.
         cache: the blocks; not shared with another scheduler.
         max_model_len: tokens of prompt plus output that one sequence may have.
-        limits: the largest step; None = what the configuration has, or its upper bounds.
+        limits: the largest step; None = what the configuration has, or its upper bounds. A sequence
+            gets at most `rows_per_seq - 1` guesses in one step.
         bound: keeps steps with decodes within a target; None = there is none.
         whole_prompts: a prompt is never computed in chunks, as encoders need it.
         max_in_flight: steps that may be scheduled and not taken in yet, as the executor allows.
         proposer: guesses tokens that a step computes beside the sampled ones; None = no guesses.
-        max_drafts: guesses for one sequence in one step, as the executor's buffers allow.
 
     Attributes:
         queues: the sequences by status.
@@ -69,7 +69,7 @@ class Scheduler:
         ValueError: one sequence of `max_model_len` tokens does not fit into the cache.
     """
 
-    def __init__(  # noqa: PLR0913 - its parts, put together in one place
+    def __init__(
         self,
         config: SchedulerConfig,
         cache: KVCacheManager,
@@ -80,7 +80,6 @@ class Scheduler:
         whole_prompts: bool = False,
         max_in_flight: int = 2,
         proposer: Proposer | None = None,
-        max_drafts: int = 7,
     ) -> None:
         needed = -(-max_model_len // cache.block_size)
         if cache.num_blocks < needed:
@@ -92,9 +91,12 @@ class Scheduler:
             )
         self.max_model_len = max_model_len
         self.num_output_tokens = 0
-        self.limits = limits or upper_limits(config)
+        max_drafts = 0 if proposer is None else proposer.max_drafts
+        self.limits = limits or upper_limits(config, max_drafts=max_drafts)
         self.bound = bound
         self.queues = SequenceQueues(cache, self.limits.max_num_seqs)
+        if proposer is not None:
+            max_drafts = min(max_drafts, self.limits.rows_per_seq - 1)
         self.drafts = None if proposer is None else DraftPlanner(proposer, cache, max_drafts)
         self._max_in_flight = max_in_flight
         self._cache = cache

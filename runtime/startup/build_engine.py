@@ -21,6 +21,7 @@ from ostinato.runtime.engine.engine import Engine
 from ostinato.runtime.engine.step_observer import StepObserver
 from ostinato.runtime.errors import StartupError
 from ostinato.runtime.kv.kv_cache_manager import KVCacheManager
+from ostinato.runtime.scheduling.proposer import Proposer
 from ostinato.runtime.scheduling.scheduler import Scheduler
 from ostinato.runtime.startup.bundles import add_kernels
 from ostinato.runtime.startup.calibrate import calibrate, make_scheduler
@@ -40,6 +41,7 @@ def build_engine(
     report: Report = lambda name, seconds: None,
     observer: StepObserver | None = None,
     model_cache: LoadedModelCache | None = None,
+    proposer: Proposer | None = None,
 ) -> Engine:
     """Build everything and return an engine that compiles nothing any more.
 
@@ -48,11 +50,12 @@ def build_engine(
         report: called at the end of each phase of the start.
         observer: is told of every step; None = one that writes no file.
         model_cache: may hold the model of an earlier engine, and gets this one's; None = load it.
+        proposer: a drafter, whose guesses steps verify; None = there is none.
 
     Raises:
         StartupError: the engine can not start as configured; one line with the remedy.
     """
-    return _build(config, report, observer, model_cache)[0]
+    return _build(config, report, observer, model_cache, proposer)[0]
 
 
 def compile_bundle(config: EngineConfig, report: Report) -> Bundle | None:
@@ -68,7 +71,7 @@ def compile_bundle(config: EngineConfig, report: Report) -> Bundle | None:
     Raises:
         StartupError: the engine can not start as configured; one line with the remedy.
     """
-    engine, bundle = _build(config, report, None, None)
+    engine, bundle = _build(config, report, None, None, None)
     engine.close()
     return bundle
 
@@ -78,6 +81,7 @@ def _build(
     report: Report,
     observer: StepObserver | None,
     model_cache: LoadedModelCache | None,
+    proposer: Proposer | None,
 ) -> tuple[Engine, Bundle | None]:
     phase = PhaseTimer(report)
     try:
@@ -86,9 +90,10 @@ def _build(
             undo.callback(monitor.close)
             threads = set_threads(config.device)
             with phase("open"):
-                plan = make_plan(config, threads)
+                max_drafts = 0 if proposer is None else proposer.max_drafts
+                plan = make_plan(config, threads, max_drafts=max_drafts)
             rank = build_rank(plan, phase, monitor, undo, model_cache)
-            engine = _lead(rank, phase, observer)
+            engine = _lead(rank, phase, observer, proposer)
             monitor.mark_ready()
             undo.pop_all()
             return engine, rank.bundle
@@ -101,7 +106,12 @@ def _build(
         ) from error
 
 
-def _lead(rank: RankParts, phase: PhaseTimer, observer: StepObserver | None) -> Engine:
+def _lead(
+    rank: RankParts,
+    phase: PhaseTimer,
+    observer: StepObserver | None,
+    proposer: Proposer | None,
+) -> Engine:
     """What the leader alone does: measure step costs, save the bundle, schedule."""
     plan, costs = rank.plan, rank.costs
     if costs is None and rank.cost_store.is_wanted and plan.source.config.kind.generates:
@@ -117,12 +127,12 @@ def _lead(rank: RankParts, phase: PhaseTimer, observer: StepObserver | None) -> 
     if reason := plan.why_batch_dependent:
         level = logging.WARNING if plan.is_cpu else logging.INFO  # on a GPU no setting helps
         _LOG.log(level, "a seed may give other tokens in another batch: %s", reason)
-    cache, scheduler = _make_scheduler(plan, costs, rank.executor.max_in_flight)
+    cache, scheduler = _make_scheduler(plan, costs, rank.executor.max_in_flight, proposer)
     return Engine(scheduler, cache, rank.executor, rank.model, cost_table=costs, observer=observer)
 
 
 def _make_scheduler(
-    plan: EnginePlan, costs: CostTable | None, max_in_flight: int
+    plan: EnginePlan, costs: CostTable | None, max_in_flight: int, proposer: Proposer | None
 ) -> tuple[KVCacheManager, Scheduler]:
     """The scheduler and the blocks that it allocates from."""
     config, kind = plan.config, plan.source.config.kind
@@ -139,5 +149,6 @@ def _make_scheduler(
         costs,
         whole_prompts=kind.takes_whole_prompts,
         max_in_flight=max_in_flight,
+        proposer=proposer,
     )
     return cache, scheduler

@@ -26,6 +26,7 @@ from ostinato.runtime.execution.executor import (
 from ostinato.runtime.kv.kv_cache_manager import KVCacheManager
 from ostinato.runtime.memory.memory_plan import MemoryPlan
 from ostinato.runtime.scheduling.itl_bound import ItlBound
+from ostinato.runtime.scheduling.proposer import Proposer
 from ostinato.runtime.scheduling.scheduler import Scheduler
 from ostinato.runtime.startup.machine_info import cpu_name
 from ostinato.runtime.types.engine_info import ServedModel
@@ -135,6 +136,7 @@ def make_scheduler(
     *,
     whole_prompts: bool = False,
     max_in_flight: int,
+    proposer: Proposer | None = None,
 ) -> Scheduler:
     """The scheduler with the limits and the bound that the step costs give.
 
@@ -146,6 +148,7 @@ def make_scheduler(
         costs: seconds of steps; None = not measured.
         whole_prompts: a prompt is never computed in chunks.
         max_in_flight: steps that the executor takes before one is read.
+        proposer: the drafter that `upper` was made for; None = there is none.
 
     Raises:
         StartupError: a target for inter-token latency without step costs.
@@ -182,4 +185,5 @@ def make_scheduler(
         bound=bound,
         whole_prompts=whole_prompts,
         max_in_flight=max_in_flight,
+        proposer=proposer,
     )

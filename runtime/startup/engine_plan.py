@@ -68,17 +68,18 @@ class EnginePlan:
         return "; ".join(reasons) or None
 
 
-def make_plan(config: EngineConfig, threads: int) -> EnginePlan:
+def make_plan(config: EngineConfig, threads: int, *, max_drafts: int = 0) -> EnginePlan:
     """Find the model and decide how it will run.
 
     Args:
         config: the engine's configuration.
         threads: of the model on a CPU.
+        max_drafts: guesses that a step verifies for one sequence; 0 = there is no drafter.
 
     Raises:
         StartupError: there is no such model, it does not fit, or the settings contradict it.
     """
-    source = open_model(config)
+    source = open_model(config, max_drafts=max_drafts)
     memory = plan_engine(config, source)
     backend = _select_backend(config, source)
     _check_graphs(config, source, backend)

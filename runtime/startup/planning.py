@@ -21,6 +21,7 @@ from ostinato.models.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from ostinato.models.checkpoints.pooling_files import PoolingFiles, read_pooling_files
 from ostinato.models.config.model_config import ModelConfig, resolve_cache_dtype, resolve_dtype
 from ostinato.models.registry import build_model, read_model_config
+from ostinato.models.step_tensors import StepSizes
 from ostinato.models.weight_methods.choose import WeightPolicy, choose_weights
 from ostinato.ops.attention import AttentionPlanner, AttentionSpec, workspace_bytes
 from ostinato.runtime.costs.cost_table import CostTable
@@ -61,12 +62,15 @@ class ModelSource:
         )
 
 
-def open_model(config: EngineConfig, device: torch.device | None = None) -> ModelSource:
+def open_model(
+    config: EngineConfig, device: torch.device | None = None, *, max_drafts: int = 0
+) -> ModelSource:
     """Find the model and read its configuration; loads no weights.
 
     Args:
         config: the engine's configuration.
         device: to plan for a device that is not here; None = the configured one.
+        max_drafts: guesses that a step verifies for one sequence; 0 = there is no drafter.
 
     Raises:
         StartupError: no such model, or one that is not supported.
@@ -81,7 +85,8 @@ def open_model(config: EngineConfig, device: torch.device | None = None) -> Mode
         raise StartupError(f"{pooling.unsupported}; choose one with model.pooling")
     dtype = resolve_dtype(config.model.dtype, model_config)
     device = device or resolve_device(config.device.name)
-    limits = upper_limits(config.scheduler, is_cpu=device.type == "cpu")
+    is_cpu = device.type == "cpu"
+    limits = upper_limits(config.scheduler, is_cpu=is_cpu, max_drafts=max_drafts)
     if model_config.kind.takes_whole_prompts:
         length = config.model.max_model_len or pooling.max_seq_length or model_config.max_model_len
         limits = _encoder_limits(config, limits, length)
@@ -163,7 +168,7 @@ def plan_engine(
     )
     tensors = [*skeleton.parameters(), *skeleton.buffers()]
     keys = bucket_table(config, source).keys
-    num_seqs, num_tokens = source.limits
+    limits = source.limits
     return plan_memory(
         ModelFootprint(
             weights_bytes=sum(tensor.numel() * tensor.itemsize for tensor in tensors),
@@ -173,14 +178,16 @@ def plan_engine(
             qkv_size=(model.num_heads + 2 * model.num_kv_heads) * model.head_dim,
             dtype_bytes=source.dtype.itemsize,
             max_model_len=model.max_model_len,
-            sampling_bytes=sampling_bytes(num_seqs, model.vocab_size)
+            sampling_bytes=sampling_bytes(
+                limits.max_num_rows, limits.max_num_seqs, model.vocab_size
+            )
             if model.kind.generates
             else 0,
             workspace_bytes=workspace_bytes(
                 config.graphs.attention.value,
                 source.attention_spec(config.cache.block_size),
-                num_tokens=num_tokens,
-                num_seqs=num_seqs,
+                num_tokens=limits.max_num_batched_tokens,
+                num_seqs=limits.max_num_seqs,
                 max_model_len=config.model.max_model_len or model.max_model_len,
             )
             if model.kind.needs_kv_cache
@@ -191,10 +198,10 @@ def plan_engine(
         is_cpu=is_cpu,
         device=config.device,
         cache=config.cache,
-        scheduler=source.limits,
+        scheduler=limits,
         max_model_len=config.model.max_model_len or source.pooling.max_seq_length,
         graphs=GraphFootprint(
-            num_graphs=len(keys) + num_sampling_graphs(num_seqs) if keys else 0,
+            num_graphs=len(keys) + num_sampling_graphs(limits.max_num_rows) if keys else 0,
             max_tokens=max((key.num_tokens for key in keys), default=0),
         ),
     )
@@ -222,8 +229,15 @@ def bucket_table(
         chosen = [size for size in chosen if size not in redundant]
     # On a CPU a mixed bucket would compute its padding, and there is no launch cost to save.
     mixed_sizes = [] if is_cpu else default_mixed_sizes(scheduler.max_num_batched_tokens)
+    rows_per_seq, verify_sizes = scheduler.rows_per_seq, {}
+    if rows_per_seq > 1:
+        most = scheduler.max_num_batched_tokens // rows_per_seq
+        verify_sizes[rows_per_seq] = [size for size in chosen if size <= most]
     return BucketTable(
-        decode_sizes=chosen, mixed_sizes=mixed_sizes, max_num_seqs=scheduler.max_num_seqs
+        decode_sizes=chosen,
+        mixed_sizes=mixed_sizes,
+        max_num_seqs=scheduler.max_num_seqs,
+        verify_sizes=verify_sizes,
     )
 
 
@@ -260,7 +274,10 @@ def plan_measured(
         null_block = spec.allocate(1, source.device)
         runner = GraphRunner(model, null_block, buffers, table=table, planner=planner)
         runner.plan_buckets()
-        runner.warm_up([(source.limits.max_num_batched_tokens, source.limits.max_num_seqs)])
+        limits = source.limits
+        runner.warm_up(
+            [StepSizes(limits.max_num_batched_tokens, limits.max_num_seqs, limits.max_num_rows)]
+        )
         token_sampler.run_largest()
 
     measured = measure(CudaMemory(), largest_step, free_before=plan.free_bytes)

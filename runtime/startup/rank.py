@@ -27,6 +27,7 @@ from ostinato.graphs.sampling_graph import GraphSampler
 from ostinato.graphs.threads import StepThreads
 from ostinato.graphs.timing import make_timer
 from ostinato.models.base import EncoderModel, LanguageModel
+from ostinato.models.step_tensors import StepSizes
 from ostinato.ops.attention import AttentionPlanner, PlannedBackend, load_backend
 from ostinato.runtime.costs.cost_table import CostTable
 from ostinato.runtime.execution.inline_executor import InlineExecutor
@@ -142,6 +143,7 @@ def _make_buffers(plan: EnginePlan) -> StaticBuffers:
     return StaticBuffers(
         max_num_tokens=limits.max_num_batched_tokens,
         max_num_seqs=limits.max_num_seqs,
+        max_num_rows=limits.max_num_rows,
         max_blocks_per_seq=-(-plan.memory.max_model_len // block_size),
         block_size=block_size,
         device=plan.source.device,
@@ -176,7 +178,7 @@ def _make_cuda_recorder(plan: EnginePlan) -> tuple[CudaRecorder | None, GraphSam
     source = plan.source
     if plan.is_cpu or not source.config.kind.generates:
         return None, None
-    rows, vocab_size = source.limits.max_num_seqs, source.config.vocab_size
+    rows, vocab_size = source.limits.max_num_rows, source.config.vocab_size
     logits = torch.zeros(rows, vocab_size, dtype=torch.float32, device=source.device)
     recorder = CudaRecorder(logits)
     captured = plan.config.graphs.mode is GraphMode.captured
@@ -213,7 +215,9 @@ def _prepare_graphs(
     config, limits = plan.config.graphs, plan.source.limits
     with phase("warm-up"):
         # The larger one first: GPU kernels are tuned for the first shape that they see.
-        graphs.warm_up([(min(64, limits.max_num_batched_tokens), 1), (1, 1)])
+        graphs.warm_up(
+            [StepSizes(min(64, limits.max_num_batched_tokens), 1, 1), StepSizes(1, 1, 1)]
+        )
     if config.mode is not GraphMode.captured:
         return
     if gaps := why_incomplete(config.capture_sizes, limits.max_num_seqs):

@@ -10,6 +10,7 @@ import torch
 from ostinato.conf.schema import GraphForm
 from ostinato.graphs.buckets import GraphKey
 from ostinato.graphs.compile_monitor import CompileMonitor
+from ostinato.models.step_tensors import StepSizes
 from tests.gpu.tiny_llama import (
     DECODE_SIZES,
     MAX_BLOCKS,
@@ -130,7 +131,7 @@ def test_nothing_compiles_after_the_capture(form: GraphForm) -> None:
     monitor = CompileMonitor()
     try:
         graphs = make_graphs(torch.bfloat16, captured=True, form=form)
-        graphs.runner.warm_up([(64, 1), (1, 1)])
+        graphs.runner.warm_up([StepSizes(64, 1, 1), StepSizes(1, 1, 1)])
         graphs.runner.capture()
         assert monitor.compiles.total() > 0
         monitor.mark_ready()

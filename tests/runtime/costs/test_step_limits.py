@@ -46,7 +46,26 @@ def test_upper_bounds(
     seqs: int | None, tokens: int | None, is_cpu: bool, expected: tuple[int, int]
 ) -> None:
     config = SchedulerConfig(max_num_seqs=seqs, max_num_batched_tokens=tokens)
-    assert upper_limits(config, is_cpu=is_cpu) == expected
+    assert upper_limits(config, is_cpu=is_cpu) == StepLimits(*expected)
+
+
+@pytest.mark.parametrize(
+    ("limits", "rows"),
+    [
+        (StepLimits(8, 64), 8),
+        (StepLimits(8, 64, 4), 32),
+        (StepLimits(8, 20, 4), 20),  # a row of logits is a token of the step
+        (StepLimits(8, 4, 4), 8),  # buckets are padded to all sequences
+    ],
+)
+def test_rows_of_the_largest_step(limits: StepLimits, rows: int) -> None:
+    assert limits.max_num_rows == rows
+
+
+def test_rows_per_sequence_are_those_of_the_drafter_whatever_is_decided() -> None:
+    upper = upper_limits(SchedulerConfig(), max_drafts=3)
+    assert upper == StepLimits(64, 2048, 4)
+    assert decide_limits(SchedulerConfig(), upper, PLATEAU).limits.rows_per_seq == 4
 
 
 def test_larger_steps_that_bring_nothing_are_not_used() -> None:
@@ -65,7 +84,9 @@ def test_bounds_stay_where_throughput_rises_to_the_last_point() -> None:
 
 def test_one_slow_point_at_the_end_is_no_plateau() -> None:
     costs = make_costs({1: 10.0, 16: 12.0, 64: 60.0}, {1: 5.0, 64: 10.0, 512: 100.0})
-    assert decide_limits(SchedulerConfig(), StepLimits(64, 2048), costs).limits == (64, 2048)
+    assert decide_limits(SchedulerConfig(), StepLimits(64, 2048), costs).limits == StepLimits(
+        64, 2048
+    )
 
 
 def test_what_was_set_stays() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from typing import Any
 
 import msgspec
 import pytest
@@ -40,7 +41,7 @@ def sample(sampler: Sampler, rows: list[list[float]], position: int = 1) -> Step
     return sampler.sample(torch.tensor(rows), list(range(len(rows))), [position] * len(rows))
 
 
-GREEDY = {"temperature": 0.0}
+GREEDY: dict[str, Any] = {"temperature": 0.0}
 ROW = [0.0, 1.0, 2.0, 3.0, 4.0, 3.5, 0.0, 0.0]
 
 
@@ -184,7 +185,7 @@ def test_sampling_stays_within_its_memory() -> None:
             top_p=0.9,
             logprobs=20,
             presence_penalty=0.1,
-            allowed_token_ids=list(range(1000)),
+            allowed_token_ids=tuple(range(1000)),
         )
     ] * rows
     chosen = tuple(range(MAX_LOGPROB_TOKEN_IDS))
@@ -194,7 +195,27 @@ def test_sampling_stays_within_its_memory() -> None:
         token_sampler = GraphSampler(torch.zeros(rows, vocab_size))
         sampler = sampler_of(params, vocab_size, token_sampler)
         sampler.sample(logits, list(range(rows)), [3] * rows)
-    assert 25 * rows * vocab_size < live.peak <= sampling_bytes(rows, vocab_size)
+    assert 25 * rows * vocab_size < live.peak <= sampling_bytes(rows, rows, vocab_size)
+
+
+@pytest.mark.parametrize("guess", [7, 8])
+def test_verification_stays_within_its_memory(guess: int) -> None:
+    """More rows of logits than sequences; all guesses are right, or none."""
+    num_seqs, num_rows, vocab_size = 2, 8, 500_000
+    plain = SamplingParams(
+        temperature=1.0, seed=1, top_p=0.9, logprobs=20, allowed_token_ids=tuple(range(1000))
+    )
+    penalised = msgspec.structs.replace(plain, presence_penalty=0.1)
+    with LiveBytes() as live:
+        logits = torch.randn(num_rows, vocab_size)
+        logits[:, 7] += 100.0
+        static = GraphSampler(torch.zeros(num_rows, vocab_size))
+        sampler = sampler_of([plain, penalised], vocab_size, static)
+        sampler.stage([0] * 4 + [1] * 4, [3, 4, 5, 6] * 2, [[guess] * 3] * num_seqs)
+        result = sampler.launch(logits).read()
+    assert result.counts == ([4, 4] if guess == 7 else [1, 1])
+    most = sampling_bytes(num_rows, num_seqs, vocab_size)
+    assert live.peak <= most < sampling_bytes(num_rows, num_rows, vocab_size)
 
 
 def test_chosen_tokens_instead_of_the_likeliest() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -9,12 +10,11 @@ import pytest
 
 import ostinato
 from ostinato import LLM, SamplingParams
-from ostinato.runtime.scheduling.proposer import Proposer
-from ostinato.runtime.scheduling.scheduler import Scheduler
+from ostinato.conf.root import RunConfig
 from ostinato.runtime.types.outputs import CompletionOutput
 from ostinato.runtime.types.params import ThinkingLimit
 from ostinato.runtime.types.structured_outputs import StructuredOutputsParams
-from tests.runtime.drafters import ReplayDrafter
+from tests.runtime.drafters import ReplayDrafter, make_llm
 from tests.runtime.engine.test_engine import make_prompts
 from tests.runtime.tiny import MODEL, tiny_config
 
@@ -22,12 +22,15 @@ VOCAB_SIZE = 3077  # five ids more than the tokenizer has
 SEEDED = SamplingParams(temperature=1.0, seed=5, max_tokens=14, ignore_eos=True)
 
 
-CONFIG = tiny_config(
-    "scheduler.max_num_seqs=64",
-    "scheduler.overlap=false",
-    model__config={**MODEL, "vocab_size": VOCAB_SIZE, "eos_token_id": 2},
-    model__tokenizer=str(Path(ostinato.__file__).parents[1] / "models" / "demo"),
-)
+# The largest step has more rows of logits than sequences: 16 sequences of 4 rows each.
+def config(mode: str) -> RunConfig:
+    return tiny_config(
+        "scheduler.max_num_seqs=16",
+        "scheduler.overlap=false",
+        f"graphs.mode={mode}",
+        model__config={**MODEL, "vocab_size": VOCAB_SIZE, "eos_token_id": 2},
+        model__tokenizer=str(Path(ostinato.__file__).parents[1] / "models" / "demo"),
+    )
 
 
 def seeded(**changes: object) -> SamplingParams:
@@ -63,19 +66,7 @@ SAMPLING = {
 }
 
 
-def draft_with(llm: LLM, proposer: Proposer | None) -> Scheduler:
-    """From now on the model's engine computes these guesses beside each decode."""
-    engine = llm._engine
-    old = engine._scheduler
-    engine._scheduler = Scheduler(
-        CONFIG.scheduler,
-        engine._cache,
-        max_model_len=old.max_model_len,
-        limits=old.limits,
-        proposer=proposer,
-        max_drafts=3,
-    )
-    return engine._scheduler
+PROMPTS = make_prompts(len(SAMPLING))
 
 
 def completions(
@@ -86,26 +77,42 @@ def completions(
 
 
 @pytest.fixture(scope="module")
-def llm() -> LLM:
-    # Room for four rows of logits of each sequence that the tests run at once.
-    return LLM(config=CONFIG)
+def plain() -> list[list[CompletionOutput]]:
+    """What an engine without a drafter gives."""
+    with LLM(config=config("eager")) as llm:
+        return completions(llm, PROMPTS, list(SAMPLING.values()))
+
+
+@pytest.fixture(scope="module")
+def drafter(plain: list[list[CompletionOutput]]) -> ReplayDrafter:
+    drafter = ReplayDrafter(max_drafts=3, vocab_size=VOCAB_SIZE)
+    drafter.learn(PROMPTS, [some[0].token_ids for some in plain])
+    return drafter
+
+
+@pytest.fixture(scope="module")
+def drafting(drafter: ReplayDrafter) -> Iterator[LLM]:
+    with make_llm(config("captured"), drafter) as llm:
+        yield llm
 
 
 @pytest.mark.parametrize("accuracy", [0.0, 0.7, 1.0])
-def test_any_drafter_gives_the_same(llm: LLM, accuracy: float) -> None:
+def test_any_drafter_gives_the_same(
+    drafting: LLM,
+    drafter: ReplayDrafter,
+    plain: list[list[CompletionOutput]],
+    accuracy: float,
+) -> None:
     """All parameters beside each other in one batch."""
-    sampling = list(SAMPLING.values())
-    prompts = make_prompts(len(sampling))
-    draft_with(llm, None)
-    plain = completions(llm, prompts, sampling)
-    outputs = [(prompt, some[0].token_ids) for prompt, some in zip(prompts, plain, strict=True)]
-    scheduler = draft_with(llm, ReplayDrafter(outputs, accuracy, VOCAB_SIZE))
-    assert completions(llm, prompts, sampling) == plain
+    drafter.accuracy = accuracy
+    scheduler = drafting._engine._scheduler
     drafts = scheduler.drafts
     assert drafts is not None
+    drafts.num_draft_tokens = drafts.num_accepted_tokens = 0
+    assert completions(drafting, PROMPTS, list(SAMPLING.values())) == plain
     assert drafts.num_draft_tokens > 50
     assert (drafts.num_accepted_tokens > 0) is (accuracy > 0.0)
     if accuracy == 1.0:
         assert drafts.num_accepted_tokens == drafts.num_draft_tokens
     scheduler.check_integrity()
-    draft_with(llm, None)
+    assert drafting.stats().steps_by_kind["captured"] > 0

@@ -8,18 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor
 
 from ostinato import LLM, SamplingParams
 from ostinato.graphs.sampling_graph import GraphSampler
+from ostinato.runtime.execution.executor import Pending
 from ostinato.runtime.memory.memory_plan import FreeMemory
+from ostinato.runtime.scheduling.proposer import Proposer
 from ostinato.runtime.startup import planning, rank
 from ostinato.runtime.startup.engine_plan import EnginePlan
+from ostinato.runtime.types.step import SchedulerOutput
 from tests.graphs.test_capture import OUT_OF_MEMORY, StaticRecorder
+from tests.runtime.drafters import ReplayDrafter, make_llm
 from tests.runtime.engine.test_engine import generate, make_prompts
-from tests.runtime.tiny import tiny_config
+from tests.runtime.tiny import VOCAB_SIZE, tiny_config
 
 MIB = 1 << 20
 SAMPLING = [
@@ -62,13 +67,16 @@ class Scarce(StaticRecorder):
 
 
 def llm_of(
-    monkeypatch: pytest.MonkeyPatch, *overrides: str, missing: frozenset[int] = frozenset()
+    monkeypatch: pytest.MonkeyPatch,
+    *overrides: str,
+    missing: frozenset[int] = frozenset(),
+    drafter: Proposer | None = None,
 ) -> LLM:
     memory = Memory()
 
     def make_recorder(plan: EnginePlan) -> tuple[Scarce, GraphSampler | None]:
         source = plan.source
-        logits = torch.zeros(source.limits.max_num_seqs, source.config.vocab_size)
+        logits = torch.zeros(source.limits.max_num_rows, source.config.vocab_size)
         return Scarce(set(missing)), GraphSampler(logits, recorder=Scarce(set(missing)))
 
     def free_memory(*, is_cpu: bool) -> FreeMemory:
@@ -78,14 +86,13 @@ def llm_of(
     monkeypatch.setattr(rank, "_make_cuda_recorder", make_recorder)
     monkeypatch.setattr(rank, "CudaMemory", lambda: memory)
     monkeypatch.setattr(planning, "CudaMemory", lambda: memory)
-    words = ["graphs.mode=captured", "graphs.attention=reference", "graphs.pack_weights=false"]
-    words.append("scheduler.overlap=true")  # a GPU's default
-    return LLM(config=tiny_config(*words, *overrides))
+    words = ["graphs.mode=captured", "scheduler.overlap=true"]  # a GPU's defaults
+    return make_llm(tiny_config(*words, *overrides), drafter)
 
 
 @pytest.fixture(scope="module")
 def expected() -> list[list[int]]:
-    return generate(LLM(config=tiny_config("graphs.attention=reference")), PROMPTS, SAMPLING)
+    return generate(LLM(config=tiny_config()), PROMPTS, SAMPLING)
 
 
 def test_tokens_are_those_of_the_plain_engine(
@@ -123,3 +130,37 @@ def test_an_engine_without_any_capture_serves(
     assert generate(llm, PROMPTS, SAMPLING) == expected
     assert llm.stats().steps_by_kind["captured"] == 0
     assert llm.stats().steps_by_kind["compiled"] > 0
+
+
+def test_more_rows_of_logits_than_sequences_are_captured_and_sampled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A drafter of three guesses: static logits, sampling parameters and buckets have room for all."""
+    sampling = [msgspec.structs.replace(one, max_tokens=21, ignore_eos=True) for one in SAMPLING]
+    expected = generate(LLM(config=tiny_config()), PROMPTS, sampling)
+    drafter = ReplayDrafter(max_drafts=3, vocab_size=VOCAB_SIZE)
+    drafter.learn(PROMPTS, expected)
+    llm = llm_of(monkeypatch, "scheduler.overlap=false", drafter=drafter)
+    num_rows = rows_by_step(llm)
+    assert generate(llm, PROMPTS, sampling) == expected
+    assert max(num_rows) == 4 * len(PROMPTS) > 8
+    drafts = llm._engine._scheduler.drafts
+    assert drafts is not None
+    assert drafts.num_accepted_tokens == drafts.num_draft_tokens > 0
+    # Decodes of 1 to 8 sequences, and of 4 tokens each: 4, 8, ..., 32.
+    assert set(llm._engine._executor.stats().bucket_tokens) >= {*range(1, 9), *range(4, 36, 4)}
+    assert llm.stats().steps_by_kind["captured"] > 0
+    assert llm.stats().late_compiles == []
+
+
+def rows_by_step(llm: LLM) -> list[int]:
+    """Rows of logits of each step from now on."""
+    executor, counts = llm._engine._executor, []
+    launch = executor.launch
+
+    def counting(output: SchedulerOutput) -> Pending:
+        counts.append(sum(entry.num_logits for entry in output.scheduled))
+        return launch(output)
+
+    executor.launch = counting  # type: ignore[method-assign]
+    return counts

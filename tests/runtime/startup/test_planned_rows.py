@@ -1,0 +1,36 @@
+"""A drafter's rows of logits are in the plan: limits, memory, buckets, buffers."""
+
+from __future__ import annotations
+
+from ostinato.graphs.buckets import GraphKey
+from ostinato.runtime.execution.inline_executor import InlineExecutor
+from ostinato.runtime.sampling.sampler import sampling_bytes
+from ostinato.runtime.startup.engine_plan import make_plan
+from tests.runtime.drafters import ReplayDrafter, make_llm
+from tests.runtime.tiny import VOCAB_SIZE, tiny_config
+
+CONFIG = tiny_config("graphs.mode=captured", "scheduler.max_num_batched_tokens=24")
+
+
+def test_the_plan_has_room_for_the_rows_of_all_sequences() -> None:
+    """8 sequences of 4 rows are 32 rows; a step of 24 tokens has at most 24."""
+    plain, drafting = (make_plan(CONFIG.engine, 1, max_drafts=count) for count in (0, 3))
+    assert (plain.source.limits.rows_per_seq, drafting.source.limits.rows_per_seq) == (1, 4)
+    more = sampling_bytes(24, 8, VOCAB_SIZE) - sampling_bytes(8, 8, VOCAB_SIZE)
+    assert drafting.memory.activation_bytes - plain.memory.activation_bytes == more > 0
+    added = set(drafting.buckets.keys) - set(plain.buckets.keys)
+    assert added == {GraphKey(4 * size, size, 4) for size in range(1, 7)}
+
+
+def test_the_engine_is_built_as_planned() -> None:
+    drafter = ReplayDrafter(max_drafts=3, vocab_size=VOCAB_SIZE)
+    config = tiny_config("scheduler.max_num_batched_tokens=24")
+    with make_llm(config, drafter) as drafting, make_llm(config, None) as plain:
+        for llm, rows in ((drafting, 24), (plain, 8)):
+            executor = llm._engine._executor
+            assert isinstance(executor, InlineExecutor)
+            buffers = executor._runner._buffers
+            assert buffers.max_num_rows == len(buffers.host.logits_indices) == rows
+            assert len(buffers.host.sampled_rows) == 8
+        assert drafting._engine._scheduler.drafts is not None
+        assert plain._engine._scheduler.drafts is None
