@@ -11,6 +11,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ostinato.models.config.block_spec import NormKind
 from ostinato.models.config.model_config import ModelConfig
 from ostinato.models.linear_layers import BuildOptions, Linear, MergedLinear
 from ostinato.models.step_tensors import DEFAULT_ROPE, RopeRows, StepInputs
@@ -23,8 +24,11 @@ __all__ = (
     "Attention",
     "GatedMLP",
     "LayerNorm",
+    "PlainMLP",
     "RMSNorm",
     "RotaryEmbedding",
+    "build_mlp",
+    "build_norm",
 )
 
 
@@ -35,6 +39,11 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.eps = eps
         self.weight = options.empty(size)
+
+    @property
+    def static_key(self) -> tuple[object, ...]:
+        """What a traced program depends on besides tensors."""
+        return ("rms norm", self.eps)
 
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, self.eps)
@@ -49,8 +58,19 @@ class LayerNorm(nn.Module):
         self.weight = options.empty(size)
         self.bias = options.empty(size)
 
+    @property
+    def static_key(self) -> tuple[object, ...]:
+        """What a traced program depends on besides tensors."""
+        return ("layer norm", self.eps)
+
     def forward(self, x: Tensor) -> Tensor:
         return layer_norm(x, self.weight, self.bias, self.eps)
+
+
+def build_norm(config: ModelConfig, options: BuildOptions) -> RMSNorm | LayerNorm:
+    """The norm of hidden states that the model uses."""
+    build = {NormKind.rms: RMSNorm, NormKind.layer: LayerNorm}[config.block.norm]
+    return build(config.hidden_size, config.norm_eps, options)
 
 
 class RotaryEmbedding(nn.Module):
@@ -79,29 +99,26 @@ class Attention(nn.Module):
         options: BuildOptions,
         *,
         sliding_window: int = 0,
-        qkv_bias: bool = False,
-        out_bias: bool = False,
-        qk_norm: bool = False,
         rope_kind: str = DEFAULT_ROPE,
     ) -> None:
         super().__init__()
+        spec = config.block
         heads = options.shard.span(config.num_heads, "num_attention_heads")
         kv_heads = options.shard.kv_heads(config.num_kv_heads)
         self.num_heads, self.num_kv_heads = heads.size, kv_heads.size  # of this rank
         self.head_dim = config.head_dim
         self.rope_kind = None if config.rope is None else rope_kind
-        if qk_norm and self.rope_kind is None:
+        if spec.qk_norm and self.rope_kind is None:
             raise ValueError("normalised queries and keys are there with rotary positions only")
         self.sliding_window = sliding_window
         self.backend = options.attention_backend
         queries, keys = heads.times(self.head_dim), kv_heads.times(self.head_dim)
         self.qkv_proj = MergedLinear(
-            config.hidden_size, (queries, keys, keys), options, bias=qkv_bias
+            config.hidden_size, (queries, keys, keys), options, bias=spec.qkv_bias
         )
-        self.o_proj = Linear(queries, config.hidden_size, options, bias=out_bias)
-        # Normalised per head: https://arxiv.org/abs/2010.04245, as in Qwen3.
-        self.q_norm = RMSNorm(self.head_dim, config.norm_eps, options) if qk_norm else None
-        self.k_norm = RMSNorm(self.head_dim, config.norm_eps, options) if qk_norm else None
+        self.o_proj = Linear(queries, config.hidden_size, options, bias=spec.out_bias)
+        self.q_norm = RMSNorm(self.head_dim, config.norm_eps, options) if spec.qk_norm else None
+        self.k_norm = RMSNorm(self.head_dim, config.norm_eps, options) if spec.qk_norm else None
 
     def forward(
         self,
@@ -166,7 +183,7 @@ class GatedMLP(nn.Module):
 
     def __init__(self, config: ModelConfig, options: BuildOptions) -> None:
         super().__init__()
-        hidden_size, bias = config.hidden_size, config.mlp_bias
+        hidden_size, bias = config.hidden_size, config.block.mlp_bias
         inner = options.shard.span(config.intermediate_size, "intermediate_size")
         self.activation = config.activation
         self.gate_up_proj = MergedLinear(hidden_size, (inner, inner), options, bias=bias)
@@ -184,3 +201,28 @@ class GatedMLP(nn.Module):
             self.gate_up_proj.static_key,
             self.down_proj.static_key,
         )
+
+
+class PlainMLP(nn.Module):
+    """down(activation(up(x)))."""
+
+    def __init__(self, config: ModelConfig, options: BuildOptions) -> None:
+        super().__init__()
+        hidden_size, bias = config.hidden_size, config.block.mlp_bias
+        inner = options.shard.span(config.intermediate_size, "intermediate_size")
+        self.activation = config.activation
+        self.up_proj = Linear(hidden_size, inner, options, bias=bias)
+        self.down_proj = Linear(inner, hidden_size, options, bias=bias)
+
+    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
+        """[T, D] -> [T, D], added to the residual."""
+        return self.down_proj(activate(self.up_proj(x), self.activation), residual)
+
+    def static_key(self) -> tuple[object, ...]:
+        """What the traced program depends on besides tensors."""
+        return ("mlp", self.activation, self.up_proj.static_key, self.down_proj.static_key)
+
+
+def build_mlp(config: ModelConfig, options: BuildOptions) -> GatedMLP | PlainMLP:
+    """The MLP that the model's blocks use."""
+    return (GatedMLP if config.block.is_gated else PlainMLP)(config, options)

@@ -21,12 +21,17 @@ ARCHITECTURES = {
     "BertForMaskedLM": "ostinato.models.families.bert:BertModel",
     "BertForSequenceClassification": "ostinato.models.families.bert:BertForSequenceClassification",
     "BertModel": "ostinato.models.families.bert:BertModel",
+    "FalconForCausalLM": "ostinato.models.families.falcon:FalconForCausalLM",
     "GPT2LMHeadModel": "ostinato.models.families.gpt2:GPT2LMHeadModel",
+    "GPTNeoXForCausalLM": "ostinato.models.families.gpt_neox:GPTNeoXForCausalLM",
     "LlamaForCausalLM": "ostinato.models.families.llama:LlamaForCausalLM",
     "MistralForCausalLM": "ostinato.models.families.mistral:MistralForCausalLM",
     "Phi3ForCausalLM": "ostinato.models.families.phi3:Phi3ForCausalLM",
+    "PhiForCausalLM": "ostinato.models.families.phi:PhiForCausalLM",
     "Qwen2ForCausalLM": "ostinato.models.families.qwen2:Qwen2ForCausalLM",
     "Qwen3ForCausalLM": "ostinato.models.families.qwen3:Qwen3ForCausalLM",
+    "StableLmForCausalLM": "ostinato.models.families.stablelm:StableLmForCausalLM",
+    "Starcoder2ForCausalLM": "ostinato.models.families.starcoder2:Starcoder2ForCausalLM",
 }
 """The name under `architectures` in config.json -> module:class."""
 

@@ -1,10 +1,14 @@
-"""Reads the config.json of a Llama-like decoder: the keys that most families share.
+"""Reads the config.json of a decoder.
 
-A family with other keys reads them in its own module (models/families/).
+Families name and default the same values differently (`DecoderKeys`). What their blocks differ in
+they read themselves (models/families/).
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+from ostinato.models.config.block_spec import BlockSpec
 from ostinato.models.config.hf_fields import (
     architecture_of,
     read_activation,
@@ -17,50 +21,101 @@ from ostinato.models.config.hf_fields import (
 from ostinato.models.config.model_config import HFConfig, ModelConfig
 from ostinato.models.config.rope_fields import read_rope, stretched_context
 
-__all__ = ("MUST_BE", "read_decoder_config", "read_head_dim", "read_sliding_windows")
+__all__ = (
+    "MUST_BE",
+    "DecoderKeys",
+    "read_decoder_config",
+    "read_head_dim",
+    "read_sliding_windows",
+)
 
 MUST_BE = {"add_cross_attention": False, "is_encoder_decoder": False}
 """Keys of every decoder with the only value that is served."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderKeys:
+    """What a family calls the values that every decoder has; the defaults are Llama's.
+
+    A tuple holds the names of one value; the first one that is there counts.
+    """
+
+    hidden_size: tuple[str, ...] = ("hidden_size",)
+    intermediate_size: tuple[str, ...] = ("intermediate_size",)
+    mlp_ratio: int | None = None  # intermediate over hidden size where it is not stated
+    num_layers: tuple[str, ...] = ("num_hidden_layers",)
+    num_heads: tuple[str, ...] = ("num_attention_heads",)
+    num_kv_heads: tuple[str, ...] = ("num_key_value_heads",)
+    max_positions: tuple[str, ...] = ("max_position_embeddings",)
+    default_positions: int | None = None  # None = they must be stated
+    norm_eps: str = "rms_norm_eps"
+    default_norm_eps: float = 1e-6
+    activation: str = "hidden_act"
+    default_activation: str = "silu"
+    is_tied: bool = False  # where tie_word_embeddings is not stated
+    has_rope: bool = True
+    rotary_fraction: float = 1.0  # of each head, where partial_rotary_factor is not stated
+
+
+_LLAMA_KEYS = DecoderKeys()
+
+
 def read_decoder_config(
-    hf_config: HFConfig, generation_config: HFConfig | None = None
+    hf_config: HFConfig,
+    generation_config: HFConfig | None = None,
+    keys: DecoderKeys = _LLAMA_KEYS,
 ) -> ModelConfig:
-    """Read the config.json of a Llama-like decoder; see `LanguageModel.read_config`."""
+    """Read the config.json of a decoder; see `LanguageModel.read_config`.
+
+    Args:
+        hf_config: the parsed config.json.
+        generation_config: the parsed generation_config.json.
+        keys: the names and defaults of the family.
+    """
     refuse_other_values(hf_config, MUST_BE)
-    hidden_size = read_integer(hf_config, "hidden_size")
-    num_layers = read_integer(hf_config, "num_hidden_layers")
-    num_heads = read_integer(hf_config, "num_attention_heads")
-    num_kv_heads = read_integer(hf_config, "num_key_value_heads", default=num_heads)
+    hidden_size = read_integer(hf_config, *keys.hidden_size)
+    num_layers = read_integer(hf_config, *keys.num_layers)
+    num_heads = read_integer(hf_config, *keys.num_heads)
+    num_kv_heads = read_integer(hf_config, *keys.num_kv_heads, default=num_heads)
     head_dim = read_head_dim(hf_config, hidden_size, num_heads)
     if num_heads % num_kv_heads:
         raise ValueError(
-            f"config.json: num_attention_heads={num_heads} is not a multiple of "
-            f"num_key_value_heads={num_kv_heads}"
+            f"config.json: {keys.num_heads[0]}={num_heads} is not a multiple of "
+            f"{keys.num_kv_heads[0]}={num_kv_heads}"
         )
-    max_positions = read_integer(hf_config, "max_position_embeddings")
-    rope = read_rope(hf_config, head_dim, max_positions)
+    max_positions = read_integer(hf_config, *keys.max_positions, default=keys.default_positions)
+    rope = None
+    if keys.has_rope:
+        rope = read_rope(hf_config, head_dim, max_positions, default_fraction=keys.rotary_fraction)
+    attention_bias = bool(hf_config.get("attention_bias", False))
     return ModelConfig(
         architecture=architecture_of(hf_config),
         vocab_size=read_integer(hf_config, "vocab_size"),
         hidden_size=hidden_size,
-        intermediate_size=read_integer(hf_config, "intermediate_size"),
+        intermediate_size=read_integer(
+            hf_config,
+            *keys.intermediate_size,
+            default=None if keys.mlp_ratio is None else keys.mlp_ratio * hidden_size,
+        ),
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         max_model_len=stretched_context(rope, max_positions),
-        norm_eps=float(read_first(hf_config, "rms_norm_eps", default=1e-6)),
-        activation=read_activation(hf_config, "hidden_act", "silu"),
-        tie_word_embeddings=bool(hf_config.get("tie_word_embeddings", False)),
-        attention_bias=bool(hf_config.get("attention_bias", False)),
-        mlp_bias=bool(hf_config.get("mlp_bias", False)),
+        norm_eps=float(read_first(hf_config, keys.norm_eps, default=keys.default_norm_eps)),
+        activation=read_activation(hf_config, keys.activation, keys.default_activation),
+        tie_word_embeddings=bool(hf_config.get("tie_word_embeddings", keys.is_tied)),
         rope=rope,
         sliding_windows=read_sliding_windows(hf_config, num_layers),
         dtype=stated_dtype(hf_config),
         eos_token_ids=read_token_ids(generation_config or {}, "eos_token_id")
         or read_token_ids(hf_config, "eos_token_id"),
         bos_token_id=hf_config.get("bos_token_id"),
+        block=BlockSpec(
+            qkv_bias=attention_bias,
+            out_bias=attention_bias,
+            mlp_bias=bool(hf_config.get("mlp_bias", False)),
+        ),
     )
 
 

@@ -51,8 +51,6 @@ def read_encoder_config(hf_config: HFConfig) -> ModelConfig:
         norm_eps=float(hf_config.get("layer_norm_eps", 1e-12)),
         activation=read_activation(hf_config, "hidden_act", "gelu"),
         tie_word_embeddings=False,
-        attention_bias=True,
-        mlp_bias=True,
         rope=None,
         sliding_windows=(0,) * num_layers,
         dtype=stated_dtype(hf_config),

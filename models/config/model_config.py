@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ostinato.conf.schema import CacheDType, DType
+from ostinato.models.config.block_spec import LLAMA_BLOCK, BlockSpec
 from ostinato.models.config.model_kind import DECODER, ModelKind
 from ostinato.models.kv_cache import KVCacheSpec
 from ostinato.models.sharding import WHOLE, Shard
@@ -42,14 +43,14 @@ class ModelConfig:
     norm_eps: float
     activation: str  # a key of ops.activation.ACTIVATIONS
     tie_word_embeddings: bool
-    attention_bias: bool  # as the config states it; architectures that always have one ignore it
-    mlp_bias: bool
     rope: Rope | None  # None = learned absolute positions
     sliding_windows: tuple[int, ...]  # per layer; tokens a row sees, itself included; 0 = all
     dtype: torch.dtype  # the checkpoint's own
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
     kind: ModelKind = DECODER
+    block: BlockSpec = LLAMA_BLOCK  # what decoder blocks are made of
+    head_bias: bool = False  # of the output head
     num_segments: int = 0  # kinds of segments that an encoder tells apart; 0 = none
     num_labels: int = 0  # of a classification head; 0 = there is none
 

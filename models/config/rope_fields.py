@@ -14,8 +14,16 @@ __all__ = ("read_rope", "stretched_context")
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
-def read_rope(hf_config: HFConfig, head_dim: int, max_positions: int) -> Rope:
+def read_rope(
+    hf_config: HFConfig, head_dim: int, max_positions: int, *, default_fraction: float = 1.0
+) -> Rope:
     """The rotary embedding, from `rope_parameters` or the older `rope_theta` and `rope_scaling`.
+
+    Args:
+        hf_config: the parsed config.json.
+        head_dim: elements of a head.
+        max_positions: as the config states them, before scaling.
+        default_fraction: of each head that is rotated, where the config does not state it.
 
     Raises:
         ValueError: its type is unknown, or one of its parameters is missing.
@@ -28,7 +36,8 @@ def read_rope(hf_config: HFConfig, head_dim: int, max_positions: int) -> Rope:
             f"supported are {', '.join(_ROPE_TYPES)}"
         )
     fraction = (
-        parameters.get("partial_rotary_factor", hf_config.get("partial_rotary_factor")) or 1.0
+        parameters.get("partial_rotary_factor", hf_config.get("partial_rotary_factor"))
+        or default_fraction
     )
     rotary_dim = int(head_dim * fraction)
     if kind == "default" and parameters.get("factor", 1) != 1:

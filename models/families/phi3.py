@@ -13,7 +13,9 @@ __all__ = ("Phi3ForCausalLM",)
 class Phi3ForCausalLM(LlamaForCausalLM):
     """Llama; `qkv_proj` and `gate_up_proj` are loaded whole, and a part of each head may rotate."""
 
-    checkpoint_layout = CheckpointLayout(ignored=(r"rotary_emb\.inv_freq$",))
+    checkpoint_layout = CheckpointLayout(
+        renamed=(("final_norm.", "norm."),), ignored=(r"rotary_emb\.inv_freq$",)
+    )
 
     @classmethod
     def read_config(

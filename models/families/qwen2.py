@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from ostinato.models.config.model_config import ModelConfig
+from dataclasses import replace
+
+from ostinato.models.config.block_spec import BlockSpec
+from ostinato.models.config.decoder_config import read_decoder_config
+from ostinato.models.config.model_config import HFConfig, ModelConfig
 from ostinato.models.families.llama import LlamaForCausalLM
-from ostinato.models.layers import Attention
-from ostinato.models.linear_layers import BuildOptions
 
 __all__ = ("Qwen2ForCausalLM",)
 
@@ -13,8 +15,9 @@ __all__ = ("Qwen2ForCausalLM",)
 class Qwen2ForCausalLM(LlamaForCausalLM):
     """Llama with biased query, key and value projections; their configs do not mention it."""
 
-    @staticmethod
-    def build_attention(
-        config: ModelConfig, options: BuildOptions, sliding_window: int
-    ) -> Attention:
-        return Attention(config, options, sliding_window=sliding_window, qkv_bias=True)
+    @classmethod
+    def read_config(
+        cls, hf_config: HFConfig, generation_config: HFConfig | None = None
+    ) -> ModelConfig:
+        config = read_decoder_config(hf_config, generation_config)
+        return replace(config, block=BlockSpec(qkv_bias=True))

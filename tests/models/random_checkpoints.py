@@ -29,6 +29,12 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+FALCON = {
+    **SHARED,
+    "num_kv_heads": 2,
+    "ffn_hidden_size": 112,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}
 YARN = {
     "rope_type": "yarn",
     "rope_theta": 1000.0,
@@ -52,6 +58,15 @@ class Variant:
 
 
 VARIANTS = {
+    "falcon-7b": Variant("falcon", {**FALCON, "num_attention_heads": 3, "hidden_size": 48}),
+    "falcon-11b": Variant(
+        "falcon", {**FALCON, "new_decoder_architecture": True, "num_ln_in_parallel_attn": 1}
+    ),
+    "falcon-40b": Variant("falcon", {**FALCON, "new_decoder_architecture": True}, "60KB"),
+    "falcon-sequential": Variant(
+        "falcon",
+        {**FALCON, "num_kv_heads": 4, "multi_query": False, "parallel_attn": False, "bias": True},
+    ),
     "gpt2": Variant(
         "gpt2",
         {
@@ -64,6 +79,10 @@ VARIANTS = {
             "bos_token_id": 7,
             "eos_token_id": 7,
         },
+    ),
+    "gpt-neox": Variant("gpt_neox", SHARED),
+    "gpt-neox-sequential": Variant(
+        "gpt_neox", {**SHARED, "use_parallel_residual": False, "rotary_pct": 1.0}
     ),
     "llama-tied": Variant("llama", {**SHARED, "tie_word_embeddings": True}),
     "llama3": Variant(
@@ -89,6 +108,7 @@ VARIANTS = {
     "llama-yarn": Variant("llama", {**SHARED, "rope_parameters": YARN}),
     "llama-mqa": Variant("llama", {**SHARED, "num_key_value_heads": 1, "head_dim": 32}),
     "mistral": Variant("mistral", {**SHARED, "num_key_value_heads": 2, "sliding_window": 11}),
+    "phi": Variant("phi", {**SHARED, "num_key_value_heads": 2}),
     "phi3": Variant("phi3", {**SHARED, "num_key_value_heads": 2, "sliding_window": 13}),
     "phi3-partial": Variant(
         "phi3",
@@ -122,6 +142,11 @@ VARIANTS = {
         "qwen3",
         {**SHARED, "num_key_value_heads": 2, "head_dim": 32, "tie_word_embeddings": True},
     ),
+    "stablelm": Variant("stablelm", {**SHARED, "num_key_value_heads": 2, "use_qkv_bias": True}),
+    "stablelm-parallel": Variant(
+        "stablelm", {**SHARED, "num_key_value_heads": 4, "use_parallel_residual": True}
+    ),
+    "starcoder2": Variant("starcoder2", {**SHARED, "num_key_value_heads": 2, "sliding_window": 17}),
 }
 
 

@@ -15,7 +15,7 @@ from ostinato.graphs.compiler.programs import LayerProgram
 from ostinato.graphs.recorder import CpuRecorder
 from ostinato.models.base import DecoderLayer
 from ostinato.models.checkpoints.weights import init_dummy_weights
-from ostinato.models.families.llama import LlamaDecoderLayer
+from ostinato.models.decoder import DecoderBlock
 from ostinato.models.registry import build_model
 from ostinato.models.step_tensors import StepInputs
 from ostinato.runtime.startup.planning import open_model
@@ -130,7 +130,7 @@ def test_the_profiler_sees_every_kernel_of_a_replay() -> None:
 class ScaledLayer(DecoderLayer):
     """A Llama layer that scales the residual branch and caps its result, as Granite and Gemma do."""
 
-    def __init__(self, layer: LlamaDecoderLayer) -> None:
+    def __init__(self, layer: DecoderBlock) -> None:
         super().__init__()
         self.layer = layer
 

@@ -90,7 +90,7 @@ def test_transposed(saved: dict[str, Saved], tmp_path: Path) -> None:
     save_file(tensors, saved["gpt2"].write_small_files(tmp_path) / "model.safetensors")
     parameters = dict(load(tmp_path).named_parameters())
     stored = tensors["transformer.h.0.mlp.c_fc.weight"]
-    assert torch.equal(parameters["layers.0.mlp.c_fc.weight"], stored.T)
+    assert torch.equal(parameters["layers.0.mlp.up_proj.weight"], stored.T)
 
 
 def test_old_checkpoints_without_prefix_and_with_masks(
@@ -104,7 +104,7 @@ def test_old_checkpoints_without_prefix_and_with_masks(
         tensors[f"h.{layer}.attn.bias"] = torch.ones(1, 1, 8, 8, dtype=torch.uint8)
         tensors[f"h.{layer}.attn.masked_bias"] = torch.tensor(-1e4)
     save_file(tensors, directory / "model.safetensors")
-    assert torch.equal(load(directory).get_parameter("wte.weight"), tensors["wte.weight"])
+    assert torch.equal(load(directory).get_parameter("embed_tokens.weight"), tensors["wte.weight"])
 
 
 @pytest.mark.parametrize("new_format", [True, False])
@@ -233,7 +233,7 @@ def dummy(
 def test_dummy_weights(dtype: torch.dtype) -> None:
     # Larger than the pool of random numbers, which then goes around.
     model = dummy(0, dtype, vocab_size=50_000)
-    weight = model.get_parameter("wte.weight").float()
+    weight = model.get_parameter("embed_tokens.weight").float()
     assert 0.019 < float(weight.std()) < 0.021
     assert len({tuple(row) for row in weight[::50].tolist()}) == 1000
     for module in model.modules():
@@ -245,7 +245,7 @@ def test_dummy_weights(dtype: torch.dtype) -> None:
 
 def test_dummy_weights_depend_on_the_seed_alone() -> None:
     one, again, other = dummy(3), dummy(3), dummy(4)
-    name = "layers.2.mlp.c_proj.weight"
+    name = "layers.2.mlp.down_proj.weight"
     assert torch.equal(one.get_parameter(name), again.get_parameter(name))
     assert not torch.equal(one.get_parameter(name), other.get_parameter(name))
 
@@ -263,11 +263,11 @@ def test_packed_weights_are_the_plain_ones_in_another_order() -> None:
             assert torch.equal(unpacked, parameter), name
         else:
             assert torch.equal(packed[name], parameter), name
-    assert methods["wpe"] == Plain()  # its rows are looked up, never multiplied
+    assert methods["embed_positions"] == Plain()  # its rows are looked up, never multiplied
 
 
 def test_float16_stays_unpacked() -> None:
     model = dummy(0, torch.float16, pack=True)
     matrices = [module for module in model.modules() if isinstance(module, LinearBase)]
     assert {module.method for module in matrices} == {Plain()}
-    assert model.get_parameter("wte.weight").shape == (199, 64)
+    assert model.get_parameter("embed_tokens.weight").shape == (199, 64)

@@ -50,8 +50,6 @@ def test_llama_defaults() -> None:
         norm_eps=1e-5,
         activation="silu",
         tie_word_embeddings=False,
-        attention_bias=False,
-        mlp_bias=False,
         rope=Rope(rotary_dim=8, theta=10_000.0),
         sliding_windows=(0, 0, 0, 0),
         dtype=torch.float32,

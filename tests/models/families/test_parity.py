@@ -34,6 +34,8 @@ NUM_GREEDY = 64
 PROMPT = [(7 * index * index + 13 * index + 5) % 199 for index in range(NUM_PROMPT)]
 CHUNKINGS = [[16, 16, 11], [5, 1, 17, 20], [42, 1], [1] * NUM_PROMPT]
 COMPILED = [
+    (GraphForm.layer, "falcon-40b"),
+    (GraphForm.layer, "gpt-neox"),
     (GraphForm.layer, "gpt2"),
     (GraphForm.layer, "llama3"),
     (GraphForm.layer, "mistral"),

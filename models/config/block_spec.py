@@ -1,0 +1,39 @@
+"""What the decoder blocks of a model are made of, as data (models/decoder.py builds them)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+__all__ = ("LLAMA_BLOCK", "BlockSpec", "NormKind", "Residual")
+
+
+class NormKind(StrEnum):
+    """A normalisation of hidden states."""
+
+    rms = "rms"  # root mean square (arXiv:1910.07467)
+    layer = "layer"  # mean and variance, with a bias (arXiv:1607.06450)
+
+
+class Residual(StrEnum):
+    """How attention and MLP are joined to the residual stream x."""
+
+    sequential = "sequential"  # x + attention(norm(x)), then x + mlp(norm(x))
+    parallel = "parallel"  # x + attention(norm_1(x)) + mlp(norm_2(x))
+    parallel_one_norm = "parallel, one norm"  # x + attention(norm(x)) + mlp(norm(x))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockSpec:
+    """The parts of a decoder block that families differ in; the defaults are Llama's."""
+
+    norm: NormKind = NormKind.rms
+    residual: Residual = Residual.sequential
+    qkv_bias: bool = False
+    out_bias: bool = False  # of the attention's output projection
+    qk_norm: bool = False  # queries and keys are normalised per head (arXiv:2010.04245)
+    is_gated: bool = True  # the MLP is a gated linear unit (arXiv:2002.05202)
+    mlp_bias: bool = False
+
+
+LLAMA_BLOCK = BlockSpec()
