@@ -62,7 +62,7 @@ def build_wheel(
     settings = dict(config_settings or {})
     levels = [level for level in str(settings.pop("isa", "")).split(",") if level]
     sys.path.insert(0, str(_ROOT))
-    from ostinato.ops.native import build
+    from ostinato.ops.native import build, instruction_sets
 
     folder = build.PREBUILT_DIR
     shutil.rmtree(folder, ignore_errors=True)
@@ -70,7 +70,7 @@ def build_wheel(
     shutil.rmtree(_ROOT / "build" / "lib" / "ostinato" / "ops" / "native", ignore_errors=True)
     try:
         folder.mkdir()
-        for level in levels or build.isa_levels():
+        for level in levels or instruction_sets.isa_levels():
             for library in build.LIBRARIES:
                 shutil.copyfile(build.build(library, level), build.prebuilt_path(library, level))
     except (build.NativeBuildError, PackageNotFoundError) as error:

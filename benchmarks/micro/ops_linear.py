@@ -1,15 +1,15 @@
-"""Measures the packed linear op beside stock torch: GB/s of weights and GFLOP/s for each shape.
+"""Measures the linear ops beside stock torch: GB/s of weights and GFLOP/s for each shape.
 
-    python -m ostinato.benchmarks.micro.ops_linear
-    python -m ostinato.benchmarks.micro.ops_linear --shapes 3072x1024 --rows 1,8,512
+    python -m ostinato.benchmarks.micro.ops_linear --threads 1
+    python -m ostinato.benchmarks.micro.ops_linear --shapes 3072x1024 --rows 1,8,512 --kinds packed
 
-Six things take turns, so that a change of the machine's state hits all of them: the packed op, the
-quantised op with 8 and 4 bits, `torch.nn.functional.linear`, oneDNN with weights that it has
-pre-packed itself (where this torch has them), and a sum over as many bytes as a measure of what the
-memory gives. They go round copies
-of the weights that exceed the caches, as a decode step goes through its layers. The best and the
-median of the calls are printed, with the GB/s of each one's own weights; `share` compares the
-packed op's median with the sum's.
+All of these take turns, so that a change of the machine's state hits all of them: at each
+instruction set (`--levels`) the packed op and the quantised op with 8 and 4 bits,
+`torch.nn.functional.linear`, oneDNN with weights that it has pre-packed itself (where this torch
+has them), and a sum over as many bytes as a measure of what the memory gives. They go round copies
+of the weights that exceed the second level cache, as a decode step goes through its layers.
+
+The first table has the median time of a call in microseconds, the second the GFLOP/s of that time.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import shlex
 import statistics
 import sys
 import time
@@ -28,9 +29,11 @@ import torch
 from torch import Tensor
 
 from ostinato.benchmarks.machine.probes import LoadMeter
-from ostinato.ops.linear import pack_linear_weight, packed_linear
+from ostinato.ops.linear import pack_linear_weight
+from ostinato.ops.native.build import LIBRARIES
+from ostinato.ops.native.instruction_sets import runnable_levels
 from ostinato.ops.native.library import load
-from ostinato.ops.quantized import quantize_linear_weight, quantized_linear
+from ostinato.ops.quantized import quantize_linear_weight
 from ostinato.ops.quantized_reference import QuantFormat
 from ostinato.runtime.startup.machine_info import cpu_name
 
@@ -38,7 +41,8 @@ __all__ = ("measure_rows",)
 
 _FORMATS = (QuantFormat(8, 128, True), QuantFormat(4, 32, True))  # what int8 and int4 default to
 _SHAPES = "3072x1024,1024x3072,1408x512,151936x1024"
-_ROWS = "1,2,4,8,16,32,128,512"
+_ROWS = "1,4,16,32,64,128,512"
+_KINDS = ("packed", "int8", "int4")
 _MIN_CALLS, _MAX_CALLS = 3, 400
 
 
@@ -70,22 +74,28 @@ def _copies(weight: Tensor, cold_bytes: int) -> list[Tensor]:
     return [weight, *(weight.clone() for _ in range(-(-cold_bytes // weight.nbytes) - 1))]
 
 
-def _candidates(weights: _Weights, x: Tensor) -> dict[str, Callable[[int], Tensor]]:
+def _candidates(
+    weights: _Weights, x: Tensor, levels: list[str], kinds: list[str]
+) -> dict[str, Callable[[int], Tensor]]:
     out_features = weights.stock[0].shape[0]
-    candidates: dict[str, Callable[[int], Tensor]] = {
-        "packed": lambda copy: packed_linear(
-            x, weights.packed[copy % len(weights.packed)], None, out_features
-        ),
-        "int8": lambda copy: quantized_linear(
-            x, weights.int8[copy % len(weights.int8)], None, out_features, _FORMATS[0]
-        ),
-        "int4": lambda copy: quantized_linear(
-            x, weights.int4[copy % len(weights.int4)], None, out_features, _FORMATS[1]
-        ),
-        "stock": lambda copy: torch.nn.functional.linear(
-            x, weights.stock[copy % len(weights.stock)]
-        ),
-    }
+    candidates: dict[str, Callable[[int], Tensor]] = {}
+    for level in levels:
+        ops = getattr(torch.ops, f"ostinato_{level}")
+        if "packed" in kinds:
+            candidates[f"{level} packed"] = lambda copy, op=ops.packed_linear: op(
+                x, weights.packed[copy % len(weights.packed)], None, out_features, False
+            )
+        for name, copies, form in (
+            ("int8", weights.int8, _FORMATS[0]),
+            ("int4", weights.int4, _FORMATS[1]),
+        ):
+            if name in kinds:
+                candidates[f"{level} {name}"] = lambda copy, op=ops, w=copies, f=form: (
+                    op.quantized_linear(x, w[copy % len(w)], None, out_features, False, None, *f)
+                )
+    candidates["stock"] = lambda copy: torch.nn.functional.linear(
+        x, weights.stock[copy % len(weights.stock)]
+    )
     flat = [weight.view(-1).view(torch.float32) for weight in weights.packed]
     # half a round away from the copy that was just multiplied, which the caches may still hold
     candidates["read"] = lambda copy: flat[(copy + len(flat) // 2) % len(flat)].sum()
@@ -97,20 +107,24 @@ def _candidates(weights: _Weights, x: Tensor) -> dict[str, Callable[[int], Tenso
     return candidates
 
 
-def measure_rows(weights: _Weights, rows: int, seconds: float) -> dict[str, dict[str, float]]:
-    """Best and median microseconds of a call, at the best GB/s of weights and GFLOP/s.
+def measure_rows(
+    weights: _Weights, rows: int, seconds: float, levels: list[str], kinds: list[str]
+) -> dict[str, dict[str, float]]:
+    """Best and median microseconds of a call, and the GB/s of weights and GFLOP/s of the median.
 
     Args:
         weights: the copies that calls go round.
         rows: T.
         seconds: how long to go on, at least three calls of each candidate.
+        levels: instruction sets whose libraries are loaded.
+        kinds: of our ops, among _KINDS.
 
     Returns:
         Figures by candidate: best_us, median_us, gbytes_per_s, gflops.
     """
     weight = weights.stock[0]
     x = torch.randn(rows, weight.shape[1]).to(weight.dtype)
-    candidates = _candidates(weights, x)
+    candidates = _candidates(weights, x, levels, kinds)
     times: dict[str, list[float]] = {name: [] for name in candidates}
     for call in candidates.values():
         call(0)
@@ -125,71 +139,95 @@ def measure_rows(weights: _Weights, rows: int, seconds: float) -> dict[str, dict
     figures: dict[str, dict[str, float]] = {}
     sizes = {"int8": weights.int8[0].nbytes, "int4": weights.int4[0].nbytes}
     for name, values in times.items():
-        best = min(values)
+        median = statistics.median(values)
         figures[name] = {
-            "best_us": best * 1e6,
-            "median_us": statistics.median(values) * 1e6,
-            "gbytes_per_s": sizes.get(name, weight.nbytes) / best / 1e9,
-            "gflops": 2 * rows * weight.numel() / best / 1e9,
+            "best_us": min(values) * 1e6,
+            "median_us": median * 1e6,
+            "gbytes_per_s": sizes.get(name.rpartition(" ")[2], weight.nbytes) / median / 1e9,
+            "gflops": 2 * rows * weight.numel() / median / 1e9,
         }
     return figures
 
 
-def _report(label: str, figures: dict[str, dict[str, float]]) -> None:
-    cells = [
-        f"{name} {f['best_us']:9.1f} us ({f['median_us']:9.1f}) {f['gbytes_per_s']:6.1f} GB/s "
-        + (f"{f['gflops']:5.0f} GFLOP/s" if name != "read" else "")
-        for name, f in figures.items()
-    ]
-    share = figures["read"]["median_us"] / figures["packed"]["median_us"]
-    print(f"{label}  share {share:4.0%}  " + "  | ".join(cells))
-    sys.stdout.flush()
+class _Result(NamedTuple):
+    """One number of rows of one shape."""
+
+    dtype: str
+    out_features: int
+    in_features: int
+    rows: int
+    figures: dict[str, dict[str, float]]
 
 
-def main(arguments: list[str]) -> None:
-    """Measure what the command line names; see --help."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--dtype", default="bfloat16,float32", help="comma-separated")
-    parser.add_argument("--shapes", default=_SHAPES, help="comma-separated NxK")
-    parser.add_argument("--rows", default=_ROWS, help="comma-separated numbers of rows")
-    parser.add_argument("--seconds", type=float, default=0.5, help="for each shape and rows")
-    parser.add_argument(
-        "--cold-mib", type=int, default=96, help="go round copies of the weights of this size"
-    )
-    parser.add_argument("--json", type=Path, help="also write every figure to this file")
-    options = parser.parse_args(arguments)
-    conditions = {
-        "cpu": cpu_name(),
-        "isa": load("core").isa,
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-    }
-    print(json.dumps(conditions))
-    meter = LoadMeter().start()
-    results = []
+def _table(results: list[_Result], figure: str) -> str:
+    """A Markdown table of one figure."""
+    names = list(results[0].figures)
+    if figure == "gflops":
+        names.remove("read")
+    header = ["dtype", "N x K", "rows", *names]
+    lines = [f"| {' | '.join(header)} |", "|---" * len(header) + "|"]
+    for result in results:
+        cells = [result.dtype, f"{result.out_features} x {result.in_features}", str(result.rows)]
+        cells += [f"{result.figures[name][figure]:.0f}" for name in names]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _measure(options: argparse.Namespace, levels: list[str]) -> list[_Result]:
+    results: list[_Result] = []
     for dtype_name in options.dtype.split(","):
         for shape in options.shapes.split(","):
             out_features, in_features = (int(size) for size in shape.split("x"))
             weight = torch.randn(out_features, in_features).to(getattr(torch, dtype_name))
             weights = _Weights.make(weight, options.cold_mib << 20)
             for rows in (int(count) for count in options.rows.split(",")):
-                figures = measure_rows(weights, rows, options.seconds)
-                _report(f"{dtype_name:8} {shape:>11} T={rows:<4}", figures)
-                results.append(
-                    {
-                        "dtype": dtype_name,
-                        "out_features": out_features,
-                        "in_features": in_features,
-                        "rows": rows,
-                        "figures": figures,
-                    }
-                )
+                kinds = options.kinds.split(",")
+                figures = measure_rows(weights, rows, options.seconds, levels, kinds)
+                results.append(_Result(dtype_name, out_features, in_features, rows, figures))
             del weight, weights
             gc.collect()
-    print(f"other programs used {meter.stop():.0%} of the cores")
+    return results
+
+
+def main(arguments: list[str]) -> None:
+    """Measure what the command line names; see --help."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--dtype", default="bfloat16", help="comma-separated")
+    parser.add_argument("--shapes", default=_SHAPES, help="comma-separated NxK")
+    parser.add_argument("--rows", default=_ROWS, help="comma-separated numbers of rows")
+    parser.add_argument("--levels", help="comma-separated instruction sets; default the best two")
+    parser.add_argument("--kinds", default=",".join(_KINDS), help="comma-separated kinds of ours")
+    parser.add_argument("--threads", type=int, help="default torch's own")
+    parser.add_argument("--seconds", type=float, default=1.0, help="for each shape and rows")
+    parser.add_argument(
+        "--cold-mib", type=int, default=96, help="go round copies of the weights of this size"
+    )
+    parser.add_argument("--json", type=Path, help="also write every figure to this file")
+    options = parser.parse_args(arguments)
+    levels = options.levels.split(",") if options.levels else runnable_levels()[:2]
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    for level in levels:
+        for library in LIBRARIES:
+            load(library, level)
+    conditions = {
+        "command": shlex.join(["python", "-m", "ostinato.benchmarks.micro.ops_linear", *arguments]),
+        "cpu": cpu_name(),
+        "levels": levels,
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "median_of_calls": f"{options.seconds} s a row, at most {_MAX_CALLS} each, in turns",
+    }
+    meter = LoadMeter().start()
+    results = _measure(options, levels)
+    conditions["other_programs"] = f"{meter.stop():.0%} of the cores"
+    print(json.dumps(conditions, indent=1))
+    for figure, title in (("median_us", "us a call, median"), ("gflops", "GFLOP/s of the median")):
+        print(f"\n{title}\n\n{_table(results, figure)}")
     if options.json is not None:
+        rows = [result._asdict() for result in results]
         options.json.write_text(
-            json.dumps({"conditions": conditions, "results": results}, indent=1) + "\n"
+            json.dumps({"conditions": conditions, "results": rows}, indent=1) + "\n"
         )
 
 

@@ -21,8 +21,8 @@ Each library is compiled on its first use. How a C++ kernel becomes the CPU impl
 
    It throws std::invalid_argument (OSTINATO_CHECK) for bad input, which reaches Python as a
    ValueError. Heavy headers stay out: building `core` has to take about five seconds on two cores.
-3. `load(library)` of library.py installs it. The macro OSTINATO_ISA is the level: 3 avx512bf16,
-   2 avx512, 1 avx2, 0 portable. Above 0 the level's intrinsics may be used freely.
+3. `load(library)` of library.py installs it. The macros OSTINATO_ISA and OSTINATO_AMX say what it
+   is compiled for (instruction_sets.py). Intrinsics of that may be used freely.
 
 This module imports no torch, so that an engine process can build while it imports torch.
 """
@@ -45,9 +45,9 @@ from pathlib import Path
 from filelock import FileLock
 
 from ostinato.conf.environment import cache_dir, cxx
+from ostinato.ops.native.instruction_sets import instruction_set
 
 __all__ = (
-    "ISA_LEVELS",
     "LIBRARIES",
     "PREBUILT_DIR",
     "REMEDY",
@@ -55,11 +55,9 @@ __all__ = (
     "adopt",
     "build",
     "content_key",
-    "detect_isa",
     "discard",
     "find_compiler",
     "intact_libraries",
-    "isa_levels",
     "prebuilt_path",
 )
 
@@ -78,22 +76,6 @@ LIBRARIES: dict[str, tuple[tuple[str, ...], ...]] = {
     "quantized": (("core/install", "quantized/quantized", "quantized/pack"),),
 }
 REMEDY = "install g++ or set graphs.attention=reference graphs.pack_weights=false"
-_AVX2_FLAGS = ("-mavx2", "-mfma", "-mf16c")
-_AVX512_FLAGS = (*_AVX2_FLAGS, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
-_FEATURES_AVX2 = {"avx2", "fma", "f16c"}
-_FEATURES_AVX512 = _FEATURES_AVX2 | {"avx512f", "avx512bw", "avx512vl", "avx512dq"}
-
-ISA_LEVELS: dict[str, tuple[int, tuple[str, ...], set[str]]] = {
-    # name: (OSTINATO_ISA, compiler flags, features of /proc/cpuinfo), best first
-    "avx512bf16": (
-        3,
-        (*_AVX512_FLAGS, "-mavx512bf16", "-mavx512vnni"),
-        _FEATURES_AVX512 | {"avx512_bf16", "avx512_vnni"},
-    ),
-    "avx512": (2, _AVX512_FLAGS, _FEATURES_AVX512),
-    "avx2": (1, _AVX2_FLAGS, _FEATURES_AVX2),
-    "portable": (0, (), set()),
-}
 # -ffp-contract=off: a row's arithmetic must not depend on which loop the compiler fused. Kernels
 # that want a fused multiply-add call it by name.
 _FLAGS = (
@@ -113,29 +95,8 @@ class NativeBuildError(RuntimeError):
     """The C++ kernels can not be built here; the text names the command and the remedy."""
 
 
-def isa_levels() -> list[str]:
-    """The levels of ISA_LEVELS that a compiler for this kind of machine can build."""
-    is_x86 = platform.machine().lower() in ("x86_64", "amd64")
-    return list(ISA_LEVELS) if is_x86 else ["portable"]
-
-
-def detect_isa() -> str:
-    """The best level of ISA_LEVELS that this machine's processor runs."""
-    if isa_levels() == ["portable"]:
-        return "portable"
-    features: set[str] = set()
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("flags"):
-                features = set(line.split())
-                break
-    except OSError:
-        return "portable"
-    return next(name for name, (_, _, needed) in ISA_LEVELS.items() if needed <= features)
-
-
 def build(library: str, isa: str) -> Path:
-    """The file of one of LIBRARIES for a level of ISA_LEVELS, from the cache if it is intact there.
+    """The file of one of LIBRARIES for an instruction set, from the cache if it is intact there.
 
     Of several processes and threads that ask at the same time, one builds and the others wait.
 
@@ -159,7 +120,7 @@ def adopt(library: str, isa: str, data: bytes) -> None:
 
     Args:
         library: one of LIBRARIES.
-        isa: a level of ISA_LEVELS; the caller knows that `content_key(library, isa)` is the file's.
+        isa: an instruction set; the caller knows that `content_key(library, isa)` is the file's.
         data: the file's content, read from a place where only the user can write.
     """
     directory = _directory(library, isa)
@@ -171,7 +132,7 @@ def adopt(library: str, isa: str, data: bytes) -> None:
 
 
 def intact_libraries(library: str, isa: str) -> list[Path]:
-    """The files that exist of one of LIBRARIES for a level of ISA_LEVELS.
+    """The files that exist of one of LIBRARIES for an instruction set.
 
     The one in the cache comes first, then the one of the wheel.
     """
@@ -207,7 +168,7 @@ def content_key(library: str, isa: str) -> str:
 
 def _key(library: str, isa: str, torch: str) -> str:
     digest = hashlib.sha256()
-    parts = (isa, *ISA_LEVELS[isa][1], *_FLAGS, torch, sys.platform, platform.machine())
+    parts = (isa, *instruction_set(isa).flags, *_FLAGS, torch, sys.platform, platform.machine())
     digest.update("\0".join(parts).encode())
     sources = [_SOURCE_DIR / f"{name}.cpp" for unit in LIBRARIES[library] for name in unit]
     for source in (*sources, *sorted(_SOURCE_DIR.rglob("*.h"))):
@@ -234,9 +195,8 @@ def _build(library: str, isa: str, directory: Path) -> Path:
     """Compile each unit in a process of its own, link, move the result in with one rename."""
     compiler = find_compiler()
     torch_dir = _torch_directory()
-    level, isa_flags, _ = ISA_LEVELS[isa]
     include = (f"-I{_SOURCE_DIR}", f"-I{torch_dir / 'include'}")
-    flags = (*_FLAGS, *isa_flags, f"-DOSTINATO_ISA={level}", *include)
+    flags = (*_FLAGS, *instruction_set(isa).flags, *include)
     with tempfile.TemporaryDirectory(dir=directory, prefix="build-") as scratch:
         commands, objects = [], []
         for number, names in enumerate(LIBRARIES[library]):

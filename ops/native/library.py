@@ -18,14 +18,16 @@ import torch
 
 from ostinato.ops.native.abi import check_abi
 from ostinato.ops.native.build import (
-    ISA_LEVELS,
     LIBRARIES,
     REMEDY,
     NativeBuildError,
     build,
-    detect_isa,
     discard,
     intact_libraries,
+)
+from ostinato.ops.native.instruction_sets import (
+    detect_isa,
+    runnable_levels,
 )
 from ostinato.ops.register import define_alias
 
@@ -42,7 +44,7 @@ __all__ = (
 class NativeLibrary(NamedTuple):
     """A loaded library."""
 
-    isa: str  # one of ISA_LEVELS
+    isa: str  # one of ISA_LEVELS or EMULATED
     namespace: str  # torch.ops namespace that its kernels implement
     path: Path
     functions: ctypes.CDLL  # its C functions (core/install.cpp)
@@ -59,7 +61,7 @@ def load(name: str, isa: str | None = None) -> NativeLibrary:
 
     Args:
         name: one of LIBRARIES.
-        isa: a level of ISA_LEVELS, installed as `torch.ops.ostinato_<isa>`, where an op exists if
+        isa: a level of ISA_LEVELS or EMULATED, installed as `torch.ops.ostinato_<isa>`, where an op exists if
             its module was imported before this call; None = the machine's best, installed as the
             CPU implementation of `torch.ops.ostinato`.
 
@@ -77,10 +79,9 @@ def load(name: str, isa: str | None = None) -> NativeLibrary:
 def _load(name: str, isa: str | None, namespace: str) -> NativeLibrary:
     if name not in LIBRARIES:
         raise ValueError(f"name must be one of {', '.join(LIBRARIES)}, got {name!r}")
-    best = detect_isa()
-    level = best if isa is None else isa
-    runnable = list(ISA_LEVELS)[list(ISA_LEVELS).index(best) :]
-    if level not in runnable:
+    level = detect_isa() if isa is None else isa
+    runnable = runnable_levels()
+    if level not in runnable and level not in [f"amx_on_{each}" for each in runnable]:
         raise ValueError(
             f"isa must be one of {', '.join(runnable)} on this processor, got {level!r}"
         )

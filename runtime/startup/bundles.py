@@ -14,6 +14,7 @@ from ostinato.conf.environment import cache_dir
 from ostinato.conf.schema import DeviceConfig, DeviceName, GraphConfig, ModelSection, Quantization
 from ostinato.graphs.bundle import Bundle, trusted_directories
 from ostinato.ops.native import build as native
+from ostinato.ops.native.instruction_sets import detect_isa
 
 __all__ = ("add_kernels", "bundle_root", "kernel_libraries", "prepare_kernels")
 
@@ -37,7 +38,7 @@ def prepare_kernels(model: ModelSection, device: DeviceConfig, graphs: GraphConf
     on_gpu = device.name is not DeviceName.cpu and Path("/dev/nvidiactl").exists()
     if on_gpu or not graphs.pack_weights:
         return
-    isa = native.detect_isa()
+    isa = detect_isa()
     root = bundle_root(graphs) if graphs.bundle else None
     for library in kernel_libraries(model):
         if native.intact_libraries(library, isa) or _adopt(library, isa, root):
@@ -49,7 +50,7 @@ def prepare_kernels(model: ModelSection, device: DeviceConfig, graphs: GraphConf
 
 def add_kernels(bundle: Bundle, model: ModelSection) -> None:
     """Put this machine's CPU kernels for a model into its bundle."""
-    isa = native.detect_isa()
+    isa = detect_isa()
     for library in kernel_libraries(model):
         for path in native.intact_libraries(library, isa):
             bundle.put(f"{_kernels_name(library, isa)}.so", path.read_bytes())

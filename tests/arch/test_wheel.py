@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from ostinato.ops.native import build
+from ostinato.ops.native.instruction_sets import ISA_LEVELS, detect_isa, isa_levels
 from tests.arch.tree import FOLDERS, ROOT
 
 DATA = {
@@ -38,7 +39,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
         [
             *(sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation"),
             # This machine's level alone, which the cache holds after the first test of the kernels.
-            f"--config-settings=isa={build.detect_isa()}",
+            f"--config-settings=isa={detect_isa()}",
             *("--quiet", "--wheel-dir", str(built), str(copy)),
         ],
         capture_output=True,
@@ -73,7 +74,7 @@ def test_the_wheel_is_the_tree(wheel: zipfile.ZipFile):
         for pattern in patterns
         for file in (ROOT / folder).rglob(pattern)
     }
-    libraries = {build.prebuilt_path(name, build.detect_isa()) for name in build.LIBRARIES}
+    libraries = {build.prebuilt_path(name, detect_isa()) for name in build.LIBRARIES}
     packed = {name for name in wheel.namelist() if ".dist-info/" not in name}
     assert packed == modules | data | {packaged_as(file) for file in libraries}
 
@@ -88,7 +89,7 @@ def test_the_wheel_is_small(wheel: zipfile.ZipFile):
     """With the libraries of all levels, which are of similar size; the demo model takes 9 MiB."""
     total = sum(entry.compress_size for entry in wheel.infolist())
     libraries = sum(e.compress_size for e in wheel.infolist() if e.filename.endswith(".so"))
-    assert total + libraries * (len(build.ISA_LEVELS) - 1) <= 16 << 20
+    assert total + libraries * (len(ISA_LEVELS) - 1) <= 16 << 20
 
 
 def test_the_wheel_is_for_this_platform_and_any_python(wheel: zipfile.ZipFile):
@@ -97,7 +98,7 @@ def test_the_wheel_is_for_this_platform_and_any_python(wheel: zipfile.ZipFile):
 
 
 def test_a_wheel_is_for_every_level_unless_one_is_chosen():
-    assert build.isa_levels() in (list(build.ISA_LEVELS), ["portable"])
+    assert isa_levels() in (list(ISA_LEVELS), ["portable"])
 
 
 def test_an_installed_wheel_generates_without_a_compiler(wheel: zipfile.ZipFile, tmp_path: Path):

@@ -7,13 +7,14 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from ostinato.ops.native.build import ISA_LEVELS, detect_isa
+from ostinato.ops.native.instruction_sets import runnable_levels
 from ostinato.ops.native.library import load
 
 __all__ = ("LEVELS", "assert_within", "linear_problem", "name_of", "ops_of")
 
-LEVELS = list(ISA_LEVELS)[list(ISA_LEVELS).index(detect_isa()) :]
-"""The instruction sets that this processor runs."""
+LEVELS = [*runnable_levels(), f"amx_on_{next(n for n in runnable_levels() if n != 'amx')}"]
+"""The instruction sets that this machine runs, and the emulation of matrix tiles over the best of
+them."""
 
 
 def ops_of(library: str, level: str, **names: str) -> SimpleNamespace:

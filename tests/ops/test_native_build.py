@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from ostinato.ops.native import abi, build
-from ostinato.ops.native.build import ISA_LEVELS, LIBRARIES, detect_isa
+from ostinato.ops.native.build import LIBRARIES
+from ostinato.ops.native.instruction_sets import ISA_LEVELS, detect_isa
 from ostinato.ops.native.library import load
 
 # Of few sources, two compiler processes as for `core`.
@@ -172,7 +173,7 @@ def test_numbers_that_differ_from_pythons_are_named_with_both_values(
 
 
 def test_levels_are_ordered_and_checked() -> None:
-    assert list(ISA_LEVELS) == ["avx512bf16", "avx512", "avx2", "portable"]
+    assert list(ISA_LEVELS) == ["amx", "avx512bf16", "avx512", "avx2", "portable"]
     with pytest.raises(ValueError, match=r"isa must be one of .*portable on this processor"):
         load("core", "sse9")
 

@@ -1,8 +1,12 @@
 // The packed linear op for CPUs: x @ weight.T + bias + residual, with the weights laid out once in the order in which
-// the kernel reads them. Layout and arithmetic of a tile are in linear_tiles.h.
+// the kernel reads them. The layout is described in layout.h, the arithmetic in tiles.h and amx_linear.h.
 #include "linear/tasks.h"
 #include "linear/tiles.h"
 #include "linear/transpose.h"
+
+#if OSTINATO_AMX
+#include "linear/amx_linear.h"
+#endif
 
 namespace ostinato::linear {
 namespace {
@@ -107,6 +111,15 @@ void run(const Problem& problem, const PackedWeight& weight) {
                  [&] { return Worker<Kind, Out>(problem, weight, groups); });
 }
 
+template <class Out>
+void run_bfloat16(const Problem& problem, const PackedWeight& weight) {
+#if OSTINATO_AMX
+  run_tiles<Out>(problem, weight);
+#else
+  run<BFloat16Pairs, Out>(problem, weight);
+#endif
+}
+
 // packed_linear(Tensor x, Tensor weight, Tensor? bias, SymInt out_features, bool float32_output,
 //               Tensor? residual=None) -> Tensor
 void packed_linear(Call& call) {
@@ -124,9 +137,9 @@ void packed_linear(Call& call) {
   if (x.dtype == DType::float32) {
     run<Float32, float>(problem, packed);
   } else if (float32_output) {
-    run<BFloat16Pairs, float>(problem, packed);
+    run_bfloat16<float>(problem, packed);
   } else {
-    run<BFloat16Pairs, BFloat16>(problem, packed);
+    run_bfloat16<BFloat16>(problem, packed);
   }
   call.give(out);
 }

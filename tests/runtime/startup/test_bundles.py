@@ -11,6 +11,7 @@ import pytest
 from ostinato.conf.schema import DeviceConfig, DeviceName, GraphConfig, ModelSection, Quantization
 from ostinato.graphs.bundle import Bundle
 from ostinato.ops.native import build as native
+from ostinato.ops.native.instruction_sets import detect_isa
 from ostinato.runtime.startup.bundles import add_kernels, kernel_libraries, prepare_kernels
 
 DENSE = ModelSection()
@@ -39,7 +40,7 @@ def prepare(model: ModelSection, graphs: GraphConfig) -> list[str]:
 
 
 def there() -> list[str]:
-    isa = native.detect_isa()
+    isa = detect_isa()
     return [name for name in native.LIBRARIES if native.intact_libraries(name, isa)]
 
 

@@ -1,0 +1,113 @@
+// Matrix tiles: AMX, the matrix unit of Intel processors since Sapphire Rapids.
+//
+// A thread has eight tile registers of up to 16 rows of 64 bytes. A product reads a tile A [M][K] row by row, a tile B
+// whose rows are steps of four bytes of K for each of 16 columns (two bfloat16 or four 8-bit values, as weights and keys
+// are packed here), and adds to a tile C [M][16] of float32 or int32.
+//
+// The macro OSTINATO_AMX chooses who computes: 1 the processor, 2 amx_emulation.h, so that the same kernels run, and are
+// tested, on every machine. The instructions are written as assembly, because a compiler's intrinsics want the numbers
+// of registers as literals.
+//
+// Linux hands the registers out on request. ops/native/instruction_sets.py asks before it chooses this level.
+#pragma once
+
+#include "core/simd.h"
+
+#if OSTINATO_AMX == 2
+#include "core/amx_emulation.h"
+#endif
+
+#include <cstdint>
+#include <cstring>
+
+namespace ostinato::amx {
+
+constexpr int kTileRows = 16;   // at most, of every tile
+constexpr int kTileBytes = 64;  // of a row at most
+constexpr int kTileColumns = 16;  // of B and C
+
+// The shapes of the registers, in the layout that the processor reads.
+struct alignas(64) TileShapes {
+  uint8_t palette = 1;
+  uint8_t start_row = 0;
+  uint8_t reserved[14] = {};
+  uint16_t row_bytes[16] = {};
+  uint8_t rows[16] = {};
+
+  // Registers [first, last) have `count` rows of `bytes`.
+  void set(int first, int last, int count, int bytes) {
+    for (int tile = first; tile < last; ++tile) {
+      rows[tile] = static_cast<uint8_t>(count);
+      row_bytes[tile] = static_cast<uint16_t>(bytes);
+    }
+  }
+};
+static_assert(sizeof(TileShapes) == 64);
+
+#if OSTINATO_AMX == 1
+
+OSTINATO_INLINE void configure(const TileShapes& shapes) { asm volatile("ldtilecfg %0" : : "m"(shapes)); }
+OSTINATO_INLINE void release() { asm volatile("tilerelease"); }
+
+template <int T>
+OSTINATO_INLINE void zero() {
+  asm volatile("tilezero %%tmm%c0" : : "i"(T));
+}
+// Rows lie `stride` bytes apart.
+template <int T>
+OSTINATO_INLINE void load(const void* rows, int64_t stride) {
+  asm volatile("tileloadd (%0,%1,1), %%tmm%c2" : : "r"(rows), "r"(stride), "i"(T) : "memory");
+}
+template <int T>
+OSTINATO_INLINE void store(void* rows, int64_t stride) {
+  asm volatile("tilestored %%tmm%c2, (%0,%1,1)" : : "r"(rows), "r"(stride), "i"(T) : "memory");
+}
+// C += A * B, bfloat16 and float32
+template <int C, int A, int B>
+OSTINATO_INLINE void multiply_bfloat16() {
+  asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(C), "i"(A), "i"(B));
+}
+// C += A * B, int8 times uint8, and int32
+template <int C, int A, int B>
+OSTINATO_INLINE void multiply_bytes() {
+  asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(C), "i"(A), "i"(B));
+}
+
+#else
+
+inline void configure(const TileShapes& shapes) { emulation::configure(shapes.rows, shapes.row_bytes); }
+inline void release() { emulation::release(); }
+template <int T>
+void zero() {
+  emulation::zero(T);
+}
+template <int T>
+void load(const void* rows, int64_t stride) {
+  emulation::load(T, rows, stride);
+}
+template <int T>
+void store(void* rows, int64_t stride) {
+  emulation::store(T, rows, stride);
+}
+template <int C, int A, int B>
+void multiply_bfloat16() {
+  emulation::multiply_bfloat16(C, A, B);
+}
+template <int C, int A, int B>
+void multiply_bytes() {
+  emulation::multiply_bytes(C, A, B);
+}
+
+#endif
+
+// Gives the calling thread its registers in these shapes, and back at the end of the scope. A thread that holds none
+// costs a switch of threads nothing, and one that does 8 KiB.
+class TileScope {
+ public:
+  explicit TileScope(const TileShapes& shapes) { configure(shapes); }
+  ~TileScope() { release(); }
+  TileScope(const TileScope&) = delete;
+  TileScope& operator=(const TileScope&) = delete;
+};
+
+}  // namespace ostinato::amx

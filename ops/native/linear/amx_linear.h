@@ -1,0 +1,257 @@
+// The packed linear op for bfloat16 by matrix tiles (core/amx.h).
+//
+// A panel's 16 steps of two values of K are two tiles B as they lie in memory: rows of 16 columns, 128 bytes apart. 16 rows
+// of activations times 32 values of K are a tile A. One or two blocks of 16 rows are multiplied at a time, and two or four
+// tiles C hold their sums. Where many blocks share a panel, they do so one part of K after the other, so that the part of
+// the panel stays in the first level cache.
+//
+// Order of a sum: K is cut at multiples of 32. Of each part the products with even k are summed from zero in ascending
+// order, so are those with odd k, the two sums are added, and their sum is added to the result. Every step is rounded to
+// float32, and subnormal numbers count as zeros. No other row has a part in it, so a row's bits do not depend on which
+// rows are computed beside it.
+#pragma once
+
+#include "core/amx.h"
+#include "linear/tasks.h"
+
+namespace ostinato::linear {
+
+constexpr int kTileSteps = 16;  // of two values of K
+constexpr int64_t kTileValues = 2 * kTileSteps;
+constexpr int kTileSize = kTileSteps * kPanel;             // units of a panel's tiles B
+constexpr int64_t kTileGroupBytes = 1 << 20;               // packed activations of a group of rows: half of the cache
+constexpr int64_t kPassTiles = 8;                          // of K at a time, where a panel serves many blocks: 16 KiB
+constexpr int kLines = kTileSize / 16;                     // of 64 bytes, of a panel's tiles B
+
+// Blocks of rows [0, rows) of one tile A each, of equal height but for the last, in groups of nearly equal size.
+struct TileBlocks {
+  TileBlocks(int64_t rows, int64_t steps)
+      : rows(rows), count(ceil_divide(rows, amx::kTileRows)), height(static_cast<int>(ceil_divide(rows, std::max<int64_t>(count, 1)))),
+        tiles(ceil_divide(steps, kTileSteps)) {
+    const int64_t pair_bytes = 2 * std::max<int64_t>(block_bytes(), 1);
+    groups = ceil_divide(ceil_divide(count, 2), std::max<int64_t>(kTileGroupBytes / pair_bytes, 1));
+  }
+  int64_t block_bytes() const { return tiles * height * amx::kTileBytes; }
+  int64_t first_block(int64_t group) const {  // pairs of blocks stay together
+    return std::min(ceil_divide(count, 2) * group / groups * 2, count);
+  }
+  int64_t row(int64_t block) const { return std::min(block * height, rows); }
+  int num_rows(int64_t block) const { return static_cast<int>(row(block + 1) - row(block)); }
+
+  int64_t rows;
+  int64_t count;
+  int height;
+  int64_t tiles;  // of K
+  int64_t groups;
+};
+
+// Where a block's tiles A lie.
+struct TileRows {
+  const char* data;
+  int64_t row_bytes;   // from row to row of a tile
+  int64_t tile_bytes;  // from tile to tile of K
+  int64_t block_bytes;
+};
+
+// C[2 b + v] += A[b] * B[v] for blocks b < kBlocks. Registers: 0 to 3 hold C, 4 and 5 A, 6 and 7 B.
+template <int kBlocks>
+OSTINATO_INLINE void multiply_tiles(const TileRows& x, int64_t tile, const uint32_t* w) {
+  const char* a = x.data + tile * x.tile_bytes;
+  constexpr int64_t kStride = kPanel * 4;
+  amx::load<6>(w, kStride);
+  amx::load<4>(a, x.row_bytes);
+  amx::multiply_bfloat16<0, 4, 6>();
+  amx::load<7>(w + amx::kTileColumns, kStride);
+  amx::multiply_bfloat16<1, 4, 7>();
+  if constexpr (kBlocks == 2) {
+    amx::load<5>(a + x.block_bytes, x.row_bytes);
+    amx::multiply_bfloat16<2, 5, 6>();
+    amx::multiply_bfloat16<3, 5, 7>();
+  }
+}
+
+// What is fetched into the second level cache while a block is multiplied: lines [first, last) of each two tiles B.
+struct Upcoming {
+  const uint32_t* weight;  // null = nothing
+  int first;
+  int last;
+};
+
+// sums [kBlocks * height][32] = x * w over tiles [first, last) of K, added to what is there unless `first` is 0. `rest` is
+// the last tiles B filled up with zeros, or null.
+template <int kBlocks>
+void multiply_blocks(const TileRows& x, const uint32_t* w, int64_t first, int64_t last, const uint32_t* rest,
+                     const Upcoming& upcoming, int height, float* sums) {
+  constexpr int64_t kStride = kPanel * 4;
+  float* below = sums + height * kPanel;
+  if (first == 0) {
+    amx::zero<0>();
+    amx::zero<1>();
+    if constexpr (kBlocks == 2) {
+      amx::zero<2>();
+      amx::zero<3>();
+    }
+  } else {
+    amx::load<0>(sums, kStride);
+    amx::load<1>(sums + amx::kTileColumns, kStride);
+    if constexpr (kBlocks == 2) {
+      amx::load<2>(below, kStride);
+      amx::load<3>(below + amx::kTileColumns, kStride);
+    }
+  }
+  const int64_t whole = rest == nullptr ? last : last - 1;
+  for (int64_t tile = first; tile < whole; ++tile) {
+    if (upcoming.weight != nullptr) {
+      const uint32_t* lines = upcoming.weight + tile * kTileSize;
+      for (int line = upcoming.first; line < upcoming.last; ++line) __builtin_prefetch(lines + line * 16, 0, 2);
+    }
+    multiply_tiles<kBlocks>(x, tile, w + tile * kTileSize);
+  }
+  if (rest != nullptr) multiply_tiles<kBlocks>(x, whole, rest);
+  amx::store<0>(sums, kStride);
+  amx::store<1>(sums + amx::kTileColumns, kStride);
+  if constexpr (kBlocks == 2) {
+    amx::store<2>(below, kStride);
+    amx::store<3>(below + amx::kTileColumns, kStride);
+  }
+}
+
+template <class Out>
+class TileWorker {
+ public:
+  TileWorker(const Problem& problem, const PackedWeight& weight, const TileBlocks& blocks)
+      : p_(problem), weight_(weight), blocks_(blocks), registers_(shapes(blocks.height)) {}
+
+  void operator()(int64_t task) {
+    const int64_t group = task / weight_.panels;
+    if (group != packed_group_) pack(group);
+    multiply(group, task % weight_.panels);
+  }
+
+ private:
+  static amx::TileShapes shapes(int height) {
+    amx::TileShapes shapes;
+    shapes.set(0, 6, height, amx::kTileBytes);
+    shapes.set(6, 8, kTileSteps, amx::kTileBytes);
+    return shapes;
+  }
+
+  void pack(int64_t group) {
+    packed_group_ = group;
+    const int64_t first = blocks_.first_block(group);
+    const int64_t last = blocks_.first_block(group + 1);
+    const int64_t num_sums = (last - first) * blocks_.height * kPanel;
+    sums_ = scratch(num_sums + (last - first) * blocks_.block_bytes() / 4);
+    const auto* x = static_cast<const char*>(p_.x);
+    const int64_t row_bytes = p_.row_stride * 2;
+    if (p_.rows == 1 && p_.in_features % kTileValues == 0) {
+      activations_ = {x, 0, amx::kTileBytes, 0};  // already a tile's order
+      return;
+    }
+    const int64_t tile_bytes = blocks_.height * amx::kTileBytes;
+    auto* packed = reinterpret_cast<char*>(sums_ + num_sums);
+    activations_ = {packed, amx::kTileBytes, tile_bytes, blocks_.block_bytes()};
+    const int64_t whole = p_.in_features / kTileValues;
+    const int64_t rest = p_.in_features % kTileValues * 2;
+    for (int64_t block = first; block < last; ++block, packed += blocks_.block_bytes()) {
+      const int rows = blocks_.num_rows(block);
+      for (int r = 0; r < blocks_.height; ++r) {
+        const char* row = x + (blocks_.row(block) + r) * row_bytes;
+        char* target = packed + r * amx::kTileBytes;
+        if (r >= rows) {
+          for (int64_t tile = 0; tile < blocks_.tiles; ++tile) std::memset(target + tile * tile_bytes, 0, amx::kTileBytes);
+          continue;
+        }
+        for (int64_t tile = 0; tile < whole; ++tile) {
+          std::memcpy(target + tile * tile_bytes, row + tile * amx::kTileBytes, amx::kTileBytes);
+        }
+        if (rest > 0) {
+          std::memset(target + whole * tile_bytes, 0, amx::kTileBytes);
+          std::memcpy(target + whole * tile_bytes, row + whole * amx::kTileBytes, rest);
+        }
+      }
+    }
+  }
+
+  void multiply(int64_t group, int64_t panel) const {
+    alignas(64) uint32_t last_tiles[kTileSize];
+    const uint32_t* weight = weight_.panel(panel);
+    const uint32_t* rest = nullptr;
+    if (const int64_t steps = weight_.steps % kTileSteps; steps > 0) {
+      std::memset(last_tiles, 0, sizeof last_tiles);
+      std::memcpy(last_tiles, weight + (blocks_.tiles - 1) * kTileSize, steps * kPanel * 4);
+      rest = last_tiles;
+    }
+    const int64_t first = blocks_.first_block(group);
+    const int64_t last = blocks_.first_block(group + 1);
+    const bool in_parts = last - first > 2;
+    const int64_t pass = in_parts ? kPassTiles : blocks_.tiles;
+    for (int64_t tile = 0; tile < blocks_.tiles; tile += pass) {
+      const int64_t end = std::min(tile + pass, blocks_.tiles);
+      multiply_part({first, last}, panel, {tile, end}, end == blocks_.tiles ? rest : nullptr);
+    }
+  }
+
+  struct Range {
+    int64_t first;
+    int64_t last;
+  };
+
+  // Some tiles of K of all blocks; the last ones also write the result.
+  void multiply_part(Range blocks, int64_t panel, Range tiles, const uint32_t* rest) const {
+    alignas(64) float bias[kPanel];
+    const int64_t column = panel * kPanel;
+    const uint32_t* weight = weight_.panel(panel);
+    const bool is_last = tiles.last == blocks_.tiles;
+    if (is_last) load_bias<BFloat16>(p_, column, bias);
+    const auto pairs = static_cast<int>((blocks.last - blocks.first + 1) / 2);
+    Upcoming upcoming{panel + 1 < weight_.panels ? weight_.panel(panel + 1) : nullptr, 0, 0};
+    TileRows x = activations_;
+    float* sums = sums_;
+    for (int pair = 0; pair < pairs; ++pair, x.data += 2 * x.block_bytes, sums += 2 * blocks_.height * kPanel) {
+      const int64_t block = blocks.first + 2 * pair;
+      const int64_t end = std::min(block + 2, blocks.last);
+      const int64_t row = blocks_.row(block);
+      const int64_t rows = blocks_.row(end) - row;
+      if (is_last) fetch_output(row, rows, column);
+      upcoming.first = kLines * pair / pairs;
+      upcoming.last = kLines * (pair + 1) / pairs;
+      if (end - block == 2) {
+        multiply_blocks<2>(x, weight, tiles.first, tiles.last, rest, upcoming, blocks_.height, sums);
+      } else {
+        multiply_blocks<1>(x, weight, tiles.first, tiles.last, rest, upcoming, blocks_.height, sums);
+      }
+      if (is_last) write_rows<Out>(p_, sums, static_cast<int>(rows), bias, row, column);
+    }
+  }
+
+  // Asks for the lines that will be written when a block is done: they lie a row apart, which no hardware foresees.
+  void fetch_output(int64_t row, int64_t rows, int64_t column) const {
+    const auto* out = static_cast<const Out*>(p_.out) + column;
+    for (int64_t r = row; r < row + rows; ++r) {
+      __builtin_prefetch(out + r * p_.out_features, 1);
+      if constexpr (sizeof(Out) == 4) __builtin_prefetch(out + r * p_.out_features + 16, 1);
+    }
+    if (p_.residual == nullptr) return;
+    const auto* residual = static_cast<const Out*>(p_.residual) + column;
+    for (int64_t r = row; r < row + rows; ++r) __builtin_prefetch(residual + r * p_.residual_stride);
+  }
+
+  const Problem& p_;
+  const PackedWeight& weight_;
+  const TileBlocks& blocks_;
+  const amx::TileScope registers_;
+  int64_t packed_group_ = -1;
+  TileRows activations_{};
+  float* sums_ = nullptr;  // [rows of the group][32]
+};
+
+template <class Out>
+void run_tiles(const Problem& problem, const PackedWeight& weight) {
+  if (problem.rows == 0) return;
+  const TileBlocks blocks(problem.rows, weight.steps);
+  for_each_panel(problem.threads, blocks.groups * weight.panels, weight.bytes(), blocks.count,
+                 [&] { return TileWorker<Out>(problem, weight, blocks); });
+}
+
+}  // namespace ostinato::linear

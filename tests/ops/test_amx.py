@@ -1,0 +1,198 @@
+"""Matrix tiles (ops/native/core/amx.h): the emulation against the processor, and the kernels on both.
+
+Without AMX the emulation is compared with a model in numpy of integers and exact fractions alone.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from ostinato.ops import linear
+from ostinato.ops.native.build import find_compiler
+from ostinato.ops.native.instruction_sets import (
+    EMULATED,
+    ISA_LEVELS,
+    detect_isa,
+    runnable_levels,
+    why_no_tiles,
+)
+from tests.ops.kernel_checks import LEVELS, linear_problem, ops_of
+
+CHECK = Path(__file__).with_name("amx_check.cpp")
+HEADERS = Path(linear.__file__).parent / "native"
+HAS_AMX = "amx" in runnable_levels()
+needs_amx = pytest.mark.skipif(not HAS_AMX, reason=f"no AMX here: {why_no_tiles()}")
+
+Words = NDArray[np.uint16]
+_HOSTILE = [0, 0x8000, 1, 0x8001, 0x7F, 0x80, 0x8080, 0x7F80, 0xFF80, 0x7FC0, 0x7F7F, 0x3F80, 0xBF80]
+_SOURCES: dict[str, Callable[[np.random.Generator, int], Words]] = {
+    # name: so many bfloat16
+    "any bits": lambda rng, count: rng.integers(0, 1 << 16, count).astype(np.uint16),
+    "around one": lambda rng, count: _bfloat16(rng, count, 126, 129),
+    "far apart": lambda rng, count: _bfloat16(rng, count, 40, 215),
+    "products near the smallest normal": lambda rng, count: _bfloat16(rng, count, 55, 72),
+    "hostile": lambda rng, count: rng.choice(np.array(_HOSTILE, np.uint16), count),
+}
+
+
+def _bfloat16(rng: np.random.Generator, count: int, first: int, last: int) -> Words:
+    """Of any sign and fraction, with exponents in [first, last)."""
+    sign, exponent = rng.integers(0, 2, count) << 15, rng.integers(first, last, count) << 7
+    return (sign | exponent | rng.integers(0, 128, count)).astype(np.uint16)
+
+
+@pytest.fixture(scope="module")
+def multiply(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, bytes], bytes]:
+    """Runs problems of amx_check.cpp: 1 on the processor, 2 in the emulation."""
+    folder = tmp_path_factory.mktemp("amx")
+
+    def run(mode: int, problems: bytes) -> bytes:
+        program = folder / f"check-{mode}"
+        if not program.exists():
+            flags = ["-std=c++20", "-O2", "-ffp-contract=off", f"-I{HEADERS}", "-DOSTINATO_ISA=0"]
+            command = [find_compiler(), *flags, f"-DOSTINATO_AMX={mode}", str(CHECK)]
+            subprocess.run([*command, "-o", str(program)], check=True)
+        return subprocess.run([program], input=problems, capture_output=True, check=True).stdout
+
+    return run
+
+
+def problem(rng: np.random.Generator, source: str) -> bytes:
+    """Tiles of any number of rows and steps; the sums to add to are float32 of the same kind."""
+    header = np.array([0, rng.integers(1, 17), rng.integers(1, 17)], np.int32)
+    draw = _SOURCES[source]
+    factors = draw(rng, 1024)
+    if source == "products near the smallest normal":
+        sums = _bfloat16(rng, 256, 0, 4)
+    else:
+        sums = draw(rng, 256)
+    low = rng.integers(0, 1 << 16, 256).astype(np.uint32)
+    return header.tobytes() + factors.tobytes() + (sums.astype(np.uint32) << 16 | low).tobytes()
+
+
+def assert_equal_bits(left: bytes, right: bytes) -> None:
+    """NaNs are equal to NaNs."""
+    a, b = np.frombuffer(left, np.uint32), np.frombuffer(right, np.uint32)
+    both_nan = np.isnan(a.view(np.float32)) & np.isnan(b.view(np.float32))
+    assert a.size == b.size > 0
+    assert bool(((a == b) | both_nan).all())
+
+
+@needs_amx
+@pytest.mark.parametrize("source", _SOURCES)
+def test_bfloat16_products_are_the_processors(
+    multiply: Callable[[int, bytes], bytes], source: str
+) -> None:
+    rng = np.random.default_rng(len(source))
+    problems = b"".join(problem(rng, source) for _ in range(300))
+    assert_equal_bits(multiply(1, problems), multiply(2, problems))
+
+
+@needs_amx
+def test_products_of_bytes_are_the_processors(multiply: Callable[[int, bytes], bytes]) -> None:
+    rng = np.random.default_rng(1)
+    headers = [np.array([1, *rng.integers(1, 17, 2)], np.int32).tobytes() for _ in range(300)]
+    problems = b"".join(header + rng.bytes(3072) for header in headers)
+    assert multiply(1, problems) == multiply(2, problems)
+
+
+def _rounded(exact: Fraction) -> Fraction:
+    """To the nearest of 24 binary digits, ties to even, without a limit of exponents."""
+    if exact == 0:
+        return exact
+    exponent = abs(exact.numerator).bit_length() - exact.denominator.bit_length()
+    if abs(exact) < Fraction(2) ** exponent:
+        exponent -= 1
+    unit = Fraction(2) ** (exponent - 23)
+    return round(exact / unit) * unit  # Python rounds halves to even
+
+
+def _flushed(exact: Fraction) -> Fraction:
+    near = _rounded(exact)
+    return near if abs(near) >= Fraction(2) ** -126 else Fraction(0)
+
+
+@pytest.mark.parametrize("source", ["around one", "products near the smallest normal"])
+def test_the_emulation_is_what_the_manual_says(
+    multiply: Callable[[int, bytes], bytes], source: str
+) -> None:
+    """Even and odd values of K apart, each step rounded once, subnormal numbers as zeros."""
+    rng = np.random.default_rng(7)
+    data = problem(rng, source)
+    _, rows, steps = np.frombuffer(data[:12], np.int32)
+    result = np.frombuffer(multiply(2, data), np.float32).reshape(16, 16)
+
+    def numbers(words: NDArray[np.uint32]) -> list[list[Fraction]]:
+        floats = words.view(np.float32).reshape(16, -1)
+        return [[_flushed(Fraction(float(x))) for x in row] for row in floats]
+
+    factors = np.frombuffer(data[12:2060], np.uint16).astype(np.uint32) << 16
+    a, b = numbers(factors[:512]), numbers(factors[512:])
+    c = numbers(np.frombuffer(data[2060:], np.uint32))
+    for m in range(rows):
+        for n in range(0, 16, 5):
+            halves = [Fraction(0), Fraction(0)]
+            for k in range(2 * steps):
+                product = a[m][k] * b[k // 2][2 * n + k % 2]
+                halves[k % 2] = _flushed(halves[k % 2] + product)
+            total = _flushed(c[m][n] + _flushed(halves[0] + halves[1]))
+            assert Fraction(float(result[m, n])) == total
+
+
+EMULATION = LEVELS[-1]
+
+
+@needs_amx
+@pytest.mark.parametrize("float32_output", [False, True])
+@pytest.mark.parametrize("shape", [(33, 7), (96, 64), (100, 513), (65, 2101)], ids=str)
+def test_a_linear_layer_has_the_emulations_bits(
+    shape: tuple[int, int], float32_output: bool
+) -> None:
+    names = {"pack": "pack_linear", "linear": "packed_linear"}
+    real, emulated = (ops_of("core", level, **names) for level in ("amx", EMULATION))
+    for rows in (1, 5, 16, 17, 40, 100):
+        x, weight, bias = linear_problem(rows, *shape, torch.bfloat16)
+        x[0, : min(shape[1], 40) : 3] = 1e-39  # subnormal
+        packed = real.pack(weight)
+        arguments = (packed, bias, shape[0], float32_output)
+        assert torch.equal(real.linear(x, *arguments), emulated.linear(x, *arguments))
+
+
+def test_the_levels_that_run_here_are_named(record_property: Callable[[str, object], None]) -> None:
+    record_property("instruction_sets", ",".join(LEVELS))
+    assert LEVELS[-1] in EMULATED
+    assert LEVELS[-2] == "portable"
+    assert LEVELS[0] == detect_isa()
+    assert set(LEVELS[:-1]) <= set(ISA_LEVELS)
+
+
+# A signal stack that is too small for the tile registers: then Linux refuses them.
+REFUSED = """
+import ctypes, sys
+class Stack(ctypes.Structure):
+    _fields_ = [("address", ctypes.c_void_p), ("flags", ctypes.c_int), ("size", ctypes.c_size_t)]
+memory = ctypes.create_string_buffer(4096)
+stack = Stack(ctypes.addressof(memory), 0, 4096)
+assert ctypes.CDLL(None).sigaltstack(ctypes.byref(stack), None) == 0
+from ostinato.ops.native.instruction_sets import detect_isa, runnable_levels, why_no_tiles
+print(detect_isa(), "amx" in runnable_levels(), why_no_tiles())
+"""
+
+
+@needs_amx
+def test_tiles_that_linux_refuses_are_not_used() -> None:
+    done = subprocess.run([sys.executable, "-c", REFUSED], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    level, has_amx, reason = done.stdout.split(maxsplit=2)
+    assert level == "avx512bf16"
+    assert has_amx == "False"
+    assert reason.startswith("arch_prctl(ARCH_REQ_XCOMP_PERM) failed: ENOSPC")
