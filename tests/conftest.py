@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from ostinato.ops.native.instruction_sets import runnable_levels
+
 _MOST_WORKERS = 4  # each with its servers may take 2 GiB
 
 # Before anything imports torch, and for the servers that tests start: threads that wait for each
@@ -22,6 +24,10 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     if len(paths) == 1 and paths.pop().is_file():
         return 0
     return min(_MOST_WORKERS, len(os.sched_getaffinity(0)))
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"CPU kernels run on: {', '.join(runnable_levels())}, and AMX in emulation"
 
 
 class _Collector(logging.Handler):

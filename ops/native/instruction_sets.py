@@ -108,7 +108,7 @@ def why_no_tiles() -> str | None:
 
 
 @functools.cache
-def _request_permission(process: int) -> str | None:  # noqa: ARG001 (a fork asks anew)
+def _request_permission(process: int) -> str | None:
     syscall = ctypes.CDLL(None, use_errno=True).syscall
     syscall.restype = ctypes.c_long
     arguments = (_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA)

@@ -61,9 +61,9 @@ def load(name: str, isa: str | None = None) -> NativeLibrary:
 
     Args:
         name: one of LIBRARIES.
-        isa: a level of ISA_LEVELS or EMULATED, installed as `torch.ops.ostinato_<isa>`, where an op exists if
-            its module was imported before this call; None = the machine's best, installed as the
-            CPU implementation of `torch.ops.ostinato`.
+        isa: a level of ISA_LEVELS or EMULATED, installed as `torch.ops.ostinato_<isa>`, where an op
+            exists if its module was imported before this call; None = that of `detect_isa()`,
+            installed as the CPU implementation of `torch.ops.ostinato`.
 
     Raises:
         ValueError: `name` is unknown, `isa` is unknown or more than this processor runs.

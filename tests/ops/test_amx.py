@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -33,7 +34,21 @@ HAS_AMX = "amx" in runnable_levels()
 needs_amx = pytest.mark.skipif(not HAS_AMX, reason=f"no AMX here: {why_no_tiles()}")
 
 Words = NDArray[np.uint16]
-_HOSTILE = [0, 0x8000, 1, 0x8001, 0x7F, 0x80, 0x8080, 0x7F80, 0xFF80, 0x7FC0, 0x7F7F, 0x3F80, 0xBF80]
+_HOSTILE = [
+    0,
+    0x8000,
+    1,
+    0x8001,
+    0x7F,
+    0x80,
+    0x8080,
+    0x7F80,
+    0xFF80,
+    0x7FC0,
+    0x7F7F,
+    0x3F80,
+    0xBF80,
+]
 _SOURCES: dict[str, Callable[[np.random.Generator, int], Words]] = {
     # name: so many bfloat16
     "any bits": lambda rng, count: rng.integers(0, 1 << 16, count).astype(np.uint16),
@@ -131,7 +146,7 @@ def test_the_emulation_is_what_the_manual_says(
     _, rows, steps = np.frombuffer(data[:12], np.int32)
     result = np.frombuffer(multiply(2, data), np.float32).reshape(16, 16)
 
-    def numbers(words: NDArray[np.uint32]) -> list[list[Fraction]]:
+    def numbers(words: NDArray[Any]) -> list[list[Fraction]]:
         floats = words.view(np.float32).reshape(16, -1)
         return [[_flushed(Fraction(float(x))) for x in row] for row in floats]
 

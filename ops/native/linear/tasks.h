@@ -31,29 +31,11 @@ constexpr int64_t kGroupBytes = 384 << 10;     // packed activations of a group
 constexpr int64_t kMaxGroupRows = 256;
 constexpr int64_t kBytesPerWorker = 96 << 10;  // of cache traffic that pay for waking one more thread
 
-// Memory of the calling thread that grows and is kept: fresh pages every step would cost more than packing does.
-inline float* scratch(int64_t floats) {
-  struct Free {
-    void operator()(float* memory) const { std::free(memory); }
-  };
-  thread_local std::unique_ptr<float, Free> memory;
-  thread_local int64_t capacity = 0;
-  if (floats > capacity) {
-    capacity = ceil_divide(floats, 1024) * 1024;
-    memory.reset(static_cast<float*>(std::aligned_alloc(64, capacity * sizeof(float))));
-    if (!memory) {
-      capacity = 0;
-      throw std::bad_alloc();
-    }
-  }
-  return memory.get();
-}
-
 // Streaming reads of 4 KiB pages lose about 15 % to address translation and to prefetches that stop at
 // page borders. Must precede the first write.
+constexpr int64_t kHugePage = 2 << 20;
 inline void prefer_huge_pages(void* data, int64_t bytes) {
 #if defined(__linux__)
-  constexpr int64_t kHugePage = 2 << 20;
   const auto address = reinterpret_cast<uintptr_t>(data);
   const uintptr_t first = (address + kHugePage - 1) / kHugePage * kHugePage;
   const uintptr_t last = (address + bytes) / kHugePage * kHugePage;
@@ -63,6 +45,28 @@ inline void prefer_huge_pages(void* data, int64_t bytes) {
   (void)data;
   (void)bytes;
 #endif
+}
+
+// Memory of the calling thread that grows and is kept: fresh pages every step would cost more than packing does.
+inline float* scratch(int64_t floats) {
+  struct Free {
+    void operator()(float* memory) const { std::free(memory); }
+  };
+  thread_local std::unique_ptr<float, Free> memory;
+  thread_local int64_t capacity = 0;
+  if (floats > capacity) {
+    const int64_t bytes = floats * static_cast<int64_t>(sizeof(float));
+    const int64_t page = bytes < kHugePage / 2 ? 4096 : kHugePage;
+    const int64_t size = ceil_divide(bytes, page) * page;
+    capacity = size / static_cast<int64_t>(sizeof(float));
+    memory.reset(static_cast<float*>(std::aligned_alloc(page, size)));
+    if (!memory) {
+      capacity = 0;
+      throw std::bad_alloc();
+    }
+    prefer_huge_pages(memory.get(), size);
+  }
+  return memory.get();
 }
 
 // How many workers re-lay `bytes` in `tasks` parts.
