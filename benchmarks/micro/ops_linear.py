@@ -79,26 +79,31 @@ def _candidates(
 ) -> dict[str, Callable[[int], Tensor]]:
     out_features = weights.stock[0].shape[0]
     candidates: dict[str, Callable[[int], Tensor]] = {}
-    for level in levels:
+    for index, level in enumerate(levels):
         ops = getattr(torch.ops, f"ostinato_{level}")
+        # each level its own part of the round: a copy that the one before has read is in the cache
+        part = index / len(levels)
+
+        def of(copies: list[Tensor], copy: int, part: float = part) -> Tensor:
+            return copies[(copy + int(part * len(copies))) % len(copies)]
+
         if "packed" in kinds:
-            candidates[f"{level} packed"] = lambda copy, op=ops.packed_linear: op(
-                x, weights.packed[copy % len(weights.packed)], None, out_features, False
+            candidates[f"{level} packed"] = lambda copy, op=ops.packed_linear, of=of: op(
+                x, of(weights.packed, copy), None, out_features, False
             )
         for name, copies, form in (
             ("int8", weights.int8, _FORMATS[0]),
             ("int4", weights.int4, _FORMATS[1]),
         ):
             if name in kinds:
-                candidates[f"{level} {name}"] = lambda copy, op=ops, w=copies, f=form: (
-                    op.quantized_linear(x, w[copy % len(w)], None, out_features, False, None, *f)
+                candidates[f"{level} {name}"] = lambda copy, op=ops, w=copies, f=form, of=of: (
+                    op.quantized_linear(x, of(w, copy), None, out_features, False, None, *f)
                 )
     candidates["stock"] = lambda copy: torch.nn.functional.linear(
         x, weights.stock[copy % len(weights.stock)]
     )
     flat = [weight.view(-1).view(torch.float32) for weight in weights.packed]
-    # half a round away from the copy that was just multiplied, which the caches may still hold
-    candidates["read"] = lambda copy: flat[(copy + len(flat) // 2) % len(flat)].sum()
+    candidates["read"] = lambda copy: flat[(copy + 3 * len(flat) // 4) % len(flat)].sum()
     if weights.reordered:
         pointwise = torch.ops.mkldnn._linear_pointwise
         candidates["onednn"] = lambda copy: pointwise(
