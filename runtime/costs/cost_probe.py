@@ -4,6 +4,8 @@ A step is a `SchedulerOutput` like any other, so what is timed is all that a ste
 filling the buffers, the model as it was captured or compiled, the sampler. New tokens go to the
 null block; contexts are read from blocks that no sequence holds yet.
 
+Log-probabilities of prompts are timed once: what a step with them takes more than one without.
+
 Lines of the grid are measured, the rest follows from them: prompts of one sequence, decodes of
 several, each without and with context. A line is walked up with one run a point, as far as the
 budget goes, then down with two, largest first; a point's cost is the median of its runs, so that a
@@ -19,8 +21,10 @@ from dataclasses import dataclass
 from itertools import cycle, islice
 from statistics import median
 
+import msgspec
+
 from ostinato.runtime.costs.cost_table import Chunk, CostTable
-from ostinato.runtime.types.params import SamplingParams
+from ostinato.runtime.types.params import MAX_LOGPROBS, SamplingParams
 from ostinato.runtime.types.request import Request
 from ostinato.runtime.types.step import AdmittedSequence, ScheduledSequence, SchedulerOutput
 
@@ -32,6 +36,8 @@ _CONTEXTS = (1024, 8192)
 # Shares of the budget by which each line is done: prompts, decodes; then both for each context.
 _SHARES = ((0.4, 0.65), (0.75, 0.9), (0.95, 1.0))
 _RUNS_UP, _RUNS_DOWN = 1, 2
+_SCORED_TOKENS = 64  # of the step whose log-probabilities are timed
+_SCORED_RUNS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +78,10 @@ class _Prober:
             chunks.append(Chunk(rest, context))
         return self._times(chunks, num_runs)
 
+    def scores(self, num_tokens: int, num_runs: int) -> list[float]:
+        """Seconds of steps of one prompt that report the log-probabilities of all its tokens."""
+        return self._times([Chunk(num_tokens, 0, num_tokens)], num_runs)
+
     def _times(self, chunks: list[Chunk], num_runs: int) -> list[float]:
         """The first run takes the rows, the others find them taken: the usual case."""
         seconds: list[float] = []
@@ -89,11 +99,16 @@ class _Prober:
         admitted: list[AdmittedSequence] = []
         scheduled: list[ScheduledSequence] = []
         read = cycle(space.context_block_ids)
-        for row, (num_tokens, start) in enumerate(chunks):
+        for row, (num_tokens, start, num_scored) in enumerate(chunks):
             block_ids: list[int] = []
             if admits:
+                sampling = space.sampling
+                if num_scored:
+                    sampling = msgspec.structs.replace(sampling, prompt_logprobs=MAX_LOGPROBS)
                 request = Request(
-                    request_id=f"probe-{row}", prompt_token_ids=[0], sampling=space.sampling
+                    request_id=f"probe-{row}",
+                    prompt_token_ids=[0] * (num_scored + 1),
+                    sampling=sampling,
                 )
                 admitted.append(AdmittedSequence(row, request, []))
                 num_written = -(-(start + num_tokens) // space.block_size)
@@ -101,8 +116,15 @@ class _Prober:
                 block_ids = [*islice(read, num_read), *[0] * (num_written - num_read)]
             # A decode's token is the row's last one; the values of a prompt's do not matter.
             token_ids = [] if num_tokens == 1 else [0] * num_tokens
-            scheduled.append(ScheduledSequence(row, start, num_tokens, token_ids, block_ids, 1))
-        return SchedulerOutput(scheduled, admitted, sum(chunk.num_tokens for chunk in chunks))
+            scheduled.append(
+                ScheduledSequence(row, start, num_tokens, token_ids, block_ids, 1, num_scored)
+            )
+        return SchedulerOutput(
+            scheduled,
+            admitted,
+            sum(chunk.num_tokens for chunk in chunks),
+            sum(chunk.num_scored for chunk in chunks),
+        )
 
 
 def measure_costs(
@@ -151,7 +173,25 @@ def measure_costs(
             break
         decodes[context] = line
         growth = _CONTEXTS[1] / _CONTEXTS[0] * max(1.0, line[1] / one)
-    return _tabulate(prompts, decodes)
+    scored = _scored_seconds(prober, prompts[0], space, until(1.0))
+    return _tabulate(prompts, decodes, scored)
+
+
+def _scored_seconds(
+    prober: _Prober, prompts: dict[int, float], space: StepSpace, until: float
+) -> float | None:
+    """Seconds of one log-probability of a prompt; None when there is no time to measure it.
+
+    Args:
+        prompts: seconds of prompts without a context, by tokens.
+    """
+    most = min(_SCORED_TOKENS, space.max_num_batched_tokens, space.max_model_len)
+    num_tokens = max(size for size in prompts if size <= most)
+    # A score is guessed to take as long as a token.
+    if prober.clock() + 2 * _SCORED_RUNS * prompts[num_tokens] > until:
+        return None
+    with_scores = median(prober.scores(num_tokens, _SCORED_RUNS))
+    return max(0.0, with_scores - prompts[num_tokens]) / num_tokens
 
 
 def _prompt_sizes(most: int) -> list[int]:
@@ -211,7 +251,9 @@ def _expected(seconds: dict[int, list[float]], size: int) -> float:
 
 
 def _tabulate(
-    prompts: dict[int, dict[int, float]], decodes: dict[int, dict[int, float]]
+    prompts: dict[int, dict[int, float]],
+    decodes: dict[int, dict[int, float]],
+    scored_seconds: float | None,
 ) -> CostTable:
     """The grid from its measured lines, {context: {size: seconds}}.
 
@@ -241,6 +283,7 @@ def _tabulate(
             for k in range(len(contexts))
         ],
         decode=[line[s] for s in seqs for line in decode_lines],
+        scored_seconds=scored_seconds,
     )
 
 

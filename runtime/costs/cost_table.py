@@ -30,6 +30,7 @@ class Chunk(NamedTuple):
 
     num_tokens: int
     start: int
+    num_scored: int = 0  # positions whose next token's log-probability is reported
 
 
 class CostTable(msgspec.Struct, frozen=True, kw_only=True, dict=True):
@@ -50,6 +51,8 @@ class CostTable(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     contexts: tuple[int, ...]  # C axis, rising
     seconds: tuple[float, ...]  # [T, S, C], contexts fastest
     decode: tuple[float, ...]  # [S, C], steps in which every sequence decodes
+    # Of one log-probability of a prompt, beside its step; None = not measured, as much as a token.
+    scored_seconds: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("tokens", "seqs", "contexts"):
@@ -71,6 +74,11 @@ class CostTable(msgspec.Struct, frozen=True, kw_only=True, dict=True):
                 raise ValueError(f"cost table: {name} must be finite and at least 0; measure again")
             if values != tuple(_envelope(values, sizes)):
                 raise ValueError(f"cost table: {name} falls along an axis; measure again")
+        scored = self.scored_seconds
+        if scored is not None and not (math.isfinite(scored) and scored >= 0.0):
+            raise ValueError(
+                "cost table: scored_seconds must be finite and at least 0; measure again"
+            )
 
     @classmethod
     def from_medians(
@@ -81,6 +89,7 @@ class CostTable(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         contexts: Sequence[int],
         seconds: Sequence[float],
         decode: Sequence[float],
+        scored_seconds: float | None = None,
     ) -> Self:
         """A table from measured values that may fall where they should not.
 
@@ -94,6 +103,7 @@ class CostTable(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             contexts=tuple(contexts),
             seconds=tuple(_envelope(seconds, shape)),
             decode=tuple(_envelope(decode, shape[1:])),
+            scored_seconds=scored_seconds,
         )
 
     @classmethod
@@ -157,11 +167,23 @@ class CostTable(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return self.decode_seconds(seqs, context) - self.decode_seconds(seqs, 0)
 
     def chunk_surcharge(self, chunk: Chunk) -> float:
-        """The part of a chunk's seconds that is due to the tokens before it."""
+        """The part of a chunk's seconds that is due to the tokens before it, and to its scores."""
+        scores = chunk.num_scored * self.seconds_per_score if chunk.num_scored else 0.0
         if chunk.start <= self.contexts[0]:
-            return 0.0
+            return scores
         num_tokens = chunk.num_tokens
-        return self.step_seconds(num_tokens, 1, chunk.start) - self.step_seconds(num_tokens, 1, 0)
+        with_context = self.step_seconds(num_tokens, 1, chunk.start)
+        return with_context - self.step_seconds(num_tokens, 1, 0) + scores
+
+    @cached_property
+    def seconds_per_token(self) -> float:
+        """Of the largest step with one sequence: what a token of a long prompt takes."""
+        return self.step_seconds(self.tokens[-1], 1, 0) / self.tokens[-1]
+
+    @cached_property
+    def seconds_per_score(self) -> float:
+        """Of one log-probability of a prompt, beside its step."""
+        return self.seconds_per_token if self.scored_seconds is None else self.scored_seconds
 
     @property
     def _shape(self) -> tuple[int, int, int]:

@@ -286,7 +286,9 @@ class Engine:
         if self.cost_table is None:
             return 0.0
         chunks = [
-            Chunk(s.num_new_tokens, s.start) for s in output.scheduled if s.num_new_tokens > 1
+            Chunk(s.num_new_tokens, s.start, s.num_prompt_logits)
+            for s in output.scheduled
+            if s.num_new_tokens > 1
         ]
         contexts = [s.start for s in output.scheduled if s.num_new_tokens == 1]
         mean = sum(contexts) / max(1, len(contexts))

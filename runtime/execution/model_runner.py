@@ -69,7 +69,9 @@ class ModelRunner:
         self._buffers = buffers
         self._batch = BatchBuilder(buffers)
         self._scorer = PromptScorer(
-            graphs.compute_logits, max_rows=min(_SCORED_ROWS, buffers.host.block_table.shape[0])
+            graphs.compute_logits,
+            max_rows=min(_SCORED_ROWS, buffers.host.block_table.shape[0]),
+            hold_threads=self._hold_for_logits,
         )
         self._pooler = pooler or Pooler()
         self._row_states: tuple[RowState, ...] = (
@@ -168,7 +170,8 @@ class ModelRunner:
         return result
 
     def _draw(self, pending: PendingStep, logits: Tensor) -> None:
-        pending.tokens = self._sampler.launch(logits)
+        with self._hold_for_logits(logits.numel()):
+            pending.tokens = self._sampler.launch(logits)
         self._buffers.store_last_tokens(pending.tokens.last_tokens)
 
     def _hold_threads(
@@ -179,3 +182,6 @@ class ModelRunner:
         if self._threads is None or (pools and has_loops):
             return nullcontext()
         return self._threads.for_step(num_tokens, has_loops=has_loops)
+
+    def _hold_for_logits(self, num_numbers: int) -> AbstractContextManager[None]:
+        return nullcontext() if self._threads is None else self._threads.for_logits(num_numbers)

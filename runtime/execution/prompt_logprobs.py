@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import torch
@@ -27,11 +28,19 @@ class PromptScorer:
     Args:
         compute_logits: [R, D] hidden states -> [R, V] float32 logits.
         max_rows: rows of logits that may exist at once, beside those of the step itself.
+        hold_threads: called with the size of the logits; held while they are worked on.
     """
 
-    def __init__(self, compute_logits: Callable[[Tensor], Tensor], *, max_rows: int) -> None:
+    def __init__(
+        self,
+        compute_logits: Callable[[Tensor], Tensor],
+        *,
+        max_rows: int,
+        hold_threads: Callable[[int], AbstractContextManager[None]],
+    ) -> None:
         self._compute_logits = compute_logits
         self._max_rows = max_rows
+        self._hold_threads = hold_threads
         self._rows: dict[int, _Row] = {}
 
     def admit(self, row: int, request: Request, output_token_ids: list[int]) -> None:
@@ -67,6 +76,7 @@ class PromptScorer:
             part = targets[begin : begin + self._max_rows]
             logits = self._compute_logits(hidden[begin : begin + self._max_rows])
             token_ids = torch.tensor(part, device=logits.device)
-            columns = (column.tolist() for column in token_logprobs(logits, token_ids, num_top))
-            scores += map(TokenLogprobs, *columns)
+            with self._hold_threads(logits.numel()):
+                found = token_logprobs(logits, token_ids, num_top)
+            scores += map(TokenLogprobs, *(column.tolist() for column in found))
         return scores

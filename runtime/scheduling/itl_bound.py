@@ -49,23 +49,24 @@ class StepAllowance:
         self._num_chunks = 0
         self._seconds_left = target_s - costs.decode_surcharge(num_decodes, context)
 
-    def largest(self, limit: int, start: int) -> int:
+    def largest(self, limit: int, start: int, *, has_scores: bool = False) -> int:
         """Tokens of a chunk from position `start` that keep the step within the target.
 
         Args:
             limit: at most this many.
             start: tokens of the sequence that are in the cache already.
+            has_scores: the tokens' log-probabilities are wanted.
 
         Returns:
             At most `limit`; 0 when none fit. The first chunk of a step always gets some: where the
             decodes alone miss the target, prompts would wait for ever.
         """
-        if limit < 1 or self._fits(limit, start):
+        if limit < 1 or self._fits(limit, start, has_scores=has_scores):
             return max(limit, 0)
         fits, too_many = 0, limit
         while too_many - fits > 1:
             middle = (fits + too_many) // 2
-            if self._fits(middle, start):
+            if self._fits(middle, start, has_scores=has_scores):
                 fits = middle
             else:
                 too_many = middle
@@ -77,17 +78,18 @@ class StepAllowance:
         """Whether a chunk keeps the step within the target."""
         return self._fits(num_tokens, start)
 
-    def take(self, num_tokens: int, start: int) -> None:
+    def take(self, chunk: Chunk) -> None:
         """A chunk becomes part of the step."""
-        self._num_tokens += num_tokens
+        self._num_tokens += chunk.num_tokens
         self._num_seqs += 1
         self._num_chunks += 1
-        self._seconds_left -= self._costs.chunk_surcharge(Chunk(num_tokens, start))
+        self._seconds_left -= self._costs.chunk_surcharge(chunk)
 
-    def _fits(self, num_tokens: int, start: int) -> bool:
+    def _fits(self, num_tokens: int, start: int, *, has_scores: bool = False) -> bool:
         costs = self._costs
         seconds = costs.step_seconds(self._num_tokens + num_tokens, self._num_seqs + 1, 0)
-        seconds += costs.chunk_surcharge(Chunk(num_tokens, start))
+        num_scored = num_tokens if has_scores else 0
+        seconds += costs.chunk_surcharge(Chunk(num_tokens, start, num_scored))
         return seconds <= self._seconds_left
 
 

@@ -81,7 +81,7 @@ class DraftPlanner:
             num_running: sequences that run; so many free blocks are left for them.
         """
         for index, sequence in enumerate(step.sequences):
-            if step.num_tokens_left < 1:
+            if step.budget_left < 1:
                 break
             entry = step.scheduled[index]
             is_plain = entry.num_logits == 1 and not entry.token_ids and sequence.beam is None
@@ -94,7 +94,7 @@ class DraftPlanner:
         self, entry: ScheduledSequence, sequence: Sequence, step: StepPlan, num_running: int
     ) -> ScheduledSequence | None:
         room = sequence.max_num_tokens - sequence.num_tokens - 1
-        most = min(self._max_drafts, step.num_tokens_left, room)
+        most = min(self._max_drafts, step.budget_left, room)
         if most < 1:
             return None
         draft = list(self.proposer.propose(sequence.request, sequence.token_ids, most))[:most]

@@ -60,6 +60,7 @@ class Scheduler:
         whole_prompts: a prompt is never computed in chunks, as encoders need it.
         max_in_flight: steps that may be scheduled and not taken in yet, as the executor allows.
         proposer: guesses tokens that a step computes beside the sampled ones; None = no guesses.
+        score_tokens: tokens of a step's budget that one log-probability of a prompt takes.
 
     Attributes:
         queues: the sequences by status.
@@ -69,7 +70,7 @@ class Scheduler:
         ValueError: one sequence of `max_model_len` tokens does not fit into the cache.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - its parts, put together in one place
         self,
         config: SchedulerConfig,
         cache: KVCacheManager,
@@ -80,6 +81,7 @@ class Scheduler:
         whole_prompts: bool = False,
         max_in_flight: int = 2,
         proposer: Proposer | None = None,
+        score_tokens: float = 1.0,
     ) -> None:
         needed = -(-max_model_len // cache.block_size)
         if cache.num_blocks < needed:
@@ -117,6 +119,7 @@ class Scheduler:
             bound=bound,
             drafts=self.drafts,
             whole_prompts=whole_prompts,
+            score_tokens=score_tokens,
         )
 
     @property

@@ -52,7 +52,9 @@ class Admission:
         if match is not None:
             start = len(match.block_ids) * self._cache.block_size
             num_left = sequence.num_tokens - start
-            limit = step.chunk_limit(len(queues.running) - step.num_grown, num_left, start)
+            has_scores = sequence.num_prompt_logits(start, start + 1) > 0
+            num_others = len(queues.running) - step.num_grown
+            limit = step.chunk_limit(num_others, num_left, start, has_scores=has_scores)
             if limit >= (num_left if self._whole_prompts else 1):
                 del queues.waiting[0]
                 self._start(sequence, match, step)

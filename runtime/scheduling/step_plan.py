@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+
+from ostinato.runtime.costs.cost_table import Chunk
 from ostinato.runtime.scheduling.itl_bound import StepAllowance
 from ostinato.runtime.scheduling.sequence import Sequence, SequenceStatus
 from ostinato.runtime.types.outputs import FinishReason, SequenceOutput
@@ -30,15 +33,21 @@ class StepPlan:
         "num_pooled",
         "num_prompt_logits",
         "num_samples",
+        "num_score_tokens",
         "num_tokens_left",
         "output",
         "scheduled",
+        "score_tokens",
         "sequences",
         "transfers",
     )
 
-    def __init__(self, num_tokens: int, allowance: StepAllowance | None) -> None:
+    def __init__(
+        self, num_tokens: int, allowance: StepAllowance | None, score_tokens: float = 1.0
+    ) -> None:
         self.num_tokens_left = num_tokens
+        self.score_tokens = score_tokens  # of the budget, for one log-probability of a prompt
+        self.num_score_tokens = 0.0  # of the budget, for all log-probabilities so far
         self.allowance = allowance  # of prompts, next to decodes; None = the tokens alone count
         self.num_grown = 0  # leading running sequences that have had their turn
         self.num_samples = 0  # entries that sample
@@ -59,19 +68,35 @@ class StepPlan:
         """Whether there is room for a token of a prompt."""
         if self.allowance is not None and self.allowance.largest(1, 0) < 1:
             return False
-        return self.num_tokens_left > 0
+        return self.budget_left > 0
 
-    def chunk_limit(self, num_reserved: int, num_tokens: int, start: int) -> int:
+    @property
+    def budget_left(self) -> int:
+        """Tokens that the step may still compute; at most 0 when scores have taken the rest."""
+        return math.floor(self.num_tokens_left - self.num_score_tokens)
+
+    def chunk_limit(
+        self, num_reserved: int, num_tokens: int, start: int, *, has_scores: bool = False
+    ) -> int:
         """Tokens that a sequence may get from position `start` on, of `num_tokens` that it has
         left, with `num_reserved` kept for others; less than 1 when it must wait.
-        """
-        limit = min(self.num_tokens_left - num_reserved, num_tokens)
-        return limit if self.allowance is None else self.allowance.largest(limit, start)
 
-    def take_chunk(self, num_tokens: int, start: int) -> None:
-        """Count tokens of a prompt against what the decodes leave."""
+        Args:
+            has_scores: the log-probabilities of the tokens are wanted, which take time as well.
+        """
+        room = self.budget_left - num_reserved
+        if has_scores and room >= 1:
+            room = max(1, math.floor(room / (1.0 + self.score_tokens)))
+        limit = min(room, num_tokens)
+        if self.allowance is None:
+            return limit
+        return self.allowance.largest(limit, start, has_scores=has_scores)
+
+    def take_chunk(self, chunk: Chunk) -> None:
+        """Count a part of a prompt against what the decodes leave, and its scores as tokens."""
+        self.num_score_tokens += chunk.num_scored * self.score_tokens
         if self.allowance is not None:
-            self.allowance.take(num_tokens, start)
+            self.allowance.take(chunk)
 
     def fitting_drafts(self, num_drafts: int, start: int) -> int:
         """How many of so many guesses from position `start` on keep the step within its target."""
@@ -85,7 +110,7 @@ class StepPlan:
         self.num_drafts += num_drafts
         self.num_tokens_left -= num_drafts
         if self.allowance is not None:
-            self.allowance.take(num_drafts, start)
+            self.allowance.take(Chunk(num_drafts, start))
 
     def close(self, max_num_tokens: int) -> SchedulerOutput | None:
         """The plan as the runner gets it; None when there is nothing to run.

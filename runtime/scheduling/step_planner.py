@@ -10,6 +10,7 @@ from bisect import bisect_left
 from collections.abc import Callable
 from typing import TypeVar
 
+from ostinato.runtime.costs.cost_table import Chunk
 from ostinato.runtime.scheduling.itl_bound import ItlBound
 from ostinato.runtime.scheduling.loads import BlockLoads
 from ostinato.runtime.scheduling.proposer import DraftPlanner
@@ -35,6 +36,7 @@ class StepPlanner:
         bound: keeps steps with decodes within a target; None = there is none.
         drafts: adds guesses to decodes; None = no guesses.
         whole_prompts: a prompt is never computed in chunks.
+        score_tokens: tokens of the budget that one log-probability of a prompt takes.
 
     Attributes:
         num_prompt_tokens: planned, prefix hits excluded, recomputation included.
@@ -49,6 +51,7 @@ class StepPlanner:
         bound: ItlBound | None,
         drafts: DraftPlanner | None,
         whole_prompts: bool,
+        score_tokens: float,
     ) -> None:
         self.num_prompt_tokens = 0
         self._queues = queues
@@ -57,13 +60,14 @@ class StepPlanner:
         self._max_num_tokens = max_num_tokens
         self._bound = bound
         self._drafts = drafts
+        self._score_tokens = score_tokens
         self._admission = Admission(queues, loads, whole_prompts=whole_prompts)
 
     def plan(self) -> StepPlan:
         """The next step; the counts of its sequences are those after it."""
         queues = self._queues
         allowance = None if self._bound is None else self._bound.open(queues.running)
-        step = StepPlan(self._max_num_tokens, allowance)
+        step = StepPlan(self._max_num_tokens, allowance, self._score_tokens)
         self._grow_running(step)
         while self._admit_waiting(step):
             self._grow_running(step)
@@ -85,7 +89,9 @@ class StepPlanner:
             start = sequence.num_computed_tokens
             if start < sequence.num_prefill_tokens:
                 num_left = sequence.num_prefill_tokens - start
-                limit = step.chunk_limit(len(running) - index - 1, num_left, start)
+                has_scores = sequence.num_prompt_logits(start, start + 1) > 0
+                num_others = len(running) - index - 1
+                limit = step.chunk_limit(num_others, num_left, start, has_scores=has_scores)
                 self._grow_prefill(sequence, 1 if sequence.is_decoding else limit, step)
                 continue
             if sequence.beam is not None:
@@ -123,7 +129,7 @@ class StepPlanner:
                 new_block_ids = sequence.block_table.block_ids[:]
                 self._announce(sequence, step)
         if not sequence.is_decoding:
-            step.take_chunk(limit, sequence.num_computed_tokens)
+            self._take_chunk(sequence, limit, step)
         self._plan_chunk(sequence, limit, new_block_ids, step)
 
     def _next_block(self, sequence: Sequence) -> list[int] | None:
@@ -171,10 +177,16 @@ class StepPlanner:
             if sequence.beam is not None:
                 sequence.beam.is_moved = False
             self._announce(sequence, step)
-            step.take_chunk(limit, sequence.num_computed_tokens)
+            self._take_chunk(sequence, limit, step)
             self._plan_chunk(sequence, limit, sequence.block_table.block_ids[:], step)
             step.is_closed = not step.takes_prompts
         return step.num_grown < len(running)
+
+    @staticmethod
+    def _take_chunk(sequence: Sequence, num_tokens: int, step: StepPlan) -> None:
+        start = sequence.num_computed_tokens
+        num_scored = sequence.num_prompt_logits(start, start + num_tokens)
+        step.take_chunk(Chunk(num_tokens, start, num_scored))
 
     @staticmethod
     def _announce(sequence: Sequence, step: StepPlan) -> None:

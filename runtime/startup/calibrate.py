@@ -77,7 +77,11 @@ class CostStore:
 
     def _name(self) -> str:
         graphs = self.graphs
-        kind = (cpu_name(), self.threads, graphs.mode.value, graphs.capture_sizes, *self.limits)
+        kind = (
+            *CostTable.__struct_fields__,
+            *(cpu_name(), self.threads, graphs.mode.value, graphs.capture_sizes),
+            *self.limits,
+        )
         return f"step-costs-{hashlib.sha256(repr(kind).encode()).hexdigest()[:12]}.msgpack"
 
 
@@ -161,6 +165,10 @@ def make_scheduler(
         decided.limits.max_num_batched_tokens,
         decided.tokens_origin,
     )
+    # A log-probability takes as much of a step's budget as the tokens that take as long.
+    score_tokens = 1.0
+    if costs is not None:
+        score_tokens = costs.seconds_per_score / max(costs.seconds_per_token, 1e-9)
     bound = None
     if (target_ms := config.itl_target_ms) is not None:
         if costs is None:
@@ -186,4 +194,5 @@ def make_scheduler(
         whole_prompts=whole_prompts,
         max_in_flight=max_in_flight,
         proposer=proposer,
+        score_tokens=score_tokens,
     )

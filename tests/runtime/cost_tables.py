@@ -12,10 +12,15 @@ CONTEXTS = (0, 64)
 
 
 def make_table(
-    *, step_ms: float = 2.0, token_ms: float = 0.1, seq_ms: float = 0.05, pair_us: float = 1.0
+    *,
+    step_ms: float = 2.0,
+    token_ms: float = 0.1,
+    seq_ms: float = 0.05,
+    pair_us: float = 1.0,
+    score_ms: float | None = None,
 ) -> CostTable:
     """A device whose steps cost so much by themselves and for each token, sequence and each
-    token of context that a token attends to.
+    token of context that a token attends to, and for each log-probability of a prompt.
     """
 
     def seconds(tokens: int, seqs: int, context: int) -> float:
@@ -28,6 +33,7 @@ def make_table(
         contexts=CONTEXTS,
         seconds=tuple(seconds(t, s, c) for t in TOKENS for s in SEQS for c in CONTEXTS),
         decode=tuple(seconds(s, s, c) for s in SEQS for c in CONTEXTS),
+        scored_seconds=None if score_ms is None else score_ms / 1e3,
     )
 
 
@@ -49,4 +55,5 @@ def tables(draw: st.DrawFn) -> CostTable:
         contexts=contexts,
         seconds=values(len(tokens) * len(seqs) * len(contexts)),
         decode=values(len(seqs) * len(contexts)),
+        scored_seconds=draw(st.none() | costs),
     )

@@ -43,6 +43,7 @@ class SimulatedEngine:
         drafter: OracleDrafter | None = None,
         num_tier_places: int = 0,
         num_cross_groups: int = 0,
+        score_tokens: float = 0.0,
     ) -> None:
         """With `costs`, no step with decodes may take longer than `target_s`."""
         self.config = SchedulerConfig(
@@ -62,8 +63,14 @@ class SimulatedEngine:
         )
         self.costs, self.target_s = costs, target_s
         bound = None if costs is None else ItlBound(costs, target_s, least_chunk=block_size)
+        self.score_tokens = score_tokens
         self.scheduler = Scheduler(
-            self.config, self.cache, max_model_len=max_model_len, bound=bound, proposer=drafter
+            self.config,
+            self.cache,
+            max_model_len=max_model_len,
+            bound=bound,
+            proposer=drafter,
+            score_tokens=score_tokens,
         )
         self.device = SimulatedDevice(total_blocks, block_size)
         self.requests: dict[str, Request] = {}
@@ -201,6 +208,10 @@ class SimulatedEngine:
         assert {admitted.row for admitted in output.admitted} <= set(rows)
         num_tokens = sum(entry.num_new_tokens for entry in output.scheduled)
         assert num_tokens == output.num_tokens <= self.config.max_num_batched_tokens
+        # Scores count as tokens; only the first one of a chunk may pass the limit.
+        num_score_tokens = self.score_tokens * output.num_prompt_logits
+        over = num_tokens + num_score_tokens - self.config.max_num_batched_tokens
+        assert not output.num_prompt_logits or over <= self.score_tokens + 1e-6
 
     def _check_target(self, output: SchedulerOutput) -> None:
         """A step of decodes and prompts keeps the target, or has one block's worth of a prompt.
@@ -272,7 +283,7 @@ def _mixed_seconds(
     if not decodes or not (chunks or drafts):
         return 0.0
     context = sum(entry.start for entry in decodes) / len(decodes)
-    sizes = [Chunk(entry.num_new_tokens, entry.start) for entry in chunks]
+    sizes = [Chunk(entry.num_new_tokens, entry.start, entry.num_prompt_logits) for entry in chunks]
     return costs.mixed_seconds(len(decodes), context, [*sizes, *drafts])
 
 

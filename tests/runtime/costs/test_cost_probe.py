@@ -29,6 +29,7 @@ class Device:
         self.slowdown = slowdown
         self.now = 100.0
         self.tables: dict[int, list[int]] = {}
+        self.prompts: dict[int, list[int]] = {}
         self.steps: list[tuple[int, int]] = []
         self.blocks_read: set[int] = set()
         self.spikes: set[int] = set()  # steps that something disturbs
@@ -43,6 +44,7 @@ class Device:
         assert output.num_seqs <= space.max_num_seqs
         for admitted in output.admitted:
             self.tables[admitted.row] = []
+            self.prompts[admitted.row] = admitted.request.prompt_token_ids
         pairs = 0
         for entry in output.scheduled:
             table = self.tables[entry.row]
@@ -55,7 +57,13 @@ class Device:
             self.blocks_read |= set(table) - {0}
             assert entry.num_new_tokens == 1 or len(entry.token_ids) == entry.num_new_tokens
             pairs += entry.num_new_tokens * entry.start
+            if entry.num_prompt_logits:
+                prompt = self.prompts[entry.row]
+                assert entry.num_prompt_logits <= entry.num_new_tokens
+                assert entry.start + entry.num_prompt_logits < len(prompt), "nothing to score"
+        assert output.num_prompt_logits == sum(e.num_prompt_logits for e in output.scheduled)
         seconds = 2e-3 + output.num_tokens * 1e-4 + output.num_seqs * 5e-5 + pairs * 1e-6
+        seconds += output.num_prompt_logits * 3e-4
         if len(self.steps) in self.spikes:
             seconds += 0.3
         self.steps.append((output.num_tokens, output.num_seqs))
@@ -96,6 +104,7 @@ def test_it_finds_the_devices_costs() -> None:
     # A mixed step was not measured, and follows.
     assert table.step_seconds(64, 8, 0) == pytest.approx(2e-3 + 64e-4 + 8 * 5e-5, rel=1e-6)
     assert device.blocks_read == set(range(1, 40))
+    assert table.seconds_per_score == pytest.approx(3e-4)
 
 
 def test_larger_steps_than_the_budget_allows_are_extrapolated() -> None:

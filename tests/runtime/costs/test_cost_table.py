@@ -33,6 +33,19 @@ def test_points_of_the_grid_are_as_measured() -> None:
     assert [table.decode_seconds(s, c) for s in (1, 3) for c in (0, 100)] == [1.0, 1.5, 2.0, 3.5]
 
 
+def test_a_log_probability_costs_what_was_measured_or_as_much_as_a_token() -> None:
+    assert two_by_two().seconds_per_score == two_by_two().step_seconds(11, 1, 0) / 11
+    table = two_by_two(scored_seconds=0.25)
+    for start in (0, 50):
+        difference = table.chunk_surcharge(Chunk(6, start, 4)) - table.chunk_surcharge(
+            Chunk(6, start)
+        )
+        assert difference == pytest.approx(1.0)
+    assert CostTable.from_bytes(table.to_bytes()) == table
+    with pytest.raises(ValueError, match="scored_seconds must be finite"):
+        two_by_two(scored_seconds=float("nan"))
+
+
 def test_between_points_it_is_multilinear() -> None:
     table = two_by_two()
     assert table.step_seconds(6, 1, 0) == 3.0
@@ -114,6 +127,7 @@ def test_the_envelope_changes_nothing_that_rises(table: CostTable) -> None:
         contexts=table.contexts,
         seconds=table.seconds,
         decode=table.decode,
+        scored_seconds=table.scored_seconds,
     )
     assert again == table
 

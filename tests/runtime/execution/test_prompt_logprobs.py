@@ -63,6 +63,16 @@ def test_chunks_caches_and_neighbours_change_nothing(llm: LLM) -> None:
     assert [output.prompt_logprobs for output in outputs] == alone
 
 
+def test_they_are_scored_in_pieces(llm: LLM) -> None:
+    """A step's log-probabilities count as tokens of its budget; the result is the same."""
+    prompt = make_prompt(90, seed=4)
+    unmeasured = ("graphs.cost_table_budget_s=0", "scheduler.max_num_batched_tokens=32")
+    pieces = LLM(config=tiny_config(*unmeasured))
+    assert scores_of(pieces, prompt) == scores_of(llm, prompt)
+    # Where step costs are not measured, a score counts as one token: 16 tokens a step.
+    assert pieces.stats().num_steps == 6 + 1
+
+
 def test_a_captured_engine_gives_them_too(llm: LLM) -> None:
     prompt = make_prompt(40, seed=9)
     captured = LLM(config=tiny_config("graphs.mode=captured"))

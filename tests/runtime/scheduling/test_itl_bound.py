@@ -14,6 +14,7 @@ from ostinato.runtime.costs.step_limits import StepLimits
 from ostinato.runtime.kv.kv_cache_manager import KVCacheManager
 from ostinato.runtime.scheduling.itl_bound import ItlBound, StepAllowance
 from ostinato.runtime.scheduling.scheduler import Scheduler
+from ostinato.runtime.types.outputs import TokenLogprobs
 from ostinato.runtime.types.params import SamplingParams
 from ostinato.runtime.types.request import Request
 from ostinato.runtime.types.step import SchedulerOutput, StepResult
@@ -39,9 +40,9 @@ def test_the_largest_chunk_that_fits() -> None:
 
 def test_a_second_chunk_gets_what_the_first_left() -> None:
     step = allowance(4.0, 4, 16)
-    step.take(8, 0)
+    step.take(Chunk(8, 0))
     assert step.largest(1000, 0) == 4
-    step.take(4, 0)
+    step.take(Chunk(4, 0))
     assert step.largest(1000, 0) == 0
 
 
@@ -49,7 +50,7 @@ def test_a_target_that_decodes_miss_leaves_a_block_to_the_first_prompt() -> None
     step = allowance(2.0, 4, 16)
     assert step.largest(1000, 0) == 4
     assert step.largest(3, 0) == 3
-    step.take(4, 0)
+    step.take(Chunk(4, 0))
     assert step.largest(1000, 0) == 0
 
 
@@ -58,21 +59,27 @@ def test_a_target_that_decodes_miss_leaves_a_block_to_the_first_prompt() -> None
     st.integers(1, 50),
     st.integers(0, 300),
     st.floats(0.0, 40.0),
-    st.lists(st.tuples(st.integers(1, 500), st.integers(0, 300)), min_size=1, max_size=4),
+    st.lists(
+        st.tuples(st.integers(1, 500), st.integers(0, 300), st.booleans()), min_size=1, max_size=4
+    ),
 )
 def test_what_was_allowed_keeps_the_target(
-    table: CostTable, num_decodes: int, context: int, target_s: float, wanted: list[tuple[int, int]]
+    table: CostTable,
+    num_decodes: int,
+    context: int,
+    target_s: float,
+    wanted: list[tuple[int, int, bool]],
 ) -> None:
     step = StepAllowance(
         table, target_s, least_chunk=LEAST, num_decodes=num_decodes, context=context
     )
     chunks: list[Chunk] = []
-    for limit, start in wanted:
-        num_tokens = step.largest(limit, start)
+    for limit, start, has_scores in wanted:
+        num_tokens = step.largest(limit, start, has_scores=has_scores)
         assert 0 <= num_tokens <= limit
         if num_tokens:
-            step.take(num_tokens, start)
-            chunks.append(Chunk(num_tokens, start))
+            chunks.append(Chunk(num_tokens, start, num_tokens if has_scores else 0))
+            step.take(chunks[-1])
     assert chunks, "no progress"
     if table.mixed_seconds(num_decodes, context, chunks) > target_s + 1e-6:
         assert len(chunks) == 1
@@ -87,23 +94,37 @@ TIMES = make_table(pair_us=0.1)
 class TimedEngine:
     """Runs a scheduler's steps; each takes the table's seconds and gives each sequence a token."""
 
-    def __init__(self, target_ms: float | None, *, max_num_batched_tokens: int = 256) -> None:
+    def __init__(
+        self,
+        target_ms: float | None,
+        *,
+        max_num_batched_tokens: int = 256,
+        times: CostTable = TIMES,
+    ) -> None:
         bound = None
         if target_ms is not None:
-            bound = ItlBound(TIMES, target_ms / 1e3, least_chunk=4)
+            bound = ItlBound(times, target_ms / 1e3, least_chunk=4)
+        self.times = times
         self.scheduler = Scheduler(
             SchedulerConfig(),
             KVCacheManager(2000, 4),
             max_model_len=1000,
             limits=StepLimits(8, max_num_batched_tokens),
             bound=bound,
+            score_tokens=times.seconds_per_score / times.seconds_per_token,
         )
         self.now = 0.0
         self.num_steps = 0
         self.token_times: dict[str, list[float]] = {}
 
-    def add(self, request_id: str, num_prompt_tokens: int, max_tokens: int) -> None:
-        sampling = SamplingParams(max_tokens=max_tokens)
+    def add(
+        self,
+        request_id: str,
+        num_prompt_tokens: int,
+        max_tokens: int,
+        prompt_logprobs: int | None = None,
+    ) -> None:
+        sampling = SamplingParams(max_tokens=max_tokens, prompt_logprobs=prompt_logprobs)
         prompt = [hash((request_id, i)) % 1000 for i in range(num_prompt_tokens)]
         self.scheduler.add(
             Request(request_id=request_id, prompt_token_ids=prompt, sampling=sampling)
@@ -114,10 +135,20 @@ class TimedEngine:
         output = self.scheduler.schedule()
         assert output is not None
         starts = [entry.start for entry in output.scheduled if not entry.token_ids]
-        chunks = [Chunk(e.num_new_tokens, e.start) for e in output.scheduled if e.token_ids]
-        self.now += TIMES.mixed_seconds(len(starts), sum(starts) / max(1, len(starts)), chunks)
+        chunks = [
+            Chunk(e.num_new_tokens, e.start, e.num_prompt_logits)
+            for e in output.scheduled
+            if e.token_ids
+        ]
+        self.now += self.times.mixed_seconds(len(starts), sum(starts) / max(1, len(starts)), chunks)
         samples = sum(entry.num_logits for entry in output.scheduled)
-        for one in self.scheduler.update(output, StepResult([5] * samples)):
+        scores = [
+            [TokenLogprobs(-1.0, 1, [], [])] * entry.num_prompt_logits
+            for entry in output.scheduled
+            if entry.num_prompt_logits
+        ]
+        result = StepResult([5] * samples, prompt_logprobs=scores)
+        for one in self.scheduler.update(output, result):
             self.token_times[one.request_id].append(self.now)
         self.num_steps += 1
         return output
@@ -173,6 +204,21 @@ def test_chunks_use_what_the_target_leaves() -> None:
         before = engine.now
     assert sizes[0] > sizes[-2] > 1
     assert sum(sizes) == 400
+
+
+@pytest.mark.parametrize("target_ms", [4.0, 12.0, None])
+def test_log_probabilities_of_a_long_prompt_count_like_its_tokens(target_ms: float | None) -> None:
+    """A step with them keeps the target; without a target it is no longer than without them."""
+    times = make_table(pair_us=0.1, score_ms=0.4)
+    engine = TimedEngine(target_ms, times=times)
+    engine.add("stream", 10, 400)
+    engine.step()
+    engine.add("long", 700, 1, prompt_logprobs=5)
+    while engine.scheduler.has_work:
+        engine.step()
+    longest_ms = target_ms or 1e3 * times.mixed_seconds(1, 400, [Chunk(255, 700)])
+    assert engine.longest_gap("stream") <= longest_ms + 1e-6
+    assert len(engine.token_times["long"]) == 1
 
 
 def test_a_prompt_alone_is_not_cut() -> None:

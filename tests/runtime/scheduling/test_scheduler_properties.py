@@ -22,6 +22,7 @@ from tests.runtime.simulated_engine import SimulatedEngine
 
 MAX_MODEL_LEN = 32
 POLICIES = list(SchedulingPolicy)
+SCORE_MS = st.none() | st.floats(0.0, 1.0)
 
 # Prompts are cut from a few stems, so that many share a beginning and some are equal.
 STEMS = [
@@ -79,7 +80,12 @@ def engines(draw: st.DrawFn) -> SimulatedEngine:
         max_model_len=MAX_MODEL_LEN,
         policy=draw(st.sampled_from(POLICIES)),
         prefix_caching=draw(st.sampled_from([True, True, False])),
-        costs=draw(st.sampled_from([None, make_table(pair_us=draw(st.floats(0.0, 20.0)))])),
+        costs=draw(
+            st.sampled_from(
+                [None, make_table(pair_us=draw(st.floats(0.0, 20.0)), score_ms=draw(SCORE_MS))]
+            )
+        ),
+        score_tokens=draw(st.floats(0.0, 10.0)),
         target_s=draw(st.floats(1e-3, 6e-3)),
         drafter=None if accuracy is None else OracleDrafter(accuracy, VOCAB_SIZE),
         num_tier_places=draw(st.sampled_from([0, 0, 3, 40])),
