@@ -44,7 +44,7 @@ class StaticBuffers:
         last_tokens: [max_num_seqs] int64 on the device, the last token of each row.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the sizes of an engine
         self,
         *,
         max_num_tokens: int,
@@ -53,6 +53,7 @@ class StaticBuffers:
         block_size: int,
         device: torch.device,
         max_num_rows: int | None = None,
+        max_encoder_blocks_per_seq: int = 0,
         async_tokens: bool | None = None,
         table: type[StepTensors[Any]] = StepTensors,
     ) -> None:
@@ -64,6 +65,7 @@ class StaticBuffers:
             block_size: tokens of a block.
             device: where programs read.
             max_num_rows: R, tokens of a step whose logits are wanted; None = one per sequence.
+            max_encoder_blocks_per_seq: E.
             async_tokens: whether a step's tokens stay on the device as inputs of the next step,
                 which can then be launched before they are read; None = on a GPU.
             table: the step tensors.
@@ -75,9 +77,9 @@ class StaticBuffers:
         self._specs = tensor_specs(table)
         self._sizes = [spec.dynamic_size for spec in self._specs.values()]
         largest = StepSizes(max_num_tokens, max_num_seqs, self.max_num_rows)
+        fixed = {Size.blocks: max_blocks_per_seq, Size.encoder_blocks: max_encoder_blocks_per_seq}
         self._allocate(
-            {name: spec.shape(largest, max_blocks_per_seq) for name, spec in self._specs.items()},
-            device,
+            {name: spec.shape(largest, fixed) for name, spec in self._specs.items()}, device
         )
         self.host = table(**self._host)
         self.plan = self._device["plan"]

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ostinato.models.config.model_config import HFConfig, ModelConfig
 from ostinato.models.kv_cache import KVCache
-from ostinato.models.step_tensors import ForwardBatch, StepInputs
+from ostinato.models.step_tensors import ForwardBatch, StepInputs, StepTensors
 
 __all__ = (
     "CausalLM",
@@ -72,6 +72,8 @@ class LanguageModel(nn.Module):
     """
 
     checkpoint_layout: CheckpointLayout = CheckpointLayout()  # may depend on the configuration
+    # What a step gives to the model; a family with further tensors has a subclass of this table.
+    step_tensors: type[StepTensors[Any]] = StepTensors
 
     layers: nn.ModuleList  # of DecoderLayer
 

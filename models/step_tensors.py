@@ -30,6 +30,7 @@ __all__ = (
     "StepTensors",
     "TensorSpec",
     "Upload",
+    "num_kv_groups",
     "tensor_specs",
 )
 
@@ -47,11 +48,12 @@ class Size(StrEnum):
     seqs_plus_one = "S+1"
     rows = "R"  # tokens whose logits are wanted
     blocks = "B"  # blocks of the longest sequence; fixed for an engine's life
+    encoder_blocks = "E"  # blocks of the longest encoder output; fixed for an engine's life
 
     @property
     def is_dynamic(self) -> bool:
         """Whether each step decides it."""
-        return self is not Size.blocks
+        return self not in (Size.blocks, Size.encoder_blocks)
 
 
 class Upload(StrEnum):
@@ -80,7 +82,7 @@ class StepSizes(NamedTuple):
                 return self.num_seqs + 1
             case Size.rows:
                 return self.num_rows
-            case Size.blocks:
+            case Size.blocks | Size.encoder_blocks:
                 raise ValueError("the number of blocks is the engine's, not a step's")
 
 
@@ -89,12 +91,16 @@ class TensorSpec:
     """The declaration of a step tensor.
 
     Only the first size may be dynamic: a tensor that is cut to a step's size is then contiguous.
+
+    The batch builder fills a tensor of a KV cache group after the first (`kv_group` > 0): with
+    block ids when it is [S, E], with the number of tokens in that group when it is [S].
     """
 
     sizes: tuple[Size | int, ...]
     dtype: torch.dtype
     padding: int | Literal["edge"] = 0  # "edge" repeats the last value of the step
     upload: Upload = Upload.whole
+    kv_group: int = 0
 
     def __post_init__(self) -> None:
         if any(isinstance(size, Size) and size.is_dynamic for size in self.sizes[1:]):
@@ -106,14 +112,19 @@ class TensorSpec:
         first = self.sizes[0]
         return first if isinstance(first, Size) and first.is_dynamic else None
 
-    def shape(self, largest: StepSizes, num_blocks: int) -> tuple[int, ...]:
-        """The sizes as numbers, for B blocks."""
+    def shape(self, largest: StepSizes, fixed: Mapping[Size, int]) -> tuple[int, ...]:
+        """The sizes as numbers.
+
+        Args:
+            largest: numbers of the sizes that steps decide.
+            fixed: of the others.
+        """
         return tuple(
-            num_blocks
-            if size is Size.blocks
+            size
+            if not isinstance(size, Size)
             else largest.number(size)
-            if isinstance(size, Size)
-            else size
+            if size.is_dynamic
+            else fixed[size]
             for size in self.sizes
         )
 
@@ -165,6 +176,11 @@ def tensor_specs(table: type[StepTensors[Any]]) -> dict[str, TensorSpec]:
     """The declaration of each tensor of a table, by name, in its order."""
     hints = get_type_hints(table, include_extras=True)
     return {field.name: hints[field.name].__metadata__[0] for field in fields(table)}
+
+
+def num_kv_groups(table: type[StepTensors[Any]]) -> int:
+    """Block tables that each sequence has: one, and one for each further group of the table."""
+    return 1 + max(spec.kv_group for spec in tensor_specs(table).values())
 
 
 class RopeRows(NamedTuple):

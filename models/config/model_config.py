@@ -53,6 +53,7 @@ class ModelConfig:
     head_bias: bool = False  # of the output head
     num_segments: int = 0  # kinds of segments that an encoder tells apart; 0 = none
     num_labels: int = 0  # of a classification head; 0 = there is none
+    max_encoder_tokens: int = 0  # that cross attention can read; 0 = there is no cross attention
 
     def kv_cache_spec(
         self, block_size: int, dtype: torch.dtype, *, shard: Shard = WHOLE

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ostinato.graphs.buffers import StaticBuffers
+from ostinato.models.step_tensors import tensor_specs
 from ostinato.runtime.types.request import Request
 from ostinato.runtime.types.step import ScheduledSequence, SchedulerOutput
 
@@ -35,6 +36,31 @@ class StepShape(NamedTuple):
     drafts: list[list[int]] | None = None
 
 
+class _GroupTensor:
+    """One step tensor of a KV cache group after the first, and its values by row.
+
+    The values are fixed from a sequence's admission on.
+    """
+
+    def __init__(self, group: int, host: np.ndarray) -> None:
+        self._group = group
+        self._host = host  # [S] tokens in the group, or [S, E] block ids
+        self._by_row = np.zeros_like(host)
+
+    def write(self, output: SchedulerOutput) -> None:
+        """Take in the admitted sequences and write the entries of the step."""
+        for admitted in output.admitted:
+            if self._by_row.ndim == 1:
+                self._by_row[admitted.row] = admitted.request.num_encoder_tokens
+                continue
+            others = admitted.other_block_ids
+            block_ids = others[self._group - 1] if others else []
+            self._by_row[admitted.row] = 0
+            self._by_row[admitted.row, : len(block_ids)] = block_ids
+        rows = [entry.row for entry in output.scheduled]
+        np.take(self._by_row, rows, axis=0, out=self._host[: len(rows)])
+
+
 class BatchBuilder:
     """Writes steps into the host buffers; owns the arrays that persist per row."""
 
@@ -48,6 +74,11 @@ class BatchBuilder:
         # The last token of every row; on a CPU this is the memory of `buffers.last_tokens`.
         self.last_token = buffers.last_tokens.cpu().numpy()
         self._counting = np.arange(max_num_seqs + 1, dtype=np.int32)
+        self._group_tensors = [
+            _GroupTensor(spec.kv_group, getattr(buffers.host, name))
+            for name, spec in tensor_specs(type(buffers.host)).items()
+            if spec.kv_group
+        ]
 
     def admit(self, row: int, request: Request, output_token_ids: list[int]) -> None:
         """Give the row to a new sequence, with an empty block table."""
@@ -57,6 +88,8 @@ class BatchBuilder:
     def build(self, output: SchedulerOutput) -> StepShape:
         """Write the step into the host buffers, after the last upload has left them."""
         self._buffers.wait_for_upload()
+        for tensor in self._group_tensors:
+            tensor.write(output)
         for entry in output.scheduled:
             if entry.new_block_ids:
                 self._append_blocks(entry.row, entry.new_block_ids)

@@ -140,6 +140,7 @@ def _make_scheduler(
         plan.memory.num_blocks,
         config.cache.block_size,
         enable_prefix_caching=config.cache.enable_prefix_caching and kind.needs_kv_cache,
+        groups=plan.kv_groups,
     )
     scheduler = make_scheduler(
         config.scheduler,

@@ -11,8 +11,11 @@ from ostinato.conf.engine_config import EngineConfig
 from ostinato.conf.schema import GraphMode
 from ostinato.graphs.buckets import BucketTable
 from ostinato.models.kv_cache import KVCacheSpec
+from ostinato.models.registry import model_class
+from ostinato.models.step_tensors import num_kv_groups
 from ostinato.ops.attention import AttentionSpec, load_backend, select_backend
 from ostinato.runtime.errors import StartupError
+from ostinato.runtime.kv.kv_cache_manager import KVGroup
 from ostinato.runtime.memory.memory_plan import MemoryPlan
 from ostinato.runtime.startup.planning import ModelSource, bucket_table, open_model, plan_engine
 
@@ -47,6 +50,13 @@ class EnginePlan:
         return self.source.config.kv_cache_spec(
             self.config.cache.block_size, self.source.cache_dtype
         )
+
+    @property
+    def kv_groups(self) -> tuple[KVGroup, ...]:
+        """The block tables of each sequence, as the model's step tensors declare them."""
+        table = model_class(self.source.config.architecture).step_tensors
+        further = range(1, num_kv_groups(table))
+        return (KVGroup("self"), *(KVGroup(f"group {index}", grows=False) for index in further))
 
     @property
     def why_batch_dependent(self) -> str | None:

@@ -85,7 +85,7 @@ def build_rank(
     config, source = plan.config, plan.source
     with torch.inference_mode(), ThreadPoolExecutor(1, "load") as loader:
         model, finish = begin_model(plan, loader, phase, model_cache)
-        buffers = _make_buffers(plan)
+        buffers = _make_buffers(plan, model)
         planner = _make_planner(plan, buffers, undo)
         cuda_recorder, token_sampler = _make_cuda_recorder(plan)
         if token_sampler is not None:
@@ -138,16 +138,18 @@ def build_rank(
     )
 
 
-def _make_buffers(plan: EnginePlan) -> StaticBuffers:
+def _make_buffers(plan: EnginePlan, model: LanguageModel) -> StaticBuffers:
     limits, block_size = plan.source.limits, plan.config.cache.block_size
     return StaticBuffers(
         max_num_tokens=limits.max_num_batched_tokens,
         max_num_seqs=limits.max_num_seqs,
         max_num_rows=limits.max_num_rows,
         max_blocks_per_seq=-(-plan.memory.max_model_len // block_size),
+        max_encoder_blocks_per_seq=-(-plan.source.config.max_encoder_tokens // block_size),
         block_size=block_size,
         device=plan.source.device,
         async_tokens=plan.overlap or None,
+        table=model.step_tensors,
     )
 
 
