@@ -22,6 +22,7 @@ from ostinato.api.anthropic.schemas import (
     CountTokensRequest,
     MessagesRequest,
     NoChoice,
+    RedactedThinkingBlock,
     ReplyText,
     ReplyThinking,
     ReplyToolUse,
@@ -44,16 +45,26 @@ from ostinato.api.schemas.conversation import (
     NamedToolChoice,
     Tool,
 )
+from ostinato.api.schemas.response_format import JsonSchemaFormat, NamedSchema
 from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.types.outputs import FinishReason
 
 __all__ = ("block_events", "reply_blocks", "stop_of", "to_chat")
 
 FIELD_NAMES = {
+    "response_format": "output_config.format",
     "thinking_token_budget": "thinking",
     "stop": "stop_sequences",
     "parallel_tool_calls": "tool_choice",
     "continue_final_message": "messages",
+}
+
+
+# What a message of each role consists of.
+_BLOCKS: dict[str, tuple[type, ...]] = {
+    "assistant": (TextBlock, ToolUseBlock, ThinkingBlock, RedactedThinkingBlock),
+    "system": (TextBlock,),
+    "user": (TextBlock, ToolResultBlock),
 }
 
 
@@ -70,25 +81,23 @@ def to_chat(body: CountTokensRequest) -> ChatCompletionRequest:
     tools = None
     if body.tools:
         tools = [Tool(type="function", function=_function(tool)) for tool in body.tools]
-    fields: dict[str, Any] = {}
+    fields = _thinking_fields(body)
     if isinstance(body, MessagesRequest):
-        fields = {
+        fields |= {
             "max_tokens": body.max_tokens,
             "temperature": body.temperature,
             "top_p": body.top_p,
             "top_k": body.top_k,
             "stop": body.stop_sequences,
+            "stream": body.stream,
+            "stream_interval": body.stream_interval,
+            "repetition_detection": body.repetition_detection,
+            "return_prompt_text": body.return_prompt_text,
+            "return_token_offsets": body.return_token_offsets,
         }
-    if body.thinking is not None:
-        thinking = body.thinking
-        if (thinking.type == "enabled") == (thinking.budget_tokens is None):
-            raise InvalidRequestError(
-                "thinking.budget_tokens is for thinking.type enabled, and required then",
-                param="thinking.budget_tokens",
-                code="invalid_value",
-            )
-        fields["reasoning_effort"] = "none" if thinking.type == "disabled" else "high"
-        fields["thinking_token_budget"] = thinking.budget_tokens
+    if body.output_config is not None and body.output_config.format is not None:
+        schema = NamedSchema(name="output", schema=body.output_config.format.schema)
+        fields["response_format"] = JsonSchemaFormat(schema)
     return ChatCompletionRequest(
         messages=messages,
         tools=tools,
@@ -98,8 +107,28 @@ def to_chat(body: CountTokensRequest) -> ChatCompletionRequest:
         else not choice.disable_parallel_tool_use,
         # A last message of the assistant is the beginning of the answer.
         continue_final_message=body.messages[-1].role == "assistant",
+        chat_template_kwargs=body.chat_template_kwargs,
         **fields,
     )
+
+
+def _thinking_fields(body: CountTokensRequest) -> dict[str, Any]:
+    """The fields of chat for `thinking` and `output_config.effort`."""
+    thinking, output = body.thinking, body.output_config
+    effort = None if output is None else output.effort
+    if thinking is None:
+        return {"reasoning_effort": effort}
+    if (thinking.type == "enabled") == (thinking.budget_tokens is None):
+        raise InvalidRequestError(
+            "thinking.budget_tokens is for thinking.type enabled, and required then",
+            param="thinking.budget_tokens",
+            code="invalid_value",
+        )
+    return {
+        "reasoning_effort": "none" if thinking.type == "disabled" else effort or "high",
+        "thinking_token_budget": thinking.budget_tokens,
+        "include_reasoning": thinking.display != "omitted",
+    }
 
 
 def _choice(choice: object) -> Any:
@@ -124,8 +153,7 @@ def _messages(turn: Turn, place: str) -> list[Message]:
     if isinstance(turn.content, str):
         return [Message(role=turn.role, content=turn.content)]
     for index, block in enumerate(turn.content):
-        wrong = ToolResultBlock if turn.role == "assistant" else (ToolUseBlock, ThinkingBlock)
-        if isinstance(block, wrong):
+        if not isinstance(block, _BLOCKS[turn.role]):
             name = block.__struct_config__.tag
             raise InvalidRequestError(
                 f"{place}.content[{index}]: a message of the {turn.role} has no {name} block",
@@ -133,6 +161,8 @@ def _messages(turn: Turn, place: str) -> list[Message]:
                 code="invalid_value",
             )
     texts = [block for block in turn.content if isinstance(block, TextBlock)]
+    if turn.role == "system":
+        return [Message(role="system", content=_text(texts))]
     if turn.role == "user":
         results = [_result(one) for one in turn.content if isinstance(one, ToolResultBlock)]
         said = [Message(role="user", content=_text(texts))] if texts or not results else []
@@ -175,6 +205,8 @@ def stop_of(finish_reason: str, stop_reason: int | str | None) -> tuple[str, str
         return "tool_use", None
     if finish_reason == FinishReason.length:
         return "max_tokens", None
+    if finish_reason == FinishReason.repetition:
+        return "repetition", None
     if isinstance(stop_reason, str):
         return "stop_sequence", stop_reason
     return "end_turn", None

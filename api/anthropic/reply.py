@@ -15,13 +15,15 @@ from ostinato.api.anthropic.message_events import (
     MessageEvent,
     StopDelta,
 )
-from ostinato.api.anthropic.schemas import Reply, Usage
+from ostinato.api.anthropic.schemas import MessagesRequest, Reply, Usage
 from ostinato.api.base.request_context import RequestContext
-from ostinato.api.chat.chat_deltas import ChatOutputParser
+from ostinato.api.chat.chat_deltas import ChatOutputParser, join_deltas
 from ostinato.api.chat.chat_generation import ChatGeneration
 from ostinato.api.chat.content_blocks import ContentBlocks
+from ostinato.api.service.prompt_report import PromptReport
 from ostinato.api.service.reply_state import Tally
 from ostinato.api.service.service import Service
+from ostinato.api.service.stream_interval import StreamInterval
 
 __all__ = ("MessagesReply",)
 
@@ -31,10 +33,21 @@ class MessagesReply:
 
     Args:
         ready: the request for the engine.
+        report: what the reply shows of the prompt.
     """
 
-    def __init__(self, service: Service, ready: ChatGeneration, context: RequestContext) -> None:
+    def __init__(
+        self,
+        service: Service,
+        body: MessagesRequest,
+        ready: ChatGeneration,
+        report: PromptReport,
+        context: RequestContext,
+    ) -> None:
         self._service = service
+        self._report = report
+        self._shows_tier = body.service_tier is not None
+        self._interval = StreamInterval(body.stream_interval or 1, join_deltas)
         self._generation = ready.generation
         self._id = ready.generation.request_id
         self._parser = ChatOutputParser(ready.form)
@@ -49,8 +62,10 @@ class MessagesReply:
         outputs = self._service.runner.generate(self._id, [self._generation], self._context)
         async with aclosing(outputs):
             async for _, output in outputs:
-                delta = self._parser.feed(output)
-                self._tally.add(0, output)
+                parsed = self._parser.feed(output)
+                if (delta := self._interval.add(0, output, parsed)) is None:
+                    continue
+                self._tally.add(0, delta.output)
                 if not has_begun:  # only now the number of cached tokens is known
                     has_begun = True
                     yield MessageBegins(message=self._message())
@@ -58,7 +73,7 @@ class MessagesReply:
                     for event in block_events(change):
                         yield event
                 if delta.finish_reason is not None:
-                    self._stop = stop_of(delta.finish_reason, output.stop_reason)
+                    self._stop = stop_of(delta.finish_reason, delta.output.stop_reason)
         for change in self._blocks.finish():
             for event in block_events(change):
                 yield event
@@ -85,6 +100,8 @@ class MessagesReply:
             stop_reason=reason,
             stop_sequence=sequence,
             usage=self._usage(),
+            prompt_text=self._report.text,
+            prompt_token_offsets=self._report.token_offsets,
         )
 
     def _usage(self) -> Usage:
@@ -94,4 +111,5 @@ class MessagesReply:
             input_tokens=usage.prompt_tokens - cached,
             cache_read_input_tokens=cached,
             output_tokens=usage.completion_tokens,
+            service_tier="standard" if self._shows_tier else msgspec.UNSET,
         )

@@ -12,7 +12,10 @@ import msgspec
 
 from ostinato.api.base.timeline import Timeline
 from ostinato.api.base.unsupported_fields import Unsupported
+from ostinato.api.schemas.client_fields import CacheControl
 from ostinato.api.schemas.conversation import FunctionName
+from ostinato.api.schemas.usage import TokenOffsets
+from ostinato.runtime.types.params import RepetitionDetectionParams
 
 __all__ = (
     "UNSUPPORTED",
@@ -21,6 +24,7 @@ __all__ = (
     "CountTokensRequest",
     "MessagesRequest",
     "NoChoice",
+    "RedactedThinkingBlock",
     "Reply",
     "ReplyText",
     "ReplyThinking",
@@ -42,22 +46,15 @@ UNSUPPORTED: Mapping[str, Unsupported] = {
     "context_management": Unsupported("edits of the context"),
     "diagnostics": Unsupported(_SERVICE),
     "inference_geo": Unsupported(_SERVICE),
+    "input_examples": Unsupported("examples of inputs of tools"),
     "mcp_servers": Unsupported("tools that the server runs", ([],)),
-    "output_config": Unsupported("effort and formats in this dialect"),
-    "output_format": Unsupported("formats in this dialect"),
-    "service_tier": Unsupported("tiers of service", ("auto", "standard_only")),
+    "logprob_token_ids": Unsupported("log-probabilities in this dialect"),
+    "output_format": Unsupported("an older name", instead="output_config.format"),
     "speed": Unsupported("tiers of service", ("standard",)),
 }
 
 
 NotEmpty = Annotated[str, msgspec.Meta(min_length=1)]
-
-
-class CacheControl(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Asks for caching of the prompt up to here; has no effect, because every prompt is cached."""
-
-    type: Literal["ephemeral"]
-    ttl: str | None = None
 
 
 class _Block(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -69,16 +66,25 @@ class TextBlock(_Block, frozen=True, kw_only=True, tag_field="type", tag="text")
     citations: list[Any] | None = None  # of an earlier answer; always empty
 
 
+class DirectCaller(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The model itself called the tool; no program did."""
+
+    type: Literal["direct"]
+
+
 class ToolUseBlock(_Block, frozen=True, kw_only=True, tag_field="type", tag="tool_use"):
     id: NotEmpty
     name: NotEmpty
     input: dict[str, Any]
+    caller: DirectCaller | None = None
+    toolset_name: None = None
 
 
 class ToolResultBlock(_Block, frozen=True, kw_only=True, tag_field="type", tag="tool_result"):
     tool_use_id: NotEmpty
     content: str | list[TextBlock] = ""
     is_error: bool = False  # the text for the model says so
+    toolset_name: None = None
 
 
 class ThinkingBlock(
@@ -93,11 +99,27 @@ class ThinkingBlock(
     signature: str = ""  # of an earlier answer
 
 
+class RedactedThinkingBlock(
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    forbid_unknown_fields=True,
+    tag_field="type",
+    tag="redacted_thinking",
+):
+    """Thinking that only the server that wrote it can read; the model does not see it."""
+
+    data: str
+
+
+Block = TextBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock | RedactedThinkingBlock
+
+
 class Turn(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One message of a conversation."""
 
-    role: Literal["user", "assistant"]
-    content: str | list[TextBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock]
+    role: Literal["user", "assistant", "system"]
+    content: str | list[Block]
 
 
 class ToolDefinition(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -109,6 +131,9 @@ class ToolDefinition(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     strict: bool | None = None
     type: Literal["custom"] | None = None
     cache_control: CacheControl | None = None
+    allowed_callers: list[Literal["direct"]] | None = None
+    defer_loading: Literal[False] | None = None
+    eager_input_streaming: bool | None = None  # inputs are always streamed as they are written
 
 
 class AutoChoice(
@@ -141,6 +166,19 @@ class Thinking(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     type: Literal["adaptive", "disabled", "enabled"]
     budget_tokens: Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)] | None = None  # with enabled
+    display: Literal["summarized", "omitted"] | None = None  # omitted = no thinking blocks
+
+
+class JsonOutputFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """JSON that matches a schema."""
+
+    type: Literal["json_schema"]
+    schema: dict[str, Any]
+
+
+class OutputConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: JsonOutputFormat | None = None
 
 
 class Metadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -156,7 +194,9 @@ class CountTokensRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     tools: list[ToolDefinition] | None = None
     tool_choice: AutoChoice | AnyChoice | ToolChoice | NoChoice | None = None
     thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
     cache_control: CacheControl | None = None
+    chat_template_kwargs: dict[str, Any] | None = None  # variables of the template, as in vLLM
 
 
 class MessagesRequest(CountTokensRequest, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -169,6 +209,12 @@ class MessagesRequest(CountTokensRequest, frozen=True, kw_only=True, forbid_unkn
     stop_sequences: list[str] | None = None
     stream: bool | None = None
     metadata: Metadata | None = None
+    service_tier: Literal["auto", "standard_only"] | None = None  # has no effect; there is one
+    # As in chat
+    repetition_detection: RepetitionDetectionParams | None = None
+    stream_interval: Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)] | None = None
+    return_prompt_text: bool = False
+    return_token_offsets: bool = False
 
 
 class TokenCount(msgspec.Struct, frozen=True):
@@ -197,6 +243,7 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     cache_creation_input_tokens: int = 0
     cache_read_input_tokens: int
     output_tokens: int
+    service_tier: Literal["standard"] | msgspec.UnsetType = msgspec.UNSET
 
 
 class Reply(msgspec.Struct, frozen=True, kw_only=True):
@@ -210,4 +257,6 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
     stop_reason: str | None
     stop_sequence: str | None
     usage: Usage
+    prompt_text: str | msgspec.UnsetType = msgspec.UNSET
+    prompt_token_offsets: TokenOffsets | msgspec.UnsetType | None = msgspec.UNSET
     trace: Timeline | msgspec.UnsetType = msgspec.UNSET

@@ -11,7 +11,7 @@ import msgspec
 
 from ostinato.api.chat.tools import new_call_id
 from ostinato.api.parsing.answer_parser import AnswerForm, AnswerParser
-from ostinato.api.parsing.events import CallBegins, Event, Message
+from ostinato.api.parsing.events import CallBegins, Event, Message, merge
 from ostinato.api.service.reply_state import CollectedCompletion
 from ostinato.runtime.client.completion import join_outputs
 from ostinato.runtime.types.outputs import FinishReason, RequestOutput
@@ -72,7 +72,7 @@ def join_deltas(deltas: Sequence[ChatDelta]) -> ChatDelta:
     """Consecutive deltas of one answer as one."""
     return ChatDelta(
         join_outputs([one.output for one in deltas]),
-        [event for one in deltas for event in one.events],
+        merge(event for one in deltas for event in one.events),
         deltas[-1].finish_reason,
         sum(one.num_reasoning_tokens for one in deltas),
     )

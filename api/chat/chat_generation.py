@@ -12,6 +12,7 @@ from ostinato.api.chat.answer_plan import AnswerPlan, plan_answer
 from ostinato.api.chat.chat_prompt import ChatPrompt, encode_chat
 from ostinato.api.parsing.answer_parser import AnswerForm
 from ostinato.api.schemas.chat_completions import ChatCompletionRequest
+from ostinato.api.schemas.response_format import NO_CONSTRAINT, constraint_field
 from ostinato.api.service.generation import Generation, make_generation, with_thinking
 from ostinato.api.service.service import Service
 from ostinato.runtime.client.pooling import require_task
@@ -57,9 +58,8 @@ async def prepare_chat(
     names = {}
     if plan.constraint is not None:
         names["structured_outputs"] = _constraint_field(body, plan)
-        body = msgspec.structs.replace(
-            body, structured_outputs=plan.constraint, response_format=None
-        )
+        constraint = {**NO_CONSTRAINT, "structured_outputs": plan.constraint}
+        body = msgspec.structs.replace(body, **constraint)
     generation = to_generation(
         body,
         prompt.token_ids,
@@ -108,4 +108,4 @@ def _constraint_field(body: ChatCompletionRequest, plan: AnswerPlan) -> str:
     """The field of the request that the constraint comes from, for error messages."""
     if plan.form.calls is not None:
         return "tools"
-    return "response_format" if body.structured_outputs is None else "structured_outputs"
+    return constraint_field(body)

@@ -16,7 +16,7 @@ from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.text.chat_template_process import render_apart
 from ostinato.runtime.text.tokenizer import Tokenizer
 
-__all__ = ("ChatPrompt", "adds_generation_prompt", "encode_chat", "render")
+__all__ = ("ChatPrompt", "adds_generation_prompt", "encode_chat", "reasons", "render")
 
 
 class ChatPrompt(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,7 +32,7 @@ async def encode_chat(service: Service, body: ChatCompletionRequest) -> ChatProm
     """The prompt of a chat request.
 
     Raises:
-        InvalidRequestError: as `render`; or the template has no setting of `reasoning_effort`.
+        InvalidRequestError: as `render`; or the template shows no `documents`.
     """
     tokenizer = service.encoder.tokenizer("messages")
     use = tool_use(body.tools, body.tool_choice, body.parallel_tool_calls)
@@ -54,6 +54,11 @@ async def render(service: Service, body: TokenizeRequest, messages: list[Message
     """
     found = _traits(service, service.encoder.tokenizer("messages"), body)
     return await _render(service, body, messages, tool_use(body.tools, None, None), found)
+
+
+def reasons(service: Service, body: ChatCompletionRequest) -> bool:
+    """Whether the model writes reasoning that this server knows."""
+    return _traits(service, service.encoder.tokenizer("messages"), body).reasoning is not None
 
 
 def _traits(
@@ -118,16 +123,21 @@ def _variables(
                 code="unsupported_parameter",
             )
         given = {"documents": body.documents, **given}
-    effort = body.reasoning_effort if isinstance(body, ChatCompletionRequest) else None
-    if effort is None:
-        return given
-    if found.has_reasoning_effort:
-        return {"reasoning_effort": effort, **given}
-    if found.has_enable_thinking:
-        return {"enable_thinking": effort != "none", **given}
-    raise InvalidRequestError(
-        "reasoning_effort is not supported: the chat template of this model has no setting of it;"
-        " leave it out",
-        param="reasoning_effort",
-        code="unsupported_parameter",
-    )
+    return {**_settings(body, found), **given}
+
+
+def _settings(
+    body: ChatCompletionRequest | TokenizeRequest, found: TemplateTraits
+) -> dict[str, Any]:
+    """`reasoning_effort` and `verbosity`, where the template has a setting of them."""
+    if not isinstance(body, ChatCompletionRequest):
+        return {}
+    settings: dict[str, Any] = {}
+    if body.reasoning_effort is not None:
+        if found.has_reasoning_effort:
+            settings["reasoning_effort"] = body.reasoning_effort
+        elif found.has_enable_thinking:
+            settings["enable_thinking"] = body.reasoning_effort != "none"
+    if body.verbosity is not None and found.has_verbosity:
+        settings["verbosity"] = body.verbosity
+    return settings

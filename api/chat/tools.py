@@ -16,6 +16,7 @@ from ostinato.runtime.errors import InvalidRequestError
 
 __all__ = ("ToolUse", "explained", "new_call_id", "template_messages", "tool_use")
 
+_ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 _ALPHANUMERIC = string.ascii_letters + string.digits
 
 
@@ -102,7 +103,8 @@ def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 def _template_message(message: Message, index: int) -> dict[str, Any]:
     place = f"messages[{index}]"
-    if message.content is None and not message.tool_calls:
+    is_custom = message.role not in _ROLES  # then the template knows what it needs
+    if message.text is None and not message.tool_calls and not is_custom:
         raise InvalidRequestError(
             f"{place}.content is required", param=f"{place}.content", code="missing_field"
         )
@@ -110,9 +112,10 @@ def _template_message(message: Message, index: int) -> dict[str, Any]:
         ("tool_calls", "assistant"),
         ("reasoning", "assistant"),
         ("reasoning_content", "assistant"),
+        ("refusal", "assistant"),
         ("tool_call_id", "tool"),
     ):
-        if getattr(message, name) and message.role != role:
+        if getattr(message, name) and message.role != role and not is_custom:
             raise _invalid(f"{place}.{name}", f"{place}.{name} is for the role {role!r}")
     if message.role == "tool" and not message.tool_call_id:
         raise InvalidRequestError(
@@ -121,6 +124,7 @@ def _template_message(message: Message, index: int) -> dict[str, Any]:
             code="missing_field",
         )
     shown: dict[str, Any] = {
+        **(message.template_fields or {}),
         "role": message.role,
         "content": message.text,
         "name": message.name,

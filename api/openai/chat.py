@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from ostinato.api.chat.chat_deltas import ChatDelta, CollectedAnswer
-from ostinato.api.openai.logprobs import TokenBytes, chat_logprobs, prompt_logprobs
 from ostinato.api.parsing.events import CallBegins, Content, Event, Reasoning
 from ostinato.api.schemas.chat_completions import (
     ChatChoice,
@@ -27,6 +26,7 @@ from ostinato.api.schemas.chat_completions import (
 )
 from ostinato.api.schemas.usage import PromptLogprobs, Usage
 from ostinato.api.service.generation import Generation, check_fields
+from ostinato.api.service.logprobs import TokenBytes, chat_logprobs, prompt_logprobs
 from ostinato.api.service.reply_state import ReplyHead, ReplyOptions
 from ostinato.runtime.errors import InvalidRequestError
 
@@ -134,7 +134,14 @@ def to_chunks(
         )
         choices.append((choice, usage))
     return [
-        ChatChunk(id=head.id, created=head.created, model=head.model, choices=[choice], usage=count)
+        ChatChunk(
+            id=head.id,
+            created=head.created,
+            model=head.model,
+            choices=[choice],
+            service_tier=head.service_tier,
+            usage=count,
+        )
         for choice, count in choices
     ]
 
@@ -170,7 +177,14 @@ def to_delta(events: Sequence[Event]) -> DeltaMessage:
 
 def usage_chunk(head: ReplyHead, usage: Usage) -> ChatChunk:
     """The last chunk of a stream with `stream_options.include_usage`."""
-    return ChatChunk(id=head.id, created=head.created, model=head.model, choices=[], usage=usage)
+    return ChatChunk(
+        id=head.id,
+        created=head.created,
+        model=head.model,
+        choices=[],
+        service_tier=head.service_tier,
+        usage=usage,
+    )
 
 
 def to_response(
@@ -222,6 +236,7 @@ def to_response(
         choices=choices,
         usage=usage,
         prompt_logprobs=scores,
+        service_tier=head.service_tier,
     )
 
 

@@ -20,11 +20,11 @@ from ostinato.api.chat.chat_deltas import (
 from ostinato.api.chat.chat_generation import ChatGeneration, prepare_chat
 from ostinato.api.openai import chat, completions
 from ostinato.api.openai.chunk_usage import ChunkUsage
-from ostinato.api.openai.prompt_report import PromptReport, prompt_report
-from ostinato.api.openai.stream_interval import StreamInterval
 from ostinato.api.schemas.chat_completions import ChatChunk, ChatCompletionRequest, ChatResponse
+from ostinato.api.schemas.client_fields import ServiceTier, tier_of
 from ostinato.api.schemas.text_completions import Completion, CompletionRequest
 from ostinato.api.service.generation import Generation
+from ostinato.api.service.prompt_report import PromptReport, prompt_report
 from ostinato.api.service.reply_state import (
     CollectedCompletion,
     ReplyHead,
@@ -33,6 +33,7 @@ from ostinato.api.service.reply_state import (
     new_id,
 )
 from ostinato.api.service.service import Service
+from ostinato.api.service.stream_interval import StreamInterval
 from ostinato.runtime.client.completion import join_outputs
 from ostinato.runtime.types.outputs import FinishReason, RequestOutput
 
@@ -82,7 +83,8 @@ class ChatReply:
         self._parser = ChatOutputParser(ready.form)
         self._report = report
         self._context = context
-        self._head = _head(service, ready.generation.request_id)
+        self._head = _head(service, ready.generation.request_id, body.service_tier)
+        self._metadata = msgspec.UNSET if body.metadata is None else body.metadata
         reasons = ready.form.reasoning is not None
         self._usage = ChunkUsage(body, [ready.generation], reasons=reasons)
         self._options = chat.reply_options(body)
@@ -135,7 +137,9 @@ class ChatReply:
             usage=self._tally.usage,
         )
         response = self._report.added_to(response)
-        return msgspec.structs.replace(response, trace=self._context.report())
+        return msgspec.structs.replace(
+            response, metadata=self._metadata, trace=self._context.report()
+        )
 
     def _outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         return self._service.runner.generate(self._head.id, [self._generation], self._context)
@@ -322,8 +326,13 @@ def _trace_chunk(
     )
 
 
-def _head(service: Service, request_id: str) -> ReplyHead:
-    return ReplyHead(id=request_id, created=int(time.time()), model=service.client.model.name)
+def _head(service: Service, request_id: str, service_tier: ServiceTier | None = None) -> ReplyHead:
+    return ReplyHead(
+        id=request_id,
+        created=int(time.time()),
+        model=service.client.model.name,
+        service_tier=tier_of(service_tier),
+    )
 
 
 async def _encode_prompts(

@@ -37,6 +37,7 @@ class TemplateTraits(msgspec.Struct, frozen=True, kw_only=True):
     reasoning: ReasoningMarkers | None
     has_reasoning_effort: bool
     has_enable_thinking: bool
+    has_verbosity: bool
     knows_documents: bool
 
 
@@ -49,6 +50,7 @@ def traits(source: str, server: ServerConfig) -> TemplateTraits:
         reasoning=_reasoning(source, server.reasoning_parser),
         has_reasoning_effort="reasoning_effort" in source,
         has_enable_thinking="enable_thinking" in source,
+        has_verbosity="verbosity" in source,
         knows_documents="documents" in source,
     )
 

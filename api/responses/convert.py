@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from ostinato.api.responses.schemas import (
     CallOutputItem,
     InputItem,
     NamedTool,
+    PromptFields,
     ReasoningItem,
     ResponsesRequest,
     SchemaFormat,
@@ -34,32 +36,38 @@ from ostinato.api.schemas.response_format import (
     ResponseFormat,
     TextFormat,
 )
+from ostinato.runtime.errors import InvalidRequestError
 
-__all__ = ("FIELD_NAMES", "input_messages", "to_chat")
+__all__ = ("FIELD_NAMES", "encoded_reasoning", "input_messages", "shows_logprobs", "to_chat")
 
+_REASONING_PREFIX = "ostinato-1."
 FIELD_NAMES = {
     "max_completion_tokens": "max_output_tokens",
     "messages": "input",
     "reasoning_effort": "reasoning.effort",
     "response_format": "text.format",
+    "truncate_prompt_tokens": "truncation",
 }
 
 
-def to_chat(body: ResponsesRequest, messages: Sequence[Message]) -> ChatCompletionRequest:
+def to_chat(body: PromptFields, messages: Sequence[Message]) -> ChatCompletionRequest:
     """The equivalent chat request.
 
     Args:
         messages: the conversation without this request's instructions.
+
+    Raises:
+        InvalidRequestError: there is no message, or two fields contradict each other.
     """
     first = [] if body.instructions is None else [Message(role="system", content=body.instructions)]
     choice = body.tool_choice
     if isinstance(choice, NamedTool):
         choice = NamedToolChoice("function", NamedFunction(choice.name))
+    if not first and not messages:
+        raise InvalidRequestError("input is required", param="input", code="missing_field")
+    fields = _fields_of_the_answer(body) if isinstance(body, ResponsesRequest) else {}
     return ChatCompletionRequest(
         messages=[*first, *messages],
-        max_completion_tokens=body.max_output_tokens,
-        temperature=body.temperature,
-        top_p=body.top_p,
         tools=[
             Tool(
                 type="function",
@@ -76,12 +84,65 @@ def to_chat(body: ResponsesRequest, messages: Sequence[Message]) -> ChatCompleti
         parallel_tool_calls=body.parallel_tool_calls,
         response_format=_format(body),
         reasoning_effort=None if body.reasoning is None else body.reasoning.effort,
-        priority=body.priority,
-        cache_salt=body.cache_salt,
+        verbosity=None if body.text is None else body.text.verbosity,
+        **fields,
     )
 
 
-def _format(body: ResponsesRequest) -> ResponseFormat | None:
+def _fields_of_the_answer(body: ResponsesRequest) -> dict[str, Any]:
+    return {
+        "max_completion_tokens": body.max_output_tokens,
+        "temperature": body.temperature,
+        "top_p": body.top_p,
+        "truncate_prompt_tokens": -1 if body.truncation == "auto" else None,
+        "logprobs": shows_logprobs(body),
+        "top_logprobs": body.top_logprobs,
+        "logprob_token_ids": body.logprob_token_ids,
+        "repetition_detection": body.repetition_detection,
+        "stream": body.stream,
+        "stream_interval": body.stream_interval,
+        "return_prompt_text": body.return_prompt_text,
+        "return_token_offsets": body.return_token_offsets,
+        "priority": body.priority,
+        "cache_salt": body.cache_salt,
+    }
+
+
+def shows_logprobs(body: ResponsesRequest) -> bool:
+    """Whether the reply has log-probabilities.
+
+    Raises:
+        InvalidRequestError: there is a number of them, and no wish for them.
+    """
+    wanted = "message.output_text.logprobs" in (body.include or ())
+    if body.top_logprobs and not wanted:
+        raise InvalidRequestError(
+            "top_logprobs needs 'message.output_text.logprobs' in include",
+            param="top_logprobs",
+            code="invalid_value",
+        )
+    return wanted
+
+
+def encoded_reasoning(text: str) -> str:
+    """`encrypted_content` of a reasoning item: its text, for clients that send nothing else back.
+
+    It is encoded, not encrypted: the item shows its text as well.
+    """
+    return _REASONING_PREFIX + base64.urlsafe_b64encode(text.encode()).decode()
+
+
+def _decoded_reasoning(content: str | None) -> str:
+    """The text; empty for what another server has written."""
+    if content is None or not content.startswith(_REASONING_PREFIX):
+        return ""
+    try:
+        return base64.urlsafe_b64decode(content.removeprefix(_REASONING_PREFIX)).decode()
+    except ValueError:
+        return ""
+
+
+def _format(body: PromptFields) -> ResponseFormat | None:
     wanted = TextFormat() if body.text is None else body.text.format
     if isinstance(wanted, SchemaFormat):
         return JsonSchemaFormat(
@@ -90,7 +151,7 @@ def _format(body: ResponsesRequest) -> ResponseFormat | None:
     return None if isinstance(wanted, TextFormat) else wanted
 
 
-def input_messages(given: str | Sequence[dict[str, Any]]) -> list[Message]:
+def input_messages(given: str | Sequence[dict[str, Any]] | None) -> list[Message]:
     """The conversation in `input`; the items of one turn of the assistant become one message.
 
     Raises:
@@ -99,7 +160,7 @@ def input_messages(given: str | Sequence[dict[str, Any]]) -> list[Message]:
     if isinstance(given, str):
         return [Message(role="user", content=given)]
     conversation = _Conversation()
-    for index, raw in enumerate(given):
+    for index, raw in enumerate(given or ()):
         conversation.add(_item(raw, index))
     return conversation.end()
 
@@ -129,7 +190,8 @@ class _Conversation:
         if isinstance(item, ReasoningItem):
             if self._text is not None or self._calls:
                 self.end()
-            self._thoughts += [part.text for part in item.content or ()]
+            texts = [part.text for part in item.content or ()]
+            self._thoughts += texts or filter(None, [_decoded_reasoning(item.encrypted_content)])
         elif isinstance(item, CallItem):
             function = CalledFunction(name=item.name, arguments=item.arguments)
             self._calls.append(MessageToolCall(id=item.call_id, function=function))

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from msgspec import UNSET
+
 from ostinato.api.chat.content_blocks import BlockDelta, BlockKind, ContentBlock
+from ostinato.api.responses.convert import encoded_reasoning
 from ostinato.api.responses.response_events import (
     CallArgumentsDelta,
     CallArgumentsDone,
@@ -33,6 +36,7 @@ from ostinato.api.responses.response_object import (
     Response,
 )
 from ostinato.api.responses.schemas import ItemStatus
+from ostinato.api.responses.text_logprobs import TextLogprobs
 
 __all__ = ("EventWriter",)
 
@@ -50,9 +54,15 @@ class EventWriter:
 
     Args:
         response_id: of the response; the ids of its items are made from it.
+        logprobs: of the texts.
+        encodes_reasoning: whether reasoning items have `encrypted_content`.
     """
 
-    def __init__(self, response_id: str) -> None:
+    def __init__(
+        self, response_id: str, logprobs: TextLogprobs, *, encodes_reasoning: bool
+    ) -> None:
+        self._logprobs = logprobs
+        self._encodes_reasoning = encodes_reasoning
         self._stem = response_id.removeprefix("resp_")
         self._num_events = 0
 
@@ -68,6 +78,7 @@ class EventWriter:
         """The events of one change of a block.
 
         Args:
+            change: a block's beginning, its new text, or its end.
             status: of the block's item, if the change ends it.
         """
         block = change.block
@@ -75,9 +86,10 @@ class EventWriter:
             return self._begin(block)
         if change.ends:
             return self._end(block, status)
+        entries = self._logprobs.of_change(change)
         place = self._place(block)
         if block.kind is BlockKind.text:
-            return [OutputTextDelta(**place, delta=change.delta)]
+            return [OutputTextDelta(**place, delta=change.delta, logprobs=entries)]
         if block.kind is BlockKind.reasoning:
             return [ReasoningTextDelta(**place, delta=change.delta)]
         return [CallArgumentsDelta(**place, delta=change.delta)]
@@ -96,9 +108,13 @@ class EventWriter:
                 id=item_id, status=status, call_id=block.call_id, name=block.name, arguments=text
             )
         if block.kind is BlockKind.reasoning:
-            thoughts = [] if is_empty else [ReasoningText(text=text)]
-            return OutputReasoning(id=item_id, status=status, content=thoughts)
-        content = [] if is_empty else [OutputText(text=text)]
+            return OutputReasoning(
+                id=item_id,
+                status=status,
+                content=[] if is_empty else [ReasoningText(text=text)],
+                encrypted_content=encoded_reasoning(text) if self._encodes_reasoning else UNSET,
+            )
+        content = [] if is_empty else [self._output_text(block, text)]
         return OutputMessage(id=item_id, status=status, content=content)
 
     def _begin(self, block: ContentBlock) -> list[ResponseEvent]:
@@ -117,8 +133,12 @@ class EventWriter:
                 CallArgumentsDone(**self._place(block), name=block.name, arguments=block.text)
             )
         else:
-            kind = OutputTextDone if block.kind is BlockKind.text else ReasoningTextDone
-            events.append(kind(**self._place(block), text=block.text))
+            place: dict[str, Any] = {**self._place(block), "text": block.text}
+            if block.kind is BlockKind.text:
+                entries = self._logprobs.of_block(block.index)
+                events.append(OutputTextDone(**place, logprobs=entries))
+            else:
+                events.append(ReasoningTextDone(**place))
             part = self._part(block, block.text)
             events.append(ContentPartDone(**self._place(block), part=part))
         item = self.item(block, status)
@@ -128,7 +148,12 @@ class EventWriter:
         return events
 
     def _part(self, block: ContentBlock, text: str) -> OutputText | ReasoningText:
-        return OutputText(text=text) if block.kind is BlockKind.text else ReasoningText(text=text)
+        if block.kind is BlockKind.text:
+            return self._output_text(block, text)
+        return ReasoningText(text=text)
+
+    def _output_text(self, block: ContentBlock, text: str) -> OutputText:
+        return OutputText(text=text, logprobs=self._logprobs.of_block(block.index))
 
     def _place(self, block: ContentBlock) -> dict[str, Any]:
         return {

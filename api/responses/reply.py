@@ -11,9 +11,10 @@ import msgspec
 
 from ostinato.api.base.errors import error_body, status_of
 from ostinato.api.base.request_context import RequestContext
-from ostinato.api.chat.chat_deltas import ChatOutputParser
+from ostinato.api.chat.chat_deltas import ChatOutputParser, join_deltas
 from ostinato.api.chat.chat_generation import ChatGeneration
 from ostinato.api.chat.content_blocks import BlockDelta, BlockKind, ContentBlock, ContentBlocks
+from ostinato.api.responses.convert import shows_logprobs
 from ostinato.api.responses.event_writer import EventWriter
 from ostinato.api.responses.response_events import ResponseEvent
 from ostinato.api.responses.response_object import (
@@ -21,6 +22,7 @@ from ostinato.api.responses.response_object import (
     IncompleteDetails,
     InputUsage,
     OutputUsage,
+    ReasoningShown,
     Response,
     Usage,
 )
@@ -30,13 +32,21 @@ from ostinato.api.responses.schemas import (
     ResponsesRequest,
     TextConfig,
 )
+from ostinato.api.responses.text_logprobs import TextLogprobs
 from ostinato.api.schemas.conversation import CalledFunction, Message, MessageToolCall
+from ostinato.api.service.prompt_report import PromptReport
 from ostinato.api.service.reply_state import Tally
 from ostinato.api.service.service import Service
+from ostinato.api.service.stream_interval import StreamInterval
 from ostinato.runtime.types.outputs import FinishReason
 
 __all__ = ("ResponsesReply",)
 
+# Why an answer is not complete, by how it ended.
+_INCOMPLETE: dict[str | None, str] = {
+    FinishReason.length.value: "max_output_tokens",
+    FinishReason.repetition.value: "repetition",
+}
 _LOG = logging.getLogger("ostinato.api")
 
 
@@ -45,6 +55,7 @@ class ResponsesReply:
 
     Args:
         ready: the request for the engine; its id is the reply's.
+        report: what the reply shows of the prompt.
         messages: the conversation without instructions, for the store.
         stores: whether the reply is stored.
     """
@@ -54,6 +65,7 @@ class ResponsesReply:
         service: Service,
         body: ResponsesRequest,
         ready: ChatGeneration,
+        report: PromptReport,
         *,
         messages: list[Message],
         stores: bool,
@@ -67,9 +79,19 @@ class ResponsesReply:
         self._tally = Tally.of([ready.generation])
         self._num_reasoning_tokens = 0
         self._blocks = ContentBlocks()
-        self._is_incomplete = False
-        self._writer = EventWriter(ready.generation.request_id)
+        self._incomplete_reason: str | None = None
+        self._interval = StreamInterval(body.stream_interval or 1, join_deltas)
+        num_top = len(body.logprob_token_ids or ()) or body.top_logprobs or 0
+        self._logprobs = TextLogprobs(
+            service.encoder.token_bytes, num_top if shows_logprobs(body) else None
+        )
+        self._writer = EventWriter(
+            ready.generation.request_id,
+            self._logprobs,
+            encodes_reasoning="reasoning.encrypted_content" in (body.include or ()),
+        )
         sampling = ready.generation.sampling
+        reasoning = body.reasoning or ReasoningConfig()
         self._begun = Response(
             id=ready.generation.request_id,
             created_at=int(time.time()),
@@ -81,23 +103,32 @@ class ResponsesReply:
             output=[],
             parallel_tool_calls=body.parallel_tool_calls is not False,
             previous_response_id=body.previous_response_id,
-            reasoning=body.reasoning or ReasoningConfig(),
+            reasoning=ReasoningShown(
+                effort=reasoning.effort, summary=reasoning.summary or reasoning.generate_summary
+            ),
             store=stores,
             temperature=sampling.temperature,
             text=body.text or TextConfig(),
             tool_choice=body.tool_choice or "auto",
             tools=body.tools or [],
             top_p=sampling.top_p,
+            truncation=body.truncation or "disabled",
             user=body.user,
+            max_tool_calls=body.max_tool_calls,
             safety_identifier=body.safety_identifier,
+            service_tier=None if body.service_tier is None else "default",
             prompt_cache_key=body.prompt_cache_key,
+            prompt_cache_retention=body.prompt_cache_retention,
+            top_logprobs=body.top_logprobs,
+            prompt_text=report.text,
+            prompt_token_offsets=report.token_offsets,
         )
 
     async def whole(self) -> Response:
         """The response that the events add up to."""
         async with aclosing(self._changes()) as changes:
-            async for _ in changes:
-                pass
+            async for change in changes:
+                self._logprobs.of_change(change)
         return self._ended()
 
     async def stream(self) -> AsyncGenerator[ResponseEvent, None]:
@@ -120,10 +151,13 @@ class ResponsesReply:
         outputs = self._service.runner.generate(self._begun.id, [self._generation], self._context)
         async with aclosing(outputs):
             async for _, output in outputs:
-                delta = self._parser.feed(output)
-                self._tally.add(0, output)
+                parsed = self._parser.feed(output)
+                if (delta := self._interval.add(0, output, parsed)) is None:
+                    continue
+                self._tally.add(0, delta.output)
+                self._logprobs.add(delta.output)
                 self._num_reasoning_tokens += delta.num_reasoning_tokens
-                self._is_incomplete = delta.finish_reason == FinishReason.length
+                self._incomplete_reason = _INCOMPLETE.get(delta.finish_reason)
                 for change in self._blocks.feed(delta.events):
                     yield change
         for change in self._blocks.finish():
@@ -131,16 +165,16 @@ class ResponsesReply:
 
     def _status_of(self, block: ContentBlock) -> ItemStatus:
         is_last = block.index == len(self._blocks.blocks) - 1
-        return "incomplete" if self._is_incomplete and is_last else "completed"
+        return "incomplete" if self._incomplete_reason and is_last else "completed"
 
     def _ended(self) -> Response:
         """The complete response; stores it."""
-        details = IncompleteDetails("max_output_tokens") if self._is_incomplete else None
+        reason = self._incomplete_reason
         response = msgspec.structs.replace(
             self._begun,
-            status="incomplete" if self._is_incomplete else "completed",
-            completed_at=None if self._is_incomplete else int(time.time()),
-            incomplete_details=details,
+            status="incomplete" if reason else "completed",
+            completed_at=None if reason else int(time.time()),
+            incomplete_details=IncompleteDetails(reason) if reason else None,
             output=[
                 self._writer.item(block, self._status_of(block)) for block in self._blocks.blocks
             ],

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 
 from ostinato.api.responses.response_object import (
@@ -12,6 +10,7 @@ from ostinato.api.responses.response_object import (
     ReasoningText,
     Response,
 )
+from ostinato.api.schemas.chat_completions import ChatTokenLogprob
 
 __all__ = (
     "CallArgumentsDelta",
@@ -97,12 +96,12 @@ class ContentPartDone(_OfPart, frozen=True, kw_only=True, tag="response.content_
 
 class OutputTextDelta(_WithinContent, frozen=True, kw_only=True, tag="response.output_text.delta"):
     delta: str
-    logprobs: list[Any] = []
+    logprobs: list[ChatTokenLogprob] = []
 
 
 class OutputTextDone(_WithinContent, frozen=True, kw_only=True, tag="response.output_text.done"):
     text: str
-    logprobs: list[Any] = []
+    logprobs: list[ChatTokenLogprob] = []
 
 
 class ReasoningTextDelta(

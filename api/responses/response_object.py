@@ -11,15 +11,20 @@ from ostinato.api.base.timeline import Timeline
 from ostinato.api.responses.schemas import (
     ItemStatus,
     NamedTool,
-    ReasoningConfig,
+    SummaryKind,
     TextConfig,
     ToolDefinition,
 )
+from ostinato.api.schemas.chat_completions import ChatTokenLogprob
+from ostinato.api.schemas.client_fields import Metadata, PromptCacheRetention, ServedTier
+from ostinato.api.schemas.conversation import ReasoningEffort
+from ostinato.api.schemas.usage import TokenOffsets
 
 __all__ = (
     "ApiError",
     "Deleted",
     "IncompleteDetails",
+    "InputTokens",
     "InputUsage",
     "OutputCall",
     "OutputItem",
@@ -27,16 +32,22 @@ __all__ = (
     "OutputReasoning",
     "OutputText",
     "OutputUsage",
+    "ReasoningShown",
     "ReasoningText",
     "Response",
     "Usage",
 )
 
 
+class ReasoningShown(msgspec.Struct, frozen=True, kw_only=True):
+    effort: ReasoningEffort | None
+    summary: SummaryKind | None
+
+
 class OutputText(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="output_text"):
     text: str
     annotations: list[Any] = []
-    logprobs: list[Any] = []
+    logprobs: list[ChatTokenLogprob] = []
 
 
 class ReasoningText(
@@ -57,6 +68,7 @@ class OutputReasoning(msgspec.Struct, frozen=True, kw_only=True, tag_field="type
     status: ItemStatus
     summary: list[Any] = []
     content: list[ReasoningText]
+    encrypted_content: str | UnsetType = UNSET
 
 
 class OutputCall(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="function_call"):
@@ -108,24 +120,37 @@ class Response(msgspec.Struct, frozen=True, kw_only=True):
     incomplete_details: IncompleteDetails | None = None
     instructions: str | None
     max_output_tokens: int | None
-    metadata: dict[str, str]
+    metadata: Metadata
     model: str
     output: list[OutputItem]
     parallel_tool_calls: bool
     previous_response_id: str | None
-    reasoning: ReasoningConfig
+    reasoning: ReasoningShown
     store: bool
     temperature: float
     text: TextConfig
     tool_choice: str | NamedTool
     tools: list[ToolDefinition]
     top_p: float
-    truncation: str = "disabled"
+    truncation: Literal["auto", "disabled"] = "disabled"
     usage: Usage | None = None
     user: str | None = None
+    max_tool_calls: int | None = None
     safety_identifier: str | None = None
+    service_tier: ServedTier | None = None
     prompt_cache_key: str | None = None
+    prompt_cache_retention: PromptCacheRetention | None = None
+    top_logprobs: int | None = None
+    prompt_text: str | UnsetType = UNSET
+    prompt_token_offsets: TokenOffsets | UnsetType | None = UNSET
     trace: Timeline | UnsetType = UNSET
+
+
+class InputTokens(msgspec.Struct, frozen=True):
+    """The answer of `input_tokens`."""
+
+    input_tokens: int
+    object: Literal["response.input_tokens"] = "response.input_tokens"
 
 
 class Deleted(msgspec.Struct, frozen=True):

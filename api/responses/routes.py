@@ -10,7 +10,7 @@ from litestar.response import Stream
 
 from ostinato.api.base.errors import ErrorBody, renamed
 from ostinato.api.base.request_context import context_of
-from ostinato.api.chat.chat_generation import prepare_chat
+from ostinato.api.chat.chat_generation import plan_chat, prepare_chat
 from ostinato.api.http.endpoints import delete_endpoint, get_endpoint, post_endpoint
 from ostinato.api.http.handlers import (
     HttpRequest,
@@ -23,9 +23,12 @@ from ostinato.api.http.sse import NAMED_EVENTS
 from ostinato.api.responses.convert import FIELD_NAMES, input_messages, to_chat
 from ostinato.api.responses.reply import ResponsesReply
 from ostinato.api.responses.response_events import ResponseEvent
-from ostinato.api.responses.response_object import Deleted
+from ostinato.api.responses.response_object import Deleted, InputTokens
 from ostinato.api.responses.response_object import Response as ResponseObject
-from ostinato.api.responses.schemas import UNSUPPORTED, ResponsesRequest
+from ostinato.api.responses.schemas import UNSUPPORTED, InputTokensRequest, ResponsesRequest
+from ostinato.api.schemas.conversation import Message
+from ostinato.api.service.generation import check_fields
+from ostinato.api.service.prompt_report import prompt_report
 from ostinato.api.service.service import Service
 from ostinato.runtime.errors import InvalidRequestError
 
@@ -40,17 +43,28 @@ async def create_response(request: HttpRequest, service: SharedService) -> Respo
     context = context_of("/v1/responses", request)
     body = await read_body(request, ResponsesRequest, service, unsupported=UNSUPPORTED)
     stores = _stores(service, body)
-    messages = []
-    if body.previous_response_id is not None:
-        messages = service.stored_responses.messages(body.previous_response_id)
-    messages += input_messages(body.input)
+    messages = _messages(service, body)
     response_id = f"resp_{secrets.token_hex(16)}"
     with renamed(FIELD_NAMES):
-        ready = await prepare_chat(
-            service, to_chat(body, messages), request_id=response_id, context=context
-        )
-    reply = ResponsesReply(service, body, ready, messages=messages, stores=stores, context=context)
+        chat = to_chat(body, messages)
+        check_fields(chat)
+        ready = await prepare_chat(service, chat, request_id=response_id, context=context)
+    report = await prompt_report(
+        service.encoder, chat, ready.prompt_text, ready.generation, add_special_tokens=False
+    )
+    reply = ResponsesReply(
+        service, body, ready, report, messages=messages, stores=stores, context=context
+    )
     return await respond(request, reply, stream=body.stream, form=NAMED_EVENTS)
+
+
+@post_endpoint("/v1/responses/input_tokens", body=InputTokensRequest, answer=InputTokens)
+async def count_input_tokens(request: HttpRequest, service: SharedService) -> Response[bytes]:
+    """How many tokens the prompt of such a request has."""
+    body = await read_body(request, InputTokensRequest, service, unsupported=UNSUPPORTED)
+    with renamed(FIELD_NAMES):
+        prompt, _ = await plan_chat(service, to_chat(body, _messages(service, body)))
+    return json_response(InputTokens(len(prompt.token_ids)))
 
 
 @get_endpoint("/v1/responses/{response_id:str}", answer=ResponseObject, errors={404: ErrorBody})
@@ -67,7 +81,15 @@ async def delete_response(service: SharedService, response_id: FromPath[str]) ->
     return json_response(Deleted(response_id))
 
 
-HANDLERS = [create_response, retrieve_response, delete_response]
+HANDLERS = [create_response, count_input_tokens, retrieve_response, delete_response]
+
+
+def _messages(service: Service, body: InputTokensRequest | ResponsesRequest) -> list[Message]:
+    """The conversation without instructions: the stored one, and the input."""
+    messages: list[Message] = []
+    if body.previous_response_id is not None:
+        messages = service.stored_responses.messages(body.previous_response_id)
+    return messages + input_messages(body.input)
 
 
 def _stores(service: Service, body: ResponsesRequest) -> bool:

@@ -11,38 +11,55 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from ostinato.api.base.unsupported_fields import Unsupported
+from ostinato.api.schemas.client_fields import (
+    Metadata,
+    PromptCacheBreakpoint,
+    PromptCacheOptions,
+    PromptCacheRetention,
+    SafetyIdentifier,
+    ServiceTier,
+    Verbosity,
+)
 from ostinato.api.schemas.conversation import FunctionName, ReasoningEffort
+from ostinato.api.schemas.generation_fields import Int32
 from ostinato.api.schemas.response_format import JsonObjectFormat, TextFormat
+from ostinato.runtime.types.params import MAX_LOGPROBS, RepetitionDetectionParams
 
 __all__ = (
     "UNSUPPORTED",
     "CallItem",
     "CallOutputItem",
     "InputItem",
+    "InputTextPart",
+    "InputTokensRequest",
     "ItemStatus",
     "MessageItem",
     "NamedTool",
+    "OutputTextPart",
+    "PromptFields",
     "ReasoningConfig",
     "ReasoningItem",
     "ResponsesRequest",
     "SchemaFormat",
+    "StreamOptions",
+    "SummaryKind",
     "TextConfig",
     "ToolDefinition",
 )
 
 _SERVICE = "features of a hosted service"
 UNSUPPORTED: Mapping[str, Unsupported] = {
+    "access_programs": Unsupported(_SERVICE),
     "background": Unsupported("replies in the background", (False,)),
+    "background_options": Unsupported(_SERVICE, ({"completion_window": "soonest"},)),
     "context_management": Unsupported("edits of the context", ([],)),
     "conversation": Unsupported("stored conversations", instead="previous_response_id"),
-    "include": Unsupported("further parts of replies", ([],)),
-    "max_tool_calls": Unsupported("tools that the server runs"),
-    "moderation": Unsupported(_SERVICE),
+    "image": Unsupported("input other than text"),
+    "moderation": Unsupported("moderation models"),
+    "namespace": Unsupported("groups of functions"),
+    "output_schema": Unsupported("programs that call tools"),
+    "personality": Unsupported("models with a setting of it"),
     "prompt": Unsupported("stored prompts"),
-    "prompt_cache_options": Unsupported(_SERVICE),
-    "prompt_cache_retention": Unsupported("cached prompts that are kept for a time"),
-    "service_tier": Unsupported("tiers of service", ("auto", "default")),
-    "top_logprobs": Unsupported("log-probabilities in this dialect", (0,)),
 }
 
 NotEmpty = Annotated[str, msgspec.Meta(min_length=1)]
@@ -61,6 +78,19 @@ class InputTextPart(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="input_text"
 ):
     text: str
+    prompt_cache_breakpoint: PromptCacheBreakpoint | None = None
+
+
+class RefusalPart(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="refusal"
+):
+    """What an earlier answer said when it refused; for the model it is a text like others."""
+
+    refusal: str
+
+    @property
+    def text(self) -> str:
+        return self.refusal
 
 
 class OutputTextPart(
@@ -80,14 +110,22 @@ class OutputTextPart(
 
 class MessageItem(_Item, frozen=True, kw_only=True, tag_field="type", tag="message"):
     role: Literal["user", "assistant", "system", "developer"]
-    content: str | list[InputTextPart | OutputTextPart]
+    content: str | list[InputTextPart | OutputTextPart | RefusalPart]
     phase: str | None = None
+
+
+class DirectCaller(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The model itself called the function; no program did."""
+
+    type: Literal["direct"]
 
 
 class CallItem(_Item, frozen=True, kw_only=True, tag_field="type", tag="function_call"):
     call_id: NotEmpty
     name: NotEmpty
     arguments: str
+    caller: DirectCaller | None = None
+    is_async: Literal[False] | None = msgspec.field(default=None, name="async")
 
 
 class CallOutputItem(
@@ -95,6 +133,8 @@ class CallOutputItem(
 ):
     call_id: NotEmpty
     output: str | list[InputTextPart]
+    name: str | None = None  # of the function; has no effect, because `call_id` names the call
+    caller: DirectCaller | None = None
 
 
 class ReasoningTextPart(
@@ -106,6 +146,8 @@ class ReasoningTextPart(
 class ReasoningItem(_Item, frozen=True, kw_only=True, tag_field="type", tag="reasoning"):
     summary: list[Any] = []
     content: list[ReasoningTextPart] | None = None
+    # Its text in the form of `encoded_reasoning`, for clients that send nothing else back.
+    encrypted_content: str | None = None
 
 
 InputItem = MessageItem | CallItem | CallOutputItem | ReasoningItem
@@ -119,6 +161,9 @@ class ToolDefinition(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+    allowed_callers: list[Literal["direct"]] | None = None
+    defer_loading: Literal[False] | None = None
+    is_async: Literal[False] | None = msgspec.field(default=None, name="async")
 
 
 class NamedTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -146,40 +191,90 @@ class SchemaFormat(
 
 class TextConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     format: TextFormat | JsonObjectFormat | SchemaFormat = TextFormat()
-    verbosity: Literal["medium"] | None = None  # no supported model has this setting
+    verbosity: Verbosity | None = None  # passed to the template, where the template has it
 
 
-class ReasoningConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    effort: ReasoningEffort | None = None
-    summary: None = None  # summaries are not supported
+SummaryKind = Literal["auto", "concise", "detailed"]
+
+
+class ReasoningConfig(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
+    effort: ReasoningEffort | None = None  # passed to the template, where the template has it
+    summary: SummaryKind | None = None  # has no effect: items have the whole reasoning
+    generate_summary: SummaryKind | None = None  # the older name of `summary`
+    context: Literal["auto"] | None = None  # the template decides what the model sees again
+    mode: Literal["standard"] | None = None
 
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     include_obfuscation: Literal[False] = False  # events are not padded
 
 
-class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`POST /v1/responses`."""
+# The last two have an effect. The others ask for parts of items that no reply has here.
+Includable = Literal[
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "message.input_image.image_url",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+    "message.output_text.logprobs",
+    "reasoning.encrypted_content",
+]
+
+
+Input = str | Annotated[list[dict[str, Any]], msgspec.Meta(min_length=1)]
+
+
+class PromptFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The fields that the prompt is made from, beside `input`."""
 
     model: str | None = None
-    input: str | Annotated[list[dict[str, Any]], msgspec.Meta(min_length=1)]
     instructions: str | None = None  # of this answer only; those of the stored reply are not used
     previous_response_id: str | None = None
-    store: bool | None = None  # absent = true, where the server stores replies
-    max_output_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
     tools: list[ToolDefinition] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
+    # auto = the beginning of an input that is too long is cut off; else such an input is refused.
+    # The count is that of the whole input.
+    truncation: Literal["auto", "disabled"] | None = None
+
+
+class InputTokensRequest(PromptFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`POST /v1/responses/input_tokens`."""
+
+    input: Input | None = None  # absent = the stored conversation alone
+
+
+class ResponsesRequest(PromptFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`POST /v1/responses`."""
+
+    input: Input
+    store: bool | None = None  # absent = true, where the server stores replies
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    truncation: Literal["disabled"] | None = None  # an input that is too long is refused
-    metadata: dict[str, str] | None = None  # repeated in the reply
-    user: str | None = None  # the caller's label of an end user; has no effect
-    safety_identifier: str | None = None  # the newer name of `user`
-    prompt_cache_key: str | None = None  # has no effect: there is one cache
-    priority: int = 0  # lower runs first under scheduler.policy=priority
+    include: list[Includable] | None = None
+    top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    # These have no effect. The reply shows them, but `prompt_cache_options`.
+    max_tool_calls: Annotated[int, msgspec.Meta(ge=1)] | None = None  # of tools of the server
+    metadata: Metadata | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_options: PromptCacheOptions | None = None
+    prompt_cache_retention: PromptCacheRetention | None = None
+    safety_identifier: SafetyIdentifier | None = None
+    service_tier: ServiceTier | None = None
+    user: str | None = None
+    # As in chat
+    repetition_detection: RepetitionDetectionParams | None = None
+    logprob_token_ids: list[int] | None = None  # needs logprobs in `include`
+    stream_interval: Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)] | None = None
+    return_prompt_text: bool = False
+    return_token_offsets: bool = False
+    priority: Int32 = 0  # lower runs first under scheduler.policy=priority
     cache_salt: Annotated[str, msgspec.Meta(max_length=256)] = ""

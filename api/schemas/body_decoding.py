@@ -13,7 +13,13 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from ostinato.api.base.unsupported_fields import UNSUPPORTED, Unsupported, is_no_op
+from ostinato.api.base.unsupported_fields import (
+    UNSUPPORTED,
+    UNSUPPORTED_IN_MESSAGES,
+    Unsupported,
+    is_no_op,
+)
+from ostinato.api.schemas.conversation import with_gathered_keys
 from ostinato.runtime.errors import InvalidRequestError
 
 __all__ = (
@@ -62,16 +68,23 @@ def _decode_without_no_ops(
         raw = _without_no_ops(raw, known, unsupported)
         messages = raw.get("messages")
         if isinstance(messages, list):
-            raw["messages"] = [
-                _without_no_ops(message, set(), unsupported)
-                if isinstance(message, dict)
-                else message
-                for message in messages
-            ]
+            raw["messages"] = [_message(one, schema, unsupported) for one in messages]
     try:
         return msgspec.json.decode(msgspec.json.encode(raw), type=schema)
     except msgspec.ValidationError as error:
         raise refusal(str(error), known, unsupported) from first
+
+
+def _message(
+    message: Any, schema: type[msgspec.Struct], unsupported: Mapping[str, Unsupported]
+) -> Any:
+    """One message without what asks for nothing, and with its keys for the template together."""
+    if not isinstance(message, dict):
+        return message
+    if not getattr(schema, "has_template_fields", False):
+        return _without_no_ops(message, set(), unsupported)
+    asked = _without_no_ops(message, set(), UNSUPPORTED_IN_MESSAGES)
+    return with_gathered_keys(asked, UNSUPPORTED_IN_MESSAGES)
 
 
 def _without_no_ops(

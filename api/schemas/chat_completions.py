@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
 from ostinato.api.base.timeline import Timeline
+from ostinato.api.schemas.client_fields import (
+    Metadata,
+    PromptCacheOptions,
+    PromptCacheRetention,
+    ServedTier,
+    ServiceTier,
+    Verbosity,
+)
 from ostinato.api.schemas.conversation import Message, NamedToolChoice, ReasoningEffort, Tool
 from ostinato.api.schemas.generation_fields import GenerationFields
 from ostinato.api.schemas.usage import PromptLogprobs, TokenOffsets, Usage
@@ -34,6 +42,8 @@ class ChatCompletionRequest(
 ):
     """`POST /v1/chat/completions`."""
 
+    has_template_fields: ClassVar[bool] = True  # its messages may have any keys
+
     messages: Annotated[list[Message], msgspec.Meta(min_length=1)]
     max_completion_tokens: int | None = None  # the newer name of max_tokens
     logprobs: bool | None = None
@@ -47,10 +57,17 @@ class ChatCompletionRequest(
     tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: bool | None = None  # false = at most one call in an answer
-    reasoning_effort: ReasoningEffort | None = None  # passed to the template
+    reasoning_effort: ReasoningEffort | None = None  # passed to the template, as verbosity
     # The end of reasoning is forced after so many tokens; absent = no limit.
     thinking_token_budget: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)] | None = None
     include_reasoning: bool = True  # false = reasoning is left out of the answer
+    verbosity: Verbosity | None = None  # passed to the template, where the template has it
+    # These have no effect. The answer shows the first two.
+    metadata: Metadata | None = None
+    service_tier: ServiceTier | None = None
+    store: bool | None = None
+    prompt_cache_retention: PromptCacheRetention | None = None
+    prompt_cache_options: PromptCacheOptions | None = None
 
 
 class TopLogprob(msgspec.Struct, frozen=True):
@@ -110,6 +127,8 @@ class ChatResponse(msgspec.Struct, frozen=True, kw_only=True):
     # None = the request gave token ids, not text.
     prompt_token_offsets: TokenOffsets | msgspec.UnsetType | None = msgspec.UNSET
     prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
+    service_tier: ServedTier | msgspec.UnsetType = msgspec.UNSET
+    metadata: Metadata | msgspec.UnsetType = msgspec.UNSET
     trace: Timeline | msgspec.UnsetType = msgspec.UNSET  # with the header x-trace: 1
 
 
@@ -148,6 +167,7 @@ class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
     created: int
     model: str
     choices: list[ChatChunkChoice]
+    service_tier: ServedTier | msgspec.UnsetType = msgspec.UNSET
     usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
     prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET  # in the first chunk
     prompt_text: str | msgspec.UnsetType = msgspec.UNSET

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Container, Mapping
 from typing import Annotated, Any, Literal
 
 import msgspec
+
+from ostinato.api.schemas.client_fields import CacheControl, PromptCacheBreakpoint
 
 __all__ = (
     "CalledFunction",
@@ -15,11 +18,15 @@ __all__ = (
     "NamedFunction",
     "NamedToolChoice",
     "ReasoningEffort",
+    "RefusalPart",
+    "Role",
     "TextPart",
     "Tool",
+    "with_gathered_keys",
 )
 
 FunctionName = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+Role = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
@@ -27,6 +34,20 @@ class TextPart(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="text"
 ):
     text: str
+    cache_control: CacheControl | None = None
+    prompt_cache_breakpoint: PromptCacheBreakpoint | None = None
+
+
+class RefusalPart(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="refusal"
+):
+    """What an assistant said when it refused; for the model it is a text like others."""
+
+    refusal: str
+
+    @property
+    def text(self) -> str:
+        return self.refusal
 
 
 class CalledFunction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -44,20 +65,46 @@ class MessageToolCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None  # null only beside tool_calls
+    role: Role  # one that the chat template knows
+    content: str | list[TextPart | RefusalPart] | None = None  # null only beside tool_calls
     name: str | None = None  # seen by templates that use it
     tool_calls: list[MessageToolCall] | None = None  # of an assistant
     tool_call_id: str | None = None  # of a tool: the call that it answers
     reasoning: str | None = None  # of an assistant, for templates that show it again
     reasoning_content: str | None = None  # the same under its other name
+    refusal: str | None = None  # of an assistant, instead of content
+    # All other keys, for templates that use them. A client sends them beside the known ones.
+    template_fields: dict[str, Any] | None = None
 
     @property
     def text(self) -> str | None:
         """The content; text parts are joined by newlines."""
-        if self.content is None or isinstance(self.content, str):
+        if self.content is None:
+            return self.refusal
+        if isinstance(self.content, str):
             return self.content
         return "\n".join(part.text for part in self.content)
+
+
+_MESSAGE_KEYS = frozenset(Message.__struct_fields__)
+
+
+def with_gathered_keys(message: Mapping[str, Any], refused: Container[str]) -> dict[str, Any]:
+    """The JSON of a message with its unknown keys in `template_fields`, nulls left out.
+
+    Args:
+        refused: keys that stay where they are, so that the decoder refuses them.
+    """
+    kept: dict[str, Any] = {}
+    others: dict[str, Any] = {}
+    for key, value in message.items():
+        if value is not None:
+            is_known = key in _MESSAGE_KEYS or key in refused
+            (kept if is_known else others)[key] = value
+    if others:
+        given = kept.get("template_fields")
+        kept["template_fields"] = {**(given if isinstance(given, dict) else {}), **others}
+    return kept
 
 
 class FunctionTool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

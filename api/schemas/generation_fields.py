@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from ostinato.api.base.request_context import REQUEST_ID_PATTERN
+from ostinato.api.schemas.client_fields import SafetyIdentifier
 from ostinato.api.schemas.response_format import ConstraintFields
 from ostinato.runtime.types.params import (
     MAX_LOGPROB_TOKEN_IDS,
@@ -81,7 +82,8 @@ TopP = Annotated[float, _range(exclusiveMinimum=0, maximum=1)]
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     include_usage: bool = False  # the last chunk has the usage of the whole request
-    continuous_usage_stats: bool = False  # every chunk has the usage so far
+    continuous_usage_stats: bool = False  # with it, every chunk has the usage so far
+    include_obfuscation: Literal[False] = False  # chunks are not padded
 
 
 class GenerationFields(ConstraintFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -134,5 +136,5 @@ class GenerationFields(ConstraintFields, frozen=True, kw_only=True, forbid_unkno
     deadline_ms: Annotated[float, msgspec.Meta(ge=1, le=24 * 3600 * 1000)] | None = None
     request_id: RequestId | None = None  # names the reply and its log line
     user: str | None = None  # the caller's label of an end user; has no effect
-    safety_identifier: str | None = None  # the newer name of `user`
+    safety_identifier: SafetyIdentifier | None = None  # the newer name of `user`
     prompt_cache_key: str | None = None  # has no effect: there is one cache

@@ -12,6 +12,7 @@ from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.types.structured_outputs import Preamble, StructuredOutputsParams
 
 __all__ = (
+    "NO_CONSTRAINT",
     "ConstraintFields",
     "JsonObjectFormat",
     "JsonSchemaFormat",
@@ -20,6 +21,7 @@ __all__ = (
     "StructuralTagFormat",
     "TextFormat",
     "behind_reasoning",
+    "constraint_field",
     "constraint_of",
     "refusing_by_field",
 )
@@ -71,27 +73,66 @@ ResponseFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat | StructuralTa
 
 
 class ConstraintFields(msgspec.Struct, frozen=True, kw_only=True):
-    """The two fields that constrain an answer."""
+    """The fields that constrain an answer: at most one, under any of its names."""
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputsParams | None = None
+    # vLLM's older names of `structured_outputs.json` and so on
+    guided_json: dict[str, Any] | str | bool | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None  # with guided_json
+
+
+_GUIDED = {
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+}
+# What replaces the fields when a request gets another constraint.
+NO_CONSTRAINT: dict[str, None] = dict.fromkeys(ConstraintFields.__struct_fields__)
+
+
+def constraint_field(fields: ConstraintFields) -> str:
+    """The field that a constraint of the request comes from; `response_format` without one."""
+    names = ("structured_outputs", *_GUIDED)
+    return next((name for name in names if getattr(fields, name) is not None), "response_format")
 
 
 def constraint_of(fields: ConstraintFields) -> StructuredOutputsParams | None:
     """The constraint of a request, None without one.
 
     Raises:
-        InvalidRequestError: both fields have one.
+        InvalidRequestError: there are two, or the one is not valid.
     """
     wanted = fields.response_format
-    if wanted is None or isinstance(wanted, TextFormat):
-        return fields.structured_outputs
-    if fields.structured_outputs is not None:
+    if isinstance(wanted, TextFormat):
+        wanted = None
+    names = [name for name in ("structured_outputs", *_GUIDED) if getattr(fields, name) is not None]
+    if wanted is not None:
+        names.insert(0, "response_format")
+    if len(names) > 1:
         raise InvalidRequestError(
-            "response_format and structured_outputs are two constraints of one answer; give one",
-            param="structured_outputs",
+            f"{names[0]} and {names[1]} are two constraints of one answer; give one",
+            param=names[1],
             code="invalid_value",
         )
+    if fields.guided_whitespace_pattern is not None and names != ["guided_json"]:
+        raise InvalidRequestError(
+            "guided_whitespace_pattern needs guided_json: it is the white space of that JSON",
+            param="guided_whitespace_pattern",
+            code="invalid_value",
+        )
+    if not names or fields.structured_outputs is not None:
+        return fields.structured_outputs
+    return _guided(fields, names[0]) if wanted is None else _of_format(wanted)
+
+
+def _of_format(
+    wanted: JsonObjectFormat | JsonSchemaFormat | StructuralTagFormat,
+) -> StructuredOutputsParams:
     if isinstance(wanted, JsonObjectFormat):
         return StructuredOutputsParams(json_object=True)
     if isinstance(wanted, StructuralTagFormat):
@@ -100,6 +141,25 @@ def constraint_of(fields: ConstraintFields) -> StructuredOutputsParams | None:
         return StructuredOutputsParams(structural_tag=tag)
     named = wanted.json_schema
     return StructuredOutputsParams(json=named.schema, strict=named.strict is not False)
+
+
+def _guided(fields: ConstraintFields, name: str) -> StructuredOutputsParams:
+    value = getattr(fields, name)
+    given: dict[str, Any] = {_GUIDED[name]: tuple(value) if isinstance(value, list) else value}
+    try:
+        return StructuredOutputsParams(**given, whitespace_pattern=fields.guided_whitespace_pattern)
+    except ValueError as error:
+        raise InvalidRequestError(
+            _with_field(str(error), name), param=name, code="invalid_value"
+        ) from error
+
+
+def _with_field(message: str, name: str) -> str:
+    """The message of an error with the name that the request has for the constraint."""
+    kind = _GUIDED.get(name)
+    if kind is not None:
+        message = message.replace(f"structured_outputs.{kind}", name)
+    return message.replace("structured_outputs", name)
 
 
 def behind_reasoning(fields: ConstraintFields, form: AnswerForm) -> StructuredOutputsParams | None:
@@ -119,11 +179,12 @@ def behind_reasoning(fields: ConstraintFields, form: AnswerForm) -> StructuredOu
 
 
 async def refusing_by_field(fields: ConstraintFields, work: Awaitable[None]) -> None:
-    """Await `work`; its errors name `response_format` where the request used that field."""
+    """Await `work`; its errors name the field that the request has the constraint in."""
+    name = constraint_field(fields)
     try:
         await work
     except InvalidRequestError as error:
-        if error.param != "structured_outputs" or fields.structured_outputs is not None:
+        if error.param != "structured_outputs" or name == "structured_outputs":
             raise
-        text = str(error).replace("structured_outputs", "response_format")
-        raise InvalidRequestError(text, param="response_format", code=error.code) from error
+        text = _with_field(str(error), name)
+        raise InvalidRequestError(text, param=name, code=error.code) from error

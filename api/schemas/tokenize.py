@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 
@@ -18,6 +18,8 @@ __all__ = (
 
 class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`POST /tokenize`: either `prompt` or `messages`."""
+
+    has_template_fields: ClassVar[bool] = True  # its messages may have any keys
 
     model: str | None = None
     prompt: str | None = None

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from ostinato.api.schemas.generation_fields import GenerationFields
-from ostinato.api.schemas.response_format import constraint_of
+from ostinato.api.schemas.response_format import constraint_field, constraint_of
 from ostinato.runtime.client.requests import resolve_sampling, truncate
 from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.types.engine_info import ServedModel
@@ -104,8 +104,7 @@ def make_generation(
     Raises:
         InvalidRequestError: a value is out of range, or the prompt does not fit.
     """
-    if fields.structured_outputs is None:
-        field_names = {**field_names, "structured_outputs": "response_format"}
+    field_names = {**field_names, "structured_outputs": constraint_field(fields)}
     try:
         sampling = sampling_params(fields, model, max_tokens=max_tokens, **reports)
         prompt_token_ids = truncate(prompt_token_ids, sampling, model)

@@ -9,6 +9,7 @@ from typing import Protocol, Self
 import msgspec
 
 from ostinato.api.base.request_context import RequestContext
+from ostinato.api.schemas.client_fields import ServedTier
 from ostinato.api.schemas.usage import CompletionTokensDetails, PromptTokensDetails, Usage
 from ostinato.api.service.generation import Generation
 from ostinato.runtime.types.outputs import FinishReason, RequestOutput, TokenLogprobs
@@ -29,6 +30,7 @@ class ReplyHead(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     created: int  # unix seconds
     model: str
+    service_tier: ServedTier | msgspec.UnsetType = msgspec.UNSET  # only chat has it
 
 
 class ReplyOptions(msgspec.Struct, frozen=True, kw_only=True):

@@ -113,7 +113,8 @@ class TestAnswers:
         choice = state.get_final_completion().choices[0]
         assert choice.finish_reason == whole["finish_reason"]
         assert choice.message.content == whole["message"]["content"]
-        assert choice.message.tool_calls[0].function.arguments == '{"a": 1}'
+        calls = choice.message.tool_calls or []
+        assert [call.function.arguments for call in calls] == ['{"a": 1}']
         thoughts = [chunk["choices"][0]["delta"].get("reasoning", "") for chunk in chunks]
         assert "".join(thoughts) == whole["message"]["reasoning"]
 
@@ -218,7 +219,9 @@ class TestConstraints:
         assert app.engine.requests[-1][1].structured_outputs is None
         app.chat(tools=[function(strict=True)])
         constraint = app.engine.requests[-1][1].structured_outputs
+        assert constraint is not None
         assert constraint.strict
+        assert isinstance(constraint.structural_tag, dict)
         assert constraint.structural_tag["format"]["type"] == "triggered_tags"
 
     def test_beside_a_format_of_the_answer(self, qwen):
@@ -282,9 +285,16 @@ class TestPrompts:
         app.chat(reasoning_effort=effort)
         assert prompt(app) == f"a{thinks}"
 
-    def test_reasoning_effort_where_there_is_no_setting(self, app):
-        error = app.chat(reasoning_effort="low").json()["error"]
-        assert (error["param"], error["code"]) == ("reasoning_effort", "unsupported_parameter")
+    def test_settings_that_the_template_does_not_have_change_nothing(self, app):
+        app.chat()
+        plain = prompt(app)
+        assert app.chat(reasoning_effort="low", verbosity="high").status_code == 200
+        assert prompt(app) == plain
+
+    def test_verbosity(self, make_app):
+        app = make_app(tokenizer=tokenizer("a{{ verbosity }}"))
+        app.chat(verbosity="low")
+        assert prompt(app) == "alow"
 
     def test_tokenize_counts_the_tools(self, qwen):
         app = qwen("ok")

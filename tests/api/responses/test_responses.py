@@ -227,6 +227,56 @@ class TestStored:
         assert store.response("d") == b"{}"
 
 
+class TestIncluded:
+    WITH = {"include": ["message.output_text.logprobs", "reasoning.encrypted_content"]}
+
+    def test_log_probabilities_are_those_of_the_text(self, app):
+        answer = post(app, **self.WITH, top_logprobs=1, tools=[TOOL]).json()
+        thoughts, message, _ = answer["output"]
+        # The tokens of the reasoning and of the call have none.
+        assert [len(one["top_logprobs"]) for one in message["content"][0]["logprobs"]] == [1]
+        assert "logprobs" not in thoughts["content"][0]
+        text = post(app, **self.WITH, top_logprobs=1, tools=[TOOL], stream=True).text
+        events = [json.loads(line[6:]) for line in text.splitlines() if line[:6] == "data: "]
+        for kind in ("delta", "done"):
+            (event,) = [one for one in events if one["type"] == f"response.output_text.{kind}"]
+            assert event["logprobs"] == message["content"][0]["logprobs"]
+        assert events[-1]["response"]["output"][1] == {
+            **message,
+            "id": events[-1]["response"]["output"][1]["id"],
+        }
+
+    def test_encoded_reasoning_comes_back_as_text(self, app):
+        thoughts, *_ = post(app, **self.WITH).json()["output"]
+        content = thoughts["encrypted_content"]
+        assert content
+        assert "encrypted_content" not in post(app).json()["output"][0]
+        item = {"type": "reasoning", "id": "a", "summary": [], "encrypted_content": content}
+        end = {"role": "assistant", "content": "A"}
+        assert input_messages([item, end]) == [
+            Message(role="assistant", content="A", reasoning="hm")
+        ]
+        # What another server has written can not be read.
+        for other in ("gAAAA", f"{content}é", content[:12] + "?"):
+            unread = input_messages([{**item, "encrypted_content": other}, end])
+            assert unread == [Message(role="assistant", content="A")]
+
+    def test_input_tokens(self, app):
+        def count(**fields: object) -> int:
+            reply = app.http.post("/v1/responses/input_tokens", json=fields)
+            assert reply.status_code == 200, reply.text
+            assert reply.json()["object"] == "response.input_tokens"
+            return reply.json()["input_tokens"]
+
+        first = post(app, tools=[TOOL]).json()
+        assert count(input="Hi", tools=[TOOL]) == len(app.engine.requests[0][0])
+        assert count(input="Hi", instructions="I") > count(input="Hi")
+        assert count(previous_response_id=first["id"]) > count(input="Hi")
+        assert len(app.engine.requests) == 1
+        error = app.http.post("/v1/responses/input_tokens", json={}).json()["error"]
+        assert (error["param"], error["code"]) == ("input", "missing_field")
+
+
 class TestRefused:
     @pytest.mark.parametrize(
         ("fields", "param"),
@@ -245,10 +295,15 @@ class TestRefused:
             ({"max_output_tokens": 100000}, "max_output_tokens"),
             ({"temperature": 5}, "temperature"),
             ({"background": True}, "background"),
-            ({"include": ["reasoning.encrypted_content"]}, "include"),
-            ({"truncation": "auto"}, "truncation"),
-            ({"reasoning": {"effort": "low"}}, "reasoning.effort"),
-            ({"reasoning": {"summary": "auto"}}, "reasoning.summary"),
+            ({"include": ["nothing"]}, "include[0]"),
+            ({"truncation": "some"}, "truncation"),
+            ({"reasoning": {"effort": "loud"}}, "reasoning.effort"),
+            ({"reasoning": {"summary": "long"}}, "reasoning.summary"),
+            ({"reasoning": {"context": "all_turns"}}, "reasoning.context"),
+            ({"top_logprobs": 2}, "top_logprobs"),
+            ({"max_tool_calls": 0}, "max_tool_calls"),
+            ({"tools": [{**TOOL, "defer_loading": True}]}, "tools[0].defer_loading"),
+            ({"tools": [{**TOOL, "output_schema": {}}]}, "tools[0].output_schema"),
             ({"conversation": "conv_1"}, "conversation"),
             ({"text": {"format": {"type": "grammar"}}}, "text.format.type"),
             ({"colour": 1}, "colour"),

@@ -12,6 +12,7 @@ from ostinato.api.schemas.chat_completions import ChatCompletionRequest
 from ostinato.api.schemas.conversation import Message, TextPart
 from ostinato.api.schemas.text_completions import CompletionRequest
 from ostinato.runtime.errors import InvalidRequestError
+from tests.api.dialect_values import chat_body
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
 
@@ -92,7 +93,15 @@ class TestRefused:
             ({"messages": "Hi"}, "messages"),
             ({"messages": []}, "messages"),
             ({"messages": ["Hi"]}, "messages[0]"),
-            ({"messages": [{"role": "robot", "content": "a"}]}, "messages[0].role"),
+            ({"messages": [{"role": "", "content": "a"}]}, "messages[0].role"),
+            ({"messages": [{"role": "r" * 65, "content": "a"}]}, "messages[0].role"),
+            (
+                {"messages": [{"role": "user", "content": "a", "template_fields": 1}]},
+                "messages[0].template_fields",
+            ),
+            ({"metadata": {"a": 1}}, "metadata"),
+            ({"service_tier": "gold"}, "service_tier"),
+            ({"safety_identifier": "s" * 129}, "safety_identifier"),
             ({"messages": [{"role": "user", "content": 1}]}, "messages[0].content"),
             ({"stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
             ({"priority": 1 << 40}, "priority"),
@@ -123,18 +132,29 @@ class TestRefused:
         )
         assert (error.param, error.code) == ("temprature", "unknown_parameter")
 
-    def test_an_unknown_field_inside_a_message(self):
-        error = refusal({"messages": [{"role": "user", "content": "a", "colour": 1}]})
-        assert error.param == "messages[0].colour"
+    def test_an_unknown_key_of_a_message_is_for_the_template(self):
+        message = {"role": "user", "content": "a", "colour": 1, "shade": None, "refusal": None}
+        (one,) = chat_body(messages=[message]).messages
+        assert one == Message(role="user", content="a", template_fields={"colour": 1})
+
+    def test_an_unknown_key_within_a_part_of_a_message(self):
+        call = {"id": "a", "function": {"name": "f", "arguments": "{}", "colour": 1}}
+        error = refusal({"messages": [{"role": "assistant", "tool_calls": [call]}]})
+        assert error.param == "messages[0].tool_calls[0].function.colour"
+
+    @pytest.mark.parametrize("name", ["audio", "function_call"])
+    def test_a_key_of_a_message_that_is_refused_by_name(self, name):
+        error = refusal({"messages": [{"role": "user", "content": "a", "x": 1, name: {"a": 1}}]})
+        assert (error.param, error.code) == (f"messages[0].{name}", "unsupported_parameter")
 
     @pytest.mark.parametrize(
         ("name", "value"),
         [
             ("functions", [{"name": "f"}]),
             ("audio", {"voice": "x"}),
-            ("store", True),
+            ("moderation", {"model": "a"}),
             ("vllm_xargs", {"a": 5}),
-            ("store", 1),  # not the value false
+            ("return_mm_kwargs", 0),  # not the value false
         ],
     )
     def test_what_is_known_and_not_there_yet(self, name, value):

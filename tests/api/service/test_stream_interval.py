@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ostinato.api.openai.stream_interval import StreamInterval
+from ostinato.api.service.stream_interval import StreamInterval
 from ostinato.runtime.client.completion import join_outputs
 from ostinato.runtime.types.outputs import FinishReason, RequestOutput, TokenLogprobs
 from tests.api.dialect_values import output

@@ -1,0 +1,50 @@
+"""Log-probabilities of the text of a response: which tokens belong to which content block."""
+
+from __future__ import annotations
+
+from ostinato.api.chat.content_blocks import BlockDelta, BlockKind
+from ostinato.api.schemas.chat_completions import ChatTokenLogprob
+from ostinato.api.service.logprobs import TokenBytes, chat_logprobs
+from ostinato.runtime.types.outputs import RequestOutput
+
+__all__ = ("TextLogprobs",)
+
+
+class TextLogprobs:
+    """Hands out the entries of tokens with the text that they end up in.
+
+    Text may be held back, so an entry waits for the next new text. Entries of tokens of reasoning
+    and of calls are dropped.
+
+    Args:
+        num_top: alternatives per token; None = the request asks for no log-probabilities.
+    """
+
+    def __init__(self, token_bytes: TokenBytes, num_top: int | None) -> None:
+        self._token_bytes = token_bytes
+        self._num_top = num_top
+        self._waiting: list[ChatTokenLogprob] = []
+        self._of_block: dict[int, list[ChatTokenLogprob]] = {}
+
+    def add(self, output: RequestOutput) -> None:
+        """Take the entries of an output's tokens; call it before `of_change`."""
+        if self._num_top is None or not output.new_token_ids:
+            return
+        assert output.logprobs is not None, "the engine reports what the request asked for"
+        self._waiting += chat_logprobs(
+            output.new_token_ids, output.logprobs, self._token_bytes, num_top=self._num_top
+        ).content
+
+    def of_change(self, change: BlockDelta) -> list[ChatTokenLogprob]:
+        """The entries of new text; none for other changes."""
+        if not change.delta:
+            return []
+        entries, self._waiting = self._waiting, []
+        if change.block.kind is not BlockKind.text:
+            return []
+        self._of_block.setdefault(change.block.index, []).extend(entries)
+        return entries
+
+    def of_block(self, index: int) -> list[ChatTokenLogprob]:
+        """All entries of a block so far."""
+        return self._of_block.get(index, [])

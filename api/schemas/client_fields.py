@@ -1,0 +1,70 @@
+"""Types of fields that clients send by default and that change no answer of a single server.
+
+They are checked as OpenAI checks them, and shown back where OpenAI shows them.
+docs/parameters.md lists them.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+
+__all__ = (
+    "CacheControl",
+    "Metadata",
+    "PromptCacheBreakpoint",
+    "PromptCacheOptions",
+    "PromptCacheRetention",
+    "SafetyIdentifier",
+    "ServedTier",
+    "ServiceTier",
+    "Verbosity",
+    "tier_of",
+)
+
+_Key = Annotated[str, msgspec.Meta(max_length=64)]
+_Value = Annotated[str, msgspec.Meta(max_length=512)]
+
+Metadata = Annotated[dict[_Key, _Value], msgspec.Meta(max_length=16)]
+"""The caller's labels of a request."""
+
+SafetyIdentifier = Annotated[str, msgspec.Meta(max_length=128)]
+"""The caller's label of an end user."""
+
+ServiceTier = Literal["auto", "default", "flex", "scale", "priority", "fast", "ultrafast"]
+"""Wished class of service; there is one, `default`."""
+
+ServedTier = Literal["default"]
+
+Verbosity = Literal["low", "medium", "high"]
+"""Wished length of an answer; a variable of the chat template, where the template has it."""
+
+PromptCacheRetention = Literal["in_memory", "in-memory", "24h"]
+"""How long OpenAI keeps a cached prompt; here blocks stay until others need their place."""
+
+
+class PromptCacheOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How OpenAI caches prompts; here every prompt is cached."""
+
+    mode: Literal["implicit", "explicit"] | None = None
+    ttl: Literal["30m", "12h"] | None = None
+
+
+class PromptCacheBreakpoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Asks OpenAI for caching of the prompt up to here; every prompt is cached."""
+
+    mode: Literal["explicit"]
+    ttl: Literal["30m", "12h"] | None = None
+
+
+class CacheControl(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Asks Anthropic for caching of the prompt up to here; every prompt is cached."""
+
+    type: Literal["ephemeral"]
+    ttl: Literal["5m", "1h"] | None = None
+
+
+def tier_of(wanted: ServiceTier | None) -> ServedTier | msgspec.UnsetType:
+    """The tier that an answer shows: OpenAI shows it where the request has the field."""
+    return msgspec.UNSET if wanted is None else "default"
