@@ -6,30 +6,62 @@ data (`BlockSpec`).
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ostinato.models.base import CausalLM, DecoderLayer
 from ostinato.models.config.block_spec import Residual
 from ostinato.models.config.model_config import ModelConfig
-from ostinato.models.layers import Attention, RotaryEmbedding, build_mlp, build_norm
+from ostinato.models.layers import (
+    Attention,
+    LayerNorm,
+    RMSNorm,
+    RotaryEmbedding,
+    build_mlp,
+    build_norm,
+    build_rms_norm,
+)
 from ostinato.models.linear_layers import BuildOptions, Embedding, OutputHead
-from ostinato.models.step_tensors import DEFAULT_ROPE, ForwardBatch, StepInputs
+from ostinato.models.step_tensors import DEFAULT_ROPE, LOCAL_ROPE, ForwardBatch, StepInputs
 
-__all__ = ("Decoder", "DecoderBlock")
+__all__ = ("LLAMA_NAMES", "Decoder", "DecoderBlock")
+
+LLAMA_NAMES = (
+    ("attention_norm.", "input_layernorm."),
+    ("mlp_norm.", "post_attention_layernorm."),
+    ("final_norm.", "norm."),
+)
+"""(our name, what stands there in the checkpoints of Llama and most others)."""
 
 
 class DecoderBlock(DecoderLayer):
-    """Attention and an MLP around the residual stream, joined as `BlockSpec.residual` says."""
+    """Attention and an MLP around the residual stream, joined as `BlockSpec.residual` says.
 
-    def __init__(self, config: ModelConfig, options: BuildOptions, sliding_window: int) -> None:
+    Args:
+        config: the model's.
+        options: dtype, device, attention backend and shard.
+        layer: the block's number.
+    """
+
+    def __init__(self, config: ModelConfig, options: BuildOptions, layer: int) -> None:
         super().__init__()
-        self.residual = config.block.residual
-        self.input_layernorm = build_norm(config, options)
-        self.self_attn = Attention(config, options, sliding_window=sliding_window)
-        if self.residual is not Residual.parallel_one_norm:
-            self.post_attention_layernorm = build_norm(config, options)
+        residual = config.block.residual
+        self.residual = residual
+        if residual is not Residual.post_norm:
+            self.attention_norm = build_norm(config, options)
+        self.self_attn = Attention(
+            config,
+            options,
+            sliding_window=config.sliding_windows[layer],
+            rope_kind=config.rope_kind(layer),
+        )
+        if residual not in (Residual.post_norm, Residual.parallel_one_norm):
+            self.mlp_norm = build_norm(config, options)
         self.mlp = build_mlp(config, options)
+        if residual in (Residual.post_norm, Residual.sandwich):
+            self.attention_out_norm = build_rms_norm(config, options, config.hidden_size)
+            self.mlp_out_norm = build_rms_norm(config, options, config.hidden_size)
 
     def forward(
         self,
@@ -39,39 +71,58 @@ class DecoderBlock(DecoderLayer):
         v_cache: Tensor,
         rows: Tensor | None = None,
     ) -> Tensor:
-        normal = self.input_layernorm(hidden)
-        attended = self.self_attn(normal, step, k_cache, v_cache, hidden, rows)
         if self.residual is Residual.sequential:
-            return self.mlp(self.post_attention_layernorm(attended), attended)
+            normal = self.attention_norm(hidden)
+            hidden = self.self_attn(normal, step, k_cache, v_cache, hidden, rows)
+            return self.mlp(self.mlp_norm(hidden), hidden)
+        if self.residual in (Residual.post_norm, Residual.sandwich):
+            is_sandwich = self.residual is Residual.sandwich
+            normal = self.attention_norm(hidden) if is_sandwich else hidden
+            attended = self.self_attn(normal, step, k_cache, v_cache, None, rows)
+            hidden = self.attention_out_norm(attended, _rows_of(hidden, rows))
+            normal = self.mlp_norm(hidden) if is_sandwich else hidden
+            return self.mlp_out_norm(self.mlp(normal, None), hidden)
+        normal = self.attention_norm(hidden)
+        attended = self.self_attn(normal, step, k_cache, v_cache, hidden, rows)
         if self.residual is Residual.parallel_one_norm:
-            return self.mlp(normal if rows is None else F.embedding(rows, normal), attended)
-        hidden = hidden if rows is None else F.embedding(rows, hidden)
-        return self.mlp(self.post_attention_layernorm(hidden), attended)
+            return self.mlp(_rows_of(normal, rows), attended)
+        return self.mlp(self.mlp_norm(_rows_of(hidden, rows)), attended)
 
     def static_key(self) -> tuple[object, ...]:
+        norms = (module for module in self.children() if isinstance(module, RMSNorm | LayerNorm))
         return (
             "decoder block",
             self.residual,
-            self.input_layernorm.static_key,
+            *(norm.static_key for norm in norms),
             *self.self_attn.static_key(),
             *self.mlp.static_key(),
         )
 
 
+def _rows_of(hidden: Tensor, rows: Tensor | None) -> Tensor:
+    """[T, D] -> [R, D], or all of it without `rows`."""
+    return hidden if rows is None else F.embedding(rows, hidden)
+
+
 class Decoder(CausalLM):
-    """Token embedding, learned positions where nothing is rotated, blocks, final norm, head."""
+    """Token embedding, learned positions if there are any, blocks, final norm, output head."""
 
     def __init__(self, config: ModelConfig, options: BuildOptions) -> None:
         super().__init__()
+        self.config = config
         size, tied = config.hidden_size, config.tie_word_embeddings
         self.embed_tokens = Embedding(config.vocab_size, size, options, is_head=tied)
+        ropes = {DEFAULT_ROPE: config.rope, LOCAL_ROPE: config.local_rope}
+        self.rotary = nn.ModuleDict(
+            {kind: RotaryEmbedding(rope, options) for kind, rope in ropes.items() if rope}
+        )
+        self._rotary_by_kind = list(self.rotary.items())  # looked up in every step
+        self.embed_positions = None
         if config.rope is None:
-            self.rotary = None
-            self.embed_positions = Embedding(config.max_model_len, size, options)
-        else:
-            self.rotary = RotaryEmbedding(config.rope, options)
+            num_positions = config.max_model_len + config.position_offset
+            self.embed_positions = Embedding(num_positions, size, options)
         self.layers = nn.ModuleList(
-            DecoderBlock(config, options, window) for window in config.sliding_windows
+            DecoderBlock(config, options, layer) for layer in range(config.num_layers)
         )
         self.final_norm = build_norm(config, options)
         self.lm_head = (
@@ -80,13 +131,21 @@ class Decoder(CausalLM):
 
     def begin(self, batch: ForwardBatch) -> tuple[Tensor, StepInputs]:
         hidden = self.embed_tokens(batch.token_ids)
-        if self.rotary is None:
-            return hidden + self.embed_positions(batch.positions), StepInputs({}, batch)
-        return hidden, StepInputs({DEFAULT_ROPE: self.rotary(batch.positions)}, batch)
+        if self.config.embedding_scale != 1.0:
+            # The scale itself is rounded to the hidden states' dtype, as the models were trained.
+            hidden = hidden * hidden.new_tensor(self.config.embedding_scale)
+        if self.embed_positions is not None:
+            hidden = hidden + self.embed_positions(batch.positions + self.config.position_offset)
+        rope = {kind: rotary(batch.positions) for kind, rotary in self._rotary_by_kind}
+        return hidden, StepInputs(rope, batch)
 
     def finish(self, hidden: Tensor) -> Tensor:
         return self.final_norm(hidden)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         head = self.embed_tokens if self.lm_head is None else self.lm_head
-        return head.logits(hidden)
+        logits = head.logits(hidden)
+        scale, cap = self.config.logit_scale, self.config.logit_soft_cap
+        if scale != 1.0:
+            logits = logits * scale
+        return torch.tanh(logits / cap) * cap if cap else logits

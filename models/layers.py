@@ -8,13 +8,16 @@ Shapes: T tokens of a step, D hidden size, Hq query heads, Hkv key and value hea
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ostinato.models.config.block_spec import NormKind
+from ostinato.models.config.block_spec import NormKind, QKNorm
 from ostinato.models.config.model_config import ModelConfig
 from ostinato.models.linear_layers import BuildOptions, Linear, MergedLinear
-from ostinato.models.step_tensors import DEFAULT_ROPE, RopeRows, StepInputs
+from ostinato.models.step_tensors import RopeRows, StepInputs
 from ostinato.ops.activation import activate
 from ostinato.ops.attention import paged_attention
 from ostinato.ops.norm import layer_norm, rms_norm
@@ -29,34 +32,58 @@ __all__ = (
     "RotaryEmbedding",
     "build_mlp",
     "build_norm",
+    "build_rms_norm",
 )
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square normalisation of the last dimension."""
+    """Root-mean-square normalisation of the last dimension.
 
-    def __init__(self, size: int, eps: float, options: BuildOptions) -> None:
+    Args:
+        size: elements of the last dimension.
+        eps: added to the mean square.
+        options: dtype and device.
+        plus_one: checkpoints store the weight's distance from 1. The sum is kept in float32,
+            because bfloat16 would lose bits of it.
+
+    Attributes:
+        stored_offset: what loading adds to the stored weight.
+    """
+
+    def __init__(
+        self, size: int, eps: float, options: BuildOptions, *, plus_one: bool = False
+    ) -> None:
         super().__init__()
         self.eps = eps
-        self.weight = options.empty(size)
+        self.stored_offset = 1.0 if plus_one else 0.0
+        self.weight = (replace(options, dtype=torch.float32) if plus_one else options).empty(size)
 
     @property
     def static_key(self) -> tuple[object, ...]:
         """What a traced program depends on besides tensors."""
-        return ("rms norm", self.eps)
+        return ("rms norm", self.eps, self.weight.dtype)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps)
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """[T, D] -> [T, D], added to the residual if there is one."""
+        return rms_norm(x, self.weight, self.eps, residual)
 
 
 class LayerNorm(nn.Module):
-    """Mean and variance normalisation of the last dimension."""
+    """Mean and variance normalisation of the last dimension; without a bias that bias is zero."""
 
-    def __init__(self, size: int, eps: float, options: BuildOptions) -> None:
+    bias: Tensor
+
+    def __init__(
+        self, size: int, eps: float, options: BuildOptions, *, has_bias: bool = True
+    ) -> None:
         super().__init__()
         self.eps = eps
         self.weight = options.empty(size)
-        self.bias = options.empty(size)
+        if has_bias:
+            self.bias = options.empty(size)
+        else:
+            zeros = torch.zeros(size, dtype=options.dtype, device=options.device)
+            self.register_buffer("bias", zeros, persistent=False)
 
     @property
     def static_key(self) -> tuple[object, ...]:
@@ -69,8 +96,17 @@ class LayerNorm(nn.Module):
 
 def build_norm(config: ModelConfig, options: BuildOptions) -> RMSNorm | LayerNorm:
     """The norm of hidden states that the model uses."""
-    build = {NormKind.rms: RMSNorm, NormKind.layer: LayerNorm}[config.block.norm]
-    return build(config.hidden_size, config.norm_eps, options)
+    kind = config.block.norm
+    if kind in (NormKind.rms, NormKind.rms_plus_one):
+        return build_rms_norm(config, options, config.hidden_size)
+    has_bias = kind is NormKind.layer
+    return LayerNorm(config.hidden_size, config.norm_eps, options, has_bias=has_bias)
+
+
+def build_rms_norm(config: ModelConfig, options: BuildOptions, size: int) -> RMSNorm:
+    """An RMS norm of `size` elements, its weight stored as in the model's other norms."""
+    plus_one = config.block.norm is NormKind.rms_plus_one
+    return RMSNorm(size, config.norm_eps, options, plus_one=plus_one)
 
 
 class RotaryEmbedding(nn.Module):
@@ -91,15 +127,22 @@ class RotaryEmbedding(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal attention over the paged KV cache, with grouped query heads (arXiv:2305.13245)."""
+    """Causal attention over the paged KV cache, with grouped query heads (arXiv:2305.13245).
+
+    Args:
+        config: the model's.
+        options: dtype, device, attention backend and shard.
+        sliding_window: tokens that a row sees, itself included; 0 = all.
+        rope_kind: the rotary table, a key of `StepInputs.rope`; None = nothing is rotated.
+    """
 
     def __init__(
         self,
         config: ModelConfig,
         options: BuildOptions,
         *,
-        sliding_window: int = 0,
-        rope_kind: str = DEFAULT_ROPE,
+        sliding_window: int,
+        rope_kind: str | None,
     ) -> None:
         super().__init__()
         spec = config.block
@@ -107,18 +150,27 @@ class Attention(nn.Module):
         kv_heads = options.shard.kv_heads(config.num_kv_heads)
         self.num_heads, self.num_kv_heads = heads.size, kv_heads.size  # of this rank
         self.head_dim = config.head_dim
-        self.rope_kind = None if config.rope is None else rope_kind
-        if spec.qk_norm and self.rope_kind is None:
-            raise ValueError("normalised queries and keys are there with rotary positions only")
+        self.rope_kind = rope_kind
+        self.qk_norm = spec.qk_norm
+        if spec.qk_norm is QKNorm.head and rope_kind is None:
+            raise ValueError("heads are normalised where they are rotated only")
+        if spec.qk_norm is QKNorm.full and not heads.is_whole:
+            raise ValueError("a norm over all heads can not be sharded; set parallel.tensor=1")
         self.sliding_window = sliding_window
+        self.scale = config.attention_scale or config.head_dim**-0.5
+        self.soft_cap = config.attention_soft_cap
         self.backend = options.attention_backend
         queries, keys = heads.times(self.head_dim), kv_heads.times(self.head_dim)
         self.qkv_proj = MergedLinear(
             config.hidden_size, (queries, keys, keys), options, bias=spec.qkv_bias
         )
         self.o_proj = Linear(queries, config.hidden_size, options, bias=spec.out_bias)
-        self.q_norm = RMSNorm(self.head_dim, config.norm_eps, options) if spec.qk_norm else None
-        self.k_norm = RMSNorm(self.head_dim, config.norm_eps, options) if spec.qk_norm else None
+        self.q_norm = self.k_norm = None
+        if spec.qk_norm is not QKNorm.none:
+            per_head = spec.qk_norm is QKNorm.head
+            q_size, k_size = (config.head_dim,) * 2 if per_head else (queries.size, keys.size)
+            self.q_norm = build_rms_norm(config, options, q_size)
+            self.k_norm = build_rms_norm(config, options, k_size)
 
     def forward(
         self,
@@ -126,26 +178,14 @@ class Attention(nn.Module):
         step: StepInputs,
         k_cache: Tensor,
         v_cache: Tensor,
-        residual: Tensor,
+        residual: Tensor | None,
         rows: Tensor | None,
     ) -> Tensor:
-        """[T, D] -> [T, D] (of `rows` only: [R, D]), added to the residual; writes K and V into the
-        caches.
+        """[T, D] -> [T, D] (of `rows` only: [R, D]), added to the residual if there is one; writes
+        K and V into the caches.
         """
         # Ops and views alone are lowered without a compiler (graphs/compiler/fx_program.py).
-        num_rotated, num_kv = self.num_heads + self.num_kv_heads, self.num_kv_heads
-        heads = self.qkv_proj(x).view(-1, num_rotated + num_kv, self.head_dim)
-        queries_keys, v = heads.split_with_sizes((num_rotated, num_kv), 1)
-        if self.rope_kind is not None:
-            queries_keys = rotate_heads(
-                queries_keys,
-                *step.rope[self.rope_kind],
-                self.num_heads,
-                q_weight=None if self.q_norm is None else self.q_norm.weight,
-                k_weight=None if self.k_norm is None else self.k_norm.weight,
-                eps=0.0 if self.q_norm is None else self.q_norm.eps,
-            )
-        q, k = queries_keys.split_with_sizes((self.num_heads, num_kv), 1)
+        q, k, v = self._project(x, step)
         out = paged_attention(
             q,
             k,
@@ -153,14 +193,45 @@ class Attention(nn.Module):
             k_cache,
             v_cache,
             step.attention,
-            scale=self.head_dim**-0.5,
+            scale=self.scale,
             sliding_window=self.sliding_window,
+            soft_cap=self.soft_cap,
             backend=self.backend,
         )
         out = out.reshape(-1, self.num_heads * self.head_dim)
         if rows is not None:
-            out, residual = F.embedding(rows, out), F.embedding(rows, residual)
+            out = F.embedding(rows, out)
+            residual = None if residual is None else F.embedding(rows, residual)
         return self.o_proj(out, residual)
+
+    def _project(self, x: Tensor, step: StepInputs) -> tuple[Tensor, Tensor, Tensor]:
+        """[T, D] -> queries [T, Hq, d], keys and values [T, Hkv, d]; normalised and rotated."""
+        num_heads, num_kv, size = self.num_heads, self.num_kv_heads, self.head_dim
+        qkv = self.qkv_proj(x)
+        if self.qk_norm is QKNorm.full:
+            assert self.q_norm is not None, "the norms are built with the spec"
+            assert self.k_norm is not None, "the norms are built with the spec"
+            q, k, v = qkv.split_with_sizes((num_heads * size, num_kv * size, num_kv * size), 1)
+            q = self.q_norm(q).view(-1, num_heads, size)
+            k = self.k_norm(k).view(-1, num_kv, size)
+            if self.rope_kind is not None:
+                q = rotate_heads(q, *step.rope[self.rope_kind], num_heads)
+                k = rotate_heads(k, *step.rope[self.rope_kind], 0)
+            return q, k, v.view(-1, num_kv, size)
+        num_rotated = num_heads + num_kv
+        heads = qkv.view(-1, num_rotated + num_kv, size)
+        queries_keys, v = heads.split_with_sizes((num_rotated, num_kv), 1)
+        if self.rope_kind is not None:
+            queries_keys = rotate_heads(
+                queries_keys,
+                *step.rope[self.rope_kind],
+                num_heads,
+                q_weight=None if self.q_norm is None else self.q_norm.weight,
+                k_weight=None if self.k_norm is None else self.k_norm.weight,
+                eps=0.0 if self.q_norm is None else self.q_norm.eps,
+            )
+        q, k = queries_keys.split_with_sizes((num_heads, num_kv), 1)
+        return q, k, v
 
     def static_key(self) -> tuple[object, ...]:
         """What the traced program depends on besides tensors."""
@@ -171,10 +242,13 @@ class Attention(nn.Module):
             self.head_dim,
             self.rope_kind,
             self.sliding_window,
+            self.scale,
+            self.soft_cap,
             self.backend,
             self.qkv_proj.static_key,
             self.o_proj.static_key,
-            None if self.q_norm is None else self.q_norm.eps,
+            self.qk_norm,
+            None if self.q_norm is None else self.q_norm.static_key,
         )
 
 
@@ -189,8 +263,8 @@ class GatedMLP(nn.Module):
         self.gate_up_proj = MergedLinear(hidden_size, (inner, inner), options, bias=bias)
         self.down_proj = Linear(inner, hidden_size, options, bias=bias)
 
-    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
-        """[T, D] -> [T, D], added to the residual."""
+    def forward(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        """[T, D] -> [T, D], added to the residual if there is one."""
         return self.down_proj(activate(self.gate_up_proj(x), self.activation, gated=True), residual)
 
     def static_key(self) -> tuple[object, ...]:
@@ -214,8 +288,8 @@ class PlainMLP(nn.Module):
         self.up_proj = Linear(hidden_size, inner, options, bias=bias)
         self.down_proj = Linear(inner, hidden_size, options, bias=bias)
 
-    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
-        """[T, D] -> [T, D], added to the residual."""
+    def forward(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        """[T, D] -> [T, D], added to the residual if there is one."""
         return self.down_proj(activate(self.up_proj(x), self.activation), residual)
 
     def static_key(self) -> tuple[object, ...]:

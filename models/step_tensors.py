@@ -22,6 +22,7 @@ from ostinato.ops.attention import AttentionMetadata
 
 __all__ = (
     "DEFAULT_ROPE",
+    "LOCAL_ROPE",
     "ForwardBatch",
     "RopeRows",
     "Size",
@@ -38,6 +39,9 @@ Array = TypeVar("Array")
 
 DEFAULT_ROPE = "default"
 """The kind of rotary table of a model that has only one."""
+
+LOCAL_ROPE = "local"
+"""The kind of a second rotary table, which layers with a window use."""
 
 
 class Size(StrEnum):

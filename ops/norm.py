@@ -17,19 +17,20 @@ from ostinato.ops.register import by_device, register_op
 __all__ = ("layer_norm", "plain_rms_norm", "rms_norm")
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
     """Divide the last dimension by its root mean square, computed in float32, and scale it.
 
     Args:
         x: [T, D], last dimension contiguous.
-        weight: [D], in x's dtype.
+        weight: [D], in x's dtype, or in float32, which the scaled value is then rounded from.
         eps: added to the mean square.
+        residual: [T, D] in x's dtype, added to the result; None = nothing.
 
     Returns:
         [T, D] in x's dtype (Zhang and Sennrich 2019, arXiv:1910.07467). On CPUs it is rounded once,
-        elsewhere before the scale too, as the models were trained.
+        elsewhere before each further operation too, as the models were trained.
     """
-    return _rms_norm(x, weight, eps)
+    return _rms_norm(x, weight, eps, residual)
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
@@ -47,18 +48,19 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     return _layer_norm(x, weight, bias, eps)
 
 
-def plain_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def plain_rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
     """`rms_norm` of any shape in plain torch."""
     wide = x.float()
     wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return wide.to(x.dtype) * weight
+    scaled = (wide.to(weight.dtype) * weight).to(x.dtype)
+    return scaled if residual is None else scaled + residual
 
 
 def _plain_layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     return F.layer_norm(x, (x.shape[-1],), weight, bias, eps)
 
 
-def _rms_norm_fake(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def _rms_norm_fake(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
     return x.new_empty(x.shape)
 
 

@@ -144,7 +144,7 @@ def rotate_heads(
         cos: [T, R / 2] float32, table rows at the tokens' positions; R <= D elements are rotated.
         sin: like `cos`.
         num_q_heads: how many of the H heads are queries.
-        q_weight: [D] in x's dtype, scale of the query heads' RMS norm; None = no norm.
+        q_weight: [D] in x's dtype or float32, scale of the query heads' RMS norm; None = no norm.
         k_weight: the same for the keys' heads.
         eps: of both norms.
 

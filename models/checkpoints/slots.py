@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ostinato.models.base import CheckpointLayout, LanguageModel
 from ostinato.models.checkpoints.checkpoint import CheckpointError
+from ostinato.models.layers import RMSNorm
 from ostinato.models.linear_layers import BIAS, ExpertLinear, LinearBase
 from ostinato.models.sharding import Span
 from ostinato.models.weight_methods.weight_method import FLOATS, Part, StoredTensor
@@ -66,8 +67,9 @@ def _parameter_slots(
     name: str, module: nn.Module, layout: CheckpointLayout
 ) -> Iterator[tuple[str, Slot]]:
     order = _order_of(name, layout)
+    offset = module.stored_offset if isinstance(module, RMSNorm) else 0.0
     for kind, parameter in module.named_parameters(recurse=False):
-        yield f"{name}.{kind}", _ParameterSlot(parameter, order)
+        yield f"{name}.{kind}", _ParameterSlot(parameter, order, offset)
 
 
 def _matrix_slots(
@@ -118,14 +120,16 @@ def _order_of(name: str, layout: CheckpointLayout) -> Tensor | None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _ParameterSlot:
-    """A parameter that is stored as it is, but for the order of its rows."""
+    """A parameter that is stored as it is, but for the order of its rows and a constant."""
 
     parameter: nn.Parameter
     order: Tensor | None
+    offset: float  # added to what is stored
 
     def fill(self, stored_name: str, tensor: Tensor) -> None:
         _check(stored_name, tensor, tuple(self.parameter.shape), FLOATS)
-        self.parameter.copy_(tensor if self.order is None else tensor[self.order])
+        value = tensor if self.order is None else tensor[self.order]
+        self.parameter.copy_(value.float() + self.offset if self.offset else value)
 
     def compare(self, stored_name: str, tensor: Tensor) -> None:
         raise CheckpointError(f"{stored_name} is stored twice")

@@ -5,22 +5,34 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-__all__ = ("LLAMA_BLOCK", "BlockSpec", "NormKind", "Residual")
+__all__ = ("LLAMA_BLOCK", "BlockSpec", "NormKind", "QKNorm", "Residual")
 
 
 class NormKind(StrEnum):
     """A normalisation of hidden states."""
 
     rms = "rms"  # root mean square (arXiv:1910.07467)
-    layer = "layer"  # mean and variance, with a bias (arXiv:1607.06450)
+    rms_plus_one = "rms, 1 + weight"  # the same; what is stored is the scale's distance from 1
+    layer = "layer"  # mean and variance (arXiv:1607.06450)
+    layer_without_bias = "layer without bias"
 
 
 class Residual(StrEnum):
     """How attention and MLP are joined to the residual stream x."""
 
     sequential = "sequential"  # x + attention(norm(x)), then x + mlp(norm(x))
+    post_norm = "post-norm"  # x + norm(attention(x)), then x + norm(mlp(x))
+    sandwich = "sandwich"  # x + norm(attention(norm(x))), then x + norm(mlp(norm(x)))
     parallel = "parallel"  # x + attention(norm_1(x)) + mlp(norm_2(x))
     parallel_one_norm = "parallel, one norm"  # x + attention(norm(x)) + mlp(norm(x))
+
+
+class QKNorm(StrEnum):
+    """An RMS norm of queries and keys before they are rotated (arXiv:2010.04245)."""
+
+    none = "none"
+    head = "head"  # of each head by itself
+    full = "full"  # of all heads of a token together
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +43,7 @@ class BlockSpec:
     residual: Residual = Residual.sequential
     qkv_bias: bool = False
     out_bias: bool = False  # of the attention's output projection
-    qk_norm: bool = False  # queries and keys are normalised per head (arXiv:2010.04245)
+    qk_norm: QKNorm = QKNorm.none
     is_gated: bool = True  # the MLP is a gated linear unit (arXiv:2002.05202)
     mlp_bias: bool = False
 

@@ -24,6 +24,7 @@ from ostinato.models.config.rope_fields import read_rope, stretched_context
 __all__ = (
     "MUST_BE",
     "DecoderKeys",
+    "layer_types_every",
     "read_decoder_config",
     "read_head_dim",
     "read_sliding_windows",
@@ -156,3 +157,15 @@ def read_sliding_windows(hf_config: HFConfig, num_layers: int) -> tuple[int, ...
             f"config.json: layer_types has {len(layer_types)} entries for {num_layers} layers"
         )
     return tuple(by_type[kind] for kind in layer_types)
+
+
+def layer_types_every(hf_config: HFConfig, interval: int) -> dict[str, list[str]]:
+    """`layer_types` of a family that states none: every `interval`-th layer sees everything, the
+    others a window.
+    """
+    if hf_config.get("layer_types") is not None:
+        return {}
+    layers = range(1, read_integer(hf_config, "num_hidden_layers") + 1)
+    return {
+        "layer_types": ["sliding_attention" if n % interval else "full_attention" for n in layers]
+    }

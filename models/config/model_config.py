@@ -16,6 +16,7 @@ from ostinato.models.config.block_spec import LLAMA_BLOCK, BlockSpec
 from ostinato.models.config.model_kind import DECODER, ModelKind
 from ostinato.models.kv_cache import KVCacheSpec
 from ostinato.models.sharding import WHOLE, Shard
+from ostinato.models.step_tensors import DEFAULT_ROPE
 from ostinato.ops.attention import AttentionSpec
 from ostinato.ops.rope import Rope
 
@@ -43,17 +44,31 @@ class ModelConfig:
     norm_eps: float
     activation: str  # a key of ops.activation.ACTIVATIONS
     tie_word_embeddings: bool
-    rope: Rope | None  # None = learned absolute positions
+    rope: Rope | None  # None = learned absolute positions, or none at all
     sliding_windows: tuple[int, ...]  # per layer; tokens a row sees, itself included; 0 = all
     dtype: torch.dtype  # the checkpoint's own
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
     kind: ModelKind = DECODER
     block: BlockSpec = LLAMA_BLOCK  # what decoder blocks are made of
+    position_offset: int = 0  # the learned position of a sequence's first token
+    local_rope: Rope | None = None  # a second rotary embedding
+    rope_kinds: tuple[str | None, ...] = ()  # per layer, see `rope_kind`
+    attention_scale: float | None = None  # of attention logits; None = head_dim ** -0.5
+    attention_soft_cap: float = 0.0  # logits = cap * tanh(logits / cap); 0 = none
+    embedding_scale: float = 1.0
     head_bias: bool = False  # of the output head
+    logit_scale: float = 1.0
+    logit_soft_cap: float = 0.0  # after the scale; 0 = none
     num_segments: int = 0  # kinds of segments that an encoder tells apart; 0 = none
     num_labels: int = 0  # of a classification head; 0 = there is none
     max_encoder_tokens: int = 0  # that cross attention can read; 0 = there is no cross attention
+
+    def rope_kind(self, layer: int) -> str | None:
+        """The rotary table of a layer: a key of `StepInputs.rope`; None = it rotates nothing."""
+        if self.rope is None:
+            return None
+        return self.rope_kinds[layer] if self.rope_kinds else DEFAULT_ROPE
 
     def kv_cache_spec(
         self, block_size: int, dtype: torch.dtype, *, shard: Shard = WHOLE
@@ -100,6 +115,7 @@ class ModelConfig:
             dtype=dtype,
             device=device,
             sliding_window=max(self.sliding_windows, default=0),
+            soft_cap=self.attention_soft_cap,
             cache_dtype=cache_dtype or dtype,
         )
 

@@ -41,7 +41,8 @@ _RENAMED = (
     ("mlp.down_proj.", "mlp.dense_4h_to_h."),
     ("final_norm.", "ln_f."),
 )
-_TWO_NORMS = (("input_layernorm.", "ln_attn."), ("post_attention_layernorm.", "ln_mlp."))
+_TWO_NORMS = (("attention_norm.", "ln_attn."), ("mlp_norm.", "ln_mlp."))
+_ONE_NORM = (("attention_norm.", "input_layernorm."), ("mlp_norm.", "post_attention_layernorm."))
 
 
 class FalconForCausalLM(Decoder):
@@ -80,7 +81,7 @@ class FalconForCausalLM(Decoder):
         self.checkpoint_layout = CheckpointLayout(
             prefixes=("transformer.",),
             embedding="word_embeddings.weight",
-            renamed=_RENAMED + (_TWO_NORMS if two_norms else ()),
+            renamed=_RENAMED + (_TWO_NORMS if two_norms else _ONE_NORM),
             row_orders=(("qkv_proj", order),),
             ignored=(r"rotary_emb\.inv_freq$",),
         )

@@ -30,6 +30,8 @@ _LAYOUT = CheckpointLayout(
         ("self_attn.o_proj.", "attention.dense."),
         ("mlp.up_proj.", "mlp.dense_h_to_4h."),
         ("mlp.down_proj.", "mlp.dense_4h_to_h."),
+        ("attention_norm.", "input_layernorm."),
+        ("mlp_norm.", "post_attention_layernorm."),
         ("final_norm.", "final_layer_norm."),
         ("lm_head.", "embed_out."),
     ),

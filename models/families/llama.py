@@ -9,7 +9,7 @@ from __future__ import annotations
 from ostinato.models.base import CheckpointLayout
 from ostinato.models.config.decoder_config import read_decoder_config
 from ostinato.models.config.model_config import HFConfig, ModelConfig
-from ostinato.models.decoder import Decoder
+from ostinato.models.decoder import LLAMA_NAMES, Decoder
 
 __all__ = ("LlamaForCausalLM",)
 
@@ -18,7 +18,7 @@ class LlamaForCausalLM(Decoder):
     """A decoder of the default `BlockSpec`, with the biases that the config states."""
 
     checkpoint_layout = CheckpointLayout(
-        renamed=(("final_norm.", "norm."),),
+        renamed=LLAMA_NAMES,
         merged=(
             ("qkv_proj", ("q_proj", "k_proj", "v_proj")),
             ("gate_up_proj", ("gate_proj", "up_proj")),

@@ -37,6 +37,7 @@ class PhiForCausalLM(Decoder):
             ("o_proj.", "dense."),
             ("mlp.up_proj.", "mlp.fc1."),
             ("mlp.down_proj.", "mlp.fc2."),
+            ("attention_norm.", "input_layernorm."),
             ("final_norm.", "final_layernorm."),
         ),
         merged=(("qkv_proj", ("q_proj", "k_proj", "v_proj")),),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from ostinato.models.base import CheckpointLayout
 from ostinato.models.config.decoder_config import read_decoder_config
 from ostinato.models.config.model_config import HFConfig, ModelConfig
+from ostinato.models.decoder import LLAMA_NAMES
 from ostinato.models.families.llama import LlamaForCausalLM
 
 __all__ = ("Phi3ForCausalLM",)
@@ -13,9 +14,7 @@ __all__ = ("Phi3ForCausalLM",)
 class Phi3ForCausalLM(LlamaForCausalLM):
     """Llama; `qkv_proj` and `gate_up_proj` are loaded whole, and a part of each head may rotate."""
 
-    checkpoint_layout = CheckpointLayout(
-        renamed=(("final_norm.", "norm."),), ignored=(r"rotary_emb\.inv_freq$",)
-    )
+    checkpoint_layout = CheckpointLayout(renamed=LLAMA_NAMES, ignored=(r"rotary_emb\.inv_freq$",))
 
     @classmethod
     def read_config(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ostinato.models.config.block_spec import QKNorm
 from ostinato.models.config.decoder_config import read_decoder_config
 from ostinato.models.config.model_config import HFConfig, ModelConfig
 from ostinato.models.families.llama import LlamaForCausalLM
@@ -19,4 +20,4 @@ class Qwen3ForCausalLM(LlamaForCausalLM):
         cls, hf_config: HFConfig, generation_config: HFConfig | None = None
     ) -> ModelConfig:
         config = read_decoder_config(hf_config, generation_config)
-        return replace(config, block=replace(config.block, qk_norm=True))
+        return replace(config, block=replace(config.block, qk_norm=QKNorm.head))

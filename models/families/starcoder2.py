@@ -8,7 +8,7 @@ from ostinato.models.base import CheckpointLayout
 from ostinato.models.config.block_spec import BlockSpec, NormKind
 from ostinato.models.config.decoder_config import DecoderKeys, read_decoder_config
 from ostinato.models.config.model_config import HFConfig, ModelConfig
-from ostinato.models.decoder import Decoder
+from ostinato.models.decoder import LLAMA_NAMES, Decoder
 
 __all__ = ("Starcoder2ForCausalLM",)
 
@@ -27,7 +27,7 @@ class Starcoder2ForCausalLM(Decoder):
         renamed=(
             ("mlp.up_proj.", "mlp.c_fc."),
             ("mlp.down_proj.", "mlp.c_proj."),
-            ("final_norm.", "norm."),
+            *LLAMA_NAMES,
         ),
         merged=(("qkv_proj", ("q_proj", "k_proj", "v_proj")),),
         ignored=(r"rotary_emb\.inv_freq$",),

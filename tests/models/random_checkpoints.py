@@ -35,6 +35,7 @@ FALCON = {
     "ffn_hidden_size": 112,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
 }
+GEMMA = {**SHARED, "num_key_value_heads": 2, "head_dim": 32, "tie_word_embeddings": True}
 YARN = {
     "rope_type": "yarn",
     "rope_theta": 1000.0,
@@ -58,6 +59,8 @@ class Variant:
 
 
 VARIANTS = {
+    "cohere": Variant("cohere", {**SHARED, "num_key_value_heads": 2, "attention_bias": True}),
+    "cohere2": Variant("cohere2", {**SHARED, "num_key_value_heads": 2, "sliding_window": 13}),
     "falcon-7b": Variant("falcon", {**FALCON, "num_attention_heads": 3, "hidden_size": 48}),
     "falcon-11b": Variant(
         "falcon", {**FALCON, "new_decoder_architecture": True, "num_ln_in_parallel_attn": 1}
@@ -67,6 +70,31 @@ VARIANTS = {
         "falcon",
         {**FALCON, "num_kv_heads": 4, "multi_query": False, "parallel_attn": False, "bias": True},
     ),
+    "gemma": Variant("gemma", GEMMA),
+    "gemma2": Variant(
+        "gemma2",
+        {
+            **GEMMA,
+            "sliding_window": 12,
+            "query_pre_attn_scalar": 20,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+        },
+    ),
+    "gemma3": Variant(
+        "gemma3_text",
+        {
+            **GEMMA,
+            "sliding_window": 12,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "query_pre_attn_scalar": 20,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            },
+        },
+    ),
+    "glm4": Variant("glm4", {**SHARED, "num_key_value_heads": 2, "head_dim": 16}),
     "gpt2": Variant(
         "gpt2",
         {
@@ -108,6 +136,8 @@ VARIANTS = {
     "llama-yarn": Variant("llama", {**SHARED, "rope_parameters": YARN}),
     "llama-mqa": Variant("llama", {**SHARED, "num_key_value_heads": 1, "head_dim": 32}),
     "mistral": Variant("mistral", {**SHARED, "num_key_value_heads": 2, "sliding_window": 11}),
+    "olmo2": Variant("olmo2", {**SHARED, "num_key_value_heads": 2}, "60KB"),
+    "opt": Variant("opt", {**SHARED, "ffn_dim": 96, "tie_word_embeddings": True}),
     "phi": Variant("phi", {**SHARED, "num_key_value_heads": 2}),
     "phi3": Variant("phi3", {**SHARED, "num_key_value_heads": 2, "sliding_window": 13}),
     "phi3-partial": Variant(
@@ -141,6 +171,9 @@ VARIANTS = {
     "qwen3-tied": Variant(
         "qwen3",
         {**SHARED, "num_key_value_heads": 2, "head_dim": 32, "tie_word_embeddings": True},
+    ),
+    "smollm3": Variant(
+        "smollm3", {**SHARED, "num_key_value_heads": 2, "no_rope_layers": [1, 0, 1]}
     ),
     "stablelm": Variant("stablelm", {**SHARED, "num_key_value_heads": 2, "use_qkv_bias": True}),
     "stablelm-parallel": Variant(

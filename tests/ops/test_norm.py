@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+from ostinato.ops.native.library import load
 from ostinato.ops.norm import layer_norm, plain_rms_norm, rms_norm
 
 
@@ -33,3 +34,24 @@ def test_by_hand() -> None:
 
 def test_zeros_stay_finite() -> None:
     assert rms_norm(torch.zeros(1, 8), torch.ones(8), 1e-6).tolist() == [[0.0] * 8]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("weight_dtype", [None, torch.float32])
+@pytest.mark.parametrize("size", [1, 48, 203])
+def test_a_residual_and_a_float32_weight_are_rounded_once(
+    dtype: torch.dtype, weight_dtype: torch.dtype | None, size: int
+) -> None:
+    load("core")
+    generator = torch.Generator().manual_seed(size)
+    x, residual = (torch.randn(2, 5, size, generator=generator) * 3).to(dtype)
+    weight = torch.randn(size, generator=generator).to(weight_dtype or dtype)
+    for added in (None, residual):
+        exact = x.double() * (x.double().square().mean(-1, keepdim=True) + 1e-5).rsqrt()
+        exact = exact * weight.double() + (0.0 if added is None else added.double())
+        result = rms_norm(x, weight, 1e-5, added)
+        assert result.dtype == dtype
+        precision = torch.finfo(dtype).eps
+        torch.testing.assert_close(result.double(), exact, atol=1e-6, rtol=0.6 * precision + 1e-6)
+        plain = plain_rms_norm(x, weight, 1e-5, added)
+        torch.testing.assert_close(result, plain, atol=4 * precision, rtol=3 * precision)

@@ -31,6 +31,15 @@ void with_element(DType dtype, const Kernel& kernel) {
   kernel(Float16{});
 }
 
+// Calls kernel(T{}, W{}) with the element types of rows and of a norm's weight: that of the rows, or float.
+template <class Kernel>
+void with_elements(DType dtype, DType weight, const Kernel& kernel) {
+  with_element(dtype, [&]<class T>(T) {
+    if (weight == DType::float32) return kernel(T{}, float{});
+    kernel(T{}, T{});
+  });
+}
+
 int64_t element_bytes(DType dtype) { return dtype == DType::float32 ? 4 : 2; }
 
 void check_element(const Tensor& x) {
@@ -47,6 +56,12 @@ void check_vector(const Tensor& vector, int64_t size, DType dtype, const char* m
   OSTINATO_CHECK(vector.dtype == dtype && vector.dim == 1 && vector.sizes[0] == size &&
                      (size <= 1 || vector.strides[0] == 1),
                  message);
+}
+
+// The weight of an RMS norm of `size` elements.
+void check_weight(const Tensor& weight, int64_t size, DType dtype) {
+  check_vector(weight, size, weight.dtype == DType::float32 ? DType::float32 : dtype,
+               "weight must be a contiguous vector of the normalised size, in x's dtype or float32");
 }
 
 // body(column, width): whole vectors first, then single elements (a width of 1).
@@ -79,12 +94,21 @@ OSTINATO_INLINE float inverse_rms(const T* x, int64_t count, float eps) {
 
 // ---- normalisation ---------------------------------------------------------------------------------------
 
-template <class T>
-void rms_norm_row(const T* x, const T* weight, int64_t count, float eps, T* out) {
+template <class T, class Weight>
+void rms_norm_row(const T* x, const Weight* weight, const T* residual, int64_t count, float eps, T* out) {
   const float scale = inverse_rms(x, count, eps);
+  if (residual == nullptr) {
+    columns(
+        count, [&](int64_t c) { store(out + c, load(x + c) * broadcast(scale) * load(weight + c)); },
+        [&](int64_t c) { from_float(to_float(x[c]) * scale * to_float(weight[c]), out + c); });
+    return;
+  }
   columns(
-      count, [&](int64_t c) { store(out + c, load(x + c) * broadcast(scale) * load(weight + c)); },
-      [&](int64_t c) { from_float(to_float(x[c]) * scale * to_float(weight[c]), out + c); });
+      count,
+      [&](int64_t c) { store(out + c, load(x + c) * broadcast(scale) * load(weight + c) + load(residual + c)); },
+      [&](int64_t c) {
+        from_float(to_float(x[c]) * scale * to_float(weight[c]) + to_float(residual[c]), out + c);
+      });
 }
 
 template <class T>
@@ -108,18 +132,25 @@ void layer_norm_row(const T* x, const T* weight, const T* bias, int64_t count, f
       });
 }
 
-// rms_norm(Tensor x, Tensor weight, float eps) -> Tensor
+// rms_norm(Tensor x, Tensor weight, float eps, Tensor? residual) -> Tensor
 void rms_norm(Call& call) {
   const Tensor x = call.tensor();
   const Tensor weight = call.tensor();
   const auto eps = static_cast<float>(call.number());
+  const Tensor residual = call.optional_tensor();
   check_matrix(x);
   const int64_t count = x.sizes[1];
-  check_vector(weight, count, x.dtype, "weight must be a contiguous vector as long as a row, in x's dtype");
+  check_weight(weight, count, x.dtype);
+  if (residual.exists()) {
+    OSTINATO_CHECK(residual.dtype == x.dtype && residual.dim == 2 && residual.sizes[0] == x.sizes[0] &&
+                       residual.sizes[1] == count && (count <= 1 || residual.strides[1] == 1),
+                   "residual must have x's shape and dtype, and contiguous rows");
+  }
   const Tensor out = call.empty(x.sizes, 2, x.dtype);
-  with_element(x.dtype, [&]<class T>(T) {
+  with_elements(x.dtype, weight.dtype, [&]<class T, class Weight>(T, Weight) {
     for_each_row(call.threads(), x.sizes[0], x.sizes[0] * count * element_bytes(x.dtype), [&](int64_t row) {
-      rms_norm_row(x.as<T>() + row * x.strides[0], weight.as<T>(), count, eps, out.as<T>() + row * count);
+      const T* added = residual.exists() ? residual.as<T>() + row * residual.strides[0] : nullptr;
+      rms_norm_row(x.as<T>() + row * x.strides[0], weight.as<Weight>(), added, count, eps, out.as<T>() + row * count);
     });
   });
   call.give(out);
@@ -148,8 +179,8 @@ void layer_norm(Call& call) {
 // ---- rotary embedding ------------------------------------------------------------------------------------
 
 // One head: normalised when there is a weight, its first 2 * half elements rotated, the others kept.
-template <class T>
-void rotate_head(const T* x, const T* weight, float eps, int64_t head_dim, const float* cos, const float* sin,
+template <class T, class Weight>
+void rotate_head(const T* x, const Weight* weight, float eps, int64_t head_dim, const float* cos, const float* sin,
                  int64_t half, T* out) {
   alignas(64) float head[kMaxHeadDim];
   columns(
@@ -199,14 +230,17 @@ void rotate_heads(Call& call) {
   }
   for (const Tensor& weight : {q_weight, k_weight}) {
     if (!weight.exists()) continue;
-    check_vector(weight, head_dim, x.dtype, "a head's weight must be a contiguous vector of its size, in x's dtype");
+    check_weight(weight, head_dim, x.dtype);
   }
+  const Tensor& one_weight = q_weight.exists() ? q_weight : k_weight;
+  OSTINATO_CHECK(!q_weight.exists() || !k_weight.exists() || q_weight.dtype == k_weight.dtype,
+                 "q_weight and k_weight must have one dtype");
   const Tensor out = call.empty(x.sizes, 3, x.dtype);
-  with_element(x.dtype, [&]<class T>(T) {
+  with_elements(x.dtype, one_weight.exists() ? one_weight.dtype : x.dtype, [&]<class T, class Weight>(T, Weight) {
     for_each_row(call.threads(), tokens, tokens * heads * head_dim * element_bytes(x.dtype), [&](int64_t token) {
       for (int64_t head = 0; head < heads; ++head) {
         const Tensor& weight = head < num_q_heads ? q_weight : k_weight;
-        rotate_head(x.as<T>() + token * x.strides[0] + head * x.strides[1], weight.as<T>(), eps, head_dim,
+        rotate_head(x.as<T>() + token * x.strides[0] + head * x.strides[1], weight.as<Weight>(), eps, head_dim,
                     cos.as<float>() + token * cos.strides[0], sin.as<float>() + token * sin.strides[0],
                     cos.sizes[1], out.as<T>() + (token * heads + head) * head_dim);
       }

@@ -35,9 +35,11 @@ PROMPT = [(7 * index * index + 13 * index + 5) % 199 for index in range(NUM_PROM
 CHUNKINGS = [[16, 16, 11], [5, 1, 17, 20], [42, 1], [1] * NUM_PROMPT]
 COMPILED = [
     (GraphForm.layer, "falcon-40b"),
+    (GraphForm.layer, "gemma3"),
     (GraphForm.layer, "gpt-neox"),
     (GraphForm.layer, "gpt2"),
     (GraphForm.layer, "llama3"),
+    (GraphForm.layer, "olmo2"),
     (GraphForm.layer, "mistral"),
     (GraphForm.layer, "qwen2-window"),  # two kinds of layers
     (GraphForm.layer, "qwen3-tied"),

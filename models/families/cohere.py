@@ -1,0 +1,75 @@
+"""Command R and R7B (Cohere): attention and MLP share a layer norm without bias; scaled logits.
+
+The second generation has a window in most layers, and rotates in those alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ostinato.models.base import CheckpointLayout
+from ostinato.models.checkpoints.row_orders import interleaved_rope
+from ostinato.models.config.block_spec import BlockSpec, NormKind, Residual
+from ostinato.models.config.decoder_config import (
+    DecoderKeys,
+    layer_types_every,
+    read_decoder_config,
+)
+from ostinato.models.config.hf_fields import refuse_other_values
+from ostinato.models.config.model_config import HFConfig, ModelConfig
+from ostinato.models.decoder import Decoder
+from ostinato.models.linear_layers import BuildOptions
+from ostinato.models.step_tensors import DEFAULT_ROPE
+
+__all__ = ("Cohere2ForCausalLM", "CohereForCausalLM")
+
+_KEYS = DecoderKeys(norm_eps="layer_norm_eps", default_norm_eps=1e-5, is_tied=True)
+_LAYOUT = CheckpointLayout(
+    renamed=(("attention_norm.", "input_layernorm."), ("final_norm.", "norm.")),
+    merged=(
+        ("qkv_proj", ("q_proj", "k_proj", "v_proj")),
+        ("gate_up_proj", ("gate_proj", "up_proj")),
+    ),
+    ignored=(r"rotary_emb\.inv_freq$",),
+)
+
+
+class CohereForCausalLM(Decoder):
+    """A decoder with parallel residual and interleaved rotary pairs."""
+
+    @classmethod
+    def read_config(
+        cls, hf_config: HFConfig, generation_config: HFConfig | None = None
+    ) -> ModelConfig:
+        refuse_other_values(hf_config, {"use_qk_norm": False})
+        config = read_decoder_config(hf_config, generation_config, _KEYS)
+        block = BlockSpec(
+            norm=NormKind.layer_without_bias,
+            residual=Residual.parallel_one_norm,
+            qkv_bias=config.block.qkv_bias,
+            out_bias=config.block.out_bias,
+        )
+        return replace(config, block=block, logit_scale=float(hf_config.get("logit_scale", 0.0625)))
+
+    def __init__(self, config: ModelConfig, options: BuildOptions) -> None:
+        super().__init__(config, options)
+        assert config.rope is not None, "read_config gives one"
+        orders = tuple(
+            (name, interleaved_rope(count, config.head_dim, config.rope.rotary_dim))
+            for name, count in (("q_proj", config.num_heads), ("k_proj", config.num_kv_heads))
+        )
+        self.checkpoint_layout = replace(_LAYOUT, row_orders=orders)
+
+
+class Cohere2ForCausalLM(CohereForCausalLM):
+    """The second generation: layers without a window rotate nothing."""
+
+    @classmethod
+    def read_config(
+        cls, hf_config: HFConfig, generation_config: HFConfig | None = None
+    ) -> ModelConfig:
+        pattern = int(hf_config.get("sliding_window_pattern", 4))
+        stated = {"sliding_window": 4096, **layer_types_every(hf_config, pattern), **hf_config}
+        config = super().read_config(stated, generation_config)
+        kinds = tuple(DEFAULT_ROPE if window else None for window in config.sliding_windows)
+        return replace(config, rope_kinds=kinds)

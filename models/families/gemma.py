@@ -1,0 +1,49 @@
+"""Gemma (arXiv:2403.08295): Llama with scaled embeddings, and norms that store scale minus 1."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ostinato.models.config.block_spec import BlockSpec, NormKind
+from ostinato.models.config.decoder_config import DecoderKeys, read_decoder_config
+from ostinato.models.config.hf_fields import refuse_other_values
+from ostinato.models.config.model_config import HFConfig, ModelConfig
+from ostinato.models.families.llama import LlamaForCausalLM
+
+__all__ = ("GemmaForCausalLM", "read_gemma_config")
+
+_KEYS = DecoderKeys(activation="hidden_activation", is_tied=True)
+_MUST_BE = {"use_bidirectional_attention": False}
+
+
+def read_gemma_config(
+    hf_config: HFConfig, generation_config: HFConfig | None, block: BlockSpec
+) -> ModelConfig:
+    """The configuration of any Gemma with blocks of this kind; its norms and biases are filled in.
+
+    Raises:
+        ValueError: as `read_decoder_config`; or tokens see those after them.
+    """
+    is_causal = not hf_config.get("use_bidirectional_attention")
+    refuse_other_values({"use_bidirectional_attention": not is_causal}, _MUST_BE)
+    activation = hf_config.get("hidden_activation") or hf_config.get("hidden_act") or "gelu"
+    # Early configs say `gelu` and mean its approximation by tanh.
+    activation = "gelu_pytorch_tanh" if activation == "gelu" else activation
+    stated = {**hf_config, "hidden_activation": activation}
+    config = read_decoder_config(stated, generation_config, _KEYS)
+    has_bias = config.block.qkv_bias
+    return replace(
+        config,
+        block=replace(block, norm=NormKind.rms_plus_one, qkv_bias=has_bias, out_bias=has_bias),
+        embedding_scale=config.hidden_size**0.5,
+    )
+
+
+class GemmaForCausalLM(LlamaForCausalLM):
+    """Llama with scaled embeddings, other norms, and a gate of tanh-approximated GELU."""
+
+    @classmethod
+    def read_config(
+        cls, hf_config: HFConfig, generation_config: HFConfig | None = None
+    ) -> ModelConfig:
+        return read_gemma_config(hf_config, generation_config, BlockSpec())
