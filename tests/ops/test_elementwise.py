@@ -120,7 +120,9 @@ def test_no_rows(kernels: SimpleNamespace) -> None:
 
 def test_wrong_arguments_are_named(kernels: SimpleNamespace) -> None:
     x = torch.ones(2, 8)
-    with pytest.raises(ValueError, match="weight must be a contiguous vector of the normalised size"):
+    with pytest.raises(
+        ValueError, match="weight must be a contiguous vector of the normalised size"
+    ):
         kernels.rms_norm(x, torch.ones(7), 1e-6)
     with pytest.raises(ValueError, match="x must be float32, bfloat16 or float16"):
         kernels.rms_norm(x.double(), torch.ones(8).double(), 1e-6)
