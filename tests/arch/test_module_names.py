@@ -13,6 +13,7 @@ MAX_MODULES = 12
 # Folders with more modules, each with its reason.
 FULL_FOLDERS = {
     "runtime/scheduling": "13: what decides a step, from the queues to its plan",
+    "models/families": "one module for each family of models",
 }
 # Base names that several modules share, because they are implementations of one protocol.
 PROTOCOLS = {
