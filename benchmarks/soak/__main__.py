@@ -36,11 +36,13 @@ from rich.table import Table
 import ostinato
 from ostinato.benchmarks.machine.probes import commit_of
 from ostinato.benchmarks.soak.clients import REPLY_S, ClientCounts, Faults, drive
-from ostinato.benchmarks.soak.soak_server import OVERRIDES, SoakServer
+from ostinato.benchmarks.soak.soak_server import SoakServer
 from ostinato.runtime.startup.machine_info import cpu_name, gpu_names, package_versions
 
 __all__ = ("run_soak",)
 
+# The KV cache is so small that sequences wait and are preempted.
+_OVERRIDES = ("server.port=0", "cache.memory_gib=0.004")
 _QUIET_S = 60.0
 _FDS_KEPT = 16  # more than before the traffic: pipes of the processes that check grammars
 _WARM_SHARE = 0.3  # of the time, before memory is expected to stand still
@@ -157,7 +159,7 @@ def run_soak(
     Raises:
         RuntimeError: the server did not start.
     """
-    server = SoakServer(overrides)
+    server = SoakServer([*_OVERRIDES, *overrides])
     try:
         url = server.wait_until_ready()
         fds_before = server.num_fds()
@@ -222,7 +224,7 @@ def _conditions(
         "bad_clients": faults.num_bad_clients,
         "calm_s": faults.calm_s,
         "kill_every_s": faults.kill_every_s,
-        "overrides": [*OVERRIDES, *overrides],
+        "overrides": [*_OVERRIDES, *overrides],
         "cpu": cpu_name(),
         "gpus": gpu_names(),
         "versions": package_versions(),

@@ -1,0 +1,276 @@
+"""How long everybody else waits while one client sends a request that is as large as it may be.
+
+    python -m ostinato.benchmarks.soak.stalls
+    python -m ostinato.benchmarks.soak.stalls --only 'chat' --json FILE scheduler.itl_target_ms=50
+    python -m ostinato.benchmarks.soak.stalls model.path=DIRECTORY          # an embedding model
+
+A real `run serve` has a plain stream, a poll of `/health` and an ordinary request of 12 kB beside
+each case of `stall_cases`. The table shows, for each case, its status, the longest gap between two
+tokens of the stream, the longest answer of `/health` and of the ordinary request, and the memory of
+the API process afterwards. The first row is the server without a hostile client.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import re
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+import ostinato
+from ostinato.benchmarks.machine.probes import commit_of
+from ostinato.benchmarks.soak.soak_server import SoakServer
+from ostinato.benchmarks.soak.stall_cases import StallCase, generation_cases, pooling_cases
+from ostinato.runtime.startup.machine_info import cpu_name, package_versions
+
+__all__ = ("measure_stalls",)
+
+_POLL_S = 0.01  # between two polls of /health
+_ORDINARY_S = 0.2  # between two ordinary requests
+_IDLE_S = 6.0  # of the first row
+_BEFORE_S, _AFTER_S = 0.3, 0.7  # measured before a case begins and after its end
+_ANSWER_S = 300.0  # the longest wait for the answer to a case
+_TEXT = "A melody that is learned once can be repeated under everything. "
+_OVERRIDES = ("server.port=0",)
+
+
+@dataclass(slots=True)
+class _Waits:
+    """What the others waited during one case, seconds."""
+
+    gaps: list[float] = field(default_factory=list)
+    health: list[float] = field(default_factory=list)
+    ordinary: list[float] = field(default_factory=list)
+
+    def clear(self) -> None:
+        for series in (self.gaps, self.health, self.ordinary):
+            series.clear()
+
+
+class _Others:
+    """The clients beside the hostile one; `waits` collects what they see."""
+
+    def __init__(self, url: str, *, generates: bool) -> None:
+        self.waits = _Waits()
+        self._url = url
+        self._address = urlsplit(url)
+        self._generates = generates
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def __aenter__(self) -> _Others:
+        work = [self._poll(), self._ask()]
+        if self._generates:
+            work.append(self._stream())
+        self._tasks = [asyncio.create_task(one) for one in work]
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def check(self) -> None:
+        """Raise what has ended one of them."""
+        for task in self._tasks:
+            if task.done():
+                task.result()
+
+    async def _stream(self) -> None:
+        """One stream after the other; the wait for the first token counts as a gap."""
+        fields = {"prompt": "Once upon a time", "max_tokens": 400, "ignore_eos": True}
+        body = json.dumps({**fields, "temperature": 0.7, "stream": True}).encode()
+        head = (
+            "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            f"Connection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+        )
+        while True:
+            reader, writer = await asyncio.open_connection(
+                self._address.hostname, self._address.port
+            )
+            writer.write(head.encode() + body)
+            last = time.perf_counter()
+            while line := await reader.readline():
+                if line.startswith(b"data: "):
+                    now = time.perf_counter()
+                    self.waits.gaps.append(now - last)
+                    last = now
+            writer.close()
+
+    async def _poll(self) -> None:
+        async with httpx.AsyncClient(base_url=self._url, timeout=_ANSWER_S) as client:
+            while True:
+                begin = time.perf_counter()
+                response = await client.get("/health")
+                self.waits.health.append(time.perf_counter() - begin)
+                response.raise_for_status()
+                await asyncio.sleep(_POLL_S)
+
+    async def _ask(self) -> None:
+        """Ordinary requests that are too long to be handled at once."""
+        body = {"prompt": _TEXT * (12_000 // len(_TEXT))}
+        async with httpx.AsyncClient(base_url=self._url, timeout=_ANSWER_S) as client:
+            while True:
+                begin = time.perf_counter()
+                response = await client.post("/tokenize", json=body)
+                self.waits.ordinary.append(time.perf_counter() - begin)
+                response.raise_for_status()
+                await asyncio.sleep(_ORDINARY_S)
+
+
+def _send(address: tuple[str, int], requests: Sequence[bytes]) -> str:
+    """Send requests, each on a connection of its own; the statuses that came back.
+
+    Runs in a thread; sending and receiving release the interpreter's lock.
+    """
+    statuses = []
+    for request in requests:
+        data, status = b"", "closed"
+        with suppress(ConnectionError), socket.create_connection(address, _ANSWER_S) as connection:
+            connection.settimeout(_ANSWER_S)
+            with suppress(ConnectionError):
+                connection.sendall(request)
+            while part := connection.recv(1 << 20):
+                data = data[-64:] + part if status != "closed" else data + part
+                if status == "closed" and (match := re.match(rb"HTTP/1.1 (\d+)", data)):
+                    status = match[1].decode()
+        statuses.append(status)
+    return ", ".join(dict.fromkeys(statuses))
+
+
+async def _run_case(case: StallCase, address: tuple[str, int], others: _Others) -> dict[str, Any]:
+    requests = await asyncio.to_thread(lambda: list(case.requests()))
+    others.waits.clear()
+    await asyncio.sleep(_BEFORE_S)
+    begin = time.perf_counter()
+    statuses = await asyncio.gather(
+        *(asyncio.to_thread(_send, address, requests) for _ in range(case.num_at_once))
+    )
+    seconds = time.perf_counter() - begin
+    await asyncio.sleep(_AFTER_S)
+    others.check()
+    return {
+        "case": case.name,
+        "status": ", ".join(dict.fromkeys(statuses)),
+        "seconds": round(seconds, 2),
+        **_longest(others.waits),
+    }
+
+
+def _longest(waits: _Waits) -> dict[str, float | None]:
+    """Milliseconds; None where nothing was measured."""
+    return {
+        name: round(1e3 * max(series), 1) if series else None
+        for name, series in (
+            ("gap_ms", waits.gaps),
+            ("health_ms", waits.health),
+            ("ordinary_ms", waits.ordinary),
+        )
+    }
+
+
+async def _measure(url: str, server: SoakServer, only: str) -> list[dict[str, Any]]:
+    async with httpx.AsyncClient(base_url=url, timeout=_ANSWER_S) as client:
+        model = (await client.get("/v1/models")).json()["data"][0]
+        probe = {"prompt": "Hi", "max_tokens": 1}
+        generates = (await client.post("/v1/completions", json=probe)).status_code == 200
+    cases = generation_cases(model["max_model_len"]) if generates else pooling_cases()
+    parts = urlsplit(url)
+    address = (parts.hostname or "127.0.0.1", parts.port or 80)
+    rows = []
+    async with _Others(url, generates=generates) as others:
+        await asyncio.sleep(1.0)
+        others.waits.clear()
+        await asyncio.sleep(_IDLE_S)
+        rows.append({"case": "idle", "status": "", "seconds": _IDLE_S, **_longest(others.waits)})
+        rows[-1]["memory_mib"] = server.rss_mib()
+        for case in cases:
+            if re.search(only, case.name):
+                rows.append(await _run_case(case, address, others))
+                rows[-1]["memory_mib"] = server.rss_mib()
+    return rows
+
+
+def measure_stalls(overrides: Sequence[str] = (), only: str = "") -> dict[str, Any]:
+    """One run of all cases.
+
+    Args:
+        overrides: configuration of the server.
+        only: a regular expression; cases whose name does not match are left out.
+
+    Returns:
+        A record with a row for each case and the conditions.
+
+    Raises:
+        RuntimeError: the server did not start.
+    """
+    server = SoakServer([*_OVERRIDES, *overrides])
+    try:
+        url = server.wait_until_ready()
+        rows = asyncio.run(_measure(url, server, only))
+        code = server.stop()
+    finally:
+        server.kill()
+    return {
+        "rows": rows,
+        "exit_code": code,
+        "conditions": {
+            "time": datetime.now(UTC).isoformat(timespec="seconds"),
+            "commit": commit_of(Path(ostinato.__file__).parent),
+            "overrides": [*_OVERRIDES, *overrides],
+            "cpu": cpu_name(),
+            "versions": package_versions(),
+        },
+    }
+
+
+def _print(record: dict[str, Any]) -> None:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("case")
+    table.add_column("status")
+    for name in ("answer s", "gap ms", "/health ms", "12 kB ms", "API MiB"):
+        table.add_column(name, justify="right")
+    for row in record["rows"]:
+        table.add_row(
+            row["case"],
+            row["status"],
+            f"{row['seconds']:.2f}",
+            *(
+                "" if row[name] is None else f"{row[name]:.0f}"
+                for name in ("gap_ms", "health_ms", "ordinary_ms")
+            ),
+            f"{row['memory_mib']['api']:.0f}",
+        )
+    Console(width=110, highlight=False).print(table)
+
+
+def main(arguments: list[str]) -> int:
+    """Run, print the table; the exit code."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--only", default="", help="a regular expression for names of cases")
+    parser.add_argument("--json", type=Path, help="write the record to this file")
+    parser.add_argument("overrides", nargs="*", help="configuration of the server")
+    options = parser.parse_args(arguments)
+    record = measure_stalls(options.overrides, options.only)
+    if options.json is not None:
+        options.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    _print(record)
+    return record["exit_code"]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
