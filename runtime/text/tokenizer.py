@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -15,6 +16,7 @@ import tokenizers
 
 from ostinato.runtime.errors import InvalidRequestError, StartupError
 from ostinato.runtime.text.chat_template import ChatTemplate
+from ostinato.runtime.text.text_bounds import TextCutter, max_token_characters
 from ostinato.runtime.text.token_bytes import TokenPieces
 
 __all__ = ("Tokenizer", "tokenizer_facts")
@@ -114,6 +116,51 @@ class Tokenizer:
         """
         return self._backend.encode(text, add_special_tokens=add_special_tokens).offsets
 
+    @cached_property
+    def max_token_characters(self) -> int | None:
+        """The most characters of a text that a token stands for; None = there is no such number."""
+        return max_token_characters(self._backend)
+
+    def encode_truncated(
+        self, text: str, limit: int, *, side: Literal["left", "right"], add_special_tokens: bool
+    ) -> list[int]:
+        """The tokens of `encode` cut to `limit`, those around the text included.
+
+        Args:
+            limit: at least 1.
+            side: where tokens are cut off.
+        """
+        encoding, _ = self._encode_part(text, limit, side, add_special_tokens=add_special_tokens)
+        ids = encoding.ids
+        return ids[:limit] if side == "right" else ids[-limit:]
+
+    def offsets_truncated(
+        self, text: str, limit: int, *, side: Literal["left", "right"], add_special_tokens: bool
+    ) -> list[tuple[int, int]]:
+        """Of each token of `encode_truncated`, as `token_offsets`."""
+        encoding, begin = self._encode_part(
+            text, limit, side, add_special_tokens=add_special_tokens
+        )
+        offsets = [
+            (first, last) if is_around else (first + begin, last + begin)
+            for (first, last), is_around in zip(
+                encoding.offsets, encoding.special_tokens_mask, strict=True
+            )
+        ]
+        return offsets[:limit] if side == "right" else offsets[-limit:]
+
+    def _encode_part(
+        self, text: str, limit: int, side: Literal["left", "right"], *, add_special_tokens: bool
+    ) -> tuple[tokenizers.Encoding, int]:
+        """The encoding of the part of a text that has `limit` tokens to keep, and its begin."""
+        begin, end = self._cutter.window(text, limit, side)
+        part = text if end - begin == len(text) else text[begin:end]
+        return self._backend.encode(part, add_special_tokens=add_special_tokens), begin
+
+    @cached_property
+    def _cutter(self) -> TextCutter:
+        return TextCutter(self._backend)
+
     def encode_pair(
         self,
         first: str,
@@ -131,11 +178,12 @@ class Tokenizer:
         Returns:
             Token ids, and of each the segment that it belongs to: 0 or 1.
         """
-        one, other = (
-            self._backend.encode(text, add_special_tokens=False) for text in (first, second)
-        )
-        if limit is not None:
-            limit -= self._backend.num_special_tokens_to_add(is_pair=True) + len(one.ids)
+        one = self._backend.encode(first, add_special_tokens=False)
+        if limit is None:
+            other = self._backend.encode(second, add_special_tokens=False)
+        else:
+            limit -= self._backend.num_special_tokens_to_add(is_pair=True) + len(one)
+            other, _ = self._encode_part(second, max(0, limit), side, add_special_tokens=False)
             other.truncate(max(0, limit), direction=side)
         encoding = self._backend.post_process(one, other)
         return encoding.ids, encoding.type_ids
@@ -148,10 +196,11 @@ class Tokenizer:
         Args:
             side: where tokens are cut off.
         """
-        encoding = self._backend.encode(text, add_special_tokens=False)
         if add_special_tokens:
             limit -= self._backend.num_special_tokens_to_add(is_pair=False)
-        encoding.truncate(max(0, limit), direction=side)
+        limit = max(0, limit)
+        encoding, _ = self._encode_part(text, limit, side, add_special_tokens=False)
+        encoding.truncate(limit, direction=side)
         return self._backend.post_process(encoding, add_special_tokens=add_special_tokens).ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
