@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Coroutine,
+    Iterable,
+    Iterator,
+    Sequence,
+)
 from contextlib import aclosing, contextmanager
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, TypeVar, cast
 
 from ostinato.api.base.errors import UnavailableError, status_of
 from ostinato.api.base.request_context import RequestContext
@@ -25,6 +32,9 @@ from ostinato.runtime.types.outputs import FinishReason, PooledOutput, RequestOu
 from ostinato.runtime.types.params import PoolingParams, SamplingParams
 
 __all__ = ("Generator", "IndexedOutput", "RequestRunner")
+
+T = TypeVar("T")
+_AT_ONCE = 8  # prompts of one request that are begun before other requests have their turn
 
 IndexedOutput = tuple[int, RequestOutput]  # (index of the prompt, one output for it)
 # A client's `generate` is a generator: closing it aborts the request.
@@ -229,16 +239,35 @@ async def _all_in_time(
     remaining_s = None
     if context.timeout_ms is not None:
         remaining_s = context.arrived_at + context.timeout_ms / 1e3 - time.monotonic()
-    tasks = [asyncio.create_task(one) for one in work]
+    tasks: list[asyncio.Task[PooledOutput]] = []
     try:
         async with asyncio.timeout(remaining_s):
+            async for task in _started(work):
+                tasks.append(task)
             return await asyncio.gather(*tasks)
     except TimeoutError as error:
         raise DeadlineError("the request's deadline was over before its answer") from error
     finally:
-        for task in tasks:
+        await _cancel(tasks)
+        for one in work[len(tasks) :]:
+            one.close()
+
+
+async def _started(work: Iterable[Coroutine[Any, Any, T]]) -> AsyncGenerator[asyncio.Task[T], None]:
+    """Tasks for much work; others have their turn after every few."""
+    for number, one in enumerate(work, 1):
+        yield asyncio.create_task(one)
+        if number % _AT_ONCE == 0:
+            await asyncio.sleep(0)
+
+
+async def _cancel(tasks: Sequence[asyncio.Task[Any]]) -> None:
+    """Cancel and await tasks; others have their turn after every few."""
+    for begin in range(0, len(tasks), _AT_ONCE):
+        some = tasks[begin : begin + _AT_ONCE]
+        for task in some:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*some, return_exceptions=True)
 
 
 def _arguments(one: Generation, context: RequestContext) -> dict[str, Any]:
@@ -272,9 +301,15 @@ async def _merged(
         except Exception as error:  # handed over to the reader, which raises it
             queue.put_nowait(error)
 
-    tasks = [asyncio.create_task(pump(index)) for index in range(len(generations))]
+    tasks: list[asyncio.Task[None]] = []
+
+    async def start() -> None:
+        async for task in _started(map(pump, range(len(generations)))):
+            tasks.append(task)
+
+    starter = asyncio.create_task(start())
     try:
-        num_running = len(tasks)
+        num_running = len(generations)
         while num_running:
             item = await queue.get()
             if isinstance(item, Exception):
@@ -284,6 +319,5 @@ async def _merged(
             else:
                 yield item
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await _cancel([starter])
+        await _cancel(tasks)

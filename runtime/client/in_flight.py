@@ -17,6 +17,7 @@ the second time, and the other requests continue.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping
 from typing import Generic, TypeVar
 
@@ -98,15 +99,18 @@ class InFlightRequests(Generic[Q]):
         one = InFlightRequest(request, reader)
         self._requests[request.request_id] = self._held[request.request_id] = one
 
-    def submit(self) -> list[Request]:
+    def submit(self, most: int) -> list[Request]:
         """The requests to send to the engine now, with the tokens that they have returned.
 
         They count as submitted from now on.
+
+        Args:
+            most: at most so many; the next call returns others.
         """
         if self._quarantined is not None or not self._held:
             return []
-        first = next(iter(self._held.values()))
-        submitted = list(self._held.values())
+        submitted = list(itertools.islice(self._held.values(), most))
+        first = submitted[0]
         if first.num_crashes:
             submitted = [first]
             self._quarantined = first.request.request_id

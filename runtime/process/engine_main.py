@@ -14,6 +14,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -54,6 +55,7 @@ _BEAT_S = 0.5  # seconds between the heartbeats of an idle engine
 _BEATS_BEFORE_CHECK = 4  # idle heartbeats before the integrity check, which would delay a request
 _LONG_CALL_S = 60.0  # to write the trace of a long profile
 _LONG_STEP_S = 0.25  # a step predicted to take longer is announced to the client
+_RECEIVE_S = 0.005  # messages that need longer wait until the next step is under way
 _STATS_S = 0.05  # least time between two statistics in the outputs of steps
 
 
@@ -71,16 +73,23 @@ class _Connection:
     def send(self, message: EngineMessage) -> None:
         self._socket.send(self._encoder.encode(message), copy=True)
 
-    def receive(self, timeout_s: float) -> list[ClientMessage]:
-        """All messages that have arrived; waits up to `timeout_s` for the first."""
-        messages: list[ClientMessage] = []
+    def receive(self, timeout_s: float) -> Iterator[ClientMessage]:
+        """The messages that have arrived, until their decoding and handling has taken a while.
+
+        Args:
+            timeout_s: how long to wait for the first.
+        """
         if timeout_s and not self._socket.poll(int(timeout_s * 1000)):
-            return messages
+            return
+        end = time.monotonic() + _RECEIVE_S
         while True:
             try:
-                messages.append(client_decoder.decode(self._socket.recv(zmq.NOBLOCK)))
+                message = self._socket.recv(zmq.NOBLOCK)
             except zmq.Again:
-                return messages
+                return
+            yield client_decoder.decode(message)
+            if time.monotonic() > end:
+                return
 
     def close(self) -> None:
         self._socket.close(linger=2000)
@@ -98,11 +107,9 @@ def run_loop(engine: Engine, connection: _Connection, calls: UtilityCalls) -> No
     idle_beats = 0
     while True:
         outputs = []
-        messages = connection.receive(0.0 if engine.has_work else _BEAT_S)
-        idle_beats = 0 if messages or engine.has_work else idle_beats + 1
-        if idle_beats == _BEATS_BEFORE_CHECK:
-            engine.check_integrity()  # better restarted now than while it serves
-        for message in messages:
+        idle_beats = 0 if engine.has_work else idle_beats + 1
+        for message in connection.receive(0.0 if engine.has_work else _BEAT_S):
+            idle_beats = 0
             if isinstance(message, AddRequest):
                 outputs += _add(engine, message.request)
             elif isinstance(message, AbortRequests):
@@ -116,6 +123,8 @@ def run_loop(engine: Engine, connection: _Connection, calls: UtilityCalls) -> No
                 connection.send(calls.answer(message))
             else:
                 return
+        if idle_beats == _BEATS_BEFORE_CHECK:
+            engine.check_integrity()  # better restarted now than while it serves
         outputs += engine.step(announce)
         now = time.monotonic()
         stats = None

@@ -14,6 +14,8 @@ from ostinato.runtime.types.outputs import FinishReason, SequenceOutput
 from ostinato.runtime.types.params import SamplingParams
 from ostinato.runtime.types.request import Request
 
+MANY = 100
+
 
 def request(name: str) -> Request:
     return Request(request_id=name, prompt_token_ids=[1, 2], sampling=SamplingParams())
@@ -28,7 +30,7 @@ def in_flight(*names: str) -> InFlightRequests[str]:
 
 def submit(made: InFlightRequests[str]) -> list[tuple[str, list[int]]]:
     """Submits the requests that may be submitted, to an engine that has room for all of them."""
-    submitted = [(one.request_id, one.output_token_ids) for one in made.submit()]
+    submitted = [(one.request_id, one.output_token_ids) for one in made.submit(MANY)]
     made.mark_running(request_id for request_id, _ in submitted)
     return submitted
 
@@ -143,7 +145,7 @@ def test_a_request_that_kills_its_engine_at_one_place_is_not_cleared_before_it()
 
 def test_a_request_that_waited_in_the_engine_is_not_quarantined() -> None:
     made = in_flight("a", "b", "c")
-    assert [one.request_id for one in made.submit()] == ["a", "b", "c"]
+    assert [one.request_id for one in made.submit(MANY)] == ["a", "b", "c"]
     made.mark_running(["b"])
     assert made.on_engine_death(1) == []
     assert submit(made) == [("b", [])]
@@ -197,7 +199,7 @@ def test_no_request_is_lost_or_submitted_twice(data: st.DataObject) -> None:
             made.add(request(f"r{number}"), "")
             given[f"r{number}"] = []
         elif what == "submit":
-            for one in made.submit():
+            for one in made.submit(data.draw(st.integers(1, 3), "most")):
                 assert one.request_id not in submitted
                 assert one.output_token_ids == given[one.request_id]
                 submitted.add(one.request_id)
@@ -224,7 +226,7 @@ def test_no_request_is_lost_or_submitted_twice(data: st.DataObject) -> None:
     for name in submitted:
         give(made, name, 1)
     for _ in range(2 * len(given) + 1):
-        for one in made.submit():
+        for one in made.submit(2):
             submitted.add(one.request_id)
             give(made, one.request_id, 1)
     assert submitted == set(given) == set(made.ids())
