@@ -26,6 +26,7 @@ from ostinato.ops.native.instruction_sets import (
     runnable_levels,
     why_no_tiles,
 )
+from tests.ops.attention_steps import Shape, make_step
 from tests.ops.kernel_checks import LEVELS, linear_problem, ops_of
 
 CHECK = Path(__file__).with_name("amx_check.cpp")
@@ -180,6 +181,22 @@ def test_a_linear_layer_has_the_emulations_bits(
         packed = real.pack(weight)
         arguments = (packed, bias, shape[0], float32_output)
         assert torch.equal(real.linear(x, *arguments), emulated.linear(x, *arguments))
+
+
+@needs_amx
+@pytest.mark.parametrize("head_dim", [64, 72, 128])
+@pytest.mark.parametrize("block_size", [8, 16])
+def test_attention_has_the_emulations_bits(head_dim: int, block_size: int) -> None:
+    shape = Shape(head_dim=head_dim, block_size=block_size, dtype=torch.bfloat16)
+    lengths = [(1, 1), (1, 300), (70, 70), (33, 290)]
+    results = []
+    for level in ("amx", EMULATION):
+        attend = ops_of("core", level, attend="paged_attention").attend
+        step = make_step(lengths, shape)
+        tensors = step[:5]
+        results.append(attend(*tensors, *step.metadata, head_dim**-0.5, 0, 0.0, "cpu"))
+    assert torch.equal(*results)
+    assert not bool(results[0].isnan().any())
 
 
 def test_the_levels_that_run_here_are_named(record_property: Callable[[str, object], None]) -> None:

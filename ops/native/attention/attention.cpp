@@ -223,7 +223,9 @@ void paged_attention(Call& call) {
     attend<FloatLayout<Float16>>(p);
   } else {
     OSTINATO_CHECK(q.dtype == DType::bfloat16, "paged_attention: dtype must be float32, bfloat16 or float16");
-#if OSTINATO_ISA >= 3
+#if OSTINATO_AMX
+    attend<TileLayout>(p);
+#elif OSTINATO_ISA >= 3
     attend<PairLayout>(p);
 #else
     attend<FloatLayout<BFloat16>>(p);

@@ -62,7 +62,7 @@ struct FloatStep {
   OSTINATO_INLINE static F32 accumulate(F32 sum, F32 a, F32 b) { return fma(a, b, sum); }
 };
 
-#if OSTINATO_ISA >= 3
+#if OSTINATO_ISA >= 3 && !OSTINATO_AMX
 struct PairStep {
   using Step = uint32_t;  // two bfloat16, the earlier one in the low half
   static constexpr int elements = 2;
@@ -272,7 +272,13 @@ void add_all_values(int num_rows, const ValueRows<typename S::Step>& values, flo
 
 // ---- layouts ---------------------------------------------------------------------------------------------
 
-inline int padded_dim(int head_dim) { return (head_dim + kWidth - 1) / kWidth * kWidth; }
+#if OSTINATO_AMX
+constexpr int kPadding = 16;  // columns of a matrix tile
+#else
+constexpr int kPadding = kWidth;
+#endif
+
+inline int padded_dim(int head_dim) { return (head_dim + kPadding - 1) / kPadding * kPadding; }
 
 // Everything in float32, for any cache type and level; 16-bit tiles are widened to floats in the same order.
 template <class T>
@@ -282,6 +288,8 @@ struct FloatLayout {
   using Step = float;
   using Unit = std::conditional_t<sizeof(T) == 4, float, uint32_t>;
   static constexpr bool kWidens = sizeof(T) < 4;
+  static constexpr bool kHasMatrixTiles = false;
+  static constexpr int kRows = kRowBlock;
 
   static void queries(const T* row, int head_dim, Step* out) {
     for (int d = 0; d < head_dim; ++d) out[d] = to_float(row[d]);
@@ -357,7 +365,7 @@ struct FloatLayout {
   }
 };
 
-#if OSTINATO_ISA >= 3
+#if OSTINATO_ISA >= 3 && !OSTINATO_AMX
 // bfloat16 through the dot-product instruction.
 struct PairLayout {
   using Element = BFloat16;
@@ -365,6 +373,8 @@ struct PairLayout {
   using Step = uint32_t;
   using Unit = uint32_t;
   static constexpr bool kWidens = false;
+  static constexpr bool kHasMatrixTiles = false;
+  static constexpr int kRows = kRowBlock;
 
   static void queries(const BFloat16* row, int head_dim, Step* out) {
     std::memcpy(out, row, head_dim * sizeof(BFloat16));

@@ -7,6 +7,10 @@
 #include "attention/plan.h"
 #include "attention/tile.h"
 
+#if OSTINATO_AMX
+#include "attention/amx_tile.h"
+#endif
+
 #include <cstdlib>
 #include <memory>
 #include <new>
@@ -100,8 +104,8 @@ class Worker {
         num_steps_(problem.head_dim / Multiply::elements) {
     scratch.lay_out([&] {
       queries_ = scratch.take<Step>(static_cast<size_t>(max_rows) * num_steps_);
-      scores_ = scratch.take<float>(kRowBlock * kTile);
-      weights_ = scratch.take<Step>(kRowBlock * kTile);
+      scores_ = scratch.take<float>(Layout::kRows * kTile);
+      weights_ = scratch.take<Step>(Layout::kRows * kTile);
       totals_ = scratch.take<float>(static_cast<size_t>(max_rows) * kWidth);
       local_ = scratch.take<float>(state_floats(max_rows, padded_dim_));
       whole_ = scratch.take<float>(state_floats(max_rows, padded_dim_));
@@ -109,6 +113,12 @@ class Worker {
         keys_ = scratch.take<float>(static_cast<size_t>(kTile) * problem.head_dim);
         values_ = scratch.take<float>(static_cast<size_t>(kTile) * problem.head_dim);
       }
+#if OSTINATO_AMX
+      if (Layout::kHasMatrixTiles) {
+        joined_keys_ = scratch.take<uint32_t>(static_cast<size_t>(kTile) * num_steps_);
+        joined_values_ = scratch.take<uint32_t>(static_cast<size_t>(kTile) / 2 * padded_dim_);
+      }
+#endif
     });
   }
 
@@ -212,7 +222,9 @@ class Worker {
   // All rows against one tile of keys; `next` is fetched meanwhile, if there is one.
   void run_tile(const QueryTile& tile, int first_key, const TileGroups<Unit>& groups, const TileGroups<Unit>* next,
                 int rows, State state) {
-    if constexpr (Layout::kWidens) {
+    if constexpr (Layout::kHasMatrixTiles) {
+      this->run_matrix_blocks(tile, first_key, groups, next, rows, state);
+    } else if constexpr (Layout::kWidens) {
       TileGroups<float> widened;
       Layout::widen_tile(groups, next, tokens_, count_keys(tile, first_key), p_.head_dim, keys_, values_, widened);
       run_blocks(tile, first_key, widened, nullptr, rows, state);
@@ -232,6 +244,54 @@ class Worker {
                fetches ? next_keys.columns : nullptr, fetches ? next->values : nullptr);
     }
   }
+
+#if OSTINATO_AMX
+  // run_blocks by matrix tiles.
+  void run_matrix_blocks(const QueryTile& tile, int first_key, const TileGroups<uint32_t>& groups,
+                         const TileGroups<uint32_t>* next, int rows, State state) {
+    copy_values(groups, tokens_, count_keys(tile, first_key), p_.head_dim, padded_dim_, joined_values_);
+    const bool joins = tokens_ == kMinGroup;
+    if (joins) join_keys(groups, num_steps_, joined_keys_);
+    const uint32_t* keys[kKeyVectors];
+    for (int v = 0; v < kKeyVectors; ++v) {
+      keys[v] = joins ? joined_keys_ + v * num_steps_ * amx::kTileColumns : groups.keys[v];
+    }
+    const TileGroups<uint32_t>* fetched = joins ? nullptr : next;
+    for (int row = 0; row < rows; row += Layout::kRows) {
+      const int count = std::min(Layout::kRows, rows - row);
+      Visible visible[Layout::kRows];
+      const int last_seen = look(tile, first_key, row, count, visible);
+      if (last_seen <= 0) continue;
+      registers_.shape(count, p_.head_dim);
+      const int num_vectors = (last_seen + amx::kTileColumns - 1) / amx::kTileColumns;
+      with_tiles(num_vectors, [&]<int kVectors>(std::integral_constant<int, kVectors>) {
+        score_tiles<kVectors>(queries_ + static_cast<size_t>(row) * num_steps_, num_steps_, keys,
+                              fetched == nullptr ? nullptr : fetched->values, scores_);
+      });
+      alignas(64) float rescale[Layout::kRows];
+      softmax_block<Layout>(count, visible, p_.scaling, scores_, weights_, state.maximum + row, totals_ + row * kWidth,
+                            rescale);
+      float* out = state.accumulator + static_cast<size_t>(row) * padded_dim_;
+      rescale_rows(count, rescale, padded_dim_, out);
+      for (int column = 0; column < padded_dim_; column += 4 * amx::kTileColumns) {
+        const int columns = std::min(4, (padded_dim_ - column) / amx::kTileColumns);
+        const uint32_t* next_keys[kKeyVectors];
+        for (int v = 0; v < kKeyVectors && fetched != nullptr; ++v) {
+          next_keys[v] = fetched->keys[v] + column / 2 * amx::kTileColumns;
+        }
+        with_tiles(columns, [&]<int kColumns>(std::integral_constant<int, kColumns>) {
+          add_value_tiles<kColumns>(weights_, joined_values_ + column, padded_dim_, fetched == nullptr ? nullptr : next_keys,
+                                    out + column);
+        });
+      }
+      fetched = nullptr;
+    }
+  }
+
+  TileRegisters registers_;
+  uint32_t* joined_keys_ = nullptr;    // [kKeyVectors][num_steps][16], where groups have 8 tokens
+  uint32_t* joined_values_ = nullptr;  // [kTile / 2][padded_dim]
+#endif
 
   // Which keys of the tile at first_key each of `count` rows sees. Returns one past the last that any sees, 0 when
   // there is none.
@@ -282,8 +342,8 @@ class Worker {
   const int padded_dim_;
   const int num_steps_;
   Step* queries_;            // [rows][num_steps]
-  float* scores_;            // [kRowBlock][kTile]
-  Step* weights_;            // [kRowBlock][kTile / elements]
+  float* scores_;            // [kRows][kTile]
+  Step* weights_;            // [kRows][kTile / elements]
   float* totals_;            // [rows][kWidth]
   float* local_;             // State
   float* whole_;             // State

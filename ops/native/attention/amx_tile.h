@@ -1,0 +1,184 @@
+// One tile of bfloat16 attention by matrix tiles (core/amx.h): up to 64 keys and values against blocks of 16 query rows.
+//
+// A group of the cache holds the keys of 16 tokens as tiles B: 16 steps of two dimensions are 1 KiB. Values lie in groups of
+// 16 tokens, that is 8 rows of pairs, wherever their block is. They are copied side by side first, so that a tile B has 32
+// tokens, and tokens that the context does not have become zeros.
+//
+// Order of sums: a score runs over the dimensions, an output over the tile's 64 keys, in parts of 32 as amx_linear.h
+// describes. No other row has a part in them.
+#pragma once
+
+#include "attention/tile.h"
+#include "core/amx.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace ostinato::attention {
+
+constexpr int kUnits = 16;                               // of two elements, in a row of a tile A
+constexpr int kKeyVectors = kTile / amx::kTileColumns;  // tiles B side by side
+
+struct TileLayout {
+  using Element = BFloat16;
+  struct Multiply {
+    static constexpr int elements = 2;
+  };
+  using Step = uint32_t;
+  using Unit = uint32_t;
+  static constexpr bool kWidens = false;
+  static constexpr bool kHasMatrixTiles = true;
+  static constexpr int kRows = amx::kTileRows;  // of a block
+
+  static void queries(const BFloat16* row, int head_dim, Step* out) {
+    std::memcpy(out, row, head_dim * sizeof(BFloat16));
+  }
+
+  OSTINATO_INLINE static void weights(const F32* p, Step* out) {
+    for (int i = 0; i < kTile / kWidth; ++i) store(reinterpret_cast<BFloat16*>(out) + i * kWidth, p[i]);
+  }
+
+  static void output(const float* accumulator, float factor, int head_dim, BFloat16* out) {
+    FloatLayout<BFloat16>::output(accumulator, factor, head_dim, out);
+  }
+};
+
+// The registers of one worker: 0 to 3 hold C, 4 A, 5 B, 6 and 7 A and B of the last dimensions of a score.
+class TileRegisters {
+ public:
+  TileRegisters() = default;
+  TileRegisters(const TileRegisters&) = delete;
+  TileRegisters& operator=(const TileRegisters&) = delete;
+  ~TileRegisters() {
+    if (rows_ > 0) amx::release();
+  }
+
+  // For blocks of `rows` rows.
+  void shape(int rows, int head_dim) {
+    if (rows == rows_) return;
+    rows_ = rows;
+    const int rest = head_dim / 2 % kUnits;
+    amx::TileShapes shapes;
+    shapes.set(0, 5, rows, amx::kTileBytes);
+    shapes.set(5, 6, kUnits, amx::kTileBytes);
+    if (rest > 0) {
+      shapes.set(6, 7, rows, rest * 4);
+      shapes.set(7, 8, rest, amx::kTileBytes);
+    }
+    amx::configure(shapes);
+  }
+
+ private:
+  int rows_ = 0;
+};
+
+// Calls run(index) with each constant below kCount.
+template <int kCount, class Run>
+OSTINATO_INLINE void for_tiles(const Run& run) {
+  [&]<int... kIndex>(std::integer_sequence<int, kIndex...>) {
+    (run(std::integral_constant<int, kIndex>{}), ...);
+  }(std::make_integer_sequence<int, kCount>{});
+}
+
+// Calls run(count) with the constant `count`, 1 to 4.
+template <class Run>
+OSTINATO_INLINE void with_tiles(int count, const Run& run) {
+  if (count == 1) run(std::integral_constant<int, 1>{});
+  if (count == 2) run(std::integral_constant<int, 2>{});
+  if (count == 3) run(std::integral_constant<int, 3>{});
+  if (count == 4) run(std::integral_constant<int, 4>{});
+}
+
+// scores [rows][kTile] = queries [rows][units] times kVectors tiles of 16 keys, [units][16] each. Groups of values `next`, which
+// are as large, are fetched meanwhile, if that is not null.
+template <int kVectors>
+void score_tiles(const uint32_t* queries, int units, const uint32_t* const* keys, const uint32_t* const* next,
+                 float* scores) {
+  const int64_t row_bytes = units * 4;
+  for_tiles<kVectors>([](auto v) { amx::zero<v>(); });
+  int unit = 0;
+  for (; unit + kUnits <= units; unit += kUnits) {
+    amx::load<4>(queries + unit, row_bytes);
+    for_tiles<kVectors>([&](auto v) {
+      if (next != nullptr) {
+        for (int u = unit; u < unit + kUnits; ++u) __builtin_prefetch(next[v] + u * amx::kTileColumns, 0, 2);
+      }
+      amx::load<5>(keys[v] + unit * amx::kTileColumns, amx::kTileBytes);
+      amx::multiply_bfloat16<v, 4, 5>();
+    });
+  }
+  if (unit < units) {
+    amx::load<6>(queries + unit, row_bytes);
+    for_tiles<kVectors>([&](auto v) {
+      amx::load<7>(keys[v] + unit * amx::kTileColumns, amx::kTileBytes);
+      amx::multiply_bfloat16<v, 6, 7>();
+    });
+  }
+  for_tiles<kVectors>([&](auto v) { amx::store<v>(scores + v * amx::kTileColumns, kTile * 4); });
+}
+
+// out [rows][stride] += weights [rows][kTile / 2] times kColumns tiles of 16 dimensions of values [kTile / 2][stride]. The
+// same dimensions of the keys `next` are fetched meanwhile, if that is not null.
+template <int kColumns>
+void add_value_tiles(const uint32_t* weights, const uint32_t* values, int stride, const uint32_t* const* next, float* out) {
+  const int64_t row_bytes = stride * 4;
+  for_tiles<kColumns>([&](auto c) { amx::load<c>(out + c * amx::kTileColumns, row_bytes); });
+  for (int pair = 0; pair < kTile / 2; pair += kUnits) {
+    amx::load<4>(weights + pair, kTile * 2);
+    for_tiles<kColumns>([&](auto c) {
+      if (next != nullptr) {
+        for (int unit = c * kUnits / 2; unit < (c + 1) * kUnits / 2; ++unit) {
+          __builtin_prefetch(next[pair / 8] + unit * amx::kTileColumns, 0, 2);
+          __builtin_prefetch(next[pair / 8 + 1] + unit * amx::kTileColumns, 0, 2);
+        }
+      }
+      amx::load<5>(values + pair * stride + c * amx::kTileColumns, row_bytes);
+      amx::multiply_bfloat16<c, 4, 5>();
+    });
+  }
+  for_tiles<kColumns>([&](auto c) { amx::store<c>(out + c * amx::kTileColumns, row_bytes); });
+}
+
+// The values of a tile's first `count` tokens, side by side: out [kTile / 2][stride], zero elsewhere.
+inline void copy_values(const TileGroups<uint32_t>& groups, int tokens, int count, int head_dim, int stride, uint32_t* out) {
+  for (int token = 0; token < kTile; token += 2, out += stride) {
+    if (token >= count) {
+      std::memset(out, 0, stride * 4);
+      continue;
+    }
+    const int64_t offset = static_cast<int64_t>(token % tokens / 2) * head_dim;
+    const uint32_t* from = groups.values[token / tokens] + offset;
+    if (token + 1 < count) {
+      int d = 0;
+      for (; d + kWidth <= head_dim; d += kWidth) {
+        store(reinterpret_cast<float*>(out + d), load(reinterpret_cast<const float*>(from + d)));
+      }
+      if (d < head_dim) std::memcpy(out + d, from + d, (head_dim - d) * 4);
+    } else {
+      for (int d = 0; d < head_dim; ++d) out[d] = from[d] & 0xffff;
+    }
+    if (head_dim < stride) std::memset(out + head_dim, 0, (stride - head_dim) * 4);
+  }
+}
+
+// The keys of a tile where groups have 8 tokens: out [kKeyVectors][units][16].
+inline void join_keys(const TileGroups<uint32_t>& groups, int units, uint32_t* out) {
+  for (int vector = 0; vector < kKeyVectors; ++vector) {
+    for (int unit = 0; unit < units; ++unit, out += 2 * kMinGroup) {
+      for (int half = 0; half < 2; ++half) {
+        std::memcpy(out + half * kMinGroup, groups.keys[2 * vector + half] + unit * kMinGroup, kMinGroup * 4);
+      }
+    }
+  }
+}
+
+// Rows [rows][stride] times their factors.
+inline void rescale_rows(int rows, const float* factors, int stride, float* out) {
+  for (int r = 0; r < rows; ++r, out += stride) {
+    if (factors[r] == 1.0f) continue;
+    const F32 factor = broadcast(factors[r]);
+    for (int d = 0; d < stride; d += kWidth) store(out + d, load(out + d) * factor);
+  }
+}
+
+}  // namespace ostinato::attention
