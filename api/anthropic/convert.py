@@ -213,8 +213,8 @@ def stop_of(finish_reason: str, stop_reason: int | str | None) -> tuple[str, str
 
 
 def reply_blocks(blocks: list[ContentBlock]) -> list[ReplyText | ReplyThinking | ReplyToolUse]:
-    """The content of a complete answer."""
-    return [_reply_block(block, block.text) for block in blocks]
+    """The content of a complete answer, without a call that was cut: its input is no JSON."""
+    return [_reply_block(block, block.text) for block in blocks if not block.is_cut]
 
 
 def block_events(change: BlockDelta) -> list[MessageEvent]:

@@ -58,7 +58,7 @@ class MessagesReply:
 
     async def stream(self) -> AsyncGenerator[MessageEvent, None]:
         """The events, from `message_start` to `message_stop`."""
-        has_begun = False
+        has_begun = cuts_call = False
         outputs = self._service.runner.generate(self._id, [self._generation], self._context)
         async with aclosing(outputs):
             async for _, output in outputs:
@@ -73,8 +73,9 @@ class MessagesReply:
                     for event in block_events(change):
                         yield event
                 if delta.finish_reason is not None:
+                    cuts_call = delta.cuts_call
                     self._stop = stop_of(delta.finish_reason, delta.output.stop_reason)
-        for change in self._blocks.finish():
+        for change in self._blocks.finish(cuts_call=cuts_call):
             for event in block_events(change):
                 yield event
         reason, sequence = self._stop

@@ -33,7 +33,6 @@ _INSTEAD = {
 _MISSING_FEATURES = {
     "/collective_rpc": "calls into worker processes",
     "/generative_scoring": "scores of generated items",
-    "/invocations": "the SageMaker dialect; use the endpoint itself",
     "/is_paused": "pausing the engine",
     "/is_sleeping": "models that can be unloaded while the server runs",
     "/pause": "pausing the engine",

@@ -45,6 +45,7 @@ def plan_answer(
         calls=found.calls if use.tools else None,
         tool_names=use.names,
         max_calls=None if use.parallel else 1,
+        only_calls=use.must_call,
     )
     if use.tools:
         constraint = tool_constraint(use, form, constraint_of(body))

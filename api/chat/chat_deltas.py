@@ -26,6 +26,7 @@ class ChatDelta(msgspec.Struct, frozen=True):
     events: list[Event]  # its text, parsed; every call has an id
     finish_reason: str | None = None  # as the OpenAI API names it, `tool_calls` included
     num_reasoning_tokens: int = 0  # those of its tokens that ended within reasoning
+    cuts_call: bool = False  # the answer ends within its last call
 
 
 class CollectedAnswer(msgspec.Struct, kw_only=True):
@@ -54,13 +55,14 @@ class ChatOutputParser:
             parser = self._parsers[output.index] = self._form.parser()
         events = parser.feed(output.text_delta)
         num_reasoning = len(output.new_token_ids) if parser.is_reasoning else 0
-        finish_reason = None
+        finish_reason, cuts_call = None, False
         if output.finish_reason is not None:
             events += parser.finish()
+            cuts_call = parser.ends_in_call
             ends_in_calls = parser.has_calls and output.finish_reason is FinishReason.stop
             finish_reason = "tool_calls" if ends_in_calls else output.finish_reason.value
         events = [self._with_id(event) for event in events]
-        return ChatDelta(output, events, finish_reason, num_reasoning)
+        return ChatDelta(output, events, finish_reason, num_reasoning, cuts_call)
 
     def _with_id(self, event: Event) -> Event:
         if isinstance(event, CallBegins) and event.id is None:
@@ -75,11 +77,15 @@ def join_deltas(deltas: Sequence[ChatDelta]) -> ChatDelta:
         merge(event for one in deltas for event in one.events),
         deltas[-1].finish_reason,
         sum(one.num_reasoning_tokens for one in deltas),
+        deltas[-1].cuts_call,
     )
 
 
 def collect_delta(answers: dict[int, CollectedAnswer], delta: ChatDelta) -> None:
-    """Join one delta to its answer in `answers`, which has the answers' indices as keys."""
+    """Join one delta to its answer in `answers`, which has the answers' indices as keys.
+
+    A call that was cut is left out: its arguments are no JSON.
+    """
     index = delta.output.index
     answer = answers.get(index)
     if answer is None:
@@ -88,4 +94,6 @@ def collect_delta(answers: dict[int, CollectedAnswer], delta: ChatDelta) -> None
         )
     answer.completion.add(delta.output)
     answer.message.add(delta.events)
+    if delta.cuts_call:
+        answer.message.calls.pop()
     answer.finish_reason = delta.finish_reason

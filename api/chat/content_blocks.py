@@ -30,6 +30,7 @@ class ContentBlock(msgspec.Struct, kw_only=True):
     text: str = ""
     name: str = ""  # of the function that is called
     call_id: str = ""
+    is_cut: bool = False  # the answer ended within this call
 
 
 class BlockDelta(msgspec.Struct, frozen=True):
@@ -65,10 +66,15 @@ class ContentBlocks:
             changes.append(BlockDelta(block, delta=event.text))
         return changes
 
-    def finish(self) -> list[BlockDelta]:
-        """The change that ends the last block, if one is open."""
+    def finish(self, *, cuts_call: bool = False) -> list[BlockDelta]:
+        """The change that ends the last block, if one is open.
+
+        Args:
+            cuts_call: the last block is a call, and its arguments are not complete.
+        """
         if not self._is_open:
             return []
+        self.blocks[-1].is_cut = cuts_call
         self._is_open = False
         return [BlockDelta(self.blocks[-1], ends=True)]
 

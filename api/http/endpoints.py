@@ -42,36 +42,44 @@ _ERRORS = {
 
 def post_endpoint(
     *paths: str,
-    body: type[msgspec.Struct] | None = None,
+    body: type[msgspec.Struct] | Sequence[type[msgspec.Struct]] | None = None,
     answer: object = None,
     events: Sequence[object] = (),
     error: type[msgspec.Struct] = ErrorBody,
     errors: Errors | None = None,
+    is_open: bool = False,
 ) -> Decorator:
     """A POST handler that answers 200.
 
     Args:
         paths: of the endpoint; the document describes the first.
-        body: schema of the JSON body; None = there is no body.
+        body: schema of the JSON body, or several of which it has one; None = there is no body.
         answer: type of the whole answer; None = some JSON object.
         events: the types that the data of a server-sent event can have; () = there is no stream.
         error: type of the body of every error of an endpoint with a body.
         errors: status -> type of its body, beside 401 and 500, of an endpoint without a body.
+        is_open: whether a request without an API key is answered too.
     """
-    base = f"#/paths/{_escaped(paths[0])}/post"
+    base = f"#/paths/{_escaped(_documented(paths[0]))}/post"
+    options: dict[str, Any] = {"status_code": 200, "opt": {OPEN: is_open}}
     if body is None:
         operation = _operation(None, _responses(base, answer, _with_common(errors)))
-        return post(list(paths), status_code=200, operation_class=operation)
+        return post(list(paths), operation_class=operation, **options)
     place = f"{base}/requestBody/content/{_escaped(_JSON)}/schema"
-    content = {_JSON: OpenAPIMediaType(schema=_described(body, place))}
+    described = (
+        _described_any(body, place) if isinstance(body, Sequence) else _described(body, place)
+    )
+    content = {_JSON: OpenAPIMediaType(schema=described)}
     responses = _responses(base, answer, dict.fromkeys(_ERRORS, error))
     if events:
-        stream = OpenAPIMediaType(schema=_described_events(events, base))
+        text = "The data of one event; the end marker [DONE] is no JSON."
+        at = f"{base}/responses/200/content/{_escaped(_EVENTS)}/schema"
+        stream = OpenAPIMediaType(schema=_described_any(events, at, description=text))
         whole = responses["200"].content
         assert whole is not None, "every answer has a content"
         responses["200"].content = {**whole, _EVENTS: stream}
     operation = _operation(RequestBody(content=content, required=True), responses)
-    return post(list(paths), status_code=200, operation_class=operation)
+    return post(list(paths), operation_class=operation, **options)
 
 
 def get_endpoint(
@@ -151,21 +159,15 @@ def _described(kind: object, place: str) -> Schema:
     return cast("Schema", described)
 
 
-def _described_events(kinds: Sequence[object], base: str) -> Schema:
-    """The schema of the data of one event."""
-    place = f"{base}/responses/200/content/{_escaped(_EVENTS)}/schema"
+def _described_any(kinds: Sequence[object], place: str, **more: str) -> Schema:
+    """The schema of a value of one of several types."""
     one_of: list[Any] = []
     types: dict[str, Any] = {}
     for kind in kinds:
         described = dict(cast("dict[str, Any]", _described(kind, place)))
         types |= described.pop("$defs", {})
         one_of += described.get("anyOf", [described])
-    schema = {
-        "description": "The data of one event; the end marker [DONE] is no JSON.",
-        "anyOf": one_of,
-        "$defs": types,
-    }
-    return cast("Schema", schema)
+    return cast("Schema", {**more, "anyOf": one_of, "$defs": types})
 
 
 def _escaped(part: str) -> str:

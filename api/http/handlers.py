@@ -27,6 +27,8 @@ __all__ = (
     "Reply",
     "SharedService",
     "Status",
+    "body_bytes",
+    "event_stream",
     "json_response",
     "read_body",
     "respond",
@@ -87,10 +89,7 @@ async def read_body(
             code="unsupported_media_type",
             status=415,
         )
-    try:
-        data = await request.body()
-    except InternalServerException as error:  # raised by Litestar for a body that breaks off
-        raise ClientGoneError from error
+    data = await body_bytes(request)
     service.admission.check()
     body = decode(data, schema, unsupported)
     model = service.client.model
@@ -100,15 +99,28 @@ async def read_body(
     return body
 
 
+async def body_bytes(request: HttpRequest) -> bytes:
+    """The body as it came; raises ClientGoneError when the connection closes before its end."""
+    try:
+        return await request.body()
+    except InternalServerException as error:  # raised by Litestar for a body that breaks off
+        raise ClientGoneError from error
+
+
 async def respond(
     request: HttpRequest, reply: Reply, *, stream: bool | None, form: EventForm = OPENAI_EVENTS
 ) -> Response[bytes] | Stream:
     """Send a reply as server-sent events, or as one JSON body."""
     if not stream:
         return await respond_whole(request, reply.whole())
+    return event_stream(sse(reply.stream(), form))
+
+
+def event_stream(events: AsyncGenerator[bytes, None]) -> Stream:
+    """Send server-sent events that are encoded already."""
     # The headers keep proxies from buffering the events.
     headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-    return Stream(sse(reply.stream(), form), media_type="text/event-stream", headers=headers)
+    return Stream(events, media_type="text/event-stream", headers=headers)
 
 
 async def respond_whole(

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from ostinato.api.chat.chat_deltas import ChatDelta, CollectedAnswer
+from ostinato.api.openai.logprobs import TokenBytes, chat_logprobs, prompt_logprobs
 from ostinato.api.parsing.events import CallBegins, Content, Event, Reasoning
 from ostinato.api.schemas.chat_completions import (
     ChatChoice,
@@ -26,7 +27,6 @@ from ostinato.api.schemas.chat_completions import (
 )
 from ostinato.api.schemas.usage import PromptLogprobs, Usage
 from ostinato.api.service.generation import Generation, check_fields
-from ostinato.api.service.logprobs import TokenBytes, chat_logprobs, prompt_logprobs
 from ostinato.api.service.reply_state import ReplyHead, ReplyOptions
 from ostinato.runtime.errors import InvalidRequestError
 
@@ -195,9 +195,14 @@ def to_response(
     *,
     options: ReplyOptions,
     echo: str = "",
+    only_calls: bool = False,
     usage: Usage,
 ) -> ChatResponse:
-    """The whole answer to a request without `stream`; `answers` by the choice's index."""
+    """The whole answer to a request without `stream`; `answers` by the choice's index.
+
+    Args:
+        only_calls: an answer has calls and no text; then the list of calls may be empty.
+    """
     choices = []
     for index, answer in sorted(answers.items()):
         one = answer.completion
@@ -214,7 +219,7 @@ def to_response(
         choices.append(
             ChatChoice(
                 index=index,
-                message=_reply_message(answer, echo),
+                message=_reply_message(answer, echo, only_calls=only_calls),
                 logprobs=logprobs,
                 finish_reason=answer.finish_reason,
                 stop_reason=one.stop_reason,
@@ -240,7 +245,7 @@ def to_response(
     )
 
 
-def _reply_message(answer: CollectedAnswer, echo: str) -> ReplyMessage:
+def _reply_message(answer: CollectedAnswer, echo: str, *, only_calls: bool) -> ReplyMessage:
     message = answer.message
     content = echo + message.content
     calls = [
@@ -252,5 +257,5 @@ def _reply_message(answer: CollectedAnswer, echo: str) -> ReplyMessage:
         content if content or not calls else None,
         reasoning=message.reasoning or msgspec.UNSET,
         reasoning_content=message.reasoning or msgspec.UNSET,
-        tool_calls=calls or msgspec.UNSET,
+        tool_calls=calls if calls or only_calls else msgspec.UNSET,
     )

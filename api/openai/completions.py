@@ -9,6 +9,12 @@ from collections.abc import Sequence
 
 import msgspec
 
+from ostinato.api.openai.logprobs import (
+    TokenBytes,
+    completion_logprobs,
+    prompt_logprobs,
+    token_text,
+)
 from ostinato.api.schemas.prompt_inputs import read_inputs
 from ostinato.api.schemas.text_completions import (
     Completion,
@@ -18,12 +24,6 @@ from ostinato.api.schemas.text_completions import (
 )
 from ostinato.api.schemas.usage import PromptLogprobs, Usage
 from ostinato.api.service.generation import Generation, check_fields, make_generation
-from ostinato.api.service.logprobs import (
-    TokenBytes,
-    completion_logprobs,
-    prompt_logprobs,
-    token_text,
-)
 from ostinato.api.service.reply_state import CollectedCompletion, ReplyHead, ReplyOptions
 from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.types.engine_info import ServedModel

@@ -81,6 +81,7 @@ class ChatReply:
         self._service = service
         self._generation = ready.generation
         self._parser = ChatOutputParser(ready.form)
+        self._only_calls = ready.form.only_calls
         self._report = report
         self._context = context
         self._head = _head(service, ready.generation.request_id, body.service_tier)
@@ -134,6 +135,7 @@ class ChatReply:
             self._service.encoder.token_bytes,
             options=self._options,
             echo=self._echo,
+            only_calls=self._only_calls,
             usage=self._tally.usage,
         )
         response = self._report.added_to(response)

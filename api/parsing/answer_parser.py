@@ -25,6 +25,7 @@ class AnswerForm(msgspec.Struct, frozen=True, kw_only=True):
     calls: CallFormat | None = None
     tool_names: frozenset[str] = frozenset()
     max_calls: int | None = None
+    only_calls: bool = False  # beside reasoning; what is left of a call that was cut is dropped
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -42,6 +43,7 @@ class AnswerParser:
 
     def __init__(self, form: AnswerForm) -> None:
         self._shows_reasoning = form.shows_reasoning
+        self._only_calls = form.only_calls
         self._reasoning = (
             None
             if form.reasoning is None
@@ -59,6 +61,11 @@ class AnswerParser:
         return self._calls is not None and self._calls.num_calls > 0
 
     @property
+    def ends_in_call(self) -> bool:
+        """After `finish`: whether the answer ended within a call of which events were given."""
+        return self._calls is not None and self._calls.ends_in_call
+
+    @property
     def is_reasoning(self) -> bool:
         """Whether the text so far ends within reasoning."""
         return self._reasoning is not None and self._reasoning.is_inside
@@ -74,7 +81,9 @@ class AnswerParser:
     def finish(self) -> list[Event]:
         """The events of the text that was held back; call it at the end."""
         events = [] if self._reasoning is None else self._pass_on(self._reasoning.finish())
-        return events if self._calls is None else events + self._calls.finish()
+        if self._calls is None:
+            return events
+        return events + self._without_content(self._calls.finish())
 
     def _pass_on(self, events: list[Event]) -> list[Event]:
         """Send the content of the first stage through the second."""
@@ -87,4 +96,12 @@ class AnswerParser:
         return result
 
     def _split_calls(self, text: str) -> list[Event]:
-        return [Content(text)] if self._calls is None else self._calls.feed(text)
+        if self._calls is None:
+            return [Content(text)]
+        return self._without_content(self._calls.feed(text))
+
+    def _without_content(self, events: list[Event]) -> list[Event]:
+        """The events without content where an answer has none."""
+        if not self._only_calls:
+            return events
+        return [event for event in events if not isinstance(event, Content)]

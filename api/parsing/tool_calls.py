@@ -40,6 +40,7 @@ class CallParser:
             None  # characters of the arguments that were sent; None = no call has begun
         )
         self.num_calls = 0
+        self.ends_in_call = False  # set by `finish`: the answer ended within a call that has begun
 
     def feed(self, text: str) -> list[Event]:
         """The events of new text."""
@@ -57,7 +58,8 @@ class CallParser:
                 pass
             if self._state != self._in_body:
                 break
-            if self._num_given is not None:  # the answer ended within a call that has begun
+            if self._num_given is not None:
+                self.ends_in_call = True
                 self._buffer = ""
                 break
             self._to_content(events)

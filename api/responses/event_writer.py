@@ -25,6 +25,7 @@ from ostinato.api.responses.response_events import (
     ResponseFailed,
     ResponseIncomplete,
     ResponseInProgress,
+    ResponseQueued,
 )
 from ostinato.api.responses.response_object import (
     OutputCall,
@@ -42,6 +43,7 @@ __all__ = ("EventWriter",)
 
 _PREFIXES = {BlockKind.text: "msg", BlockKind.reasoning: "rs", BlockKind.call: "fc"}
 _LIFECYCLE = {
+    "queued": ResponseQueued,
     "in_progress": ResponseInProgress,
     "completed": ResponseCompleted,
     "incomplete": ResponseIncomplete,
@@ -116,6 +118,14 @@ class EventWriter:
             )
         content = [] if is_empty else [self._output_text(block, text)]
         return OutputMessage(id=item_id, status=status, content=content)
+
+    def empty_message(self) -> OutputItem:
+        """The only item of an answer that was cut before it said anything."""
+        return OutputMessage(
+            id=f"{_PREFIXES[BlockKind.text]}_{self._stem}_0",
+            status="incomplete",
+            content=[OutputText(text="")],
+        )
 
     def _begin(self, block: ContentBlock) -> list[ResponseEvent]:
         begun = self.item(block, "in_progress", is_empty=True)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from typing import Literal
 
 import msgspec
 
@@ -14,6 +16,7 @@ from ostinato.api.base.request_context import RequestContext
 from ostinato.api.chat.chat_deltas import ChatOutputParser, join_deltas
 from ostinato.api.chat.chat_generation import ChatGeneration
 from ostinato.api.chat.content_blocks import BlockDelta, BlockKind, ContentBlock, ContentBlocks
+from ostinato.api.http.sse import NAMED_EVENTS
 from ostinato.api.responses.convert import shows_logprobs
 from ostinato.api.responses.event_writer import EventWriter
 from ostinato.api.responses.response_events import ResponseEvent
@@ -34,6 +37,7 @@ from ostinato.api.responses.schemas import (
 )
 from ostinato.api.responses.text_logprobs import TextLogprobs
 from ostinato.api.schemas.conversation import CalledFunction, Message, MessageToolCall
+from ostinato.api.service.background import BackgroundReply
 from ostinato.api.service.prompt_report import PromptReport
 from ostinato.api.service.reply_state import Tally
 from ostinato.api.service.service import Service
@@ -57,7 +61,7 @@ class ResponsesReply:
         ready: the request for the engine; its id is the reply's.
         report: what the reply shows of the prompt.
         messages: the conversation without instructions, for the store.
-        stores: whether the reply is stored.
+        stores: whether the reply is stored, under the request's id.
     """
 
     def __init__(
@@ -80,6 +84,7 @@ class ResponsesReply:
         self._num_reasoning_tokens = 0
         self._blocks = ContentBlocks()
         self._incomplete_reason: str | None = None
+        self._has_output = False
         self._interval = StreamInterval(body.stream_interval or 1, join_deltas)
         num_top = len(body.logprob_token_ids or ()) or body.top_logprobs or 0
         self._logprobs = TextLogprobs(
@@ -90,67 +95,69 @@ class ResponsesReply:
             self._logprobs,
             encodes_reasoning="reasoning.encrypted_content" in (body.include or ()),
         )
-        sampling = ready.generation.sampling
-        reasoning = body.reasoning or ReasoningConfig()
-        self._begun = Response(
-            id=ready.generation.request_id,
-            created_at=int(time.time()),
-            status="in_progress",
-            instructions=body.instructions,
-            max_output_tokens=body.max_output_tokens,
-            metadata=body.metadata or {},
-            model=service.client.model.name,
-            output=[],
-            parallel_tool_calls=body.parallel_tool_calls is not False,
-            previous_response_id=body.previous_response_id,
-            reasoning=ReasoningShown(
-                effort=reasoning.effort, summary=reasoning.summary or reasoning.generate_summary
-            ),
-            store=stores,
-            temperature=sampling.temperature,
-            text=body.text or TextConfig(),
-            tool_choice=body.tool_choice or "auto",
-            tools=body.tools or [],
-            top_p=sampling.top_p,
-            truncation=body.truncation or "disabled",
-            user=body.user,
-            max_tool_calls=body.max_tool_calls,
-            safety_identifier=body.safety_identifier,
-            service_tier=None if body.service_tier is None else "default",
-            prompt_cache_key=body.prompt_cache_key,
-            prompt_cache_retention=body.prompt_cache_retention,
-            top_logprobs=body.top_logprobs,
-            prompt_text=report.text,
-            prompt_token_offsets=report.token_offsets,
-        )
+        self._begun = _begun(service, body, ready, report, stores=stores)
+        self._end: Response | None = None
 
     async def whole(self) -> Response:
-        """The response that the events add up to."""
+        """The response that the events add up to, without a call that was cut."""
         async with aclosing(self._changes()) as changes:
             async for change in changes:
                 self._logprobs.of_change(change)
-        return self._ended()
+        return self._ended(with_cut_call=False)
 
     async def stream(self) -> AsyncGenerator[ResponseEvent, None]:
         """From `response.created` to `response.completed`, `.incomplete` or `.failed`."""
         yield self._writer.created(self._begun)
         yield self._writer.of_status(self._begun)
+        is_queued = self._begun.status == "queued"
         try:
             async with aclosing(self._changes()) as changes:
                 async for change in changes:
+                    if is_queued:
+                        is_queued = False
+                        started = msgspec.structs.replace(self._begun, status="in_progress")
+                        yield self._writer.of_status(started)
                     for event in self._writer.of_change(change, self._status_of(change.block)):
                         yield event
         except Exception as error:  # the status line has been sent: the error becomes an event
-            if status_of(error) == 500:
-                _LOG.error("a stream failed", exc_info=error)
             yield self._writer.of_status(self._failed(error))
             return
         yield self._writer.of_status(self._ended())
 
+    async def in_background(self, record: BackgroundReply, *, streams: bool) -> None:
+        """Make the reply while no client waits for it; cancelling the call cancels the reply.
+
+        Args:
+            record: gets the events.
+            streams: whether there are events.
+        """
+        try:
+            if streams:
+                async with aclosing(self.stream()) as events:
+                    async for event in events:
+                        record.add(NAMED_EVENTS.of_chunk(event))
+            else:
+                await self.whole()
+        except asyncio.CancelledError:
+            self._end = self._with_output("cancelled")
+            raise
+        except Exception as error:
+            self._failed(error)
+        finally:
+            self._store(record.events)
+
+    def present(self) -> Response:
+        """The response as it is now."""
+        if self._end is not None:
+            return self._end
+        return self._with_output("in_progress") if self._has_output else self._begun
+
     async def _changes(self) -> AsyncGenerator[BlockDelta, None]:
+        cuts_call = False
         outputs = self._service.runner.generate(self._begun.id, [self._generation], self._context)
         async with aclosing(outputs):
             async for _, output in outputs:
+                self._has_output = True
                 parsed = self._parser.feed(output)
                 if (delta := self._interval.add(0, output, parsed)) is None:
                     continue
@@ -158,44 +165,58 @@ class ResponsesReply:
                 self._logprobs.add(delta.output)
                 self._num_reasoning_tokens += delta.num_reasoning_tokens
                 self._incomplete_reason = _INCOMPLETE.get(delta.finish_reason)
+                cuts_call = delta.cuts_call
                 for change in self._blocks.feed(delta.events):
                     yield change
-        for change in self._blocks.finish():
+        for change in self._blocks.finish(cuts_call=cuts_call):
             yield change
 
     def _status_of(self, block: ContentBlock) -> ItemStatus:
         is_last = block.index == len(self._blocks.blocks) - 1
         return "incomplete" if self._incomplete_reason and is_last else "completed"
 
-    def _ended(self) -> Response:
+    def _ended(self, *, with_cut_call: bool = True) -> Response:
         """The complete response; stores it."""
         reason = self._incomplete_reason
+        blocks = [one for one in self._blocks.blocks if with_cut_call or not one.is_cut]
+        items = [self._writer.item(block, self._status_of(block)) for block in blocks]
+        if not items and reason and not with_cut_call:
+            items = [self._writer.empty_message()]
         response = msgspec.structs.replace(
             self._begun,
             status="incomplete" if reason else "completed",
             completed_at=None if reason else int(time.time()),
             incomplete_details=IncompleteDetails(reason) if reason else None,
-            output=[
-                self._writer.item(block, self._status_of(block)) for block in self._blocks.blocks
-            ],
+            output=items,
             usage=self._usage(),
         )
-        if response.store:
-            self._service.stored_responses.put(
-                response.id,
-                msgspec.json.encode(response),
-                [*self._messages, _answer(self._blocks.blocks)],
-            )
+        self._end = response
+        if not self._begun.background:  # else it is stored with its events
+            self._store(())
         return msgspec.structs.replace(response, trace=self._context.report())
 
     def _failed(self, error: Exception) -> Response:
+        if status_of(error) == 500:
+            _LOG.error("a reply of /v1/responses failed", exc_info=error)
         detail = error_body(error).error
-        return msgspec.structs.replace(
-            self._begun,
-            status="failed",
-            error=ApiError(detail.code or "server_error", detail.message),
-            output=[self._writer.item(block, "incomplete") for block in self._blocks.blocks],
-        )
+        error_shown = ApiError(detail.code or "server_error", detail.message)
+        self._end = msgspec.structs.replace(self._with_output("failed"), error=error_shown)
+        return self._end
+
+    def _with_output(self, status: Literal["in_progress", "failed", "cancelled"]) -> Response:
+        """The response with the items so far, none of which is complete."""
+        of_items = "in_progress" if status == "in_progress" else "incomplete"
+        items = [self._writer.item(block, of_items) for block in self._blocks.blocks]
+        return msgspec.structs.replace(self._begun, status=status, output=items)
+
+    def _store(self, events: Sequence[bytes]) -> None:
+        if self._begun.store and self._end is not None:
+            self._service.stored_responses.put(
+                self._begun.id,
+                msgspec.json.encode(self._end),
+                [*self._messages, _answer(self._blocks.blocks)],
+                events,
+            )
 
     def _usage(self) -> Usage:
         usage = self._tally.usage
@@ -210,6 +231,51 @@ class ResponsesReply:
         )
 
 
+def _begun(
+    service: Service,
+    body: ResponsesRequest,
+    ready: ChatGeneration,
+    report: PromptReport,
+    *,
+    stores: bool,
+) -> Response:
+    """The response before its first output."""
+    sampling = ready.generation.sampling
+    reasoning = body.reasoning or ReasoningConfig()
+    return Response(
+        id=ready.generation.request_id,
+        created_at=int(time.time()),
+        background=bool(body.background),
+        status="queued" if body.background else "in_progress",
+        instructions=body.instructions,
+        max_output_tokens=body.max_output_tokens,
+        metadata=body.metadata or {},
+        model=service.client.model.name,
+        output=[],
+        parallel_tool_calls=body.parallel_tool_calls is not False,
+        previous_response_id=body.previous_response_id,
+        reasoning=ReasoningShown(
+            effort=reasoning.effort, summary=reasoning.summary or reasoning.generate_summary
+        ),
+        store=stores,
+        temperature=sampling.temperature,
+        text=body.text or TextConfig(),
+        tool_choice=body.tool_choice or "auto",
+        tools=body.tools or [],
+        top_p=sampling.top_p,
+        truncation=body.truncation or "disabled",
+        user=body.user,
+        max_tool_calls=body.max_tool_calls,
+        safety_identifier=body.safety_identifier,
+        service_tier=None if body.service_tier is None else "default",
+        prompt_cache_key=body.prompt_cache_key,
+        prompt_cache_retention=body.prompt_cache_retention,
+        top_logprobs=body.top_logprobs,
+        prompt_text=report.text,
+        prompt_token_offsets=report.token_offsets,
+    )
+
+
 def _answer(blocks: list[ContentBlock]) -> Message:
     """The answer as a message, for the conversation of the next request."""
 
@@ -221,7 +287,7 @@ def _answer(blocks: list[ContentBlock]) -> Message:
             id=block.call_id, function=CalledFunction(name=block.name, arguments=block.text)
         )
         for block in blocks
-        if block.kind is BlockKind.call
+        if block.kind is BlockKind.call and not block.is_cut
     ]
     return Message(
         role="assistant",

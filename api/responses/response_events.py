@@ -29,6 +29,7 @@ __all__ = (
     "ResponseFailed",
     "ResponseInProgress",
     "ResponseIncomplete",
+    "ResponseQueued",
 )
 
 
@@ -41,6 +42,10 @@ class _OfResponse(_Event, frozen=True, kw_only=True):
 
 
 class ResponseCreated(_OfResponse, frozen=True, kw_only=True, tag="response.created"):
+    pass
+
+
+class ResponseQueued(_OfResponse, frozen=True, kw_only=True, tag="response.queued"):
     pass
 
 
@@ -131,6 +136,7 @@ class CallArgumentsDone(
 
 ResponseEvent = (
     ResponseCreated
+    | ResponseQueued
     | ResponseInProgress
     | ResponseCompleted
     | ResponseIncomplete

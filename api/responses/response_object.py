@@ -114,8 +114,9 @@ class Response(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     object: Literal["response"] = "response"
     created_at: int  # unix seconds
+    background: bool = False
     completed_at: int | None = None
-    status: Literal["in_progress", "completed", "incomplete", "failed"]
+    status: Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
     error: ApiError | None = None
     incomplete_details: IncompleteDetails | None = None
     instructions: str | None

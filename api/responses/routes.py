@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import secrets
 
+import msgspec
 from litestar import Response
-from litestar.params import FromPath
+from litestar.params import FromPath, FromQuery
 from litestar.response import Stream
 
 from ostinato.api.base.errors import ErrorBody, renamed
@@ -15,6 +16,7 @@ from ostinato.api.http.endpoints import delete_endpoint, get_endpoint, post_endp
 from ostinato.api.http.handlers import (
     HttpRequest,
     SharedService,
+    event_stream,
     json_response,
     read_body,
     respond,
@@ -27,6 +29,7 @@ from ostinato.api.responses.response_object import Deleted, InputTokens
 from ostinato.api.responses.response_object import Response as ResponseObject
 from ostinato.api.responses.schemas import UNSUPPORTED, InputTokensRequest, ResponsesRequest
 from ostinato.api.schemas.conversation import Message
+from ostinato.api.service.background import BackgroundReply
 from ostinato.api.service.generation import check_fields
 from ostinato.api.service.prompt_report import prompt_report
 from ostinato.api.service.service import Service
@@ -43,6 +46,8 @@ async def create_response(request: HttpRequest, service: SharedService) -> Respo
     context = context_of("/v1/responses", request)
     body = await read_body(request, ResponsesRequest, service, unsupported=UNSUPPORTED)
     stores = _stores(service, body)
+    if body.background:
+        service.background.check()
     messages = _messages(service, body)
     response_id = f"resp_{secrets.token_hex(16)}"
     with renamed(FIELD_NAMES):
@@ -55,6 +60,8 @@ async def create_response(request: HttpRequest, service: SharedService) -> Respo
     reply = ResponsesReply(
         service, body, ready, report, messages=messages, stores=stores, context=context
     )
+    if body.background:
+        return await _in_background(service, reply, response_id, streams=bool(body.stream))
     return await respond(request, reply, stream=body.stream, form=NAMED_EVENTS)
 
 
@@ -67,21 +74,83 @@ async def count_input_tokens(request: HttpRequest, service: SharedService) -> Re
     return json_response(InputTokens(len(prompt.token_ids)))
 
 
-@get_endpoint("/v1/responses/{response_id:str}", answer=ResponseObject, errors={404: ErrorBody})
-async def retrieve_response(service: SharedService, response_id: FromPath[str]) -> Response[bytes]:
-    """A stored reply."""
+@get_endpoint(
+    "/v1/responses/{response_id:str}",
+    answer=ResponseObject,
+    errors={400: ErrorBody, 404: ErrorBody},
+)
+async def retrieve_response(
+    service: SharedService,
+    response_id: FromPath[str],
+    stream: FromQuery[bool] = False,
+    starting_after: FromQuery[int] = -1,
+) -> Response[bytes] | Stream:
+    """A stored reply, or one that is made in the background; or its events, as a stream."""
+    reply = service.background.get(response_id)
+    if reply is None:
+        stored = service.stored_responses
+        reply = BackgroundReply.ended(stored.response(response_id), stored.events(response_id))
+    if not stream:
+        return Response(reply.present(), media_type="application/json")
+    if not reply.has_stream:
+        raise InvalidRequestError(
+            "stream=true is for replies that were asked for with background=true and stream=true",
+            param="stream",
+            code="invalid_value",
+        )
+    return event_stream(reply.follow(starting_after))
+
+
+@post_endpoint(
+    "/v1/responses/{response_id:str}/cancel",
+    answer=ResponseObject,
+    errors={400: ErrorBody, 404: ErrorBody},
+)
+async def cancel_response(service: SharedService, response_id: FromPath[str]) -> Response[bytes]:
+    """End a reply that is made in the background; it keeps what it has."""
+    await service.background.cancel(response_id)
     stored = service.stored_responses.response(response_id)
+    if not msgspec.json.decode(stored, type=_Background).background:
+        raise InvalidRequestError(
+            "only a reply with background=true can be cancelled; to end another, close its"
+            " connection",
+            param="response_id",
+            code="invalid_value",
+        )
     return Response(stored, media_type="application/json")
 
 
 @delete_endpoint("/v1/responses/{response_id:str}", answer=Deleted, errors={404: ErrorBody})
 async def delete_response(service: SharedService, response_id: FromPath[str]) -> Response[bytes]:
-    """Delete a stored reply."""
+    """Delete a stored reply; one that is made in the background is cancelled first."""
+    await service.background.cancel(response_id)
     service.stored_responses.delete(response_id)
     return json_response(Deleted(response_id))
 
 
-HANDLERS = [create_response, count_input_tokens, retrieve_response, delete_response]
+HANDLERS = [
+    create_response,
+    count_input_tokens,
+    retrieve_response,
+    cancel_response,
+    delete_response,
+]
+
+
+class _Background(msgspec.Struct):
+    """What a stored reply says of how it was made."""
+
+    background: bool
+
+
+async def _in_background(
+    service: Service, reply: ResponsesReply, response_id: str, *, streams: bool
+) -> Response[bytes] | Stream:
+    """Start the reply, and answer with its events or with its present state."""
+    record = BackgroundReply(lambda: msgspec.json.encode(reply.present()), has_stream=streams)
+    work = reply.in_background(record, streams=streams)
+    await service.background.start(response_id, record, work)
+    return event_stream(record.follow()) if streams else json_response(reply.present())
 
 
 def _messages(service: Service, body: InputTokensRequest | ResponsesRequest) -> list[Message]:
@@ -93,6 +162,13 @@ def _messages(service: Service, body: InputTokensRequest | ResponsesRequest) -> 
 
 
 def _stores(service: Service, body: ResponsesRequest) -> bool:
+    if body.background and (body.store is False or not service.stored_responses.is_enabled):
+        raise InvalidRequestError(
+            "background=true needs a reply that is stored: leave out store=false, and start the"
+            " server with server.response_store_mib above 0",
+            param="background",
+            code="invalid_value",
+        )
     if body.store and not service.stored_responses.is_enabled:
         raise InvalidRequestError(
             "store=true is not possible: this server stores no replies"

@@ -50,7 +50,6 @@ __all__ = (
 _SERVICE = "features of a hosted service"
 UNSUPPORTED: Mapping[str, Unsupported] = {
     "access_programs": Unsupported(_SERVICE),
-    "background": Unsupported("replies in the background", (False,)),
     "background_options": Unsupported(_SERVICE, ({"completion_window": "soonest"},)),
     "context_management": Unsupported("edits of the context", ([],)),
     "conversation": Unsupported("stored conversations", instead="previous_response_id"),
@@ -258,6 +257,7 @@ class ResponsesRequest(PromptFields, frozen=True, kw_only=True, forbid_unknown_f
     temperature: float | None = None
     top_p: float | None = None
     stream: bool | None = None
+    background: bool | None = None  # the reply is made while no client waits; needs the store
     stream_options: StreamOptions | None = None
     include: list[Includable] | None = None
     top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)] | None = None

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from ostinato.api.chat.content_blocks import BlockDelta, BlockKind
+from ostinato.api.openai.logprobs import TokenBytes, chat_logprobs
 from ostinato.api.schemas.chat_completions import ChatTokenLogprob
-from ostinato.api.service.logprobs import TokenBytes, chat_logprobs
 from ostinato.runtime.types.outputs import RequestOutput
 
 __all__ = ("TextLogprobs",)

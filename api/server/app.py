@@ -23,7 +23,7 @@ from ostinato.api.http.auth import AccessControl
 from ostinato.api.openai import routes as openai
 from ostinato.api.pooling import routes as pooling
 from ostinato.api.responses import routes as responses
-from ostinato.api.server import admin_routes, page, routes
+from ostinato.api.server import admin_routes, invocations, page, routes
 from ostinato.api.server.schema_page import SchemaPage
 from ostinato.api.service.service import Service
 
@@ -59,6 +59,7 @@ def create_app(service: Service) -> Litestar:
         route_handlers=[
             *routes.HANDLERS,
             *admin_routes.HANDLERS,
+            *invocations.HANDLERS,
             *openai.HANDLERS,
             *anthropic.HANDLERS,
             *responses.HANDLERS,

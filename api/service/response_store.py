@@ -16,10 +16,11 @@ __all__ = ("ResponseStore",)
 class _Stored(msgspec.Struct, frozen=True):
     response: bytes
     messages: bytes
+    events: tuple[bytes, ...]
 
     @property
     def size(self) -> int:
-        return len(self.response) + len(self.messages)
+        return len(self.response) + len(self.messages) + sum(map(len, self.events))
 
 
 class ResponseStore:
@@ -38,14 +39,21 @@ class ResponseStore:
     def is_enabled(self) -> bool:
         return self._limit > 0
 
-    def put(self, response_id: str, response: bytes, messages: Sequence[Message]) -> None:
+    def put(
+        self,
+        response_id: str,
+        response: bytes,
+        messages: Sequence[Message],
+        events: Sequence[bytes] = (),
+    ) -> None:
         """Store a reply; a reply larger than the limit is not stored.
 
         Args:
             response: its body.
             messages: the conversation up to and with it, without instructions.
+            events: of its stream, as they were sent, where they can be asked for again.
         """
-        one = _Stored(response, msgspec.json.encode(messages))
+        one = _Stored(response, msgspec.json.encode(messages), tuple(events))
         self._stored[response_id] = one
         self._size += one.size
         while self._size > self._limit:
@@ -55,6 +63,10 @@ class ResponseStore:
     def response(self, response_id: str) -> bytes:
         """The body of a reply; raises InvalidRequestError (404) for an unknown id."""
         return self._get(response_id).response
+
+    def events(self, response_id: str) -> tuple[bytes, ...]:
+        """The events of a reply; raises InvalidRequestError (404) for an unknown id."""
+        return self._get(response_id).events
 
     def messages(self, response_id: str) -> list[Message]:
         """The conversation up to and with the reply.

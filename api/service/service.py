@@ -8,6 +8,7 @@ from typing import Protocol
 from ostinato.api.observability.metrics_registry import EngineView, Metrics
 from ostinato.api.observability.tracing import Tracer
 from ostinato.api.service.admission import Admission, EngineQueue
+from ostinato.api.service.background import BackgroundReplies
 from ostinato.api.service.prompt_encoder import PromptEncoder, TokenizerSource
 from ostinato.api.service.request_runner import Generator, RequestRunner
 from ostinato.api.service.request_stats import StatsSinks
@@ -51,6 +52,7 @@ class Service:
         runner: runs requests in the engine.
         metrics: what `/metrics` shows.
         stored_responses: replies of `/v1/responses` that later requests may continue.
+        background: replies of `/v1/responses` that are made while no client waits.
         template_turn: held while a template that came with a request is rendered.
     """
 
@@ -65,6 +67,7 @@ class Service:
         sinks = StatsSinks(self.metrics, self._tracer, server.log_prompts)
         self.runner = RequestRunner(client, self.admission, sinks)
         self.stored_responses = ResponseStore(server.response_store_mib)
+        self.background = BackgroundReplies()
         self.template_turn = asyncio.Semaphore(1)
 
     def close(self) -> None:

@@ -459,3 +459,189 @@ class TestNewerFields:
         )
         assert answer.usage.input_tokens == 500
         assert answer.truncation == "auto"
+
+
+class TestBackground:
+    def until(self, client: openai.OpenAI, response_id: str, *statuses: str) -> Any:
+        while (answer := client.responses.retrieve(response_id)).status not in statuses:
+            assert answer.status in ("queued", "in_progress")
+        return answer
+
+    def test_polling(self, client):
+        fields: dict[str, Any] = {"model": "demo", "input": "What is a list?", "temperature": 0}
+        fields["max_output_tokens"] = 24
+        plain = client.responses.create(**fields)
+        answer = client.responses.create(**fields, background=True)
+        assert (answer.status, answer.background, answer.output) == ("queued", True, [])
+        whole = self.until(client, answer.id, "completed", "incomplete")
+        assert (whole.output_text, whole.status) == (plain.output_text, plain.status)
+        assert whole.usage.output_tokens == plain.usage.output_tokens
+
+    def test_cancel(self, server, client):
+        text: Any = {"format": {"type": "json_schema", "name": "a", "schema": self.LONG}}
+        answer = client.responses.create(
+            model="demo", input="a", background=True, text=text, max_output_tokens=450
+        )
+        cancelled = client.responses.cancel(answer.id)
+        assert cancelled.status == "cancelled"
+        assert client.responses.retrieve(answer.id).status == "cancelled"
+        assert client.responses.cancel(answer.id).status == "cancelled"
+        while server.metrics()["ostinato_requests_running"]:
+            pass
+        done = client.responses.create(model="demo", input="a", max_output_tokens=2)
+        with pytest.raises(openai.BadRequestError, match="background=true"):
+            client.responses.cancel(done.id)
+        with pytest.raises(openai.NotFoundError):
+            client.responses.cancel("resp_none")
+
+    LONG = {"type": "array", "items": {"const": "la"}, "minItems": 400}
+
+    def test_a_stream_that_is_taken_up_again(self, client):
+        fields: dict[str, Any] = {"model": "demo", "input": "What is a list?", "temperature": 0}
+        fields["max_output_tokens"] = 40
+        stream = client.responses.create(**fields, background=True, stream=True)
+        first = []
+        for event in stream:
+            first.append(event)
+            if event.type == "response.output_text.delta":
+                break
+        stream.close()  # the reply goes on
+        response_id = first[0].response.id
+        after = first[-1].sequence_number
+        rest = list(client.responses.retrieve(response_id, stream=True, starting_after=after))
+        numbers = [event.sequence_number for event in (*first, *rest)]
+        assert numbers == list(range(len(numbers)))
+        assert first[1].type == "response.queued"
+        deltas = [one for one in (*first, *rest) if one.type == "response.output_text.delta"]
+        text = "".join(one.delta for one in deltas)
+        assert rest[-1].response.output_text == text
+        assert client.responses.create(**fields).output_text == text
+
+    def test_input_tokens(self, client):
+        counted = client.responses.input_tokens.count(model="demo", input="What is a list?")
+        answer = client.responses.create(model="demo", input="What is a list?", max_output_tokens=1)
+        assert counted.input_tokens == answer.usage.input_tokens
+
+
+class TestInvocations:
+    @pytest.mark.parametrize(
+        ("path", "body", "kind"),
+        [
+            (CHAT, {"messages": HI, "max_tokens": 5}, "chat.completion"),
+            ("/v1/completions", {"prompt": "Once", "max_tokens": 5}, "text_completion"),
+            ("/v1/embeddings", {"input": "Once"}, "list"),
+        ],
+    )
+    def test_the_body_says_what_is_asked(self, server, path, body, kind):
+        body = {**body, "request_id": "same"}
+        if path != "/v1/embeddings":
+            body["temperature"] = 0
+        one, other = (post(server, place, **body) for place in ("/invocations", path))
+        assert one.pop("object") == other.pop("object") == kind
+        for reply in (one, other):
+            reply.pop("created")
+            reply.pop("usage")
+        assert one == other
+
+    def test_rankings_and_scores(self, server):
+        pair = {"text_1": "a", "text_2": "b"}
+        assert len(post(server, "/invocations", **pair)["data"]) == 1
+        assert post(server, "/invocations", query="a", documents=["b", "c"])["results"]
+
+    def test_a_stream(self, server):
+        body = {"prompt": "Once", "max_tokens": 3, "stream": True}
+        text = httpx.post(f"{server.url}/invocations", json=body, timeout=60).text
+        assert text.endswith("data: [DONE]\n\n")
+
+    def test_refusals(self, server):
+        error = refused(server, "/invocations", model="demo")
+        assert error["code"] == "missing_field"
+        assert "messages, prompt, input" in error["message"]
+        assert refused(server, "/invocations", messages=HI, temperature=9)["param"] == "temperature"
+        for body, code in ((b"{", "invalid_json"), (b"[]", "invalid_value")):
+            reply = httpx.post(
+                f"{server.url}/invocations",
+                content=body,
+                headers={"Content-Type": "application/json"},
+                timeout=60,
+            )
+            assert (reply.status_code, reply.json()["error"]["code"]) == (400, code)
+
+    def test_ping(self, server):
+        for method in ("GET", "POST"):
+            assert httpx.request(method, f"{server.url}/ping", timeout=60).json()["status"] == "ok"
+
+
+class TestACallThatIsCut:
+    """With `max_tokens` a call that must be made may end before its end; as in vLLM, it is no call."""
+
+    FUNCTION: Any = {
+        "name": "get_weather",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string", "minLength": 4, "maxLength": 8}},
+            "required": ["city"],
+            "additionalProperties": False,
+        },
+    }
+    TOOL: Any = {"type": "function", "function": FUNCTION}
+    NAMED: Any = {"type": "function", "function": {"name": "get_weather"}}
+
+    @pytest.mark.parametrize("choice", ["required", NAMED], ids=["required", "named"])
+    def test_chat(self, client, choice):
+        fields: dict[str, Any] = {"model": "demo", "tools": [self.TOOL], "messages": HI}
+        fields |= {"tool_choice": choice, "temperature": 0, "parallel_tool_calls": False}
+        ended = client.chat.completions.create(**fields, max_tokens=100)
+        (call,) = ended.choices[0].message.tool_calls
+        assert ended.choices[0].finish_reason == "tool_calls"
+        num_tokens = ended.usage.completion_tokens
+        for max_tokens in (1, 3, num_tokens // 2, num_tokens - 4):
+            (one,) = client.chat.completions.create(**fields, max_tokens=max_tokens).choices
+            assert (one.finish_reason, one.message.content) == ("length", "")
+            assert one.message.tool_calls == []
+            chunks = list(
+                client.chat.completions.create(**fields, max_tokens=max_tokens, stream=True)
+            )
+            deltas = [chunk.choices[0].delta for chunk in chunks]
+            assert chunks[-1].choices[0].finish_reason == "length"
+            assert not any(delta.content for delta in deltas)
+            # A stream has given what there was.
+            pieces = [
+                part.function.arguments for delta in deltas for part in delta.tool_calls or ()
+            ]
+            assert call.function.arguments.startswith("".join(piece or "" for piece in pieces))
+
+    def test_the_other_dialects(self, client, claude):
+        tool: Any = {"type": "function", "strict": False, **self.FUNCTION}
+        messages: Any = {"messages": HI, "tool_choice": {"type": "any"}}
+        shape = {"name": "get_weather", "input_schema": self.FUNCTION["parameters"]}
+        for max_tokens in (1, 3, 12):
+            answer = client.responses.create(
+                model="demo",
+                input="What is a list?",
+                tools=[tool],
+                tool_choice="required",
+                max_output_tokens=max_tokens,
+            )
+            assert [one.type for one in answer.output] == ["message"]
+            assert (answer.status, answer.output_text) == ("incomplete", "")
+            again = client.responses.create(
+                model="demo", input="And?", previous_response_id=answer.id, max_output_tokens=3
+            )
+            assert again.output_text
+            whole = claude.messages.create(
+                model="demo", max_tokens=max_tokens, tools=[shape], **messages
+            )
+            assert (whole.content, whole.stop_reason) == ([], "max_tokens")
+
+    def test_a_complete_one_before_it_stays(self, client):
+        fields: dict[str, Any] = {"model": "demo", "tools": [self.TOOL], "messages": HI}
+        fields |= {"tool_choice": "required", "temperature": 1.5, "seed": 1, "max_tokens": 150}
+        seen = set()
+        for seed in range(12):
+            (one,) = client.chat.completions.create(**fields | {"seed": seed}).choices
+            for made in one.message.tool_calls:
+                city = json.loads(made.function.arguments)["city"]
+                assert 4 <= len(city) <= 8
+            seen.add((one.finish_reason, bool(one.message.tool_calls)))
+        assert seen <= {("length", True), ("tool_calls", True)}

@@ -20,7 +20,10 @@ ANSWERS = {
     "yes?": ["no", ", maybe", "yes", " 1", "8", "{a}"],
 }  # fmt: skip
 TOKENS = ["<unk>", "</s>", *ANSWERS, *ANSWERS["age?"]]  # as the scripted model numbers them
-TEMPLATE = "{# tools <tool_call> </think> #}{% for m in messages %}{{ m.content }}{% endfor %}"
+TEMPLATE = (
+    "{# tools <tool_call> </think> #}{% for m in messages %}"
+    "{{ m.reasoning_content }} {{ m.content }} {% endfor %}"
+)
 AGE = {
     "type": "object",
     "properties": {"age": {"type": "integer", "minimum": 0, "maximum": 99}},
@@ -141,6 +144,37 @@ def test_a_budget_where_nobody_thinks_is_refused(server):
     error = reply.json()["error"]
     assert (reply.status_code, error["param"]) == (400, "thinking_token_budget")
     assert "no reasoning that this server knows" in error["message"]
+
+
+def test_reasoning_that_comes_back_encoded(server):
+    """As clients do that keep nothing on the server: `store` is false, and the items are sent again."""
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=200) as client:
+        fields: Any = {"model": "scripted", "temperature": 0, "store": False}
+        fields["include"] = ["reasoning.encrypted_content"]
+        first = client.responses.create(input="age?", **fields).model_dump()
+        thoughts, message = first["output"]
+        assert thoughts["encrypted_content"]
+        bare = {**thoughts, "content": None}
+        items: Any = [{"role": "user", "content": "age?"}, bare, message]
+        counts = [
+            client.responses.input_tokens.count(model="scripted", input=given).input_tokens
+            for given in (items, [items[0], thoughts, message], [items[0], message])
+        ]
+        assert counts[0] == counts[1] > counts[2]
+        next_one: Any = [*items, {"role": "user", "content": "yes?"}]
+        assert client.responses.create(input=next_one, **fields).output_text
+
+
+def test_thinking_that_is_left_out(server):
+    body = {"messages": [{"role": "user", "content": "age?"}], "max_tokens": 50, "temperature": 0}
+    kinds = []
+    for display in ("summarized", "omitted"):
+        thinking = {"type": "adaptive", "display": display}
+        reply = httpx.post(
+            f"{server.url}/v1/messages", json={**body, "thinking": thinking}, timeout=100
+        )
+        kinds.append([block["type"] for block in reply.json()["content"]])
+    assert kinds == [["thinking", "text"], ["text"]]
 
 
 def test_a_format_in_the_responses_dialect(server):

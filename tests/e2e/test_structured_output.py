@@ -235,11 +235,6 @@ class TestRefusals:
         assert "use_beam_search" in error["message"]
         assert error["param"] == "structured_outputs"
 
-    @pytest.mark.parametrize("kind", ["json", "regex", "choice", "grammar"])
-    def test_the_older_fields_have_a_hint(self, server, kind):
-        error = refused(server, **{f"guided_{kind}": "a"})
-        assert f"structured_outputs.{kind}" in error["message"]
-
 
 def grammar_processes(server: ServerProcess) -> list[psutil.Process]:
     return [

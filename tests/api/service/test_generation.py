@@ -9,15 +9,15 @@ import pytest
 
 from ostinato.api.base.request_context import RequestContext
 from ostinato.api.openai import completions, tokenization
-from ostinato.api.schemas.body_decoding import decode
-from ostinato.api.schemas.tokenize import DetokenizeRequest, TokenizeRequest
-from ostinato.api.service.generation import check_model
-from ostinato.api.service.logprobs import (
+from ostinato.api.openai.logprobs import (
     chat_logprobs,
     completion_logprobs,
     prompt_logprobs,
     token_text,
 )
+from ostinato.api.schemas.body_decoding import decode
+from ostinato.api.schemas.tokenize import DetokenizeRequest, TokenizeRequest
+from ostinato.api.service.generation import check_model
 from ostinato.api.service.reply_state import Tally, new_id
 from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.types.outputs import TokenLogprobs

@@ -1,0 +1,67 @@
+"""`/invocations` and `POST /ping`: the paths that SageMaker calls."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from litestar import Response
+from litestar.handlers import HTTPRouteHandler
+from litestar.response import Stream
+
+from ostinato.api.base.errors import ErrorBody
+from ostinato.api.http.endpoints import post_endpoint
+from ostinato.api.http.handlers import HttpRequest, SharedService, Status, body_bytes
+from ostinato.api.openai.routes import chat_completions, plain_completions
+from ostinato.api.pooling.routes import embeddings, rerank, score
+from ostinato.api.pooling.schemas import EmbeddingRequest, RerankRequest, ScoreRequest
+from ostinato.api.schemas.chat_completions import ChatChunk, ChatCompletionRequest
+from ostinato.api.schemas.text_completions import Completion, CompletionRequest
+from ostinato.api.server.routes import ping
+from ostinato.runtime.errors import InvalidRequestError
+
+__all__ = ("HANDLERS",)
+
+# The first field that a body has decides; as in vLLM, `input` is one of embeddings.
+_ENDPOINTS: dict[str, HTTPRouteHandler] = {
+    "messages": chat_completions,
+    "prompt": plain_completions,
+    "input": embeddings,
+    "query": rerank,
+    "text_1": score,
+    "queries": score,
+}
+
+
+@post_endpoint(
+    "/invocations",
+    body=(ChatCompletionRequest, CompletionRequest, EmbeddingRequest, RerankRequest, ScoreRequest),
+    events=(ChatChunk, Completion, ErrorBody),
+)
+async def invocations(request: HttpRequest, service: SharedService) -> Response[bytes] | Stream:
+    """Answer a body of chat, completions, embeddings, rerank or score, by its fields."""
+    try:
+        # The values stay text: the endpoint decodes them.
+        fields = msgspec.json.decode(await body_bytes(request), type=dict[str, msgspec.Raw])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        fields = {}  # the endpoint says what is wrong
+    name = next((name for name in _ENDPOINTS if name in fields), None)
+    if name is None and fields:
+        raise InvalidRequestError(
+            f"the body has none of the fields {', '.join(_ENDPOINTS)}, one of which says what is"
+            " asked: a chat, a completion, an embedding, a ranking or a score",
+            param="messages",
+            code="missing_field",
+        )
+    handler: Any = _ENDPOINTS[name or "messages"]
+    return await handler.fn(request=request, service=service)
+
+
+@post_endpoint("/ping", answer=Status, errors={503: Status}, is_open=True)
+async def post_ping(service: SharedService) -> Response[bytes]:
+    """The same as `GET /ping`."""
+    handler: Any = ping
+    return await handler.fn(service=service)
+
+
+HANDLERS = [invocations, post_ping]
