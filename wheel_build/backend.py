@@ -2,12 +2,16 @@
 
     pip wheel .                                     # kernels for every instruction set
     pip wheel . --config-settings=isa=avx2,portable # for these only
+    pip wheel . --config-settings=isa=none          # none: a wheel of sources
 
-A wheel holds one library per instruction set and per entry of `LIBRARIES` (ops/native/build.py).
-The machine that runs it picks one, so its user needs no compiler. The libraries use torch's stable
-ABI and therefore fit every torch that the project allows. If there is no compiler or no torch at
-build time, the wheel holds the sources alone. They are then compiled on first use, as in an
-editable install and in a checkout, which need setuptools alone to be made.
+A wheel holds one library per instruction set (`isa_levels()`, ops/native/instruction_sets.py) and
+per entry of `LIBRARIES` (ops/native/build.py). The machine that runs it picks one, so its user
+needs no compiler. The libraries use torch's stable ABI and therefore fit every torch that the
+project allows.
+
+A wheel whose kernels can not be compiled is not built: the error names the remedies. A wheel of
+sources has to be asked for. It compiles the kernels on first use, as an editable install and a
+checkout do, which need setuptools alone to be made.
 """
 
 from __future__ import annotations
@@ -43,14 +47,17 @@ __all__ = (
 )
 
 _ROOT = Path(__file__).resolve().parents[1]
+_NO_KERNELS = "none"
 _NEEDED = ("torch", "filelock")  # to compile: torch's headers, and what build.py imports
 
 
 def get_requires_for_build_wheel(config_settings: Mapping[str, Any] | None = None) -> list[str]:
-    """The project's own requirements on the packages that compiling needs."""
+    """The project's own requirements on the packages that compiling needs, if it compiles."""
+    needed = build_meta.get_requires_for_build_wheel(config_settings)
+    if (config_settings or {}).get("isa") == _NO_KERNELS:
+        return needed
     project = tomllib.loads((_ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    needed = [each for each in project["dependencies"] if each.startswith(_NEEDED)]
-    return [*build_meta.get_requires_for_build_wheel(config_settings), *needed]
+    return [*needed, *(each for each in project["dependencies"] if each.startswith(_NEEDED))]
 
 
 def build_wheel(
@@ -58,28 +65,54 @@ def build_wheel(
     config_settings: Mapping[str, Any] | None = None,
     metadata_directory: str | None = None,
 ) -> str:
-    """Compiles the kernels into the tree, packs the wheel, removes them again; the file's name."""
-    settings = dict(config_settings or {})
-    levels = [level for level in str(settings.pop("isa", "")).split(",") if level]
-    sys.path.insert(0, str(_ROOT))
-    from ostinato.ops.native import build, instruction_sets
+    """Compiles the kernels into the tree, packs the wheel, removes them again; the file's name.
 
-    folder = build.PREBUILT_DIR
+    Raises:
+        SystemExit: the kernels can not be compiled; the text names the remedies.
+    """
+    settings = dict(config_settings or {})
+    chosen = str(settings.pop("isa", ""))
+    folder = _ROOT / "ops" / "native" / "prebuilt"
     shutil.rmtree(folder, ignore_errors=True)
     # setuptools packs whatever an earlier build has left in its own folder.
     shutil.rmtree(_ROOT / "build" / "lib" / "ostinato" / "ops" / "native", ignore_errors=True)
     try:
-        folder.mkdir()
-        for level in levels or instruction_sets.isa_levels():
-            for library in build.LIBRARIES:
-                shutil.copyfile(build.build(library, level), build.prebuilt_path(library, level))
-    except (build.NativeBuildError, PackageNotFoundError) as error:
-        print(f"the wheel has no compiled CPU kernels: {error}", file=sys.stderr)
-        shutil.rmtree(folder)
-    else:
-        platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
-        settings["--build-option"] = [f"--plat-name={platform}"]
-    try:
+        if chosen != _NO_KERNELS:
+            _compile([level for level in chosen.split(",") if level])
+            platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
+            settings["--build-option"] = [f"--plat-name={platform}"]
         return build_meta.build_wheel(wheel_directory, settings, metadata_directory)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _compile(chosen: list[str]) -> None:
+    """Put the libraries of these instruction sets into the tree; of all when none is chosen."""
+    sys.path.insert(0, str(_ROOT))
+    try:
+        from ostinato.ops.native import build
+        from ostinato.ops.native.instruction_sets import isa_levels
+    except ImportError as error:
+        raise SystemExit(_advice(error)) from error
+    levels = isa_levels()
+    if unknown := [level for level in chosen if level not in levels]:
+        raise SystemExit(
+            f"--config-settings=isa={','.join(chosen)}: {', '.join(unknown)} is none of "
+            f"{', '.join(levels)}, {_NO_KERNELS}"
+        )
+    build.PREBUILT_DIR.mkdir()
+    try:
+        for level in chosen or levels:
+            for library in build.LIBRARIES:
+                shutil.copyfile(build.build(library, level), build.prebuilt_path(library, level))
+    except (build.NativeBuildError, PackageNotFoundError) as error:
+        raise SystemExit(_advice(error)) from error
+
+
+def _advice(error: Exception) -> str:
+    return (
+        f"the CPU kernels of the wheel can not be compiled: {error}\n"
+        "Install g++; without build isolation also torch and filelock. Or build a wheel of sources "
+        f"with --config-settings=isa={_NO_KERNELS}: it compiles the kernels on first use, so its "
+        "user needs a compiler."
+    )

@@ -25,8 +25,8 @@ DATA = {
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
-    # Built from a copy: a build leaves folders behind, whose stale files a later build would pack.
+def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tree as a build needs it: a build leaves folders behind, which a later one would pack."""
     copy = tmp_path_factory.mktemp("tree") / "copy"
     copy.mkdir()
     for name in ("ostinato", *FOLDERS):
@@ -34,23 +34,35 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     shutil.copytree(ROOT / "wheel_build", copy / "wheel_build")
     for name in ("pyproject.toml", "README.md", "LICENSE", "MANIFEST.in"):
         shutil.copy(ROOT / name, copy / name)
-    built = copy / "built"
-    done = subprocess.run(
+    return copy
+
+
+def build_wheel(
+    copy: Path, isa: str | None, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """`pip wheel` of the copy, into its folder `built`."""
+    settings = [] if isa is None else [f"--config-settings=isa={isa}"]
+    return subprocess.run(
         [
             *(sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation"),
-            # This machine's level alone, which the cache holds after the first test of the kernels.
-            f"--config-settings=isa={detect_isa()}",
-            *("--quiet", "--wheel-dir", str(built), str(copy)),
+            *(*settings, "--quiet", "--wheel-dir", str(copy / "built"), str(copy)),
         ],
         capture_output=True,
         text=True,
         timeout=280,
         check=False,
+        env={**os.environ, **environment},
     )
+
+
+@pytest.fixture(scope="module")
+def wheel(copy: Path) -> zipfile.ZipFile:
+    # This machine's level alone, which the cache holds after the first test of the kernels.
+    done = build_wheel(copy, detect_isa())
     assert done.returncode == 0, done.stderr
     assert not (copy / "ops" / "native" / "prebuilt").exists()
-    [file] = built.glob("ostinato-*.whl")
-    return zipfile.ZipFile(file)
+    [file] = (copy / "built").glob("ostinato-*.whl")
+    return zipfile.ZipFile(file.rename(copy / file.name))
 
 
 # What would lead an installed wheel back to the tree, or to a compiler.
@@ -97,8 +109,48 @@ def test_the_wheel_is_for_this_platform_and_any_python(wheel: zipfile.ZipFile):
     assert str(wheel.filename).endswith(f"-py3-none-{platform}.whl")
 
 
-def test_a_wheel_is_for_every_level_unless_one_is_chosen():
-    assert isa_levels() in (list(ISA_LEVELS), ["portable"])
+def libraries_of(levels: list[str]) -> set[str]:
+    return {
+        packaged_as(build.prebuilt_path(name, level))
+        for name in build.LIBRARIES
+        for level in levels
+    }
+
+
+@pytest.mark.slow
+def test_a_wheel_is_for_every_level_unless_one_is_chosen(copy: Path):
+    done = build_wheel(copy, None)
+    assert done.returncode == 0, done.stderr
+    [file] = (copy / "built").glob("ostinato-*.whl")
+    packed = {name for name in zipfile.ZipFile(file).namelist() if name.endswith(".so")}
+    file.unlink()
+    assert packed == libraries_of(isa_levels())
+
+
+@pytest.mark.parametrize("reason", ["no compiler", "unknown level"])
+def test_a_wheel_without_its_kernels_is_not_built(copy: Path, tmp_path: Path, reason: str):
+    if reason == "no compiler":
+        done = build_wheel(copy, None, CXX="no-such-compiler", OSTINATO_CACHE_DIR=str(tmp_path))
+        assert "none was found (tried no-such-compiler)" in done.stderr
+        assert "Install g++" in done.stderr
+        assert "--config-settings=isa=none: it compiles the kernels on first use" in done.stderr
+    else:
+        done = build_wheel(copy, "avx2,avx3")
+        assert f"avx3 is none of {', '.join(isa_levels())}, none" in done.stderr
+    assert done.returncode != 0
+    assert not list((copy / "built").glob("*.whl"))
+    assert not (copy / "ops" / "native" / "prebuilt").exists()
+
+
+def test_a_wheel_of_sources_is_for_any_platform(copy: Path):
+    done = build_wheel(copy, "none", CXX="no-such-compiler")
+    assert done.returncode == 0, done.stderr
+    [file] = (copy / "built").glob("ostinato-*.whl")
+    names = set(zipfile.ZipFile(file).namelist())
+    file.unlink()
+    assert file.name.endswith("-py3-none-any.whl")
+    assert not [name for name in names if name.endswith(".so")]
+    assert {packaged_as(source) for source in (ROOT / "ops" / "native").rglob("*.cpp")} <= names
 
 
 def test_an_installed_wheel_generates_without_a_compiler(wheel: zipfile.ZipFile, tmp_path: Path):
