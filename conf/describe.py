@@ -10,7 +10,8 @@ import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from enum import StrEnum
-from types import NoneType
+from functools import cache
+from types import MappingProxyType, NoneType
 from typing import Any, cast, get_args, get_origin, get_type_hints
 
 from ostinato.conf.root import RunConfig
@@ -108,9 +109,11 @@ def describe_sections() -> dict[str, tuple[type[Section], list[KeyDescription]]]
     return sections
 
 
-def describe_keys() -> dict[str, KeyDescription]:
-    """dotted key -> its description, over all sections."""
-    return {entry.key: entry for _, keys in describe_sections().values() for entry in keys}
+@cache
+def describe_keys() -> Mapping[str, KeyDescription]:
+    """dotted key -> its description, over all sections; read-only."""
+    entries = (entry for _, keys in describe_sections().values() for entry in keys)
+    return MappingProxyType({entry.key: entry for entry in entries})
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
