@@ -24,7 +24,7 @@ from tests.ops.attention_steps import Shape, Step, check, make_step, run
 FLOAT32, FLOAT16 = torch.float32, torch.float16
 
 # Decode, chunked prefill, whole prefill, the shortest sequence, absent rows: all in one step.
-MIXED = [(1, 700), (37, 37), (4, 300), (20, 90), (1, 1), (5, 5)]
+MIXED = [(1, 530), (37, 37), (4, 300), (20, 90), (1, 1), (5, 5)]
 SHORT = [(1, 100), (13, 40), (2, 2), (9, 64)]  # at most 256 tokens: one partition
 
 
@@ -45,15 +45,15 @@ def shape(
 
 
 # Every value of every axis, and the pairs that share code: head layout x type, block x tile width,
-# window x partitions, cap x window.
+# window x partitions, cap x window. The interpreter's time grows with the KV heads: few have two.
 GRID = [
     (MIXED, shape(8, 2, 64, 16, FLOAT32)),
-    (MIXED, shape(8, 2, 64, 16, FLOAT16)),
-    (MIXED, shape(8, 2, 64, 16, FLOAT32, window=100)),
+    (MIXED, shape(4, 1, 64, 16, FLOAT16)),
+    (MIXED, shape(4, 1, 64, 16, FLOAT32, window=100)),
     (MIXED, shape(8, 2, 64, 16, FLOAT16, window=300, cap=5.0)),
-    (MIXED, shape(4, 4, 32, 8, FLOAT32)),
-    (MIXED, shape(4, 4, 32, 128, FLOAT16, window=17)),
-    (MIXED, shape(6, 2, 80, 64, FLOAT32, cap=30.0)),
+    (MIXED, shape(2, 2, 32, 8, FLOAT32)),
+    (MIXED, shape(1, 1, 32, 128, FLOAT16, window=17)),
+    (MIXED, shape(3, 1, 80, 64, FLOAT32, cap=30.0)),
     (MIXED, shape(7, 1, 96, 32, FLOAT16)),
     (MIXED, shape(5, 1, 16, 128, FLOAT32, window=1)),
     (SHORT, shape(4, 2, 128, 64, FLOAT16)),
@@ -82,8 +82,8 @@ def test_matches_reference(lengths: list[tuple[int, int]], shape: Shape) -> None
 
 FP8 = torch.float8_e4m3fn
 FP8_GRID = [
-    (MIXED, shape(8, 2, 64, 16, FLOAT16)),
-    (MIXED, shape(4, 4, 32, 8, FLOAT32)),
+    (MIXED, shape(4, 1, 64, 16, FLOAT16)),
+    (MIXED, shape(2, 2, 32, 8, FLOAT32)),
     (SHORT, shape(2, 1, 80, 64, FLOAT16, window=33, cap=5.0)),
 ]
 
@@ -139,7 +139,7 @@ def test_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         builder, "create_dot", lambda self, a, b, *rest: create_dot(self, widen(a), widen(b), *rest)
     )
-    check(BACKEND, MIXED, shape(8, 2, 64, 16, torch.bfloat16))
+    check(BACKEND, MIXED, shape(4, 1, 64, 16, torch.bfloat16))
 
 
 @settings(
@@ -204,7 +204,7 @@ def alone(step: Step, row: int) -> Step:
 
 
 def test_a_sequence_gets_the_same_bits_alone_and_in_a_batch() -> None:
-    case = shape(8, 2, 32, 16, FLOAT16)
+    case = shape(4, 2, 32, 16, FLOAT16)
     step = make_step(MIXED, case)
     together, _, _ = run(BACKEND, step, case)
     starts = step.metadata.query_start_loc.tolist()
@@ -233,10 +233,10 @@ def test_the_uniform_decode_hint_saves_a_launch_and_changes_nothing() -> None:
 
 
 def test_views_of_a_fused_projection() -> None:
-    case = shape(8, 2, 32, 16, FLOAT32)
-    step = make_step(MIXED, case)
+    case = shape(4, 2, 32, 16, FLOAT32)
+    step = make_step(SHORT, case)
     fused = torch.cat([tensor.flatten(1) for tensor in step[:3]], 1)
-    q, k, v = (part.unflatten(1, (-1, 32)) for part in fused.split([256, 64, 64], 1))
+    q, k, v = (part.unflatten(1, (-1, 32)) for part in fused.split([128, 64, 64], 1))
     assert not q.is_contiguous()
     expected = run(BACKEND, step, case)
     actual = run(BACKEND, step._replace(q=q, k=k, v=v), case)

@@ -15,11 +15,16 @@ from ostinato.ops.native.build import LIBRARIES
 from ostinato.ops.native.instruction_sets import ISA_LEVELS, detect_isa
 from ostinato.ops.native.library import load
 
-# Of few sources, two compiler processes as for `core`.
-LOAD = """
-from ostinato.ops import sample_rows as draw
-from ostinato.ops.native import build, library
+# A library of few sources, with two compiler processes as for `core`.
+SMALL = """
+from ostinato.ops.native import build
 build.LIBRARIES["small"] = (("core/install",), ("rows/sampling",))
+"""
+BUILD = SMALL + "print(build.build('small', build.detect_isa()))"  # imports no torch
+LOAD = f"""
+from ostinato.ops import sample_rows as draw
+from ostinato.ops.native import library
+{SMALL}
 print(library.load("small").path)
 """
 
@@ -107,7 +112,7 @@ def test_a_truncated_library_is_rebuilt(built: tuple[Path, list[str]]) -> None:
 
 
 def test_a_missing_compiler_is_named_with_the_remedy(tmp_path: Path) -> None:
-    process = start(LOAD, cache=tmp_path, compiler="no-such-compiler")
+    process = start(BUILD, cache=tmp_path, compiler="no-such-compiler")
     _, err = process.communicate(timeout=120)
     assert process.returncode != 0
     assert err.splitlines()[-1] == (
@@ -123,7 +128,7 @@ def test_a_failing_compiler_is_quoted(tmp_path: Path) -> None:
         '#!/bin/sh\n[ "$1" = --version ] && exit 0\necho "out of cheese" >&2\nexit 3\n'
     )
     compiler.chmod(0o755)
-    process = start(LOAD, cache=tmp_path / "cache", compiler=str(compiler))
+    process = start(BUILD, cache=tmp_path / "cache", compiler=str(compiler))
     _, err = process.communicate(timeout=120)
     assert process.returncode != 0
     assert f"NativeBuildError: {compiler} -std=c++20" in err
@@ -135,7 +140,7 @@ def test_a_failing_compiler_is_quoted(tmp_path: Path) -> None:
 def test_a_cache_that_can_not_be_written_is_named(tmp_path: Path) -> None:
     cache = tmp_path / "a-file"
     cache.write_text("")
-    process = start(LOAD, cache=cache)
+    process = start(BUILD, cache=cache)
     _, err = process.communicate(timeout=120)
     assert process.returncode != 0
     assert f"NativeBuildError: the CPU kernels can not be built in {cache}/native/" in err
