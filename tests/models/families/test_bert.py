@@ -97,9 +97,18 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[transformers.PreTrai
 SEQUENCES = [[(7 * i * i + 13 * i + n) % 199 for i in range(n)] for n in (5, 31, 1, 12)]
 
 
-@pytest.mark.parametrize("form", [None, GraphForm.layer, GraphForm.model])
-@pytest.mark.parametrize("packed", [False, True])
-def test_hidden_states_of_a_packed_batch(tiny, form, packed):
+@pytest.mark.parametrize(
+    ("packed", "form"),
+    [
+        (False, None),
+        (False, GraphForm.layer),
+        pytest.param(False, GraphForm.model, marks=pytest.mark.slow),  # as those of test_parity.py
+        (True, None),
+        (True, GraphForm.layer),
+        (True, GraphForm.model),
+    ],
+)
+def test_hidden_states_of_a_packed_batch(tiny, packed, form):
     reference, directory = tiny
     model, config = load(directory, packed=packed)
     cache = no_cache(config)
