@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from typing import Any
 
 import msgspec
@@ -41,6 +42,7 @@ values = st.recursive(
 )
 
 
+@cache
 def likely(name: str) -> st.SearchStrategy[Any]:
     """A value that often is right, so that bodies get past the first check."""
     return {
@@ -103,6 +105,7 @@ def likely(name: str) -> st.SearchStrategy[Any]:
     }.get(name, st.one_of(st.none(), st.booleans(), st.integers(0, 5), st.floats(0, 1)))
 
 
+@cache  # building it takes longer than a request
 def bodies(schema: type[msgspec.Struct]) -> st.SearchStrategy[dict[str, Any]]:
     names = [field.name for field in msgspec.structs.fields(schema)]
     required = [field.name for field in msgspec.structs.fields(schema) if field.required]
