@@ -1,4 +1,4 @@
-"""A start that has nothing to compile imports no compiler: each takes seconds to import."""
+"""A start with nothing to compile or download imports no compiler and no hub client."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.runtime.tiny import tiny_config
 
 llm = LLM(config=tiny_config("graphs.mode=captured", "graphs.bundle=true", graphs__bundle_dir=sys.argv[1]))
 llm.generate([[3, 4, 5]], SamplingParams(max_tokens=3, temperature=0.7, seed=1), use_progress=False)
-heavy = ("torch._dynamo", "torch._inductor", "sympy")
+heavy = ("torch._dynamo", "torch._inductor", "sympy", "huggingface_hub")
 print(sorted(llm._engine.model.startup_seconds), [name for name in heavy if name in sys.modules])
 """
 
