@@ -34,14 +34,15 @@ NUM_PROMPT = 43
 NUM_GREEDY = 64
 PROMPT = [(7 * index * index + 13 * index + 5) % 199 for index in range(NUM_PROMPT)]
 CHUNKINGS = [[16, 16, 11], [5, 1, 17, 20], [42, 1], [1] * NUM_PROMPT]
+SLOW = pytest.mark.slow  # each part of their layers is in one that is not
 COMPILED = [
-    (GraphForm.layer, "falcon-40b"),
+    pytest.param(GraphForm.layer, "falcon-40b", marks=SLOW),
     (GraphForm.layer, "gemma3"),
     (GraphForm.layer, "gpt-neox"),
     (GraphForm.layer, "gpt2"),
     (GraphForm.layer, "llama3"),
-    (GraphForm.layer, "olmo2"),
-    pytest.param(GraphForm.layer, "mistral", marks=pytest.mark.slow),  # llama3, with a window
+    pytest.param(GraphForm.layer, "olmo2", marks=SLOW),
+    pytest.param(GraphForm.layer, "mistral", marks=SLOW),
     (GraphForm.layer, "qwen2-window"),  # two kinds of layers
     (GraphForm.layer, "qwen3-tied"),
     (GraphForm.model, "gpt2"),
