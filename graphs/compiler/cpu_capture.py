@@ -1,4 +1,4 @@
-"""Capture on a CPU: the FX programs of all layers as one CPU graph, which C++ replays.
+"""Capture on a CPU: the FX programs of consecutive layers as one CPU graph, which C++ replays.
 
 A small decode step spends as much time between its ops as in them: Python and dispatch take about
 45 microseconds a layer. The layers' programs are run once with stand-ins for tensors, which record
@@ -50,29 +50,39 @@ class LayerCall(NamedTuple):
 
 
 class CpuReplay:
-    """A captured CPU graph of all layers of a model, over one KV cache."""
+    """A captured CPU graph of consecutive layers of a model, over their KV caches."""
 
     def __init__(
-        self, graph: CpuGraph, hidden_size: int, kv_cache: KVCache, table: type[ForwardBatch]
+        self, graph: CpuGraph, hidden_size: int, table: type[ForwardBatch], *, gives_rows: bool
     ) -> None:
+        """
+        Args:
+            graph: the calls of the layers.
+            hidden_size: D.
+            table: the step tensors.
+            gives_rows: the result has the wanted tokens only, as the model's last layer gives them.
+        """
         self._graph = graph
         self._hidden_size = hidden_size
+        self._gives_rows = gives_rows
         self._get_tensors = attrgetter(*tensor_specs(table))
         self._bound: ForwardBatch | None = None  # whose addresses are in `_addresses`
         self._sizes = (0, 0)  # S and R of `_bound`
         self._addresses = (ctypes.c_void_p * 0)()
-        self.kv_cache = kv_cache  # whose addresses the graph holds
 
     def __call__(self, hidden: Tensor, step: StepInputs) -> Tensor:
-        """The result of the layers' programs: hidden [T, D] -> [R, D] of `logits_indices`."""
+        """The result of the layers' programs: hidden [T, D], contiguous -> [T, D], or [R, D] of
+        `logits_indices`.
+        """
         computed = (hidden, *chain.from_iterable(step.rope.values()))
         if step.tensors is not self._bound:
             self._bind(step.tensors, len(computed))
         for index, tensor in enumerate(computed):
             self._addresses[index] = tensor.data_ptr()
-        num_seqs, num_rows = self._sizes
-        out = hidden.new_empty((num_rows, self._hidden_size))
-        self._graph.replay(hidden.shape[0], num_seqs, num_rows, self._addresses, out)
+        num_tokens, (num_seqs, num_rows) = hidden.shape[0], self._sizes
+        size = num_rows if self._gives_rows else num_tokens
+        out = hidden.new_empty((size, self._hidden_size))
+        self._graph.replay(num_tokens, num_seqs, num_rows, self._addresses, out)
         return out
 
     def _bind(self, tensors: ForwardBatch, num_computed: int) -> None:
@@ -99,16 +109,21 @@ def why_not_captured(layer: LayerCall) -> str | None:
 
 
 def capture_layers(
-    layers: Sequence[LayerCall], kv_cache: KVCache, hidden: Tensor, step: StepInputs
+    layers: Sequence[LayerCall],
+    kv_cache: KVCache,
+    hidden: Tensor,
+    step: StepInputs,
+    *,
+    has_last: bool,
 ) -> CpuReplay:
-    """Record the layers of a model. Nothing is computed.
+    """Record consecutive layers of a model. Nothing is computed.
 
     Args:
-        layers: those of the model, in order; `why_not_captured` is None for each. The last one's
-            program takes the wanted rows besides.
-        kv_cache: of all layers.
+        layers: in order; `why_not_captured` is None for each.
+        kv_cache: of these layers.
         hidden: [T, D] of any step; its type and its constant size are read.
         step: of the same step.
+        has_last: the last of them is the model's, whose program takes the wanted rows besides.
     """
     graph = CpuGraph()
     recorder = _Recorder(graph)
@@ -128,10 +143,10 @@ def capture_layers(
     for index, (layer, caches) in enumerate(zip(layers, kv_cache, strict=True)):
         graph.begin_layer()
         program = layer.function.bind(recorder.resolve, recorder.call_piece)
-        more = (tensors["logits_indices"],) if index == len(layers) - 1 else ()
+        more = (tensors["logits_indices"],) if has_last and index == len(layers) - 1 else ()
         value = program(layer.parameters, value, inputs, *caches, *more)
     graph.set_result(value.slot)
-    return CpuReplay(graph, hidden.shape[1], kv_cache, table)
+    return CpuReplay(graph, hidden.shape[1], table, gives_rows=has_last)
 
 
 class _Value:

@@ -11,7 +11,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
-from typing import Any, Protocol
+from itertools import groupby
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -95,10 +96,19 @@ class WholeProgram:
         return self._function(self._parameters, batch, kv_cache)
 
 
+class _Part(NamedTuple):
+    """Consecutive layers of a model."""
+
+    first: int
+    stop: int
+    replay: CpuReplay | None  # None = their functions are called
+
+
 class LayeredProgram:
     """A model whose layers are functions; the last one takes the wanted rows besides.
 
-    Once captured, steps of up to 64 tokens replay a CPU graph of any shape. In larger steps
+    Once captured, consecutive layers are replayed as one CPU graph in steps of up to 64 tokens, of
+    any shape. A layer that can not be captured is called between the replays. In larger steps
     Python's share is small, and a graph's results, which stay allocated, would be large.
     """
 
@@ -110,23 +120,29 @@ class LayeredProgram:
         self._has_pieces = any(
             isinstance(function, FxFunction) and function.pieces for function, _ in calls
         )
-        self._replay: CpuReplay | None = None
+        self._called = [_Part(0, len(calls), None)]
+        self._captured: list[_Part] | None = None  # None = nothing was recorded yet
+        self._captured_cache: KVCache | None = None  # whose addresses the CPU graphs hold
         self._is_recording = False
-        self._is_examined = False  # whether the log says which layers can not be captured
 
     @property
     def has_loops(self) -> bool:
-        return self._replay is None or self._has_pieces
+        parts = self._captured or self._called
+        return self._has_pieces or any(part.replay is None for part in parts)
 
     @property
     def layers_by_program(self) -> dict[LayerProgram, int]:
-        if self._replay is not None:
-            return {LayerProgram.captured: len(self._calls)}
-        return dict(Counter(_form_of(function) for function, _ in self._calls))
+        counts: Counter[LayerProgram] = Counter()
+        for first, stop, replay in self._captured or self._called:
+            if replay is not None:
+                counts[LayerProgram.captured] += stop - first
+            else:
+                counts.update(_form_of(function) for function, _ in self._calls[first:stop])
+        return dict(counts)
 
     @property
     def wants_capture(self) -> bool:
-        return self._replay is None and not self._is_examined
+        return self._captured is None
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -138,47 +154,68 @@ class LayeredProgram:
 
     def __call__(self, batch: ForwardBatch, kv_cache: KVCache) -> Tensor:
         hidden, step = self._model.begin(batch)
-        if (
-            self._is_recording
-            and self.wants_capture
-            and (layers := self._capturable_layers()) is not None
-        ):
-            self._replay = capture_layers(layers, kv_cache, hidden, step)
-        replay = self._replay_for(kv_cache, hidden)
-        if replay is not None:
-            return self._model.finish(replay(hidden, step))
-        return self._model.finish(self._run(hidden, step, kv_cache))
-
-    def _replay_for(self, kv_cache: KVCache, hidden: Tensor) -> CpuReplay | None:
-        """The captured graph, if it is for this cache and serves a step of this size."""
-        replay = self._replay
-        if replay is None or replay.kv_cache is not kv_cache or len(hidden) > _CAPTURED_TOKENS:
-            return None
-        return replay
-
-    def _run(self, hidden: Tensor, step: StepInputs, kv_cache: KVCache) -> Tensor:
-        *calls, (finish, last_parameters) = self._calls
-        for (function, parameters), (k_cache, v_cache) in zip(calls, kv_cache, strict=False):
-            hidden = function(parameters, hidden, step, k_cache, v_cache)
-        rows = step.tensors.logits_indices
-        return finish(last_parameters, hidden, step, *kv_cache[-1], rows)
-
-    def _capturable_layers(self) -> list[LayerCall] | None:
-        """All layers, if all can be captured; else the log says why not."""
-        layers: list[LayerCall] = []
-        reasons: dict[str, list[int]] = {}
-        for index, (function, parameters) in enumerate(self._calls):
-            if isinstance(function, FxFunction):
-                layers.append(LayerCall(function, parameters))
-                reason = why_not_captured(layers[-1])
+        if self._is_recording and self._captured is None:
+            self._captured = self._capture(hidden, step, kv_cache)
+            self._captured_cache = kv_cache
+        for part in self._parts_for(kv_cache, hidden):
+            if part.replay is not None:
+                hidden = part.replay(hidden, step)
             else:
-                reason = "Inductor compiled it as a whole"
-            if reason is not None:
-                reasons.setdefault(reason, []).append(index)
-        for reason, indices in reasons.items():
-            _LOG.info("layers %s are not captured: %s", _in_words(indices), reason)
-        self._is_examined = True
-        return None if reasons else layers
+                hidden = self._call(part, hidden, step, kv_cache)
+        return self._model.finish(hidden)
+
+    def _parts_for(self, kv_cache: KVCache, hidden: Tensor) -> list[_Part]:
+        """Those with the captured graphs, if they are for this cache and serve such a step."""
+        if (
+            self._captured is None
+            or self._captured_cache is not kv_cache
+            or len(hidden) > _CAPTURED_TOKENS
+        ):
+            return self._called
+        return self._captured
+
+    def _call(self, part: _Part, hidden: Tensor, step: StepInputs, kv_cache: KVCache) -> Tensor:
+        """hidden [T, D] -> [T, D], or [R, D] of the wanted rows after the model's last layer."""
+        last = len(self._calls) - 1
+        for index in range(part.first, part.stop):
+            function, parameters = self._calls[index]
+            rows = (step.tensors.logits_indices,) if index == last else ()
+            hidden = function(parameters, hidden, step, *kv_cache[index], *rows)
+        return hidden.contiguous()
+
+    def _capture(self, hidden: Tensor, step: StepInputs, kv_cache: KVCache) -> list[_Part]:
+        """Record each run of layers that can be captured; the log says why others can not."""
+        reasons: dict[str, list[int]] = {}
+        parts: list[_Part] = []
+        for is_captured, indices in groupby(
+            range(len(self._calls)), lambda index: self._is_capturable(index, reasons)
+        ):
+            first, *rest = indices
+            stop = first + 1 + len(rest)
+            replay = None
+            if is_captured:
+                calls = self._calls[first:stop]
+                layers = [
+                    LayerCall(f, weights) for f, weights in calls if isinstance(f, FxFunction)
+                ]
+                replay = capture_layers(
+                    layers, kv_cache[first:stop], hidden, step, has_last=stop == len(self._calls)
+                )
+            parts.append(_Part(first, stop, replay))
+        for reason, found in reasons.items():
+            _LOG.info("layers %s are not captured: %s", _in_words(found), reason)
+        return parts
+
+    def _is_capturable(self, index: int, reasons: dict[str, list[int]]) -> bool:
+        """Whether a CPU graph can hold a layer; else its index is added to those of the reason."""
+        function, parameters = self._calls[index]
+        if isinstance(function, FxFunction):
+            reason = why_not_captured(LayerCall(function, parameters))
+        else:
+            reason = "Inductor compiled it as a whole"
+        if reason is not None:
+            reasons.setdefault(reason, []).append(index)
+        return reason is None
 
 
 def _form_of(function: Function) -> LayerProgram:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor, nn
@@ -11,7 +12,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from ostinato.conf.schema import GraphForm
 from ostinato.graphs.compiler.compile import compile_model
-from ostinato.graphs.compiler.programs import LayerProgram
+from ostinato.graphs.compiler.fx_program import FxFunction
+from ostinato.graphs.compiler.programs import LayeredProgram, LayerProgram
 from ostinato.graphs.recorder import CpuRecorder
 from ostinato.models.base import DecoderLayer
 from ostinato.models.checkpoints.weights import init_dummy_weights
@@ -21,13 +23,13 @@ from ostinato.models.step_tensors import StepInputs
 from ostinato.runtime.startup.planning import open_model
 from tests.graphs.compiler.test_fx_program import Store, make_buffers, run
 from tests.graphs.toy import fill
-from tests.runtime.tiny import tiny_config
+from tests.runtime.tiny import MODEL, tiny_config
 
 CPU = torch.device("cpu")
 
 
-def packed(*overrides: str, backend: str = "cpu"):
-    source = open_model(tiny_config(*overrides))
+def packed(*overrides: str, backend: str = "cpu", **values: object):
+    source = open_model(tiny_config(*overrides, **values).engine)
     model = build_model(
         source.config,
         dtype=source.dtype,
@@ -97,6 +99,37 @@ def test_a_layer_that_is_not_captured_says_why_once(caplog: pytest.LogCaptureFix
 
 
 @torch.inference_mode()
+def test_layers_between_those_that_are_not_captured_are(caplog: pytest.LogCaptureFixture) -> None:
+    """A layer that no CPU graph can hold does not keep the others from being captured."""
+    model, spec = packed(model__config={**MODEL, "num_hidden_layers": 4})
+    example = make_buffers().batch(16, 3, 3)
+    bind = compile_model(model, GraphForm.layer, example, spec.allocate(4, CPU))
+    expected = run(bind(model), spec.allocate(64, CPU))
+    cases = {"1": [1], "0": [0], "3": [3], "1, 3": [1, 3], "0 to 3": [0, 1, 2, 3]}
+    for words, others in cases.items():
+        program, cache = bind(model), spec.allocate(64, CPU)
+        assert isinstance(program, LayeredProgram)
+        calls = list(program._calls)
+        for index in others:
+            function, parameters = calls[index]
+            assert isinstance(function, FxFunction)
+            opaque = msgspec.structs.replace(function.program, obstacle="a test wants it so")
+            calls[index] = FxFunction(opaque), parameters
+        program = LayeredProgram(model, calls)
+        caplog.clear()
+        with caplog.at_level(logging.INFO):
+            for _ in range(2):
+                capture(program, cache)
+        reasons = [one.message for one in caplog.records if "not captured" in one.message]
+        assert reasons == [f"layers {words} are not captured: a test wants it so"]
+        counts = {LayerProgram.captured: 4 - len(others), LayerProgram.fx: len(others)}
+        assert program.layers_by_program == {way: count for way, count in counts.items() if count}
+        assert program.has_loops
+        for _ in range(2):
+            assert torch.equal(run(program, cache), expected)
+
+
+@torch.inference_mode()
 def test_a_kernel_that_refuses_says_why() -> None:
     model, spec = packed()
     program, cache = compiled(model, spec), spec.allocate(64, CPU)
@@ -152,7 +185,8 @@ class ScaledLayer(DecoderLayer):
 @torch.inference_mode()
 def test_torch_ops_between_ours_join_the_captured_step(caplog: pytest.LogCaptureFixture) -> None:
     model, spec = packed("model.dtype=bfloat16")
-    model.layers = nn.ModuleList(ScaledLayer(layer) for layer in model.layers)
+    layers = [layer for layer in model.layers if isinstance(layer, DecoderBlock)]
+    model.layers = nn.ModuleList(map(ScaledLayer, layers))
     store = Store()
     with caplog.at_level(logging.INFO):
         program = compiled(model, spec, store)
