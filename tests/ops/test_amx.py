@@ -17,7 +17,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from ostinato.ops import linear
+from ostinato.ops import quantized
 from ostinato.ops.native.build import find_compiler
 from ostinato.ops.native.instruction_sets import (
     EMULATED,
@@ -30,7 +30,7 @@ from tests.ops.attention_steps import Shape, make_step
 from tests.ops.kernel_checks import LEVELS, linear_problem, ops_of
 
 CHECK = Path(__file__).with_name("amx_check.cpp")
-HEADERS = Path(linear.__file__).parent / "native"
+HEADERS = Path(quantized.__file__).parent / "native"
 HAS_AMX = "amx" in runnable_levels()
 needs_amx = pytest.mark.skipif(not HAS_AMX, reason=f"no AMX here: {why_no_tiles()}")
 
@@ -197,6 +197,24 @@ def test_attention_has_the_emulations_bits(head_dim: int, block_size: int) -> No
         results.append(attend(*tensors, *step.metadata, head_dim**-0.5, 0, 0.0, "cpu"))
     assert torch.equal(*results)
     assert not bool(results[0].isnan().any())
+
+
+@pytest.mark.parametrize("form", [(8, 128, True), (8, 64, False), (4, 128, False)], ids=str)
+@pytest.mark.parametrize("shape", [(96, 1024), (100, 1000), (33, 70)], ids=str)
+def test_tiles_of_bytes_have_the_bits_of_the_level_below(
+    form: tuple[int, int, bool], shape: tuple[int, int]
+) -> None:
+    names = {"pack": "quantize_linear", "linear": "quantized_linear"}
+    below = EMULATION.removeprefix("amx_on_")
+    tiled = [ops_of("quantized", level, **names) for level in LEVELS if level.startswith("amx")]
+    other = ops_of("quantized", below, **names)
+    for rows in (7, 8, 33, 48, 100):
+        x, weight, bias = linear_problem(rows, *shape, torch.bfloat16)
+        packed = other.pack(weight, *form)
+        arguments = (packed, bias, shape[0], False, None, *form)
+        expected = other.linear(x, *arguments)
+        for ops in tiled:
+            assert torch.equal(ops.linear(x, *arguments), expected)
 
 
 def test_the_levels_that_run_here_are_named(record_property: Callable[[str, object], None]) -> None:

@@ -1,60 +1,22 @@
-// The linear op over quantised weights for CPUs: x @ weight.T + bias + residual. Layout in quantized_layout.h,
-// arithmetic of a tile in quantized_tiles.h.
+// The linear op over quantised weights for CPUs: x @ weight.T + bias + residual. Layout in layout.h,
+// arithmetic in tiles.h and amx_quantized.h.
 //
 // Activations are quantised on the way in: each group of a row that shares weight scales becomes 8-bit whole numbers
 // and a scale of its own. So a product is one of whole numbers, which the CPU has wide instructions for, and weights
 // are never widened.
 #include "linear/tasks.h"
 #include "linear/transpose.h"
+#include "quantized/activations.h"
 #include "quantized/tiles.h"
+
+#if OSTINATO_AMX
+#include "quantized/amx_quantized.h"
+#endif
 
 namespace ostinato::linear {
 namespace {
 
 constexpr int64_t kPassBytes = 16 << 10;  // of a panel that stay in the first level cache while rows pass by
-
-// Eight bits of each lane; lanes hold whole numbers in [-127, 127].
-OSTINATO_INLINE void store_bytes(int8_t* p, F32 x) {
-#if OSTINATO_ISA >= 2
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(x.v)));
-#elif OSTINATO_ISA == 1
-  const __m256i whole = _mm256_cvtps_epi32(x.v);
-  const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(whole), _mm256_extracti128_si256(whole, 1));
-  _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packs_epi16(words, words));
-#else
-  for (int i = 0; i < F32::width; ++i) p[i] = static_cast<int8_t>(x.v[i]);
-#endif
-}
-
-// One group of a row: values / scale in [-127, 127], `padded` of them, zero past `count`; returns their sum.
-// A group with an infinity or a NaN gets the scale NaN.
-template <class T>
-float quantize_group(const T* x, int64_t count, int64_t padded, int8_t* out, float* scale) {
-  T tail[F32::width] = {};
-  const int64_t whole = count / F32::width * F32::width;
-  if (whole < count) std::memcpy(tail, x + whole, (count - whole) * sizeof(T));
-  const auto at = [&](int64_t k) { return load(k < whole ? x + k : tail); };
-  F32 largest = broadcast(0.0f);
-  F32 wrong = broadcast(0.0f);
-  for (int64_t k = 0; k < count; k += F32::width) {
-    const F32 value = at(k);
-    largest = max(largest, max(value, broadcast(0.0f) - value));
-    wrong = fma(value, broadcast(0.0f), wrong);
-  }
-  const float most = reduce_max(largest);
-  const float nothing_or_nan = reduce_sum(wrong);
-  const bool usable = most >= 0x1p-100f && nothing_or_nan == 0.0f;
-  *scale = usable ? most / 127.0f : nothing_or_nan;
-  const F32 factor = broadcast(usable ? 127.0f / most : 0.0f);
-  F32 sum = broadcast(0.0f);
-  for (int64_t k = 0; k < padded; k += F32::width) {
-    F32 value = broadcast(0.0f);
-    if (usable && k < count) value = round_to_integer(at(k) * factor);
-    store_bytes(out + k, value);
-    sum = sum + value;
-  }
-  return reduce_sum(sum);
-}
 
 // Four values of K as the tile multiplies them.
 OSTINATO_INLINE void widen_step(const int8_t* values, uint32_t* units) {
@@ -172,6 +134,9 @@ class Worker {
 
 template <int Bits, class In, class Out>
 void run(const Problem& problem, const QuantizedWeight& weight) {
+#if OSTINATO_AMX
+  if (suits_tiles(weight, problem.rows)) return run_quantized_tiles<Bits, In, Out>(problem, weight);
+#endif
   const RowGroups groups(problem.rows, kQuantRows, RowLayout(weight).row * 4);
   for_each_panel(problem.threads, groups.count * weight.panels, weight.bytes(), groups.blocks.count,
                  [&] { return Worker<Bits, In, Out>(problem, weight, groups); });

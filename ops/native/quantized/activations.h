@@ -1,0 +1,53 @@
+// Quantising the activations of a linear op over quantised weights.
+#pragma once
+
+#include "core/simd.h"
+
+#include <cstring>
+
+namespace ostinato::linear {
+
+// Eight bits of each lane; lanes hold whole numbers in [-127, 127].
+OSTINATO_INLINE void store_bytes(int8_t* p, F32 x) {
+#if OSTINATO_ISA >= 2
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(x.v)));
+#elif OSTINATO_ISA == 1
+  const __m256i whole = _mm256_cvtps_epi32(x.v);
+  const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(whole), _mm256_extracti128_si256(whole, 1));
+  _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packs_epi16(words, words));
+#else
+  for (int i = 0; i < F32::width; ++i) p[i] = static_cast<int8_t>(x.v[i]);
+#endif
+}
+
+// One group of a row: values / scale in [-127, 127], `padded` of them, zero past `count`; returns their sum.
+// A group with an infinity or a NaN gets the scale NaN.
+template <class T>
+float quantize_group(const T* x, int64_t count, int64_t padded, int8_t* out, float* scale) {
+  T tail[F32::width] = {};
+  const int64_t whole = count / F32::width * F32::width;
+  if (whole < count) std::memcpy(tail, x + whole, (count - whole) * sizeof(T));
+  const auto at = [&](int64_t k) { return load(k < whole ? x + k : tail); };
+  F32 largest = broadcast(0.0f);
+  F32 wrong = broadcast(0.0f);
+  for (int64_t k = 0; k < count; k += F32::width) {
+    const F32 value = at(k);
+    largest = max(largest, max(value, broadcast(0.0f) - value));
+    wrong = fma(value, broadcast(0.0f), wrong);
+  }
+  const float most = reduce_max(largest);
+  const float nothing_or_nan = reduce_sum(wrong);
+  const bool usable = most >= 0x1p-100f && nothing_or_nan == 0.0f;
+  *scale = usable ? most / 127.0f : nothing_or_nan;
+  const F32 factor = broadcast(usable ? 127.0f / most : 0.0f);
+  F32 sum = broadcast(0.0f);
+  for (int64_t k = 0; k < padded; k += F32::width) {
+    F32 value = broadcast(0.0f);
+    if (usable && k < count) value = round_to_integer(at(k) * factor);
+    store_bytes(out + k, value);
+    sum = sum + value;
+  }
+  return reduce_sum(sum);
+}
+
+}  // namespace ostinato::linear
