@@ -25,6 +25,7 @@ _INSTEAD = {
     "/v1/chat/completions/render": "/tokenize with messages",
     "/v1/classify": "/v1/score or /v1/rerank",
     "/v1/completions/render": "/tokenize",
+    "/v1/conversations": "/v1/responses with previous_response_id",
     "/v1/detokenize": "/detokenize",
     "/v1/files": "`run batch`, which works on OpenAI's batch files",
     "/v1/tokenize": "/tokenize",

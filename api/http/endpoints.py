@@ -71,13 +71,7 @@ def post_endpoint(
     )
     content = {_JSON: OpenAPIMediaType(schema=described)}
     responses = _responses(base, answer, dict.fromkeys(_ERRORS, error))
-    if events:
-        text = "The data of one event; the end marker [DONE] is no JSON."
-        at = f"{base}/responses/200/content/{_escaped(_EVENTS)}/schema"
-        stream = OpenAPIMediaType(schema=_described_any(events, at, description=text))
-        whole = responses["200"].content
-        assert whole is not None, "every answer has a content"
-        responses["200"].content = {**whole, _EVENTS: stream}
+    _add_events(responses, base, events)
     operation = _operation(RequestBody(content=content, required=True), responses)
     return post(list(paths), operation_class=operation, **options)
 
@@ -86,6 +80,7 @@ def get_endpoint(
     path: str,
     *,
     answer: object = None,
+    events: Sequence[object] = (),
     errors: Errors | None = None,
     media_type: str = _JSON,
     is_open: bool = False,
@@ -94,12 +89,14 @@ def get_endpoint(
 
     Args:
         answer: type of the answer; None = some JSON object.
+        events: as in `post_endpoint`.
         errors: status -> type of its body; beside 401 and 500.
         media_type: of the answer.
         is_open: whether a request without an API key is answered too.
     """
     base = f"#/paths/{_escaped(_documented(path))}/get"
     responses = _responses(base, answer, _with_common(errors))
+    _add_events(responses, base, events)
     if media_type != _JSON:
         text = OpenAPIMediaType(schema=cast("Schema", {"type": "string"}))
         responses["200"].content = {media_type: text}
@@ -144,6 +141,20 @@ def _responses(
     for status, kind in errors.items():
         found[str(status)] = response(status, kind, _ERRORS.get(status, "Not possible now."))
     return found
+
+
+def _add_events(
+    responses: Mapping[str, OpenAPIResponse], base: str, events: Sequence[object]
+) -> None:
+    """Describe the stream that the answer can be; none where there are no events."""
+    if not events:
+        return
+    text = "The data of one event; the end marker [DONE] is no JSON."
+    place = f"{base}/responses/200/content/{_escaped(_EVENTS)}/schema"
+    stream = OpenAPIMediaType(schema=_described_any(events, place, description=text))
+    whole = responses["200"].content
+    assert whole is not None, "every answer has a content"
+    responses["200"].content = {**whole, _EVENTS: stream}
 
 
 def _described(kind: object, place: str) -> Schema:

@@ -77,6 +77,7 @@ async def count_input_tokens(request: HttpRequest, service: SharedService) -> Re
 @get_endpoint(
     "/v1/responses/{response_id:str}",
     answer=ResponseObject,
+    events=(ResponseEvent,),
     errors={400: ErrorBody, 404: ErrorBody},
 )
 async def retrieve_response(

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from ostinato.api.anthropic.schemas import CountTokensRequest, MessagesRequest
 from ostinato.api.base.unsupported_fields import UNSUPPORTED
-from ostinato.api.responses.schemas import ResponsesRequest
+from ostinato.api.responses.schemas import InputTokensRequest, ResponsesRequest
 from ostinato.api.schemas.chat_completions import ChatCompletionRequest
 from ostinato.api.schemas.text_completions import CompletionRequest
 from ostinato.api.schemas.tokenize import DetokenizeRequest, TokenizeRequest
@@ -133,6 +133,8 @@ def bodies(schema: type[msgspec.Struct]) -> st.SearchStrategy[dict[str, Any]]:
         ("/v1/messages", MessagesRequest),
         ("/v1/messages/count_tokens", CountTokensRequest),
         ("/v1/responses", ResponsesRequest),
+        ("/v1/responses/input_tokens", InputTokensRequest),
+        ("/invocations", ChatCompletionRequest),
     ],
 )
 @given(data=st.data())

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 
+import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from ostinato.api.base.unsupported_fields import UNSUPPORTED
+from ostinato.api.base.unsupported_fields import UNSUPPORTED, UNSUPPORTED_IN_MESSAGES
+from ostinato.api.chat.tools import template_messages
 from ostinato.api.schemas.body_decoding import decode
 from ostinato.api.schemas.chat_completions import ChatCompletionRequest
 from ostinato.api.schemas.conversation import Message, TextPart
@@ -58,6 +62,14 @@ class TestAccepted:
     def test_the_nulls_that_an_sdk_keeps_in_a_message(self):
         message = {"role": "assistant", "content": "Hi", "refusal": None, "tool_calls": None}
         assert chat(messages=[message]) == chat(messages=[{"role": "assistant", "content": "Hi"}])
+
+
+MESSAGE_KEYS = {*Message.__struct_fields__, *UNSUPPORTED_IN_MESSAGES}
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-(1 << 53), 1 << 53) | st.text(max_size=4),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
+    max_leaves=4,
+)  # fmt: skip
 
 
 class TestRefused:
@@ -136,6 +148,21 @@ class TestRefused:
         message = {"role": "user", "content": "a", "colour": 1, "shade": None, "refusal": None}
         (one,) = chat_body(messages=[message]).messages
         assert one == Message(role="user", content="a", template_fields={"colour": 1})
+
+    @given(
+        role=st.text(min_size=1, max_size=64),
+        others=st.dictionaries(
+            st.text(max_size=6).filter(lambda key: key not in MESSAGE_KEYS), JSON, max_size=4
+        ),
+    )
+    def test_the_template_sees_each_key_of_a_message(self, role, others):
+        """Any role and any key: as they came, without nulls and without what asks for nothing."""
+        given_message = {"role": role, "content": "Hi", **others}
+        body = msgspec.json.encode({"messages": [given_message]})
+        (message,) = decode(body, ChatCompletionRequest).messages
+        (shown,) = template_messages([message])
+        seen = {key: value for key, value in others.items() if value is not None}
+        assert shown == {"role": role, "content": "Hi", **seen}
 
     def test_an_unknown_key_within_a_part_of_a_message(self):
         call = {"id": "a", "function": {"name": "f", "arguments": "{}", "colour": 1}}
