@@ -177,10 +177,10 @@ class TestMessages:
         [
             ({"role": "user"}, "messages[0].content"),
             ({"content": "Hi"}, "messages[0].role"),
-            ({"role": "wizard", "content": "Hi"}, "messages[0].role"),
+            ({"role": "", "content": "Hi"}, "messages[0].role"),
             ({"role": "user", "content": 5}, "messages[0].content"),
             ({"role": "user", "content": None}, "messages[0].content"),
-            ({"role": "user", "content": "Hi", "age": 5}, "messages[0].age"),
+            ({"role": "user", "content": "Hi", "audio": {"id": "a"}}, "messages[0].audio"),
             ("Hi", "messages[0]"),
         ],
     )
@@ -298,16 +298,13 @@ def raw(server: ServerProcess, request: bytes) -> tuple[int, dict[str, str], byt
     host, _, port = server.url.removeprefix("http://").partition(":")
     with socket.create_connection((host, int(port)), timeout=30) as connection:
         connection.sendall(request)
-        answer = b""
-        while b"\r\n\r\n" not in answer or b"connection: close" in answer.lower():
-            piece = connection.recv(65536)
-            answer += piece
-            if not piece:
-                break
-    head, _, body = answer.partition(b"\r\n\r\n")
-    first, *lines = head.decode("latin-1").split("\r\n")
-    headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in lines)}
-    return int(first.split()[1]), headers, body
+        with connection.makefile("rb") as answer:
+            status = int(answer.readline().split()[1])
+            headers: dict[str, str] = {}
+            while line := answer.readline().strip():
+                name, _, value = line.decode("latin-1").partition(": ")
+                headers[name.lower()] = value
+            return status, headers, answer.read(int(headers["content-length"]))
 
 
 class TestRequestIds:

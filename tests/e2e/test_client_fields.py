@@ -645,3 +645,19 @@ class TestACallThatIsCut:
                 assert 4 <= len(city) <= 8
             seen.add((one.finish_reason, bool(one.message.tool_calls)))
         assert seen <= {("length", True), ("tool_calls", True)}
+
+
+def test_a_reply_in_the_background_outlives_the_engine_process(server, client):
+    text: Any = {"format": {"type": "json_schema", "name": "a", "schema": TestBackground.LONG}}
+    fields: dict[str, Any] = {"model": "demo", "input": "a", "text": text, "temperature": 0}
+    fields["max_output_tokens"] = 440
+    plain = client.responses.create(**fields)
+    answer = client.responses.create(**fields, background=True)
+    while not client.responses.retrieve(answer.id).output_text:
+        pass
+    server.engine.kill()
+    while (done := client.responses.retrieve(answer.id)).status == "in_progress":
+        pass
+    assert (done.status, done.output_text) == (plain.status, plain.output_text)
+    restarts = [name for name in server.metrics() if "restarts_total" in name]
+    assert sum(server.metrics()[name] for name in restarts) == 1
