@@ -12,7 +12,6 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from functools import cache
-from pathlib import Path
 from types import MappingProxyType
 from typing import cast
 
@@ -29,6 +28,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ostinato.conf.describe import describe_keys, nearest
+from ostinato.conf.environment import expand_user
 from ostinato.conf.errors import ConfigError
 from ostinato.conf.root import RunConfig
 
@@ -245,7 +245,7 @@ def _compose(
 def _search_path(config_dir: str | None) -> list[str]:
     if config_dir is None:
         return []
-    directory = Path(config_dir).expanduser().resolve()
+    directory = expand_user(config_dir).resolve()
     if not directory.is_dir():
         raise ConfigError(f"--config-dir must be a directory with option files, got {config_dir!r}")
     quoted = str(directory).replace("\\", "\\\\").replace("'", "\\'")
@@ -266,7 +266,7 @@ def _group_options(search: Sequence[str] = ()) -> dict[str, list[str]]:
 
 def _parse(overrides: Sequence[str]) -> list[Override]:
     # Hydra's grammar has no "~" inside values, and shells expand it only where a word begins.
-    home = str(Path.home())
+    home = str(expand_user("~"))
     parsed: list[Override] = []
     for text in overrides:
         text = re.sub(r"=~(?=/|$)", lambda _: f"={home}", text, count=1)

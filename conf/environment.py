@@ -5,24 +5,73 @@
 | `OSTINATO_CACHE_DIR` | where compiled kernels and graphs are kept | `~/.cache/ostinato` |
 | `CXX` | the C++ compiler for the CPU's kernels, as for torch's own | `g++`, `clang++` on macOS |
 
-The default follows `XDG_CACHE_HOME` when that is set. Shells that complete a command line pass it
-in `COMP_LINE`.
+The default follows `XDG_CACHE_HOME` when that is set. `TMPDIR` has its usual meaning. Shells that
+complete a command line pass it in `COMP_LINE`. The caches of torch, Triton and FlashInfer lie in
+ours, unless their own variables (`_LIBRARY_CACHES`) are set.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import os
+import shutil
 import sys
+import tempfile
 from pathlib import Path
+
+from ostinato.conf.errors import ConfigError
 
 __all__ = (
     "cache_dir",
     "completion_line",
     "cxx",
     "environment_with",
+    "expand_user",
+    "forbids_execution",
+    "prepare_cache",
     "prepare_compiler",
+    "require_writable",
     "with_own_caches",
 )
+
+_LIBRARY_CACHES = {  # variable -> folder in our cache directory
+    "TORCHINDUCTOR_CACHE_DIR": "inductor",
+    "TRITON_CACHE_DIR": "triton",
+    "FLASHINFER_WORKSPACE_BASE": "flashinfer",
+}
+_LEAST_FREE_BYTES = 16 << 20  # kernels and programs of a small model, and room to write them
+
+
+def expand_user(path: str | Path) -> Path:
+    """The path with a leading `~` replaced; one whose home directory is not known stays as it is.
+
+    `Path.expanduser` raises RuntimeError there.
+    """
+    return Path(os.path.expanduser(path))
+
+
+def require_writable(file: Path, key: str) -> None:
+    """Make the folder of a result that is written at the end of a long run, and try to write there.
+
+    Args:
+        file: the result's; one that is there is not changed.
+        key: the setting that it came from, for the message.
+
+    Raises:
+        ConfigError: it can not be written.
+    """
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=file.parent):
+            pass
+        if file.exists():
+            file.open("ab").close()
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise ConfigError(
+            f"{key}: {file} can not be written ({reason}); name a file that can"
+        ) from error
 
 
 def cache_dir() -> Path:
@@ -30,7 +79,91 @@ def cache_dir() -> Path:
     explicit = os.environ.get("OSTINATO_CACHE_DIR")
     if explicit:
         return Path(explicit)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ostinato"
+    base = os.environ.get("XDG_CACHE_HOME")
+    if not base:
+        home = expand_user("~")
+        # A user id without an entry in the system's list of users has /, as container engines say.
+        base = (home if home.is_absolute() else Path("/")) / ".cache"
+    return Path(base) / "ostinato"
+
+
+def prepare_cache() -> str | None:
+    """Make sure that `cache_dir` can be written, in this process and in those that it starts.
+
+    If it can not, `cache_dir` becomes a temporary directory, which is removed when this process
+    ends. The bundles of the directory that can not be written are still found there. Called before
+    torch is imported, and again without effect.
+
+    Returns:
+        A line for the log when the temporary directory was made; else None.
+
+    Raises:
+        OSError: no temporary directory can be made either.
+    """
+    wanted = cache_dir()
+    reason = _why_not_writable(wanted)
+    if reason is None and _free_bytes(wanted) < _LEAST_FREE_BYTES <= _free_bytes(_temporary_root()):
+        reason = f"less than {_LEAST_FREE_BYTES >> 20} MiB are free"
+    line = None
+    if reason is not None:
+        temporary = Path(tempfile.mkdtemp(prefix="ostinato-cache-", dir=_temporary_root()))
+        atexit.register(shutil.rmtree, temporary, ignore_errors=True)
+        _link_bundles(wanted, temporary)
+        os.environ["OSTINATO_CACHE_DIR"] = str(temporary)
+        line = (
+            f"the cache directory {wanted} can not be used ({reason}): {temporary} is used instead "
+            "and removed at the end, so that every start compiles again; set OSTINATO_CACHE_DIR to "
+            "a directory that can be written"
+        )
+    for variable, folder in _LIBRARY_CACHES.items():
+        os.environ.setdefault(variable, str(cache_dir() / folder))
+    return line
+
+
+def forbids_execution(path: Path) -> bool:
+    """Whether the file system of an existing path is mounted `noexec`: no library loads there."""
+    with contextlib.suppress(OSError, AttributeError):
+        return bool(os.statvfs(path).f_flag & os.ST_NOEXEC)
+    return False
+
+
+def _why_not_writable(directory: Path) -> str | None:
+    """Makes the directory if it is not there. The reason why it can not be written, or None."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            return None
+    except FileExistsError:
+        return "it is a file"
+    except OSError as error:
+        return error.strerror or str(error)
+
+
+def _free_bytes(directory: Path) -> int:
+    status = os.statvfs(directory)
+    return status.f_bavail * status.f_frsize
+
+
+def _temporary_root() -> Path:
+    """The directory for temporary files; another one if that is mounted `noexec`.
+
+    Container engines mount `/tmp` so, and compiled kernels do not load from there.
+    """
+    usual = Path(tempfile.gettempdir())
+    others = [Path("/var/tmp"), Path("/dev/shm")]
+    for root in (usual, *others):
+        if os.access(root, os.W_OK | os.X_OK) and not forbids_execution(root):
+            return root
+    return usual
+
+
+def _link_bundles(source: Path, target: Path) -> None:
+    """Let the bundles in one cache directory be found, and be replaced, in another."""
+    folder = target / "bundles"
+    folder.mkdir(mode=0o700)
+    with contextlib.suppress(OSError):
+        for bundle in (source / "bundles").resolve().iterdir():
+            (folder / bundle.name).symlink_to(bundle)
 
 
 def completion_line() -> str:
@@ -51,21 +184,18 @@ def environment_with(**changes: str) -> dict[str, str]:
 def with_own_caches(directory: Path) -> dict[str, str]:
     """This process's environment for a child that keeps what it compiles in `directory`."""
     environment = {**os.environ, "OSTINATO_CACHE_DIR": str(directory)}
-    environment.pop("TORCHINDUCTOR_CACHE_DIR", None)
+    for variable in _LIBRARY_CACHES:
+        environment.pop(variable, None)
     return environment
 
 
 def prepare_compiler(*, kernel_pool: bool) -> None:
     """Settings of torch's compiler that it reads from the environment only, each unless it is set.
 
-    What Inductor has built is kept in our cache directory: its own default lies in a directory for
-    temporary files, and the next start would build again.
-
     Args:
         kernel_pool: whether torch may keep a pool of processes that compile Triton kernels. On a
             machine without a GPU they import torch twice, seconds of processor time at every
             start, and are never used.
     """
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_dir() / "inductor"))
     if not kernel_pool:
         os.environ.setdefault("TORCH_WARM_POOL", "0")

@@ -238,7 +238,8 @@ def _why_not_trusted(directory: Path) -> str | None:
     """The reason not to run code from this directory, or None."""
     if not hasattr(os, "geteuid"):
         return None
-    for path in (directory.parent, directory):
+    # A link to a bundle is as safe as the place where the bundle is.
+    for path in dict.fromkeys((directory.parent, directory.resolve().parent, directory)):
         status = path.stat()
         if status.st_uid not in (os.geteuid(), 0):
             return f"{path} belongs to another user, and a bundle is code; copy it and own it"

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from ostinato.runtime.directories import ensure_cache
 from ostinato.runtime.errors import StartupError
 from ostinato.runtime.startup.bundles import prepare_kernels
 
@@ -30,6 +31,11 @@ def compile_bundle(config: RunConfig) -> int:
         StartupError: the engine can not start, or there is no bundle to keep.
     """
     begin = time.perf_counter()
+    if ensure_cache() and not config.graphs.bundle_dir:
+        raise StartupError(
+            "there is no directory that keeps a bundle: set OSTINATO_CACHE_DIR or "
+            "graphs.bundle_dir to one that can be written"
+        )
     console = Console(width=_WIDTH, highlight=False, file=sys.stderr)
     with Progress(
         TextColumn("{task.description:<24}"), BarColumn(), TimeElapsedColumn(), console=console

@@ -20,6 +20,8 @@ from torch import Tensor
 from torch._C._aoti import AOTIModelContainerRunnerCpu
 from torch.fx import GraphModule, Node
 
+from ostinato.conf.environment import cache_dir
+
 __all__ = ("CompiledPiece", "PieceCompiler")
 
 _OPTIONS: dict[str, Any] = {
@@ -45,7 +47,10 @@ class CompiledPiece:
             name: what torch's profiler shows.
         """
         self.name = name
-        with tempfile.NamedTemporaryFile(prefix="ostinato-", suffix=".so") as file:
+        # In the cache directory, because container engines mount /tmp without execution.
+        folder = cache_dir()
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(prefix="piece-", suffix=".so", dir=folder) as file:
             file.write(data)
             file.flush()
             # Loaded twice under one path, hence once; the mapping outlives the file.
@@ -158,7 +163,7 @@ def _compile(module: GraphModule, inputs: Sequence[Node]) -> bytes:
                 mark[index] = sizes[name]
         marks.append(mark)
     program = export(module, tuple(examples), dynamic_shapes=tuple(marks), strict=False)
-    with tempfile.TemporaryDirectory() as directory:
+    with tempfile.TemporaryDirectory(dir=cache_dir()) as directory:
         path = str(Path(directory) / "piece.so")
         options = {**_OPTIONS, "aot_inductor.output_path": path}
         written = aot_compile(program.module(), tuple(examples), options=options)

@@ -7,12 +7,15 @@ models/checkpoints/weights.py streams them. Whatever is wrong with a checkpoint 
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ostinato.conf.environment import expand_user
 from ostinato.conf.errors import first_line
 from ostinato.conf.schema import LoadFormat, ModelSection
 
@@ -41,8 +44,18 @@ class Checkpoint:
         """The files with the weights: safetensors before pickles, an index before a single file.
 
         Raises:
-            CheckpointError: there are none, or the index names one that is missing.
+            CheckpointError: there are none, the index names one that is missing, or one can not be
+                opened.
         """
+        files = self._weight_files()
+        for file in files:  # safetensors calls a file that it may not open missing
+            try:
+                file.open("rb").close()
+            except OSError as error:
+                raise CheckpointError(f"{file} can not be read: {_reason(error)}") from error
+        return files
+
+    def _weight_files(self) -> list[Path]:
         if self.directory is None:
             raise CheckpointError(
                 "there are no weights: model.path is empty; set it, or model.load_format=dummy"
@@ -71,7 +84,7 @@ def open_checkpoint(section: ModelSection) -> Checkpoint:
         CheckpointError: no such directory, no or invalid config.json, hub unreachable.
     """
     inline = section.load_format is LoadFormat.dummy and "architectures" in section.config
-    if inline and not Path(section.path or "?").expanduser().is_dir():
+    if inline and not expand_user(section.path or "?").is_dir():
         return Checkpoint(directory=None, hf_config=dict(section.config), generation_config={})
     directory = resolve_directory(
         section.path, section.revision, weights=section.load_format is not LoadFormat.dummy
@@ -105,10 +118,15 @@ def resolve_directory(
     """
     if not path:
         return Path(__file__).parents[1] / "demo"
-    local = Path(path).expanduser()
-    if local.is_dir():
-        return local
-    if local.exists():
+    local = expand_user(path)
+    try:
+        if local.is_dir():
+            os.stat(f"{local}/.")  # whether its files can be opened
+            return local
+        is_there = local.exists()
+    except OSError as error:
+        raise CheckpointError(f"{key}={path!r} can not be read: {_reason(error)}") from error
+    if is_there:
         raise CheckpointError(f"{key}={path!r} is a file; it must be a model's directory")
     if not _HUB_ID.fullmatch(path):
         raise CheckpointError(f"{key}={path!r}: no such directory")
@@ -137,6 +155,8 @@ def _download(hub_id: str, revision: str, weights: bool, key: str) -> Path:
     except (OSError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
         at = f" at revision {revision!r}" if revision else ""
         reason = first_line(error)
+        if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EROFS, errno.ENOSPC):
+            reason += "; set HF_HOME to a directory for downloads that can be written"
         raise CheckpointError(
             f"{key}={hub_id!r}: no such directory, and the hub did not give it{at}: {reason}"
         ) from error
@@ -152,10 +172,22 @@ def _laid_over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
+def _reason(error: OSError) -> str:
+    """The system's words; for a missing permission also the user and the remedy."""
+    reason = error.strerror or str(error)
+    if isinstance(error, PermissionError) and hasattr(os, "geteuid"):
+        reason += (
+            f" for user id {os.geteuid()}; change the permissions, or run as the owner of the files"
+        )
+    return reason
+
+
 def _read_json(file: Path) -> dict[str, Any]:
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except OSError as error:
+        raise CheckpointError(f"{file} can not be read: {_reason(error)}") from error
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise CheckpointError(f"{file} is not readable as JSON: {error}") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{file} must hold a JSON object, got {type(value).__name__}")

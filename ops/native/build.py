@@ -32,6 +32,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib.util
+import logging
 import os
 import platform
 import shutil
@@ -44,7 +45,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from ostinato.conf.environment import cache_dir, cxx
+from ostinato.conf.environment import cache_dir, cxx, forbids_execution
 from ostinato.ops.native.instruction_sets import instruction_set
 
 __all__ = (
@@ -90,6 +91,8 @@ _FLAGS = (
 )
 _LOCK_TIMEOUT_S = 300.0
 
+_LOG = logging.getLogger(__name__)
+
 
 class NativeBuildError(RuntimeError):
     """The C++ kernels can not be built here; the text names the command and the remedy."""
@@ -107,7 +110,13 @@ def build(library: str, isa: str) -> Path:
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with FileLock(directory / "lock", timeout=_LOCK_TIMEOUT_S):
-            return next(iter(_intact(directory)), None) or _build(library, isa, directory)
+            found = next(iter(_intact(directory)), None)
+            if found is None and forbids_execution(directory):
+                raise NativeBuildError(
+                    f"the file system of {directory} is mounted noexec, so that compiled kernels "
+                    "do not load from there; set OSTINATO_CACHE_DIR to a directory on another one"
+                )
+            return found or _build(library, isa, directory)
     except OSError as error:  # the lock's timeout is one too
         raise NativeBuildError(
             f"the CPU kernels can not be built in {directory}: {error}; set OSTINATO_CACHE_DIR "
@@ -143,7 +152,8 @@ def intact_libraries(library: str, isa: str) -> list[Path]:
 def discard(path: Path) -> None:
     """Remove one of `intact_libraries` that does not load from the cache; a wheel keeps its own."""
     if path.parent != PREBUILT_DIR:
-        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # one that can not be removed is built beside it
+            path.unlink(missing_ok=True)
 
 
 def prebuilt_path(library: str, isa: str) -> Path:
@@ -195,6 +205,8 @@ def _build(library: str, isa: str, directory: Path) -> Path:
     """Compile each unit in a process of its own, link, move the result in with one rename."""
     compiler = find_compiler()
     torch_dir = _torch_directory()
+    for scratch in directory.glob("build-*/"):  # of builds that were killed
+        shutil.rmtree(scratch, ignore_errors=True)
     include = (f"-I{_SOURCE_DIR}", f"-I{torch_dir / 'include'}")
     flags = (*_FLAGS, *instruction_set(isa).flags, *include)
     with tempfile.TemporaryDirectory(dir=directory, prefix="build-") as scratch:
@@ -241,7 +253,11 @@ def _run(command: list[str]) -> None:
     except OSError as error:
         raise NativeBuildError(f"{' '.join(command)} did not start: {error}; {REMEDY}") from error
     if done.returncode != 0:
+        text = done.stderr.strip()
+        _LOG.info("%s failed:\n%s", " ".join(command), text[-4000:])
+        lines = text.splitlines() or ["it said nothing"]
+        reason = next((line for line in lines if "error" in line.lower()), lines[-1])
         raise NativeBuildError(
-            f"{' '.join(command)} failed with exit code {done.returncode}; {REMEDY}\n"
-            f"{done.stderr[-4000:]}"
+            f"the C++ compiler {command[0]} failed with exit code {done.returncode}: {reason}; "
+            f"{REMEDY}"
         )

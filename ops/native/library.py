@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import torch
 
+from ostinato.conf.environment import forbids_execution
 from ostinato.ops.native.abi import check_abi
 from ostinato.ops.native.build import (
     LIBRARIES,
@@ -148,9 +149,16 @@ def _open(name: str, isa: str) -> tuple[Path, ctypes.CDLL]:
         try:
             return path, ctypes.CDLL(str(path))
         except OSError:  # built against another C++ runtime, for instance in a moved cache
-            discard(path)
+            if not forbids_execution(path):
+                discard(path)
     path = build(name, isa)
     try:
         return path, ctypes.CDLL(str(path))
     except OSError as error:
-        raise NativeBuildError(f"{path} was built but does not load: {error}; {REMEDY}") from error
+        remedy = REMEDY
+        if forbids_execution(path):
+            remedy = (
+                "its file system is mounted noexec; set OSTINATO_CACHE_DIR to a directory on "
+                "another one"
+            )
+        raise NativeBuildError(f"{path} was built but does not load: {error}; {remedy}") from error

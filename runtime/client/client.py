@@ -9,11 +9,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import shutil
-import tempfile
 import time
+import weakref
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
-from pathlib import Path
 
 import msgspec
 import zmq.asyncio
@@ -23,6 +22,7 @@ from ostinato.runtime.client.completion import PromptCompletions
 from ostinato.runtime.client.pooling import make_pooling_request
 from ostinato.runtime.client.replica import Reader, Replica
 from ostinato.runtime.client.requests import make_requests, resolve
+from ostinato.runtime.directories import ensure_cache, make_socket_directory
 from ostinato.runtime.engine.engine_state import EngineState
 from ostinato.runtime.engine.flight_recorder import StepRecord
 from ostinato.runtime.errors import DeadlineError, EngineDeadError
@@ -47,6 +47,9 @@ class EngineClient:
     Args:
         config: of every replica, and of the server.
         num_replicas: engine processes, at least 1.
+
+    Raises:
+        StartupError: no temporary directory can be made.
     """
 
     model: ServedModel
@@ -55,7 +58,12 @@ class EngineClient:
     def __init__(self, config: RunConfig, num_replicas: int = 1) -> None:
         assert num_replicas >= 1, f"a client needs a replica, not {num_replicas}"
         self._config = config
-        self._directory = Path(tempfile.mkdtemp(prefix="ostinato-"))  # mode 0700
+        ensure_cache()
+        self._directory = make_socket_directory()
+        # Also when the program ends before `close`.
+        self._remove_directory = weakref.finalize(
+            self, shutil.rmtree, self._directory, ignore_errors=True
+        )
         self._context = zmq.asyncio.Context()
         self.replicas = [
             Replica(
@@ -137,7 +145,11 @@ class EngineClient:
         await self.wait_until_ready(on_phase)
 
     async def spawn(self) -> None:
-        """Start the engine processes; they load the model while the caller does something else."""
+        """Start the engine processes; they load the model while the caller does something else.
+
+        Raises:
+            StartupError: the system has no room for another process or its sockets.
+        """
         for replica in self.replicas:
             await replica.spawn()
 
@@ -360,7 +372,7 @@ class EngineClient:
         await asyncio.gather(*(replica.close() for replica in self.replicas))
         if not self._context.closed:
             self._context.term()
-        shutil.rmtree(self._directory, ignore_errors=True)
+        self._remove_directory()
 
     def _unique(self, request_id: str) -> str:
         """The engine's ids are unique even when a client sends one id twice."""

@@ -70,6 +70,9 @@ class FlightRecorder:
     Args:
         path: the file; one that is there is replaced.
         num_steps: how many steps are kept.
+
+    Raises:
+        OSError: the file can not be made, or the file system has no room for it.
     """
 
     def __init__(self, path: Path, num_steps: int) -> None:
@@ -79,7 +82,12 @@ class FlightRecorder:
         self._encode = msgspec.msgpack.Encoder().encode
         size = _HEADER.size + num_steps * _SLOT_BYTES
         with path.open("w+b") as file:
-            file.truncate(size)
+            # All of it now: a store to a page for which the file system has no room would end the
+            # process.
+            for _ in range(num_steps):
+                file.write(bytes(_SLOT_BYTES))
+            file.write(bytes(_HEADER.size))
+            file.flush()
             self._map = mmap.mmap(file.fileno(), size)
         self._map[: _HEADER.size] = _HEADER.pack(_MAGIC, num_steps, _SLOT_BYTES)
 

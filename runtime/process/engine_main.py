@@ -167,10 +167,22 @@ def _read_start() -> StartEngine:
 
 
 def _flight_recorder(num_steps: int, address: str) -> FlightRecorder | None:
-    """A recorder whose file lies beside the socket, where the client finds it afterwards."""
+    """A recorder whose file lies beside the socket, where the client finds it afterwards.
+
+    None when it is switched off. None and a line in the log when the file can not be made.
+    """
     if not num_steps:
         return None
-    return FlightRecorder(flight_path(address.removeprefix("ipc://")), num_steps)
+    path = flight_path(address.removeprefix("ipc://"))
+    try:
+        return FlightRecorder(path, num_steps)
+    except OSError as error:
+        _LOG.warning(
+            "no steps are recorded for after a crash: %s can not be written: %s",
+            path,
+            error.strerror or error,
+        )
+        return None
 
 
 def main(address: str) -> int:
@@ -183,11 +195,11 @@ def main(address: str) -> int:
     config = start.config
     configure_logging(start.log_level, start.log_format, "engine")
     _exit_with_client()
-    prepare_kernels(config.model, config.device, config.graphs)
     connection = _Connection(address)
     at_start = True
     engine: Engine | None = None
     try:
+        prepare_kernels(config.model, config.device, config.graphs)
         begin = time.perf_counter()
         from ostinato.runtime.engine.step_observer import StepObserver
         from ostinato.runtime.startup.build_engine import build_engine

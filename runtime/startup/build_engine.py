@@ -17,6 +17,7 @@ from ostinato.graphs.bundle import Bundle
 from ostinato.graphs.compile_monitor import CompileMonitor
 from ostinato.graphs.recorder import is_out_of_memory
 from ostinato.runtime.costs.cost_table import CostTable
+from ostinato.runtime.directories import ensure_cache
 from ostinato.runtime.engine.engine import Engine
 from ostinato.runtime.engine.step_observer import StepObserver
 from ostinato.runtime.errors import StartupError
@@ -84,6 +85,7 @@ def _build(
     proposer: Proposer | None,
 ) -> tuple[Engine, Bundle | None]:
     phase = PhaseTimer(report)
+    ensure_cache()
     try:
         with ExitStack() as undo:
             monitor = CompileMonitor()
@@ -104,6 +106,9 @@ def _build(
             f"the device ran out of memory while the engine was built ({first_line(error)}); set "
             "cache.memory_gib, lower device.memory_fraction or use graphs.mode=compiled"
         ) from error
+    except OSError as error:  # a file, a process or a lock that the system refused
+        _LOG.debug("the engine was not built", exc_info=True)
+        raise StartupError(f"the engine can not start: {error}") from error
 
 
 def _lead(

@@ -15,6 +15,7 @@ from ostinato.conf.schema import DeviceConfig, DeviceName, GraphConfig, ModelSec
 from ostinato.graphs.bundle import Bundle, trusted_directories
 from ostinato.ops.native import build as native
 from ostinato.ops.native.instruction_sets import detect_isa
+from ostinato.runtime.directories import ensure_cache
 
 __all__ = ("add_kernels", "bundle_root", "kernel_libraries", "prepare_kernels")
 
@@ -34,7 +35,11 @@ def prepare_kernels(model: ModelSection, device: DeviceConfig, graphs: GraphConf
 
     A first start spends most of its time in the C++ compiler, so the build starts early.
     `ops/native/library.py` waits for it when it loads the kernels, and reports its errors.
+
+    Raises:
+        StartupError: neither the cache nor a temporary directory can be written.
     """
+    ensure_cache()
     on_gpu = device.name is not DeviceName.cpu and Path("/dev/nvidiactl").exists()
     if on_gpu or not graphs.pack_weights:
         return

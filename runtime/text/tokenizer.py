@@ -297,15 +297,28 @@ def _convert_with_transformers(directory: Path) -> tokenizers.Tokenizer:
 
 def _read_json(file: Path) -> dict[str, Any]:
     """The file's object, {} when there is no such file."""
-    if not file.is_file():
+    text = _read_text(file)
+    if text is None:
         return {}
     try:
-        value = json.loads(file.read_text(encoding="utf-8"))
+        value = json.loads(text)
     except ValueError as error:
         raise StartupError(f"{file} is not valid JSON: {error}") from error
     if not isinstance(value, dict):
         raise StartupError(f"{file} must hold a JSON object, got {type(value).__name__}")
     return value
+
+
+def _read_text(file: Path) -> str | None:
+    """None when there is no such file."""
+    try:
+        return file.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise StartupError(f"{file} can not be read: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise StartupError(f"{file} is not UTF-8: {error}") from error
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
@@ -321,8 +334,9 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 def _template_source(directory: Path, config: Mapping[str, Any], user_file: str) -> str | None:
     """The template's text from the first place that has one: the user's file, then the model's."""
     for file in (Path(user_file),) if user_file else (directory / "chat_template.jinja",):
-        if file.is_file():
-            return file.read_text(encoding="utf-8")
+        text = _read_text(file)
+        if text is not None:
+            return text
         if user_file:
             raise StartupError(f"model.chat_template: there is no file {user_file}")
     template = config.get("chat_template")

@@ -14,6 +14,7 @@ from ostinato.ops.native import abi, build
 from ostinato.ops.native.build import LIBRARIES
 from ostinato.ops.native.instruction_sets import ISA_LEVELS, detect_isa
 from ostinato.ops.native.library import load
+from tests.confinement import no_execution
 
 # A library of few sources, with two compiler processes as for `core`.
 SMALL = """
@@ -131,9 +132,11 @@ def test_a_failing_compiler_is_quoted(tmp_path: Path) -> None:
     process = start(BUILD, cache=tmp_path / "cache", compiler=str(compiler))
     _, err = process.communicate(timeout=120)
     assert process.returncode != 0
-    assert f"NativeBuildError: {compiler} -std=c++20" in err
-    assert "failed with exit code 3; install g++ or set graphs.attention=reference" in err
-    assert err.rstrip().endswith("out of cheese")
+    assert err.splitlines()[-1] == (
+        f"ostinato.ops.native.build.NativeBuildError: the C++ compiler {compiler} failed with exit "
+        "code 3: out of cheese; install g++ or set graphs.attention=reference "
+        "graphs.pack_weights=false"
+    )
     assert list((tmp_path / "cache").rglob("*.so")) == []
 
 
@@ -145,6 +148,14 @@ def test_a_cache_that_can_not_be_written_is_named(tmp_path: Path) -> None:
     assert process.returncode != 0
     assert f"NativeBuildError: the CPU kernels can not be built in {cache}/native/" in err
     assert "set OSTINATO_CACHE_DIR to a writable directory" in err
+
+
+def test_a_cache_without_execution_is_named_before_anything_is_compiled(tmp_path: Path) -> None:
+    command = [*no_execution(tmp_path), sys.executable, "-c", LOAD]
+    environment = {**os.environ, "OSTINATO_CACHE_DIR": str(tmp_path), "CXX": "no-such-compiler"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert f"the file system of {tmp_path}/native/small-" in done.stderr.splitlines()[-1]
+    assert "is mounted noexec" in done.stderr.splitlines()[-1]
 
 
 def test_loading_again_gives_the_same_library() -> None:

@@ -18,6 +18,7 @@ from ostinato.models.checkpoints.checkpoint import (
     resolve_directory,
 )
 from ostinato.models.registry import read_model_config
+from tests.confinement import without_privileges
 
 
 def write(directory: Path, files: dict[str, object]) -> Path:
@@ -149,3 +150,37 @@ def test_unknown_architecture_is_named_before_its_other_keys(tmp_path: Path) -> 
         ValueError, match=r"'MambaForCausalLM' is not supported; supported are .*GPT2LMHeadModel"
     ):
         read_model_config(checkpoint)
+
+
+def test_files_without_permission_are_named(tmp_path: Path) -> None:
+    """In one process that is bound by permissions; safetensors itself calls such a file missing."""
+    directory = tmp_path / "model"
+    directory.mkdir()
+    for name in ("config.json", "generation_config.json", "model.safetensors"):
+        (directory / name).write_text("{}")
+    code = (
+        "import os, sys\n"
+        "from ostinato.conf.schema import ModelSection\n"
+        "from ostinato.models.checkpoints.checkpoint import CheckpointError, open_checkpoint\n"
+        "for name in ('config.json', 'generation_config.json', 'model.safetensors', '.'):\n"
+        "    file = os.path.normpath(os.path.join(sys.argv[1], name))\n"
+        "    os.chmod(file, 0)\n"
+        "    try:\n"
+        "        open_checkpoint(ModelSection(path=sys.argv[1])).weight_files()\n"
+        "    except CheckpointError as error:\n"
+        "        print(error)\n"
+        "    os.chmod(file, 0o700)\n"
+    )
+    command = [*without_privileges(), sys.executable, "-c", code, str(directory)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stderr == ""
+    reason = (
+        f"can not be read: Permission denied for user id {os.geteuid()}; change the permissions, or "
+        "run as the owner of the files"
+    )
+    assert done.stdout.splitlines() == [
+        f"{directory}/config.json {reason}",
+        f"{directory}/generation_config.json {reason}",
+        f"{directory}/model.safetensors {reason}",
+        f"model.path='{directory}' {reason}",
+    ]

@@ -18,6 +18,7 @@ from ostinato.runtime.engine.flight_recorder import (
     keep_flight,
     read_flight,
 )
+from tests.confinement import full
 
 ROOT = Path(__file__).parents[3]
 
@@ -136,3 +137,19 @@ def test_old_dumps_are_removed(tmp_path: Path) -> None:
     assert len(names) == 10
     assert names[-1] == newest.name
     assert (tmp_path / "flight-notes.txt").exists()
+
+
+def test_a_full_file_system_is_noticed_when_the_file_is_made(tmp_path: Path):
+    """Later a store into the map would end the process with SIGBUS."""
+    code = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from ostinato.runtime.engine.flight_recorder import FlightRecorder\n"
+        "try:\n"
+        "    FlightRecorder(Path(sys.argv[1]) / 'ring', 64)\n"
+        "except OSError as error:\n"
+        "    print(error.strerror)\n"
+    )
+    command = [*full(tmp_path, 100), sys.executable, "-c", code, str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "No space left on device\n", "")

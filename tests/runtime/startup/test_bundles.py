@@ -28,6 +28,8 @@ def _small_libraries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(native.LIBRARIES, name, ((name,),))
     monkeypatch.setattr(native, "_SOURCE_DIR", sources)
     monkeypatch.setenv("OSTINATO_CACHE_DIR", str(tmp_path / "cache"))
+    for variable in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE"):
+        monkeypatch.setenv(variable, str(tmp_path / "cache" / variable))
 
 
 def prepare(model: ModelSection, graphs: GraphConfig) -> list[str]:

@@ -1,0 +1,62 @@
+"""The directories that an engine writes to: the cache, and the one for its sockets.
+
+Imports no torch: both are made before the engine process starts.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+from pathlib import Path
+
+from ostinato.conf.environment import prepare_cache
+from ostinato.runtime.errors import StartupError
+
+__all__ = ("ensure_cache", "make_socket_directory")
+
+_LOG = logging.getLogger(__name__)
+_REMEDY = "mount a tmpfs at /tmp, or set TMPDIR to a directory that can be written"
+_LONGEST_SOCKET_DIRECTORY = 80  # bytes; a socket's path has at most 107 on Linux and 103 on macOS
+
+
+def ensure_cache() -> bool:
+    """Make sure that the cache directory can be written; a temporary one costs a line in the log.
+
+    Returns:
+        Whether it became a temporary one by this call.
+
+    Raises:
+        StartupError: no temporary directory can be made either.
+    """
+    try:
+        line = prepare_cache()
+    except OSError as error:
+        raise StartupError(
+            f"neither the cache directory nor one for temporary files can be written: {error}; "
+            f"{_REMEDY}"
+        ) from error
+    if line is not None:
+        _LOG.warning(line)
+    return line is not None
+
+
+def make_socket_directory() -> Path:
+    """A new temporary directory, mode 0700, for the sockets of engine processes.
+
+    Raises:
+        StartupError: it can not be made, or its path is too long for a socket in it.
+    """
+    try:
+        directory = Path(tempfile.mkdtemp(prefix="ostinato-"))
+    except OSError as error:
+        raise StartupError(
+            f"no directory for temporary files can be written: {error}; {_REMEDY}"
+        ) from error
+    if len(os.fsencode(directory)) > _LONGEST_SOCKET_DIRECTORY:
+        directory.rmdir()
+        raise StartupError(
+            f"the directory for temporary files {directory.parent} has a path that is too long for "
+            f"a socket; set TMPDIR to a path of at most {_LONGEST_SOCKET_DIRECTORY - 20} bytes"
+        )
+    return directory

@@ -1,0 +1,78 @@
+"""Commands that run another one as a container might: without permissions, with few files, unknown.
+
+Each is the beginning of a command line and replaces itself by what follows, so that the process id
+stays. A test is skipped, with the reason, where the system does not allow the command.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+__all__ = (
+    "few_files",
+    "full",
+    "no_execution",
+    "no_temporary_files",
+    "read_only",
+    "unknown_user",
+    "without_privileges",
+)
+
+
+def read_only(directory: Path) -> list[str]:
+    """With an empty read-only file system at an existing directory."""
+    script = 'mount -t tmpfs -o ro none "$0" && exec "$@"'
+    return _checked("a mount", ["unshare", "--mount", "sh", "-c", script, str(directory)])
+
+
+def full(directory: Path, kib: int) -> list[str]:
+    """With an empty file system of so many KiB at an existing directory."""
+    script = f'mount -t tmpfs -o size={kib}k none "$0" && exec "$@"'
+    return _checked("a mount", ["unshare", "--mount", "sh", "-c", script, str(directory)])
+
+
+def no_execution(directory: Path) -> list[str]:
+    """With an empty file system at an existing directory from which nothing may be executed."""
+    script = 'mount -t tmpfs -o noexec none "$0" && exec "$@"'
+    return _checked("a mount", ["unshare", "--mount", "sh", "-c", script, str(directory)])
+
+
+def no_temporary_files() -> list[str]:
+    """With no directory that can be written at all."""
+    script = (
+        "mount -o remount,ro,bind / && "
+        "for each in /tmp /var/tmp /dev/shm; do mount -t tmpfs -o ro none $each; done; "
+        'exec "$@"'
+    )
+    return _checked("a mount", ["unshare", "--mount", "sh", "-c", script, "sh"])
+
+
+def unknown_user() -> list[str]:
+    """As a user id that the system has no name and no home directory for."""
+    return _checked("a user namespace", ["unshare", "--user", "--map-user=4242"])
+
+
+def without_privileges() -> list[str]:
+    """Bound by the permissions of files, which root is not."""
+    if os.geteuid() != 0:
+        return []
+    return _checked("setpriv", ["setpriv", "--inh-caps=-all", "--bounding-set=-all"])
+
+
+def few_files(number: int) -> list[str]:
+    """With a limit of open files, soft and hard."""
+    return ["sh", "-c", f'ulimit -n {number} && exec "$@"', "sh"]
+
+
+def _checked(what: str, command: list[str]) -> list[str]:
+    if shutil.which(command[0]) is None:
+        pytest.skip(f"{what} needs {command[0]}, which is not installed")
+    done = subprocess.run([*command, "true"], capture_output=True, text=True, timeout=30)
+    if done.returncode != 0:
+        pytest.skip(f"{what} is not allowed here: {done.stderr.strip()}")
+    return command
