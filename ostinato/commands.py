@@ -9,8 +9,10 @@ A command's module is imported when the command runs.
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Sequence
+from types import FrameType
 from typing import NoReturn
 
 from ostinato.api.cli.command_spec import Command
@@ -118,8 +120,17 @@ COMMANDS = {
 
 
 def main() -> NoReturn:
-    """The console script: `run` with the process's arguments."""
+    """The console script: `run` with the process's arguments.
+
+    SIGTERM ends a command as Ctrl-C does, with the exit code 143: what it has started is ended and
+    its temporary files are removed. `run serve` handles the signal itself.
+    """
+    signal.signal(signal.SIGTERM, _exit_on_signal)
     sys.exit(run(sys.argv[1:]))
+
+
+def _exit_on_signal(number: int, frame: FrameType | None) -> NoReturn:
+    raise SystemExit(128 + number)
 
 
 def run(arguments: Sequence[str]) -> int:

@@ -168,7 +168,7 @@ def _write(process: subprocess.Popen[bytes], frame: bytes, deadline: float) -> N
     data = memoryview(_LENGTH.pack(len(frame)) + frame)
     while data:
         left = deadline - time.monotonic()
-        if left <= 0 or not select.select([], [process.stdin], [], left)[1]:
+        if left <= 0 or not _is_ready(process.stdin.fileno(), select.POLLOUT, left):
             raise TimeoutError
         data = data[os.write(process.stdin.fileno(), data) :]
 
@@ -178,13 +178,20 @@ def _read(process: subprocess.Popen[bytes], size: int, deadline: float) -> bytes
     data = b""
     while len(data) < size:
         left = deadline - time.monotonic()
-        if left <= 0 or not select.select([process.stdout], [], [], left)[0]:
+        if left <= 0 or not _is_ready(process.stdout.fileno(), select.POLLIN, left):
             raise TimeoutError
         part = os.read(process.stdout.fileno(), min(1 << 20, size - len(data)))
         if not part:
             raise EOFError
         data += part
     return data
+
+
+def _is_ready(descriptor: int, events: int, timeout_s: float) -> bool:
+    """Waits with poll: select takes no descriptor above 1023, and a server may have as many."""
+    poll = select.poll()
+    poll.register(descriptor, events)
+    return bool(poll.poll(timeout_s * 1000))
 
 
 def serve(arguments: list[str], begin: Callable[[bytes], Callable[[bytes], bytes]]) -> int:

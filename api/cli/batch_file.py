@@ -6,6 +6,7 @@ tells which requests are answered, and its last line may be half a one.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -91,6 +92,7 @@ class BatchOutput:
     """
 
     def __init__(self, file: Path) -> None:
+        self._file = file
         self._ids: set[str] = set()
         try:
             self._stream: IO[bytes] = file.open("a+b")
@@ -110,7 +112,8 @@ class BatchOutput:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._stream.close()
+        with contextlib.suppress(OSError):  # a line that could not be written is still in a buffer
+            self._stream.close()
 
     def has(self, line: BatchLine) -> bool:
         """Whether the line is answered."""
@@ -118,9 +121,16 @@ class BatchOutput:
         return name in self._ids
 
     def write(self, answer: bytes) -> None:
-        """Add a line; it is in the system's hands when this returns."""
-        self._stream.write(answer + b"\n")
-        self._stream.flush()
+        """Add a line; it is in the system's hands when this returns.
+
+        Raises:
+            InvalidRequestError: it can not be written; the next run begins with this line.
+        """
+        try:
+            self._stream.write(answer + b"\n")
+            self._stream.flush()
+        except OSError as error:
+            raise InvalidRequestError(f"{self._file}: {error.strerror or error}") from error
 
     def _whole_rows(self) -> Iterator[bytes]:
         """Its lines; what follows the last line end is cut off."""

@@ -45,6 +45,8 @@ def run_command_line(arguments: Sequence[str], commands: Commands) -> int:
         # The reader (head, less) has what it wanted; the last flush must not complain.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:  # a file or a process that the system refused
+        return _fail(error, 1)
 
 
 def _fail(error: Exception, code: int) -> int:

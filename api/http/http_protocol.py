@@ -41,12 +41,21 @@ class ReceiveLimits(NamedTuple):
     header_bytes: int
     header_s: float
     body_s: float
+    num_connections: int
 
     @classmethod
-    def of(cls, server: ServerConfig) -> ReceiveLimits:
-        """The limits of a configuration."""
+    def of(cls, server: ServerConfig, num_connections: int) -> ReceiveLimits:
+        """The limits of a configuration.
+
+        Args:
+            server: has the other limits.
+            num_connections: that may be open at once.
+        """
         return cls(
-            int(server.max_header_kib * 1024), server.header_timeout_s, server.body_timeout_s
+            int(server.max_header_kib * 1024),
+            server.header_timeout_s,
+            server.body_timeout_s,
+            num_connections,
         )
 
 
@@ -90,7 +99,10 @@ class HttpProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.flow = _Flow(transport, self._read_on)
-        self._start_timer(self._limits.header_s)
+        if len(self.connections) > self._limits.num_connections:
+            self._refuse_connection()
+        else:
+            self._start_timer(self._limits.header_s)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
@@ -203,6 +215,18 @@ class HttpProtocol(HttpToolsProtocol):
             self._refuse(408, text, "headers_too_slow")
         else:
             self.transport.close()  # a connection without a request
+
+    def _refuse_connection(self) -> None:
+        """Answer before anything is read, and close at once: open files are what is scarce."""
+        self._is_refused = True
+        self._count_refusal(503)
+        text = (
+            f"the server has {self._limits.num_connections} open connections, which is its limit "
+            "of open files less those that it needs itself (ulimit -n); try again later"
+        )
+        error = InvalidRequestError(text, code="too_many_connections", status=503)
+        self.transport.write(_answer(error))
+        self.transport.close()
 
     def _refuse(self, status: int, message: str, code: str) -> None:
         """Answer in place of a handler, and close the connection.

@@ -9,17 +9,20 @@ numbers count the blocks in the order of their first appearance, so they reveal 
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
-from pathlib import Path
 
+from ostinato.conf.environment import expand_user
 from ostinato.runtime.errors import StartupError
 from ostinato.runtime.kv.block_pool import hash_blocks, hash_root
 
 __all__ = ("TraceRecorder",)
 
+_LOG = logging.getLogger(__name__)
 _MAX_BLOCKS = 1 << 20  # that are remembered; the least recently seen is dropped
 
 
@@ -36,11 +39,13 @@ class TraceRecorder:
 
     def __init__(self, path: str, block_size: int) -> None:
         try:
-            self._file = Path(path).expanduser().open("a", encoding="utf-8", buffering=1)
+            self._file = expand_user(path).open("a", encoding="utf-8", buffering=1)
         except OSError as error:
             raise StartupError(
                 f"server.record_trace={path} can not be written: {error.strerror}"
             ) from error
+        self._path = path
+        self._is_broken = False
         self._block_size = block_size
         self._numbers: OrderedDict[bytes, int] = OrderedDict()
         self._next = 0
@@ -53,7 +58,13 @@ class TraceRecorder:
         num_output_tokens: int,
         cache_salt: str = "",
     ) -> None:
-        """Add one completion; `arrival` is seconds of time.monotonic()."""
+        """Add one completion; nothing after a write that has failed.
+
+        Args:
+            arrival: seconds of time.monotonic().
+        """
+        if self._is_broken:
+            return
         size = self._block_size
         full = len(prompt_token_ids) // size * size
         hashes = hash_blocks(hash_root(cache_salt), prompt_token_ids[:full], size)
@@ -64,10 +75,19 @@ class TraceRecorder:
             "hash_ids": [self._number(digest) for digest in hashes],
             "block_size": size,
         }
-        self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
+        try:
+            self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
+        except OSError as error:
+            self._is_broken = True
+            _LOG.error(
+                "server.record_trace=%s can not be written any more, recording has ended: %s",
+                self._path,
+                error.strerror or error,
+            )
 
     def close(self) -> None:
-        self._file.close()
+        with contextlib.suppress(OSError):  # what is left in a buffer can not be written either
+            self._file.close()
 
     def _number(self, digest: bytes) -> int:
         number = self._numbers.get(digest)

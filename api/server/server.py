@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from ostinato import __version__
 from ostinato.api.http.api_keys import with_keys
@@ -32,6 +32,7 @@ from ostinato.conf.root import RunConfig
 from ostinato.conf.server_schema import ServerConfig
 from ostinato.runtime.client.client import EngineClient
 from ostinato.runtime.errors import StartupError
+from ostinato.runtime.file_limit import reserve_files
 from ostinato.runtime.process.log_format import configure_logging
 from ostinato.runtime.types.engine_info import ServedTask
 
@@ -55,6 +56,7 @@ def serve(config: RunConfig) -> int:
         StartupError: the port is taken, a file of the configuration is wrong, or the engine can
             not start; one line that says why.
     """
+    num_connections = reserve_files()
     config = replace(config, server=with_keys(config.server))
     _check_tls(config.server)
     _configure_logging(config.server)
@@ -63,16 +65,57 @@ def serve(config: RunConfig) -> int:
     if config.server.record_trace:
         trace = TraceRecorder(config.server.record_trace, config.cache.block_size)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        return runner.run(_serve(config, listener, trace))
+        return runner.run(_serve(config, listener, trace, num_connections))
 
 
-async def _serve(config: RunConfig, listener: socket.socket, trace: TraceRecorder | None) -> int:
+async def _serve(
+    config: RunConfig, listener: socket.socket, trace: TraceRecorder | None, num_connections: int
+) -> int:
     began = time.monotonic() - _age_s()
-    client = EngineClient(config)
-    await client.spawn()
-    client.startup_seconds["launch"] = time.monotonic() - began
-    # The web framework is imported only now, while the engine process starts.
-    return await _Server(config, client, listener, trace, began).run()
+    with _Signals() as signals:
+        client = EngineClient(config)
+        try:
+            await client.spawn()
+            client.startup_seconds["launch"] = time.monotonic() - began
+            # The web framework is imported only now, while the engine process starts.
+            service, http = _http_server(client, config, trace, num_connections)
+        except BaseException:
+            await client.close()
+            raise
+        server = _Server(config, client, service, http, listener, signals, began)
+        return await server.run()
+
+
+class _Signals:
+    """SIGTERM and SIGINT, as long as its `with` block runs.
+
+    Attributes:
+        first: is set by the first one.
+        second: is set by the second one.
+        exit_code: of the process after the signals so far.
+    """
+
+    def __init__(self) -> None:
+        self.first = asyncio.Event()
+        self.second = asyncio.Event()
+        self.exit_code = 0
+
+    def __enter__(self) -> Self:
+        loop = asyncio.get_running_loop()
+        for number in _SIGNALS:
+            loop.add_signal_handler(number, self._note, number)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        loop = asyncio.get_running_loop()
+        for number in _SIGNALS:
+            loop.remove_signal_handler(number)
+
+    def _note(self, number: int) -> None:
+        if self.first.is_set():
+            self.exit_code = 128 + number
+            self.second.set()
+        self.first.set()
 
 
 class _Server:
@@ -80,8 +123,10 @@ class _Server:
 
     Args:
         client: its engine process has been spawned.
+        service: of the client.
+        http: its application answers with the service.
         listener: bound and listening.
-        trace: records the traffic; None = off.
+        signals: end the run.
         began: when this process was started, seconds of time.monotonic().
     """
 
@@ -89,8 +134,10 @@ class _Server:
         self,
         config: RunConfig,
         client: EngineClient,
+        service: Service,
+        http: uvicorn.Server,
         listener: socket.socket,
-        trace: TraceRecorder | None,
+        signals: _Signals,
         began: float,
     ) -> None:
         self._config = config
@@ -99,43 +146,37 @@ class _Server:
         self._url = _url(listener, "https" if config.server.tls_certificate else "http")
         self._began = began
         self._client = client
-        self._service, self._http = _http_server(client, config, trace)
-        self._first_signal = asyncio.Event()
-        self._second_signal = asyncio.Event()
-        self._exit_code = 0
+        self._service, self._http = service, http
+        self._signals = signals
 
     async def run(self) -> int:
         """Returns the exit code; raises StartupError as `serve`."""
-        loop = asyncio.get_running_loop()
-        for number in _SIGNALS:
-            loop.add_signal_handler(number, self._on_signal, number)
+        signals = self._signals
         serving = asyncio.create_task(self._http.serve(sockets=[self._listener]))
-        serving.add_done_callback(lambda _: self._first_signal.set())
+        serving.add_done_callback(lambda _: signals.first.set())
+        forcing = asyncio.create_task(self._force_exit())
         try:
             if await self._before_signal(self._start()):
-                await self._first_signal.wait()
+                await signals.first.wait()
             await self._drain()
         finally:
             self._service.admission.is_draining = True
             await self._client.close()
             self._http.should_exit = True
             await serving
+            forcing.cancel()
             await asyncio.to_thread(self._service.close)
-            for number in _SIGNALS:
-                loop.remove_signal_handler(number)
-        return self._exit_code
+        return signals.exit_code
 
-    def _on_signal(self, number: int) -> None:
-        if self._first_signal.is_set():
-            self._exit_code = 128 + number
-            self._http.force_exit = True
-            self._second_signal.set()
-        self._first_signal.set()
+    async def _force_exit(self) -> None:
+        """After the second signal the HTTP server does not wait for connections."""
+        await self._signals.second.wait()
+        self._http.force_exit = True
 
     async def _before_signal(self, work: Coroutine[Any, Any, None]) -> bool:
         """Whether `work` finished; a signal cancels it."""
         task = asyncio.create_task(work)
-        stop = asyncio.create_task(self._first_signal.wait())
+        stop = asyncio.create_task(self._signals.first.wait())
         await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
         stop.cancel()
         if task.done():
@@ -191,7 +232,7 @@ class _Server:
             return
         _LOG.info("finishing %d sequences, for at most %g s", unfinished, timeout_s)
         drain = asyncio.create_task(self._client.drain(timeout_s))
-        cut = asyncio.create_task(self._second_signal.wait())
+        cut = asyncio.create_task(self._signals.second.wait())
         await asyncio.wait({drain, cut}, return_when=asyncio.FIRST_COMPLETED)
         if self._client.num_unfinished:
             _LOG.warning("%d sequences are cut off", self._client.num_unfinished)
@@ -201,7 +242,7 @@ class _Server:
 
 
 def _http_server(
-    client: EngineClient, config: RunConfig, trace: TraceRecorder | None
+    client: EngineClient, config: RunConfig, trace: TraceRecorder | None, num_connections: int
 ) -> tuple[Service, uvicorn.Server]:
     import uvicorn
 
@@ -220,7 +261,7 @@ def _http_server(
     service.runner.trace = trace
     protocol = functools.partial(
         HttpProtocol,
-        limits=ReceiveLimits.of(config.server),
+        limits=ReceiveLimits.of(config.server, num_connections),
         count_refusal=service.metrics.count_refusal,
     )
     http = Server(

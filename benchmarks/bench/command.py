@@ -21,6 +21,7 @@ from ostinato.benchmarks.report.record import (
 )
 from ostinato.benchmarks.report.tables import print_record
 from ostinato.conf.bench_schema import BenchKind
+from ostinato.conf.environment import expand_user, require_writable
 from ostinato.conf.root import RunConfig
 
 __all__ = ("bench", "finish", "measure_kind")
@@ -51,6 +52,8 @@ def bench(config: RunConfig, overrides: Sequence[str] = (), config_dir: str | No
         StartupError: an engine can not start.
     """
     path = output_path(config.bench.output, config.bench.kind.value)
+    if config.bench.append:
+        require_writable(expand_user(config.bench.append), "bench.append")
     record = measure_kind(config, BenchContext(overrides, config_dir))
     return finish(record, config, path)
 
@@ -69,7 +72,7 @@ def finish(record: Record, config: RunConfig, path: Path) -> int:
     """Write, append, print and draw a result; the exit code."""
     write_record(record, path)
     if config.bench.append:
-        append_record(record, Path(config.bench.append).expanduser())
+        append_record(record, expand_user(config.bench.append))
     files = []
     if config.bench.report:
         files = write_report(record, path)

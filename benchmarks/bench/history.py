@@ -19,6 +19,7 @@ from typing import cast
 
 from ostinato.benchmarks.bench.context import BenchContext
 from ostinato.benchmarks.report.record import Point, Record, conditions_of, read_records
+from ostinato.conf.environment import expand_user
 from ostinato.conf.errors import ConfigError
 from ostinato.conf.root import RunConfig
 
@@ -38,7 +39,7 @@ def history(config: RunConfig, context: BenchContext) -> Record:
     paths = [
         Path(found)
         for pattern in config.bench.files
-        for found in sorted(glob.glob(str(Path(pattern).expanduser()))) or [pattern]
+        for found in sorted(glob.glob(str(expand_user(pattern)))) or [pattern]
     ]
     if not paths:
         raise ConfigError(

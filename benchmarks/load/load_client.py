@@ -24,6 +24,7 @@ import aiohttp
 import msgspec
 
 from ostinato.benchmarks.load.job import LoadJob, LoadProgress, LoadReport, RequestTimes
+from ostinato.runtime.file_limit import raise_file_limit
 
 __all__ = ("LoadClient", "run_job")
 
@@ -402,6 +403,7 @@ def run_job(job: LoadJob, report: Callable[[LoadProgress], None]) -> LoadReport:
 
 def main() -> None:
     """Read a job, run it, write the report."""
+    raise_file_limit()
     job = msgspec.json.decode(sys.stdin.buffer.read(), type=LoadJob)
 
     def say(message: LoadProgress | LoadReport) -> None:

@@ -24,6 +24,7 @@ import psutil
 
 import ostinato
 from ostinato.benchmarks.machine.probes import commit_of
+from ostinato.conf.environment import expand_user, require_writable
 from ostinato.conf.errors import ConfigError
 from ostinato.conf.root import RunConfig
 from ostinato.runtime.startup.machine_info import cpu_name, gpu_names, package_versions
@@ -161,17 +162,22 @@ def _affinity() -> list[int]:
     return process.cpu_affinity() if hasattr(process, "cpu_affinity") else [0]  # type: ignore[return-value]
 
 
-def output_path(output: str, kind: str) -> Path:
-    """The result file; its folder is made when it is written.
+def output_path(output: str, kind: str, key: str = "bench.output") -> Path:
+    """The result file, in a folder that can be written.
+
+    Args:
+        output: as configured; empty = a new file in `outputs/bench`.
+        kind: the beginning of that file's name.
+        key: the setting that `output` came from, for messages.
 
     Raises:
-        ConfigError: it is a directory.
+        ConfigError: it is a directory, or can not be written.
     """
-    if not output:
-        return Path("outputs/bench") / f"{kind}-{datetime.now(UTC):%Y%m%d-%H%M%S}.json"
-    path = Path(output).expanduser()
+    name = f"{kind}-{datetime.now(UTC):%Y%m%d-%H%M%S}.json"
+    path = expand_user(output) if output else Path("outputs/bench") / name
     if path.is_dir():
-        raise ConfigError(f"bench.output={output} is a directory; it must be a file")
+        raise ConfigError(f"{key}={output} is a directory; it must be a file")
+    require_writable(path, key)
     return path
 
 
@@ -199,7 +205,7 @@ def read_records(path: Path) -> list[Record]:
     import jsonschema
 
     try:
-        text = path.expanduser().read_text(encoding="utf-8")
+        text = expand_user(path).read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{path} can not be read: {error.strerror}") from error
     try:

@@ -41,6 +41,7 @@ from ostinato.benchmarks.workload.arrivals import LoadPoint, load_points
 from ostinato.benchmarks.workload.model_facts import ModelFacts, model_facts
 from ostinato.benchmarks.workload.workload import Part
 from ostinato.conf.bench_schema import LoadSection, PromptFormat, RequestEndpoint
+from ostinato.conf.environment import expand_user, require_writable
 from ostinato.conf.errors import ConfigError
 from ostinato.conf.root import RunConfig
 from ostinato.conf.tuning_schema import SimulateSection
@@ -60,7 +61,9 @@ def simulate(config: RunConfig) -> int:
         from ostinato.benchmarks.simulate.validation.validate import validate
 
         return validate(config)
-    path = output_path(section.output, "simulate")
+    path = output_path(section.output, "simulate", "simulate.output")
+    if section.save_costs:
+        require_writable(expand_user(section.save_costs), "simulate.save_costs")
     points = load_points(config.load)
     facts = model_facts(
         config if not (section.costs or section.device) else without_weights(config)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from pathlib import Path
 
 import torch
 
@@ -15,6 +14,7 @@ from ostinato.benchmarks.simulate.step_times.device_roofline import (
     roofline_table,
 )
 from ostinato.conf.describe import nearest
+from ostinato.conf.environment import expand_user
 from ostinato.conf.errors import ConfigError
 from ostinato.conf.root import RunConfig
 from ostinato.conf.schema import LoadFormat
@@ -139,7 +139,7 @@ def read_costs(path: str) -> CostTable:
         ConfigError: it is missing or something else.
     """
     try:
-        return CostTable.from_bytes(Path(path).expanduser().read_bytes())
+        return CostTable.from_bytes(expand_user(path).read_bytes())
     except OSError as error:
         raise ConfigError(f"simulate.costs={path} can not be read: {error.strerror}") from error
     except ValueError as error:
@@ -150,7 +150,7 @@ def read_costs(path: str) -> CostTable:
 
 def save_costs(costs: CostTable, path: str) -> None:
     """Write a table that `simulate.costs` reads."""
-    file = Path(path).expanduser()
+    file = expand_user(path)
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_bytes(costs.to_bytes())
 

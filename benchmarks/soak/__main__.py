@@ -37,6 +37,7 @@ import ostinato
 from ostinato.benchmarks.machine.probes import commit_of
 from ostinato.benchmarks.soak.clients import REPLY_S, ClientCounts, Faults, drive
 from ostinato.benchmarks.soak.soak_server import SoakServer
+from ostinato.runtime.file_limit import raise_file_limit
 from ostinato.runtime.startup.machine_info import cpu_name, gpu_names, package_versions
 
 __all__ = ("run_soak",)
@@ -163,6 +164,7 @@ def run_soak(
     try:
         url = server.wait_until_ready()
         fds_before = server.num_fds()
+        raise_file_limit()
         driven = drive(url, seconds, seed, num_clients, server, faults)
         counts, memory = asyncio.run(driven)
         metrics = _quiet_metrics(url)

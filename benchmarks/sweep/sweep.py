@@ -33,6 +33,7 @@ from ostinato.benchmarks.report.record import (
     write_record,
 )
 from ostinato.conf.compose import load_config
+from ostinato.conf.environment import expand_user, require_writable
 from ostinato.conf.errors import ConfigError
 from ostinato.conf.root import RunConfig
 
@@ -99,10 +100,10 @@ def sweep(points: Sequence[SweepPoint], config_dir: str | None = None) -> int:
 
 def _folder(points: Sequence[SweepPoint], config: RunConfig) -> Path:
     name = f"sweep-{config.bench.kind}-{_digest([word for _, words in points for word in words])}"
-    folder = Path(config.bench.output or Path("outputs/bench") / name).expanduser()
+    folder = expand_user(config.bench.output or Path("outputs/bench") / name)
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"bench.output={folder} is a file; a sweep writes a directory")
-    folder.mkdir(parents=True, exist_ok=True)
+    require_writable(folder / "sweep.json", "bench.output")
     return folder
 
 

@@ -51,6 +51,7 @@ from ostinato.benchmarks.tune.space import (
 )
 from ostinato.benchmarks.workload.arrivals import load_points
 from ostinato.benchmarks.workload.model_facts import model_facts
+from ostinato.conf.environment import expand_user, require_writable
 from ostinato.conf.errors import ConfigError
 from ostinato.conf.root import RunConfig
 from ostinato.runtime.costs.cost_table import CostTable
@@ -93,7 +94,10 @@ class _Tuning:
         if config.load.url:
             raise ConfigError(f"load.url={config.load.url}: run tune starts servers of its own")
         self.storage = open_storage(
-            Path(section.storage or f"outputs/tune/{section.name}.journal").expanduser()
+            expand_user(section.storage or f"outputs/tune/{section.name}.journal")
+        )
+        require_writable(
+            expand_user(section.config_dir) / "tuned" / f"{section.name}.yaml", "tune.config_dir"
         )
         self.facts = model_facts(config)
         part, self.notes = workload_of(config, self.facts)
@@ -277,7 +281,7 @@ class _Tuning:
         section, goals = self.config.tune, self.goals
         best = min(self.verified, key=lambda one: goals.rank(one.measured))
         met = goals.violation(best.measured) <= 0.0
-        directory = Path(section.config_dir).expanduser()
+        directory = expand_user(section.config_dir)
         self._print_table(best)
         for note in self.notes:
             self.console.print(f"- {note}", markup=False)

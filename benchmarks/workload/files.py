@@ -20,11 +20,11 @@ import math
 import random
 from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from ostinato.benchmarks.workload.workload import Part, WorkItem
 from ostinato.conf.bench_schema import WorkloadSection
+from ostinato.conf.environment import expand_user
 from ostinato.conf.errors import ConfigError
 
 __all__ = ("MOONCAKE_BLOCK", "sharegpt_part", "trace_part")
@@ -236,7 +236,7 @@ def _read(section: WorkloadSection) -> str:
     if not section.path:
         raise ConfigError(f"workload={section.kind} needs a file: workload.path=FILE")
     try:
-        text = Path(section.path).expanduser().read_text(encoding="utf-8-sig")
+        text = expand_user(section.path).read_text(encoding="utf-8-sig")
     except OSError as error:
         raise ConfigError(
             f"workload.path={section.path} can not be read: {error.strerror}"

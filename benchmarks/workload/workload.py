@@ -15,9 +15,9 @@ import json
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, cast
 
+from ostinato.conf.environment import expand_user
 from ostinato.conf.errors import ConfigError
 
 __all__ = (
@@ -148,7 +148,7 @@ def load_tokens(path: str) -> list[Part]:
     Raises:
         ConfigError: it is missing, not JSON or empty, or an entry is no request; the line names it.
     """
-    file = Path(path).expanduser()
+    file = expand_user(path)
     try:
         text = file.read_text(encoding="utf-8")
         content = json.loads(text) if text.strip() else None

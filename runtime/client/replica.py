@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import msgspec
+import zmq
 import zmq.asyncio
 
 from ostinato.conf.engine_config import EngineConfig
@@ -148,9 +149,12 @@ class Replica:
         return self._watchdog.seconds_overdue
 
     async def spawn(self) -> None:
-        """Start the engine process; it loads the model while the caller does something else."""
+        """Start the engine process; it loads the model while the caller does something else.
+
+        Raises:
+            StartupError: the system has no room for another process or its sockets.
+        """
         path = self._path.with_name(f"{self._path.name}-{next(self._processes)}")
-        self._engine = EngineProcess(self._context, path)
         server = self._server
         start = StartEngine(
             config=self._config,
@@ -159,7 +163,11 @@ class Replica:
             flight_recorder_steps=server.flight_recorder_steps,
             profile_dir=server.profile_dir,
         )
-        await self._engine.spawn(msgspec.json.encode(start))
+        try:
+            self._engine = EngineProcess(self._context, path)
+            await self._engine.spawn(msgspec.json.encode(start))
+        except (OSError, zmq.ZMQError) as error:
+            raise StartupError(f"the engine process can not be started: {error}") from error
 
     async def wait_until_ready(self, on_phase: Callable[[str, float], None]) -> None:
         """Wait until the spawned engine serves.

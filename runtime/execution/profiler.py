@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import time
-from pathlib import Path
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from ostinato.conf.environment import expand_user
+from ostinato.conf.errors import first_line
 from ostinato.runtime.errors import InvalidRequestError
 
 __all__ = ("Profiler",)
@@ -25,7 +26,7 @@ class Profiler:
     """
 
     def __init__(self, directory: str) -> None:
-        folder = Path(directory).expanduser().resolve()
+        folder = expand_user(directory).resolve()
         name = f"engine-{time.strftime('%Y%m%d-%H%M%S')}-{time.time_ns() % 10**9:09d}.json.gz"
         self._file = folder / name
         try:
@@ -43,7 +44,16 @@ class Profiler:
         self._profile.start()
 
     def stop(self) -> str:
-        """End the recording and write it; the trace's path. Steps wait meanwhile."""
+        """End the recording and write it; the trace's path. Steps wait meanwhile.
+
+        Raises:
+            InvalidRequestError: the trace can not be written; what was recorded is lost.
+        """
         self._profile.stop()
-        self._profile.export_chrome_trace(str(self._file))
+        try:
+            self._profile.export_chrome_trace(str(self._file))
+        except (OSError, RuntimeError) as error:  # torch's own type where its C++ part can not
+            raise InvalidRequestError(
+                f"the profile {self._file} can not be written: {first_line(error)}"
+            ) from error
         return str(self._file)

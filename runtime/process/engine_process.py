@@ -43,6 +43,7 @@ class EngineProcess:
         self.path = path
         self._process: asyncio.subprocess.Process | None = None
         self._ended: asyncio.Task[int] | None = None
+        self._is_ready = False
 
     @property
     def pid(self) -> int | None:
@@ -109,6 +110,7 @@ class EngineProcess:
             if isinstance(message, Phase):
                 on_phase(message.name, message.seconds)
             elif isinstance(message, EngineReady):
+                self._is_ready = True
                 return message
             elif isinstance(message, EngineFailed):
                 raise StartupError(message.message)
@@ -146,8 +148,12 @@ class EngineProcess:
     async def close(self) -> None:
         """Ask it to end, wait for that, and free the socket; safe to call twice."""
         if self._process is not None and self._process.returncode is None:
-            with contextlib.suppress(EngineDeadError):
-                await self.send(Shutdown())
+            if self._is_ready:
+                with contextlib.suppress(EngineDeadError):
+                    await self.send(Shutdown())
+            elif self._process.stdin is not None:
+                # It reads no messages yet; it ends at once when its standard input does.
+                self._process.stdin.close()
             try:
                 await asyncio.wait_for(self._process.wait(), _CLOSE_S)
             except TimeoutError:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Self
 
@@ -32,15 +34,27 @@ SMALL = (
 class ServerProcess:
     """One server; `with ServerProcess(...) as server:` waits until it is ready.
 
+    Args:
+        overrides: more of the command line.
+        prefix: a command that replaces itself by the server's (tests.confinement.py).
+        environment: variables that differ from those of this process; None removes one.
+
     Attributes:
         url: where it listens.
         output: lines of standard output and standard error so far.
     """
 
-    def __init__(self, *overrides: str) -> None:
+    def __init__(
+        self,
+        *overrides: str,
+        prefix: Sequence[str] = (),
+        environment: Mapping[str, str | None] | None = None,
+    ) -> None:
+        changed = {**os.environ, **(environment or {})}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "ostinato", "serve", *SMALL, *overrides],
+            [*prefix, sys.executable, "-m", "ostinato", "serve", *SMALL, *overrides],
             cwd=_ROOT,
+            env={name: value for name, value in changed.items() if value is not None},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

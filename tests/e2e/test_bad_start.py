@@ -1,24 +1,40 @@
-"""A server that can not start says why in one clear line, and its exit code is not 0."""
+"""A server that can not start says why in one clear line, and its exit code is not 0.
+
+One that is told to end while it starts ends at once, and leaves nothing.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
+import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
+import psutil
 import pytest
 
+from tests.confinement import few_files, no_temporary_files, without_privileges
 from tests.e2e.server_process import SMALL
 
 DEMO = Path(__file__).parents[2] / "models" / "demo"
 
 
+class Case(NamedTuple):
+    """A start that can not succeed."""
+
+    override: str
+    prefix: Callable[[], list[str]] = list  # of the command; it may skip the test
+
+
 def write_models(root: Path) -> dict[str, str]:
-    """One override per kind of mistake, and the directories that they point to."""
-    for name in ("empty", "unknown", "truncated"):
+    """One override per kind of mistake in a model's files, and the directories they point to."""
+    for name in ("empty", "unknown", "truncated", "locked"):
         (root / name).mkdir()
     config = {"architectures": ["FooForCausalLM"], "model_type": "foo"}
     (root / "unknown" / "config.json").write_text(json.dumps(config))
@@ -26,29 +42,61 @@ def write_models(root: Path) -> dict[str, str]:
         shutil.copy(file, root / "truncated")
     weights = (DEMO / "model.safetensors").read_bytes()
     (root / "truncated" / "model.safetensors").write_bytes(weights[: len(weights) // 2])
+    (root / "locked" / "config.json").write_text(json.dumps(config))
+    (root / "locked").chmod(0)
     return {
         "no_config": f"model.path={root / 'empty'}",
         "architecture": f"model.path={root / 'unknown'}",
         "truncated": f"model.path={root / 'truncated'}",
-        "memory": "cache.memory_gib=0.000001",
+        "locked": f"model.path={root / 'locked'}",
     }
 
 
 @pytest.fixture(scope="module")
-def ends(tmp_path_factory) -> Iterator[dict[str, tuple[int, str]]]:
-    """(exit code, standard error) of each; they start together, since each imports for seconds."""
-    overrides = write_models(tmp_path_factory.mktemp("models"))
-    running = {
-        name: subprocess.Popen(
-            [sys.executable, "-m", "ostinato", "serve", *SMALL, override],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for name, override in overrides.items()
-    }
+def cases(tmp_path_factory) -> Iterator[dict[str, Case]]:
+    root = tmp_path_factory.mktemp("models")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        found = {name: Case(override) for name, override in write_models(root).items()}
+        found["locked"] = found["locked"]._replace(prefix=without_privileges)
+        yield found | {
+            "memory": Case("cache.memory_gib=0.000001"),
+            "port": Case(f"server.port={listener.getsockname()[1]}"),
+            "files": Case("server.port=0", lambda: few_files(20)),
+            "temporary": Case("server.port=0", no_temporary_files),
+        }
+    (root / "locked").chmod(0o700)
+
+
+class End(NamedTuple):
+    """How a start ended."""
+
+    code: int
+    text: str  # standard error
+    skipped: str = ""  # why it was not made
+
+
+@pytest.fixture(scope="module")
+def ends(cases: dict[str, Case]) -> Iterator[dict[str, End]]:
+    """All of them; they start together, since each imports for seconds."""
+    running: dict[str, subprocess.Popen[str]] = {}
+    found: dict[str, End] = {}
     try:
-        yield {name: (one.wait(240), one.stderr.read()) for name, one in running.items()}
+        for name, case in cases.items():
+            try:
+                prefix = case.prefix()
+            except pytest.skip.Exception as skip:
+                found[name] = End(0, "", str(skip))
+                continue
+            running[name] = subprocess.Popen(
+                [*prefix, sys.executable, "-m", "ostinato", "serve", *SMALL, case.override],
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        for name, one in running.items():
+            _, text = one.communicate(timeout=240)
+            found[name] = End(one.returncode, text)
+        yield found
     finally:
         for one in running.values():
             one.kill()
@@ -61,13 +109,49 @@ def ends(tmp_path_factory) -> Iterator[dict[str, tuple[int, str]]]:
         ("no_config", ["no config.json in", "empty"]),
         ("architecture", ["'FooForCausalLM' is not supported", "LlamaForCausalLM"]),
         ("truncated", ["model.safetensors is truncated"]),
+        ("locked", ["model.path=", "locked' can not be read: Permission denied for user id"]),
         ("memory", ["not enough memory", "cache.memory_gib"]),
+        ("port", ["server.port=", "is in use", "choose another port"]),
+        ("files", ["the limit of open files is 20", "ulimit -n"]),
+        ("temporary", ["neither the cache directory nor one for temporary files", "TMPDIR"]),
     ],
 )
 def test_one_line(ends, name, words):
-    code, text = ends[name]
+    code, text, skipped = ends[name]
+    if skipped:
+        pytest.skip(skipped)
     assert code == 1
     # The progress bar of the weights may stand before it.
     (line,) = [one for one in text.splitlines() if one.startswith("run: ")]
     assert [word for word in words if word not in line] == []
     assert "Traceback" not in text
+
+
+def test_a_signal_while_it_starts(tmp_path):
+    """Once the server has said that it is not ready; both signals at once, to two servers."""
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    servers = {}
+    for number in numbers:
+        (scratch := tmp_path / number.name).mkdir()
+        servers[number] = subprocess.Popen(
+            [sys.executable, "-m", "ostinato", "serve", *SMALL],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "TMPDIR": str(scratch)},
+        )
+    try:
+        for number, server in servers.items():
+            assert server.stdout is not None, "stdout=PIPE"
+            assert "answers 503 until" in server.stdout.readline()
+            (engine,) = psutil.Process(server.pid).children()
+            server.send_signal(number)
+            _, text = server.communicate(timeout=120)
+            assert (server.returncode, text) == (0, "")
+            psutil.wait_procs([engine], timeout=30)
+            assert not engine.is_running()
+            assert list((tmp_path / number.name).iterdir()) == []
+    finally:
+        for server in servers.values():
+            server.kill()
+            server.communicate()

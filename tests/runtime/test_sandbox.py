@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Iterator
+from contextlib import ExitStack
 
 import psutil
 import pytest
 
+from ostinato.runtime.file_limit import raise_file_limit
 from ostinato.runtime.sandbox import Limits, SandboxError, SandboxProcess, call
 
 LIMITS = Limits(cpu_s=1, wall_s=60.0, memory_bytes=1 << 30, answer_bytes=1 << 20)
@@ -84,3 +87,13 @@ def test_a_caller_that_goes_away_kills_its_job(process):
         return pid
 
     assert not psutil.pid_exists(asyncio.run(leave()))
+
+
+def test_a_process_with_more_than_1024_open_files(process):
+    """select takes no descriptor above 1023."""
+    if raise_file_limit() < 1200:
+        pytest.skip("the hard limit of open files is too low")
+    with ExitStack() as stack:
+        for _ in range(1100):
+            stack.enter_context(open(os.devnull))
+        assert process.call(b"a").startswith(b"hello a")

@@ -142,7 +142,7 @@ def validate(config: RunConfig) -> int:
         EngineError: the load client or the server ended early.
     """
     section, context = config.simulate, BenchContext()
-    path = output_path(section.output, "validate")
+    path = output_path(section.output, "validate", "simulate.output")
     facts = model_facts(config)
     others = LoadMeter()
     with tempfile.TemporaryDirectory() as bundles:

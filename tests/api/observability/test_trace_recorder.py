@@ -29,3 +29,16 @@ def test_equal_beginnings_have_equal_numbers(tmp_path: Path):
 def test_a_place_that_can_not_be_written(tmp_path: Path):
     with pytest.raises(StartupError, match=r"server.record_trace=.* can not be written"):
         TraceRecorder(str(tmp_path / "no" / "such" / "folder"), 16)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_disk_that_becomes_full_ends_the_recording(caplog: pytest.LogCaptureFixture):
+    recorder = TraceRecorder("/dev/full", 16)
+    for _ in range(3):
+        recorder.add(10.0, [1, 2], 3)
+    recorder.close()
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "server.record_trace=/dev/full can not be written any more, recording has ended: No space "
+        "left on device"
+    )

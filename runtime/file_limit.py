@@ -1,0 +1,46 @@
+"""The limit of open files: raised to what the system allows; how many are for connections.
+
+Every connection is an open file. When a process has none left it can not start an engine again, so
+some are kept free.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+
+from ostinato.runtime.errors import StartupError
+
+__all__ = ("RESERVED_FILES", "raise_file_limit", "reserve_files")
+
+# A server without a connection has about 30 open files. The rest are for an engine process that is
+# started again, for the processes of grammars and templates, and for files that are read.
+RESERVED_FILES = 64
+_LEAST_CONNECTIONS = 32
+_MOST_FILES = 1 << 16  # a higher limit costs programs that walk over all possible descriptors
+
+
+def raise_file_limit() -> int:
+    """Raise this process's soft limit of open files to the hard one; the limit from now on."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
+    if soft == resource.RLIM_INFINITY or soft >= most:
+        return _MOST_FILES if soft == resource.RLIM_INFINITY else soft
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+def reserve_files() -> int:
+    """`raise_file_limit`; how many connections a server may have open at once.
+
+    Raises:
+        StartupError: the limit is too low for a server.
+    """
+    limit, least = raise_file_limit(), RESERVED_FILES + _LEAST_CONNECTIONS
+    if limit < least:
+        raise StartupError(
+            f"the limit of open files is {limit}, and a server needs at least {least}: raise it "
+            f"with ulimit -n 1024, LimitNOFILE= of systemd, or --ulimit nofile=1024 of a container"
+        )
+    return limit - RESERVED_FILES
