@@ -1,7 +1,8 @@
 """Decoding of a JSON body into a schema, with errors that name the field.
 
-A schema has exactly the fields that this server honours. A field that is known but not honoured
-(`unsupported`) is refused by name, unless its value asks for nothing (`tools: []`, any null).
+A schema has exactly the fields that this server takes. A field that is known and not taken
+(`unsupported`) is refused by name, unless its value asks for nothing (`tools: []`, any null). Keys
+of chat messages that the server does not know are gathered for the chat template.
 """
 
 from __future__ import annotations

@@ -647,6 +647,7 @@ class TestACallThatIsCut:
         assert seen <= {("length", True), ("tool_calls", True)}
 
 
+@pytest.mark.slow
 def test_a_reply_in_the_background_outlives_the_engine_process(server, client):
     text: Any = {"format": {"type": "json_schema", "name": "a", "schema": TestBackground.LONG}}
     fields: dict[str, Any] = {"model": "demo", "input": "a", "text": text, "temperature": 0}
