@@ -43,7 +43,11 @@ __all__ = (
 _SERVICE = "features of a hosted service"
 UNSUPPORTED: Mapping[str, Unsupported] = {
     "container": Unsupported(_SERVICE),
-    "context_management": Unsupported("edits of the context"),
+    # Coding agents send the second by default: it asks that no thinking is taken out.
+    "context_management": Unsupported(
+        "edits of the context",
+        ({"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}),
+    ),
     "diagnostics": Unsupported(_SERVICE),
     "inference_geo": Unsupported(_SERVICE),
     "input_examples": Unsupported("examples of inputs of tools"),

@@ -215,6 +215,26 @@ class TestAnswers:
         assert app.engine.requests == []
 
 
+class TestTakenAsItIs:
+    @pytest.mark.parametrize(
+        "fields",
+        [
+            {"context_management": {"edits": []}},
+            {"context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}},
+            {"mcp_servers": [], "container": None, "speed": "standard"},
+            {"service_tier": "standard_only"},
+        ],
+        ids=str,
+    )
+    def test_what_asks_for_nothing(self, app, fields):
+        assert post(app, **fields).status_code == 200
+
+    def test_an_edit_of_the_context_is_refused(self, app):
+        edits = {"edits": [{"type": "clear_tool_uses_20250919"}]}
+        error = post(app, context_management=edits).json()["error"]
+        assert error["message"].startswith("context_management is not supported: it needs edits")
+
+
 class TestErrors:
     @pytest.mark.parametrize(
         ("fields", "text"),
