@@ -106,8 +106,8 @@ def sample_rows(logits: Tensor, inputs: SampleInputs, paths: Iterable[SamplePath
 def sample_each(logits: Tensor, draws: Sequence[RowSampling]) -> Tensor:
     """Sample with work only for the rows that need it, for CPUs.
 
-    `ostinato::draw_tokens`, on CPUs a C++ kernel (ops/native/rows/sampling.cpp). It and plain torch
-    add up likelihoods in another order, so a number within a rounding of the border between
+    `ostinato::sample_tokens`, on CPUs a C++ kernel (ops/native/rows/sampling.cpp). It and plain
+    torch add up likelihoods in another order, so a number within a rounding of the border between
     two tokens may fall to the other one.
 
     Args:
@@ -119,10 +119,10 @@ def sample_each(logits: Tensor, draws: Sequence[RowSampling]) -> Tensor:
     """
     # NumPy makes small arrays of Python's numbers several times as fast as torch does.
     columns = torch.from_numpy(np.array(draws, dtype=np.float64).T.copy())
-    return _draw_tokens(logits, columns.to(logits.device))
+    return _sample_tokens(logits, columns.to(logits.device))
 
 
-def _plain_draw_tokens(logits: Tensor, inputs: Tensor) -> Tensor:
+def _plain_sample_tokens(logits: Tensor, inputs: Tensor) -> Tensor:
     rows = SampleInputs(*inputs)
     token_ids = logits.argmax(-1)
     for path in (SamplePath.full, SamplePath.narrow, SamplePath.wide):
@@ -133,7 +133,7 @@ def _plain_draw_tokens(logits: Tensor, inputs: Tensor) -> Tensor:
     return token_ids
 
 
-def _draw_tokens_fake(logits: Tensor, inputs: Tensor) -> Tensor:
+def _sample_tokens_fake(logits: Tensor, inputs: Tensor) -> Tensor:
     return logits.new_empty(logits.shape[:1], dtype=torch.int64)
 
 
@@ -192,6 +192,6 @@ def _in_chunks(
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-_draw_tokens = register_op(
-    "draw_tokens", {"CompositeExplicitAutograd": _plain_draw_tokens}, fake=_draw_tokens_fake
+_sample_tokens = register_op(
+    "sample_tokens", {"CompositeExplicitAutograd": _plain_sample_tokens}, fake=_sample_tokens_fake
 )

@@ -29,7 +29,7 @@ from ostinato.benchmarks.report.record import Point, Record, conditions_of, writ
 from ostinato.benchmarks.simulate.jobs import simulate_job
 from ostinato.benchmarks.simulate.specs import measured_spec
 from ostinato.benchmarks.tune.forecast import Forecast
-from ostinato.benchmarks.tune.goals import Figures, Goals
+from ostinato.benchmarks.tune.goals import Goals, ServingMetrics
 from ostinato.benchmarks.tune.infeasible import highest_load, impossible_goals, why_missed
 from ostinato.benchmarks.tune.measured_runs import RealRun, RealRuns
 from ostinato.benchmarks.tune.output import (
@@ -62,6 +62,7 @@ __all__ = ("tune",)
 
 _GIB = 1 << 30
 _WIDTH = 100
+_TRIAL_FORMAT = 2  # of what a study keeps of a trial; a study in another format is not resumed
 _BLOCK_SIZES = (16, 32, 64)
 # Shares of the budget by which each part is done.
 _VARIANTS_BY, _SEARCH_BY = 0.4, 0.6
@@ -155,7 +156,12 @@ class _Tuning:
         )
 
     def _measure(
-        self, label: str, values: dict[str, Value], predicted: Figures | None, *, fit: bool = False
+        self,
+        label: str,
+        values: dict[str, Value],
+        predicted: ServingMetrics | None,
+        *,
+        fit: bool = False,
     ) -> None:
         """Run a configuration for real."""
         self._tell(f"real run: {label}")
@@ -165,7 +171,7 @@ class _Tuning:
             self.forecast.overheads = run.overheads
             predicted = self.forecast.predict(config)
         self.runs.append(run)
-        self.verified.append(Verified(label, values, predicted, run.figures))
+        self.verified.append(Verified(label, values, predicted, run.metrics))
 
     def _search(self) -> None:
         section = self.config.tune
@@ -267,6 +273,7 @@ class _Tuning:
     def _study_name(self, space: Space) -> str:
         """The same for the same search."""
         parts = (
+            _TRIAL_FORMAT,
             dataclasses.replace(self.config.tune, trials=1, verify=1, budget_s=10.0, storage=""),
             *(getattr(self.config, name) for name in ("model", "workload", "load", "slo")),
             *(getattr(self.config, name) for name in ("device", "cache", "scheduler", "graphs")),

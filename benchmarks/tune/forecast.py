@@ -10,7 +10,7 @@ from ostinato.benchmarks.simulate.predicted_metrics import predicted_metrics
 from ostinato.benchmarks.simulate.simulated_engine import EngineSpec
 from ostinato.benchmarks.simulate.specs import planned_spec
 from ostinato.benchmarks.simulate.step_times.overheads import ServingOverheads
-from ostinato.benchmarks.tune.goals import Figures
+from ostinato.benchmarks.tune.goals import ServingMetrics
 from ostinato.benchmarks.tune.space import Variant
 from ostinato.conf.bench_schema import SloSection
 from ostinato.conf.root import RunConfig
@@ -52,8 +52,8 @@ class Forecast:
             self._plans[key] = planned_spec(config, self._costs[variant], "")
         return dataclasses.replace(self._plans[key], overheads=self.overheads)
 
-    def predict(self, config: RunConfig, *, job: LoadJob | None = None) -> Figures | None:
-        """The figures of a configuration under the job, or another one; None when no such engine
+    def predict(self, config: RunConfig, *, job: LoadJob | None = None) -> ServingMetrics | None:
+        """The metrics of a configuration under the job, or another one; None when no such engine
         can start.
         """
         try:
@@ -62,7 +62,7 @@ class Forecast:
             return None
         results = simulate_job(spec, job or self._job)
         metrics = predicted_metrics(results, spec, SloSection(), [self._percentile])
-        return Figures.of(metrics, self._percentile)
+        return ServingMetrics.of(metrics, self._percentile)
 
     def part_of_job(self, share: float) -> LoadJob:
         """The first requests; turns keep the ones before them."""

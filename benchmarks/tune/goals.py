@@ -11,13 +11,13 @@ from ostinato.benchmarks.report.record import Metric
 from ostinato.conf.bench_schema import SloSection
 from ostinato.conf.tuning_schema import TuneObjective
 
-__all__ = ("Figures", "Goals")
+__all__ = ("Goals", "ServingMetrics")
 
 _NAMES = ("ttft", "itl", "tpot", "e2e")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Figures:
+class ServingMetrics:
     """What a configuration gives, measured or predicted; latencies in ms at the percentile."""
 
     ttft_ms: float
@@ -42,7 +42,7 @@ class Figures:
             completed_share=done / (done + failed) if done + failed else 0.0,
         )
 
-    def scaled(self, factors: Mapping[str, float]) -> Figures:
+    def scaled(self, factors: Mapping[str, float]) -> ServingMetrics:
         """Each figure times its factor; those without one stay."""
         changes = {name: getattr(self, name) * factor for name, factor in factors.items()}
         return dataclasses.replace(self, **changes)
@@ -70,31 +70,31 @@ class Goals:
         pairs = ((name, getattr(self, f"{name}_ms")) for name in _NAMES)
         return {name: limit for name, limit in pairs if limit is not None}
 
-    def ratios(self, figures: Figures) -> dict[str, float]:
+    def ratios(self, metrics: ServingMetrics) -> dict[str, float]:
         """name -> the figure over its limit; at most 1 is met."""
         found = {
-            name: getattr(figures, f"{name}_ms") / limit for name, limit in self.limits.items()
+            name: getattr(metrics, f"{name}_ms") / limit for name, limit in self.limits.items()
         }
-        if figures.completed_share < 1.0:
+        if metrics.completed_share < 1.0:
             found["completed"] = math.inf  # a request that failed meets nothing
         return found
 
-    def violation(self, figures: Figures) -> float:
+    def violation(self, metrics: ServingMetrics) -> float:
         """The worst ratio less 1; at most 0 when all goals are met."""
-        return max(self.ratios(figures).values(), default=0.0) - 1.0
+        return max(self.ratios(metrics).values(), default=0.0) - 1.0
 
-    def rank(self, figures: Figures) -> tuple[float, float]:
+    def rank(self, metrics: ServingMetrics) -> tuple[float, float]:
         """A key that sorts what is preferred first: those that meet the goals, by the objective;
         then the others, the nearest first.
         """
-        violation = self.violation(figures)
+        violation = self.violation(metrics)
         if violation > 0.0:
             return (1.0 + violation, 0.0)
         # Throughputs within two percent are equal: then the one with more room is preferred.
-        worst = violation if self.limits else figures.ttft_ms + figures.e2e_ms
+        worst = violation if self.limits else metrics.ttft_ms + metrics.e2e_ms
         if self.objective is TuneObjective.latency:
             return (0.0, worst)
-        return (-round(math.log(max(figures.throughput, 1e-9)) / 0.02), worst)
+        return (-round(math.log(max(metrics.throughput, 1e-9)) / 0.02), worst)
 
     def describe(self) -> str:
         """In words: "TTFT p95 <= 300 ms, ITL p95 <= 25 ms"."""

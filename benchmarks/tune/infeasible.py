@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ostinato.benchmarks.tune.forecast import Forecast
-from ostinato.benchmarks.tune.goals import Figures, Goals
+from ostinato.benchmarks.tune.goals import Goals, ServingMetrics
 from ostinato.benchmarks.tune.search import Candidate
 from ostinato.conf.root import RunConfig
 
@@ -72,8 +72,8 @@ def highest_load(
     """The most times the load at which the goals are predicted to hold; None when at no load."""
 
     def holds(load: float) -> bool:
-        figures: Figures | None = forecast.predict(config, job=forecast.at_load(load))
-        return figures is not None and goals.violation(figures.scaled(factors)) <= 0.0
+        metrics: ServingMetrics | None = forecast.predict(config, job=forecast.at_load(load))
+        return metrics is not None and goals.violation(metrics.scaled(factors)) <= 0.0
 
     low, high = _LOADS
     if not holds(low):

@@ -15,7 +15,7 @@ from ostinato.benchmarks.simulate.validation.calibration_traffic import (
     Calibration,
     recording_server,
 )
-from ostinato.benchmarks.tune.goals import Figures
+from ostinato.benchmarks.tune.goals import ServingMetrics
 from ostinato.benchmarks.workload.arrivals import LoadPoint
 from ostinato.benchmarks.workload.model_facts import ModelFacts
 from ostinato.benchmarks.workload.workload import Part
@@ -30,7 +30,7 @@ _CALIBRATIONS = 2  # before a run, and after it
 class RealRun:
     """One configuration under the workload."""
 
-    figures: Figures
+    metrics: ServingMetrics
     point: Point
     overheads: ServingOverheads | None  # when it was calibrated
 
@@ -88,7 +88,7 @@ class RealRuns:
             if calibration:
                 recordings += [calibration.run() for _ in range(_CALIBRATIONS)]
         return RealRun(
-            figures=Figures.of(point.metrics, percentile),
+            metrics=ServingMetrics.of(point.metrics, percentile),
             point=point,
             overheads=fit_overheads(spec.costs, recordings) if spec else None,
         )

@@ -14,7 +14,7 @@ import yaml
 
 import ostinato
 from ostinato.benchmarks.report.plot_style import plain_log
-from ostinato.benchmarks.tune.goals import Figures, Goals
+from ostinato.benchmarks.tune.goals import Goals, ServingMetrics
 from ostinato.conf.root import RunConfig
 from ostinato.conf.schema import Section
 
@@ -36,8 +36,8 @@ class Verified:
 
     label: str
     values: dict[str, Any]
-    predicted: Figures | None
-    measured: Figures
+    predicted: ServingMetrics | None
+    measured: ServingMetrics
 
 
 def option_text(config: RunConfig, provenance: Sequence[str]) -> str:
@@ -99,8 +99,8 @@ def provenance(
 def plot_front(
     path: Path,
     goals: Goals,
-    simulated: Sequence[Figures],
-    front: Sequence[Figures],
+    simulated: Sequence[ServingMetrics],
+    front: Sequence[ServingMetrics],
     verified: Sequence[Verified],
     title: str,
 ) -> None:
@@ -171,7 +171,7 @@ def plot_front(
     figure.savefig(path, dpi=110)
 
 
-def _lower_left(points: Sequence[Figures]) -> list[Figures]:
+def _lower_left(points: Sequence[ServingMetrics]) -> list[ServingMetrics]:
     """Of all points those that no other is below and left of."""
     return [
         one

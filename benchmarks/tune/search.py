@@ -23,7 +23,7 @@ from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, TrialState
 
 from ostinato.benchmarks.tune.forecast import Forecast
-from ostinato.benchmarks.tune.goals import Figures, Goals
+from ostinato.benchmarks.tune.goals import Goals, ServingMetrics
 from ostinato.benchmarks.tune.space import Space, Value, apply_values, value_of
 from ostinato.conf.errors import ConfigError
 from ostinato.conf.root import RunConfig
@@ -44,7 +44,7 @@ class Candidate:
     """A configuration of the search and what it is predicted to give."""
 
     values: dict[str, Value]
-    predicted: Figures
+    predicted: ServingMetrics
 
 
 def open_storage(path: Path) -> JournalStorage:
@@ -144,7 +144,7 @@ class Search:
         found: dict[str, Candidate] = {}
         for trial in self._completed():
             values = dict(trial.user_attrs["values"])
-            predicted = Figures(**trial.user_attrs["figures"])
+            predicted = ServingMetrics(**trial.user_attrs["metrics"])
             found.setdefault(repr(sorted(values.items())), Candidate(values, predicted))
         return sorted(
             found.values(), key=lambda one: self._goals.rank(one.predicted.scaled(factors or {}))
@@ -153,7 +153,9 @@ class Search:
     def front(self) -> list[Candidate]:
         """Those that no other one is better than in every objective."""
         return [
-            Candidate(dict(trial.user_attrs["values"]), Figures(**trial.user_attrs["figures"]))
+            Candidate(
+                dict(trial.user_attrs["values"]), ServingMetrics(**trial.user_attrs["metrics"])
+            )
             for trial in self.study.best_trials
         ]
 
@@ -211,13 +213,13 @@ class Search:
         # The queue of the first third only grows, so what is far from the goals stays so.
         if best is not None and self._goals.violation(first) > _HOPELESS * max(best, 0.5):
             raise optuna.TrialPruned("far from the goals after a third of the requests")
-        figures = self._forecast.predict(config)
-        assert figures is not None, "it could start a moment ago"
-        trial.set_user_attr("figures", dataclasses.asdict(figures))
-        violation = min(self._goals.violation(figures), _MOST)
+        metrics = self._forecast.predict(config)
+        assert metrics is not None, "it could start a moment ago"
+        trial.set_user_attr("metrics", dataclasses.asdict(metrics))
+        violation = min(self._goals.violation(metrics), _MOST)
         trial.set_user_attr("violation", violation)
         trial.set_constraint("goals", violation)
-        return figures.ttft_ms, figures.itl_ms, figures.throughput
+        return metrics.ttft_ms, metrics.itl_ms, metrics.throughput
 
 
 def _violation(trial: FrozenTrial) -> float:

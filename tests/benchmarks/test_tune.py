@@ -13,7 +13,7 @@ import pytest
 
 from ostinato.benchmarks.load.job import JobRequest, LoadJob
 from ostinato.benchmarks.tune.forecast import Forecast
-from ostinato.benchmarks.tune.goals import Figures, Goals
+from ostinato.benchmarks.tune.goals import Goals, ServingMetrics
 from ostinato.benchmarks.tune.infeasible import highest_load, impossible_goals, why_missed
 from ostinato.benchmarks.tune.output import (
     Verified,
@@ -36,9 +36,9 @@ ROOT = Path(__file__).resolve().parents[2]
 DEFAULT = Variant(2, 16)
 
 
-def make_figures(**changes: float) -> Figures:
+def make_metrics(**changes: float) -> ServingMetrics:
     values = {"ttft_ms": 100.0, "itl_ms": 10.0, "tpot_ms": 9.0, "e2e_ms": 500.0, "throughput": 50.0}
-    return Figures(**(values | changes))
+    return ServingMetrics(**(values | changes))
 
 
 def make_goals(objective: TuneObjective = TuneObjective.throughput, **limits: float) -> Goals:
@@ -47,23 +47,23 @@ def make_goals(objective: TuneObjective = TuneObjective.throughput, **limits: fl
 
 def test_the_worst_ratio_is_the_violation():
     goals = make_goals(ttft_ms=200.0, itl_ms=8.0)
-    assert goals.ratios(make_figures()) == {"ttft": 0.5, "itl": 1.25}
-    assert goals.violation(make_figures()) == pytest.approx(0.25)
-    assert goals.violation(make_figures(itl_ms=8.0)) == pytest.approx(0.0)
-    assert math.isinf(goals.violation(make_figures(completed_share=0.9)))
+    assert goals.ratios(make_metrics()) == {"ttft": 0.5, "itl": 1.25}
+    assert goals.violation(make_metrics()) == pytest.approx(0.25)
+    assert goals.violation(make_metrics(itl_ms=8.0)) == pytest.approx(0.0)
+    assert math.isinf(goals.violation(make_metrics(completed_share=0.9)))
     assert goals.describe() == "TTFT p95 <= 200 ms, ITL p95 <= 8 ms"
 
 
 def test_meeting_the_goals_comes_first_then_the_objective():
     goals = make_goals(itl_ms=10.0)
     meets, faster, misses = (
-        make_figures(),
-        make_figures(throughput=60.0),
-        make_figures(itl_ms=11.0, throughput=900.0),
+        make_metrics(),
+        make_metrics(throughput=60.0),
+        make_metrics(itl_ms=11.0, throughput=900.0),
     )
     assert sorted([misses, meets, faster], key=goals.rank) == [faster, meets, misses]
     latency = make_goals(TuneObjective.latency, itl_ms=20.0)
-    shorter = make_figures(itl_ms=5.0, throughput=1.0)
+    shorter = make_metrics(itl_ms=5.0, throughput=1.0)
     assert sorted([faster, shorter], key=latency.rank) == [shorter, faster]
 
 
@@ -211,9 +211,9 @@ def test_the_highest_load_is_where_the_goals_begin_to_fail(tmp_path: Path):
     load = highest_load(config, forecast, goals, {})
     assert load is not None
     for factor, holds in ((0.9, True), (1.3, False)):
-        figures = forecast.predict(config, job=forecast.at_load(load * factor))
-        assert figures is not None
-        assert (goals.violation(figures) <= 0.0) == holds
+        metrics = forecast.predict(config, job=forecast.at_load(load * factor))
+        assert metrics is not None
+        assert (goals.violation(metrics) <= 0.0) == holds
     assert highest_load(config, forecast, make_goals(ttft_ms=0.01), {}) is None
 
 
@@ -247,13 +247,13 @@ def test_an_unknown_tuned_option_lists_those_that_are_there(
 
 
 def test_the_plot_is_a_png(tmp_path: Path):
-    figures = [make_figures(ttft_ms=50.0 + 10 * n, itl_ms=40.0 - n) for n in range(9)]
+    metrics = [make_metrics(ttft_ms=50.0 + 10 * n, itl_ms=40.0 - n) for n in range(9)]
     verified = [
-        Verified("as configured", {}, figures[0], figures[1]),
-        Verified("candidate 1", {}, figures[3], figures[2]),
+        Verified("as configured", {}, metrics[0], metrics[1]),
+        Verified("candidate 1", {}, metrics[3], metrics[2]),
     ]
     path = tmp_path / "plot.png"
-    plot_front(path, make_goals(ttft_ms=100.0, itl_ms=35.0), figures, figures[2:4], verified, "t")
+    plot_front(path, make_goals(ttft_ms=100.0, itl_ms=35.0), metrics, metrics[2:4], verified, "t")
     assert path.read_bytes().startswith(b"\x89PNG")
 
 

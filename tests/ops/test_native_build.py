@@ -21,9 +21,13 @@ SMALL = """
 from ostinato.ops.native import build
 build.LIBRARIES["small"] = (("core/install",), ("rows/sampling",))
 """
-BUILD = SMALL + "print(build.build('small', build.detect_isa()))"  # imports no torch
+BUILD = (  # imports no torch
+    SMALL
+    + "from ostinato.ops.native.instruction_sets import detect_isa\n"
+    + "print(build.build('small', detect_isa()))"
+)
 LOAD = f"""
-from ostinato.ops import sample_rows as draw
+from ostinato.ops import sample_rows
 from ostinato.ops.native import library
 {SMALL}
 print(library.load("small").path)

@@ -199,8 +199,8 @@ int64_t draw(const float* logits, int64_t count, const Parameters& p) {
   return row.invert(p.uniform * sums.back(), inverse, sums);
 }
 
-// draw_tokens(Tensor logits, Tensor inputs) -> Tensor
-void draw_tokens(Call& call) {
+// sample_tokens(Tensor logits, Tensor inputs) -> Tensor
+void sample_tokens(Call& call) {
   const Tensor logits = call.tensor();
   const Tensor inputs = call.tensor();
   OSTINATO_CHECK(logits.dtype == DType::float32 && logits.dim == 2 && logits.sizes[1] > 0 &&
@@ -231,6 +231,6 @@ void draw_tokens(Call& call) {
 
 }  // namespace
 
-OSTINATO_KERNEL(draw_tokens, draw_tokens);
+OSTINATO_KERNEL(sample_tokens, sample_tokens);
 
 }  // namespace ostinato::sampling

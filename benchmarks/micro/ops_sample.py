@@ -1,9 +1,9 @@
-"""Measures drawing tokens from logits: the C++ op beside plain torch, in turns.
+"""Measures sampling of tokens from logits: the C++ op beside plain torch, in turns.
 
-    python -m ostinato.benchmarks.micro.ops_draw
-    python -m ostinato.benchmarks.micro.ops_draw --vocabularies 32000 --rows 1,64 --json FILE
+    python -m ostinato.benchmarks.micro.ops_sample
+    python -m ostinato.benchmarks.micro.ops_sample --vocabularies 32000 --rows 1,64 --json FILE
 
-Best and median milliseconds of a call for rows of random logits, every way of drawing.
+Best and median milliseconds of a call for rows of random logits, every way of sampling.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from ostinato.ops.native.library import load
 from ostinato.ops.sample_rows import RowSampling, SampleInputs, SamplePath, sample_each, sample_rows
 from ostinato.runtime.startup.machine_info import cpu_name
 
-__all__ = ("measure_draws",)
+__all__ = ("measure_sampling",)
 
 _MAX_CALLS = 20
-_BUDGET_S = 0.5  # for one way of drawing, both forms
+_BUDGET_S = 0.5  # for one way of sampling, both forms
 
 
 def _ways(vocabulary: int) -> dict[str, RowSampling]:
@@ -55,8 +55,8 @@ def _in_turns(calls: dict[str, Callable[[], Tensor]]) -> dict[str, list[float]]:
     return seconds
 
 
-def measure_draws(vocabulary: int, num_rows: int) -> dict[str, dict[str, list[float]]]:
-    """Seconds of each call by way of drawing and by form (`native`, `torch`)."""
+def measure_sampling(vocabulary: int, num_rows: int) -> dict[str, dict[str, list[float]]]:
+    """Seconds of each call by way of sampling and by form (`native`, `torch`)."""
     logits = torch.randn(num_rows, vocabulary) * 3
     found = {}
     for name, row in _ways(vocabulary).items():
@@ -87,7 +87,7 @@ def main(arguments: list[str]) -> None:
     meter, results = LoadMeter(), []
     for vocabulary in map(int, options.vocabularies.split(",")):
         for num_rows in map(int, options.rows.split(",")):
-            for name, forms in measure_draws(vocabulary, num_rows).items():
+            for name, forms in measure_sampling(vocabulary, num_rows).items():
                 results.append({"vocabulary": vocabulary, "rows": num_rows, "way": name, **forms})
                 native, plain = (
                     f"{1e3 * statistics.median(forms[form]):9.3f} ({1e3 * min(forms[form]):9.3f})"

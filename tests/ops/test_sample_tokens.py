@@ -1,4 +1,4 @@
-"""The C++ draw against plain torch and the definitions, on every instruction set of this processor."""
+"""The C++ op that samples, against plain torch and the definitions, on every instruction set of this processor."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ostinato.ops import sample_rows as draw
+from ostinato.ops import sample_rows as sampling
 from ostinato.ops.sample_rows import RowSampling, SamplePath, sample_path, sample_rows
 from tests.ops.kernel_checks import LEVELS, ops_of
 
 
 def kernel(isa: str) -> Callable[[Tensor, list[RowSampling]], list[int]]:
-    assert hasattr(draw, "__all__")  # the op is defined
-    op = ops_of("core", isa, draw="draw_tokens").draw
+    assert hasattr(sampling, "__all__")  # the op is defined
+    op = ops_of("core", isa, sample="sample_tokens").sample
 
     def run(logits: Tensor, rows: list[RowSampling]) -> list[int]:
         return op(logits, torch.tensor(rows, dtype=torch.float64).t().contiguous()).tolist()
@@ -26,7 +26,7 @@ def kernel(isa: str) -> Callable[[Tensor, list[RowSampling]], list[int]]:
     return run
 
 
-def row_draw(
+def row_sampling(
     uniform: float,
     vocabulary: int,
     *,
@@ -43,7 +43,7 @@ def row_draw(
 
 
 def plain(logits: Tensor, rows: list[RowSampling]) -> list[int]:
-    inputs = draw.SampleInputs(*torch.tensor(rows, dtype=torch.float64).t().contiguous())
+    inputs = sampling.SampleInputs(*torch.tensor(rows, dtype=torch.float64).t().contiguous())
     return sample_rows(logits, inputs, set(SamplePath)).tolist()
 
 
@@ -78,7 +78,7 @@ def test_a_draw_is_that_of_plain_torch(
 
     def rows(shift: float, slack: float = 0.0) -> list[RowSampling]:
         return [
-            row_draw(
+            row_sampling(
                 min(max(u + shift, 0.0), 1 - 1e-9),
                 vocabulary,
                 temperature=temperature,
@@ -101,7 +101,7 @@ def test_frequencies_are_likelihoods(isa: str, vocabulary: int) -> None:
     generator = torch.Generator().manual_seed(1)
     row = torch.randn(vocabulary, generator=generator)
     count = 3000
-    rows = [row_draw((i + 0.5) / count, vocabulary, temperature=0.7) for i in range(count)]
+    rows = [row_sampling((i + 0.5) / count, vocabulary, temperature=0.7) for i in range(count)]
     drawn = torch.tensor(kernel(isa)(row.repeat(count, 1), rows))
     shares = torch.bincount(drawn, minlength=vocabulary) / count
     assert torch.allclose(shares, (row / 0.7).softmax(-1), atol=2 / count)
@@ -112,7 +112,7 @@ def test_frequencies_are_likelihoods(isa: str, vocabulary: int) -> None:
 def test_impossible_tokens_are_never_drawn(isa: str, filters: dict[str, float]) -> None:
     logits = torch.full((2, 500), -math.inf)
     logits[:, 77], logits[:, 444] = 0.0, -1.0
-    ends = [row_draw(u, 500, **filters) for u in (0.0, math.nextafter(1.0, 0.0))]  # type: ignore[arg-type]
+    ends = [row_sampling(u, 500, **filters) for u in (0.0, math.nextafter(1.0, 0.0))]  # type: ignore[arg-type]
     assert kernel(isa)(logits, ends) == ([77, 444])
 
 
@@ -121,7 +121,7 @@ def test_the_first_of_equal_logits_is_the_likeliest(isa: str) -> None:
     logits = torch.zeros(3, 700)
     logits[1, 40] = logits[1, 699] = 2.0
     logits[2] = -math.inf
-    assert kernel(isa)(logits, [row_draw(0.5, 700, temperature=0.0)] * 3) == [0, 40, 0]
+    assert kernel(isa)(logits, [row_sampling(0.5, 700, temperature=0.0)] * 3) == [0, 40, 0]
 
 
 @pytest.mark.parametrize("isa", LEVELS)
@@ -131,7 +131,7 @@ def test_a_row_does_not_depend_on_its_neighbours_or_threads(
     generator = torch.Generator().manual_seed(3)
     logits = torch.randn(24, 4000, generator=generator)
     options: list[dict[str, float]] = [{}, {"top_k": 40}, {"top_p": 0.9}, {"temperature": 0.0}]
-    rows = [row_draw(i / 24, 4000, **options[i % 4]) for i in range(24)]  # type: ignore[arg-type]
+    rows = [row_sampling(i / 24, 4000, **options[i % 4]) for i in range(24)]  # type: ignore[arg-type]
     set_threads(2)
     together = kernel(isa)(logits, rows)
     set_threads(1)
