@@ -32,7 +32,12 @@ class AccessControl:
         self._running: Counter[int] = Counter()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["route_handler"].opt.get(OPEN):
+        # OPTIONS is answered with the methods of a path alone; browsers send it without a key.
+        if (
+            scope["type"] != "http"
+            or scope["method"] == "OPTIONS"
+            or scope["route_handler"].opt.get(OPEN)
+        ):
             await self._app(scope, receive, send)
             return
         key = self._keys.find(_key_of(dict(scope["headers"])))

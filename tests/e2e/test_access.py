@@ -157,3 +157,12 @@ def test_no_key_is_seen_anywhere(site: Site) -> None:
     for key in (*KEYS, LISTED):
         assert key not in everything
         assert all(key.encode() not in body for body in site.traces)
+
+
+@pytest.mark.parametrize(("path", "method"), [("/health", "GET"), ("/v1/chat/completions", "POST")])
+def test_options_need_no_key(site: Site, path: str, method: str) -> None:
+    with site.client(key=None) as client:
+        reply = client.options(path)
+    assert reply.status_code == 204
+    assert method in reply.headers["allow"]
+    assert reply.content == b""
