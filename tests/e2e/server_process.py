@@ -16,7 +16,11 @@ import httpx
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
-__all__ = ("SMALL", "ServerProcess")
+__all__ = ("HTTP", "SMALL", "ServerProcess")
+
+# For all requests of a test process. `httpx.post` makes a client each time, and a client reads the
+# machine's certificates for 20 ms.
+HTTP = httpx.Client(timeout=60, limits=httpx.Limits(max_connections=None))
 
 _ROOT = Path(__file__).resolve().parents[2]
 _START_S = 240  # as long as a machine may stand still, and as long again
@@ -121,7 +125,7 @@ class ServerProcess:
 
     def metrics(self) -> dict[str, float]:
         """All samples of `/metrics`; labels stand in the name as Prometheus writes them."""
-        text = httpx.get(f"{self.url}/metrics", timeout=30).text
+        text = HTTP.get(f"{self.url}/metrics", timeout=30).text
         return {
             sample.name
             + "".join(f'{{{key}="{value}"}}' for key, value in sample.labels.items()): sample.value

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from tests.api.otlp_receiver import otlp_receiver
-from tests.e2e.server_process import ServerProcess
+from tests.e2e.server_process import HTTP, ServerProcess
 
 KEYS = ("sk-first-Zq83kd", "sk-second-Pw7720x")
 LISTED = "sk-listed-Rr41aa"  # on the command line, where everybody can see it
@@ -109,7 +109,7 @@ def test_the_official_client_over_https(site: Site) -> None:
 
 def test_plain_http_gets_no_answer(site: Site) -> None:
     with pytest.raises(httpx.HTTPError):
-        httpx.get(site.server.url.replace("https", "http") + "/live", timeout=60)
+        HTTP.get(site.server.url.replace("https", "http") + "/live", timeout=60)
 
 
 def test_no_key_is_seen_anywhere(site: Site) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from ostinato.benchmarks.report.record import Record, read_records
 from ostinato.commands import run
-from tests.e2e.server_process import ServerProcess
+from tests.e2e.server_process import SMALL, ServerProcess
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +117,7 @@ _HOLD = """
 import sys
 from ostinato.benchmarks.load.server_process import Server
 from ostinato.conf.compose import load_config
-with Server(load_config(["model.max_model_len=512"])) as server:
+with Server(load_config(sys.argv[1:])) as server:
     print(server.pid, flush=True)
     sys.stdin.read()
 """
@@ -126,7 +126,10 @@ with Server(load_config(["model.max_model_len=512"])) as server:
 @pytest.mark.timeout(600)
 def test_a_server_ends_with_whoever_started_it():
     process = subprocess.Popen(
-        [sys.executable, "-c", _HOLD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", _HOLD, *SMALL],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert process.stdout is not None
     server = psutil.Process(int(process.stdout.readline()))

@@ -8,11 +8,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import anthropic
-import httpx
 import openai
 import pytest
 
-from tests.e2e.server_process import ServerProcess
+from tests.e2e.server_process import HTTP, ServerProcess
 
 HI: Any = [{"role": "user", "content": "What is a list?"}]
 CHAT = "/v1/chat/completions"
@@ -60,13 +59,13 @@ def claude(server: ServerProcess) -> Iterator[anthropic.Anthropic]:
 
 
 def post(server: ServerProcess, path: str, **body: object) -> dict[str, Any]:
-    response = httpx.post(server.url + path, json=body, timeout=100)
+    response = HTTP.post(server.url + path, json=body, timeout=100)
     assert response.status_code == 200, response.text
     return response.json()
 
 
 def refused(server: ServerProcess, path: str, **body: object) -> dict[str, Any]:
-    response = httpx.post(server.url + path, json=body, timeout=100)
+    response = HTTP.post(server.url + path, json=body, timeout=100)
     assert response.status_code == 400, response.text
     return response.json()["error"]
 
@@ -337,7 +336,7 @@ class TestMessagesDialect:
         variables = {"chat_template_kwargs": {"nothing": 1}}
         reply = post(server, "/v1/messages", **body, **variables)
         assert "What is a list?" in reply["prompt_text"]
-        error = httpx.post(
+        error = HTTP.post(
             f"{server.url}/v1/messages",
             json={**body, "chat_template_kwargs": {"messages": []}},
             timeout=60,
@@ -380,7 +379,7 @@ class TestNewerFields:
     def test_stream_interval(self, server, path, body, kind):
         def deltas(**fields: object) -> list[str]:
             sent = {**body, "temperature": 0, "stream": True, **fields}
-            with httpx.stream("POST", server.url + path, json=sent, timeout=100) as response:
+            with HTTP.stream("POST", server.url + path, json=sent, timeout=100) as response:
                 events = [
                     json.loads(line[6:]) for line in response.iter_lines() if line[:6] == "data: "
                 ]
@@ -550,7 +549,7 @@ class TestInvocations:
 
     def test_a_stream(self, server):
         body = {"prompt": "Once", "max_tokens": 3, "stream": True}
-        text = httpx.post(f"{server.url}/invocations", json=body, timeout=60).text
+        text = HTTP.post(f"{server.url}/invocations", json=body, timeout=60).text
         assert text.endswith("data: [DONE]\n\n")
 
     def test_refusals(self, server):
@@ -559,7 +558,7 @@ class TestInvocations:
         assert "messages, prompt, input" in error["message"]
         assert refused(server, "/invocations", messages=HI, temperature=9)["param"] == "temperature"
         for body, code in ((b"{", "invalid_json"), (b"[]", "invalid_value")):
-            reply = httpx.post(
+            reply = HTTP.post(
                 f"{server.url}/invocations",
                 content=body,
                 headers={"Content-Type": "application/json"},
@@ -569,7 +568,7 @@ class TestInvocations:
 
     def test_ping(self, server):
         for method in ("GET", "POST"):
-            assert httpx.request(method, f"{server.url}/ping", timeout=60).json()["status"] == "ok"
+            assert HTTP.request(method, f"{server.url}/ping", timeout=60).json()["status"] == "ok"
 
 
 class TestACallThatIsCut:

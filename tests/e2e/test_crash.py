@@ -17,9 +17,9 @@ import jsonschema
 import psutil
 import pytest
 
-from tests.e2e.server_process import ServerProcess
+from tests.e2e.server_process import HTTP, ServerProcess
 
-NUM_STREAMS = 50
+NUM_STREAMS = 28  # four of each kind
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 TEXTS = ("Once upon a time", "A block table is", "The scheduler", "Count to ten: one,", "Hello")
 
@@ -32,7 +32,7 @@ def server() -> Iterator[ServerProcess]:
         "graphs.attention=auto",
         "graphs.pack_weights=true",
         "cache.memory_gib=0.2",
-        "scheduler.max_num_seqs=40",  # some of the streams wait
+        "scheduler.max_num_seqs=20",  # some of the streams wait
         "server.restart_backoff_s=0.1",
         "server.drain_timeout_s=200",
     ) as process:
@@ -180,7 +180,7 @@ def engine_of(server: ServerProcess) -> psutil.Process | None:
         return None
 
 
-def test_fifty_streams_survive_three_kills(server: ServerProcess) -> None:
+def test_many_streams_survive_three_kills(server: ServerProcess) -> None:
     requests = [(COMPLETIONS, body(number)) for number in range(NUM_STREAMS)]
 
     async def undisturbed() -> list[list[Any]]:
@@ -201,7 +201,7 @@ def test_fifty_streams_survive_three_kills(server: ServerProcess) -> None:
 
         await kill_at(20)  # prompts are still computed, some streams wait
         await kill_at(20)  # the next one while it starts
-        await kill_at(4000)  # in the middle
+        await kill_at(NUM_STREAMS * 75)  # in the middle
         return await task
 
     expected = asyncio.run(undisturbed())
@@ -216,7 +216,7 @@ def test_fifty_streams_survive_three_kills(server: ServerProcess) -> None:
     assert sum(restarts.values()) == 3
     assert restarts['ostinato_engine_restarts_total{reason="killed"}'] >= 2
     assert metrics["ostinato_kv_cache_usage_ratio"] == 0
-    assert httpx.get(f"{server.url}/ready", timeout=30).json() == {"status": "ready"}
+    assert HTTP.get(f"{server.url}/ready", timeout=30).json() == {"status": "ready"}
 
 
 def test_answers_with_a_form_keep_it_over_a_kill(server: ServerProcess) -> None:
@@ -242,7 +242,7 @@ def test_answers_with_a_form_keep_it_over_a_kill(server: ServerProcess) -> None:
 def test_a_drain_waits_for_an_engine_that_is_started_again(server: ServerProcess) -> None:
     """The last test of this server: it ends it."""
     request = {**body(0), "max_tokens": 100}
-    with httpx.stream("POST", f"{server.url}/v1/completions", json=request, timeout=250) as reply:
+    with HTTP.stream("POST", f"{server.url}/v1/completions", json=request, timeout=250) as reply:
         lines = reply.iter_lines()
         next(lines)
         server.engine.kill()

@@ -15,7 +15,7 @@ import pytest
 import torch
 import transformers
 
-from tests.e2e.server_process import ServerProcess
+from tests.e2e.server_process import HTTP, ServerProcess
 from tests.models.minilm import minilm_directory
 
 TEXTS = ["A block table maps positions to blocks.", "The cat sat on the mat.", "ok"]
@@ -63,7 +63,7 @@ def test_the_official_client_gets_the_vectors_of_transformers(encoder):
 
 
 def test_the_timeline_of_texts(encoder):
-    reply = httpx.post(
+    reply = HTTP.post(
         f"{encoder.url}/v1/embeddings",
         json={"input": TEXTS, "request_id": "traced"},
         headers={"x-trace": "1"},
@@ -84,13 +84,13 @@ def test_many_at_once(encoder):
 
     def ask(text):
         body = {"input": text, "encoding_format": "base64"}
-        response = httpx.post(f"{encoder.url}/v1/embeddings", json=body, timeout=120)
+        response = HTTP.post(f"{encoder.url}/v1/embeddings", json=body, timeout=120)
         return response.json()["data"][0]["embedding"]
 
     with concurrent.futures.ThreadPoolExecutor(16) as pool:
         alone = list(pool.map(ask, texts))
     body = {"input": texts, "encoding_format": "base64"}
-    response = httpx.post(f"{encoder.url}/v1/embeddings", json=body, timeout=120).json()
+    response = HTTP.post(f"{encoder.url}/v1/embeddings", json=body, timeout=120).json()
     together = [one["embedding"] for one in response["data"]]
     for one, other in zip(alone, together, strict=True):
         vectors = [struct.unpack("<384f", base64.b64decode(data)) for data in (one, other)]
@@ -101,16 +101,16 @@ def test_many_at_once(encoder):
 def test_a_ranking(encoder):
     documents = ["Stocks fell on Monday.", "Kittens sleep all day.", "A plan for the sea."]
     body = {"query": "What do young cats do?", "documents": documents}
-    results = httpx.post(f"{encoder.url}/v1/rerank", json=body, timeout=60).json()["results"]
+    results = HTTP.post(f"{encoder.url}/v1/rerank", json=body, timeout=60).json()["results"]
     assert results[0]["index"] == 1
     assert results[0]["relevance_score"] > results[1]["relevance_score"] + 0.2
 
 
 def test_the_bundled_model_gives_vectors_and_answers(demo):
     body = {"input": ["Once upon a time", "word " * 300], "pooling": "mean"}
-    reply = httpx.post(f"{demo.url}/v1/embeddings", json=body, timeout=60).json()
+    reply = HTTP.post(f"{demo.url}/v1/embeddings", json=body, timeout=60).json()
     assert [len(one["embedding"]) for one in reply["data"]] == [256, 256]
-    response = httpx.post(
+    response = HTTP.post(
         f"{demo.url}/v1/completions", json={"prompt": "Once", "max_tokens": 3}, timeout=60
     )
     assert response.json()["usage"]["completion_tokens"] == 3
@@ -118,32 +118,32 @@ def test_the_bundled_model_gives_vectors_and_answers(demo):
 
 def test_a_client_that_goes_away_frees_its_blocks(demo):
     with pytest.raises(httpx.ReadTimeout):
-        httpx.post(
+        HTTP.post(
             f"{demo.url}/v1/embeddings",
             json={"input": [[5 + n] + [7] * 500 for n in range(1000)], "pooling": "mean"},
             timeout=httpx.Timeout(60, read=0.5),
         )
-    httpx.post(f"{demo.url}/v1/embeddings", json={"input": "ok"}, timeout=120).raise_for_status()
+    HTTP.post(f"{demo.url}/v1/embeddings", json={"input": "ok"}, timeout=120).raise_for_status()
     demo.wait_for_line("disconnected")
-    assert httpx.get(f"{demo.url}/load", timeout=60).json() == {"server_load": 0}
+    assert HTTP.get(f"{demo.url}/load", timeout=60).json() == {"server_load": 0}
 
 
 def test_a_profile(demo):
-    assert httpx.post(f"{demo.url}/stop_profile", timeout=60).status_code == 409
-    assert httpx.post(f"{demo.url}/start_profile", timeout=60).status_code == 200
-    assert httpx.post(f"{demo.url}/start_profile", timeout=60).status_code == 409
-    httpx.post(f"{demo.url}/v1/embeddings", json={"input": "ok"}, timeout=60).raise_for_status()
-    file = httpx.post(f"{demo.url}/stop_profile", timeout=120).json()["trace_file"]
+    assert HTTP.post(f"{demo.url}/stop_profile", timeout=60).status_code == 409
+    assert HTTP.post(f"{demo.url}/start_profile", timeout=60).status_code == 200
+    assert HTTP.post(f"{demo.url}/start_profile", timeout=60).status_code == 409
+    HTTP.post(f"{demo.url}/v1/embeddings", json={"input": "ok"}, timeout=60).raise_for_status()
+    file = HTTP.post(f"{demo.url}/stop_profile", timeout=120).json()["trace_file"]
     with gzip.open(file) as stream:
         names = {event.get("name", "") for event in json.load(stream)["traceEvents"]}
     assert any("ostinato::paged_attention" in name for name in names), sorted(names)[:40]
 
 
 def test_the_tokenizer_and_the_cache(demo):
-    facts = httpx.get(f"{demo.url}/tokenizer_info", timeout=60).json()
+    facts = HTTP.get(f"{demo.url}/tokenizer_info", timeout=60).json()
     assert facts["eos_token"]
     assert "messages" in facts["chat_template"]
-    assert httpx.post(f"{demo.url}/reset_prefix_cache", timeout=60).json() == {"success": True}
+    assert HTTP.post(f"{demo.url}/reset_prefix_cache", timeout=60).json() == {"success": True}
 
 
 @pytest.mark.slow
@@ -153,10 +153,10 @@ def test_vectors_survive_their_engine(demo):
     body = {"input": inputs, "pooling": "mean", "encoding_format": "base64"}
     url = f"{demo.url}/v1/embeddings"
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        reply = pool.submit(httpx.post, url, json=body, timeout=240)
+        reply = pool.submit(HTTP.post, url, json=body, timeout=240)
         while demo.metrics()["ostinato_requests_running"] == 0:
             assert not reply.done(), "it was over before it could be disturbed"
         demo.engine.kill()
         disturbed = reply.result().json()["data"]
-    undisturbed = httpx.post(url, json=body, timeout=240).json()["data"]
+    undisturbed = HTTP.post(url, json=body, timeout=240).json()["data"]
     assert disturbed == undisturbed

@@ -14,7 +14,7 @@ import httpx
 import psutil
 import pytest
 
-from tests.e2e.server_process import ServerProcess
+from tests.e2e.server_process import HTTP, ServerProcess
 
 HEALTH_S, HANG_S = 4.0, 6.0  # a machine that runs other tests too may be silent for two seconds
 PATHS = ("/live", "/ready", "/health")
@@ -44,7 +44,7 @@ def test_a_busy_engine_is_well_and_the_answers_are_quick(server: ServerProcess) 
     def ask() -> None:
         prompts = [[first + i % 200 for i in range(2040)] for first in range(5, 11)]
         body = {"prompt": prompts, "max_tokens": 2, "ignore_eos": True}
-        reply.append(httpx.post(f"{server.url}/v1/completions", json=body, timeout=250))
+        reply.append(HTTP.post(f"{server.url}/v1/completions", json=body, timeout=250))
         done.set()
 
     asking = threading.Thread(target=ask)
@@ -67,7 +67,7 @@ def test_a_busy_engine_is_well_and_the_answers_are_quick(server: ServerProcess) 
 
 def test_a_frozen_engine_is_noticed_then_replaced(server: ServerProcess) -> None:
     body = {"prompt": "Once", "max_tokens": 200, "ignore_eos": True, "stream": True}
-    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=250) as response:
+    with HTTP.stream("POST", f"{server.url}/v1/completions", json=body, timeout=250) as response:
         lines = response.iter_lines()
         next(lines)
         frozen = server.engine
@@ -77,7 +77,7 @@ def test_a_frozen_engine_is_noticed_then_replaced(server: ServerProcess) -> None
         while frozen.is_running() and frozen.status() != psutil.STATUS_ZOMBIE:
             assert time.monotonic() < deadline, "the frozen engine lives on"
             for path in PATHS:
-                answer = httpx.get(f"{server.url}{path}", timeout=60)
+                answer = HTTP.get(f"{server.url}{path}", timeout=60)
                 if answer.status_code == 503:
                     seen.setdefault(path, answer.json()["status"])
         events = [line for line in lines if line]

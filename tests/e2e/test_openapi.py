@@ -8,12 +8,11 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
 import jsonschema
 import pytest
 
 from tests.e2e.made_up_requests import ask_all
-from tests.e2e.server_process import ServerProcess
+from tests.e2e.server_process import HTTP, ServerProcess
 from tests.models.minilm import minilm_directory
 
 # A made-up request rarely asks for little; a long answer would show nothing more.
@@ -26,7 +25,7 @@ def check(seen: dict[str, set[int]], url: str, *answered: str) -> None:
     assert len(seen) >= 25
     assert not [name for name, statuses in seen.items() if max(statuses) >= 500]
     assert [name for name in answered if 200 not in seen[name]] == []
-    assert httpx.get(f"{url}/health", timeout=60).status_code == 200
+    assert HTTP.get(f"{url}/health", timeout=60).status_code == 200
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +71,7 @@ CLAUDE_TOOL = {"name": "f", "input_schema": TOOL["parameters"]}
     ids=lambda value: value if isinstance(value, str) else "-".join(value),
 )
 def test_the_events_of_a_stream_are_as_the_document_says(server, path, body):
-    document = httpx.get(f"{server.url}/schema/openapi.json", timeout=60).json()
+    document = HTTP.get(f"{server.url}/schema/openapi.json", timeout=60).json()
     operation = document["paths"][path]["post"]
     described = operation["responses"]["200"]["content"]["text/event-stream"]["schema"]
     check_event = jsonschema.Draft202012Validator({**document, **described})
@@ -86,7 +85,7 @@ def test_the_events_of_a_stream_are_as_the_document_says(server, path, body):
 
 
 def stream(url: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    with httpx.stream("POST", url, json=body, timeout=120) as response:
+    with HTTP.stream("POST", url, json=body, timeout=120) as response:
         assert response.status_code == 200
         for line in response.iter_lines():
             if line.startswith("data: {"):
@@ -94,7 +93,7 @@ def stream(url: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def test_the_page_of_the_document_loads_nothing(server):
-    page = httpx.get(f"{server.url}/schema", timeout=60)
+    page = HTTP.get(f"{server.url}/schema", timeout=60)
     assert page.headers["content-type"].startswith("text/html")
     text = page.text
     assert "/v1/responses" in text
@@ -107,7 +106,7 @@ def test_the_page_of_the_document_loads_nothing(server):
     links = {part.partition('"')[0] for part in text.split('href="')[1:]}
     assert links == {"data:,", "/schema/openapi.json"}
     for other in ("swagger", "redoc", "elements", "rapidoc"):
-        assert httpx.get(f"{server.url}/schema/{other}", timeout=60).status_code == 404
+        assert HTTP.get(f"{server.url}/schema/{other}", timeout=60).status_code == 404
 
 
 @pytest.mark.slow

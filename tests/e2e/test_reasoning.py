@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from tests.e2e.scripted_model import scripted_server
-from tests.e2e.server_process import ServerProcess
+from tests.e2e.server_process import HTTP, ServerProcess
 
 THOUGHT = 'Is it {"age": "old"} or 7?'
 ANSWERS = {
@@ -43,7 +43,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 
 def ask(server: ServerProcess, text: str, **fields: Any) -> httpx.Response:
     body = {"messages": [{"role": "user", "content": text}], "temperature": 0, **fields}
-    reply = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=200)
+    reply = HTTP.post(f"{server.url}/v1/chat/completions", json=body, timeout=200)
     assert reply.status_code == 200, reply.text
     return reply
 
@@ -64,7 +64,7 @@ def test_the_usage_tells_thoughts_apart(server):
     none = ask(server, "yes?").json()["usage"]["completion_tokens_details"]
     assert none == {"reasoning_tokens": 0}
     plain = {"prompt": "age?", "max_tokens": 4}
-    reply = httpx.post(f"{server.url}/v1/completions", json=plain, timeout=100).json()
+    reply = HTTP.post(f"{server.url}/v1/completions", json=plain, timeout=100).json()
     assert "completion_tokens_details" not in reply["usage"]
 
 
@@ -140,7 +140,7 @@ def test_a_budget_where_nobody_thinks_is_refused(server):
         "chat_template": "{{ messages[-1].content }}",
         "thinking_token_budget": 5,
     }
-    reply = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=100)
+    reply = HTTP.post(f"{server.url}/v1/chat/completions", json=body, timeout=100)
     error = reply.json()["error"]
     assert (reply.status_code, error["param"]) == (400, "thinking_token_budget")
     assert "no reasoning that this server knows" in error["message"]
@@ -170,7 +170,7 @@ def test_thinking_that_is_left_out(server):
     kinds = []
     for display in ("summarized", "omitted"):
         thinking = {"type": "adaptive", "display": display}
-        reply = httpx.post(
+        reply = HTTP.post(
             f"{server.url}/v1/messages", json={**body, "thinking": thinking}, timeout=100
         )
         kinds.append([block["type"] for block in reply.json()["content"]])

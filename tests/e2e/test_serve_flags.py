@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import httpx
 
-from tests.e2e.server_process import ServerProcess
+from tests.e2e.server_process import HTTP, ServerProcess
 
 FLAGS = (
     *("--served-model-name", "short-name", "--api-key", "k1", "--max-num-seqs", "2"),
@@ -18,7 +18,7 @@ def test_a_server_obeys_the_flags_of_vllm() -> None:
         assert "--served-model-name short-name is model.name=short-name" in line
         assert "--max-num-seqs 2 is scheduler.max_num_seqs=2" in line
         assert "k1" not in line
-        assert httpx.get(f"{server.url}/v1/models").status_code == 401
+        assert HTTP.get(f"{server.url}/v1/models").status_code == 401
         client = httpx.Client(base_url=server.url, headers={"Authorization": "Bearer k1"})
         assert [each["id"] for each in client.get("/v1/models").json()["data"]] == ["short-name"]
         body = {"model": "short-name", "prompt": "Once upon a time", "max_tokens": 3}

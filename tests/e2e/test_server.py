@@ -15,17 +15,11 @@ import openai
 import psutil
 import pytest
 
-from tests.e2e.server_process import ServerProcess
+from tests.e2e.server_process import HTTP, ServerProcess
 
 MODEL = "ostinato-demo"
 QUESTION = [{"role": "user", "content": "What is a block table?"}]
 LONG = {"max_tokens": 400, "ignore_eos": True}  # a request that runs for seconds
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[ServerProcess]:
-    with ServerProcess() as process:
-        yield process
 
 
 @pytest.fixture(scope="module")
@@ -163,7 +157,7 @@ class TestSdk:
     def test_several_prompts_and_token_ids(self, server, sdk):
         arguments = {"model": MODEL, "temperature": 0, "max_tokens": 6}
         texts = sdk.completions.create(prompt=["Once", "A list"], **arguments)
-        token_ids = httpx.post(f"{server.url}/tokenize", json={"prompt": "A list"}).json()["tokens"]
+        token_ids = HTTP.post(f"{server.url}/tokenize", json={"prompt": "A list"}).json()["tokens"]
         same = sdk.completions.create(prompt=token_ids, **arguments)
         assert [choice.index for choice in texts.choices] == [0, 1]
         assert same.choices[0].text == texts.choices[1].text
@@ -256,13 +250,13 @@ class TestFigures:
 
     def test_running_is_seen_while_it_runs(self, server):
         body = {"prompt": "Once", **LONG, "stream": True}
-        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=30):
+        with HTTP.stream("POST", f"{server.url}/v1/completions", json=body, timeout=30):
             until(lambda: server.metrics()["ostinato_requests_running"] >= 1)
         until(lambda: server.metrics()["ostinato_requests_running"] == 0)
 
     def test_health(self, server):
-        assert httpx.get(f"{server.url}/health").json() == {"status": "ok"}
-        assert httpx.get(f"{server.url}/ready").json() == {"status": "ready"}
+        assert HTTP.get(f"{server.url}/health").json() == {"status": "ok"}
+        assert HTTP.get(f"{server.url}/ready").json() == {"status": "ready"}
 
     def test_the_api_process_imports_no_torch(self, server):
         libraries = {mapping.path for mapping in psutil.Process(server.pid).memory_maps()}
@@ -293,14 +287,14 @@ class TestTheWayDown:
         with ServerProcess() as server:
             engine = server.engine
             body = {"prompt": "Once", "max_tokens": 150, "ignore_eos": True, "stream": True}
-            with httpx.stream(
+            with HTTP.stream(
                 "POST", f"{server.url}/v1/completions", json=body, timeout=60
             ) as response:
                 lines = response.iter_lines()
                 first = next(lines)
                 server.signal(signal.SIGTERM)
                 server.wait_for_line("finishing 1 sequences")
-                refused = httpx.post(
+                refused = HTTP.post(
                     f"{server.url}/v1/completions", json={"prompt": "x"}, timeout=30
                 )
                 rest = [line for line in lines if line]
@@ -318,7 +312,7 @@ class TestTheWayDown:
         try:
             url = server.wait_for_line("answers 503 until").split()[2]
             server.wait_for_line("imports")
-            response = httpx.get(f"{url}/ready", timeout=30)
+            response = HTTP.get(f"{url}/ready", timeout=30)
             assert (response.status_code, response.json()["status"]) == (503, "starting")
             server.signal(signal.SIGTERM)
             assert server.wait() == 0
@@ -327,7 +321,7 @@ class TestTheWayDown:
 
     def test_a_second_signal_cuts_off(self):
         with ServerProcess() as server:
-            with httpx.stream(
+            with HTTP.stream(
                 "POST",
                 f"{server.url}/v1/completions",
                 json={"prompt": "Once", **LONG, "stream": True},
@@ -346,7 +340,7 @@ class TestTheWayDown:
 
     def test_an_engine_that_stays_down_is_an_error_not_a_hang(self):
         with ServerProcess("server.max_restarts=0") as server:
-            with httpx.stream(
+            with HTTP.stream(
                 "POST",
                 f"{server.url}/v1/chat/completions",
                 json={"messages": QUESTION, **LONG, "stream": True},
@@ -357,10 +351,10 @@ class TestTheWayDown:
                 server.engine.kill()
                 events = [line for line in lines if line]
             assert json.loads(events[-1][6:])["error"]["code"] == "engine_dead"
-            health = httpx.get(f"{server.url}/health", timeout=30)
+            health = HTTP.get(f"{server.url}/health", timeout=30)
             assert health.status_code == 503
             assert health.json()["reason"].startswith("the engine does not run")
-            later = httpx.post(f"{server.url}/v1/completions", json={"prompt": "x"}, timeout=30)
+            later = HTTP.post(f"{server.url}/v1/completions", json={"prompt": "x"}, timeout=30)
             assert later.status_code == 503
             assert later.json()["error"]["code"] == "engine_dead"
             server.signal(signal.SIGTERM)

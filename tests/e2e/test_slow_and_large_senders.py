@@ -15,7 +15,7 @@ import httpx
 import psutil
 import pytest
 
-from tests.e2e.server_process import ServerProcess
+from tests.e2e.server_process import HTTP, ServerProcess
 
 BODY = json.dumps({"prompt": "Hi", "max_tokens": 3}).encode()
 LIMIT = 64 << 10
@@ -177,7 +177,7 @@ class TestTime:
 
     def test_an_answer_may_take_longer_than_the_limits(self, server):
         body = {"prompt": "Once", "max_tokens": 480, "ignore_eos": True}
-        reply = httpx.post(f"{server.url}/v1/completions", json=body, timeout=120)
+        reply = HTTP.post(f"{server.url}/v1/completions", json=body, timeout=120)
         assert reply.status_code == 200
 
     def test_a_connection_is_kept_alive_longer_than_the_limits(self, server):

@@ -8,18 +8,16 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import httpx
 import jsonschema
 import openai
 import psutil
 import pytest
 from pydantic import BaseModel
 
-from tests.e2e.server_process import ServerProcess
+from tests.e2e.server_process import HTTP, ServerProcess
 
 CAT = {
     "type": "object",
@@ -35,26 +33,20 @@ FORMAT = {"type": "json_schema", "json_schema": {"name": "cat", "schema": CAT, "
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[ServerProcess]:
-    with ServerProcess() as process:
-        yield process
-
-
-@pytest.fixture(scope="module")
 def client(server: ServerProcess) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120)
 
 
 def complete(server: ServerProcess, **fields: object) -> dict[str, Any]:
     body = {"prompt": "A cat: ", "max_tokens": 80, "temperature": 1, "seed": 1, **fields}
-    response = httpx.post(f"{server.url}/v1/completions", json=body, timeout=120)
+    response = HTTP.post(f"{server.url}/v1/completions", json=body, timeout=120)
     assert response.status_code == 200, response.text
     return response.json()["choices"][0]
 
 
 def refused(server: ServerProcess, path: str = "/v1/completions", **fields: object) -> dict:
     body = {"prompt": "A cat: "} if path == "/v1/completions" else {"messages": HI}
-    response = httpx.post(f"{server.url}{path}", json=body | fields, timeout=120)
+    response = HTTP.post(f"{server.url}{path}", json=body | fields, timeout=120)
     assert response.status_code == 400, response.text
     return response.json()["error"]
 
@@ -291,7 +283,7 @@ def test_others_go_on_while_hostile_constraints_come(server):
     def watch() -> None:
         body = {"prompt": "A cat", "max_tokens": 400, "ignore_eos": True, "stream": True}
         while not done.is_set():
-            with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=120) as r:
+            with HTTP.stream("POST", f"{server.url}/v1/completions", json=body, timeout=120) as r:
                 last = time.monotonic()
                 for line in r.iter_lines():
                     if line and not done.is_set():
@@ -304,7 +296,7 @@ def test_others_go_on_while_hostile_constraints_come(server):
         codes = list(
             pool.map(
                 lambda constraint: (
-                    httpx.post(
+                    HTTP.post(
                         f"{server.url}/v1/completions",
                         json={"prompt": "A", "max_tokens": 4, "structured_outputs": constraint},
                         timeout=120,

@@ -7,12 +7,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import anthropic
-import httpx
 import openai
 import pytest
 
 from tests.e2e.scripted_model import scripted_server
-from tests.e2e.server_process import ServerProcess
+from tests.e2e.server_process import HTTP, ServerProcess
 
 
 def call(city: str) -> str:
@@ -161,7 +160,7 @@ def test_in_the_responses_dialect(client):
 
 
 def test_the_parsers_can_be_chosen(server, client):
-    whole = httpx.post(
+    whole = HTTP.post(
         f"{server.url}/v1/chat/completions",
         json={
             "messages": user("weather?"),

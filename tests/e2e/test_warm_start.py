@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.e2e.server_process import ServerProcess
+from tests.e2e.server_process import HTTP, ServerProcess
 
 COMPILED = ("graphs.mode=captured", "graphs.attention=auto", "graphs.pack_weights=true")
 
@@ -18,13 +17,13 @@ class Start:
 
     def __init__(self, directory: Path) -> None:
         with ServerProcess(*COMPILED, f"graphs.bundle_dir={directory}") as server:
-            reply = httpx.post(
+            reply = HTTP.post(
                 f"{server.url}/v1/completions",
                 json={"prompt": "Once upon a time", "max_tokens": 12, "temperature": 0},
                 timeout=60,
             )
             self.text = reply.json()["choices"][0]["text"]
-            metrics = httpx.get(f"{server.url}/metrics").text
+            metrics = HTTP.get(f"{server.url}/metrics").text
             self.output = list(server.output)
         self.phases = {
             sample.labels["phase"]

@@ -66,6 +66,27 @@ def test_generate_beyond_the_context_is_one_line(capsys: pytest.CaptureFixture[s
     assert "256 tokens; ask for at most " in line
 
 
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        ({}, ["no config.json in"]),
+        (
+            {"config.json": {"architectures": ["FooForCausalLM"], "model_type": "foo"}},
+            ["'FooForCausalLM' is not supported", "LlamaForCausalLM"],
+        ),
+    ],
+)
+def test_a_model_that_can_not_be_opened_is_one_line(
+    files: dict[str, object], words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    for name, content in files.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    assert run(["generate", "Hello", f"model.path={tmp_path}", *FAST]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("run: ")
+    assert [word for word in words if word not in line] == []
+
+
 def test_chat_through_a_pipe(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     lines = "Hello\n\n/nonsense\n/reset\nHello\n/system Be kind.\n/exit\nnever read\n"
     monkeypatch.setattr("sys.stdin", io.StringIO(lines))
