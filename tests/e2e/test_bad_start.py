@@ -121,8 +121,9 @@ def test_one_line(ends, name, words):
     assert "Traceback" not in text
 
 
-def test_a_signal_while_it_starts(tmp_path):
+def test_a_signal_while_it_starts(tmp_path_factory):
     """Once the server has said that it is not ready; both signals at once, to two servers."""
+    tmp_path = tmp_path_factory.mktemp("t")  # the path of a socket must be short
     numbers = (signal.SIGTERM, signal.SIGINT)
     servers = {}
     for number in numbers:

@@ -113,8 +113,9 @@ class TestWhichTokens:
         ids=str,
     )
     def test_penalties_make_tokens_differ(self, server, fields):
-        plain = complete(server, max_tokens=80)["token_ids"]
-        penalised = complete(server, max_tokens=80, **fields)["token_ids"]
+        few = {"max_tokens": 80, "allowed_token_ids": list(range(300, 340))}
+        plain = complete(server, **few)["token_ids"]
+        penalised = complete(server, **few, **fields)["token_ids"]
         assert len(set(penalised)) > len(set(plain))
 
 
