@@ -44,6 +44,7 @@ __all__ = ("HANDLERS",)
     body=MessagesRequest,
     answer=Reply,
     events=(MessageEvent, TypedErrorBody),
+    form=NAMED_EVENTS,
     error=TypedErrorBody,
 )
 async def messages(request: HttpRequest, service: SharedService) -> Response[bytes] | Stream:

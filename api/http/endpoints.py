@@ -19,6 +19,7 @@ from litestar.openapi.spec import OpenAPIMediaType, OpenAPIResponse, Operation, 
 
 from ostinato.api.base.errors import ErrorBody
 from ostinato.api.http.auth import OPEN
+from ostinato.api.http.sse import OPENAI_EVENTS, EventForm
 
 __all__ = ("delete_endpoint", "get_endpoint", "post_endpoint")
 
@@ -45,6 +46,7 @@ def post_endpoint(
     body: type[msgspec.Struct] | Sequence[type[msgspec.Struct]] | None = None,
     answer: object = None,
     events: Sequence[object] = (),
+    form: EventForm = OPENAI_EVENTS,
     error: type[msgspec.Struct] = ErrorBody,
     errors: Errors | None = None,
     is_open: bool = False,
@@ -56,6 +58,7 @@ def post_endpoint(
         body: schema of the JSON body, or several of which it has one; None = there is no body.
         answer: type of the whole answer; None = some JSON object.
         events: the types that the data of a server-sent event can have; () = there is no stream.
+        form: how the dialect encodes its events.
         error: type of the body of every error of an endpoint with a body.
         errors: status -> type of its body, beside 401 and 500, of an endpoint without a body.
         is_open: whether a request without an API key is answered too.
@@ -71,7 +74,7 @@ def post_endpoint(
     )
     content = {_JSON: OpenAPIMediaType(schema=described)}
     responses = _responses(base, answer, dict.fromkeys(_ERRORS, error))
-    _add_events(responses, base, events)
+    _add_events(responses, base, events, form)
     operation = _operation(RequestBody(content=content, required=True), responses)
     return post(list(paths), operation_class=operation, **options)
 
@@ -81,6 +84,7 @@ def get_endpoint(
     *,
     answer: object = None,
     events: Sequence[object] = (),
+    form: EventForm = OPENAI_EVENTS,
     errors: Errors | None = None,
     media_type: str = _JSON,
     is_open: bool = False,
@@ -89,14 +93,14 @@ def get_endpoint(
 
     Args:
         answer: type of the answer; None = some JSON object.
-        events: as in `post_endpoint`.
+        events: as in `post_endpoint`, like `form`.
         errors: status -> type of its body; beside 401 and 500.
         media_type: of the answer.
         is_open: whether a request without an API key is answered too.
     """
     base = f"#/paths/{_escaped(_documented(path))}/get"
     responses = _responses(base, answer, _with_common(errors))
-    _add_events(responses, base, events)
+    _add_events(responses, base, events, form)
     if media_type != _JSON:
         text = OpenAPIMediaType(schema=cast("Schema", {"type": "string"}))
         responses["200"].content = {media_type: text}
@@ -144,14 +148,35 @@ def _responses(
 
 
 def _add_events(
-    responses: Mapping[str, OpenAPIResponse], base: str, events: Sequence[object]
+    responses: Mapping[str, OpenAPIResponse],
+    base: str,
+    events: Sequence[object],
+    form: EventForm,
 ) -> None:
-    """Describe the stream that the answer can be; none where there are no events."""
+    """Describe the stream that the answer can be; none where there are no events.
+
+    As in OpenAPI, the schema is that of one event, whose data is a text with a schema of its own.
+    """
     if not events:
         return
-    text = "The data of one event; the end marker [DONE] is no JSON."
     place = f"{base}/responses/200/content/{_escaped(_EVENTS)}/schema"
-    stream = OpenAPIMediaType(schema=_described_any(events, place, description=text))
+    described = dict(cast("dict[str, Any]", _described_any(events, place)))
+    types = described.pop("$defs")
+    data: dict[str, Any] = {
+        "type": "string",
+        "contentMediaType": _JSON,
+        "contentSchema": described,
+    }
+    if form.end:
+        data = {"anyOf": [data, {"const": form.end.decode().removeprefix("data: ").strip()}]}
+    schema = {
+        "description": "One event of the stream.",
+        "type": "object",
+        "properties": {"event": {"type": "string"}, "data": data},
+        "required": ["event", "data"] if form.is_named else ["data"],
+        "$defs": types,
+    }
+    stream = OpenAPIMediaType(schema=cast("Schema", schema))
     whole = responses["200"].content
     assert whole is not None, "every answer has a content"
     responses["200"].content = {**whole, _EVENTS: stream}
@@ -170,7 +195,7 @@ def _described(kind: object, place: str) -> Schema:
     return cast("Schema", described)
 
 
-def _described_any(kinds: Sequence[object], place: str, **more: str) -> Schema:
+def _described_any(kinds: Sequence[object], place: str) -> Schema:
     """The schema of a value of one of several types."""
     one_of: list[Any] = []
     types: dict[str, Any] = {}
@@ -178,7 +203,7 @@ def _described_any(kinds: Sequence[object], place: str, **more: str) -> Schema:
         described = dict(cast("dict[str, Any]", _described(kind, place)))
         types |= described.pop("$defs", {})
         one_of += described.get("anyOf", [described])
-    return cast("Schema", {**more, "anyOf": one_of, "$defs": types})
+    return cast("Schema", {"anyOf": one_of, "$defs": types})
 
 
 def _escaped(part: str) -> str:

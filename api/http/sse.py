@@ -28,6 +28,7 @@ class EventForm(msgspec.Struct, frozen=True, kw_only=True):
     of_chunk: Callable[[Any], bytes]
     of_error: Callable[[Exception], bytes]
     end: bytes = b""
+    is_named: bool = False  # each event has a name beside its data
 
 
 def _data(value: object) -> bytes:
@@ -46,6 +47,7 @@ OPENAI_EVENTS = EventForm(
 NAMED_EVENTS = EventForm(
     of_chunk=_named,
     of_error=lambda error: b"event: error\n" + _data(typed_error_body(error)),
+    is_named=True,
 )
 
 

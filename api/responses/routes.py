@@ -39,7 +39,11 @@ __all__ = ("HANDLERS",)
 
 
 @post_endpoint(
-    "/v1/responses", body=ResponsesRequest, answer=ResponseObject, events=(ResponseEvent,)
+    "/v1/responses",
+    body=ResponsesRequest,
+    answer=ResponseObject,
+    events=(ResponseEvent,),
+    form=NAMED_EVENTS,
 )
 async def create_response(request: HttpRequest, service: SharedService) -> Response[bytes] | Stream:
     """Answer a text or a conversation, whose beginning may be stored."""
@@ -78,6 +82,7 @@ async def count_input_tokens(request: HttpRequest, service: SharedService) -> Re
     "/v1/responses/{response_id:str}",
     answer=ResponseObject,
     events=(ResponseEvent,),
+    form=NAMED_EVENTS,
     errors={400: ErrorBody, 404: ErrorBody},
 )
 async def retrieve_response(

@@ -74,7 +74,8 @@ def test_streams_are_described(document):
 
 def test_every_type_of_event_is_described(document):
     content = document["paths"]["/v1/responses"]["post"]["responses"]["200"]["content"]
-    kinds = content["text/event-stream"]["schema"]["anyOf"]
+    event = content["text/event-stream"]["schema"]
+    kinds = event["properties"]["data"]["contentSchema"]["anyOf"]
     types = [resolve(document, kind["$ref"])["properties"]["type"]["enum"] for kind in kinds]
     assert ["response.output_text.delta"] in types
     assert len({name for (name,) in types}) == len(kinds) >= 16
