@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +22,7 @@ from ostinato.runtime.file_limit import RESERVED_FILES
 from tests.confinement import few_files, read_only, unknown_user
 from tests.e2e.server_process import ServerProcess
 
+ROOT = Path(__file__).resolve().parents[2]
 CONNECTIONS = 40
 
 
@@ -111,7 +114,20 @@ def try_health(server: ServerProcess) -> int:
     return httpx.get(f"{server.url}/health", timeout=30).status_code
 
 
+def health_check(server: ServerProcess) -> int:
+    """The exit code of the command that an image is checked with, for this server's port."""
+    text = (ROOT / "docker" / "Dockerfile").read_text().replace("\\\n", " ")
+    (line,) = [one for one in text.splitlines() if one.startswith("HEALTHCHECK")]
+    name, *arguments = json.loads(line.partition("CMD ")[2])
+    assert name == "python"
+    port = str(urlsplit(server.url).port)
+    command = [sys.executable, *(one.replace("8000", port) for one in arguments)]
+    return subprocess.run(command, stderr=subprocess.DEVNULL, timeout=60).returncode
+
+
 def test_it_ends_and_leaves_nothing(server, scratch):
+    assert health_check(server) == 0
     server.signal(signal.SIGTERM)
     assert server.wait() == 0
+    assert health_check(server) != 0
     assert list(scratch.iterdir()) == []
