@@ -133,7 +133,7 @@ def test_unknown_option_lists_the_known_ones_and_the_other_way():
     with pytest.raises(ConfigError) as caught:
         load_config(["model=qwen3-0.7b"])
     text = str(caught.value)
-    assert text.startswith("model=qwen3-0.7b: model must be one of demo, gpt2, ")
+    assert text.startswith("model=qwen3-0.7b: model must be one of demo, falcon-7b, gpt2, ")
     assert "(did you mean qwen3-0.6b?)" in text
     assert text.endswith("; another model is given by its path: model.path=qwen3-0.7b")
 

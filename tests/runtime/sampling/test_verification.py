@@ -110,7 +110,7 @@ def test_any_drafter_gives_the_same(
     assert drafts is not None
     drafts.num_draft_tokens = drafts.num_accepted_tokens = 0
     assert completions(drafting, PROMPTS, list(SAMPLING.values())) == plain
-    assert drafts.num_draft_tokens > 50
+    assert drafts.num_draft_tokens > 20
     assert (drafts.num_accepted_tokens > 0) is (accuracy > 0.0)
     if accuracy == 1.0:
         assert drafts.num_accepted_tokens == drafts.num_draft_tokens

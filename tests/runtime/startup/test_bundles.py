@@ -18,6 +18,10 @@ DENSE = ModelSection()
 INT4 = ModelSection(quantization=Quantization.int4)
 
 
+# These tests build kernels, which the engine of another test may still see.
+pytestmark = pytest.mark.compiles_late
+
+
 @pytest.fixture(autouse=True)
 def _small_libraries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each library is one line of C++, so that the real compiler builds it at once."""
