@@ -149,7 +149,9 @@ def test_a_signal_while_it_starts(short_path):
             (engine,) = psutil.Process(server.pid).children()
             server.send_signal(number)
             _, text = server.communicate(timeout=120)
-            assert (server.returncode, text) == (0, "")
+            assert server.returncode == 0
+            # The engine may have got far enough to report its first layers.
+            assert [line for line in text.splitlines() if " INFO engine: " not in line] == []
             psutil.wait_procs([engine], timeout=30)
             assert not engine.is_running()
             assert list((short_path / number.name).iterdir()) == []
