@@ -25,13 +25,20 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
-from enum import IntEnum
+from enum import IntEnum, StrEnum
 from pathlib import Path
 from typing import NamedTuple
 
-from ostinato.runtime.sandbox import FailureReason, Fault
-
-__all__ = ("BeginPart", "ForkServer", "Job", "JobError", "JobLimits", "serve_forks")
+__all__ = (
+    "BeginPart",
+    "FailureReason",
+    "Fault",
+    "ForkServer",
+    "Job",
+    "JobError",
+    "JobLimits",
+    "serve_forks",
+)
 
 _SIZE = struct.Struct("<Q")
 _JOB = struct.Struct("<QQi")  # length, memory_bytes, niceness
@@ -58,6 +65,21 @@ class JobLimits(NamedTuple):
 
     memory_bytes: int
     niceness: int = 0
+
+
+class Fault(StrEnum):
+    """What is at fault when a job has no answer."""
+
+    job = "job"  # it takes more than it may, and would do so again
+    start = "start"  # no process could be started for it
+    unknown = "unknown"  # its process ended; another try may succeed
+
+
+class FailureReason(NamedTuple):
+    """Why a job has no answer."""
+
+    text: str  # of the job: "more than 2 s of processor time"; else a sentence without its subject
+    fault: Fault
 
 
 class JobError(Exception):

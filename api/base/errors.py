@@ -8,8 +8,7 @@ the same bodies.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -29,7 +28,6 @@ __all__ = (
     "error_body",
     "error_response",
     "exception_handlers",
-    "renamed",
     "status_of",
     "typed_error_body",
 )
@@ -80,25 +78,6 @@ class OverloadedError(EngineError):
 
 class ClientGoneError(Exception):
     """The client closed its connection before the answer."""
-
-
-@contextmanager
-def renamed(names: Mapping[str, str]) -> Iterator[None]:
-    """Rename the parameter in every InvalidRequestError that the block raises.
-
-    Args:
-        names: field of the chat endpoint -> field of the dialect.
-    """
-    try:
-        yield
-    except InvalidRequestError as error:
-        name = error.param or ""
-        if name not in names:
-            raise
-        message = str(error).replace(name, names[name])
-        raise InvalidRequestError(
-            message, param=names[name], code=error.code, status=error.status
-        ) from error
 
 
 def status_of(error: Exception) -> int:

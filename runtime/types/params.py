@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from enum import StrEnum
 from typing import Annotated, Literal
 
@@ -30,13 +31,20 @@ MAX_LOGPROB_TOKEN_IDS = 128
 MAX_N = 128
 MAX_BAD_WORDS = 256
 MAX_BAD_WORD_TOKENS = 32
+MAX_BAD_WORD_CHARACTERS = 1024
+MAX_STOP_STRINGS = 16
+MAX_STOP_CHARACTERS = 4096
 
 PatternSize = Annotated[int, msgspec.Meta(ge=0, le=MAX_PATTERN_TOKENS)]
 
 
 def _check(ok: bool, name: str, allowed: str, value: object) -> None:
     if not ok:
-        raise ValueError(f"{name} must be {allowed}, got {value!r}")
+        raise ValueError(f"{name} must be {allowed}, got {reprlib.repr(value)}")
+
+
+def _is_word(text: str) -> bool:
+    return len(text) <= MAX_BAD_WORD_CHARACTERS and bool(text.strip())
 
 
 class RepetitionDetectionParams(
@@ -183,9 +191,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def _check_tokens(self) -> None:
         """Check parameters that name or count tokens and texts."""
         _check(
-            len(self.stop) <= 16 and all(self.stop),
+            len(self.stop) <= MAX_STOP_STRINGS
+            and all(1 <= len(text) <= MAX_STOP_CHARACTERS for text in self.stop),
             "stop",
-            "at most 16 non-empty strings",
+            f"at most {MAX_STOP_STRINGS} strings of 1 to {MAX_STOP_CHARACTERS} characters",
             self.stop,
         )
         _check(
@@ -195,9 +204,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             self.allowed_token_ids,
         )
         _check(
-            len(self.bad_words) <= MAX_BAD_WORDS and all(map(str.strip, self.bad_words)),
+            len(self.bad_words) <= MAX_BAD_WORDS and all(map(_is_word, self.bad_words)),
             "bad_words",
-            f"at most {MAX_BAD_WORDS} words that are not blank",
+            f"at most {MAX_BAD_WORDS} words that are not blank, of at most "
+            f"{MAX_BAD_WORD_CHARACTERS} characters",
             self.bad_words,
         )
         _check(

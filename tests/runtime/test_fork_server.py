@@ -11,8 +11,7 @@ from collections.abc import Awaitable, Callable
 import psutil
 import pytest
 
-from ostinato.runtime.fork_server import ForkServer, JobError, JobLimits
-from ostinato.runtime.sandbox import Fault
+from ostinato.runtime.fork_server import Fault, ForkServer, JobError, JobLimits
 
 LIMITS = JobLimits(memory_bytes=1 << 28)
 CHILD = "tests.runtime.fork_child"
