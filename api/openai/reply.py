@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
@@ -98,7 +99,9 @@ class ChatReply:
                 delta = self._parser.feed(output)
                 self._tally.add(0, output, delta.num_reasoning_tokens)
                 collect_delta(answers, delta)
-        response = chat.to_response(
+        # In a thread, as many log-probabilities take seconds.
+        response = await asyncio.to_thread(
+            chat.to_response,
             self._head,
             self._generation,
             answers,
@@ -172,7 +175,8 @@ class CompletionReply:
                 shown = output if self._has_output else _without_output(output)
                 self._tally.add(prompt_index, shown)
                 collect(collected, prompt_index, shown)
-        response = completions.to_response(
+        response = await asyncio.to_thread(
+            completions.to_response,
             self._head,
             self._generations,
             collected,
