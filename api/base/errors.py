@@ -17,7 +17,13 @@ from litestar.exceptions import HTTPException
 
 from ostinato.api.base.request_context import ANTHROPIC_PATHS, request_id_of
 from ostinato.api.base.unsupported_endpoints import hint_for
-from ostinato.runtime.errors import DeadlineError, EngineDeadError, EngineError, InvalidRequestError
+from ostinato.runtime.errors import (
+    DeadlineError,
+    EngineDeadError,
+    EngineError,
+    HelperProcessError,
+    InvalidRequestError,
+)
 
 __all__ = (
     "ClientGoneError",
@@ -84,7 +90,7 @@ def status_of(error: Exception) -> int:
     """The HTTP status of a response for `error`."""
     if isinstance(error, InvalidRequestError):
         return error.status
-    if isinstance(error, UnavailableError | EngineDeadError):
+    if isinstance(error, UnavailableError | EngineDeadError | HelperProcessError):
         return 503
     if isinstance(error, OverloadedError):
         return 429
@@ -106,6 +112,8 @@ def error_body(error: Exception) -> ErrorBody:
         code = "deadline_exceeded"
     elif isinstance(error, EngineDeadError):
         code = "engine_dead"
+    elif isinstance(error, HelperProcessError):
+        code = "helper_process"
     elif not isinstance(error, EngineError):
         message = "an unexpected error; the server's log has the details"
         code = "internal_error"
@@ -156,6 +164,8 @@ def error_response(error: Exception, request: Request[Any, Any, Any]) -> Respons
     headers = {}
     if isinstance(error, UnavailableError | OverloadedError):
         headers["Retry-After"] = str(error.retry_after_s)
+    if isinstance(error, HelperProcessError):
+        headers["Retry-After"] = "5"
     if isinstance(error, DeadlineError):
         headers["x-should-retry"] = "false"  # OpenAI's clients repeat a 504 otherwise
     if status_of(error) == 401:
