@@ -252,7 +252,7 @@ def _limit(body: PoolingFields, model: ServedModel) -> int | None:
     limit = body.truncate_prompt_tokens
     if limit == 0:
         raise InvalidRequestError(
-            "truncate_prompt_tokens must be null, -1 (as many as fit) or at least 1, got 0",
+            "truncate_prompt_tokens must be null, -1 (as many as fit) or in [1, 2147483647], got 0",
             param="truncate_prompt_tokens",
             code="invalid_value",
         )

@@ -18,7 +18,7 @@ __all__ = ("GrammarAnswer", "GrammarCompiler", "GrammarModel")
 _LOG = logging.getLogger(__name__)
 
 LIMITS = Limits(cpu_s=3, wall_s=30.0, memory_bytes=1 << 30, answer_bytes=8 << 20)
-MAX_BYTES = 512 << 10  # of a constraint
+MAX_BYTES = 4 << 20  # of a constraint, as JSON
 MAX_CACHED = 1024
 MAX_CACHED_BYTES = 64 << 20
 _NUM_PROCESSES = 2  # so that a hostile grammar does not hold up the next one
@@ -34,7 +34,7 @@ class GrammarModel(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GrammarAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """A grammar, or why there is none."""
+    """A grammar, or why there is none; the error is a sentence about `structured_outputs`."""
 
     grammar: str = ""
     error: str = ""
@@ -153,7 +153,8 @@ class GrammarCompiler:
                 f"{error.reason.text}; try again later"
             )
         answer = GrammarAnswer(
-            error=f"to check it takes {error.reason.text}; make it simpler",
+            error="structured_outputs can not be used: to check it takes "
+            f"{error.reason.text}; make it simpler",
             code="constraint_too_complex",
         )
         self._keep(job, answer)
@@ -180,7 +181,5 @@ def _job(params: StructuredOutputsParams) -> bytes:
 def _grammar(answer: GrammarAnswer | None) -> str:
     assert answer is not None, "the last try gives a grammar or a refusal"
     if answer.error:
-        raise InvalidRequestError(
-            f"structured_outputs: {answer.error}", param="structured_outputs", code=answer.code
-        )
+        raise InvalidRequestError(answer.error, param="structured_outputs", code=answer.code)
     return answer.grammar

@@ -26,9 +26,10 @@ from ostinato.runtime.grammar.schema_numbers import (
     shown,
 )
 
-__all__ = ("MAX_OPTIONAL_PROPERTIES", "JsonForm", "prepare")
+__all__ = ("MAX_OPTIONAL_OF_SOME", "MAX_OPTIONAL_PROPERTIES", "JsonForm", "prepare")
 
 MAX_OPTIONAL_PROPERTIES = 1000  # of an object; the time of a mask grows with their number
+MAX_OPTIONAL_OF_SOME = 64  # where minProperties asks for one of them; it grows with the square
 
 # What well kept JSON has: a space, or the next line and its indentation. More is valid, but a model
 # that is not sure writes white space for ever.
@@ -222,11 +223,14 @@ class _Preparation:
             schema.setdefault("additionalProperties", False)
         if patterns or (listed and schema.get("additionalProperties") is not False):
             self._has_open_names = True
-        num_optional = len(listed.keys() - set(schema.get("required", ())))
-        if num_optional > MAX_OPTIONAL_PROPERTIES:
+        required = set(schema.get("required", ()))
+        num_optional = len(listed.keys() - required)
+        needs_some = len(required) < schema.get("minProperties", 0) != schema.get("maxProperties")
+        most = MAX_OPTIONAL_OF_SOME if needs_some else MAX_OPTIONAL_PROPERTIES
+        if num_optional > most:
             raise ValueError(
-                f"{place}/properties has {num_optional} optional properties, at most "
-                f"{MAX_OPTIONAL_PROPERTIES} are possible; put more of them into required"
+                f"{place}/properties has {num_optional} optional properties, at most {most} are "
+                f"possible{' with minProperties' * needs_some}; put more of them into required"
             )
 
     def _check_fewest(self, schema: dict[str, Any], place: str) -> None:

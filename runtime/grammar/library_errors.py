@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable
 from typing import NamedTuple
 
-__all__ = ("explain",)
+__all__ = ("explain", "tokenizer_problem")
 
 _LONGEST = 300  # characters of the library's own text
 _TOO_LARGE = (
@@ -175,6 +175,13 @@ def explain(text: str) -> str:
             return _cut(known if isinstance(known, str) else known(found))
     unknown = " ".join(_ADVICE.sub("", line).split())
     return _cut(f"it can not be made a grammar: {unknown or 'the reason is not known'}")
+
+
+def tokenizer_problem(text: str) -> str:
+    """What is wrong with a `tokenizer.json`, in a few words."""
+    if "decoder type" in text:
+        return "its decoder has neither ByteLevel nor ByteFallback"
+    return _short(" ".join(text.split()))
 
 
 def _short(text: str) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ostinato.runtime.errors import InvalidRequestError
-from ostinato.runtime.grammar.library_errors import explain
+from ostinato.runtime.grammar.library_errors import explain, tokenizer_problem
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -38,8 +38,8 @@ def load_grammar_tokenizer(
     file = Path(directory) / "tokenizer.json"
     if not directory or not file.is_file():
         raise InvalidRequestError(
-            "structured output needs a model with a tokenizer.json; leave it out, or start the "
-            "server with model.tokenizer=DIRECTORY",
+            "structured_outputs can not be used: the model has no tokenizer.json; leave it out, or "
+            "start the server with model.tokenizer=DIRECTORY",
             param="structured_outputs",
             code="no_tokenizer",
         )
@@ -51,7 +51,8 @@ def load_grammar_tokenizer(
         )
     except ValueError as error:
         raise InvalidRequestError(
-            f"structured output can not use this model's tokenizer: {error}",
+            "structured_outputs can not be used: the vocabulary of this model's tokenizer.json can "
+            f"not be read as bytes ({tokenizer_problem(str(error))}); leave it out",
             param="structured_outputs",
             code="no_tokenizer",
         ) from error

@@ -33,14 +33,6 @@ __all__ = ("GrammarBuilder", "main")
 _TRIED_TOKENS = 48
 _MEAN_MASK_S = 0.004  # of the tried tokens; the first ones of a large vocabulary take longer
 _MAX_GRAMMAR_CHARACTERS = 8 << 20
-_SUBJECTS = {
-    "json": "the schema",
-    "json_object": "the schema",
-    "regex": "the regular expression",
-    "choice": "the choices",
-    "grammar": "the grammar",
-    "structural_tag": "the structural tag",
-}
 
 
 class GrammarBuilder:
@@ -71,7 +63,7 @@ class GrammarBuilder:
             error = "it is nested too deeply; make it flatter"
         except ValueError as refusal:
             error = str(refusal)
-        return GrammarAnswer(error=f"{_SUBJECTS[params.kind]} can not be used: {error}")
+        return GrammarAnswer(error=f"structured_outputs can not be used: {error}")
 
     def _compile(self, params: StructuredOutputsParams) -> str:
         from ostinato.runtime.grammar.llguidance_text import grammar_text
@@ -110,7 +102,8 @@ class GrammarBuilder:
                 if len(seconds) == 1:
                     raise ValueError("nothing but the empty text matches it")
                 return
-            matcher.consume_token(int(choose.choice(allowed)))
+            if not matcher.consume_token(int(choose.choice(allowed))):
+                raise ValueError(problem(matcher) or "a text that it allows can not be written")
         mean = sum(seconds) / max(1, len(seconds))
         if len(seconds) > 8 and mean > _MEAN_MASK_S:
             raise ValueError(

@@ -30,7 +30,7 @@ BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 MAX_EXACT = 1 << 53  # whole numbers below it are exact as floats
 _LONGEST = 1 << 31  # characters or items; no answer has as many
 _MAX_EXPONENT = 22  # 10 ** 22 is the last power of 10 that a float holds exactly
-_MAX_MULTIPLE = (1 << 32) - 1
+_MAX_MULTIPLE = ((1 << 32) - 1) // 10  # a digit is added to the remainder in 32 bits
 
 
 class NotEnforcedError(ValueError):
@@ -115,7 +115,7 @@ class Multiples:
         _check_number(value, place)
         if value <= 0:
             raise ValueError(f"{place} must be greater than 0, got {shown(value)}")
-        digits, num_decimals = min(value, 2 * _MAX_MULTIPLE), 0
+        digits, num_decimals = min(value, _MAX_MULTIPLE + 1), 0
         while digits % 1 and digits <= _MAX_MULTIPLE:  # as llguidance does, with its rounding
             digits, num_decimals = digits * 10, num_decimals + 1
         found = {**self._found, value: (int(digits), num_decimals)}

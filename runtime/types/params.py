@@ -13,6 +13,7 @@ from ostinato.runtime.types.structured_outputs import StructuredOutputsParams
 __all__ = (
     "MAX_BAD_WORDS",
     "MAX_BAD_WORD_TOKENS",
+    "MAX_COUNT",
     "MAX_LOGPROBS",
     "MAX_LOGPROB_TOKEN_IDS",
     "MAX_N",
@@ -142,7 +143,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         )
         _check(0.0 <= self.temperature <= 2.0, "temperature", "in [0, 2]", self.temperature)
         _check(0.0 < self.top_p <= 1.0, "top_p", "in (0, 1]", self.top_p)
-        _check(self.top_k >= -1, "top_k", "-1, 0 (both off) or at least 1", self.top_k)
+        _check(
+            -1 <= self.top_k <= MAX_COUNT,
+            "top_k",
+            f"-1, 0 (both off) or in [1, {MAX_COUNT}]",
+            self.top_k,
+        )
         _check(0.0 <= self.min_p <= 1.0, "min_p", "in [0, 1]", self.min_p)
         _check(
             self.seed is None or -(1 << 63) <= self.seed < 1 << 63,
@@ -156,7 +162,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             "at least 1",
             self.max_tokens,
         )
-        _check(self.min_tokens >= 0, "min_tokens", "at least 0", self.min_tokens)
+        _check(
+            0 <= self.min_tokens <= MAX_COUNT,
+            "min_tokens",
+            f"in [0, {MAX_COUNT}]",
+            self.min_tokens,
+        )
         _check(
             self.max_tokens is None or self.min_tokens <= self.max_tokens,
             "min_tokens",
@@ -213,9 +224,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         _check(
             self.truncate_prompt_tokens is None
             or self.truncate_prompt_tokens == -1
-            or self.truncate_prompt_tokens >= 1,
+            or 1 <= self.truncate_prompt_tokens <= MAX_COUNT,
             "truncate_prompt_tokens",
-            "null, -1 (as many as fit) or at least 1",
+            f"null, -1 (as many as fit) or in [1, {MAX_COUNT}]",
             self.truncate_prompt_tokens,
         )
         _check(
