@@ -430,7 +430,6 @@ class TestProcess:
             {"prompt": "A", "structured_outputs": {"choice": ["a new one"]}},
             {"prompt": "A", "structured_outputs": {"choice": ["streamed"]}, "stream": True},
             {"messages": HI, "structured_outputs": {"json": {"const": "new"}}},
-            {"messages": HI, "chat_template": "{{ messages[0].content }}"},
         ]
         for body in bodies:
             path = "/v1/chat/completions" if "messages" in body else "/v1/completions"

@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 import ostinato
-from ostinato.benchmarks.micro.schema_suite import DocumentWriter, count, demo_builder
+from ostinato.benchmarks.grammars.schema_suite import DocumentWriter, count, demo_builder
 from ostinato.runtime.grammar.matcher import build_matcher, problem
 from ostinato.runtime.types.structured_outputs import StructuredOutputsParams
 

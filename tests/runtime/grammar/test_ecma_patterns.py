@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ostinato.benchmarks.micro.schema_suite import DocumentWriter, demo_builder
+from ostinato.benchmarks.grammars.schema_suite import DocumentWriter, demo_builder
 from ostinato.runtime.grammar.ecma_patterns import to_rust
 from ostinato.runtime.grammar.matcher import build_matcher
 from ostinato.runtime.types.structured_outputs import StructuredOutputsParams

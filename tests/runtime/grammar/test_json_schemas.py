@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ostinato.benchmarks.micro.schema_suite import DocumentWriter, demo_builder
+from ostinato.benchmarks.grammars.schema_suite import DocumentWriter, demo_builder
 from ostinato.runtime.grammar.json_schemas import (
     MAX_OPTIONAL_OF_SOME,
     MAX_OPTIONAL_PROPERTIES,

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ostinato.benchmarks.micro.schema_suite import demo_builder
+from ostinato.benchmarks.grammars.schema_suite import demo_builder
 from ostinato.runtime.grammar.library_errors import explain, tokenizer_problem
 from ostinato.runtime.types.structured_outputs import StructuredOutputsParams
 

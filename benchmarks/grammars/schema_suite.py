@@ -1,6 +1,6 @@
 """Counts the documents of the JSON-Schema-Test-Suite that can be produced under their schemas.
 
-    python -m ostinato.benchmarks.micro.schema_suite DIRECTORY [OUT.json]
+    python -m ostinato.benchmarks.grammars.schema_suite DIRECTORY [OUT.json]
 
 DIRECTORY is a checkout of the suite, or the folder `json` of the source archive of `jsonschema`
 (`pip download --no-deps --no-binary jsonschema jsonschema==4.26.0`). A schema becomes a grammar as
