@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Coroutine, Mapping
 from typing import Any, Protocol, TypeVar
 
 import msgspec
@@ -12,12 +12,15 @@ from litestar.exceptions import InternalServerException
 from litestar.response import Stream
 
 from ostinato.api.base.errors import ClientGoneError
-from ostinato.api.base.request_context import RequestContext
+from ostinato.api.base.unsupported_fields import UNSUPPORTED, Unsupported
 from ostinato.api.http.sse import OPENAI_EVENTS, EventForm, sse, until_disconnect
-from ostinato.api.preparation.preparation import Arrival
-from ostinato.api.preparation.preparer import Prepare
+from ostinato.api.schemas.body_decoding import decode
+from ostinato.api.schemas.generation_fields import GenerationFields
+from ostinato.api.service.generation import check_model
 from ostinato.api.service.service import Service
+from ostinato.runtime.client.pooling import require_task
 from ostinato.runtime.errors import InvalidRequestError
+from ostinato.runtime.types.engine_info import ServedTask
 
 __all__ = (
     "HttpRequest",
@@ -26,15 +29,14 @@ __all__ = (
     "Status",
     "body_bytes",
     "event_stream",
-    "json_bytes",
     "json_response",
-    "prepare",
+    "read_body",
     "respond",
     "respond_whole",
     "status_response",
 )
 
-T = TypeVar("T")
+T = TypeVar("T", bound=msgspec.Struct)
 HttpRequest = Request[Any, Any, Any]
 SharedService = NamedDependency[Service]
 
@@ -61,27 +63,23 @@ class Status(msgspec.Struct, frozen=True):
     reason: str | msgspec.UnsetType = msgspec.UNSET
 
 
-async def prepare(
+async def read_body(
     request: HttpRequest,
+    schema: type[T],
     service: Service,
-    function: Prepare[T],
-    context: RequestContext | None = None,
     *,
-    arrival: Callable[[bytes], Arrival] | None = None,
+    unsupported: Mapping[str, Unsupported] = UNSUPPORTED,
 ) -> T:
-    """The result of `function` for the body of a request that is admitted.
-
-    A client that disconnects ends the work.
+    """The decoded body of a request that is admitted and names the served model.
 
     Args:
-        context: of the request; None = it makes no reply with a name.
-        arrival: gives what the preparation needs besides the body.
+        unsupported: the fields that the dialect knows and this server does not honour.
 
     Raises:
-        InvalidRequestError: the body is not JSON, or as `function`.
-        UnavailableError: the server takes no requests now, or could not start a process for it.
+        InvalidRequestError: the body is not JSON of this schema, or names another model.
+        UnavailableError: the server takes no requests now.
         OverloadedError: the queue is full.
-        ClientGoneError: the connection closed before the end of the body, or of the work.
+        ClientGoneError: the connection closed before the end of the body.
     """
     content_type = request.headers.get("content-type", "application/json")
     if content_type.partition(";")[0].strip().lower() != "application/json":
@@ -93,17 +91,12 @@ async def prepare(
         )
     data = await body_bytes(request)
     service.admission.check()
-    known = Arrival() if arrival is None else arrival(data)
-    if context is not None and not known.request_id:
-        known = msgspec.structs.replace(known, request_id=context.request_id)
-    prepared = service.preparer.run_inline(function, data, known)
-    if prepared is not None:
-        return prepared
-    work = service.preparer.run_apart(function, data, known)
-    try:
-        return await until_disconnect(request.receive, work)
-    finally:
-        work.close()  # does nothing unless the work never began
+    body = decode(data, schema, unsupported)
+    model = service.client.model
+    check_model(getattr(body, "model", None), model)
+    if isinstance(body, GenerationFields):
+        require_task(model, ServedTask.generate)
+    return body
 
 
 async def body_bytes(request: HttpRequest) -> bytes:
@@ -142,12 +135,7 @@ async def respond_whole(
 
 def json_response(value: object) -> Response[bytes]:
     """200 with `value` as JSON."""
-    return json_bytes(msgspec.json.encode(value))
-
-
-def json_bytes(body: bytes) -> Response[bytes]:
-    """200 with a body that is JSON already."""
-    return Response(body, media_type="application/json")
+    return Response(msgspec.json.encode(value), media_type="application/json")
 
 
 def status_response(status: str, reason: str | None) -> Response[bytes]:

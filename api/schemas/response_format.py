@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
 from ostinato.api.parsing.answer_parser import AnswerForm
 from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.types.structured_outputs import Preamble, StructuredOutputsParams
-
-T = TypeVar("T")
 
 __all__ = (
     "NO_CONSTRAINT",
@@ -180,10 +178,11 @@ def behind_reasoning(fields: ConstraintFields, form: AnswerForm) -> StructuredOu
     return msgspec.structs.replace(wanted, preamble=preamble)
 
 
-async def refusing_by_field(name: str, work: Awaitable[T]) -> T:
-    """The result of `work`; its errors name the field that the request has the constraint in."""
+async def refusing_by_field(fields: ConstraintFields, work: Awaitable[None]) -> None:
+    """Await `work`; its errors name the field that the request has the constraint in."""
+    name = constraint_field(fields)
     try:
-        return await work
+        await work
     except InvalidRequestError as error:
         if error.param != "structured_outputs" or name == "structured_outputs":
             raise

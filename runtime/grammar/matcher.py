@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ostinato.runtime.errors import InvalidRequestError
-from ostinato.runtime.grammar.library_errors import explain, tokenizer_problem
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -21,8 +20,6 @@ __all__ = ("build_matcher", "load_grammar_tokenizer", "problem")
 # as much. A grammar that needs more ends its request.
 _STEP_LEXER_FUEL = 50_000  # about 4 ms
 _STEP_ITEMS = 20_000  # about 1 ms
-# Of the whole grammar. An enum of 100,000 texts of 10 characters takes 1,100,000.
-_LEXER_FUEL = 8_000_000
 
 
 def load_grammar_tokenizer(
@@ -38,8 +35,8 @@ def load_grammar_tokenizer(
     file = Path(directory) / "tokenizer.json"
     if not directory or not file.is_file():
         raise InvalidRequestError(
-            "structured_outputs can not be used: the model has no tokenizer.json; leave it out, or "
-            "start the server with model.tokenizer=DIRECTORY",
+            "structured output needs a model with a tokenizer.json; leave it out, or start the "
+            "server with model.tokenizer=DIRECTORY",
             param="structured_outputs",
             code="no_tokenizer",
         )
@@ -51,8 +48,7 @@ def load_grammar_tokenizer(
         )
     except ValueError as error:
         raise InvalidRequestError(
-            "structured_outputs can not be used: the vocabulary of this model's tokenizer.json can "
-            f"not be read as bytes ({tokenizer_problem(str(error))}); leave it out",
+            f"structured output can not use this model's tokenizer: {error}",
             param="structured_outputs",
             code="no_tokenizer",
         ) from error
@@ -63,17 +59,13 @@ def build_matcher(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
     from llguidance import LLMatcher, LLParserLimits
 
     limits = LLParserLimits(
-        initial_lexer_fuel=_LEXER_FUEL,
-        step_lexer_fuel=_STEP_LEXER_FUEL,
-        step_max_items=_STEP_ITEMS,
-        max_items_in_row=_STEP_ITEMS,
-        verbose_errors=False,
+        step_lexer_fuel=_STEP_LEXER_FUEL, step_max_items=_STEP_ITEMS, verbose_errors=False
     )
     return LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
 
 
 def problem(matcher: LLMatcher) -> str | None:
-    """The error of a matcher in the words of a request; None without an error."""
+    """The error of a matcher in one line; None without an error."""
     if not matcher.is_error():
         return None
-    return explain(matcher.get_error())
+    return " ".join(matcher.get_error().partition("<state>")[0].split())[:500] or "unknown error"

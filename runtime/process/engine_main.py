@@ -38,7 +38,6 @@ from ostinato.runtime.process.ipc import (
     UtilityCall,
     client_decoder,
     encoder,
-    with_repetition,
 )
 from ostinato.runtime.process.log_format import configure_logging
 from ostinato.runtime.process.utility_calls import UtilityCalls
@@ -70,7 +69,6 @@ class _Connection:
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.connect(address)
         self._encoder = encoder()
-        self._grammar = ""  # received last
 
     def send(self, message: EngineMessage) -> None:
         self._socket.send(self._encoder.encode(message), copy=True)
@@ -89,8 +87,7 @@ class _Connection:
                 message = self._socket.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            decoded, self._grammar = with_repetition(client_decoder.decode(message), self._grammar)
-            yield decoded
+            yield client_decoder.decode(message)
             if time.monotonic() > end:
                 return
 
