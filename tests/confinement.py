@@ -43,10 +43,12 @@ def no_execution(directory: Path) -> list[str]:
 
 
 def no_temporary_files() -> list[str]:
-    """With no directory that can be written at all."""
+    """With no directory that can be written at all; what is in them can still be read and run."""
+    # The interpreter itself may lie under /tmp, so nothing is mounted over these directories.
     script = (
         "mount -o remount,ro,bind / && "
-        "for each in /tmp /var/tmp /dev/shm; do mount -t tmpfs -o ro none $each; done; "
+        "for each in /tmp /var/tmp /dev/shm; do "
+        "mount --bind $each $each && mount -o remount,ro,bind $each; done && "
         'exec "$@"'
     )
     return _checked("a mount", ["unshare", "--mount", "sh", "-c", script, "sh"])
