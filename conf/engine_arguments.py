@@ -114,12 +114,14 @@ def _dtype(value: object) -> object:
     return {"half": "float16", "float": "float32"}.get(name, name)
 
 
-def _one_of(words: Mapping[str, str], reason: str) -> Callable[[object], object]:
+def _one_of(values: Mapping[str, object], reason: str) -> Callable[[object], object]:
+    """Reads vLLM's word for a value as ours; `reason` tells why other words are refused."""
+
     def read(value: object) -> object:
-        word = words.get(_text(value))
-        if word is None:
-            raise ValueError(f"{reason}; supported: {', '.join(words)}")
-        return word
+        word = _text(value)
+        if word not in values:
+            raise ValueError(f"{reason}; supported: {', '.join(values)}")
+        return values[word]
 
     return read
 
@@ -208,7 +210,7 @@ ARGUMENTS: dict[str, Argument] = {
     "hf_overrides": Argument(setting="model.config", read=_json, default=("{}",)),
     "generation_config": Argument(
         setting="sampling.use_generation_config",
-        read=lambda value: _one_of({"vllm": ""}, "sampling defaults are the model's")(value) != "",
+        read=_one_of({"vllm": False}, "sampling defaults are the model's"),
         default=("auto",),
     ),
     "tokenizer_revision": Argument(

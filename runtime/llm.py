@@ -84,7 +84,7 @@ class LLM:
         config: RunConfig | None = None,
         report: Callable[[str, float], None] = lambda name, seconds: None,
         observer: StepObserver | None = None,
-        shelf: LoadedModelCache | None = None,
+        model_cache: LoadedModelCache | None = None,
         seed: int | None = None,
         **arguments: Any,
     ) -> None:
@@ -95,7 +95,7 @@ class LLM:
             config: a ready configuration instead of both.
             report: called with each finished phase of the start and its seconds.
             observer: sees every step.
-            shelf: shared with engines before and after this one in this process, which use the
+            model_cache: shared with engines before and after this one in this process; they use the
                 same loaded model; one at a time.
             seed: requests without a seed draw theirs from a generator with this seed; None = each
                 gets a new one.
@@ -111,7 +111,7 @@ class LLM:
             config = load_config(overrides, values=settings)
         elif settings:
             raise ConfigError(f"LLM takes config=... or settings ({', '.join(settings)}), not both")
-        self._engine = build_engine(config, report, observer, shelf)
+        self._engine = build_engine(config, report, observer, model_cache)
         self._counter = itertools.count()
         self._seeds = None if seed is None else random.Random(seed)
         self.model: ServedModel = self._engine.model

@@ -12,13 +12,14 @@ project allows.
 A wheel whose kernels can not be compiled is not built: the error names the remedies. A wheel of
 sources has to be asked for. It compiles the kernels on first use, as an editable install and a
 checkout do, which need setuptools alone to be made.
+
+`platform_wheel.py` chooses the wheel's tag.
 """
 
 from __future__ import annotations
 
 import shutil
 import sys
-import sysconfig
 import tomllib
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError
@@ -74,13 +75,12 @@ def build_wheel(
     chosen = str(settings.pop("isa", ""))
     folder = _ROOT / "ops" / "native" / "prebuilt"
     shutil.rmtree(folder, ignore_errors=True)
-    # setuptools packs whatever an earlier build has left in its own folder.
-    shutil.rmtree(_ROOT / "build" / "lib" / "ostinato" / "ops" / "native", ignore_errors=True)
+    # setuptools also packs what an earlier build has left in its own folder.
+    for left in (_ROOT / "build").glob("lib*/ostinato/ops/native"):
+        shutil.rmtree(left, ignore_errors=True)
     try:
         if chosen != _NO_KERNELS:
             _compile([level for level in chosen.split(",") if level])
-            platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
-            settings["--build-option"] = [f"--plat-name={platform}"]
         return build_meta.build_wheel(wheel_directory, settings, metadata_directory)
     finally:
         shutil.rmtree(folder, ignore_errors=True)

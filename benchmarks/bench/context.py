@@ -62,4 +62,4 @@ class BenchContext:
         """
         from ostinato.runtime.llm import LLM
 
-        return LLM(config=config, observer=observer, shelf=self._model_cache)
+        return LLM(config=config, observer=observer, model_cache=self._model_cache)

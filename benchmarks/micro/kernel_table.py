@@ -22,7 +22,8 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
-from ostinato.ops.backends.triton_kernels import attention_kernel, combine_kernel, write_kv_kernel
+from ostinato.ops.backends.triton_cache_write import write_kv_kernel
+from ostinato.ops.backends.triton_kernels import attention_kernel, combine_kernel
 from ostinato.ops.backends.triton_tiles import (
     KernelShape,
     attention_constants,

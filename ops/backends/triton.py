@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from ostinato.ops.attention import AttentionMetadata, AttentionSpec, HostMetadata, PlanKey
-from ostinato.ops.backends.triton_kernels import attention_kernel, combine_kernel, write_kv_kernel
+from ostinato.ops.backends.triton_cache_write import write_kv_kernel
+from ostinato.ops.backends.triton_kernels import attention_kernel, combine_kernel
 from ostinato.ops.backends.triton_tiles import (
     MAX_TILE_ROWS,
     KernelShape,

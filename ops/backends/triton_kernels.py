@@ -1,10 +1,8 @@
-"""Triton kernels of the `triton` backend: one attention kernel for any mix of prefill and decode.
+"""Triton kernels of paged attention: one kernel for any mix of prefill and decode.
 
 The kernels read every length from device memory, so a captured CUDA graph serves any batch that
-fits its shapes. A launch works through a list of items that exists only as a prefix sum over the
-sequences: item -> (sequence, query tile, KV partition). Every program computes that sum itself,
-BLOCK_S sequences at a time, and counts the sequences that lie before its item: one memory latency
-where a binary search costs log2(S) of them, and no idle program per sequence.
+fits its shapes. `triton_work_list` divides a launch into items: (sequence, query tile, KV
+partition).
 
 Sources of the algorithms: FlashAttention-2 (Dao, 2023) for the online softmax, Flash-Decoding (Dao
 et al., 2023) for split-KV, PagedAttention (Kwon et al., 2023) for the block table, FlashInfer (Ye
@@ -19,7 +17,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ("attention_kernel", "combine_kernel", "write_kv_kernel")
+from ostinato.ops.backends.triton_work_list import (
+    first_tile,
+    next_item,
+    partition_size,
+    work_items,
+)
+
+__all__ = ("attention_kernel", "combine_kernel")
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 # A masked logit. Finite, so that a row which sees nothing of a tile needs no guard against inf -
@@ -28,63 +33,6 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 _MASKED = tl.constexpr(-1.0e38)
 
 _METADATA = ["query_start_loc", "seq_lens", "block_table"]
-
-
-@triton.jit
-def _first_tile(position, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The KV index where the tile begins that holds the first key visible from `position`."""
-    if WINDOW > 0:
-        first = tl.maximum(position - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
-    else:
-        first = position * 0
-    return first
-
-
-@triton.jit
-def _partition_size(
-    first, seq_len, BLOCK_N: tl.constexpr, MAX_PARTS: tl.constexpr, MIN_PART_TILES: tl.constexpr
-):
-    """Keys per partition: from the sequence alone, so that no result depends on the batch."""
-    num_tiles = tl.cdiv(seq_len - first, BLOCK_N)
-    return tl.maximum(tl.cdiv(num_tiles, MAX_PARTS), MIN_PART_TILES) * BLOCK_N
-
-
-@triton.jit
-def _work(
-    query_start_loc,
-    seq_lens,
-    first_seq,
-    num_seqs,
-    MIN_QUERY: tl.constexpr,
-    MAX_QUERY: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    WINDOW: tl.constexpr,
-    MAX_PARTS: tl.constexpr,
-    MIN_PART_TILES: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-):
-    """Of BLOCK_S sequences: their (tile, partition) items and their rows with several partitions.
-
-    Sequences whose number of query rows is outside [MIN_QUERY, MAX_QUERY] belong to another launch:
-    0 of both.
-    """
-    seq = first_seq + tl.arange(0, BLOCK_S)
-    begin = tl.load(query_start_loc + seq, mask=seq < num_seqs, other=0)
-    end = tl.load(query_start_loc + seq + 1, mask=seq < num_seqs, other=0)
-    seq_len = tl.load(seq_lens + seq, mask=seq < num_seqs, other=0)
-    query_len = end - begin
-    served = (query_len >= MIN_QUERY) & (query_len <= MAX_QUERY)
-    items = tl.cdiv(query_len, BLOCK_Q)
-    split_rows = tl.zeros([BLOCK_S], tl.int32)
-    if MAX_PARTS > 1:
-        first = _first_tile(seq_len - query_len, WINDOW, BLOCK_N)
-        parts = tl.cdiv(
-            seq_len - first, _partition_size(first, seq_len, BLOCK_N, MAX_PARTS, MIN_PART_TILES)
-        )
-        items = items * parts
-        split_rows = tl.where(served & (parts > 1), query_len, 0)
-    return tl.where(served, items, 0), split_rows
 
 
 @triton.jit
@@ -182,13 +130,6 @@ def _attend(
 
 
 @triton.jit
-def _next_item(done):
-    """This program's first item at or after item `done`: programs take items in turn."""
-    programs = tl.num_programs(0)
-    return done + (tl.program_id(0) - done % programs + programs) % programs
-
-
-@triton.jit
 def _attend_item(
     pointers,  # (out, partial_out, partial_lse, q, k_cache, v_cache)
     strides,  # (q_stride_token, q_stride_head)
@@ -231,12 +172,12 @@ def _attend_item(
     )
 
     context = seq_len - query_len + tile * BLOCK_Q  # position of the tile's first token
-    first = _first_tile(context, WINDOW, BLOCK_N)
+    first = first_tile(context, WINDOW, BLOCK_N)
     lowest = tl.maximum(context - WINDOW + 1, 0) if WINDOW > 0 else 0
     last = tl.minimum(context + BLOCK_Q, seq_len)
     num_parts = 1
     if MAX_PARTS > 1:
-        part_size = _partition_size(first, seq_len, BLOCK_N, MAX_PARTS, MIN_PART_TILES)
+        part_size = partition_size(first, seq_len, BLOCK_N, MAX_PARTS, MIN_PART_TILES)
         num_parts = tl.cdiv(seq_len - first, part_size)
         first += local * part_size
         last = tl.minimum(first + part_size, last)
@@ -312,14 +253,14 @@ def attention_kernel(
     done = 0  # items and split rows of the sequences before this chunk
     split_done = 0
     for first_seq in range(0, num_seqs, BLOCK_S):
-        items, split_rows = _work(
+        items, split_rows = work_items(
             query_start_loc, seq_lens, first_seq, num_seqs,
             MIN_QUERY, MAX_QUERY, BLOCK_M // GROUP, BLOCK_N, WINDOW, MAX_PARTS, MIN_PART_TILES,
             BLOCK_S,
         )  # fmt: skip
         ends = tl.cumsum(items)
         chunk_end = done + tl.sum(items) * NUM_KV_HEADS
-        for item in range(_next_item(done), chunk_end, tl.num_programs(0)):
+        for item in range(next_item(done), chunk_end, tl.num_programs(0)):
             kv_head = (item - done) % NUM_KV_HEADS
             index = (item - done) // NUM_KV_HEADS
             before = ends <= index
@@ -404,21 +345,21 @@ def combine_kernel(
     HEAD_BLOCKS: tl.constexpr = (NUM_HEADS + BLOCK_H - 1) // BLOCK_H
     done = 0
     for first_seq in range(0, num_seqs, BLOCK_S):
-        _, split_rows = _work(
+        _, split_rows = work_items(
             query_start_loc, seq_lens, first_seq, num_seqs,
             1, MAX_QUERY, MAX_QUERY, BLOCK_N, WINDOW, MAX_PARTS, MIN_PART_TILES, BLOCK_S,
         )  # fmt: skip
         ends = tl.cumsum(split_rows)
         chunk_end = done + tl.sum(split_rows) * HEAD_BLOCKS
-        for item in range(_next_item(done), chunk_end, tl.num_programs(0)):
+        for item in range(next_item(done), chunk_end, tl.num_programs(0)):
             split_row = item // HEAD_BLOCKS
             before = ends <= split_row - done // HEAD_BLOCKS
             seq = first_seq + tl.sum(before.to(tl.int32))
             begin = tl.load(query_start_loc + seq)
             seq_len = tl.load(seq_lens + seq)
             query_len = tl.load(query_start_loc + seq + 1) - begin
-            first = _first_tile(seq_len - query_len, WINDOW, BLOCK_N)
-            part_size = _partition_size(first, seq_len, BLOCK_N, MAX_PARTS, MIN_PART_TILES)
+            first = first_tile(seq_len - query_len, WINDOW, BLOCK_N)
+            part_size = partition_size(first, seq_len, BLOCK_N, MAX_PARTS, MIN_PART_TILES)
             token = split_row - done // HEAD_BLOCKS - tl.sum(tl.where(before, split_rows, 0))
             _combine_item(
                 out, partial_out, partial_lse, begin + token, split_row,
@@ -426,63 +367,3 @@ def combine_kernel(
                 NUM_HEADS, HEAD_DIM, BLOCK_H, BLOCK_P, BLOCK_D, MAX_PARTS,
             )  # fmt: skip
         done = chunk_end
-
-
-@triton.jit
-def _to_cache(tile, dtype: tl.constexpr):
-    """Rounded to the cache's type; what is beyond the range of 8 bits becomes the largest."""
-    if dtype == tl.float8e4nv:
-        tile = tl.clamp(tile.to(tl.float32), -448.0, 448.0)
-    return tile.to(dtype)
-
-
-@triton.jit(
-    do_not_specialize=["num_seqs"],
-    do_not_specialize_on_alignment=["query_start_loc", "slot_mapping"],
-)
-def write_kv_kernel(
-    out,  # [T, H, D] contiguous: its padding rows are zeroed
-    k,  # [T, NUM_KV_HEADS, D]
-    v,
-    k_cache,  # [num_blocks, NUM_KV_HEADS, BLOCK_SIZE, D] contiguous
-    v_cache,
-    query_start_loc,
-    slot_mapping,  # [T] int64
-    num_seqs,
-    k_stride_token,
-    k_stride_head,
-    v_stride_token,
-    v_stride_head,
-    NUM_KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    """Program (token, block of KV heads): store its keys and values in the cache.
-
-    Rows of `out` that no sequence owns would stay unwritten by the attention kernel: they are
-    zeroed here, which saves a launch over the whole of `out`.
-    """
-    token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
-    column = tl.arange(0, BLOCK_D)
-    ok = (head < NUM_KV_HEADS)[:, None] & (column < HEAD_DIM)[None, :]
-    slot = tl.load(slot_mapping + token)
-    num_tokens = tl.load(query_start_loc + num_seqs)
-    keys = tl.load(
-        k + token * k_stride_token + head[:, None] * k_stride_head + column[None, :], mask=ok
-    )
-    values = tl.load(
-        v + token * v_stride_token + head[:, None] * v_stride_head + column[None, :], mask=ok
-    )
-    row = (slot // BLOCK_SIZE * NUM_KV_HEADS + head) * BLOCK_SIZE + slot % BLOCK_SIZE
-    target = row[:, None] * HEAD_DIM + column[None, :]
-    tl.store(k_cache + target, _to_cache(keys, k_cache.dtype.element_ty), mask=ok)
-    tl.store(v_cache + target, _to_cache(values, v_cache.dtype.element_ty), mask=ok)
-    if token >= num_tokens:
-        zeros = tl.zeros([BLOCK_H, BLOCK_D], out.dtype.element_ty)
-        for member in range(GROUP):
-            tile = (token * NUM_KV_HEADS + head)[:, None] * GROUP + member
-            tl.store(out + tile * HEAD_DIM + column[None, :], zeros, mask=ok)

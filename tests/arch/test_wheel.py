@@ -1,6 +1,8 @@
 """The wheel holds what the tree holds, and compiled CPU kernels that run without a compiler."""
 
+import importlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -105,8 +107,39 @@ def test_the_wheel_is_small(wheel: zipfile.ZipFile):
 
 
 def test_the_wheel_is_for_this_platform_and_any_python(wheel: zipfile.ZipFile):
-    platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
-    assert str(wheel.filename).endswith(f"-py3-none-{platform}.whl")
+    """Its libraries lie where an installer puts compiled packages."""
+    [metadata] = [name for name in wheel.namelist() if name.endswith(".dist-info/WHEEL")]
+    lines = wheel.read(metadata).decode().splitlines()
+    assert "Root-Is-Purelib: false" in lines
+    [tag] = [line.removeprefix("Tag: ") for line in lines if line.startswith("Tag: ")]
+    assert str(wheel.filename).endswith(f"-{tag}.whl")
+    machine = sysconfig.get_platform().removeprefix("linux-")
+    major, minor = os.confstr("CS_GNU_LIBC_VERSION").split()[1].split(".")
+    expected = re.fullmatch(rf"py3-none-manylinux_{major}_(\d+)_{machine}", tag)
+    assert expected is not None, tag
+    assert 28 <= int(expected[1]) <= int(minor)
+
+
+def test_the_tag_names_the_glibc_that_the_symbol_versions_need(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    """The policies of PEP 600: GLIBCXX_3.4.29 came with GCC 11, whose systems have glibc 2.34."""
+    monkeypatch.syspath_prepend(ROOT / "wheel_build")
+    platform_tag = importlib.import_module("platform_wheel").platform_tag
+    machine = sysconfig.get_platform().removeprefix("linux-")
+    this = os.confstr("CS_GNU_LIBC_VERSION").split()[1].replace(".", "_")
+
+    def tag(*versions: str) -> str:
+        library = tmp_path / "library.so"
+        library.write_bytes(b"\x7fELF\0" + b"".join(name.encode() + b"\0" for name in versions))
+        return platform_tag([library])
+
+    assert tag("GLIBC_2.2.5", "GLIBC_2.14") == f"manylinux_2_28_{machine}"
+    assert tag("GLIBC_2.14", "GLIBC_2.29") == f"manylinux_2_29_{machine}"
+    assert tag("GLIBC_2.14", "GLIBCXX_3.4.29") == f"manylinux_2_34_{machine}"
+    assert tag("GLIBC_2.14", "GLIBCXX_3.4.21", "CXXABI_1.3.13") == f"manylinux_2_34_{machine}"
+    assert tag("GLIBC_2.38", "GLIBCXX_3.4.29") == f"manylinux_2_38_{machine}"
+    assert tag("GLIBCXX_3.4.99") == f"manylinux_{this}_{machine}"
 
 
 def libraries_of(levels: list[str]) -> set[str]:

@@ -1,0 +1,81 @@
+"""Which part of an attention launch each Triton program computes, from the lengths on the device.
+
+The work of a launch is a list of items: (sequence, query tile, KV partition). The list is not
+stored: its prefix sum over the sequences is computed by every program, BLOCK_S sequences at a time.
+A program finds the sequence of its item by counting the sequences that end before it. That costs
+one memory latency, a binary search would cost log2(S) of them. A grid with one program for each
+sequence would leave programs idle.
+
+The names of dimensions are those of `triton_kernels`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+__all__ = ("first_tile", "next_item", "partition_size", "work_items")
+
+
+@triton.jit
+def first_tile(position, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The KV index where the tile begins that holds the first key visible from `position`."""
+    if WINDOW > 0:
+        first = tl.maximum(position - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
+    else:
+        first = position * 0
+    return first
+
+
+@triton.jit
+def partition_size(
+    first, seq_len, BLOCK_N: tl.constexpr, MAX_PARTS: tl.constexpr, MIN_PART_TILES: tl.constexpr
+):
+    """Keys per partition: from the sequence alone, so that no result depends on the batch."""
+    num_tiles = tl.cdiv(seq_len - first, BLOCK_N)
+    return tl.maximum(tl.cdiv(num_tiles, MAX_PARTS), MIN_PART_TILES) * BLOCK_N
+
+
+@triton.jit
+def work_items(
+    query_start_loc,
+    seq_lens,
+    first_seq,
+    num_seqs,
+    MIN_QUERY: tl.constexpr,
+    MAX_QUERY: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    WINDOW: tl.constexpr,
+    MAX_PARTS: tl.constexpr,
+    MIN_PART_TILES: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):
+    """Of BLOCK_S sequences: their (tile, partition) items and their rows with several partitions.
+
+    Sequences whose number of query rows is outside [MIN_QUERY, MAX_QUERY] belong to another launch:
+    0 of both.
+    """
+    seq = first_seq + tl.arange(0, BLOCK_S)
+    begin = tl.load(query_start_loc + seq, mask=seq < num_seqs, other=0)
+    end = tl.load(query_start_loc + seq + 1, mask=seq < num_seqs, other=0)
+    seq_len = tl.load(seq_lens + seq, mask=seq < num_seqs, other=0)
+    query_len = end - begin
+    served = (query_len >= MIN_QUERY) & (query_len <= MAX_QUERY)
+    items = tl.cdiv(query_len, BLOCK_Q)
+    split_rows = tl.zeros([BLOCK_S], tl.int32)
+    if MAX_PARTS > 1:
+        first = first_tile(seq_len - query_len, WINDOW, BLOCK_N)
+        parts = tl.cdiv(
+            seq_len - first, partition_size(first, seq_len, BLOCK_N, MAX_PARTS, MIN_PART_TILES)
+        )
+        items = items * parts
+        split_rows = tl.where(served & (parts > 1), query_len, 0)
+    return tl.where(served, items, 0), split_rows
+
+
+@triton.jit
+def next_item(done):
+    """This program's first item at or after item `done`: programs take items in turn."""
+    programs = tl.num_programs(0)
+    return done + (tl.program_id(0) - done % programs + programs) % programs
