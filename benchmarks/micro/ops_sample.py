@@ -3,12 +3,14 @@
     python -m ostinato.benchmarks.micro.ops_sample
     python -m ostinato.benchmarks.micro.ops_sample --vocabularies 32000 --rows 1,64 --json FILE
 
-Best and median milliseconds of a call for rows of random logits, every way of sampling.
+Best and median milliseconds of a call for rows of random logits, every way of sampling. Logits have
+a standard deviation of 3; flat ones of 0.1, so that top-p leaves nearly the whole vocabulary.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import statistics
 import sys
@@ -27,18 +29,22 @@ from ostinato.runtime.startup.machine_info import cpu_name
 
 __all__ = ("measure_sampling",)
 
+_SPREAD, _FLAT_SPREAD = 3.0, 0.1
 _MAX_CALLS = 20
 _BUDGET_S = 0.5  # for one way of sampling, both forms
 
 
-def _ways(vocabulary: int) -> dict[str, RowSampling]:
+def _ways(vocabulary: int) -> dict[str, tuple[RowSampling, float]]:
+    """A row and the standard deviation of its logits, by the name of the way."""
     v = vocabulary
+    top_p = RowSampling(SamplePath.wide, 1.0, v, 0.95, 0.0, 0.5)
     return {
-        "greedy": RowSampling(SamplePath.greedy, 1.0, v, 1.0, 0.0, 0.5),
-        "temperature": RowSampling(SamplePath.full, 1.0, v, 1.0, 0.0, 0.5),
-        "top-k 50": RowSampling(SamplePath.narrow, 1.0, 50, 1.0, 0.0, 0.5),
-        "top-p 0.95": RowSampling(SamplePath.wide, 1.0, v, 0.95, 0.0, 0.5),
-        "min-p 0.05": RowSampling(SamplePath.wide, 1.0, v, 1.0, 0.05, 0.5),
+        "greedy": (RowSampling(SamplePath.greedy, 1.0, v, 1.0, 0.0, 0.5), _SPREAD),
+        "temperature": (RowSampling(SamplePath.full, 1.0, v, 1.0, 0.0, 0.5), _SPREAD),
+        "top-k 50": (RowSampling(SamplePath.narrow, 1.0, 50, 1.0, 0.0, 0.5), _SPREAD),
+        "top-p 0.95": (top_p, _SPREAD),
+        "top-p, flat": (top_p, _FLAT_SPREAD),
+        "min-p 0.05": (RowSampling(SamplePath.wide, 1.0, v, 1.0, 0.05, 0.5), _SPREAD),
     }
 
 
@@ -57,14 +63,15 @@ def _in_turns(calls: dict[str, Callable[[], Tensor]]) -> dict[str, list[float]]:
 
 def measure_sampling(vocabulary: int, num_rows: int) -> dict[str, dict[str, list[float]]]:
     """Seconds of each call by way of sampling and by form (`native`, `torch`)."""
-    logits = torch.randn(num_rows, vocabulary) * 3
+    normal = torch.randn(num_rows, vocabulary)
     found = {}
-    for name, row in _ways(vocabulary).items():
+    for name, (row, spread) in _ways(vocabulary).items():
+        logits = normal * spread
         rows = [row] * num_rows
         inputs = SampleInputs(*torch.tensor(rows, dtype=torch.float64).t().contiguous())
         calls: dict[str, Callable[[], Tensor]] = {
-            "native": lambda rows=rows: sample_each(logits, rows),
-            "torch": lambda inputs=inputs, row=row: sample_rows(logits, inputs, {row.path}),
+            "native": functools.partial(sample_each, logits, rows),
+            "torch": functools.partial(sample_rows, logits, inputs, {row.path}),
         }
         found[name] = _in_turns(calls)
     return found

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import subprocess
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,8 +14,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ostinato.ops import sample_rows as sampling
+from ostinato.ops.native import build
+from ostinato.ops.native.build import find_compiler
+from ostinato.ops.native.instruction_sets import instruction_set
 from ostinato.ops.sample_rows import RowSampling, SamplePath, sample_path, sample_rows
 from tests.ops.kernel_checks import LEVELS, ops_of
+
+CHECK = Path(__file__).with_name("sampling_check.cpp")
 
 
 def kernel(isa: str) -> Callable[[Tensor, list[RowSampling]], list[int]]:
@@ -96,6 +103,89 @@ def test_a_draw_is_that_of_plain_torch(
 
 
 @pytest.mark.parametrize("isa", LEVELS)
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 10_000),
+    vocabulary=st.sampled_from([513, 700, 5000]),
+    form=st.sampled_from(["flat", "equal", "ties", "peaks", "masked"]),
+    top_p=st.sampled_from([0.0001, 0.3, 0.9, 0.95, 0.999, 0.999999]),
+    min_p=st.sampled_from([0.0, 1e-4]),
+)
+def test_top_p_over_many_candidates_is_that_of_plain_torch(
+    isa: str, seed: int, vocabulary: int, form: str, top_p: float, min_p: float
+) -> None:
+    """As above: with the numbers beside it where one lies on a border. Equal logits may be in another
+    order in plain torch, so their values are compared and not their ids.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(4, vocabulary, generator=generator) * 0.1
+    if form == "equal":
+        logits = torch.zeros(4, vocabulary)
+    elif form == "ties":
+        logits = (logits * 20).round() / 4
+    elif form == "peaks":
+        logits[:, :3] += 12.0
+    elif form == "masked":
+        logits[torch.rand(4, vocabulary, generator=generator) < 0.2] = -math.inf
+    uniforms = torch.rand(4, generator=generator, dtype=torch.float64).tolist()
+
+    def rows(shift: float, slack: float) -> list[RowSampling]:
+        numbers = [min(max(u + shift, 0.0), 1 - 1e-9) for u in uniforms]
+        share = min(1 - 1e-9, max(1e-6, top_p + slack))
+        return [row_sampling(u, vocabulary, top_p=share, min_p=min_p) for u in numbers]
+
+    drawn = kernel(isa)(logits, rows(0.0, 0.0))
+    near = [plain(logits, rows(s, slack)) for s in (0, -1e-5, 1e-5) for slack in (0, -1e-6, 1e-6)]
+    for index, token in enumerate(drawn):
+        values = {float(logits[index, tokens[index]]) for tokens in near}
+        assert float(logits[index, token]) in values
+
+
+@pytest.fixture(scope="module")
+def check_sampling(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], list[int]]:
+    """Compiles sampling_check.cpp for a level and runs it with so many rows; what it prints."""
+    headers = Path(sampling.__file__).parent / "native"
+    root = Path(torch.__file__).parent
+    folder = tmp_path_factory.mktemp("programs")
+
+    def run(isa: str, num_rows: int) -> list[int]:
+        program = folder / isa
+        command = [
+            *(find_compiler(), *build._FLAGS, *instruction_set(isa).flags),
+            *(
+                f"-I{headers}",
+                f"-I{root / 'include'}",
+                str(CHECK),
+                str(headers / "core/install.cpp"),
+            ),
+            *(f"-L{root / 'lib'}", "-ltorch_cpu", f"-Wl,-rpath,{root / 'lib'}", "-o", str(program)),
+        ]
+        subprocess.run(command, check=True)
+        done = subprocess.run(
+            [program, "1", str(num_rows)], capture_output=True, text=True, check=True
+        )
+        return [int(word) for word in done.stdout.split()]
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("isa", "num_rows"),
+    [(LEVELS[0], 300), *(pytest.param(isa, 3000, marks=pytest.mark.slow) for isa in LEVELS)],
+)
+def test_selected_tokens_are_those_of_a_sorted_row(
+    check_sampling: Callable[[str, int], list[int]], isa: str, num_rows: int
+) -> None:
+    """Exactly: the program compares both ways over rows that are flat, peaked, with ties, clusters,
+    impossible tokens, and top-p from 0.0001 to 1.
+    """
+    rows, selected, wrong = check_sampling(isa, num_rows)
+    assert rows == 4 * num_rows
+    assert selected > rows // 2
+    assert wrong == 0
+
+
+@pytest.mark.parametrize("isa", LEVELS)
 @pytest.mark.parametrize("vocabulary", [3, 300])
 def test_frequencies_are_likelihoods(isa: str, vocabulary: int) -> None:
     generator = torch.Generator().manual_seed(1)
@@ -114,6 +204,23 @@ def test_impossible_tokens_are_never_drawn(isa: str, filters: dict[str, float]) 
     logits[:, 77], logits[:, 444] = 0.0, -1.0
     ends = [row_sampling(u, 500, **filters) for u in (0.0, math.nextafter(1.0, 0.0))]  # type: ignore[arg-type]
     assert kernel(isa)(logits, ends) == ([77, 444])
+
+
+@pytest.mark.parametrize("isa", LEVELS)
+@pytest.mark.parametrize(
+    "filters",
+    [{}, {"top_k": 2}, {"top_k": 600}, {"top_p": 0.9}, {"min_p": 1e-6}, {"temperature": 0.0}],
+)
+def test_logits_that_are_not_numbers_are_never_drawn(isa: str, filters: dict[str, float]) -> None:
+    logits = torch.zeros(3, 700)
+    logits[0, 10:650] = math.nan
+    logits[1] = math.nan
+    logits[2, ::2] = math.nan
+    rows = [row_sampling(u, 700, **filters) for u in (0.9, 0.5, 0.3)]  # type: ignore[arg-type]
+    drawn = kernel(isa)(logits, rows)
+    assert drawn[0] in {*range(10), *range(650, 700)}
+    assert drawn[1] == 0  # no token is possible
+    assert drawn[2] % 2 == 1
 
 
 @pytest.mark.parametrize("isa", LEVELS)

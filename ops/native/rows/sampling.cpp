@@ -3,9 +3,11 @@
 // beside it or on the number of threads.
 //
 // What torch needs a sort and four passes in float64 for is here one pass for the sum and a look at the few
-// candidates that can be drawn. ops/sample_rows.py has the same in plain torch, which the tests compare.
+// candidates that can be drawn. Where the filters leave many, nucleus.h finds the token without a sort.
+// ops/sample_rows.py has the same in plain torch, which the tests compare.
 #include "core/kernel.h"
 #include "core/simd.h"
+#include "rows/nucleus.h"
 
 #include <algorithm>
 #include <vector>
@@ -37,7 +39,8 @@ struct Candidate {
 bool likelier(const Candidate& a, const Candidate& b) { return a.logit > b.logit || (a.logit == b.logit && a.id < b.id); }
 
 // A row in chunks of kDepth vectors; past its end it is impossible. The maximum of lane l of chunk c is that of the
-// kDepth logits at c * kChunk + l + multiples of the width: no horizontal step is needed to find it.
+// kDepth logits at c * kChunk + l + multiples of the width: no horizontal step is needed to find it. A token whose logit
+// is NaN is impossible too.
 class Row {
  public:
   Row(const float* logits, int64_t count) : logits_(logits), count_(count), num_chunks_((count + kChunk - 1) / kChunk) {
@@ -50,8 +53,9 @@ class Row {
     F32 most = broadcast(kNever);
     for (int64_t c = 0; c < num_chunks_; ++c) {
       const float* from = chunk(c);
-      F32 lanes = load(from);
-      for (int v = 1; v < kDepth; ++v) lanes = max(lanes, load(from + v * F32::width));
+      F32 lanes = broadcast(kNever);
+      // In this order, because max gives its second argument where one is NaN.
+      for (int v = 0; v < kDepth; ++v) lanes = max(load(from + v * F32::width), lanes);
       store(maxima_.data() + c * F32::width, lanes);
       most = max(most, lanes);
     }
@@ -59,16 +63,18 @@ class Row {
   }
 
   float most() const { return most_; }
+  const float* logits() const { return logits_; }
   int64_t count() const { return count_; }
 
-  // The first id of the largest logit.
+  // The first id of the largest logit; 0 when no token is possible.
   int64_t likeliest() const {
+    if (!(most_ > kNever)) return 0;
     for (int64_t c = 0; c < num_chunks_; ++c) {
       if (reduce_max(load(maxima_.data() + c * F32::width)) != most_) continue;
       const float* from = chunk(c);
       return c * kChunk + (std::find(from, from + kChunk, most_) - from);
     }
-    return 0;  // not a number anywhere
+    return 0;  // not reached
   }
 
   // exp((logit - most) * inverse_temperature), summed up to and including each chunk.
@@ -114,13 +120,17 @@ class Row {
       threshold = ranked[wanted - 1];
     }
     found.clear();
+    int64_t num_equal = 0;
     for (int64_t c = 0; c < num_chunks_; ++c) {
       if (reduce_max(load(maxima_.data() + c * F32::width)) < threshold) continue;
       const int64_t first = c * kChunk;
       const float* from = chunk(c);
       const int64_t size = std::min<int64_t>(kChunk, count_ - first);
       for (int64_t i = 0; i < size; ++i) {
-        if (from[i] >= threshold) found.push_back({from[i], static_cast<int32_t>(first + i)});
+        // Of those as large as the threshold, only the first are wanted.
+        if (from[i] > threshold || (from[i] == threshold && num_equal++ < wanted)) {
+          found.push_back({from[i], static_cast<int32_t>(first + i)});
+        }
       }
     }
     if (wanted < static_cast<int64_t>(found.size())) {
@@ -160,7 +170,37 @@ bool filter(const std::vector<Candidate>& candidates, const Parameters& p, doubl
   return false;
 }
 
-int64_t draw_filtered(const Row& row, const Parameters& p, std::vector<double>& sums) {
+// The token that draw_filtered gives, without a sort; nothing where the order of a sum could decide. For rows
+// without top-k.
+//
+// `total`: the row's likelihoods summed up, as `filter` gets them.
+std::optional<int64_t> draw_selected(const Row& row, const Parameters& p, double total) {
+  constexpr double kLeast = 1e-290;  // smaller likelihoods change no sum: the largest is 1
+  const Nucleus nucleus(row.logits(), row.count(), row.most(), p.temperature, std::max(p.min_p, kLeast));
+  if (!nucleus.is_certain()) return std::nullopt;
+  const double margin = nucleus.margin();
+  // The last token that the filters leave is the first with which the sum reaches top-p; without one it is the last.
+  const double border = p.top_p * total;
+  double kept = nucleus.total();
+  if (border <= kept + margin) {
+    const std::optional<Place> last = nucleus.find(border);
+    if (!last || border >= last->with - margin || (last->before > 0.0 && border <= last->before + margin)) {
+      return std::nullopt;
+    }
+    kept = last->with;
+  }
+  const double target = p.uniform * kept;
+  const std::optional<Place> drawn = nucleus.find(target);
+  if (!drawn || target >= std::min(drawn->with, kept) - 2 * margin ||
+      (drawn->before > 0.0 && target <= drawn->before + 2 * margin)) {
+    return std::nullopt;
+  }
+  return drawn->id;
+}
+
+// The token of a row with filters. `may_select`: whether draw_selected may be used where many candidates are left;
+// the token is the same.
+int64_t draw_filtered(const Row& row, const Parameters& p, std::vector<double>& sums, bool may_select) {
   std::vector<Candidate> candidates;
   std::vector<double> kept;
   const int64_t limit = std::clamp<int64_t>(p.top_k, 1, row.count());
@@ -176,6 +216,9 @@ int64_t draw_filtered(const Row& row, const Parameters& p, std::vector<double>& 
     for (int64_t wanted = kFirstCandidates;; wanted *= 8) {
       row.candidates(wanted, candidates);
       if (filter(candidates, p, sums.back(), kept) || wanted >= row.count()) break;
+      if (may_select && wanted == kFirstCandidates) {
+        if (const std::optional<int64_t> id = draw_selected(row, p, sums.back())) return *id;
+      }
     }
   }
   double total = 0.0;
@@ -193,7 +236,7 @@ int64_t draw(const float* logits, int64_t count, const Parameters& p) {
   const Row row(logits, count);
   if (p.path == Path::greedy || !(row.most() > kNever)) return row.likeliest();
   std::vector<double> sums;
-  if (p.path != Path::full) return draw_filtered(row, p, sums);
+  if (p.path != Path::full) return draw_filtered(row, p, sums, true);
   const auto inverse = static_cast<float>(1.0 / p.temperature);
   row.sum(inverse, sums);
   return row.invert(p.uniform * sums.back(), inverse, sums);
