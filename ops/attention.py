@@ -68,6 +68,8 @@ class AttentionSpec:
     cache_dtype: torch.dtype | None = None  # of the KV cache; None = dtype
     sliding_window: int = 0  # tokens a row sees, itself included; 0 = all
     soft_cap: float = 0.0  # logits = cap * tanh(logits / cap); 0 = none
+    has_alibi: bool = False  # heads have slopes (ALiBi)
+    has_sinks: bool = False  # heads have a logit that no key has
 
     @property
     def converts_cache(self) -> bool:
@@ -102,6 +104,8 @@ class AttentionBackend(Protocol):
         scale: float,
         sliding_window: int,
         soft_cap: float,
+        alibi_slopes: Tensor | None,
+        sinks: Tensor | None,
     ) -> Tensor:
         """Write K and V, attend, return [T, Hq, D] contiguous in q's dtype."""
         ...
@@ -266,11 +270,13 @@ def _kernel(
     scale: float,
     sliding_window: int,
     soft_cap: float,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
     backend: str,
 ) -> Tensor:
     metadata = AttentionMetadata(query_start_loc, seq_lens, block_table, slot_mapping, plan)
     return load_backend(backend).run(
-        q, k, v, k_cache, v_cache, metadata, scale, sliding_window, soft_cap
+        q, k, v, k_cache, v_cache, metadata, scale, sliding_window, soft_cap, alibi_slopes, sinks
     )
 
 
@@ -288,6 +294,8 @@ def _fake(
     scale: float,
     sliding_window: int,
     soft_cap: float,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
     backend: str,
 ) -> Tensor:
     return q.new_empty(q.shape)
@@ -317,6 +325,8 @@ def paged_attention(
     scale: float,
     sliding_window: int = 0,
     soft_cap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
     backend: str,
 ) -> Tensor:
     """Write `k`, `v` at `metadata.slot_mapping` and attend causally over each sequence's blocks.
@@ -334,9 +344,26 @@ def paged_attention(
         scale: factor on the logits, usually D ** -0.5.
         sliding_window: tokens a row sees, itself included; 0 = all.
         soft_cap: logits = cap * tanh(logits / cap); 0 = none.
+        alibi_slopes: [Hq] float32 (ALiBi, arXiv:2108.12409): slope * (position of the key -
+            position of the query) is added to the scaled and capped logits. None = nothing.
+        sinks: [Hq] float32 (arXiv:2309.17453): the softmax of each row has one logit more, whose
+            value is a zero. It is neither scaled nor capped. None = there is none.
         backend: a name that `select_backend` returned.
 
     Returns:
         [T, Hq, D] in q's dtype, contiguous. Padding rows hold finite values of no meaning.
     """
-    return _op(q, k, v, k_cache, v_cache, *metadata, scale, sliding_window, soft_cap, backend)
+    return _op(
+        q,
+        k,
+        v,
+        k_cache,
+        v_cache,
+        *metadata,
+        scale,
+        sliding_window,
+        soft_cap,
+        alibi_slopes,
+        sinks,
+        backend,
+    )

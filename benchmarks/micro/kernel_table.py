@@ -46,6 +46,7 @@ _METADATA = {
     "block_table": "*i32",
     "slot_mapping": "*i64",
 }
+_PER_HEAD = ("alibi_slopes", "sinks")  # optional arguments
 _TITLE = "# Kernels of the triton attention backend\n"
 _INTRODUCTION = """
 Compiled ahead of time for compute capability 9.0 by
@@ -72,6 +73,7 @@ class Variant:
     kernel: Any
     constants: Mapping[str, int | float]
     cache_dtype: str = ""  # of the KV cache; empty = dtype
+    per_head: tuple[str, ...] = ()  # of `_PER_HEAD`, which the model has
 
     @property
     def uses_tensor_cores(self) -> bool:
@@ -131,16 +133,31 @@ def variants() -> Iterator[Variant]:
             role = "long" if is_long else "short"
             model = f"32/8 heads, D{head_dim}"
             yield Variant(model, role, "float32", attention_kernel, constants)
+    per_head = {
+        "gpt-oss 64/8 heads, D64, window 128, sinks": (64, 8, 64, 128, "sinks"),
+        "BLOOM-7B 32/32 heads, D128, ALiBi": (32, 32, 128, 0, "alibi_slopes"),
+    }
+    for model, (heads, kv_heads, head_dim, window, name) in per_head.items():
+        shape = KernelShape(heads, kv_heads, head_dim, 16, 2, 1 << 17)
+        combine = combine_constants(shape, window)
+        yield Variant(model, "combine", "bfloat16", combine_kernel, combine, per_head=(name,))
+        for is_long in (False, True):
+            constants = attention_constants(shape, window, 0.0, is_long=is_long)
+            role = "long" if is_long else "short"
+            yield Variant(model, role, "bfloat16", attention_kernel, constants, per_head=(name,))
 
 
 def compile_variant(variant: Variant) -> Resources:
     """Compile for capability 9.0 and read what the assembler says."""
-    constants = dict(variant.constants)
+    absent = {name: None for name in _PER_HEAD if name not in variant.per_head}
+    constants = dict(variant.constants) | {
+        name: value for name, value in absent.items() if name in variant.kernel.arg_names
+    }
     options = {name: constants.pop(name) for name in _LAUNCH_OPTIONS if name in constants}
     signature: dict[str, str] = {}
     divisible: dict[tuple[int], list[list[Any]]] = {}
     for index, name in enumerate(variant.kernel.arg_names):
-        signature[name] = _type_of(name, variant)
+        signature[name] = "constexpr" if name in constants else _type_of(name, variant)
         # As at a launch: data pointers and strides are multiples of 16, metadata is not examined.
         is_data = signature[name].startswith("*") and name not in _METADATA
         if is_data or name.endswith(("_stride_token", "_stride_head")):
@@ -166,11 +183,9 @@ def compile_variant(variant: Variant) -> Resources:
 
 
 def _type_of(name: str, variant: Variant) -> str:
-    if name in variant.constants:
-        return "constexpr"
     if name in _METADATA:
         return _METADATA[name]
-    if name.startswith("partial_"):
+    if name.startswith("partial_") or name in _PER_HEAD:
         return "*fp32"
     if name in ("k_cache", "v_cache"):
         return _POINTERS[variant.cache_dtype or variant.dtype]

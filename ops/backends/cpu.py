@@ -60,11 +60,24 @@ class CpuBackend:
         scale: float,
         sliding_window: int,
         soft_cap: float,
+        alibi_slopes: Tensor | None,
+        sinks: Tensor | None,
     ) -> Tensor:
         """Load the library, then call the op again: the dispatcher now finds the C++ kernel."""
         load("core")
         return torch.ops.ostinato.paged_attention.default(
-            q, k, v, k_cache, v_cache, *metadata, scale, sliding_window, soft_cap, self.name
+            q,
+            k,
+            v,
+            k_cache,
+            v_cache,
+            *metadata,
+            scale,
+            sliding_window,
+            soft_cap,
+            alibi_slopes,
+            sinks,
+            self.name,
         )
 
 

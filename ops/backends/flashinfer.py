@@ -53,6 +53,10 @@ def why_shape_unsupported(spec: AttentionSpec) -> str | None:
             f"keeps keys and values in the model's type {spec.dtype}, cache.dtype asks for "
             f"{spec.cache_dtype}; graphs.attention=triton serves that"
         )
+    if spec.has_alibi or spec.has_sinks:
+        # Its own ALiBi computes the slopes from the number of heads, in one of several ways.
+        kind = "ALiBi slopes" if spec.has_alibi else "attention sinks"
+        return f"has no {kind}, which the model needs; graphs.attention=triton serves that"
     if spec.head_dim not in _HEAD_DIMS:
         return f"needs a head size in {_HEAD_DIMS}, the model has {spec.head_dim}"
     return None
@@ -127,7 +131,11 @@ class FlashInferBackend:
         scale: float,
         sliding_window: int,
         soft_cap: float,
+        alibi_slopes: Tensor | None,
+        sinks: Tensor | None,
     ) -> Tensor:
+        if alibi_slopes is not None or sinks is not None:
+            raise ValueError("paged_attention: flashinfer has neither ALiBi slopes nor sinks")
         plan = self._plans.get(int(metadata.plan[0]))
         if plan is None:
             raise RuntimeError(

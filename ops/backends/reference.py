@@ -35,6 +35,8 @@ class ReferenceBackend:
         scale: float,
         sliding_window: int,
         soft_cap: float,
+        alibi_slopes: Tensor | None,
+        sinks: Tensor | None,
     ) -> Tensor:
         block_size = k_cache.shape[2]
         block, offset = metadata.slot_mapping // block_size, metadata.slot_mapping % block_size
@@ -67,7 +69,13 @@ class ReferenceBackend:
             hidden = context > position
             if sliding_window:
                 hidden |= context <= position - sliding_window
-            weights = logits.masked_fill(hidden, float("-inf")).softmax(-1)
+            if alibi_slopes is not None:
+                logits = logits + alibi_slopes[:, None, None] * (context - position)
+            logits = logits.masked_fill(hidden, float("-inf"))
+            if sinks is not None:
+                rows = sinks[:, None, None].expand(-1, end - begin, 1)
+                logits = torch.cat((logits, rows), dim=-1)
+            weights = logits.softmax(-1)[..., :length]
             out[begin:end] = (
                 (weights @ values.repeat_interleave(group, 0)).transpose(0, 1).to(q.dtype)
             )

@@ -165,6 +165,8 @@ class TritonBackend:
         scale: float,
         sliding_window: int,
         soft_cap: float,
+        alibi_slopes: Tensor | None,
+        sinks: Tensor | None,
     ) -> Tensor:
         _check(q, k, v, k_cache, v_cache)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -181,7 +183,19 @@ class TritonBackend:
             converts_cache=k_cache.dtype != k.dtype,
             shared_memory=_shared_memory(q.device),
         )
-        launch = _Launch(shape, out, q, k_cache, v_cache, metadata, scale, sliding_window, soft_cap)
+        launch = _Launch(
+            shape,
+            out,
+            q,
+            k_cache,
+            v_cache,
+            metadata,
+            scale,
+            sliding_window,
+            soft_cap,
+            alibi_slopes,
+            sinks,
+        )
         launch.short()
         max_query = int(metadata.plan[0]) or q.shape[0]
         if max_query > shape.max_short_query:
@@ -222,6 +236,8 @@ class _Launch:
     scale: float
     sliding_window: int
     soft_cap: float
+    alibi_slopes: Tensor | None
+    sinks: Tensor | None
 
     @property
     def num_seqs(self) -> int:
@@ -270,6 +286,8 @@ class _Launch:
             metadata.query_start_loc,
             metadata.seq_lens,
             metadata.block_table,
+            self.alibi_slopes,
+            self.sinks,
             self.num_seqs,
             metadata.block_table.stride(0),
             *_strides(self.q),
@@ -287,6 +305,7 @@ class _Launch:
             partial_lse,
             self.metadata.query_start_loc,
             self.metadata.seq_lens,
+            self.sinks,
             self.num_seqs,
             **constants,
         )

@@ -86,6 +86,7 @@ def _attend(
     end,
     lowest,  # no row of the tile sees a key below this
     scale,
+    slopes,  # [M] of ALiBi in units of log2, or None
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -111,6 +112,8 @@ def _attend(
         keys = _load_tile(k_head + tile, known, column < HEAD_DIM, masked, BLOCK_D != HEAD_DIM)
         dots = tl.dot(queries, tl.trans(keys.to(queries.dtype)), input_precision="ieee")
         logits = _logits(dots, scale, SOFT_CAP)
+        if slopes is not None:
+            logits += slopes[:, None] * (key[None, :] - position[:, None]).to(tl.float32)
         if CAUSAL:
             logits = tl.where(key[None, :] <= position[:, None], logits, _MASKED)
         if WINDOW > 0:
@@ -141,6 +144,8 @@ def _attend_item(
     local,  # which tile (or partition, where there are several) of the sequence
     split_row,  # row of the partial results that the sequence's first query row has
     scale,
+    alibi_slopes,  # [H] float32 or None
+    sinks,  # [H] float32 or None
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -186,20 +191,29 @@ def _attend_item(
         tl.full([BLOCK_M], _MASKED, tl.float32),
         tl.zeros([BLOCK_M], tl.float32),
     )
+    slopes = None if alibi_slopes is None else tl.load(alibi_slopes + head) * _LOG2_E
     k_head = k_cache + kv_head * (BLOCK_SIZE * HEAD_DIM)
     v_head = v_cache + kv_head * (BLOCK_SIZE * HEAD_DIM)
     if MAX_PARTS == 1 and WINDOW == 0:  # long queries: most keys lie below the diagonal
         diagonal = (context + 1) // BLOCK_N * BLOCK_N
         state = _attend(
             state, queries, context + member, k_head, v_head, table, first, diagonal, lowest, scale,
-            NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, WINDOW, SOFT_CAP, BLOCK_N, BLOCK_D, False,
+            slopes, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, WINDOW, SOFT_CAP, BLOCK_N, BLOCK_D, False,
         )  # fmt: skip
         first = diagonal
     acc, peak, total = _attend(
         state, queries, context + member, k_head, v_head, table, first, last, lowest, scale,
-        NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, WINDOW, SOFT_CAP, BLOCK_N, BLOCK_D, True,
+        slopes, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, WINDOW, SOFT_CAP, BLOCK_N, BLOCK_D, True,
     )  # fmt: skip
 
+    if sinks is not None:
+        # Of several partitions the combination adds the sink.
+        sink = tl.where(num_parts == 1, tl.load(sinks + head) * _LOG2_E, _MASKED)
+        new_peak = tl.maximum(peak, sink)
+        decay = tl.exp2(peak - new_peak)
+        total = total * decay + tl.exp2(sink - new_peak)
+        acc = acc * decay[:, None]
+        peak = new_peak
     acc = acc / total[:, None]
     stored = row_ok[:, None] & (column < HEAD_DIM)[None, :]
     if num_parts == 1:
@@ -226,6 +240,8 @@ def attention_kernel(
     query_start_loc,  # [S+1] int32
     seq_lens,  # [S] int32
     block_table,  # [S, B] int32
+    alibi_slopes,  # [H] float32 or None
+    sinks,  # [H] float32 or None
     num_seqs,
     table_stride,
     q_stride_token,
@@ -277,6 +293,8 @@ def attention_kernel(
                 index - tl.sum(tl.where(before, items, 0)),
                 split_done + tl.sum(tl.where(before, split_rows, 0)),
                 scale,
+                alibi_slopes,
+                sinks,
                 NUM_KV_HEADS, GROUP, HEAD_DIM, BLOCK_SIZE, WINDOW, SOFT_CAP,
                 BLOCK_M, BLOCK_N, BLOCK_D, MAX_PARTS, MIN_PART_TILES,
             )  # fmt: skip
@@ -293,6 +311,7 @@ def _combine_item(
     split_row,
     first_head,
     num_parts,
+    sinks,  # [H] float32 or None
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_H: tl.constexpr,
@@ -308,13 +327,20 @@ def _combine_item(
     present = head_ok[:, None] & (part < num_parts)[None, :]
     slot = (split_row.to(tl.int64) * NUM_HEADS + head)[:, None] * MAX_PARTS + part[None, :]
     lse = tl.load(partial_lse + slot, mask=present, other=_MASKED)  # [H, P]
-    weights = tl.where(present, tl.exp2(lse - tl.max(lse, 1)[:, None]), 0.0)
+    peak = tl.max(lse, 1)
+    if sinks is not None:
+        sink = tl.load(sinks + head, mask=head_ok, other=0.0) * _LOG2_E
+        peak = tl.maximum(peak, sink)
+    weights = tl.where(present, tl.exp2(lse - peak[:, None]), 0.0)
     partial = tl.load(
         partial_out + slot[:, :, None] * HEAD_DIM + column[None, None, :],
         mask=present[:, :, None] & (column < HEAD_DIM)[None, None, :],
         other=0.0,
     )  # [H, P, D]
-    total = tl.where(head_ok, tl.sum(weights, 1), 1.0)
+    total = tl.sum(weights, 1)
+    if sinks is not None:
+        total += tl.exp2(sink - peak)
+    total = tl.where(head_ok, total, 1.0)
     joined = tl.sum(partial * weights[:, :, None], 1) / total[:, None]
     target = (token.to(tl.int64) * NUM_HEADS + head)[:, None] * HEAD_DIM + column[None, :]
     stored = head_ok[:, None] & (column < HEAD_DIM)[None, :]
@@ -328,6 +354,7 @@ def combine_kernel(
     partial_lse,
     query_start_loc,
     seq_lens,
+    sinks,  # [H] float32 or None
     num_seqs,
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -363,7 +390,7 @@ def combine_kernel(
             token = split_row - done // HEAD_BLOCKS - tl.sum(tl.where(before, split_rows, 0))
             _combine_item(
                 out, partial_out, partial_lse, begin + token, split_row,
-                item % HEAD_BLOCKS * BLOCK_H, tl.cdiv(seq_len - first, part_size),
+                item % HEAD_BLOCKS * BLOCK_H, tl.cdiv(seq_len - first, part_size), sinks,
                 NUM_HEADS, HEAD_DIM, BLOCK_H, BLOCK_P, BLOCK_D, MAX_PARTS,
             )  # fmt: skip
         done = chunk_end

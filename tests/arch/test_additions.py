@@ -30,12 +30,16 @@ class PlainBackend:
     is_batch_invariant = False
 
     def why_unsupported(self, spec):
-        return "it has no windows and no soft cap" if spec.sliding_window or spec.soft_cap else None
+        if spec.sliding_window or spec.soft_cap or spec.has_alibi or spec.has_sinks:
+            return "it has no windows, no soft cap, no ALiBi and no sinks"
+        return None
 
     def workspace_bytes(self, spec, *, num_tokens, num_seqs, max_model_len):
         return 0
 
-    def run(self, q, k, v, k_cache, v_cache, metadata, scale, sliding_window, soft_cap):
+    def run(
+        self, q, k, v, k_cache, v_cache, metadata, scale, window, soft_cap, alibi_slopes, sinks
+    ):
         size = k_cache.shape[2]
         slots, out = metadata.slot_mapping, q.new_zeros(q.shape)
         k_cache[slots // size, :, slots % size] = k

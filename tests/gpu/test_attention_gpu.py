@@ -60,6 +60,8 @@ def make_spec(shape: Shape) -> AttentionSpec:
         device=shape.device,
         sliding_window=shape.sliding_window,
         soft_cap=shape.soft_cap,
+        has_alibi=shape.has_alibi,
+        has_sinks=shape.has_sinks,
     )
 
 
@@ -106,6 +108,9 @@ GRID = [
     *(replace(BASE, sliding_window=window) for window in (1, 50, 300)),
     replace(BASE, soft_cap=30.0),
     replace(BASE, sliding_window=77, soft_cap=5.0, block_size=64),
+    replace(BASE, has_alibi=True),
+    replace(BASE, has_sinks=True, sliding_window=128),
+    replace(BASE, has_alibi=True, has_sinks=True, cache_dtype=FP8),
     *(
         replace(BASE, cache_dtype=FP8, num_heads=heads, num_kv_heads=kv_heads, head_dim=dim)
         for heads, kv_heads, dim in ((32, 8, 128), (12, 12, 64), (16, 8, 256))
@@ -118,8 +123,9 @@ def label(shape: Shape) -> str:
     return (
         f"{str(shape.dtype)[6:]}-{shape.num_heads}x{shape.num_kv_heads}-d{shape.head_dim}"
         f"-b{shape.block_size}-w{shape.sliding_window}-c{shape.soft_cap}"
-        + "-fp8"
-        * (shape.cache_dtype is not None)
+        + "-fp8" * (shape.cache_dtype is not None)
+        + "-alibi" * shape.has_alibi
+        + "-sinks" * shape.has_sinks
     )
 
 
@@ -195,10 +201,12 @@ class CapturedAttention:
         batch = engine.buffers.batch(key.num_tokens, key.num_seqs, 1)
         metadata = StepInputs({}, batch).attention
 
+        per_head = shape.per_head()
+
         def call() -> Tensor:
             return backend.run(
                 self.q, self.k, self.v, self.k_cache, self.v_cache, metadata,
-                shape.head_dim**-0.5, shape.sliding_window, shape.soft_cap,
+                shape.head_dim**-0.5, shape.sliding_window, shape.soft_cap, *per_head,
             )  # fmt: skip
 
         stream = torch.cuda.Stream()
@@ -232,6 +240,7 @@ WINDOW_AND_CAP = replace(BASE, sliding_window=100, soft_cap=20.0)
         ("triton", BASE),
         ("triton", replace(BASE, num_heads=16)),
         ("triton", WINDOW_AND_CAP),
+        ("triton", replace(BASE, has_alibi=True, has_sinks=True)),
         ("triton", replace(BASE, cache_dtype=FP8)),
         ("flashinfer", BASE),
         ("flashinfer", replace(BASE, num_heads=16)),

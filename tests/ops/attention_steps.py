@@ -31,9 +31,18 @@ class Shape:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     sliding_window: int = 0
     soft_cap: float = 0.0
+    has_alibi: bool = False
+    has_sinks: bool = False
     max_blocks: int = 0  # B; 0 = as few as the longest context needs
     num_rows: int = 0  # S; 0 = as many as there are sequences
     num_padding: int = 0  # tokens past the last sequence's
+
+    def per_head(self) -> tuple[Tensor | None, Tensor | None]:
+        """ALiBi slopes and sinks, as far as the shape has them; [Hq] float32, all different."""
+        heads = torch.arange(1, self.num_heads + 1, device=self.device, dtype=torch.float32)
+        slopes = 0.3 * 0.8**heads if self.has_alibi else None
+        sinks = 3.0 * torch.cos(heads) if self.has_sinks else None
+        return slopes, sinks
 
 
 class Step(NamedTuple):
@@ -148,6 +157,7 @@ def run(backend: AttentionBackend, step: Step, shape: Shape) -> tuple[Tensor, Te
         shape.head_dim**-0.5,
         shape.sliding_window,
         shape.soft_cap,
+        *shape.per_head(),
     )
     if order:
         k_cache, v_cache = order.keys_by_token(k_cache), order.values_by_token(v_cache)

@@ -39,6 +39,8 @@ def shape(
         dtype=dtype,
         sliding_window=int(more.get("window", 0)),
         soft_cap=more.get("cap", 0.0),
+        has_alibi=bool(more.get("alibi", False)),
+        has_sinks=bool(more.get("sinks", False)),
         num_rows=9,
         num_padding=3,
     )
@@ -62,6 +64,9 @@ GRID = [
     (SHORT, shape(2, 1, 256, 32, FLOAT16)),
     (SHORT, shape(24, 1, 32, 16, FLOAT16)),
     (SHORT, shape(16, 1, 32, 16, FLOAT32)),
+    (MIXED, shape(6, 2, 32, 16, FLOAT32, alibi=True)),
+    (MIXED, shape(3, 1, 64, 16, FLOAT16, sinks=True, window=100)),
+    (SHORT, shape(4, 2, 32, 16, FLOAT32, sinks=True, alibi=True, cap=5.0)),
 ]
 
 
@@ -70,6 +75,8 @@ def label(value: object) -> str | None:
         return (
             f"{str(value.dtype)[6:]}-{value.num_heads}x{value.num_kv_heads}-d{value.head_dim}"
             f"-b{value.block_size}-w{value.sliding_window}-c{value.soft_cap}"
+            + "-alibi" * value.has_alibi
+            + "-sinks" * value.has_sinks
         )
     return "split" if value is MIXED else "whole"
 
@@ -204,7 +211,7 @@ def alone(step: Step, row: int) -> Step:
 
 
 def test_a_sequence_gets_the_same_bits_alone_and_in_a_batch() -> None:
-    case = shape(4, 2, 32, 16, FLOAT16)
+    case = shape(4, 2, 32, 16, FLOAT16, alibi=True, sinks=True)
     step = make_step(MIXED, case)
     together, _, _ = run(BACKEND, step, case)
     starts = step.metadata.query_start_loc.tolist()
@@ -280,4 +287,6 @@ def test_a_cache_that_is_a_view_is_refused() -> None:
     step = make_step([(1, 1)], case)
     view = step.k_cache.transpose(1, 2).contiguous().transpose(1, 2)
     with pytest.raises(ValueError, match=r"k_cache .* must be contiguous; allocate it as its own"):
-        BACKEND.run(step.q, step.k, step.v, view, step.v_cache, step.metadata, 1.0, 0, 0.0)
+        BACKEND.run(
+            step.q, step.k, step.v, view, step.v_cache, step.metadata, 1.0, 0, 0.0, None, None
+        )

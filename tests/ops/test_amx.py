@@ -194,7 +194,7 @@ def test_attention_has_the_emulations_bits(head_dim: int, block_size: int) -> No
         attend = ops_of("core", level, attend="paged_attention").attend
         step = make_step(lengths, shape)
         tensors = step[:5]
-        results.append(attend(*tensors, *step.metadata, head_dim**-0.5, 0, 0.0, "cpu"))
+        results.append(attend(*tensors, *step.metadata, head_dim**-0.5, 0, 0.0, None, None, "cpu"))
     assert torch.equal(*results)
     assert not bool(results[0].isnan().any())
 

@@ -50,9 +50,12 @@ class LevelBackend:
         scale: float,
         sliding_window: int,
         soft_cap: float,
+        alibi_slopes: Tensor | None,
+        sinks: Tensor | None,
     ) -> Tensor:
         return self._op(
-            q, k, v, k_cache, v_cache, *metadata, scale, sliding_window, soft_cap, self.name
+            *(q, k, v, k_cache, v_cache, *metadata, scale, sliding_window, soft_cap),
+            *(alibi_slopes, sinks, self.name),
         )
 
 
@@ -115,20 +118,33 @@ def dense(step: Step, shape: Shape, row: int) -> Tensor:
     seen = key <= query
     if shape.sliding_window:
         seen &= key > query - shape.sliding_window
+    slopes, sinks = shape.per_head()
+    added = torch.zeros(shape.num_heads, 1, length)
+    if slopes is not None:
+        added = added + slopes[:, None, None] * key  # a constant of a row changes nothing
+    added = added.masked_fill(~seen, float("-inf"))
+    if sinks is not None:
+        # A key of zeros, whose logit is the sink and whose value is zero.
+        none = torch.zeros(1, *keys.shape[1:])
+        keys, values = torch.cat((keys, none)), torch.cat((values, none))
+        added = torch.cat((added, sinks[:, None, None].expand(-1, num_queries, 1)), -1)
     out = F.scaled_dot_product_attention(
         step.q[starts[row] : starts[row + 1]].transpose(0, 1),
         keys.transpose(0, 1),
         values.transpose(0, 1),
-        attn_mask=seen,
+        attn_mask=added,
         enable_gqa=True,
     )
     return out.transpose(0, 1)
 
 
+@pytest.mark.parametrize("extras", [{}, {"has_alibi": True}, {"has_sinks": True}], ids=str)
 @pytest.mark.parametrize("window", [0, 1, 19])
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), HEADS)
-def test_reference_is_dense_attention(num_heads: int, num_kv_heads: int, window: int) -> None:
-    shape = Shape(num_heads=num_heads, num_kv_heads=num_kv_heads, sliding_window=window)
+def test_reference_is_dense_attention(
+    num_heads: int, num_kv_heads: int, window: int, extras: dict[str, Any]
+) -> None:
+    shape = Shape(num_heads=num_heads, num_kv_heads=num_kv_heads, sliding_window=window, **extras)
     lengths = [(1, 40), (20, 20), (7, 33)]
     step = make_step(lengths, shape)
     out, _, _ = run(REFERENCE, step, shape)
@@ -173,6 +189,26 @@ def test_layouts(
 )
 def test_window_and_soft_cap(dtype: torch.dtype, window: int, soft_cap: float) -> None:
     check(CPU, MIXED, Shape(dtype=dtype, sliding_window=window, soft_cap=soft_cap))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("extras", [{"has_alibi": True}, {"has_sinks": True}], ids=str)
+def test_alibi_and_sinks(level: LevelBackend, dtype: torch.dtype, extras: dict[str, bool]) -> None:
+    check(level, MIXED, Shape(dtype=dtype, **extras))
+    check(
+        level, MIXED, Shape(dtype=dtype, num_heads=7, num_kv_heads=1, sliding_window=90, **extras)
+    )
+
+
+def test_a_sink_far_above_all_logits_takes_all_weight() -> None:
+    shape = Shape()
+    step = make_step(MIXED, shape)
+    sinks = torch.full((shape.num_heads,), 200.0)
+    arguments = (*step[:5], step.metadata, shape.head_dim**-0.5, 0, 0.0, None)
+    for backend in (CPU, REFERENCE):
+        out = backend.run(*arguments, sinks)
+        assert torch.equal(out, torch.zeros_like(out))
+        torch.testing.assert_close(backend.run(*arguments, -sinks), backend.run(*arguments, None))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -266,11 +302,15 @@ def part_of(step: Step, row: int) -> Step:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("window", "soft_cap"), [(0, 0.0), (90, 0.0), (0, 4.0)])
+@pytest.mark.parametrize(
+    "extras",
+    [{}, {"sliding_window": 90}, {"soft_cap": 4.0}, {"has_alibi": True, "has_sinks": True}],
+    ids=str,
+)
 def test_a_sequence_alone_and_in_a_batch(
-    level: LevelBackend, dtype: torch.dtype, window: int, soft_cap: float
+    level: LevelBackend, dtype: torch.dtype, extras: dict[str, Any]
 ) -> None:
-    shape = Shape(dtype=dtype, head_dim=64, sliding_window=window, soft_cap=soft_cap)
+    shape = Shape(dtype=dtype, head_dim=64, **extras)
     step = make_step(MIXED, shape)
     out, _, _ = run(level, step, shape)
     for row in range(len(MIXED)):
@@ -281,11 +321,13 @@ def test_a_sequence_alone_and_in_a_batch(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("chunks", [[1] * 5 + [495], [499, 1], [33, 167, 3, 297], [128, 372]])
-@pytest.mark.parametrize("window", [0, 70])
+@pytest.mark.parametrize(
+    "extras", [{}, {"sliding_window": 70}, {"has_alibi": True, "has_sinks": True}], ids=str
+)
 def test_whole_prefill_and_chunks_of_it(
-    level: LevelBackend, dtype: torch.dtype, chunks: list[int], window: int
+    level: LevelBackend, dtype: torch.dtype, chunks: list[int], extras: dict[str, Any]
 ) -> None:
-    shape = Shape(dtype=dtype, head_dim=64, num_heads=6, num_kv_heads=2, sliding_window=window)
+    shape = Shape(dtype=dtype, head_dim=64, num_heads=6, num_kv_heads=2, **extras)
     step = make_step([(500, 500)], shape)
     whole, k_whole, v_whole = run(level, step, shape)
     k_cache, v_cache = step.k_cache, step.v_cache
@@ -319,6 +361,8 @@ def steps(draw: st.DrawFn) -> tuple[list[tuple[int, int]], Shape]:
         dtype=draw(st.sampled_from(DTYPES)),
         sliding_window=draw(st.sampled_from((0, 0, 1, 16, 65))),
         soft_cap=draw(st.sampled_from((0.0, 0.0, 2.5))),
+        has_alibi=draw(st.booleans()),
+        has_sinks=draw(st.booleans()),
         num_padding=draw(st.integers(0, 3)),
     )
     lengths = []
@@ -337,16 +381,17 @@ def test_any_batch(drawn: tuple[list[tuple[int, int]], Shape]) -> None:
 # ---- the op ------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("has_extras", [False, True])
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
-def test_opcheck(backend: str) -> None:
-    shape = Shape()
+def test_opcheck(backend: str, has_extras: bool) -> None:
+    shape = Shape(has_alibi=has_extras, has_sinks=has_extras)
     step = make_step([(1, 20), (9, 9)], shape)
     for cache in (step.k_cache, step.v_cache):
         cache.nan_to_num_(0.0)
     step.metadata.block_table.clamp_(max=step.k_cache.shape[0] - 1)
     torch.library.opcheck(
         torch.ops.ostinato.paged_attention.default,
-        (*step[:5], *step.metadata, 0.2, 0, 0.0, backend),
+        (*step[:5], *step.metadata, 0.2, 0, 0.0, *shape.per_head(), backend),
         test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_dynamic"),
     )
 
@@ -430,3 +475,7 @@ def test_tensors_that_do_not_fit_are_refused() -> None:
         run(CPU, step._replace(q=step.q.repeat(1, 1, 2)[..., ::2]), shape)
     with pytest.raises(ValueError, match="with q's T and D"):
         run(CPU, step._replace(v=step.v[..., :16]), shape)
+    with pytest.raises(ValueError, match=r"sinks must be float32 \[8\], contiguous"):
+        CPU.run(*step[:5], step.metadata, 1.0, 0, 0.0, None, torch.zeros(7))
+    with pytest.raises(ValueError, match=r"alibi_slopes must be float32 \[8\], contiguous"):
+        CPU.run(*step[:5], step.metadata, 1.0, 0, 0.0, torch.zeros(8).double(), None)

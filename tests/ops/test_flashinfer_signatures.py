@@ -130,6 +130,12 @@ def test_why_unsupported() -> None:
     assert why_shape_unsupported(spec(dtype=torch.float32)) == (
         "needs float16 or bfloat16, the model has torch.float32"
     )
+    assert why_shape_unsupported(spec(has_sinks=True)) == (
+        "has no attention sinks, which the model needs; graphs.attention=triton serves that"
+    )
+    assert why_shape_unsupported(spec(has_alibi=True)) == (
+        "has no ALiBi slopes, which the model needs; graphs.attention=triton serves that"
+    )
     assert why_shape_unsupported(spec(head_dim=80)) == (
         "needs a head size in (64, 128, 256), the model has 80"
     )

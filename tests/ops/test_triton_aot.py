@@ -14,6 +14,8 @@ UNMARKED = {
     "Qwen3-0.6B 16/8 heads, D128",
     "32/8 heads, D64",
     "window 4096, cap 50, D128",
+    "gpt-oss 64/8 heads, D64, window 128, sinks",
+    "BLOOM-7B 32/32 heads, D128, ALiBi",
 }
 CASES = [
     pytest.param(

@@ -139,6 +139,14 @@ void check_tensors(const Tensor& q, const Tensor& k, const Tensor& v, const Tens
   }
 }
 
+// An optional tensor [heads] float32.
+void check_per_head(const Tensor& x, const char* name, int64_t heads) {
+  if (!x.exists()) return;
+  OSTINATO_CHECK(x.dtype == DType::float32 && x.dim == 1 && x.sizes[0] == heads && (heads == 1 || x.strides[0] == 1),
+                 std::string("paged_attention: ") + name + " must be float32 [" + std::to_string(heads) +
+                     "], contiguous");
+}
+
 Problem describe_problem(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& k_cache,
                          const Tensor& v_cache) {
   Problem p{};
@@ -171,7 +179,7 @@ void zero_padding(const Problem& p) {
 }
 
 // The schema ends with `str backend`; another one than this is handed to the Python kernel.
-constexpr int kBackendArgument = 13;
+constexpr int kBackendArgument = 15;
 
 bool is_for_this_backend(StableIValue argument) {
   const char* name;
@@ -188,9 +196,12 @@ void paged_attention(Call& call) {
   const double scale = call.number();
   const int64_t window = call.integer();
   const double soft_cap = call.number();
+  const Tensor alibi_slopes = call.optional_tensor(), sinks = call.optional_tensor();
   call.text();
 
   check_tensors(q, k, v, k_cache, v_cache);
+  check_per_head(alibi_slopes, "alibi_slopes", q.sizes[1]);
+  check_per_head(sinks, "sinks", q.sizes[1]);
   OSTINATO_CHECK(query_start_loc.dtype == DType::int32 && seq_lens.dtype == DType::int32 &&
                      block_table.dtype == DType::int32 && slot_mapping.dtype == DType::int64,
                  "paged_attention: query_start_loc, seq_lens, block_table must be int32, slot_mapping int64");
@@ -209,6 +220,8 @@ void paged_attention(Call& call) {
   p.slot_mapping = slot_mapping.as<int64_t>();
   p.scaling = scaling_of(scale, soft_cap);
   OSTINATO_CHECK(window >= 0, "paged_attention: sliding_window must be at least 0, got " + std::to_string(window));
+  p.alibi_slopes = !alibi_slopes.exists() ? nullptr : alibi_slopes.as<float>();
+  p.sinks = !sinks.exists() ? nullptr : sinks.as<float>();
   p.threads = call.threads();
   p.window = window > kMaxWindow ? 0 : static_cast<int>(window);
   check_metadata(p, block_table.sizes[1]);

@@ -5,6 +5,7 @@
 // and the number of threads; what they compute does not (see attention.cpp).
 #pragma once
 
+#include "attention/softmax.h"
 #include "attention/tile.h"
 #include "core/threads.h"
 
@@ -41,6 +42,8 @@ struct Problem {
   const int64_t* slot_mapping;
   LogitScaling scaling;
   int window;  // 0 = all
+  const float* alibi_slopes;  // [num_heads] or null
+  const float* sinks;         // [num_heads] or null
   Threads threads;
 };
 

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "attention/plan.h"
+#include "attention/softmax.h"
 #include "attention/tile.h"
 
 #if OSTINATO_AMX
@@ -260,7 +261,8 @@ class Worker {
     for (int row = 0; row < rows; row += Layout::kRows) {
       const int count = std::min(Layout::kRows, rows - row);
       Visible visible[Layout::kRows];
-      const int last_seen = look(tile, first_key, row, count, visible);
+      Alibi alibi[Layout::kRows];
+      const int last_seen = look(tile, first_key, row, count, visible, alibi);
       if (last_seen <= 0) continue;
       registers_.shape(count, p_.head_dim);
       const int num_vectors = (last_seen + amx::kTileColumns - 1) / amx::kTileColumns;
@@ -269,8 +271,8 @@ class Worker {
                               fetched == nullptr ? nullptr : fetched->values, scores_);
       });
       alignas(64) float rescale[Layout::kRows];
-      softmax_block<Layout>(count, visible, p_.scaling, scores_, weights_, state.maximum + row, totals_ + row * kWidth,
-                            rescale);
+      softmax_block<Layout>(count, visible, p_.alibi_slopes == nullptr ? nullptr : alibi, p_.scaling, scores_, weights_,
+                            state.maximum + row, totals_ + row * kWidth, rescale);
       float* out = state.accumulator + static_cast<size_t>(row) * padded_dim_;
       rescale_rows(count, rescale, padded_dim_, out);
       for (int column = 0; column < padded_dim_; column += 4 * amx::kTileColumns) {
@@ -293,9 +295,9 @@ class Worker {
   uint32_t* joined_values_ = nullptr;  // [kTile / 2][padded_dim]
 #endif
 
-  // Which keys of the tile at first_key each of `count` rows sees. Returns one past the last that any sees, 0 when
-  // there is none.
-  int look(const QueryTile& tile, int first_key, int row, int count, Visible* visible) const {
+  // Which keys of the tile at first_key each of `count` rows sees, and its ALiBi if there is any. Returns one past the
+  // last key that any row sees, 0 when there is none.
+  int look(const QueryTile& tile, int first_key, int row, int count, Visible* visible, Alibi* alibi) const {
     int last_seen = 0;
     int first_seen = kTile;
     for (int r = 0; r < count; ++r) {
@@ -303,6 +305,10 @@ class Worker {
       const int last = position + 1 - first_key;
       const int first = p_.window > 0 ? last - p_.window : 0;
       visible[r] = {first > 0 ? first : 0, last < kTile ? last : kTile};
+      if (p_.alibi_slopes != nullptr) {
+        const int head = tile.kv_head * p_.group + (row + r) % p_.group;
+        alibi[r] = {p_.alibi_slopes[head] * kLog2E, static_cast<float>(first_key - position)};
+      }
       last_seen = visible[r].last > last_seen ? visible[r].last : last_seen;
       first_seen = visible[r].first < first_seen ? visible[r].first : first_seen;
     }
@@ -314,24 +320,36 @@ class Worker {
   void run_rows(const QueryTile& tile, int first_key, int row, int count, State state, const Step* const* keys,
                 const Step* const* values, const Step* const* next_keys, const Step* const* next_values) {
     Visible visible[kRowBlock];
-    const int last_seen = look(tile, first_key, row, count, visible);
+    Alibi alibi[kRowBlock];
+    const int last_seen = look(tile, first_key, row, count, visible, alibi);
     if (last_seen <= 0) return;
     const int num_vectors = (last_seen + kWidth - 1) / kWidth;
     alignas(64) float rescale[16];
     score_keys<Multiply>(count, num_vectors, queries_ + static_cast<size_t>(row) * num_steps_, num_steps_, keys,
                          next_keys, tokens_, scores_);
-    softmax_block<Layout>(count, visible, p_.scaling, scores_, weights_, state.maximum + row,
-                          totals_ + row * kWidth, rescale);
+    softmax_block<Layout>(count, visible, p_.alibi_slopes == nullptr ? nullptr : alibi, p_.scaling, scores_, weights_,
+                          state.maximum + row, totals_ + row * kWidth, rescale);
     const ValueRows<Step> rows{weights_, values, next_values, tokens_, last_seen, p_.head_dim};
     add_all_values<Multiply>(count, rows, state.accumulator + static_cast<size_t>(row) * padded_dim_, padded_dim_,
                              rescale);
+  }
+
+  // What an output must be multiplied by if the softmax has the logit `sink` besides those of keys.
+  static float factor_with_sink(float sink, float maximum, float total) {
+    const float logit = sink * kLog2E;
+    const float highest = maximum > logit ? maximum : logit;
+    alignas(64) float weights[kWidth] = {maximum - highest, logit - highest};
+    store(weights, exp2(load(weights)));
+    return weights[0] / (total * weights[0] + weights[1]);
   }
 
   void write_output(const QueryTile& tile, State state) const {
     for (int r = 0; r < tile.num_tokens * p_.group; ++r) {
       const int64_t head = static_cast<int64_t>(tile.kv_head) * p_.group + r % p_.group;
       const int64_t offset = ((tile.first_token + r / p_.group) * p_.num_heads + head) * p_.head_dim;
-      const float factor = state.total[r] > 0.0f ? 1.0f / state.total[r] : 0.0f;
+      const float factor = p_.sinks != nullptr         ? factor_with_sink(p_.sinks[head], state.maximum[r], state.total[r])
+                           : state.total[r] > 0.0f ? 1.0f / state.total[r]
+                                                   : 0.0f;
       Layout::output(state.accumulator + static_cast<size_t>(r) * padded_dim_, factor, p_.head_dim,
                      reinterpret_cast<T*>(p_.out) + offset);
     }

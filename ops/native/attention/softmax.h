@@ -1,0 +1,82 @@
+// The online softmax of a block of query rows over one tile of keys, with what changes logits: scale, soft cap, ALiBi,
+// masks.
+#pragma once
+
+#include "attention/tile.h"
+
+namespace ostinato::attention {
+
+struct LogitScaling {
+  float factor;    // to base-2 logits, or to the soft cap's unit
+  float soft_cap;  // in base-2 logits; 0 = none
+};
+
+constexpr float kLog2E = 1.4426950408889634f;
+
+// ALiBi of one row: the key at `place` of a tile adds slope * (place + distance) to the row's base-2 logit.
+struct Alibi {
+  float slope;
+  float distance;  // of the tile's first key from the query
+};
+
+struct Places {
+  constexpr Places() {
+    for (int i = 0; i < kTile; ++i) at[i] = static_cast<float>(i);
+  }
+  alignas(64) float at[kTile] = {};
+};
+constexpr Places kPlaces;
+
+// Keys of a tile that one row sees.
+struct Visible {
+  int first;
+  int last;  // exclusive
+};
+
+// Turns a block's scores into weights against the running maximum.
+//   alibi [num_rows] or null; scores [num_rows][kTile] in and scratch; weights [num_rows][kTile steps] out;
+//   maximum [num_rows], total [num_rows][kWidth] updated; rescale [num_rows] out: what the accumulators
+//   must be multiplied by.
+template <class Layout>
+void softmax_block(int num_rows, const Visible* visible, const Alibi* alibi, LogitScaling scaling, float* scores,
+                   typename Layout::Step* weights, float* maximum, float* total, float* rescale) {
+  constexpr int kVectors = kTile / kWidth;
+  constexpr int kWeightStride = kTile / Layout::Multiply::elements;
+  alignas(64) float difference[16] = {};
+  for (int r = 0; r < num_rows; ++r) {
+    float* row = scores + r * kTile;
+    const bool partial = visible[r].first > 0 || visible[r].last < kTile;
+    F32 highest = broadcast(kLowest);
+    for (int i = 0; i < kVectors; ++i) {
+      F32 logit = load(row + i * kWidth) * broadcast(scaling.factor);
+      if (scaling.soft_cap != 0.0f) logit = tanh(logit) * broadcast(scaling.soft_cap);
+      if (alibi != nullptr) {
+        const F32 distance = load(kPlaces.at + i * kWidth) + broadcast(alibi[r].distance);
+        logit = fma(broadcast(alibi[r].slope), distance, logit);
+      }
+      if (partial) {
+        logit = keep_range(logit, visible[r].first - i * kWidth, visible[r].last - i * kWidth,
+                           broadcast(kMinusInfinity));
+      }
+      store(row + i * kWidth, logit);
+      highest = max(highest, logit);
+    }
+    const float previous = maximum[r];
+    const float current = reduce_max(highest);
+    maximum[r] = current > previous ? current : previous;
+    difference[r] = previous - maximum[r];
+  }
+  for (int r = 0; r < num_rows; r += kWidth) store(rescale + r, exp2(load(difference + r)));
+  for (int r = 0; r < num_rows; ++r) {
+    F32 p[kVectors];
+    F32 sum = load(total + r * kWidth) * broadcast(rescale[r]);
+    for (int i = 0; i < kVectors; ++i) {
+      p[i] = exp2(load(scores + r * kTile + i * kWidth) - broadcast(maximum[r]));
+      sum = sum + p[i];
+    }
+    store(total + r * kWidth, sum);
+    Layout::weights(p, weights + r * kWeightStride);
+  }
+}
+
+}  // namespace ostinato::attention
