@@ -112,13 +112,14 @@ class Decoder(CausalLM):
         self.config = config
         size, tied = config.hidden_size, config.tie_word_embeddings
         self.embed_tokens = Embedding(config.vocab_size, size, options, is_head=tied)
+        self.embed_norm = build_norm(config, options) if config.has_embedding_norm else None
         ropes = {DEFAULT_ROPE: config.rope, LOCAL_ROPE: config.local_rope}
         self.rotary = nn.ModuleDict(
             {kind: RotaryEmbedding(rope, options) for kind, rope in ropes.items() if rope}
         )
         self._rotary_by_kind = list(self.rotary.items())  # looked up in every step
         self.embed_positions = None
-        if config.rope is None:
+        if config.rope is None and not config.alibi_slopes:
             num_positions = config.max_model_len + config.position_offset
             self.embed_positions = Embedding(num_positions, size, options)
         self.layers = nn.ModuleList(
@@ -131,9 +132,12 @@ class Decoder(CausalLM):
 
     def begin(self, batch: ForwardBatch) -> tuple[Tensor, StepInputs]:
         hidden = self.embed_tokens(batch.token_ids)
-        if self.config.embedding_scale != 1.0:
-            # The scale itself is rounded to the hidden states' dtype, as the models were trained.
-            hidden = hidden * hidden.new_tensor(self.config.embedding_scale)
+        scale = self.config.embedding_scale
+        if scale != 1.0:
+            rounds = self.config.rounds_embedding_scale
+            hidden = hidden * (hidden.new_tensor(scale) if rounds else scale)
+        if self.embed_norm is not None:
+            hidden = self.embed_norm(hidden)
         if self.embed_positions is not None:
             hidden = hidden + self.embed_positions(batch.positions + self.config.position_offset)
         rope = {kind: rotary(batch.positions) for kind, rotary in self._rotary_by_kind}

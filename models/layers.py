@@ -159,6 +159,7 @@ class Attention(nn.Module):
         self.sliding_window = sliding_window
         self.scale = config.attention_scale or config.head_dim**-0.5
         self.soft_cap = config.attention_soft_cap
+        self.qkv_clip = config.qkv_clip
         self.backend = options.attention_backend
         queries, keys = heads.times(self.head_dim), kv_heads.times(self.head_dim)
         self.qkv_proj = MergedLinear(
@@ -171,6 +172,19 @@ class Attention(nn.Module):
             q_size, k_size = (config.head_dim,) * 2 if per_head else (queries.size, keys.size)
             self.q_norm = build_rms_norm(config, options, q_size)
             self.k_norm = build_rms_norm(config, options, k_size)
+        slopes = None
+        if config.alibi_slopes:
+            slopes = torch.tensor(
+                config.alibi_slopes[heads.start : heads.start + heads.size],
+                dtype=torch.float32,
+                device=options.device,
+            )
+        self.alibi_slopes: Tensor | None
+        self.register_buffer("alibi_slopes", slopes, persistent=False)
+        if spec.has_sinks and not heads.is_whole:
+            raise ValueError("attention sinks can not be sharded; set parallel.tensor=1")
+        single = replace(options, dtype=torch.float32)
+        self.sinks = single.empty(heads.size) if spec.has_sinks else None
 
     def forward(
         self,
@@ -196,6 +210,8 @@ class Attention(nn.Module):
             scale=self.scale,
             sliding_window=self.sliding_window,
             soft_cap=self.soft_cap,
+            alibi_slopes=self.alibi_slopes,
+            sinks=self.sinks,
             backend=self.backend,
         )
         out = out.reshape(-1, self.num_heads * self.head_dim)
@@ -208,6 +224,8 @@ class Attention(nn.Module):
         """[T, D] -> queries [T, Hq, d], keys and values [T, Hkv, d]; normalised and rotated."""
         num_heads, num_kv, size = self.num_heads, self.num_kv_heads, self.head_dim
         qkv = self.qkv_proj(x)
+        if self.qkv_clip:
+            qkv = qkv.clamp(-self.qkv_clip, self.qkv_clip)
         if self.qk_norm is QKNorm.full:
             assert self.q_norm is not None, "the norms are built with the spec"
             assert self.k_norm is not None, "the norms are built with the spec"
@@ -244,6 +262,9 @@ class Attention(nn.Module):
             self.sliding_window,
             self.scale,
             self.soft_cap,
+            self.qkv_clip,
+            self.alibi_slopes is not None,
+            self.sinks is not None,
             self.backend,
             self.qkv_proj.static_key,
             self.o_proj.static_key,

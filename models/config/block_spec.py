@@ -44,6 +44,7 @@ class BlockSpec:
     qkv_bias: bool = False
     out_bias: bool = False  # of the attention's output projection
     qk_norm: QKNorm = QKNorm.none
+    has_sinks: bool = False  # each head's softmax has a learned logit more (arXiv:2309.17453)
     is_gated: bool = True  # the MLP is a gated linear unit (arXiv:2002.05202)
     mlp_bias: bool = False
 

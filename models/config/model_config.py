@@ -44,7 +44,7 @@ class ModelConfig:
     norm_eps: float
     activation: str  # a key of ops.activation.ACTIVATIONS
     tie_word_embeddings: bool
-    rope: Rope | None  # None = learned absolute positions, or none at all
+    rope: Rope | None  # None = ALiBi, learned absolute positions, or none at all
     sliding_windows: tuple[int, ...]  # per layer; tokens a row sees, itself included; 0 = all
     dtype: torch.dtype  # the checkpoint's own
     eos_token_ids: tuple[int, ...]
@@ -56,7 +56,11 @@ class ModelConfig:
     rope_kinds: tuple[str | None, ...] = ()  # per layer, see `rope_kind`
     attention_scale: float | None = None  # of attention logits; None = head_dim ** -0.5
     attention_soft_cap: float = 0.0  # logits = cap * tanh(logits / cap); 0 = none
+    alibi_slopes: tuple[float, ...] = ()  # per head (ops/alibi.py); empty = no ALiBi
+    qkv_clip: float = 0.0  # the largest magnitude of queries, keys and values; 0 = any
     embedding_scale: float = 1.0
+    rounds_embedding_scale: bool = False  # to the dtype of hidden states, before it is applied
+    has_embedding_norm: bool = False
     head_bias: bool = False  # of the output head
     logit_scale: float = 1.0
     logit_soft_cap: float = 0.0  # after the scale; 0 = none
@@ -116,6 +120,8 @@ class ModelConfig:
             device=device,
             sliding_window=max(self.sliding_windows, default=0),
             soft_cap=self.attention_soft_cap,
+            has_alibi=bool(self.alibi_slopes),
+            has_sinks=self.block.has_sinks,
             cache_dtype=cache_dtype or dtype,
         )
 

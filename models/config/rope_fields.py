@@ -9,7 +9,7 @@ from typing import Any
 from ostinato.models.config.model_config import HFConfig
 from ostinato.ops.rope import LinearScaling, Llama3Scaling, Rope, YarnScaling
 
-__all__ = ("read_rope", "stretched_context")
+__all__ = ("read_rope", "rope_by_layer_type", "stretched_context")
 
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
@@ -82,6 +82,35 @@ def read_rope(
             truncate=bool(parameters.get("truncate", True)),
         )
     return Rope(rotary_dim=rotary_dim, theta=number("rope_theta"), scaling=scaling)
+
+
+def rope_by_layer_type(
+    hf_config: HFConfig, *, theta: float, local_theta: float
+) -> tuple[HFConfig, HFConfig]:
+    """The rotary keys of layers without a window and those of layers with one, each as a config
+    for `read_rope`.
+
+    Newer configs have `rope_parameters` by layer type. Older ones have one theta and a scaling that
+    windows do without.
+
+    Args:
+        hf_config: the parsed config.json.
+        theta: of layers without a window, where it is not stated.
+        local_theta: of layers with a window, in older configs.
+
+    Raises:
+        ValueError: `rope_parameters` lacks a layer type.
+    """
+    by_type = hf_config.get("rope_parameters")
+    if by_type is None:
+        stated = float(hf_config.get("rope_theta", theta))
+        scaling = hf_config.get("rope_scaling")
+        return {"rope_theta": stated, "rope_scaling": scaling}, {"rope_theta": local_theta}
+    missing = {"full_attention", "sliding_attention"} - by_type.keys()
+    if missing:
+        raise ValueError(f"config.json: rope_parameters has no {' and no '.join(sorted(missing))}")
+    full, local = by_type["full_attention"], by_type["sliding_attention"]
+    return {"rope_parameters": full}, {"rope_parameters": local}
 
 
 def _rope_parameters(hf_config: HFConfig) -> dict[str, Any]:

@@ -1,6 +1,7 @@
-"""Falcon (arXiv:2311.16867): 7B has one key and value head; 11B, 40B and 180B have several.
+"""Falcon (arXiv:2311.16867): 7B has one key and value head; 11B, 40B, 180B and RW have several.
 
-Attention and MLP read the same or two norms of the residual stream, in parallel.
+Attention and MLP read the same or two norms of the residual stream, in parallel. RW (RefinedWeb)
+has them one after the other, and ALiBi instead of rotary positions.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from ostinato.models.config.hf_fields import refuse_other_values
 from ostinato.models.config.model_config import HFConfig, ModelConfig
 from ostinato.models.decoder import Decoder
 from ostinato.models.linear_layers import BuildOptions
+from ostinato.ops.alibi import alibi_slopes
 
 __all__ = ("FalconForCausalLM",)
 
@@ -46,14 +48,13 @@ _ONE_NORM = (("attention_norm.", "input_layernorm."), ("mlp_norm.", "post_attent
 
 
 class FalconForCausalLM(Decoder):
-    """A decoder with layer norms, rotary positions and a plain MLP."""
+    """A decoder with layer norms and a plain MLP."""
 
     @classmethod
     def read_config(
         cls, hf_config: HFConfig, generation_config: HFConfig | None = None
     ) -> ModelConfig:
         is_grouped = bool(hf_config.get("new_decoder_architecture", False))
-        refuse_other_values(hf_config, {"alibi": False})
         if is_grouped:
             refuse_other_values(hf_config, {"parallel_attn": True})
             stated = hf_config
@@ -71,7 +72,11 @@ class FalconForCausalLM(Decoder):
             is_gated=False,
             mlp_bias=has_bias,
         )
-        return replace(config, block=block)
+        if not hf_config.get("alibi", False):
+            return replace(config, block=block)
+        # Slopes are scaled as the products of queries and keys are.
+        slopes = alibi_slopes(config.num_heads, scale=config.head_dim**-0.5)
+        return replace(config, block=block, rope=None, alibi_slopes=slopes)
 
     def __init__(self, config: ModelConfig, options: BuildOptions) -> None:
         super().__init__(config, options)

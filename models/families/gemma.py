@@ -36,6 +36,7 @@ def read_gemma_config(
         config,
         block=replace(block, norm=NormKind.rms_plus_one, qkv_bias=has_bias, out_bias=has_bias),
         embedding_scale=config.hidden_size**0.5,
+        rounds_embedding_scale=True,
     )
 
 

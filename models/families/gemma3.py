@@ -8,7 +8,7 @@ from ostinato.models.base import CheckpointLayout
 from ostinato.models.config.block_spec import BlockSpec, QKNorm, Residual
 from ostinato.models.config.decoder_config import layer_types_every
 from ostinato.models.config.model_config import HFConfig, ModelConfig
-from ostinato.models.config.rope_fields import read_rope
+from ostinato.models.config.rope_fields import read_rope, rope_by_layer_type
 from ostinato.models.families.gemma import GemmaForCausalLM, read_gemma_config
 from ostinato.models.families.gemma2 import GEMMA2_LAYOUT
 from ostinato.models.step_tensors import DEFAULT_ROPE, LOCAL_ROPE
@@ -29,7 +29,11 @@ class Gemma3ForCausalLM(GemmaForCausalLM):
     ) -> ModelConfig:
         pattern = int(hf_config.get("sliding_window_pattern", 6))
         stated = {"sliding_window": 4096, **layer_types_every(hf_config, pattern), **hf_config}
-        everywhere, local = _rope_parameters(hf_config)
+        everywhere, local = rope_by_layer_type(
+            hf_config,
+            theta=1_000_000.0,
+            local_theta=float(hf_config.get("rope_local_base_freq", 10_000.0)),
+        )
         stated = {key: value for key, value in stated.items() if not key.startswith("rope_")}
         config = read_gemma_config({**stated, **everywhere}, generation_config, _BLOCK)
         max_positions = config.max_model_len
@@ -41,16 +45,3 @@ class Gemma3ForCausalLM(GemmaForCausalLM):
             attention_soft_cap=float(hf_config.get("attn_logit_softcapping") or 0.0),
             logit_soft_cap=float(hf_config.get("final_logit_softcapping") or 0.0),
         )
-
-
-def _rope_parameters(hf_config: HFConfig) -> tuple[HFConfig, HFConfig]:
-    """The keys of the rotary embedding of layers without a window, and of those with one."""
-    by_type = hf_config.get("rope_parameters")
-    if by_type is not None:
-        full, local = by_type["full_attention"], by_type["sliding_attention"]
-        return {"rope_parameters": full}, {"rope_parameters": local}
-    everywhere = {
-        "rope_theta": hf_config.get("rope_theta", 1_000_000.0),
-        "rope_scaling": hf_config.get("rope_scaling"),
-    }
-    return everywhere, {"rope_theta": hf_config.get("rope_local_base_freq", 10_000.0)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,13 +52,18 @@ class Variant:
     settings: dict[str, Any]
     shard_size: str = "1GB"
     pickled: bool = False
+    attention: str = "eager"  # of transformers
 
     def as_one_file(self) -> Variant:
         """The same model in one safetensors file."""
-        return Variant(self.model_type, self.settings)
+        return replace(self, shard_size="1GB", pickled=False)
 
 
 VARIANTS = {
+    "bloom": Variant(
+        "bloom",
+        {**SHARED, "num_attention_heads": 6, "hidden_size": 48, "tie_word_embeddings": True},
+    ),
     "cohere": Variant("cohere", {**SHARED, "num_key_value_heads": 2, "attention_bias": True}),
     "cohere2": Variant("cohere2", {**SHARED, "num_key_value_heads": 2, "sliding_window": 13}),
     "falcon-7b": Variant("falcon", {**FALCON, "num_attention_heads": 3, "hidden_size": 48}),
@@ -69,6 +74,18 @@ VARIANTS = {
     "falcon-sequential": Variant(
         "falcon",
         {**FALCON, "num_kv_heads": 4, "multi_query": False, "parallel_attn": False, "bias": True},
+    ),
+    "falcon-rw": Variant(
+        "falcon",
+        {
+            **FALCON,
+            "num_kv_heads": 4,
+            "multi_query": False,
+            "parallel_attn": False,
+            "bias": True,
+            "alibi": True,
+        },
+        attention="sdpa",  # its eager attention adds ALiBi twice: to the products and to the mask
     ),
     "gemma": Variant("gemma", GEMMA),
     "gemma2": Variant(
@@ -112,6 +129,17 @@ VARIANTS = {
     "gpt-neox-sequential": Variant(
         "gpt_neox", {**SHARED, "use_parallel_residual": False, "rotary_pct": 1.0}
     ),
+    "granite": Variant(
+        "granite",
+        {
+            **SHARED,
+            "num_key_value_heads": 2,
+            "embedding_multiplier": 6.0,
+            "attention_multiplier": 0.4,
+            "residual_multiplier": 0.3,
+            "logits_scaling": 3.0,
+        },
+    ),
     "llama-tied": Variant("llama", {**SHARED, "tie_word_embeddings": True}),
     "llama3": Variant(
         "llama",
@@ -136,7 +164,34 @@ VARIANTS = {
     "llama-yarn": Variant("llama", {**SHARED, "rope_parameters": YARN}),
     "llama-mqa": Variant("llama", {**SHARED, "num_key_value_heads": 1, "head_dim": 32}),
     "mistral": Variant("mistral", {**SHARED, "num_key_value_heads": 2, "sliding_window": 11}),
+    "mpt": Variant(
+        "mpt",
+        {
+            "vocab_size": 199,
+            "d_model": 48,
+            "n_heads": 6,
+            "n_layers": 3,
+            "max_seq_len": 256,
+            "initializer_range": 0.15,
+            "bos_token_id": None,
+            "eos_token_id": 7,
+            "attn_config": {"clip_qkv": 0.9, "softmax_scale": 0.3},
+        },
+    ),
     "olmo2": Variant("olmo2", {**SHARED, "num_key_value_heads": 2}, "60KB"),
+    "olmo3": Variant(
+        "olmo3",
+        {
+            **SHARED,
+            "num_key_value_heads": 2,
+            "sliding_window": 11,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": YARN,
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+            },
+        },
+    ),
     "opt": Variant("opt", {**SHARED, "ffn_dim": 96, "tie_word_embeddings": True}),
     "phi": Variant("phi", {**SHARED, "num_key_value_heads": 2}),
     "phi3": Variant("phi3", {**SHARED, "num_key_value_heads": 2, "sliding_window": 13}),
@@ -184,10 +239,12 @@ VARIANTS = {
 
 
 def reference_model(variant: Variant) -> Any:
-    """The transformers model: float32, its own plain attention, no weight at its trivial value."""
+    """The transformers model: float32, the variant's attention, no weight at its trivial value."""
     config = transformers.AutoConfig.for_model(variant.model_type, **variant.settings)
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, attn_implementation=variant.attention
+    )
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():

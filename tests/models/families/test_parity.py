@@ -36,11 +36,13 @@ PROMPT = [(7 * index * index + 13 * index + 5) % 199 for index in range(NUM_PROM
 CHUNKINGS = [[16, 16, 11], [5, 1, 17, 20], [42, 1], [1] * NUM_PROMPT]
 SLOW = pytest.mark.slow  # each part of their layers is in one that is not
 COMPILED = [
+    (GraphForm.layer, "bloom"),
     pytest.param(GraphForm.layer, "falcon-40b", marks=SLOW),
     (GraphForm.layer, "gemma3"),
     (GraphForm.layer, "gpt-neox"),
     (GraphForm.layer, "gpt2"),
     (GraphForm.layer, "llama3"),
+    pytest.param(GraphForm.layer, "mpt", marks=SLOW),
     pytest.param(GraphForm.layer, "olmo2", marks=SLOW),
     pytest.param(GraphForm.layer, "mistral", marks=SLOW),
     (GraphForm.layer, "qwen2-window"),  # two kinds of layers

@@ -1,0 +1,31 @@
+"""OLMo 3 (arXiv:2512.13961): OLMo 2 with a window in three of four layers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ostinato.models.config.decoder_config import layer_types_every
+from ostinato.models.config.model_config import HFConfig, ModelConfig
+from ostinato.models.config.rope_fields import read_rope, rope_by_layer_type
+from ostinato.models.families.olmo2 import Olmo2ForCausalLM
+from ostinato.models.step_tensors import DEFAULT_ROPE, LOCAL_ROPE
+
+__all__ = ("Olmo3ForCausalLM",)
+
+
+class Olmo3ForCausalLM(Olmo2ForCausalLM):
+    """OLMo 2; only layers without a window have their rotary embedding stretched."""
+
+    @classmethod
+    def read_config(
+        cls, hf_config: HFConfig, generation_config: HFConfig | None = None
+    ) -> ModelConfig:
+        stated = {"sliding_window": 4096, **layer_types_every(hf_config, 4), **hf_config}
+        everywhere, local = rope_by_layer_type(hf_config, theta=500_000.0, local_theta=500_000.0)
+        stated = {key: value for key, value in stated.items() if not key.startswith("rope_")}
+        config = super().read_config({**stated, **everywhere}, generation_config)
+        return replace(
+            config,
+            local_rope=read_rope(local, config.head_dim, config.max_model_len),
+            rope_kinds=tuple(LOCAL_ROPE if one else DEFAULT_ROPE for one in config.sliding_windows),
+        )

@@ -1,0 +1,25 @@
+"""The slopes of ALiBi, attention with linear biases (Press et al., arXiv:2108.12409)."""
+
+from __future__ import annotations
+
+__all__ = ("alibi_slopes",)
+
+
+def alibi_slopes(num_heads: int, *, bias_max: float = 8.0, scale: float = 1.0) -> tuple[float, ...]:
+    """What each head subtracts from a logit for each token that lies between query and key.
+
+    For H heads, H a power of two, head i = 1 to H has 2 ** (-bias_max * i / H). For other numbers
+    the slopes of the largest power of two below H come first, then every second one of the smallest
+    power of two above H (section 3 and the authors' code).
+
+    Args:
+        num_heads: H.
+        bias_max: of the last head, the power of one half.
+        scale: factor on all slopes.
+    """
+    below = 1 << (num_heads.bit_length() - 1)
+
+    def geometric(count: int) -> list[float]:
+        return [scale * 2.0 ** (-bias_max * (head + 1) / count) for head in range(count)]
+
+    return (*geometric(below), *geometric(2 * below)[::2][: num_heads - below])
