@@ -19,6 +19,7 @@ from ostinato.ops.register import by_device, register_op
 __all__ = (
     "LinearScaling",
     "Llama3Scaling",
+    "LongRopeScaling",
     "Rope",
     "YarnScaling",
     "apply_rope",
@@ -58,16 +59,39 @@ class YarnScaling:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LongRopeScaling:
+    """LongRoPE (arXiv:2402.13753): each pair of elements has its own divisor of the frequency.
+
+    Which of the two sets of divisors holds is decided once for an engine, by the longest context
+    that it serves. Were it decided by the length of a sequence, keys that are already in the cache
+    would be wrong as soon as the sequence outgrows the original context.
+    """
+
+    short_factors: tuple[float, ...]  # [rotary_dim / 2], of contexts up to the original
+    long_factors: tuple[float, ...]  # [rotary_dim / 2], of longer ones
+    original_max_position: int
+    attention_factor: float  # on cosines and sines
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Rope:
     """The rotary embedding of a model."""
 
     rotary_dim: int  # leading elements of each head that are rotated; even
     theta: float
-    scaling: LinearScaling | Llama3Scaling | YarnScaling | None = None
+    scaling: LinearScaling | Llama3Scaling | YarnScaling | LongRopeScaling | None = None
 
 
-def inverse_frequencies(rope: Rope) -> Tensor:
-    """Radians per position of each rotated pair: [rotary_dim / 2] float32 on the CPU."""
+def inverse_frequencies(rope: Rope, num_positions: int) -> Tensor:
+    """Radians per position of each rotated pair.
+
+    Args:
+        rope: the rotary embedding.
+        num_positions: of the longest context.
+
+    Returns:
+        [rotary_dim / 2] float32 on the CPU.
+    """
     exponents = torch.arange(0, rope.rotary_dim, 2, dtype=torch.float32, device="cpu")
     inverse = 1.0 / (rope.theta ** (exponents / rope.rotary_dim))
     match rope.scaling:
@@ -79,6 +103,10 @@ def inverse_frequencies(rope: Rope) -> Tensor:
             return _llama3(inverse, scaling)
         case YarnScaling() as scaling:
             return _yarn(inverse, rope, scaling)
+        case LongRopeScaling() as scaling:
+            is_long = num_positions > scaling.original_max_position
+            factors = scaling.long_factors if is_long else scaling.short_factors
+            return inverse / torch.tensor(factors, dtype=torch.float32, device="cpu")
 
 
 def _llama3(inverse: Tensor, scaling: Llama3Scaling) -> Tensor:
@@ -122,8 +150,10 @@ def rope_tables(
         cos, sin = (torch.empty(shape, dtype=torch.float32, device=device) for _ in range(2))
         return cos, sin
     positions = torch.arange(num_positions, dtype=torch.float32, device=device)
-    angles = torch.outer(positions, inverse_frequencies(rope).to(positions.device))
-    scale = rope.scaling.attention_factor if isinstance(rope.scaling, YarnScaling) else 1.0
+    angles = torch.outer(positions, inverse_frequencies(rope, num_positions).to(positions.device))
+    scale = 1.0
+    if isinstance(rope.scaling, YarnScaling | LongRopeScaling):
+        scale = rope.scaling.attention_factor
     return angles.cos() * scale, angles.sin() * scale
 
 

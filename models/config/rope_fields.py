@@ -7,11 +7,30 @@ from collections.abc import Mapping
 from typing import Any
 
 from ostinato.models.config.model_config import HFConfig
-from ostinato.ops.rope import LinearScaling, Llama3Scaling, Rope, YarnScaling
+from ostinato.ops.rope import (
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    Rope,
+    YarnScaling,
+)
 
 __all__ = ("read_rope", "rope_by_layer_type", "stretched_context")
 
-_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+_EVERY = {"rope_type", "rope_theta", "partial_rotary_factor"}
+_STRETCHED = _EVERY | {"factor", "original_max_position_embeddings"}
+_KEYS = {
+    "default": _STRETCHED,  # of which `factor` must be 1
+    # Its frequencies change with a sequence that is longer than the stated context; up to there
+    # they are the default ones, and no longer context is offered.
+    "dynamic": _STRETCHED,
+    "linear": _STRETCHED,
+    "llama3": _STRETCHED | {"low_freq_factor", "high_freq_factor"},
+    "longrope": _STRETCHED | {"attention_factor", "long_factor", "short_factor"},
+    "yarn": _STRETCHED
+    | {"attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"},
+}
+"""Type of rotary embedding -> the keys that it may have."""
 
 
 def read_rope(
@@ -26,14 +45,19 @@ def read_rope(
         default_fraction: of each head that is rotated, where the config does not state it.
 
     Raises:
-        ValueError: its type is unknown, or one of its parameters is missing.
+        ValueError: its type or a key is unknown, or one of its parameters is missing.
     """
     parameters = _rope_parameters(hf_config)
     kind = parameters.get("rope_type", "default")
-    if kind not in _ROPE_TYPES:
+    if kind not in _KEYS:
         raise ValueError(
-            f"config.json: rope_type={kind!r} is not supported; "
-            f"supported are {', '.join(_ROPE_TYPES)}"
+            f"config.json: rope_type={kind!r} is not supported; supported are {', '.join(_KEYS)}"
+        )
+    unknown = parameters.keys() - _KEYS[kind]
+    if unknown:
+        raise ValueError(
+            f"config.json: rope_type={kind!r} with {', '.join(sorted(unknown))} is not supported; "
+            f"its keys are {', '.join(sorted(_KEYS[kind]))}"
         )
     fraction = (
         parameters.get("partial_rotary_factor", hf_config.get("partial_rotary_factor"))
@@ -56,10 +80,8 @@ def read_rope(
                 f"config.json: rope_type={kind!r} needs a number {key}, got {value!r}"
             ) from error
 
-    original = hf_config.get("original_max_position_embeddings") or parameters.get(
-        "original_max_position_embeddings", max_positions
-    )
-    scaling: LinearScaling | Llama3Scaling | YarnScaling | None = None
+    original = _original_positions(hf_config, parameters) or max_positions
+    scaling: LinearScaling | Llama3Scaling | YarnScaling | LongRopeScaling | None = None
     if kind == "linear":
         scaling = LinearScaling(factor=number("factor"))
     elif kind == "llama3":
@@ -68,6 +90,18 @@ def read_rope(
             low_freq_factor=number("low_freq_factor"),
             high_freq_factor=number("high_freq_factor"),
             original_max_position=int(original),
+        )
+    elif kind == "longrope":
+        scaling = LongRopeScaling(
+            short_factors=_factors(parameters, "short_factor", rotary_dim // 2),
+            long_factors=_factors(parameters, "long_factor", rotary_dim // 2),
+            original_max_position=int(original),
+            attention_factor=number(
+                "attention_factor",
+                default=_longrope_attention(
+                    number("factor", default=max_positions / original), original
+                ),
+            ),
         )
     elif kind == "yarn":
         factor = number("factor", default=max_positions / original)
@@ -137,6 +171,34 @@ def _typed(parameters: HFConfig | None) -> dict[str, Any]:
     if stated:
         stated.setdefault("rope_type", stated.pop("type", "default"))
     return stated
+
+
+def _original_positions(hf_config: HFConfig, parameters: HFConfig) -> int | None:
+    """The context before scaling, which is stated beside the parameters or among them."""
+    key = "original_max_position_embeddings"
+    outer, inner = hf_config.get(key), parameters.get(key)
+    if outer is not None and inner is not None and outer != inner:
+        raise ValueError(
+            f"config.json: {key}={outer}, but its rotary parameters say {inner}; they must agree"
+        )
+    return inner if outer is None else outer
+
+
+def _factors(parameters: HFConfig, key: str, count: int) -> tuple[float, ...]:
+    """LongRoPE's divisor of each pair."""
+    factors = parameters.get(key)
+    if not isinstance(factors, list | tuple) or len(factors) != count:
+        got = f"{len(factors)}" if isinstance(factors, list | tuple) else f"{factors!r}"
+        raise ValueError(
+            f"config.json: rope_type='longrope' needs {count} numbers in {key}, one for each "
+            f"rotated pair, got {got}"
+        )
+    return tuple(float(factor) for factor in factors)
+
+
+def _longrope_attention(factor: float, original: float) -> float:
+    """LongRoPE's factor on cosines and sines when the config does not state it."""
+    return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
 
 
 def _yarn_attention(parameters: HFConfig, factor: float) -> float:

@@ -20,6 +20,7 @@ _KEYS = DecoderKeys(
     num_layers=("n_layers", "num_hidden_layers"),
     num_heads=("n_heads", "num_attention_heads"),
     max_positions=("max_seq_len",),
+    default_positions=2048,
     norm_eps="layer_norm_epsilon",
     default_norm_eps=1e-5,
     default_activation="gelu",

@@ -20,11 +20,13 @@ class Phi3ForCausalLM(LlamaForCausalLM):
     def read_config(
         cls, hf_config: HFConfig, generation_config: HFConfig | None = None
     ) -> ModelConfig:
-        config = read_decoder_config(hf_config, generation_config)
-        if config.rope is None or config.rope.scaling is not None:
-            # Early files say `yarn` and `su` and mean longrope.
-            raise ValueError(
-                "config.json: rope_scaling is not supported for Phi-3; use a checkpoint of the "
-                "shorter context, or set model.config.rope_scaling=null"
-            )
-        return config
+        stated = dict(hf_config)
+        for form in ("rope_scaling", "rope_parameters"):
+            parameters = stated.get(form) or {}
+            if parameters and "original_max_position_embeddings" not in parameters:
+                stated.setdefault("original_max_position_embeddings", 4096)
+            if {parameters.get("type"), parameters.get("rope_type")} & {"su", "yarn"}:
+                # Early files call longrope so.
+                rest = {key: value for key, value in parameters.items() if key != "type"}
+                stated[form] = {**rest, "rope_type": "longrope"}
+        return read_decoder_config(stated, generation_config)

@@ -162,6 +162,13 @@ VARIANTS = {
         pickled=True,
     ),
     "llama-yarn": Variant("llama", {**SHARED, "rope_parameters": YARN}),
+    "llama-dynamic": Variant(
+        "llama",
+        {
+            **SHARED,
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0},
+        },
+    ),
     "llama-mqa": Variant("llama", {**SHARED, "num_key_value_heads": 1, "head_dim": 32}),
     "mistral": Variant("mistral", {**SHARED, "num_key_value_heads": 2, "sliding_window": 11}),
     "mpt": Variant(
@@ -207,6 +214,21 @@ VARIANTS = {
             },
         },
         shard_size="60KB",
+    ),
+    "phi3-longrope": Variant(
+        "phi3",
+        {
+            **SHARED,
+            "num_key_value_heads": 2,
+            "original_max_position_embeddings": 32,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 0.5,
+                "short_factor": [1.0, 1.1, 1.2, 1.3],
+                "long_factor": [1.0, 2.0, 4.0, 7.0],
+            },
+        },
     ),
     "qwen2": Variant("qwen2", {**SHARED, "num_key_value_heads": 2}),
     "qwen2-window": Variant(

@@ -26,6 +26,7 @@ PARAMETERS: dict[str, dict[str, Any]] = {
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 128,
     },
+    "dynamic": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0},
     "yarn": {
         "rope_type": "yarn",
         "rope_theta": 10000.0,
@@ -53,6 +54,15 @@ PARAMETERS: dict[str, dict[str, Any]] = {
 }
 
 
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0 + 0.01 * pair for pair in range(HEAD_DIM // 2)],
+    "long_factor": [1.0 + 0.5 * pair for pair in range(HEAD_DIM // 2)],
+    "original_max_position_embeddings": 128,
+}
+
+
 def transformers_rope(parameters: dict[str, Any]) -> LlamaRotaryEmbedding:
     config = LlamaConfig(
         hidden_size=4 * HEAD_DIM,
@@ -71,11 +81,25 @@ def our_rope(parameters: dict[str, Any]) -> Rope:
 def test_tables_equal_transformers(name: str) -> None:
     reference = transformers_rope(PARAMETERS[name])
     rope = our_rope(PARAMETERS[name])
-    torch.testing.assert_close(inverse_frequencies(rope), reference.inv_freq, atol=0, rtol=1e-6)
+    torch.testing.assert_close(
+        inverse_frequencies(rope, MAX_POSITIONS), reference.inv_freq, atol=0, rtol=1e-6
+    )
     positions = torch.arange(MAX_POSITIONS)[None]
     cos, sin = reference(torch.zeros(1), positions)
     ours = rope_tables(rope, MAX_POSITIONS)
     # Angles of up to 512 radians carry the frequencies' rounding.
+    torch.testing.assert_close(ours[0], cos[0, :, : HEAD_DIM // 2], atol=1e-4, rtol=0)
+    torch.testing.assert_close(ours[1], sin[0, :, : HEAD_DIM // 2], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("stated", [{}, {"attention_factor": 1.5}, {"factor": 8.0}], ids=str)
+@pytest.mark.parametrize("num_positions", [100, 128, 129, MAX_POSITIONS])
+def test_longrope_divides_by_the_factors_of_the_longest_context(
+    num_positions: int, stated: dict[str, float]
+) -> None:
+    reference, rope = transformers_rope(LONGROPE | stated), our_rope(LONGROPE | stated)
+    cos, sin = reference(torch.zeros(1), torch.arange(num_positions)[None])
+    ours = rope_tables(rope, num_positions)
     torch.testing.assert_close(ours[0], cos[0, :, : HEAD_DIM // 2], atol=1e-4, rtol=0)
     torch.testing.assert_close(ours[1], sin[0, :, : HEAD_DIM // 2], atol=1e-4, rtol=0)
 

@@ -138,6 +138,12 @@ def test_yarn_stretches_the_context() -> None:
     )
 
 
+def test_dynamic_rope_offers_the_context_that_needs_no_scaling() -> None:
+    config = read(max_position_embeddings=2048, rope_scaling={"type": "dynamic", "factor": 4.0})
+    assert config.max_model_len == 2048
+    assert config.rope == Rope(rotary_dim=8, theta=10_000.0)
+
+
 @pytest.mark.parametrize(
     ("settings", "windows"),
     [
@@ -206,10 +212,27 @@ def test_dtype(settings: dict[str, Any], choice: DType, dtype: torch.dtype) -> N
         ({**GPT2, "activation_function": "mish"}, ["activation_function='mish'"]),
         ({"torch_dtype": "float8_e4m3fn"}, ["float8_e4m3fn", "bfloat16"]),
         (
-            {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
-            ["rope_type='dynamic'", "default, linear, llama3, yarn"],
+            {"rope_scaling": {"type": "spiral", "factor": 2.0}},
+            ["rope_type='spiral'", "default, dynamic, linear, llama3, longrope, yarn"],
         ),
-        ({"rope_parameters": {"rope_type": "longrope"}}, ["rope_type='longrope'"]),
+        (
+            {"rope_scaling": {"type": "dynamic", "alpha": 1000.0, "factor": 1.0}},
+            ["rope_type='dynamic' with alpha"],
+        ),
+        (
+            {"rope_parameters": {"rope_type": "longrope"}},
+            ["rope_type='longrope'", "4 numbers in short_factor", "None"],
+        ),
+        (
+            {
+                "rope_parameters": {
+                    "rope_type": "longrope",
+                    "short_factor": [1.0] * 4,
+                    "long_factor": [1.0] * 3,
+                }
+            },
+            ["4 numbers in long_factor", "got 3"],
+        ),
         ({"rope_scaling": {"type": "linear"}}, ["'linear'", "factor"]),
         ({"rope_scaling": {"factor": 2.0}}, ["factor=2.0 without a rope_type"]),
         (
@@ -237,7 +260,7 @@ def test_dtype(settings: dict[str, Any], choice: DType, dtype: torch.dtype) -> N
         ),
         (
             {"architectures": ["Phi3ForCausalLM"], "rope_scaling": {"type": "yarn", "factor": 4.0}},
-            ["rope_scaling is not supported for Phi-3"],
+            ["rope_type='longrope'", "short_factor"],
         ),
         ({"is_encoder_decoder": True}, ["is_encoder_decoder=True"]),
         ({"head_dim": 7}, ["even", "7"]),

@@ -1,0 +1,133 @@
+"""Every key of every family's config.json changes what is built or is refused, but for those listed.
+
+The keys are those of transformers' own configurations, so a family's next key must be dealt with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+import transformers
+
+from ostinato.models.registry import model_class
+from tests.models.random_checkpoints import VARIANTS, Variant
+
+# Training, generation with transformers, heads of other tasks, and the file itself.
+NEUTRAL = {
+    "_name_or_path", "attention_dropout", "attn_pdrop", "chunk_size_feed_forward",
+    "classifier_dropout", "dropout", "emb_pdrop", "embd_pdrop", "embedding_dropout",
+    "embedding_fraction", "hidden_dropout", "id2label", "init_device", "init_std", "initializer_range",
+    "label2id", "layerdrop", "model_type", "output_attentions", "output_hidden_states", "pad_token_id",
+    "problem_type", "resid_pdrop", "residual_dropout", "return_dict", "transformers_version",
+    "use_cache",
+}  # fmt: skip
+# Family or variant -> keys that change nothing there, and why.
+NEUTRAL_IN = {
+    "bloom": {
+        "intermediate_size": "no key of BLOOM: always four times the hidden size",
+        "pretraining_tp": "the order of sums only",
+        "slow_but_exact": "the order of sums only",
+    },
+    "falcon-rw": {"rope_parameters.rope_theta": "it has ALiBi"},
+    "falcon": {
+        "intermediate_size": "no key of Falcon, which has ffn_hidden_size",
+        "multi_query": "of the new architecture",
+        "num_kv_heads": "without the new architecture",
+        "num_ln_in_parallel_attn": "without the new architecture",
+    },
+    "gemma3_text": {"_sliding_window_pattern": "layer_types says more"},
+    "gpt2": {
+        "reorder_and_upcast_attn": "float32 logits, as here",
+        "summary_activation": "a head of another task",
+        "summary_first_dropout": "a head of another task",
+        "summary_proj_to_labels": "a head of another task",
+        "summary_type": "a head of another task",
+        "summary_use_proj": "a head of another task",
+    },
+    "gpt_neox": {"is_decoder": "it is one"},
+    "llama-dynamic": {"rope_parameters.factor": "of a longer context than is offered"},
+    "llama": {"pretraining_tp": "the order of sums only"},
+    "mpt": {
+        "attn_config.architectures": "a general key of transformers",
+        "attn_config.dtype": "a general key of transformers",
+        "attn_config.is_encoder_decoder": "a general key of transformers",
+        "attn_config.attn_impl": "one result by several kernels",
+        "attn_config.attn_pdrop": "training",
+        "learned_pos_emb": "where there is no ALiBi, which is refused",
+        "norm_type": "its kinds differ in precision only",
+    },
+    "opt": {"intermediate_size": "no key of OPT, which has ffn_dim"},
+    "phi3": {"original_max_position_embeddings": "of scaled rotary embeddings"},
+    "qwen2": {
+        "max_window_layers": "layer_types says more",
+        "sliding_window": "use_sliding_window is off",
+        "use_sliding_window": "there is no window",
+    },
+    "qwen3": {
+        "max_window_layers": "layer_types says more",
+        "sliding_window": "use_sliding_window is off",
+        "use_sliding_window": "there is no window",
+    },
+    "smollm3": {
+        "no_rope_layer_interval": "no_rope_layers says more",
+        "sliding_window": "use_sliding_window is off",
+        "use_sliding_window": "there is no window",
+    },
+}
+
+
+def other(value: Any) -> Any:
+    """Another value of the same kind."""
+    match value:
+        case bool():
+            return not value
+        case int():
+            return value * 2 or 1
+        case float():
+            return value * 2 or 0.5
+        case str():
+            return value + "_other"
+        case None:
+            return 3
+        case [str(), *rest]:
+            return [*rest, "other"]
+        case list():
+            return [*value, 5]
+    raise TypeError(f"no other value than {value!r} is known")
+
+
+def mutations(config: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(the key, with a dot inside of objects, the config with another value there)."""
+    for key, value in config.items():
+        if not isinstance(value, dict):
+            yield key, {**config, key: other(value)}
+            continue
+        for inner, changed in mutations(value):
+            yield f"{key}.{inner}", {**config, key: changed}
+
+
+def config_of(variant: Variant) -> dict[str, Any]:
+    """The config.json that transformers writes."""
+    config = transformers.AutoConfig.for_model(variant.model_type, **variant.settings)
+    model = transformers.AutoModelForCausalLM._model_mapping[type(config)]
+    return {**config.to_dict(), "architectures": [model.__name__]}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_no_key_is_ignored(name: str) -> None:
+    config = config_of(VARIANTS[name])
+    family = model_class(config["architectures"][0])
+    expected = family.read_config(config)
+    here = (NEUTRAL_IN.get(VARIANTS[name].model_type, {}), NEUTRAL_IN.get(name, {}))
+    neutral = NEUTRAL.union(*here)
+    ignored = set()
+    for key, changed in mutations(config):
+        try:
+            if family.read_config(changed) == expected:
+                ignored.add(key)
+        except ValueError:
+            continue
+    # Objects inside may be configurations of transformers too, with all its general keys.
+    assert {key for key in ignored if not NEUTRAL.intersection(key.split("."))} - neutral == set()
