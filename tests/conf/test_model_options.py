@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import transformers
 
 from ostinato.conf.compose import group_options, load_config
 from ostinato.models.checkpoints.checkpoint import open_checkpoint
@@ -9,16 +10,36 @@ from ostinato.models.registry import build_model, read_model_config
 
 # Parameters as the models' authors state them, tied weights counted once, and tokens of context.
 KNOWN = {
-    "falcon-7b": (6_921_720_704, 2048),
-    "gpt2": (124_439_808, 1024),
+    "falcon-40b": (41_303_293_952, 2_048),
+    "falcon-7b": (6_921_720_704, 2_048),
+    "falcon3-7b": (7_455_550_464, 32_768),
+    "gemma2-2b": (2_614_341_888, 8_192),
+    "gemma2-9b": (9_241_705_984, 8_192),
+    "gemma3-1b": (999_885_952, 32_768),
+    "gpt2": (124_439_808, 1_024),
+    "granite-8b": (8_170_864_640, 131_072),
     "llama-1b": (1_235_814_400, 131_072),
-    "llama-45m": (56_369_664, 4096),
+    "llama-3b": (3_212_749_824, 131_072),
+    "llama-45m": (56_369_664, 4_096),
+    "llama-70b": (70_553_706_496, 131_072),
     "llama-8b": (8_030_261_248, 131_072),
     "mistral-7b": (7_248_023_552, 32_768),
-    "pythia-160m": (162_322_944, 2048),
+    "mistral-small-24b": (23_572_403_200, 32_768),
+    "olmo2-13b": (13_716_198_400, 4_096),
+    "olmo2-7b": (7_298_617_344, 4_096),
+    "olmo3-7b": (7_298_011_136, 65_536),
+    "phi-4": (14_659_507_200, 16_384),
+    "pythia-1.4b": (1_414_647_808, 2_048),
+    "pythia-160m": (162_322_944, 2_048),
+    "pythia-6.9b": (6_857_302_016, 2_048),
     "qwen2.5-0.5b": (494_032_768, 32_768),
     "qwen3-0.6b": (596_049_920, 40_960),
+    "qwen3-1.7b": (1_720_574_976, 40_960),
+    "qwen3-14b": (14_768_307_200, 40_960),
+    "qwen3-32b": (32_762_123_264, 40_960),
+    "qwen3-4b": (4_022_468_096, 40_960),
     "qwen3-8b": (8_190_735_360, 40_960),
+    "smollm3-3b": (3_075_098_624, 65_536),
 }
 
 
@@ -35,3 +56,15 @@ def test_parameters_and_context(option: str):
     )
     count = sum(parameter.numel() for parameter in model.parameters())
     assert (count, config.max_model_len) == KNOWN[option]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("option", KNOWN)
+def test_transformers_counts_as_many_parameters(option: str):
+    section = load_config([f"model={option}", "model.load_format=dummy"]).model
+    hf_config = dict(open_checkpoint(section).hf_config)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(
+            transformers.AutoConfig.for_model(**hf_config)
+        )
+    assert sum(parameter.numel() for parameter in model.parameters()) == KNOWN[option][0]
