@@ -149,11 +149,12 @@ def variants() -> Iterator[Variant]:
 
 def compile_variant(variant: Variant) -> Resources:
     """Compile for capability 9.0 and read what the assembler says."""
-    absent = {name: None for name in _PER_HEAD if name not in variant.per_head}
-    constants = dict(variant.constants) | {
-        name: value for name, value in absent.items() if name in variant.kernel.arg_names
+    options = {name: n for name, n in variant.constants.items() if name in _LAUNCH_OPTIONS}
+    constants: dict[str, Any] = {
+        name: n for name, n in variant.constants.items() if name not in _LAUNCH_OPTIONS
     }
-    options = {name: constants.pop(name) for name in _LAUNCH_OPTIONS if name in constants}
+    for name in set(_PER_HEAD).intersection(variant.kernel.arg_names) - set(variant.per_head):
+        constants[name] = None
     signature: dict[str, str] = {}
     divisible: dict[tuple[int], list[list[Any]]] = {}
     for index, name in enumerate(variant.kernel.arg_names):
