@@ -70,7 +70,16 @@ def read_model_config(checkpoint: Checkpoint) -> ModelConfig:
     Raises:
         ValueError: its architecture is unknown, or its config asks for what is not supported.
     """
-    family = model_class(architecture_of(checkpoint.hf_config))
+    architecture = architecture_of(checkpoint.hf_config)
+    own_code = checkpoint.hf_config.get("auto_map")
+    if architecture not in ARCHITECTURES and own_code:
+        code = own_code.get("AutoModelForCausalLM") if isinstance(own_code, dict) else None
+        raise ValueError(
+            f"architecture {architecture!r} is not supported; the checkpoint's own code for it "
+            f"({code or 'auto_map in config.json'}) is never run; "
+            f"supported are {', '.join(ARCHITECTURES)}"
+        )
+    family = model_class(architecture)
     return family.read_config(checkpoint.hf_config, checkpoint.generation_config)
 
 

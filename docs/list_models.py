@@ -1,0 +1,123 @@
+"""Writes the table of docs/models.md: the architectures, and what of their configs is refused.
+
+    python docs/list_models.py
+
+The rows follow from models/registry.py and the first lines of the families' modules. What is
+refused is listed here: tests/models/config/test_refused.py shows that it is, and nothing else is.
+"""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ostinato.models.registry import ARCHITECTURES
+
+__all__ = ("PAGE", "REFUSED", "Refused", "with_table")
+
+_ROOT = Path(__file__).resolve().parents[1]
+PAGE = _ROOT / "docs/models.md"
+
+
+class Refused(NamedTuple):
+    """A value in a config.json with which a model is not served."""
+
+    key: str  # a dot leads into an object
+    value: Any
+    why: str
+    beside: tuple[str, Any] | None = None  # a key and the value with which it is refused
+
+    def shown(self) -> str:
+        """As a cell of the table."""
+        text = _pair(self.key, self.value)
+        return text if self.beside is None else f"{text} with {_pair(*self.beside)}"
+
+
+def _pair(key: str, value: Any) -> str:
+    return f"`{key}={str(value).lower() if isinstance(value, bool) else value}`"
+
+
+_QK_LAYER_NORM = "a layer norm of queries and keys is not implemented"
+_TWO_SIDED = "it makes an encoder of the decoder"
+REFUSED: dict[str, tuple[Refused, ...]] = {
+    "BloomForCausalLM": (
+        Refused(
+            "apply_residual_connection_post_layernorm",
+            True,
+            "the residual stream would be the normalised one; no published model has it",
+        ),
+    ),
+    "Cohere2ForCausalLM": (Refused("use_qk_norm", True, _QK_LAYER_NORM),),
+    "CohereForCausalLM": (Refused("use_qk_norm", True, _QK_LAYER_NORM + "; Command R+ has it"),),
+    "FalconForCausalLM": (
+        Refused(
+            "parallel_attn",
+            False,
+            "no published model has both",
+            beside=("new_decoder_architecture", True),
+        ),
+    ),
+    "GPT2LMHeadModel": (
+        Refused("scale_attn_by_inverse_layer_idx", True, "layers would have scales of their own"),
+        Refused("scale_attn_weights", False, "no published model has it"),
+    ),
+    "Gemma2ForCausalLM": (Refused("use_bidirectional_attention", True, _TWO_SIDED),),
+    "Gemma3ForCausalLM": (Refused("use_bidirectional_attention", True, _TWO_SIDED),),
+    "GemmaForCausalLM": (Refused("use_bidirectional_attention", True, _TWO_SIDED),),
+    "MptForCausalLM": (
+        Refused("no_bias", False, "checkpoints with biases are not read"),
+        Refused("logit_scale", 2.0, "no published model has it"),
+        Refused("attn_config.alibi", False, "learned positions are not implemented for MPT"),
+        Refused("attn_config.attn_type", "multiquery_attention", "no published model has it"),
+        Refused("attn_config.attn_uses_sequence_id", True, "it is for packed training texts"),
+        Refused("attn_config.prefix_lm", True, "tokens of the prefix would see later ones"),
+        Refused("attn_config.qk_ln", True, _QK_LAYER_NORM),
+    ),
+    "OPTForCausalLM": (
+        Refused("do_layer_norm_before", False, "OPT-350M alone normalises afterwards"),
+        Refused("_remove_final_layer_norm", True, "it is for checkpoints of before 2022"),
+        Refused(
+            "layer_norm_elementwise_affine", False, "norms without weights are not implemented"
+        ),
+        Refused("word_embed_proj_dim", 32, "OPT-350M alone projects its embeddings"),
+    ),
+    "PhiForCausalLM": (
+        Refused("qk_layernorm", True, _QK_LAYER_NORM),
+        Refused("tie_word_embeddings", True, "a tied head would have to do without its bias"),
+    ),
+    "StableLmForCausalLM": (Refused("qk_layernorm", True, _QK_LAYER_NORM),),
+}
+"""Architecture -> what of its own keys is refused."""
+
+_HEADING = "| architecture | models | refused | why |\n|---|---|---|---|\n"
+
+
+def _summary(module: str) -> str:
+    """The first line of a module's docstring, as a cell."""
+    file = _ROOT / (module.removeprefix("ostinato.").replace(".", "/") + ".py")
+    text = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
+    return text.splitlines()[0].rstrip(".").replace("|", "\\|")
+
+
+def table() -> str:
+    """The table of docs/models.md."""
+    rows = []
+    for architecture, place in sorted(ARCHITECTURES.items(), key=lambda item: item[0].lower()):
+        module = place.split(":")[0]
+        refused = REFUSED.get(architecture, ())
+        keys = "<br>".join(one.shown() for one in refused)
+        reasons = "<br>".join(one.why for one in refused)
+        rows.append(f"| `{architecture}` | {_summary(module)} | {keys} | {reasons} |\n")
+    return _HEADING + "".join(rows)
+
+
+def with_table(document: str) -> str:
+    """The page with the present table."""
+    before, after = document.split(_HEADING)
+    rest = after[after.index("\n\n") + 1 :]
+    return before + table() + rest
+
+
+if __name__ == "__main__":
+    PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
