@@ -13,8 +13,8 @@ MKL, which computes torch's `exp`, has a number of threads of its own that OpenM
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
@@ -37,54 +37,82 @@ class StepThreads:
     """
 
     def __init__(self, threads: int) -> None:
-        self._threads = threads
-        self._set_pool = pool_threads_setter()
         # From the OpenMP runtime that torch has loaded; None if torch was built without OpenMP.
-        self._set_openmp = getattr(ctypes.CDLL(None), "omp_set_num_threads", None)
-        self._set_mkl = _mkl_threads_setter()
-        self._is_held = False
+        set_openmp = getattr(ctypes.PyDLL(None), "omp_set_num_threads", None)
+        self._free: AbstractContextManager[None] = nullcontext()
+        self._serial = (
+            self._free
+            if set_openmp is None
+            else _SerialLoops(set_openmp, pool_threads_setter(), threads)
+        )
+        self._serial_logits = _SerialLogits(self._serial, _mkl_threads_setter())
 
-    @contextmanager
-    def for_step(self, num_tokens: int, *, has_loops: bool) -> Iterator[None]:
-        """Hold the choice during a step, or a part of it; the choice of a part with loops is kept.
+    def for_step(self, num_tokens: int, *, has_loops: bool) -> AbstractContextManager[None]:
+        """Hold the choice during a step, or a part of it; inside of another it changes nothing.
 
         Args:
             num_tokens: of the step.
             has_loops: whether its program may contain OpenMP loops.
         """
-        if self._set_openmp is None or self._is_held:
-            yield
-            return
-        if has_loops and num_tokens > _SERIAL_TOKENS:
-            yield
-            return
-        self._is_held = True
-        self._set_openmp(1)
-        self._set_pool(self._threads)
-        try:
-            yield
-        finally:
-            self._is_held = False
-            self._set_pool(0)
-            self._set_openmp(self._threads)
+        return self._free if has_loops and num_tokens > _SERIAL_TOKENS else self._serial
 
-    @contextmanager
-    def for_logits(self, num_numbers: int) -> Iterator[None]:
+    def for_logits(self, num_numbers: int) -> AbstractContextManager[None]:
         """Hold the choice during operations on logits, none of which is a matrix product.
 
         Args:
             num_numbers: of the logits.
         """
-        if num_numbers > _SERIAL_NUMBERS:
-            yield
-            return
-        set_mkl = self._set_mkl or (lambda number: 0)
-        with self.for_step(0, has_loops=False):
-            before = set_mkl(1)
-            try:
-                yield
-            finally:
-                set_mkl(before)
+        return self._free if num_numbers > _SERIAL_NUMBERS else self._serial_logits
+
+
+class _SerialLoops(AbstractContextManager[None]):
+    """OpenMP loops on one thread, our kernels on all of a step's.
+
+    A class, since a generator's context takes twice the time, once or twice in every step.
+    """
+
+    __slots__ = ("_depth", "_set_openmp", "_set_pool", "_threads")
+
+    def __init__(
+        self, set_openmp: Callable[[int], object], set_pool: Callable[[int], object], threads: int
+    ) -> None:
+        self._set_openmp = set_openmp
+        self._set_pool = set_pool
+        self._threads = threads
+        self._depth = 0  # contexts inside of one another
+
+    def __enter__(self) -> None:
+        self._depth += 1
+        if self._depth == 1:
+            self._set_openmp(1)
+            self._set_pool(self._threads)
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._depth -= 1
+        if not self._depth:
+            self._set_pool(0)
+            self._set_openmp(self._threads)
+
+
+class _SerialLogits(AbstractContextManager[None]):
+    """As `serial`, and MKL on one thread; not to be entered twice."""
+
+    __slots__ = ("_before", "_serial", "_set_mkl")
+
+    def __init__(
+        self, serial: AbstractContextManager[None], set_mkl: Callable[[int], int] | None
+    ) -> None:
+        self._serial = serial
+        self._set_mkl = set_mkl or (lambda number: 0)
+        self._before = 0
+
+    def __enter__(self) -> None:
+        self._serial.__enter__()
+        self._before = self._set_mkl(1)
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._set_mkl(self._before)
+        self._serial.__exit__(None, None, None)
 
 
 def _mkl_threads_setter() -> Callable[[int], int] | None:

@@ -170,7 +170,9 @@ class ModelRunner:
         return result
 
     def _draw(self, pending: PendingStep, logits: Tensor) -> None:
-        with self._hold_for_logits(logits.numel()):
+        # The sampling op uses no threads of OpenMP or MKL; torch's operations do.
+        reports = self._sampler.reports_logprobs
+        with self._hold_for_logits(logits.numel()) if reports else nullcontext():
             pending.tokens = self._sampler.launch(logits)
         self._buffers.store_last_tokens(pending.tokens.last_tokens)
 

@@ -168,6 +168,7 @@ class Sampler:
         self.grammars = GrammarMasks(vocab_size=vocab_size, device=device, matchers=matchers)
         self._token_sampler = token_sampler or EagerSampler()
         self._staged: list[_Row] = []
+        self._reporting: list[int] = []  # indices into `_staged` of rows with log-probabilities
         self._rows: list[int] = []
         self._positions: list[int] = []
         self._drafts: list[list[int]] | None = None
@@ -192,12 +193,20 @@ class Sampler:
             drafts: of each sequence that samples, the guesses for its positions but the last; None
                 = no sequence has any.
         """
-        self._staged = [self._state(row) for row in rows]
+        self._staged = states = [self._state(row) for row in rows]
+        self._reporting = [
+            i for i, state in enumerate(states) if state.reported.num_top is not None
+        ]
         self._rows = rows
         self._positions = positions
         self._drafts = drafts
         if drafts is None:
-            self._stage_draws(self._staged, positions)
+            self._stage_draws(states, positions)
+
+    @property
+    def reports_logprobs(self) -> bool:
+        """Whether `launch` computes log-probabilities of the staged rows."""
+        return bool(self._reporting)
 
     @property
     def waits_for_tokens(self) -> bool:
@@ -214,10 +223,7 @@ class Sampler:
         if self._drafts is not None:
             return self._verify(logits, self._drafts)
         states = self._staged
-        reporting = [
-            index for index, state in enumerate(states) if state.reported.num_top is not None
-        ]
-        raw = logits.clone() if any(map(self._reports_before, reporting)) else logits
+        raw = logits.clone() if any(map(self._reports_before, self._reporting)) else logits
         token_ids, masks = self._pick(logits, self._rows, states, self._positions)
         if raw is not logits:
             # A beam search continues with what is likeliest after the edits.
@@ -225,7 +231,7 @@ class Sampler:
                 if state.is_beam:
                     raw[index] = logits[index]
         logprobs = None
-        if reporting:
+        if self._reporting:
             logprobs = start_logprobs(raw, token_ids, [state.reported for state in states])
         return PendingTokens(token_ids, logprobs, masks)
 

@@ -166,7 +166,8 @@ class StepPlanner:
             waiting one, or all that are left when no other is admitted.
         """
         running, waiting = self._queues.running, self._queues.waiting
-        step.is_closed = step.is_closed or not step.takes_prompts
+        if waiting and not step.is_closed:
+            step.is_closed = not step.takes_prompts
         while waiting and not step.is_closed:
             if step.num_grown < len(running) and running[step.num_grown].order < waiting[0].order:
                 return True
