@@ -4,12 +4,20 @@ EngineError
 ├── InvalidRequestError   the request can not be served as asked: a 4xx that names the parameter
 ├── StartupError          the engine can not start: one clear line and a non-zero exit code
 ├── EngineDeadError       the engine process is gone: a 503 for everything in flight
+├── HelperProcessError    a process that checks a part of the request can not do it: a 503
 └── DeadlineError         the request's time was over before it had an answer: a 504
 """
 
 from __future__ import annotations
 
-__all__ = ("DeadlineError", "EngineDeadError", "EngineError", "InvalidRequestError", "StartupError")
+__all__ = (
+    "DeadlineError",
+    "EngineDeadError",
+    "EngineError",
+    "HelperProcessError",
+    "InvalidRequestError",
+    "StartupError",
+)
 
 
 class EngineError(Exception):
@@ -41,6 +49,10 @@ class StartupError(EngineError):
 
 class EngineDeadError(EngineError):
     """The engine process ended or stopped answering."""
+
+
+class HelperProcessError(EngineError):
+    """A process beside the server, which checks a part of a request, can not be started or died."""
 
 
 class DeadlineError(EngineError):

@@ -36,7 +36,12 @@ from ostinato.runtime.client.pooling import (
     pair_token_ids,
     require_task,
 )
-from ostinato.runtime.client.requests import make_requests, resolve
+from ostinato.runtime.client.requests import (
+    PreparedParts,
+    bad_words_token_ids,
+    make_requests,
+    resolve,
+)
 from ostinato.runtime.engine.step_observer import StepObserver
 from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.grammar.compiler import GrammarCompiler
@@ -335,8 +340,10 @@ class LLM:
             token_ids,
             sampling,
             self.model,
-            tokenizer=self.tokenizer,
-            grammar="" if constraint is None else self._grammars.compile(constraint),
+            parts=PreparedParts(
+                "" if constraint is None else self._grammars.compile(constraint),
+                bad_words_token_ids(sampling.bad_words, self.tokenizer),
+            ),
         )
 
     def _run(self, answers: list[PromptCompletions]) -> Iterator[tuple[int, RequestOutput]]:

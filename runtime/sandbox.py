@@ -1,8 +1,9 @@
 """Runs a job on untrusted text in a child process with limits of time and memory.
 
 The child calls `serve`, the parent owns a `SandboxProcess`. Frames of bytes, each after its
-length, cross standard input and output. The child sets its own limits of processor time and memory,
-so that a busy machine does not count as an endless job; the parent's clock is the last resort.
+length, cross standard input and output. The child's first frame is empty and says that it is ready.
+The child sets its own limits of processor time and memory, so that a busy machine does not count as
+an endless job; the parent's clock is the last resort.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from enum import StrEnum
 from typing import NamedTuple
 
-__all__ = ("FailureReason", "Limits", "SandboxError", "SandboxProcess", "call", "serve")
+__all__ = ("FailureReason", "Fault", "Limits", "SandboxError", "SandboxProcess", "call", "serve")
 
 _LENGTH = struct.Struct("<I")
 
@@ -35,11 +37,19 @@ class Limits(NamedTuple):
     answer_bytes: int
 
 
+class Fault(StrEnum):
+    """What is at fault when a job has no answer."""
+
+    job = "job"  # it takes more than it may, and would do so again
+    start = "start"  # no process could be started for it
+    unknown = "unknown"  # its process ended; another try may succeed
+
+
 class FailureReason(NamedTuple):
     """Why a job has no answer."""
 
-    text: str  # "more than 2 s of processor time"
-    is_certain: bool  # whether the job itself is at fault, so that it would happen again
+    text: str  # of the job: "more than 2 s of processor time"; else a sentence without its subject
+    fault: Fault
 
 
 class SandboxError(Exception):
@@ -79,18 +89,18 @@ class SandboxProcess:
             SandboxError: the process ended, or was killed for a limit; the next job gets a new one.
         """
         process = self._process
+        deadline = time.monotonic() + self._limits.wall_s
         if process is None or process.poll() is not None:
             self.close()
-            process = self._process = self._start()
-        deadline = time.monotonic() + self._limits.wall_s
+            process = self._start(deadline)
+            deadline = time.monotonic() + self._limits.wall_s
         try:
             _write(process, job, deadline)
-            (size,) = _LENGTH.unpack(_read(process, _LENGTH.size, deadline))
-            return _read(process, size, deadline)
+            return _read_frame(process, deadline)
         except TimeoutError as error:
             self.close()
-            text = f"more than {self._limits.wall_s:.0f} s"
-            raise SandboxError(FailureReason(text, is_certain=False)) from error
+            text = f"gave no answer within {self._limits.wall_s:.0f} s"
+            raise SandboxError(FailureReason(text, Fault.unknown)) from error
         except (OSError, EOFError):
             reason = self._reason(process)
             self.close()
@@ -114,33 +124,53 @@ class SandboxProcess:
                 if pipe is not None:
                     pipe.close()
 
-    def _start(self) -> subprocess.Popen[bytes]:
-        process = subprocess.Popen(
-            [sys.executable, "-m", self._module, *map(str, self._limits)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            bufsize=0,
-            start_new_session=True,  # a Ctrl-C in the terminal is not for it
-        )
-        with contextlib.suppress(OSError):  # a child that is gone is seen by its first job
-            _write(process, self._first, time.monotonic() + self._limits.wall_s)
+    def _start(self, deadline: float) -> subprocess.Popen[bytes]:
+        """A new child that is ready for jobs.
+
+        Raises:
+            SandboxError: there is none.
+        """
+        try:
+            process = self._process = subprocess.Popen(
+                [sys.executable, "-m", self._module, *map(str, self._limits)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                bufsize=0,
+                start_new_session=True,  # a Ctrl-C in the terminal is not for it
+            )
+        except OSError as error:
+            text = f"can not be started ({error.strerror})"
+            raise SandboxError(FailureReason(text, Fault.start)) from error
+        try:
+            _write(process, self._first, deadline)
+            _read_frame(process, deadline)
+        except TimeoutError as error:
+            self.close()
+            text = f"did not start within {self._limits.wall_s:.0f} s"
+            raise SandboxError(FailureReason(text, Fault.start)) from error
+        except (OSError, EOFError):
+            code = _exit_code(process)
+            self.close()
+            text = f"ended at its start with {_name_of(code)}"
+            raise SandboxError(FailureReason(text, Fault.start)) from None
         return process
 
     def _reason(self, process: subprocess.Popen[bytes]) -> FailureReason:
-        try:
-            code = process.wait(5.0)
-        except subprocess.TimeoutExpired:  # it closed its output and lives on
-            code = None
-        limits = self._limits
+        """Why a child that was ready ended without an answer."""
+        code, limits = _exit_code(process), self._limits
         if code == -signal.SIGXCPU:
-            return FailureReason(f"more than {limits.cpu_s} s of processor time", is_certain=True)
+            return FailureReason(f"more than {limits.cpu_s} s of processor time", Fault.job)
         if code in (-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS, _NO_MEMORY):
+            own, _ = resource.getrlimit(resource.RLIMIT_AS)
+            if own != resource.RLIM_INFINITY and own < limits.memory_bytes:
+                text = f"ran out of the {own >> 20} MiB that the server's processes may have"
+                return FailureReason(text, Fault.start)
             text = f"more than {limits.memory_bytes >> 20} MiB of memory or too deep a nesting"
-            return FailureReason(text, is_certain=True)
+            return FailureReason(text, Fault.job)
         if code == _TOO_LONG:
-            return _too_long(limits)
-        return FailureReason(f"its process ended with code {code}", is_certain=False)
+            return FailureReason(f"more than {limits.answer_bytes >> 20} MiB of text", Fault.job)
+        return FailureReason(f"ended with {_name_of(code)}", Fault.unknown)
 
 
 async def call(process: SandboxProcess, job: bytes) -> bytes:
@@ -158,8 +188,18 @@ async def call(process: SandboxProcess, job: bytes) -> bytes:
 _NO_MEMORY, _TOO_LONG = 3, 4
 
 
-def _too_long(limits: Limits) -> FailureReason:
-    return FailureReason(f"more than {limits.answer_bytes >> 20} MiB of text", is_certain=True)
+def _exit_code(process: subprocess.Popen[bytes]) -> int | None:
+    """None when it closed its output and lives on."""
+    try:
+        return process.wait(5.0)
+    except subprocess.TimeoutExpired:
+        return None
+
+
+def _name_of(code: int | None) -> str:
+    if code is None:
+        return "its output closed"
+    return f"exit code {code}" if code >= 0 else f"signal {-code}"
 
 
 def _write(process: subprocess.Popen[bytes], frame: bytes, deadline: float) -> None:
@@ -171,6 +211,11 @@ def _write(process: subprocess.Popen[bytes], frame: bytes, deadline: float) -> N
         if left <= 0 or not _is_ready(process.stdin.fileno(), select.POLLOUT, left):
             raise TimeoutError
         data = data[os.write(process.stdin.fileno(), data) :]
+
+
+def _read_frame(process: subprocess.Popen[bytes], deadline: float) -> bytes:
+    (size,) = _LENGTH.unpack(_read(process, _LENGTH.size, deadline))
+    return _read(process, size, deadline)
 
 
 def _read(process: subprocess.Popen[bytes], size: int, deadline: float) -> bytes:
@@ -203,17 +248,18 @@ def serve(arguments: list[str], begin: Callable[[bytes], Callable[[bytes], bytes
             thread with a small stack, so that what passes here does not overflow a larger one.
     """
     cpu_s, _, memory_bytes, answer_bytes = map(float, arguments)
-    resource.setrlimit(resource.RLIMIT_AS, (int(memory_bytes), resource.RLIM_INFINITY))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    _limit(resource.RLIMIT_AS, int(memory_bytes))
+    _limit(resource.RLIMIT_CORE, 0)
     # Not even to standard error may a print of the job's reach the parent's frames.
     jobs, answers = os.dup(0), os.dup(1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    code = 0
+    code = 1  # of a thread that ends with an error
 
     def work() -> None:
         nonlocal code
         try:
             answer = begin(_next(jobs))
+            _write_all(answers, _LENGTH.pack(0))
             while True:
                 job = _next(jobs)
                 _allow(int(cpu_s))
@@ -223,7 +269,7 @@ def serve(arguments: list[str], begin: Callable[[bytes], Callable[[bytes], bytes
                     return
                 _write_all(answers, _LENGTH.pack(len(out)) + out)
         except EOFError:
-            return
+            code = 0
         except MemoryError:
             code = _NO_MEMORY
 
@@ -237,8 +283,14 @@ def serve(arguments: list[str], begin: Callable[[bytes], Callable[[bytes], bytes
 def _allow(cpu_s: int) -> None:
     """So much processor time from now on."""
     used = resource.getrusage(resource.RUSAGE_SELF)
-    limit = int(used.ru_utime + used.ru_stime) + 1 + cpu_s
-    resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.RLIM_INFINITY))
+    _limit(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime) + 1 + cpu_s)
+
+
+def _limit(what: int, value: int) -> None:
+    """Lower a limit of this process, as far as it was not started with a lower one."""
+    _, hard = resource.getrlimit(what)
+    soft = value if hard == resource.RLIM_INFINITY else min(value, hard)
+    resource.setrlimit(what, (soft, hard))
 
 
 def _next(jobs: int) -> bytes:

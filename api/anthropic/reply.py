@@ -15,12 +15,11 @@ from ostinato.api.anthropic.message_events import (
     MessageEvent,
     StopDelta,
 )
-from ostinato.api.anthropic.schemas import MessagesRequest, Reply, Usage
+from ostinato.api.anthropic.preparation import PreparedMessages
+from ostinato.api.anthropic.schemas import Reply, Usage
 from ostinato.api.base.request_context import RequestContext
 from ostinato.api.chat.chat_deltas import ChatOutputParser, join_deltas
-from ostinato.api.chat.chat_generation import ChatGeneration
 from ostinato.api.chat.content_blocks import ContentBlocks
-from ostinato.api.service.prompt_report import PromptReport
 from ostinato.api.service.reply_state import Tally
 from ostinato.api.service.service import Service
 from ostinato.api.service.stream_interval import StreamInterval
@@ -32,22 +31,20 @@ class MessagesReply:
     """The reply to one request; use `stream` or `whole`, once.
 
     Args:
-        ready: the request for the engine.
-        report: what the reply shows of the prompt.
+        prepared: the request; `runner.prepare` has let it pass.
     """
 
     def __init__(
         self,
         service: Service,
-        body: MessagesRequest,
-        ready: ChatGeneration,
-        report: PromptReport,
+        prepared: PreparedMessages,
         context: RequestContext,
     ) -> None:
+        ready = prepared.ready
         self._service = service
-        self._report = report
-        self._shows_tier = body.service_tier is not None
-        self._interval = StreamInterval(body.stream_interval or 1, join_deltas)
+        self._report = ready.report
+        self._shows_tier = prepared.shows_tier
+        self._interval = StreamInterval(prepared.stream_interval, join_deltas)
         self._generation = ready.generation
         self._id = ready.generation.request_id
         self._parser = ChatOutputParser(ready.form)

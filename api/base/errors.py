@@ -8,8 +8,7 @@ the same bodies.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -18,7 +17,13 @@ from litestar.exceptions import HTTPException
 
 from ostinato.api.base.request_context import ANTHROPIC_PATHS, request_id_of
 from ostinato.api.base.unsupported_endpoints import hint_for
-from ostinato.runtime.errors import DeadlineError, EngineDeadError, EngineError, InvalidRequestError
+from ostinato.runtime.errors import (
+    DeadlineError,
+    EngineDeadError,
+    EngineError,
+    HelperProcessError,
+    InvalidRequestError,
+)
 
 __all__ = (
     "ClientGoneError",
@@ -29,7 +34,6 @@ __all__ = (
     "error_body",
     "error_response",
     "exception_handlers",
-    "renamed",
     "status_of",
     "typed_error_body",
 )
@@ -82,30 +86,11 @@ class ClientGoneError(Exception):
     """The client closed its connection before the answer."""
 
 
-@contextmanager
-def renamed(names: Mapping[str, str]) -> Iterator[None]:
-    """Rename the parameter in every InvalidRequestError that the block raises.
-
-    Args:
-        names: field of the chat endpoint -> field of the dialect.
-    """
-    try:
-        yield
-    except InvalidRequestError as error:
-        name = error.param or ""
-        if name not in names:
-            raise
-        message = str(error).replace(name, names[name])
-        raise InvalidRequestError(
-            message, param=names[name], code=error.code, status=error.status
-        ) from error
-
-
 def status_of(error: Exception) -> int:
     """The HTTP status of a response for `error`."""
     if isinstance(error, InvalidRequestError):
         return error.status
-    if isinstance(error, UnavailableError | EngineDeadError):
+    if isinstance(error, UnavailableError | EngineDeadError | HelperProcessError):
         return 503
     if isinstance(error, OverloadedError):
         return 429
@@ -127,6 +112,8 @@ def error_body(error: Exception) -> ErrorBody:
         code = "deadline_exceeded"
     elif isinstance(error, EngineDeadError):
         code = "engine_dead"
+    elif isinstance(error, HelperProcessError):
+        code = "helper_process"
     elif not isinstance(error, EngineError):
         message = "an unexpected error; the server's log has the details"
         code = "internal_error"
@@ -177,6 +164,8 @@ def error_response(error: Exception, request: Request[Any, Any, Any]) -> Respons
     headers = {}
     if isinstance(error, UnavailableError | OverloadedError):
         headers["Retry-After"] = str(error.retry_after_s)
+    if isinstance(error, HelperProcessError):
+        headers["Retry-After"] = "5"
     if isinstance(error, DeadlineError):
         headers["x-should-retry"] = "false"  # OpenAI's clients repeat a 504 otherwise
     if status_of(error) == 401:

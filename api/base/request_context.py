@@ -48,6 +48,7 @@ class RequestContext:
     Attributes:
         arrived_at: seconds, time.monotonic().
         timeline: collects the events of the request; None = the request did not ask for one.
+        grammar: of the request's constraint; empty = it has none, or it is not compiled yet.
         grammar_seconds: how long the request waited for its grammar.
         timeout_ms: time limit of the answer, counted from the arrival; None = no limit.
         request_id: the name of the request, from its header or drawn; empty = none.
@@ -67,6 +68,7 @@ class RequestContext:
         self.traceparent = traceparent
         self.arrived_at = time.monotonic()
         self.timeout_ms = timeout_ms
+        self.grammar = ""
         self.grammar_seconds = 0.0
         self.timeline = TimelineBuilder(self.arrived_at) if wants_timeline else None
 

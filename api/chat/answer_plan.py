@@ -42,15 +42,15 @@ def plan_answer(
         reasoning=found.reasoning,
         reasoning_is_open=_ends_in_reasoning(body, prompt),
         shows_reasoning=body.include_reasoning,
-        calls=found.calls if use.tools else None,
+        call_format=found.calls.name if use.tools and found.calls is not None else "",
         tool_names=use.names,
         max_calls=None if use.parallel else 1,
         only_calls=use.must_call,
     )
     if use.tools:
         constraint = tool_constraint(use, form, constraint_of(body))
-        if constraint is not None and form.calls is not None:
-            form = msgspec.structs.replace(form, calls=form.calls.constrained())
+        if constraint is not None and form.call_format:
+            form = msgspec.structs.replace(form, is_constrained=True)
     else:
         constraint = behind_reasoning(body, form)
     return AnswerPlan(

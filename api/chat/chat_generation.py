@@ -6,19 +6,18 @@ from collections.abc import Mapping
 
 import msgspec
 
-from ostinato.api.base.errors import renamed
-from ostinato.api.base.request_context import RequestContext
-from ostinato.api.chat.answer_plan import AnswerPlan, plan_answer
-from ostinato.api.chat.chat_prompt import ChatPrompt, encode_chat
+from ostinato.api.chat.answer_plan import plan_answer
+from ostinato.api.chat.chat_prompt import encode_chat
 from ostinato.api.parsing.answer_parser import AnswerForm
+from ostinato.api.preparation.generation import Generation, make_generation, with_thinking
+from ostinato.api.preparation.preparation import Preparation
+from ostinato.api.preparation.prompt_report import PromptReport, prompt_report
 from ostinato.api.schemas.chat_completions import ChatCompletionRequest
 from ostinato.api.schemas.response_format import NO_CONSTRAINT, constraint_field
-from ostinato.api.service.generation import Generation, make_generation, with_thinking
-from ostinato.api.service.service import Service
 from ostinato.runtime.client.pooling import require_task
-from ostinato.runtime.types.engine_info import ServedModel, ServedTask
+from ostinato.runtime.types.engine_info import ServedTask
 
-__all__ = ("ChatGeneration", "plan_chat", "prepare_chat", "to_generation")
+__all__ = ("ChatGeneration", "count_chat", "prepare_chat", "to_generation")
 
 
 class ChatGeneration(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,61 +25,67 @@ class ChatGeneration(msgspec.Struct, frozen=True, kw_only=True):
 
     generation: Generation
     form: AnswerForm  # makes the parser of its answers
-    prompt_text: str
+    constraint_field: str  # the field of the request that a constraint comes from
+    report: PromptReport  # what the reply shows of the prompt
 
 
-async def plan_chat(service: Service, body: ChatCompletionRequest) -> tuple[ChatPrompt, AnswerPlan]:
-    """The prompt, and what its answers may be.
+def count_chat(preparation: Preparation, body: ChatCompletionRequest) -> int:
+    """How many tokens the prompt of a request has that could be answered.
 
     Raises:
         InvalidRequestError: the model does not generate; or as `encode_chat` and `plan_answer`.
     """
-    require_task(service.client.model, ServedTask.generate)
-    prompt = await encode_chat(service, body)
-    return prompt, plan_answer(body, prompt, service.encoder.tokenizer("messages"))
+    require_task(preparation.model, ServedTask.generate)
+    prompt = encode_chat(preparation, body, is_counted=True)
+    plan_answer(body, prompt, preparation.encoder.tokenizer("messages"))
+    return len(prompt.token_ids)
 
 
-async def prepare_chat(
-    service: Service, body: ChatCompletionRequest, *, request_id: str, context: RequestContext
+def prepare_chat(
+    preparation: Preparation, body: ChatCompletionRequest, *, request_id: str
 ) -> ChatGeneration:
-    """Check a chat request completely; nothing is refused after this.
+    """Check a chat request, but for what only the engine's client can check.
 
     Args:
         request_id: the id that the client sees.
 
     Raises:
-        InvalidRequestError: a parameter is out of range, a constraint is not valid, or the prompt
-            does not fit.
-        OverloadedError: the queue is full.
+        InvalidRequestError: a parameter is out of range, or the prompt does not fit.
+        ForkNeededError: as `encode_chat`.
     """
-    prompt, plan = await plan_chat(service, body)
+    require_task(preparation.model, ServedTask.generate)
+    prompt = encode_chat(preparation, body)
+    plan = plan_answer(body, prompt, preparation.encoder.tokenizer("messages"))
+    original = body
     body = msgspec.structs.replace(body, skip_special_tokens=plan.skip_special_tokens)
-    names = {}
+    constraint_name = constraint_field(body)
     if plan.constraint is not None:
-        names["structured_outputs"] = _constraint_field(body, plan)
+        constraint_name = "tools" if plan.form.call_format else constraint_name
         constraint = {**NO_CONSTRAINT, "structured_outputs": plan.constraint}
         body = msgspec.structs.replace(body, **constraint)
-    generation = to_generation(
-        body,
-        prompt.token_ids,
-        service.client.model,
-        request_id=request_id,
-        default_max_tokens=service.sampling.max_tokens,
-    )
+    generation = to_generation(preparation, body, prompt.token_ids, request_id=request_id)
     if plan.thinking is not None:
         generation = with_thinking(generation, plan.thinking)
-    with renamed(names):
-        await service.runner.prepare(body, [generation], context)
-    return ChatGeneration(generation=generation, form=plan.form, prompt_text=prompt.text)
+    return ChatGeneration(
+        generation=generation,
+        form=plan.form,
+        constraint_field=constraint_name,
+        report=prompt_report(
+            preparation.encoder,
+            original,
+            prompt.text,
+            generation,
+            add_special_tokens=original.add_special_tokens,
+        ),
+    )
 
 
 def to_generation(
+    preparation: Preparation,
     body: ChatCompletionRequest,
     prompt_token_ids: list[int],
-    model: ServedModel,
     *,
     request_id: str,
-    default_max_tokens: int | None,
 ) -> Generation:
     """The prompt with its sampling parameters; see `make_generation`."""
     newer_name = body.max_completion_tokens is not None
@@ -92,20 +97,12 @@ def to_generation(
     return make_generation(
         body,
         prompt_token_ids,
-        model,
+        preparation,
         request_id=request_id,
         max_tokens=body.max_completion_tokens if newer_name else body.max_tokens,
-        default_max_tokens=default_max_tokens,
         reports={
             "logprobs": (body.top_logprobs or 0) if body.logprobs else None,
             "prompt_logprobs": body.prompt_logprobs,
         },
         field_names=names,
     )
-
-
-def _constraint_field(body: ChatCompletionRequest, plan: AnswerPlan) -> str:
-    """The field of the request that the constraint comes from, for error messages."""
-    if plan.form.calls is not None:
-        return "tools"
-    return constraint_field(body)

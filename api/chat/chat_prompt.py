@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
 from ostinato.api.chat.tools import ToolUse, explained, template_messages, tool_use
 from ostinato.api.parsing.detect import TemplateTraits, traits
+from ostinato.api.preparation.preparation import Preparation
 from ostinato.api.schemas.chat_completions import ChatCompletionRequest
 from ostinato.api.schemas.conversation import Message
 from ostinato.api.schemas.tokenize import TokenizeRequest
-from ostinato.api.service.service import Service
-from ostinato.runtime.errors import InvalidRequestError
-from ostinato.runtime.text.chat_template_process import render_apart
+from ostinato.runtime.errors import InvalidRequestError, StartupError
+from ostinato.runtime.text.chat_template import ChatTemplate
 from ostinato.runtime.text.tokenizer import Tokenizer
 
 __all__ = ("ChatPrompt", "adds_generation_prompt", "encode_chat", "reasons", "render")
@@ -28,60 +29,76 @@ class ChatPrompt(msgspec.Struct, frozen=True, kw_only=True):
     traits: TemplateTraits  # what is known of the template and of the model's answers
 
 
-async def encode_chat(service: Service, body: ChatCompletionRequest) -> ChatPrompt:
+def encode_chat(
+    preparation: Preparation, body: ChatCompletionRequest, *, is_counted: bool = False
+) -> ChatPrompt:
     """The prompt of a chat request.
 
+    Args:
+        is_counted: its tokens are only counted, so it may be longer than the context.
+
     Raises:
-        InvalidRequestError: as `render`; or the template shows no `documents`.
+        InvalidRequestError: as `render`; or the template shows no `documents`, or the text can not
+            fit into the context.
+        ForkNeededError: as `render`.
     """
-    tokenizer = service.encoder.tokenizer("messages")
+    encoder = preparation.encoder
+    tokenizer = encoder.tokenizer("messages")
     use = tool_use(body.tools, body.tool_choice, body.parallel_tool_calls)
-    found = _traits(service, tokenizer, body)
-    text = await _render(service, body, body.messages, use, found)
-    (token_ids,) = await service.encoder.encode(
-        [text], param="messages", add_special_tokens=body.add_special_tokens
+    found = _traits(preparation, tokenizer, body)
+    text = _render(preparation, body, body.messages, use, found)
+    preparation.begin_prompt("messages")
+    special = body.add_special_tokens
+    token_ids = (
+        tokenizer.encode(text, add_special_tokens=special)
+        if is_counted
+        else encoder.encode(text, body, param="messages", add_special_tokens=special)
     )
     return ChatPrompt(text=text, token_ids=token_ids, tools=use, traits=found)
 
 
-async def render(service: Service, body: TokenizeRequest, messages: list[Message]) -> str:
+def render(preparation: Preparation, body: TokenizeRequest, messages: list[Message]) -> str:
     """The text that the model continues.
 
     Raises:
-        InvalidRequestError: there is no template; the template refuses the messages; a template of
-            the request takes too much time or memory; a message is not complete; tools are given
-            and no parser reads this model's calls.
+        InvalidRequestError: there is no template; the template refuses the messages; a message is
+            not complete; tools are given and no parser reads this model's calls.
+        ForkNeededError: the request has a template of its own, and this process is no fork.
     """
-    found = _traits(service, service.encoder.tokenizer("messages"), body)
-    return await _render(service, body, messages, tool_use(body.tools, None, None), found)
+    found = _traits(preparation, preparation.encoder.tokenizer("messages"), body)
+    return _render(preparation, body, messages, tool_use(body.tools, None, None), found)
 
 
-def reasons(service: Service, body: ChatCompletionRequest) -> bool:
+def reasons(preparation: Preparation, body: ChatCompletionRequest) -> bool:
     """Whether the model writes reasoning that this server knows."""
-    return _traits(service, service.encoder.tokenizer("messages"), body).reasoning is not None
+    tokenizer = preparation.encoder.tokenizer("messages")
+    return _traits(preparation, tokenizer, body).reasoning is not None
 
 
 def _traits(
-    service: Service, tokenizer: Tokenizer, body: ChatCompletionRequest | TokenizeRequest
+    preparation: Preparation, tokenizer: Tokenizer, body: ChatCompletionRequest | TokenizeRequest
 ) -> TemplateTraits:
     own = "" if tokenizer.chat_template is None else tokenizer.chat_template.source
-    return traits(own if body.chat_template is None else body.chat_template, service.server)
+    source = own if body.chat_template is None else body.chat_template
+    settings = preparation.settings
+    return traits(source, settings.tool_parser, settings.reasoning_parser)
 
 
-async def _render(
-    service: Service,
+def _render(
+    preparation: Preparation,
     body: ChatCompletionRequest | TokenizeRequest,
     messages: list[Message],
     use: ToolUse,
     found: TemplateTraits,
 ) -> str:
-    tokenizer = service.encoder.tokenizer("messages")
+    tokenizer = preparation.encoder.tokenizer("messages")
     conversation, tools = template_messages(messages), use.for_template
     if tools and found.calls is None:
         raise InvalidRequestError(
-            f"tools can not be offered: server.tool_parser={service.server.tool_parser.value} has"
-            " no parser for the calls that this model's chat template describes; start the server"
-            " with server.tool_parser set to hermes, llama3_json, mistral or json",
+            "tools can not be offered: server.tool_parser="
+            f"{preparation.settings.tool_parser.value} has no parser for the calls that this"
+            " model's chat template describes; start the server with server.tool_parser set to"
+            " hermes, llama3_json, mistral or json",
             param="tools",
             code="unsupported_parameter",
         )
@@ -95,11 +112,25 @@ async def _render(
     }
     if body.chat_template is None:
         return tokenizer.apply_chat_template(conversation, **settings)
-    # One template of a request at a time: the other cores are for the engine.
-    async with service.template_turn:
-        return await render_apart(
-            body.chat_template, tokenizer.special_tokens, conversation, **settings
-        )
+    preparation.begin_template()
+    return _render_given(body.chat_template, tokenizer.special_tokens, conversation, settings)
+
+
+def _render_given(
+    source: str,
+    special_tokens: Mapping[str, str],
+    conversation: list[dict[str, Any]],
+    settings: dict[str, Any],
+) -> str:
+    """The conversation through a template of the client's."""
+    try:
+        return ChatTemplate(source, special_tokens).render(conversation, **settings)
+    except StartupError as error:  # its remedy is meant for the operator of the server
+        message, param = str(error).partition(";")[0], "chat_template"
+    except InvalidRequestError as error:
+        message = str(error).replace("the model's chat template", "chat_template")
+        param = error.param
+    raise InvalidRequestError(message, param=param, code="invalid_value")
 
 
 def adds_generation_prompt(body: ChatCompletionRequest | TokenizeRequest) -> bool:

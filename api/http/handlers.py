@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any, Protocol, TypeVar
 
 import msgspec
@@ -12,15 +12,12 @@ from litestar.exceptions import InternalServerException
 from litestar.response import Stream
 
 from ostinato.api.base.errors import ClientGoneError
-from ostinato.api.base.unsupported_fields import UNSUPPORTED, Unsupported
+from ostinato.api.base.request_context import RequestContext
 from ostinato.api.http.sse import OPENAI_EVENTS, EventForm, sse, until_disconnect
-from ostinato.api.schemas.body_decoding import decode
-from ostinato.api.schemas.generation_fields import GenerationFields
-from ostinato.api.service.generation import check_model
+from ostinato.api.preparation.preparation import Arrival
+from ostinato.api.preparation.preparer import Prepare
 from ostinato.api.service.service import Service
-from ostinato.runtime.client.pooling import require_task
 from ostinato.runtime.errors import InvalidRequestError
-from ostinato.runtime.types.engine_info import ServedTask
 
 __all__ = (
     "HttpRequest",
@@ -29,14 +26,15 @@ __all__ = (
     "Status",
     "body_bytes",
     "event_stream",
+    "json_bytes",
     "json_response",
-    "read_body",
+    "prepare",
     "respond",
     "respond_whole",
     "status_response",
 )
 
-T = TypeVar("T", bound=msgspec.Struct)
+T = TypeVar("T")
 HttpRequest = Request[Any, Any, Any]
 SharedService = NamedDependency[Service]
 
@@ -63,23 +61,27 @@ class Status(msgspec.Struct, frozen=True):
     reason: str | msgspec.UnsetType = msgspec.UNSET
 
 
-async def read_body(
+async def prepare(
     request: HttpRequest,
-    schema: type[T],
     service: Service,
+    function: Prepare[T],
+    context: RequestContext | None = None,
     *,
-    unsupported: Mapping[str, Unsupported] = UNSUPPORTED,
+    arrival: Callable[[bytes], Arrival] | None = None,
 ) -> T:
-    """The decoded body of a request that is admitted and names the served model.
+    """The result of `function` for the body of a request that is admitted.
+
+    A client that disconnects ends the work.
 
     Args:
-        unsupported: the fields that the dialect knows and this server does not honour.
+        context: of the request; None = it makes no reply with a name.
+        arrival: gives what the preparation needs besides the body.
 
     Raises:
-        InvalidRequestError: the body is not JSON of this schema, or names another model.
-        UnavailableError: the server takes no requests now.
+        InvalidRequestError: the body is not JSON, or as `function`.
+        UnavailableError: the server takes no requests now, or could not start a process for it.
         OverloadedError: the queue is full.
-        ClientGoneError: the connection closed before the end of the body.
+        ClientGoneError: the connection closed before the end of the body, or of the work.
     """
     content_type = request.headers.get("content-type", "application/json")
     if content_type.partition(";")[0].strip().lower() != "application/json":
@@ -91,12 +93,17 @@ async def read_body(
         )
     data = await body_bytes(request)
     service.admission.check()
-    body = decode(data, schema, unsupported)
-    model = service.client.model
-    check_model(getattr(body, "model", None), model)
-    if isinstance(body, GenerationFields):
-        require_task(model, ServedTask.generate)
-    return body
+    known = Arrival() if arrival is None else arrival(data)
+    if context is not None and not known.request_id:
+        known = msgspec.structs.replace(known, request_id=context.request_id)
+    prepared = service.preparer.run_inline(function, data, known)
+    if prepared is not None:
+        return prepared
+    work = service.preparer.run_apart(function, data, known)
+    try:
+        return await until_disconnect(request.receive, work)
+    finally:
+        work.close()  # does nothing unless the work never began
 
 
 async def body_bytes(request: HttpRequest) -> bytes:
@@ -135,7 +142,12 @@ async def respond_whole(
 
 def json_response(value: object) -> Response[bytes]:
     """200 with `value` as JSON."""
-    return Response(msgspec.json.encode(value), media_type="application/json")
+    return json_bytes(msgspec.json.encode(value))
+
+
+def json_bytes(body: bytes) -> Response[bytes]:
+    """200 with a body that is JSON already."""
+    return Response(body, media_type="application/json")
 
 
 def status_response(status: str, reason: str | None) -> Response[bytes]:

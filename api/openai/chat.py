@@ -12,6 +12,7 @@ import msgspec
 from ostinato.api.chat.chat_deltas import ChatDelta, CollectedAnswer
 from ostinato.api.openai.logprobs import TokenBytes, chat_logprobs, prompt_logprobs
 from ostinato.api.parsing.events import CallBegins, Content, Event, Reasoning
+from ostinato.api.preparation.generation import Generation, check_fields
 from ostinato.api.schemas.chat_completions import (
     ChatChoice,
     ChatChunk,
@@ -26,7 +27,6 @@ from ostinato.api.schemas.chat_completions import (
     ToolCallDelta,
 )
 from ostinato.api.schemas.usage import PromptLogprobs, Usage
-from ostinato.api.service.generation import Generation, check_fields
 from ostinato.api.service.reply_state import ReplyHead, ReplyOptions
 from ostinato.runtime.errors import InvalidRequestError
 

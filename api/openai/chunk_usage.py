@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from ostinato.api.schemas.generation_fields import GenerationFields
+from ostinato.api.preparation.generation import Generation
+from ostinato.api.schemas.generation_fields import StreamOptions
 from ostinato.api.schemas.usage import CompletionTokensDetails, PromptTokensDetails, Usage
-from ostinato.api.service.generation import Generation
 from ostinato.runtime.types.outputs import RequestOutput
 
 __all__ = ("ChunkUsage",)
@@ -22,6 +22,7 @@ class ChunkUsage:
     no output. Without `include_usage` no chunk has a usage.
 
     Args:
+        options: `stream_options` of the request.
         generations: one per prompt.
         reasons: whether the model reasons, so that the usage has a count of reasoning tokens.
 
@@ -30,9 +31,12 @@ class ChunkUsage:
     """
 
     def __init__(
-        self, body: GenerationFields, generations: Sequence[Generation], *, reasons: bool = False
+        self,
+        options: StreamOptions | None,
+        generations: Sequence[Generation],
+        *,
+        reasons: bool = False,
     ) -> None:
-        options = body.stream_options
         self.at_end = options is not None and options.include_usage
         self._is_continuous = self.at_end and options is not None and options.continuous_usage_stats
         self._num_prompt_tokens = [len(one.prompt_token_ids) for one in generations]

@@ -15,6 +15,8 @@ from ostinato.api.openai.logprobs import (
     prompt_logprobs,
     token_text,
 )
+from ostinato.api.preparation.generation import Generation, check_fields, make_generation
+from ostinato.api.preparation.preparation import Preparation
 from ostinato.api.schemas.prompt_inputs import read_inputs
 from ostinato.api.schemas.text_completions import (
     Completion,
@@ -23,10 +25,8 @@ from ostinato.api.schemas.text_completions import (
     CompletionRequest,
 )
 from ostinato.api.schemas.usage import PromptLogprobs, Usage
-from ostinato.api.service.generation import Generation, check_fields, make_generation
 from ostinato.api.service.reply_state import CollectedCompletion, ReplyHead, ReplyOptions
 from ostinato.runtime.errors import InvalidRequestError
-from ostinato.runtime.types.engine_info import ServedModel
 from ostinato.runtime.types.outputs import RequestOutput, TokenLogprobs
 from ostinato.runtime.types.params import MAX_N
 
@@ -100,12 +100,9 @@ def prompts(body: CompletionRequest) -> list[str] | list[list[int]]:
 def to_generations(
     body: CompletionRequest,
     prompts_token_ids: list[list[int]],
-    model: ServedModel,
-    *,
-    request_id: str,
-    default_max_tokens: int | None,
+    preparation: Preparation,
 ) -> list[Generation]:
-    """One generation per prompt; see `make_generation`.
+    """One generation per prompt, without a name; see `make_generation`.
 
     With `max_tokens=0` the engine generates one token, which the reply leaves out.
     """
@@ -118,14 +115,13 @@ def to_generations(
         make_generation(
             body,
             prompt_token_ids,
-            model,
-            request_id=request_id if len(prompts_token_ids) == 1 else f"{request_id}-{index}",
+            preparation,
+            request_id="",
             max_tokens=1 if body.max_tokens == 0 else body.max_tokens,
-            default_max_tokens=default_max_tokens,
             reports=reports,
             field_names={},
         )
-        for index, prompt_token_ids in enumerate(prompts_token_ids)
+        for prompt_token_ids in prompts_token_ids
     ]
 
 

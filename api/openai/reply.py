@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
@@ -17,80 +18,50 @@ from ostinato.api.chat.chat_deltas import (
     collect_delta,
     join_deltas,
 )
-from ostinato.api.chat.chat_generation import ChatGeneration, prepare_chat
 from ostinato.api.openai import chat, completions
 from ostinato.api.openai.chunk_usage import ChunkUsage
-from ostinato.api.schemas.chat_completions import ChatChunk, ChatCompletionRequest, ChatResponse
+from ostinato.api.openai.preparation import PreparedChat, PreparedCompletion
+from ostinato.api.preparation.generation import Generation
+from ostinato.api.preparation.prompt_report import PromptReport
+from ostinato.api.schemas.chat_completions import ChatChunk, ChatResponse
 from ostinato.api.schemas.client_fields import ServiceTier, tier_of
-from ostinato.api.schemas.text_completions import Completion, CompletionRequest
-from ostinato.api.service.generation import Generation
-from ostinato.api.service.prompt_report import PromptReport, prompt_report
+from ostinato.api.schemas.text_completions import Completion
 from ostinato.api.service.reply_state import (
     CollectedCompletion,
     ReplyHead,
     Tally,
     collect,
-    new_id,
 )
 from ostinato.api.service.service import Service
 from ostinato.api.service.stream_interval import StreamInterval
 from ostinato.runtime.client.completion import join_outputs
 from ostinato.runtime.types.outputs import FinishReason, RequestOutput
 
-__all__ = ("ChatReply", "CompletionReply", "prepare_chat_reply", "prepare_completion_reply")
-
-
-async def prepare_chat_reply(
-    service: Service, body: ChatCompletionRequest, context: RequestContext
-) -> ChatReply:
-    """Check a request of `/v1/chat/completions` completely.
-
-    Raises:
-        InvalidRequestError: a parameter is out of range, or the prompt does not fit.
-        OverloadedError: the queue is full.
-    """
-    chat.check(body)
-    request_id = new_id("chatcmpl", body, context)
-    ready = await prepare_chat(service, body, request_id=request_id, context=context)
-    report = await prompt_report(
-        service.encoder,
-        body,
-        ready.prompt_text,
-        ready.generation,
-        add_special_tokens=body.add_special_tokens,
-    )
-    return ChatReply(service, body, ready, report, context)
+__all__ = ("ChatReply", "CompletionReply")
 
 
 class ChatReply:
     """The reply to one request of `/v1/chat/completions`; use `stream` or `whole`, once.
 
     Args:
-        ready: the request for the engine.
-        report: what the reply shows of the prompt.
+        prepared: the request; `runner.prepare` has let it pass.
     """
 
-    def __init__(
-        self,
-        service: Service,
-        body: ChatCompletionRequest,
-        ready: ChatGeneration,
-        report: PromptReport,
-        context: RequestContext,
-    ) -> None:
+    def __init__(self, service: Service, prepared: PreparedChat, context: RequestContext) -> None:
+        ready = prepared.ready
         self._service = service
         self._generation = ready.generation
         self._parser = ChatOutputParser(ready.form)
         self._only_calls = ready.form.only_calls
-        self._report = report
+        self._report = ready.report
         self._context = context
-        self._head = _head(service, ready.generation.request_id, body.service_tier)
-        self._metadata = msgspec.UNSET if body.metadata is None else body.metadata
+        self._head = _head(service, ready.generation.request_id, prepared.service_tier)
+        self._metadata = msgspec.UNSET if prepared.metadata is None else prepared.metadata
         reasons = ready.form.reasoning is not None
-        self._usage = ChunkUsage(body, [ready.generation], reasons=reasons)
-        self._options = chat.reply_options(body)
-        self._echo = chat.echo_text(body)
-        self._interval = StreamInterval(body.stream_interval or 1, join_deltas)
+        self._usage = ChunkUsage(prepared.stream_options, [ready.generation], reasons=reasons)
+        self._options = prepared.options
+        self._echo = prepared.echo
+        self._interval = StreamInterval(prepared.stream_interval, join_deltas)
         self._tally = Tally.of([ready.generation])
         self._tally.num_reasoning_tokens = 0 if reasons else None
 
@@ -128,7 +99,9 @@ class ChatReply:
                 delta = self._parser.feed(output)
                 self._tally.add(0, output, delta.num_reasoning_tokens)
                 collect_delta(answers, delta)
-        response = chat.to_response(
+        # In a thread, as many log-probabilities take seconds.
+        response = await asyncio.to_thread(
+            chat.to_response,
             self._head,
             self._generation,
             answers,
@@ -147,76 +120,33 @@ class ChatReply:
         return self._service.runner.generate(self._head.id, [self._generation], self._context)
 
 
-async def prepare_completion_reply(
-    service: Service, body: CompletionRequest, context: RequestContext
-) -> CompletionReply:
-    """Check a request of `/v1/completions` completely.
-
-    Raises:
-        InvalidRequestError: a parameter is out of range, or a prompt does not fit.
-        OverloadedError: the queue is full.
-    """
-    completions.check(body)
-    prompts = completions.prompts(body)
-    token_ids = await _encode_prompts(service, body, prompts)
-    request_id = new_id("cmpl", body, context)
-    generations = completions.to_generations(
-        body,
-        token_ids,
-        service.client.model,
-        request_id=request_id,
-        default_max_tokens=service.sampling.max_tokens,
-    )
-    echoes = _echoes(service, body, prompts, generations) if body.echo else []
-    await service.runner.prepare(body, generations, context)
-    reports = [
-        await prompt_report(
-            service.encoder,
-            body,
-            prompt,
-            generation,
-            add_special_tokens=body.add_special_tokens,
-        )
-        for prompt, generation in zip(prompts, generations, strict=True)
-    ]
-    return CompletionReply(
-        service, body, generations, echoes, reports, request_id=request_id, context=context
-    )
-
-
 class CompletionReply:
     """The reply to one request of `/v1/completions`; use `stream` or `whole`, once.
 
     Args:
-        generations: one per prompt.
-        echoes: each prompt as `echo` repeats it; empty without `echo`.
-        reports: what the reply shows of each prompt.
-        request_id: the id of the whole reply.
+        prepared: the request.
+        generations: its prompts; `runner.prepare` has let them pass.
     """
 
     def __init__(
         self,
         service: Service,
-        body: CompletionRequest,
+        prepared: PreparedCompletion,
         generations: Sequence[Generation],
-        echoes: Sequence[completions.Echo],
-        reports: Sequence[PromptReport],
-        *,
-        request_id: str,
         context: RequestContext,
     ) -> None:
         self._service = service
         self._generations = generations
         self._context = context
-        self._head = _head(service, request_id)
-        self._usage = ChunkUsage(body, generations)
-        self._interval = StreamInterval(body.stream_interval or 1, join_outputs)
-        self._options = completions.reply_options(body)
+        self._head = _head(service, prepared.request_id)
+        self._usage = ChunkUsage(prepared.stream_options, generations)
+        self._interval = StreamInterval(prepared.stream_interval, join_outputs)
+        self._options = prepared.options
         self._n = generations[0].sampling.n
-        self._has_output = body.max_tokens != 0
+        self._has_output = prepared.has_output
         self._tally = Tally.of(generations)
-        self._echoes = echoes
-        self._reports = reports
+        self._echoes = prepared.echoes
+        self._reports = [prompt.report for prompt in prepared.prompts]
 
     async def stream(self) -> AsyncGenerator[Completion, None]:
         """The chunks."""
@@ -245,7 +175,8 @@ class CompletionReply:
                 shown = output if self._has_output else _without_output(output)
                 self._tally.add(prompt_index, shown)
                 collect(collected, prompt_index, shown)
-        response = completions.to_response(
+        response = await asyncio.to_thread(
+            completions.to_response,
             self._head,
             self._generations,
             collected,
@@ -335,37 +266,6 @@ def _head(service: Service, request_id: str, service_tier: ServiceTier | None = 
         model=service.client.model.name,
         service_tier=tier_of(service_tier),
     )
-
-
-async def _encode_prompts(
-    service: Service, body: CompletionRequest, prompts: list[str] | list[list[int]]
-) -> list[list[int]]:
-    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
-    if body.bad_words:
-        service.encoder.tokenizer("bad_words")
-    if not texts:
-        return [prompt for prompt in prompts if isinstance(prompt, list)]
-    return await service.encoder.encode(
-        texts, param="prompt", add_special_tokens=body.add_special_tokens
-    )
-
-
-def _echoes(
-    service: Service,
-    body: CompletionRequest,
-    prompts: Sequence[str | list[int]],
-    generations: Sequence[Generation],
-) -> list[completions.Echo]:
-    """The prompts as `echo` repeats them: a text as it came, unless it was truncated."""
-    tokenizer = service.encoder.tokenizer("echo")
-    echoes = []
-    for prompt, one in zip(prompts, generations, strict=True):
-        token_ids = one.prompt_token_ids
-        text = tokenizer.decode(token_ids, skip_special_tokens=body.skip_special_tokens)
-        if isinstance(prompt, str) and one.sampling.truncate_prompt_tokens is None:
-            text = prompt
-        echoes.append(completions.Echo(text=text, token_ids=token_ids))
-    return echoes
 
 
 def _without_output(output: RequestOutput) -> RequestOutput:

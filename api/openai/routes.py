@@ -7,17 +7,21 @@ from litestar.response import Stream
 
 from ostinato.api.base.errors import ErrorBody
 from ostinato.api.base.request_context import context_of
-from ostinato.api.chat.chat_prompt import render
 from ostinato.api.http.endpoints import post_endpoint
 from ostinato.api.http.handlers import (
     HttpRequest,
     SharedService,
-    json_response,
-    read_body,
+    json_bytes,
+    prepare,
     respond,
 )
-from ostinato.api.openai import tokenization
-from ostinato.api.openai.reply import prepare_chat_reply, prepare_completion_reply
+from ostinato.api.openai.preparation import (
+    prepare_chat_completion,
+    prepare_completion,
+    prepare_detokenization,
+    prepare_tokenization,
+)
+from ostinato.api.openai.reply import ChatReply, CompletionReply
 from ostinato.api.schemas.chat_completions import ChatChunk, ChatCompletionRequest, ChatResponse
 from ostinato.api.schemas.text_completions import Completion, CompletionRequest
 from ostinato.api.schemas.tokenize import (
@@ -41,9 +45,11 @@ async def chat_completions(
 ) -> Response[bytes] | Stream:
     """Answer a conversation."""
     context = context_of("/v1/chat/completions", request)
-    body = await read_body(request, ChatCompletionRequest, service)
-    reply = await prepare_chat_reply(service, body, context)
-    return await respond(request, reply, stream=body.stream)
+    prepared = await prepare(request, service, prepare_chat_completion, context)
+    ready = prepared.ready
+    await service.runner.prepare(ready.constraint_field, [ready.generation], context)
+    reply = ChatReply(service, prepared, context)
+    return await respond(request, reply, stream=prepared.stream)
 
 
 @post_endpoint(
@@ -57,35 +63,23 @@ async def plain_completions(
 ) -> Response[bytes] | Stream:
     """Continue one or several prompts."""
     context = context_of("/v1/completions", request)
-    body = await read_body(request, CompletionRequest, service)
-    reply = await prepare_completion_reply(service, body, context)
-    return await respond(request, reply, stream=body.stream)
+    prepared = await prepare(request, service, prepare_completion, context)
+    generations = prepared.generations
+    await service.runner.prepare(prepared.constraint_field, generations, context)
+    reply = CompletionReply(service, prepared, generations, context)
+    return await respond(request, reply, stream=prepared.stream)
 
 
 @post_endpoint("/tokenize", body=TokenizeRequest, answer=TokenizeResponse)
 async def tokenize(request: HttpRequest, service: SharedService) -> Response[bytes]:
     """Token ids of a text or of a conversation."""
-    body = await read_body(request, TokenizeRequest, service)
-    tokenizer = service.encoder.tokenizer("prompt")
-    tokenization.check(body)
-    text, add_special_tokens = body.prompt or "", body.add_special_tokens is not False
-    if body.messages is not None:
-        text = await render(service, body, body.messages)
-        add_special_tokens = body.add_special_tokens is True
-    (token_ids,) = await service.encoder.encode(
-        [text], param="prompt", add_special_tokens=add_special_tokens
-    )
-    return json_response(
-        tokenization.to_token_response(body, token_ids, tokenizer, service.client.model)
-    )
+    return json_bytes(await prepare(request, service, prepare_tokenization))
 
 
 @post_endpoint("/detokenize", body=DetokenizeRequest, answer=DetokenizeResponse)
 async def detokenize(request: HttpRequest, service: SharedService) -> Response[bytes]:
     """The text of token ids."""
-    body = await read_body(request, DetokenizeRequest, service)
-    text = tokenization.to_text(body, service.encoder.tokenizer("tokens"), service.client.model)
-    return json_response(DetokenizeResponse(text))
+    return json_bytes(await prepare(request, service, prepare_detokenization))
 
 
 HANDLERS = [chat_completions, plain_completions, tokenize, detokenize]

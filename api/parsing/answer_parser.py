@@ -9,7 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from ostinato.api.parsing.events import Content, Event, Reasoning
-from ostinato.api.parsing.formats import CallFormat
+from ostinato.api.parsing.formats import FORMATS, CallFormat
 from ostinato.api.parsing.reasoning import ReasoningMarkers, ReasoningSplitter
 from ostinato.api.parsing.tool_calls import CallParser
 
@@ -17,15 +17,22 @@ __all__ = ("AnswerForm", "AnswerParser")
 
 
 class AnswerForm(msgspec.Struct, frozen=True, kw_only=True):
-    """What an answer may contain beside content; the default is nothing."""
+    """What an answer may contain beside content; the default is nothing. It can be sent as JSON."""
 
     reasoning: ReasoningMarkers | None = None
     reasoning_is_open: bool = False  # the prompt ends with the begin marker
     shows_reasoning: bool = True
-    calls: CallFormat | None = None
+    call_format: str = ""  # the name of one of FORMATS; empty = there are no calls
+    is_constrained: bool = False  # a grammar enforces the shape of calls
     tool_names: frozenset[str] = frozenset()
     max_calls: int | None = None
     only_calls: bool = False  # beside reasoning; what is left of a call that was cut is dropped
+
+    @property
+    def calls(self) -> CallFormat | None:
+        """The format of tool calls, None without calls."""
+        found = FORMATS.get(self.call_format)
+        return found.constrained() if found is not None and self.is_constrained else found
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -49,10 +56,9 @@ class AnswerParser:
             if form.reasoning is None
             else ReasoningSplitter(form.reasoning, is_open=form.reasoning_is_open)
         )
+        calls = form.calls
         self._calls = (
-            None
-            if form.calls is None
-            else CallParser(form.calls, form.tool_names, max_calls=form.max_calls)
+            None if calls is None else CallParser(calls, form.tool_names, max_calls=form.max_calls)
         )
 
     @property

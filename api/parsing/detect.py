@@ -8,7 +8,7 @@ import msgspec
 
 from ostinato.api.parsing.formats import FORMATS, CallFormat
 from ostinato.api.parsing.reasoning import MISTRAL, THINK, ReasoningMarkers
-from ostinato.conf.server_schema import ReasoningParserName, ServerConfig, ToolParserName
+from ostinato.conf.server_schema import ReasoningParserName, ToolParserName
 
 __all__ = ("TemplateTraits", "traits")
 
@@ -41,13 +41,15 @@ class TemplateTraits(msgspec.Struct, frozen=True, kw_only=True):
     knows_documents: bool
 
 
-def traits(source: str, server: ServerConfig) -> TemplateTraits:
+def traits(
+    source: str, tool_parser: ToolParserName, reasoning_parser: ReasoningParserName
+) -> TemplateTraits:
     """The traits of the template `source`, under the configured choice of parsers."""
     knows_tools = _TOOLS.search(source) is not None
     return TemplateTraits(
         knows_tools=knows_tools,
-        calls=_calls(source, knows_tools, server.tool_parser),
-        reasoning=_reasoning(source, server.reasoning_parser),
+        calls=_calls(source, knows_tools, tool_parser),
+        reasoning=_reasoning(source, reasoning_parser),
         has_reasoning_effort="reasoning_effort" in source,
         has_enable_thinking="enable_thinking" in source,
         has_verbosity="verbosity" in source,

@@ -56,6 +56,7 @@ class BodyReader(Protocol):
 class CallFormat(msgspec.Struct, frozen=True, kw_only=True):
     """One format of tool calls."""
 
+    name: str  # its key in FORMATS
     openings: tuple[str, ...] = ()  # markers that open a call anywhere in the answer
     brackets: str = ""  # open a call without a marker
     closings: tuple[str, ...] = ()  # after a call; not part of the content
@@ -176,6 +177,7 @@ class ShapedBody:
 
 FORMATS: Mapping[str, CallFormat] = {
     "hermes": CallFormat(
+        name="hermes",
         openings=("<tool_call>",),
         closings=("</tool_call>",),
         reader=JsonBody,
@@ -187,6 +189,7 @@ FORMATS: Mapping[str, CallFormat] = {
         ),
     ),
     "llama3_json": CallFormat(
+        name="llama3_json",
         openings=("<|python_tag|>",),
         brackets="{",
         closings=(";",),
@@ -200,6 +203,7 @@ FORMATS: Mapping[str, CallFormat] = {
         ),
     ),
     "mistral": CallFormat(
+        name="mistral",
         openings=("[TOOL_CALLS]",),
         reader=MistralBody,
         inner=("[ARGS]", "[CALL_ID]"),
@@ -212,6 +216,7 @@ FORMATS: Mapping[str, CallFormat] = {
         short_ids=True,
     ),
     "json": CallFormat(
+        name="json",
         openings=("```json",),
         brackets="{[",
         closings=("```",),

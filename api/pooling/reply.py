@@ -6,100 +6,74 @@ import asyncio
 import base64
 import time
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import cast
 
 import msgspec
 
 from ostinato.api.base.request_context import RequestContext
+from ostinato.api.pooling.preparation import (
+    PreparedEmbedding,
+    PreparedPooling,
+    PreparedRanking,
+    PreparedScores,
+)
 from ostinato.api.pooling.schemas import (
     EmbeddingData,
-    EmbeddingRequest,
     EmbeddingResponse,
-    PoolingFields,
     PoolingUsage,
     RerankDocument,
-    RerankRequest,
     RerankResponse,
     RerankResult,
     ScoreData,
-    ScoreRequest,
     ScoreResponse,
 )
-from ostinato.api.schemas.prompt_inputs import read_inputs
 from ostinato.api.schemas.usage import PromptTokensDetails
-from ostinato.api.service.reply_state import new_id
 from ostinato.api.service.service import Service
-from ostinato.runtime.client.pooling import (
-    check_pooling,
-    check_score_head,
-    cosine,
-    make_pairs,
-    numbers,
-    pair_token_ids,
-    require_task,
-)
+from ostinato.runtime.client.pooling import cosine, numbers
 from ostinato.runtime.errors import InvalidRequestError
-from ostinato.runtime.types.engine_info import ServedModel, ServedTask
 from ostinato.runtime.types.outputs import PooledOutput
-from ostinato.runtime.types.params import PoolingKind, PoolingParams
 
 __all__ = ("embed", "rerank", "score")
 
-
-class _Reply(NamedTuple):
-    """A request while it runs."""
-
-    service: Service
-    id: str
-    body: PoolingFields
-    context: RequestContext
+_AT_ONCE = 16  # vectors that are made text or compared before other requests have their turn
 
 
 async def embed(
-    service: Service, body: EmbeddingRequest, context: RequestContext
+    service: Service, prepared: PreparedEmbedding, context: RequestContext
 ) -> EmbeddingResponse:
     """The answer of `/v1/embeddings`.
 
     Raises:
-        InvalidRequestError: a value is out of range, or an input does not fit.
+        InvalidRequestError: an input is longer than the server allows.
     """
-    model = service.client.model
-    require_task(model, ServedTask.embed)
-    params = PoolingParams(
-        kind=model.pooling if body.pooling is None else PoolingKind(body.pooling),
-        normalize=model.normalize if body.normalize is None else body.normalize,
-        dimensions=body.dimensions,
-    )
-    batch = await _encode_inputs(service, body)
-    reply_id = new_id("embd", body, context)
-    reply = _Reply(service, reply_id, body, context)
-    outputs = await _pool(reply, batch, params, "input")
+    outputs = await _pool(service, prepared, context)
+    data: list[msgspec.Raw] = []
+    for index, output in enumerate(outputs):
+        one = EmbeddingData(index=index, embedding=_embedding(output, prepared.encoding_format))
+        data.append(msgspec.Raw(msgspec.json.encode(one)))
+        if index % _AT_ONCE == 0:
+            await asyncio.sleep(0)
     return EmbeddingResponse(
-        id=reply_id,
+        id=prepared.id,
         created=int(time.time()),
-        model=model.name,
-        data=[
-            EmbeddingData(index=index, embedding=_embedding(output, body.encoding_format))
-            for index, output in enumerate(outputs)
-        ],
+        model=service.client.model.name,
+        data=cast("list[EmbeddingData]", data),  # as text already
         usage=_usage(outputs),
         trace=context.report(),
     )
 
 
-async def score(service: Service, body: ScoreRequest, context: RequestContext) -> ScoreResponse:
+async def score(
+    service: Service, prepared: PreparedScores, context: RequestContext
+) -> ScoreResponse:
     """The answer of `/v1/score`.
 
     Raises:
-        InvalidRequestError: the texts do not form pairs, or one is too long.
+        InvalidRequestError: a text is longer than the server allows.
     """
-    first_name, second_name = _names(body)
-    pairs = make_pairs(_texts(body, first_name), _texts(body, second_name))
-    reply_id = new_id("score", body, context)
-    reply = _Reply(service, reply_id, body, context)
-    scores, usage = await _scores(reply, pairs, second_name)
+    scores, usage = await _scores(service, prepared, context)
     return ScoreResponse(
-        id=reply_id,
+        id=prepared.id,
         created=int(time.time()),
         model=service.client.model.name,
         data=[ScoreData(index=index, score=value) for index, value in enumerate(scores)],
@@ -108,31 +82,27 @@ async def score(service: Service, body: ScoreRequest, context: RequestContext) -
     )
 
 
-async def rerank(service: Service, body: RerankRequest, context: RequestContext) -> RerankResponse:
+async def rerank(
+    service: Service, prepared: PreparedRanking, context: RequestContext
+) -> RerankResponse:
     """The answer of `/v1/rerank`: documents by descending score; equal scores keep their order.
 
     Raises:
-        InvalidRequestError: a document does not fit.
+        InvalidRequestError: a document is longer than the server allows.
     """
-    reply_id = new_id("rerank", body, context)
-    pairs = [(body.query, document) for document in body.documents]
-    reply = _Reply(service, reply_id, body, context)
-    scores, usage = await _scores(reply, pairs, "documents")
-    ranked = sorted(range(len(pairs)), key=lambda index: -scores[index])
+    scores, usage = await _scores(service, prepared, context)
+    ranked = sorted(range(len(scores)), key=lambda index: -scores[index])
+    documents = prepared.documents
     return RerankResponse(
-        id=reply_id,
+        id=prepared.id,
         model=service.client.model.name,
         results=[
             RerankResult(
                 index=index,
                 relevance_score=scores[index],
-                document=(
-                    RerankDocument(body.documents[index])
-                    if body.return_documents
-                    else msgspec.UNSET
-                ),
+                document=(msgspec.UNSET if documents is None else RerankDocument(documents[index])),
             )
-            for index in ranked[: body.top_n or None]
+            for index in ranked[: prepared.top_n or None]
         ],
         usage=usage,
         trace=context.report(),
@@ -140,140 +110,38 @@ async def rerank(service: Service, body: RerankRequest, context: RequestContext)
 
 
 async def _scores(
-    reply: _Reply, pairs: list[tuple[str, str]], param: str
+    service: Service, prepared: PreparedScores, context: RequestContext
 ) -> tuple[list[float], PoolingUsage]:
-    """One score per pair: of the classification head if the model has one, else the cosine."""
-    service, body = reply.service, reply.body
-    model = service.client.model
-    if ServedTask.classify in model.tasks:
-        check_score_head(model)
-        batch = await _encode_pairs(service, body, pairs, param)
-        params = PoolingParams(kind=model.pooling, classify=True)
-        outputs = await _pool(reply, batch, params, param)
+    """One score per pair."""
+    outputs = await _pool(service, prepared, context)
+    if prepared.pairs is None:
         return [numbers(output.data)[0] for output in outputs], _usage(outputs)
-    require_task(model, ServedTask.embed)
-    texts = list(dict.fromkeys(text for pair in pairs for text in pair))
-    batch = await _encode_texts(service, body, texts, param, add_special_tokens=True)
-    params = PoolingParams(kind=model.pooling, normalize=True)
-    outputs = await _pool(reply, batch, params, param)
-    vectors = {text: output.data for text, output in zip(texts, outputs, strict=True)}
-    return [cosine(vectors[a], vectors[b]) for a, b in pairs], _usage(outputs)
+    scores: list[float] = []
+    for number, (one, other) in enumerate(prepared.pairs):
+        scores.append(cosine(outputs[one].data, outputs[other].data))
+        if number % _AT_ONCE == 0:
+            await asyncio.sleep(0)
+    return scores, _usage(outputs)
 
 
 async def _pool(
-    reply: _Reply, batch: list[list[int]], params: PoolingParams, param: str
+    service: Service, prepared: PreparedPooling, context: RequestContext
 ) -> list[PooledOutput]:
     """The vectors of all inputs; none is computed if one of them is refused."""
-    service, body = reply.service, reply.body
     try:
-        for token_ids in batch:
-            check_pooling(token_ids, params, service.client.model)
-        service.admission.check_prompts(list(map(len, batch)))
+        service.admission.check_prompts(list(map(len, prepared.batch)))
     except InvalidRequestError as error:
-        if error.param not in ("input", "prompt"):
+        if error.param != "prompt":
             raise
-        text = str(error)
-        if text.startswith("input"):
-            text = param + text.removeprefix("input")
-        raise InvalidRequestError(text, param=param, code=error.code) from error
+        raise InvalidRequestError(str(error), param=prepared.param, code=error.code) from error
     return await service.runner.pool(
-        reply.id,
-        batch,
-        params,
-        reply.context,
-        priority=body.priority,
-        cache_salt=body.cache_salt,
+        prepared.id,
+        prepared.batch,
+        prepared.params,
+        context,
+        priority=prepared.priority,
+        cache_salt=prepared.cache_salt,
     )
-
-
-async def _encode_inputs(service: Service, body: EmbeddingRequest) -> list[list[int]]:
-    inputs = read_inputs(body.input, "input")
-    if isinstance(inputs[0], str):
-        texts = [text for text in inputs if isinstance(text, str)]
-        return await _encode_texts(
-            service, body, texts, "input", add_special_tokens=body.add_special_tokens
-        )
-    batch = [token_ids for token_ids in inputs if isinstance(token_ids, list)]
-    limit = _limit(body, service.client.model)
-    if limit is None:
-        return batch
-    keeps_start = body.truncation_side == "right"
-    return [ids[:limit] if keeps_start else ids[-limit:] for ids in batch]
-
-
-async def _encode_texts(
-    service: Service,
-    body: PoolingFields,
-    texts: Sequence[str],
-    param: str,
-    *,
-    add_special_tokens: bool,
-) -> list[list[int]]:
-    limit = _limit(body, service.client.model)
-    if limit is None:
-        return await service.encoder.encode(
-            texts, param=param, add_special_tokens=add_special_tokens
-        )
-    tokenizer = service.encoder.tokenizer(param)
-    return await asyncio.to_thread(
-        lambda: [
-            tokenizer.encode_at_most(
-                text,
-                limit,
-                side=body.truncation_side,
-                add_special_tokens=add_special_tokens,
-            )
-            for text in texts
-        ]
-    )
-
-
-async def _encode_pairs(
-    service: Service, body: PoolingFields, pairs: list[tuple[str, str]], param: str
-) -> list[list[int]]:
-    tokenizer, model = service.encoder.tokenizer(param), service.client.model
-    limit = _limit(body, model)
-    return await asyncio.to_thread(
-        lambda: [
-            pair_token_ids(
-                *tokenizer.encode_pair(a, b, limit=limit, side=body.truncation_side), model
-            )
-            for a, b in pairs
-        ]
-    )
-
-
-def _limit(body: PoolingFields, model: ServedModel) -> int | None:
-    """Number of tokens to keep of an input; None = all."""
-    limit = body.truncate_prompt_tokens
-    if limit == 0:
-        raise InvalidRequestError(
-            "truncate_prompt_tokens must be null, -1 (as many as fit) or at least 1, got 0",
-            param="truncate_prompt_tokens",
-            code="invalid_value",
-        )
-    return model.max_model_len if limit == -1 else limit
-
-
-def _names(body: ScoreRequest) -> tuple[str, str]:
-    """The pair of field names that the request uses."""
-    for names in (("text_1", "text_2"), ("queries", "documents")):
-        given = [name for name in names if getattr(body, name) is not None]
-        if given:
-            break
-    else:
-        given = []
-    others = {"text_1", "text_2", "queries", "documents"}.difference(given)
-    if len(given) != 2 or any(getattr(body, name) is not None for name in others):
-        raise InvalidRequestError(
-            "give text_1 and text_2, or queries and documents", param="text_1", code="missing_field"
-        )
-    return given[0], given[1]
-
-
-def _texts(body: ScoreRequest, name: str) -> list[str]:
-    value = getattr(body, name)
-    return [value] if isinstance(value, str) else value
 
 
 def _embedding(output: PooledOutput, encoding_format: str) -> list[float] | str:

@@ -6,8 +6,9 @@ from litestar import Response
 
 from ostinato.api.base.request_context import context_of
 from ostinato.api.http.endpoints import post_endpoint
-from ostinato.api.http.handlers import HttpRequest, SharedService, read_body, respond_whole
+from ostinato.api.http.handlers import HttpRequest, SharedService, prepare, respond_whole
 from ostinato.api.pooling import reply
+from ostinato.api.pooling.preparation import prepare_embedding, prepare_ranking, prepare_scores
 from ostinato.api.pooling.schemas import (
     EmbeddingRequest,
     EmbeddingResponse,
@@ -24,24 +25,24 @@ __all__ = ("HANDLERS",)
 async def embeddings(request: HttpRequest, service: SharedService) -> Response[bytes]:
     """A vector for each text."""
     context = context_of("/v1/embeddings", request)
-    body = await read_body(request, EmbeddingRequest, service)
-    return await respond_whole(request, reply.embed(service, body, context))
+    prepared = await prepare(request, service, prepare_embedding, context)
+    return await respond_whole(request, reply.embed(service, prepared, context))
 
 
 @post_endpoint("/v1/score", "/score", body=ScoreRequest, answer=ScoreResponse)
 async def score(request: HttpRequest, service: SharedService) -> Response[bytes]:
     """Scores of pairs of texts."""
     context = context_of("/v1/score", request)
-    body = await read_body(request, ScoreRequest, service)
-    return await respond_whole(request, reply.score(service, body, context))
+    prepared = await prepare(request, service, prepare_scores, context)
+    return await respond_whole(request, reply.score(service, prepared, context))
 
 
 @post_endpoint("/v1/rerank", "/rerank", "/v2/rerank", body=RerankRequest, answer=RerankResponse)
 async def rerank(request: HttpRequest, service: SharedService) -> Response[bytes]:
     """Documents sorted by their relevance to a query."""
     context = context_of("/v1/rerank", request)
-    body = await read_body(request, RerankRequest, service)
-    return await respond_whole(request, reply.rerank(service, body, context))
+    prepared = await prepare(request, service, prepare_ranking, context)
+    return await respond_whole(request, reply.rerank(service, prepared, context))
 
 
 HANDLERS = [embeddings, score, rerank]

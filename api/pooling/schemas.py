@@ -25,7 +25,7 @@ __all__ = (
 )
 
 Texts = Annotated[list[str], msgspec.Meta(min_length=1)]
-TokenLimit = Annotated[int, msgspec.Meta(ge=-1)]
+TokenLimit = Annotated[int, msgspec.Meta(ge=-1, lt=1 << 31)]
 
 
 class PoolingFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -17,8 +17,8 @@ from ostinato.api.chat.chat_deltas import ChatOutputParser, join_deltas
 from ostinato.api.chat.chat_generation import ChatGeneration
 from ostinato.api.chat.content_blocks import BlockDelta, BlockKind, ContentBlock, ContentBlocks
 from ostinato.api.http.sse import NAMED_EVENTS
-from ostinato.api.responses.convert import shows_logprobs
 from ostinato.api.responses.event_writer import EventWriter
+from ostinato.api.responses.preparation import PreparedResponse
 from ostinato.api.responses.response_events import ResponseEvent
 from ostinato.api.responses.response_object import (
     ApiError,
@@ -38,7 +38,6 @@ from ostinato.api.responses.schemas import (
 from ostinato.api.responses.text_logprobs import TextLogprobs
 from ostinato.api.schemas.conversation import CalledFunction, Message, MessageToolCall
 from ostinato.api.service.background import BackgroundReply
-from ostinato.api.service.prompt_report import PromptReport
 from ostinato.api.service.reply_state import Tally
 from ostinato.api.service.service import Service
 from ostinato.api.service.stream_interval import StreamInterval
@@ -58,27 +57,23 @@ class ResponsesReply:
     """The reply to one request; use `stream` or `whole`, once.
 
     Args:
-        ready: the request for the engine; its id is the reply's.
-        report: what the reply shows of the prompt.
-        messages: the conversation without instructions, for the store.
+        prepared: the request, whose id is the reply's; `runner.prepare` has let it pass.
         stores: whether the reply is stored, under the request's id.
     """
 
     def __init__(
         self,
         service: Service,
-        body: ResponsesRequest,
-        ready: ChatGeneration,
-        report: PromptReport,
+        prepared: PreparedResponse,
         *,
-        messages: list[Message],
         stores: bool,
         context: RequestContext,
     ) -> None:
+        body, ready = prepared.body, prepared.ready
         self._service = service
         self._generation = ready.generation
         self._parser = ChatOutputParser(ready.form)
-        self._messages = messages
+        self._messages = prepared.messages
         self._context = context
         self._tally = Tally.of([ready.generation])
         self._num_reasoning_tokens = 0
@@ -86,16 +81,13 @@ class ResponsesReply:
         self._incomplete_reason: str | None = None
         self._has_output = False
         self._interval = StreamInterval(body.stream_interval or 1, join_deltas)
-        num_top = len(body.logprob_token_ids or ()) or body.top_logprobs or 0
-        self._logprobs = TextLogprobs(
-            service.encoder.token_bytes, num_top if shows_logprobs(body) else None
-        )
+        self._logprobs = TextLogprobs(service.encoder.token_bytes, prepared.num_top_logprobs)
         self._writer = EventWriter(
             ready.generation.request_id,
             self._logprobs,
             encodes_reasoning="reasoning.encrypted_content" in (body.include or ()),
         )
-        self._begun = _begun(service, body, ready, report, stores=stores)
+        self._begun = _begun(service, body, ready, stores=stores)
         self._end: Response | None = None
 
     async def whole(self) -> Response:
@@ -214,7 +206,8 @@ class ResponsesReply:
             self._service.stored_responses.put(
                 self._begun.id,
                 msgspec.json.encode(self._end),
-                [*self._messages, _answer(self._blocks.blocks)],
+                self._messages,
+                _answer(self._blocks.blocks),
                 events,
             )
 
@@ -235,12 +228,11 @@ def _begun(
     service: Service,
     body: ResponsesRequest,
     ready: ChatGeneration,
-    report: PromptReport,
     *,
     stores: bool,
 ) -> Response:
     """The response before its first output."""
-    sampling = ready.generation.sampling
+    sampling, report = ready.generation.sampling, ready.report
     reasoning = body.reasoning or ReasoningConfig()
     return Response(
         id=ready.generation.request_id,

@@ -2,36 +2,37 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
+from collections.abc import Callable
 
 import msgspec
 from litestar import Response
 from litestar.params import FromPath, FromQuery
 from litestar.response import Stream
 
-from ostinato.api.base.errors import ErrorBody, renamed
+from ostinato.api.base.errors import ErrorBody
 from ostinato.api.base.request_context import context_of
-from ostinato.api.chat.chat_generation import plan_chat, prepare_chat
 from ostinato.api.http.endpoints import delete_endpoint, get_endpoint, post_endpoint
 from ostinato.api.http.handlers import (
     HttpRequest,
     SharedService,
     event_stream,
+    json_bytes,
     json_response,
-    read_body,
+    prepare,
     respond,
 )
 from ostinato.api.http.sse import NAMED_EVENTS
-from ostinato.api.responses.convert import FIELD_NAMES, input_messages, to_chat
+from ostinato.api.preparation.preparation import Arrival, renamed
+from ostinato.api.responses.convert import FIELD_NAMES
+from ostinato.api.responses.preparation import prepare_input_tokens, prepare_response
 from ostinato.api.responses.reply import ResponsesReply
 from ostinato.api.responses.response_events import ResponseEvent
 from ostinato.api.responses.response_object import Deleted, InputTokens
 from ostinato.api.responses.response_object import Response as ResponseObject
-from ostinato.api.responses.schemas import UNSUPPORTED, InputTokensRequest, ResponsesRequest
-from ostinato.api.schemas.conversation import Message
+from ostinato.api.responses.schemas import InputTokensRequest, ResponsesRequest
 from ostinato.api.service.background import BackgroundReply
-from ostinato.api.service.generation import check_fields
-from ostinato.api.service.prompt_report import prompt_report
 from ostinato.api.service.service import Service
 from ostinato.runtime.errors import InvalidRequestError
 
@@ -48,22 +49,17 @@ __all__ = ("HANDLERS",)
 async def create_response(request: HttpRequest, service: SharedService) -> Response[bytes] | Stream:
     """Answer a text or a conversation, whose beginning may be stored."""
     context = context_of("/v1/responses", request)
-    body = await read_body(request, ResponsesRequest, service, unsupported=UNSUPPORTED)
+    response_id = f"resp_{secrets.token_hex(16)}"
+    prepared = await prepare(
+        request, service, prepare_response, arrival=_arrival(service, response_id)
+    )
+    body, ready = prepared.body, prepared.ready
     stores = _stores(service, body)
     if body.background:
         service.background.check()
-    messages = _messages(service, body)
-    response_id = f"resp_{secrets.token_hex(16)}"
     with renamed(FIELD_NAMES):
-        chat = to_chat(body, messages)
-        check_fields(chat)
-        ready = await prepare_chat(service, chat, request_id=response_id, context=context)
-    report = await prompt_report(
-        service.encoder, chat, ready.prompt_text, ready.generation, add_special_tokens=False
-    )
-    reply = ResponsesReply(
-        service, body, ready, report, messages=messages, stores=stores, context=context
-    )
+        await service.runner.prepare(ready.constraint_field, [ready.generation], context)
+    reply = ResponsesReply(service, prepared, stores=stores, context=context)
     if body.background:
         return await _in_background(service, reply, response_id, streams=bool(body.stream))
     return await respond(request, reply, stream=body.stream, form=NAMED_EVENTS)
@@ -72,10 +68,8 @@ async def create_response(request: HttpRequest, service: SharedService) -> Respo
 @post_endpoint("/v1/responses/input_tokens", body=InputTokensRequest, answer=InputTokens)
 async def count_input_tokens(request: HttpRequest, service: SharedService) -> Response[bytes]:
     """How many tokens the prompt of such a request has."""
-    body = await read_body(request, InputTokensRequest, service, unsupported=UNSUPPORTED)
-    with renamed(FIELD_NAMES):
-        prompt, _ = await plan_chat(service, to_chat(body, _messages(service, body)))
-    return json_response(InputTokens(len(prompt.token_ids)))
+    arrival = _arrival(service, "")
+    return json_bytes(await prepare(request, service, prepare_input_tokens, arrival=arrival))
 
 
 @get_endpoint(
@@ -143,6 +137,12 @@ HANDLERS = [
 ]
 
 
+class _Continues(msgspec.Struct):
+    """What a body says of the conversation before it; its other fields are skipped."""
+
+    previous_response_id: str | None = None
+
+
 class _Background(msgspec.Struct):
     """What a stored reply says of how it was made."""
 
@@ -159,12 +159,20 @@ async def _in_background(
     return event_stream(record.follow()) if streams else json_response(reply.present())
 
 
-def _messages(service: Service, body: InputTokensRequest | ResponsesRequest) -> list[Message]:
-    """The conversation without instructions: the stored one, and the input."""
-    messages: list[Message] = []
-    if body.previous_response_id is not None:
-        messages = service.stored_responses.messages(body.previous_response_id)
-    return messages + input_messages(body.input)
+def _arrival(service: Service, response_id: str) -> Callable[[bytes], Arrival]:
+    """Gives the reply's id and the conversation that the body continues."""
+
+    def arrival(data: bytes) -> Arrival:
+        stored = None
+        if b"previous_response_id" in data:
+            with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+                name = msgspec.json.decode(data, type=_Continues).previous_response_id
+                stored = None if name is None else service.stored_responses.messages(name)
+        return Arrival(
+            request_id=response_id, stored_messages=None if stored is None else msgspec.Raw(stored)
+        )
+
+    return arrival
 
 
 def _stores(service: Service, body: ResponsesRequest) -> bool:

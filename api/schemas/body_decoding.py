@@ -60,6 +60,12 @@ def _decode_without_no_ops(
     """A second try, without nulls and the unsupported fields whose value asks for nothing."""
     try:
         raw = msgspec.json.decode(body)
+    except msgspec.ValidationError as error:  # JSON, but more than Python takes
+        raise InvalidRequestError(
+            "the body has a number that is out of range: whole numbers have at most 4300 digits, "
+            "and others are less than 1.8e308 away from 0",
+            code="invalid_value",
+        ) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidRequestError(
             f"the body is not valid JSON in UTF-8: {error}", code="invalid_json"

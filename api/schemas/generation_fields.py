@@ -14,6 +14,7 @@ from ostinato.api.base.request_context import REQUEST_ID_PATTERN
 from ostinato.api.schemas.client_fields import SafetyIdentifier
 from ostinato.api.schemas.response_format import ConstraintFields
 from ostinato.runtime.types.params import (
+    MAX_COUNT,
     MAX_LOGPROB_TOKEN_IDS,
     MAX_LOGPROBS,
     MAX_N,
@@ -44,7 +45,7 @@ ChosenTokens = Annotated[list[int], _range(maxItems=MAX_LOGPROB_TOKEN_IDS)]
 Completions = Annotated[int, _range(minimum=1, maximum=MAX_N)]
 
 
-KeptTokens = Annotated[int, _range(minimum=-1)]
+KeptTokens = Annotated[int, _range(minimum=-1, maximum=MAX_COUNT)]
 
 
 LengthPenalty = Annotated[float, _range(minimum=-10, maximum=10)]
@@ -53,7 +54,7 @@ LengthPenalty = Annotated[float, _range(minimum=-10, maximum=10)]
 Logprobs = Annotated[int, _range(minimum=0, maximum=MAX_LOGPROBS)]
 
 
-MinTokens = Annotated[int, _range(minimum=0)]
+MinTokens = Annotated[int, _range(minimum=0, maximum=MAX_COUNT)]
 
 
 Penalty = Annotated[float, _range(minimum=-2, maximum=2)]

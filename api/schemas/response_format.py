@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from ostinato.api.parsing.answer_parser import AnswerForm
 from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.types.structured_outputs import Preamble, StructuredOutputsParams
+
+T = TypeVar("T")
 
 __all__ = (
     "NO_CONSTRAINT",
@@ -178,11 +180,10 @@ def behind_reasoning(fields: ConstraintFields, form: AnswerForm) -> StructuredOu
     return msgspec.structs.replace(wanted, preamble=preamble)
 
 
-async def refusing_by_field(fields: ConstraintFields, work: Awaitable[None]) -> None:
-    """Await `work`; its errors name the field that the request has the constraint in."""
-    name = constraint_field(fields)
+async def refusing_by_field(name: str, work: Awaitable[T]) -> T:
+    """The result of `work`; its errors name the field that the request has the constraint in."""
     try:
-        await work
+        return await work
     except InvalidRequestError as error:
         if error.param != "structured_outputs" or name == "structured_outputs":
             raise

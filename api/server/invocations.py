@@ -33,6 +33,17 @@ _ENDPOINTS: dict[str, HTTPRouteHandler] = {
 }
 
 
+class _Fields(msgspec.Struct):
+    """Which of these fields a body has."""
+
+    messages: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    prompt: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    input: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    query: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    text_1: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    queries: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+
+
 @post_endpoint(
     "/invocations",
     body=(ChatCompletionRequest, CompletionRequest, EmbeddingRequest, RerankRequest, ScoreRequest),
@@ -40,13 +51,15 @@ _ENDPOINTS: dict[str, HTTPRouteHandler] = {
 )
 async def invocations(request: HttpRequest, service: SharedService) -> Response[bytes] | Stream:
     """Answer a body of chat, completions, embeddings, rerank or score, by its fields."""
+    name, is_certain = None, True
     try:
-        # The values stay text: the endpoint decodes them.
-        fields = msgspec.json.decode(await body_bytes(request), type=dict[str, msgspec.Raw])
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        fields = {}  # the endpoint says what is wrong
-    name = next((name for name in _ENDPOINTS if name in fields), None)
-    if name is None and fields:
+        # The values stay text, and other fields are skipped: the endpoint decodes them.
+        fields = msgspec.json.decode(await body_bytes(request), type=_Fields)
+        given = (one for one in _ENDPOINTS if getattr(fields, one) is not msgspec.UNSET)
+        name = next(given, None)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        is_certain = False  # the endpoint says what is wrong
+    if name is None and is_certain:
         raise InvalidRequestError(
             f"the body has none of the fields {', '.join(_ENDPOINTS)}, one of which says what is"
             " asked: a chat, a completion, an embedding, a ranking or a score",

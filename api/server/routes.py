@@ -13,7 +13,7 @@ from ostinato.api.base.errors import ErrorBody
 from ostinato.api.http.endpoints import get_endpoint
 from ostinato.api.http.handlers import SharedService, Status, json_response, status_response
 from ostinato.api.observability.metrics_registry import CONTENT_TYPE
-from ostinato.api.service.generation import check_model
+from ostinato.api.preparation.generation import check_model
 from ostinato.api.service.service import Service
 
 __all__ = ("HANDLERS",)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterable
-from typing import Protocol, Self
+from typing import Self
 
 import msgspec
 
-from ostinato.api.base.request_context import RequestContext
+from ostinato.api.preparation.generation import Generation
 from ostinato.api.schemas.client_fields import ServedTier
 from ostinato.api.schemas.usage import CompletionTokensDetails, PromptTokensDetails, Usage
-from ostinato.api.service.generation import Generation
 from ostinato.runtime.types.outputs import FinishReason, RequestOutput, TokenLogprobs
 
 __all__ = (
@@ -109,16 +108,9 @@ class Tally:
         )
 
 
-class Named(Protocol):
-    """A body that may name its reply."""
-
-    @property
-    def request_id(self) -> str | None: ...
-
-
-def new_id(prefix: str, fields: Named, context: RequestContext) -> str:
+def new_id(prefix: str, of_body: str | None, of_header: str) -> str:
     """The reply's id: a prefix, then the body's `request_id`, the header's, or a random one."""
-    return f"{prefix}-{fields.request_id or context.request_id or secrets.token_hex(16)}"
+    return f"{prefix}-{of_body or of_header or secrets.token_hex(16)}"
 
 
 def collect(

@@ -18,10 +18,11 @@ from typing import Any, Protocol, TypeVar, cast
 from ostinato.api.base.errors import UnavailableError, status_of
 from ostinato.api.base.request_context import RequestContext
 from ostinato.api.observability.trace_recorder import TraceRecorder
-from ostinato.api.schemas.response_format import ConstraintFields, refusing_by_field
+from ostinato.api.preparation.generation import Generation
+from ostinato.api.schemas.response_format import refusing_by_field
 from ostinato.api.service.admission import Admission
-from ostinato.api.service.generation import Generation
 from ostinato.api.service.request_stats import RequestStats, StatsSinks
+from ostinato.runtime.client.requests import PreparedParts
 from ostinato.runtime.errors import (
     DeadlineError,
     EngineDeadError,
@@ -30,10 +31,12 @@ from ostinato.runtime.errors import (
 )
 from ostinato.runtime.types.outputs import FinishReason, PooledOutput, RequestOutput
 from ostinato.runtime.types.params import PoolingParams, SamplingParams
+from ostinato.runtime.types.structured_outputs import StructuredOutputsParams
 
 __all__ = ("Generator", "IndexedOutput", "RequestRunner")
 
 T = TypeVar("T")
+_MAX_GRAMMAR_CHARACTERS = 64 << 20  # of all sequences of one request, each of which has its own
 _AT_ONCE = 8  # prompts of one request that are begun before other requests have their turn
 
 IndexedOutput = tuple[int, RequestOutput]  # (index of the prompt, one output for it)
@@ -44,7 +47,7 @@ Outputs = AsyncGenerator[RequestOutput, None]
 class Generator(Protocol):
     """What requests need of `runtime.client.EngineClient`."""
 
-    async def prepare(self, sampling: SamplingParams) -> None: ...
+    async def compile_grammar(self, constraint: StructuredOutputsParams) -> str: ...
 
     def generate(
         self,
@@ -56,7 +59,7 @@ class Generator(Protocol):
         cache_salt: str = "",
         trace: bool = False,
         deadline: float | None = None,
-        is_resolved: bool = False,
+        prepared: PreparedParts | None = None,
     ) -> AsyncIterator[RequestOutput]: ...
 
     async def pool(
@@ -93,16 +96,16 @@ class RequestRunner:
 
     async def prepare(
         self,
-        fields: ConstraintFields,
+        constraint_field: str,
         generations: Sequence[Generation],
         context: RequestContext,
     ) -> None:
         """Check what only the engine's client can check; call it before the answer begins.
 
         Args:
-            fields: the constraint as the request gives it.
-            generations: one per prompt.
-            context: `grammar_seconds` is updated.
+            constraint_field: the field of the request that a constraint comes from.
+            generations: one per prompt; they have one constraint in common, or none.
+            context: `grammar` is set, `grammar_seconds` is updated.
 
         Raises:
             InvalidRequestError: the constraint is not valid or too complex, or a prompt is longer
@@ -110,11 +113,22 @@ class RequestRunner:
             OverloadedError: the queue is full.
         """
         self._admission.check_prompts([len(one.prompt_token_ids) for one in generations])
-        for sampling in {id(one.sampling): one.sampling for one in generations}.values():
-            if sampling.structured_outputs is not None:
-                begin = time.monotonic()
-                await refusing_by_field(fields, self._client.prepare(sampling))
-                context.grammar_seconds += time.monotonic() - begin
+        sampling = generations[0].sampling
+        if sampling.structured_outputs is None:
+            return
+        begin = time.monotonic()
+        compiling = self._client.compile_grammar(sampling.structured_outputs)
+        context.grammar = await refusing_by_field(constraint_field, compiling)
+        context.grammar_seconds += time.monotonic() - begin
+        num_sequences = sum(one.sampling.num_candidates for one in generations)
+        if num_sequences > 1 and num_sequences * len(context.grammar) > _MAX_GRAMMAR_CHARACTERS:
+            raise InvalidRequestError(
+                f"{constraint_field}: its grammar has {len(context.grammar)} characters, and "
+                f"{num_sequences} sequences of one request may have {_MAX_GRAMMAR_CHARACTERS}"
+                " together; make it simpler or ask for fewer completions at a time",
+                param=constraint_field,
+                code="constraint_too_complex",
+            )
 
     async def generate(
         self, reply_id: str, generations: Sequence[Generation], context: RequestContext
@@ -280,7 +294,7 @@ def _arguments(one: Generation, context: RequestContext) -> dict[str, Any]:
         "priority": one.priority,
         "cache_salt": one.cache_salt,
         "trace": context.timeline is not None,
-        "is_resolved": True,  # by `make_generation`
+        "prepared": PreparedParts(context.grammar, one.bad_words_token_ids),
         "deadline": context.arrived_at + min(times_ms) / 1e3 if times_ms else None,
     }
 

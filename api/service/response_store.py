@@ -43,17 +43,22 @@ class ResponseStore:
         self,
         response_id: str,
         response: bytes,
-        messages: Sequence[Message],
+        messages: msgspec.Raw,
+        answer: Message,
         events: Sequence[bytes] = (),
     ) -> None:
         """Store a reply; a reply larger than the limit is not stored.
 
         Args:
             response: its body.
-            messages: the conversation up to and with it, without instructions.
+            messages: the conversation that it answers, without instructions.
+            answer: the reply as a message.
             events: of its stream, as they were sent, where they can be asked for again.
         """
-        one = _Stored(response, msgspec.json.encode(messages), tuple(events))
+        # As text: a long conversation is not read here.
+        before = bytes(messages).rstrip()[1:-1]
+        parts = [part for part in (before, msgspec.json.encode(answer)) if part.strip()]
+        one = _Stored(response, b"[" + b",".join(parts) + b"]", tuple(events))
         self._stored[response_id] = one
         self._size += one.size
         while self._size > self._limit:
@@ -68,20 +73,10 @@ class ResponseStore:
         """The events of a reply; raises InvalidRequestError (404) for an unknown id."""
         return self._get(response_id).events
 
-    def messages(self, response_id: str) -> list[Message]:
-        """The conversation up to and with the reply.
-
-        Raises:
-            InvalidRequestError: the id is unknown.
-        """
-        if response_id not in self._stored:
-            raise InvalidRequestError(
-                f"previous_response_id {response_id[:100]!r} is not stored here (any more): send"
-                " the conversation as input",
-                param="previous_response_id",
-                code="previous_response_not_found",
-            )
-        return msgspec.json.decode(self._stored[response_id].messages, type=list[Message])
+    def messages(self, response_id: str) -> bytes | None:
+        """The conversation up to and with the reply, a JSON list; None for an unknown id."""
+        one = self._stored.get(response_id)
+        return None if one is None else one.messages
 
     def delete(self, response_id: str) -> None:
         """Remove a reply; raises InvalidRequestError (404) for an unknown id."""

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Protocol
 
 from ostinato.api.observability.metrics_registry import EngineView, Metrics
 from ostinato.api.observability.tracing import Tracer
+from ostinato.api.preparation.preparation import PreparationSettings
+from ostinato.api.preparation.preparer import Preparer
+from ostinato.api.preparation.prompt_encoder import PromptEncoder, TextSource
 from ostinato.api.service.admission import Admission, EngineQueue
 from ostinato.api.service.background import BackgroundReplies
-from ostinato.api.service.prompt_encoder import PromptEncoder, TokenizerSource
 from ostinato.api.service.request_runner import Generator, RequestRunner
 from ostinato.api.service.request_stats import StatsSinks
 from ostinato.api.service.response_store import ResponseStore
@@ -22,7 +23,7 @@ from ostinato.runtime.types.engine_info import ServedModel
 __all__ = ("Client", "Service")
 
 
-class Client(EngineView, EngineQueue, TokenizerSource, Generator, Protocol):
+class Client(EngineView, EngineQueue, TextSource, Generator, Protocol):
     """What the API needs of `runtime.client.EngineClient`."""
 
     model: ServedModel
@@ -48,12 +49,12 @@ class Service:
 
     Attributes:
         admission: whether a new request is taken, and the state of the server's life.
-        encoder: tokenises prompts.
+        preparer: decodes bodies and makes prompts and parameters of them.
+        encoder: has the tokenizer.
         runner: runs requests in the engine.
         metrics: what `/metrics` shows.
         stored_responses: replies of `/v1/responses` that later requests may continue.
         background: replies of `/v1/responses` that are made while no client waits.
-        template_turn: held while a template that came with a request is rendered.
     """
 
     def __init__(self, client: Client, server: ServerConfig, sampling: SamplingSection) -> None:
@@ -62,16 +63,24 @@ class Service:
         self.sampling = sampling
         self.admission = Admission(client, server)
         self.encoder = PromptEncoder(client)
+        self.preparer = Preparer(
+            client,
+            PreparationSettings(
+                tool_parser=server.tool_parser,
+                reasoning_parser=server.reasoning_parser,
+                default_max_tokens=sampling.max_tokens,
+            ),
+        )
         self.metrics = Metrics(client, self._model_name, vllm_names=server.vllm_metrics)
         self._tracer = Tracer(server.otlp_endpoint) if server.otlp_endpoint else None
         sinks = StatsSinks(self.metrics, self._tracer, server.log_prompts)
         self.runner = RequestRunner(client, self.admission, sinks)
         self.stored_responses = ResponseStore(server.response_store_mib)
         self.background = BackgroundReplies()
-        self.template_turn = asyncio.Semaphore(1)
 
     def close(self) -> None:
-        """Export the remaining trace spans; no request may run afterwards."""
+        """End helper processes, export the remaining trace spans; no request may run afterwards."""
+        self.preparer.close()
         if self._tracer is not None:
             self._tracer.close()
 

@@ -21,7 +21,12 @@ from ostinato.conf.root import RunConfig
 from ostinato.runtime.client.completion import PromptCompletions
 from ostinato.runtime.client.pooling import make_pooling_request
 from ostinato.runtime.client.replica import Reader, Replica
-from ostinato.runtime.client.requests import make_requests, resolve
+from ostinato.runtime.client.requests import (
+    PreparedParts,
+    bad_words_token_ids,
+    make_requests,
+    resolve,
+)
 from ostinato.runtime.directories import ensure_cache, make_socket_directory
 from ostinato.runtime.engine.engine_state import EngineState
 from ostinato.runtime.engine.flight_recorder import StepRecord
@@ -32,6 +37,7 @@ from ostinato.runtime.text.tokenizer import Tokenizer
 from ostinato.runtime.types.engine_info import EngineStats, ServedModel, sum_stats
 from ostinato.runtime.types.outputs import FinishReason, PooledOutput, RequestOutput
 from ostinato.runtime.types.params import PoolingParams, SamplingParams
+from ostinato.runtime.types.structured_outputs import StructuredOutputsParams
 
 __all__ = ("EngineClient",)
 
@@ -185,13 +191,14 @@ class EngineClient:
         self._grammars = GrammarCompiler(self.model)
         note("tokenizer", time.perf_counter() - begin)
 
-    async def prepare(self, sampling: SamplingParams) -> None:
-        """Do the part of `generate` that can be refused: make the request's grammar.
+    async def compile_grammar(self, constraint: StructuredOutputsParams) -> str:
+        """The grammar of a constraint, which `generate` takes as one of its `prepared` parts.
 
         Raises:
-            InvalidRequestError: `structured_outputs` is not valid, or takes too much.
+            InvalidRequestError: it is not valid, or takes too much.
         """
-        await self._grammar(sampling)
+        assert self._grammars is not None, "called before wait_until_ready"
+        return await self._grammars.compile_async(constraint)
 
     async def generate(
         self,
@@ -203,7 +210,7 @@ class EngineClient:
         cache_salt: str = "",
         trace: bool = False,
         deadline: float | None = None,
-        is_resolved: bool = False,
+        prepared: PreparedParts | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Outputs of all `sampling.n` completions until each has ended.
 
@@ -213,15 +220,17 @@ class EngineClient:
         reason `deadline_exceeded`.
 
         Args:
-            is_resolved: the prompt and the parameters are results of `requests.resolve`.
+            prepared: parts of the request; then the prompt and the parameters are results of
+                `requests.resolve`. None = they are made here.
 
         Raises:
             DeadlineError: at the deadline, when there was no output before it.
             InvalidRequestError: before the first output, when the request can not be served.
             EngineDeadError: the engine ended and is not started again; nothing more will come.
         """
-        if not is_resolved:
+        if prepared is None:
             prompt_token_ids, sampling = resolve(prompt_token_ids, sampling, self.model)
+            prepared = await self._parts(sampling)
         requests = make_requests(
             self._unique(request_id),
             prompt_token_ids,
@@ -229,8 +238,7 @@ class EngineClient:
             self.model,
             priority=priority,
             cache_salt=cache_salt,
-            tokenizer=self.tokenizer,
-            grammar=await self._grammar(sampling),
+            parts=prepared,
         )
         if trace:
             requests = [msgspec.structs.replace(one, trace=True) for one in requests]
@@ -391,11 +399,10 @@ class EngineClient:
             ),
         )
 
-    async def _grammar(self, sampling: SamplingParams) -> str:
-        if sampling.structured_outputs is None:
-            return ""
-        assert self._grammars is not None, "called before wait_until_ready"
-        return await self._grammars.compile_async(sampling.structured_outputs)
+    async def _parts(self, sampling: SamplingParams) -> PreparedParts:
+        constraint = sampling.structured_outputs
+        grammar = "" if constraint is None else await self.compile_grammar(constraint)
+        return PreparedParts(grammar, bad_words_token_ids(sampling.bad_words, self.tokenizer))
 
     async def _call(self, name: UtilityName) -> list[str]:
         """The answers of all replicas that have not ended for good."""

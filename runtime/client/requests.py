@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 import secrets
 import time
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from ostinato.runtime.types.params import MAX_BAD_WORD_TOKENS, SamplingParams
 from ostinato.runtime.types.request import Request
 
 __all__ = (
+    "PreparedParts",
     "TextEncoder",
     "bad_words_token_ids",
     "make_requests",
@@ -24,6 +26,13 @@ __all__ = (
 )
 
 _MASK = (1 << 63) - 1
+
+
+class PreparedParts(msgspec.Struct, frozen=True):
+    """Parts of a request that were made before: its prompt and parameters are resolved, too."""
+
+    grammar: str = ""  # what `GrammarCompiler` made of the constraint; empty without one
+    bad_words_token_ids: list[list[int]] = []
 
 
 class TextEncoder(Protocol):
@@ -146,7 +155,8 @@ def _check_that_something_is_allowed(sampling: SamplingParams, model: ServedMode
     ends = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else model.eos_token_ids)}
     if ends.issuperset(sampling.allowed_token_ids):
         raise InvalidRequestError(
-            f"allowed_token_ids={list(sampling.allowed_token_ids)} are all stop tokens, which "
+            f"allowed_token_ids={reprlib.repr(list(sampling.allowed_token_ids))} are all stop"
+            " tokens, which "
             f"min_tokens={sampling.min_tokens} forbids; allow another one or set min_tokens=0",
             param="allowed_token_ids",
         )
@@ -168,8 +178,7 @@ def make_requests(
     *,
     priority: int = 0,
     cache_salt: str = "",
-    tokenizer: TextEncoder | None = None,
-    grammar: str = "",
+    parts: PreparedParts = PreparedParts(),  # noqa: B008 - it is frozen
 ) -> list[Request]:
     """The engine's requests for one prompt: one per candidate, which share the prompt's cached
     blocks, or one for a beam search.
@@ -178,18 +187,15 @@ def make_requests(
 
     Args:
         prompt_token_ids: as `resolve` returns them, and `sampling` too.
-        tokenizer: needed for `bad_words` only.
-        grammar: what `GrammarCompiler` made of `sampling.structured_outputs`.
-
-    Raises:
-        InvalidRequestError: as `bad_words_token_ids`.
+        parts: made of `sampling`.
     """
     seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
     has_grammar = sampling.structured_outputs is not None
-    assert has_grammar == bool(grammar), "structured_outputs were not made a grammar"
+    assert has_grammar == bool(parts.grammar), "structured_outputs were not made a grammar"
     count, each = (
         sampling.num_candidates,
-        msgspec.structs.replace(sampling, structured_outputs=None),
+        # What `parts` stands for, and so does not cross the border twice.
+        msgspec.structs.replace(sampling, structured_outputs=None, bad_words=()),
     )
     if sampling.use_beam_search:
         count, each = 1, msgspec.structs.replace(each, temperature=0.0)
@@ -206,8 +212,8 @@ def make_requests(
         arrival_time=time.monotonic(),
         priority=priority,
         cache_salt=cache_salt,
-        bad_words_token_ids=bad_words_token_ids(sampling.bad_words, tokenizer),
-        grammar=grammar,
+        bad_words_token_ids=parts.bad_words_token_ids,
+        grammar=parts.grammar,
     )
     return [
         first,

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import OrderedDict
 
 import msgspec
 
-from ostinato.runtime.errors import InvalidRequestError
-from ostinato.runtime.sandbox import Limits, SandboxError, SandboxProcess, call
+from ostinato.runtime.errors import HelperProcessError, InvalidRequestError
+from ostinato.runtime.sandbox import Fault, Limits, SandboxError, SandboxProcess, call
 from ostinato.runtime.types.engine_info import ServedModel
 from ostinato.runtime.types.structured_outputs import StructuredOutputsParams
 
 __all__ = ("GrammarAnswer", "GrammarCompiler", "GrammarModel")
 
+_LOG = logging.getLogger(__name__)
+
 LIMITS = Limits(cpu_s=3, wall_s=30.0, memory_bytes=1 << 30, answer_bytes=8 << 20)
-MAX_BYTES = 512 << 10  # of a constraint
+MAX_BYTES = 4 << 20  # of a constraint, as JSON
 MAX_CACHED = 1024
 MAX_CACHED_BYTES = 64 << 20
 _NUM_PROCESSES = 2  # so that a hostile grammar does not hold up the next one
@@ -31,7 +34,7 @@ class GrammarModel(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GrammarAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """A grammar, or why there is none."""
+    """A grammar, or why there is none; the error is a sentence about `structured_outputs`."""
 
     grammar: str = ""
     error: str = ""
@@ -49,7 +52,7 @@ class GrammarCompiler:
     """
 
     def __init__(self, model: ServedModel) -> None:
-        first = msgspec.msgpack.encode(
+        first = msgspec.json.encode(
             GrammarModel(
                 tokenizer=model.tokenizer,
                 vocab_size=model.vocab_size,
@@ -72,6 +75,7 @@ class GrammarCompiler:
 
         Raises:
             InvalidRequestError: it is not valid, can not be enforced, or takes too much.
+            HelperProcessError: no process could check it.
         """
         job = _job(params)
         answer = self._cached(job)
@@ -79,7 +83,7 @@ class GrammarCompiler:
             if answer is not None:
                 break
             try:
-                answer = msgspec.msgpack.decode(self._processes[0].call(job), type=GrammarAnswer)
+                answer = msgspec.json.decode(self._processes[0].call(job), type=GrammarAnswer)
             except SandboxError as error:
                 answer = self._refusal(job, error, is_last=number + 1 == _NUM_TRIES)
             else:
@@ -103,7 +107,7 @@ class GrammarCompiler:
                 except SandboxError as error:
                     answer = self._refusal(job, error, is_last=number + 1 == _NUM_TRIES)
                 else:
-                    answer = msgspec.msgpack.decode(data, type=GrammarAnswer)
+                    answer = msgspec.json.decode(data, type=GrammarAnswer)
                     self._keep(job, answer)
                 finally:
                     self._idle.append(process)
@@ -135,20 +139,35 @@ class GrammarCompiler:
             self._cached_bytes -= len(old) + len(dropped.grammar)
 
     def _refusal(self, job: bytes, error: SandboxError, *, is_last: bool) -> GrammarAnswer | None:
-        """The error of a job without an answer; None = try again."""
-        if not (error.reason.is_certain or is_last):
-            return None
+        """The error of a job without an answer; None = try again.
+
+        Raises:
+            HelperProcessError: it is not the job's fault, and this was the last try.
+        """
+        if error.reason.fault is not Fault.job:
+            _LOG.warning("the process that checks structured_outputs %s", error.reason.text)
+            if not is_last:
+                return None
+            raise HelperProcessError(
+                "structured_outputs can not be checked now: the process for it "
+                f"{error.reason.text}; try again later"
+            )
         answer = GrammarAnswer(
-            error=f"to check it takes {error.reason.text}; make it simpler",
+            error="structured_outputs can not be used: to check it takes "
+            f"{error.reason.text}; make it simpler",
             code="constraint_too_complex",
         )
-        if error.reason.is_certain:
-            self._keep(job, answer)
+        self._keep(job, answer)
         return answer
 
 
 def _job(params: StructuredOutputsParams) -> bytes:
-    job = msgspec.msgpack.encode(params)
+    try:
+        job = msgspec.json.encode(params)  # not msgpack, which ends at 64 bits
+    except ValueError as error:  # from Python: a number of more than 4300 digits
+        raise InvalidRequestError(
+            f"structured_outputs can not be written as JSON: {error}", param="structured_outputs"
+        ) from error
     if len(job) > MAX_BYTES:
         raise InvalidRequestError(
             f"structured_outputs has {len(job)} bytes, at most {MAX_BYTES} are allowed; make it "
@@ -162,7 +181,5 @@ def _job(params: StructuredOutputsParams) -> bytes:
 def _grammar(answer: GrammarAnswer | None) -> str:
     assert answer is not None, "the last try gives a grammar or a refusal"
     if answer.error:
-        raise InvalidRequestError(
-            f"structured_outputs: {answer.error}", param="structured_outputs", code=answer.code
-        )
+        raise InvalidRequestError(answer.error, param="structured_outputs", code=answer.code)
     return answer.grammar

@@ -26,47 +26,55 @@ from ostinato.runtime.sandbox import serve
 from ostinato.runtime.types.structured_outputs import StructuredOutputsParams
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLTokenizer
+    from llguidance import LLMatcher
 
-__all__ = ("main",)
+__all__ = ("GrammarBuilder", "main")
 
 _TRIED_TOKENS = 48
 _MEAN_MASK_S = 0.004  # of the tried tokens; the first ones of a large vocabulary take longer
-_MAX_GRAMMAR_CHARACTERS = 4 << 20
+_MAX_GRAMMAR_CHARACTERS = 8 << 20
 
 
-class _Compiler:
-    def __init__(self, first: bytes) -> None:
-        self._model = msgspec.msgpack.decode(first, type=GrammarModel)
-        self._tokenizer: LLTokenizer | None = None
-        self._special_tokens: dict[str, int] = {}
+class GrammarBuilder:
+    """Makes grammars for one model.
 
-    def answer(self, job: bytes) -> bytes:
-        """A `GrammarAnswer` to `StructuredOutputsParams`."""
-        params = msgspec.msgpack.decode(job, type=StructuredOutputsParams)
+    Args:
+        model: its tokenizer is loaded at once.
+    """
+
+    def __init__(self, model: GrammarModel) -> None:
+        self._model = model
+        self._no_tokenizer: InvalidRequestError | None = None
         try:
-            answer = GrammarAnswer(grammar=self._compile(params))
+            self.tokenizer = load_grammar_tokenizer(
+                model.tokenizer, model.vocab_size, model.eos_token_ids
+            )
+            self._special_tokens = _special_tokens(Path(model.tokenizer) / "tokenizer.json")
         except InvalidRequestError as error:
-            answer = GrammarAnswer(error=str(error), code=error.code or "invalid_value")
+            self._no_tokenizer = error
+
+    def answer(self, params: StructuredOutputsParams) -> GrammarAnswer:
+        """The checked grammar of a constraint, or why there is none."""
+        if self._no_tokenizer is not None:
+            return GrammarAnswer(error=str(self._no_tokenizer), code=self._no_tokenizer.code or "")
+        try:
+            return GrammarAnswer(grammar=self._compile(params))
         except RecursionError:
-            answer = GrammarAnswer(error=f"{params.kind} is nested too deeply")
-        except ValueError as error:
-            answer = GrammarAnswer(error=f"{params.kind}: {error}")
-        return msgspec.msgpack.encode(answer)
+            error = "it is nested too deeply; make it flatter"
+        except ValueError as refusal:
+            error = str(refusal)
+        return GrammarAnswer(error=f"structured_outputs can not be used: {error}")
 
     def _compile(self, params: StructuredOutputsParams) -> str:
         from ostinato.runtime.grammar.llguidance_text import grammar_text
 
-        model = self._model
-        if self._tokenizer is None:
-            self._tokenizer = load_grammar_tokenizer(
-                model.tokenizer, model.vocab_size, model.eos_token_ids
-            )
-            self._special_tokens = _special_tokens(Path(model.tokenizer) / "tokenizer.json")
         grammar = grammar_text(params, self._special_tokens)
         if len(grammar) > _MAX_GRAMMAR_CHARACTERS:
-            raise ValueError(f"its grammar has more than {_MAX_GRAMMAR_CHARACTERS} characters")
-        matcher = build_matcher(self._tokenizer, grammar)
+            raise ValueError(
+                f"as a grammar it has {len(grammar)} characters, at most "
+                f"{_MAX_GRAMMAR_CHARACTERS} are allowed; make it smaller"
+            )
+        matcher = build_matcher(self.tokenizer, grammar)
         error = problem(matcher)
         if error is not None:
             raise ValueError(error)
@@ -94,12 +102,13 @@ class _Compiler:
                 if len(seconds) == 1:
                     raise ValueError("nothing but the empty text matches it")
                 return
-            matcher.consume_token(int(choose.choice(allowed)))
+            if not matcher.consume_token(int(choose.choice(allowed))):
+                raise ValueError(problem(matcher) or "a text that it allows can not be written")
         mean = sum(seconds) / max(1, len(seconds))
         if len(seconds) > 8 and mean > _MEAN_MASK_S:
             raise ValueError(
-                f"it takes {mean * 1e3:.1f} ms to find the next token's choices, more than "
-                f"{_MEAN_MASK_S * 1e3:.0f} ms; make it simpler"
+                f"to find the tokens that may come next takes {mean * 1e3:.1f} ms, at most "
+                f"{_MEAN_MASK_S * 1e3:.0f} ms are allowed; make it simpler"
             )
 
 
@@ -110,7 +119,13 @@ def _special_tokens(file: Path) -> dict[str, int]:
 
 
 def _begin(first: bytes) -> Callable[[bytes], bytes]:
-    return _Compiler(first).answer
+    builder = GrammarBuilder(msgspec.json.decode(first, type=GrammarModel))
+
+    def answer(job: bytes) -> bytes:
+        params = msgspec.json.decode(job, type=StructuredOutputsParams)
+        return msgspec.json.encode(builder.answer(params))
+
+    return answer
 
 
 def main() -> int:

@@ -127,5 +127,7 @@ class GrammarStore:
         self.build_seconds += time.perf_counter() - begin
         error = problem(matcher)
         if error is not None:
-            raise InvalidRequestError(f"structured_outputs: {error}", param="structured_outputs")
+            raise InvalidRequestError(
+                f"structured_outputs can not be used: {error}", param="structured_outputs"
+            )
         return matcher

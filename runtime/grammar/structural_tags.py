@@ -10,33 +10,33 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from llguidance import grammar_from, regex_to_lark
 
+from ostinato.runtime.grammar.json_schemas import JsonForm, prepare
+from ostinato.runtime.grammar.library_errors import explain
 from ostinato.runtime.types.structured_outputs import Preamble
 
-__all__ = ("behind", "tags_to_lark")
+__all__ = ("behind", "tags_to_lark", "to_grammar")
 
 _TEXT = r"/(.|\n)*/"
 
 
-def tags_to_lark(
-    tag: object, special_tokens: Mapping[str, int], json_options: Mapping[str, Any]
-) -> str:
+def tags_to_lark(tag: object, special_tokens: Mapping[str, int], form: JsonForm) -> str:
     """The grammar of a structural tag.
 
     Args:
         tag: `{"type": "structural_tag", ...}`.
         special_tokens: text -> id, of tokens that are no plain text to the grammar.
-        json_options: of every JSON schema in it.
+        form: of every JSON schema in it.
 
     Raises:
         ValueError: it is not well formed, or has a part that is not supported.
     """
     if not isinstance(tag, dict):
         raise ValueError(f"structural_tag is an object, got {tag!r:.40}")  # noqa: TRY004
-    builder = _Builder(special_tokens, json_options)
+    builder = _Builder(special_tokens, form)
     if "structures" in tag:
         body = builder.triggered_tags(
             {
@@ -62,7 +62,7 @@ def behind(preamble: Preamble, grammar: str, special_tokens: Mapping[str, int]) 
     is_lark = not grammar.startswith("{")
     grammars = [{"lark_grammar": grammar}] if is_lark else json.loads(grammar)["grammars"]
     first = {key: value for key, value in grammars[0].items() if value is not None}
-    builder = _Builder(special_tokens, {})
+    builder = _Builder(special_tokens, JsonForm())
     text = builder.part(
         {
             "type": "tag",
@@ -78,12 +78,24 @@ def behind(preamble: Preamble, grammar: str, special_tokens: Mapping[str, int]) 
     return json.dumps({"grammars": [lark, {**first, "name": "answer"}, *grammars[1:]]})
 
 
+def to_grammar(form: Literal["regex", "grammar"], text: str) -> str:
+    """A regular expression, or a grammar in Lark or GBNF, as a Lark grammar.
+
+    Raises:
+        ValueError: it is no GBNF. Errors in the other forms are found when the grammar is built.
+    """
+    try:
+        return grammar_from(form, text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(explain(str(error))) from error
+
+
 class _Builder:
     """Collects rules; every method gives the expression that stands for its part."""
 
-    def __init__(self, special_tokens: Mapping[str, int], json_options: Mapping[str, Any]) -> None:
+    def __init__(self, special_tokens: Mapping[str, int], form: JsonForm) -> None:
         self._special_tokens = special_tokens
-        self._json_options = json_options
+        self._form = form
         longest_first = sorted(special_tokens, key=len, reverse=True)
         self._special = (
             re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
@@ -107,7 +119,7 @@ class _Builder:
         """The grammar whose start is `body`."""
         lark = "\n".join((f"start: {body}", "TEXT: " + _TEXT, *self._rules)) + "\n"
         grammars = [{"name": "structural_tag", "lark_grammar": lark}, *self._grammars]
-        return json.dumps({"grammars": grammars})
+        return json.dumps({"grammars": grammars}, ensure_ascii=False)
 
     def part(self, part: object) -> str:
         """Any part of a format tree."""
@@ -187,13 +199,8 @@ class _Builder:
 
     def _json_schema(self, part: dict[str, Any]) -> str:
         schema = part.get("json_schema", part.get("schema"))
-        if isinstance(schema, bool):
-            schema = {} if schema else {"not": {}}
-        if not isinstance(schema, dict):
-            raise ValueError("structural_tag: json_schema is an object or a boolean")  # noqa: TRY004
         name = f"json{len(self._grammars)}"
-        schema = {**schema, "x-guidance": dict(self._json_options)}
-        self._grammars.append({"name": name, "json_schema": schema})
+        self._grammars.append({"name": name, "json_schema": prepare(schema, self._form)})
         return f"@{name}"
 
     def _regex(self, part: dict[str, Any]) -> str:
@@ -201,7 +208,7 @@ class _Builder:
 
     def _grammar(self, part: dict[str, Any]) -> str:
         name = f"grammar{len(self._grammars)}"
-        lark = grammar_from("grammar", _text(part, "grammar"))
+        lark = to_grammar("grammar", _text(part, "grammar"))
         self._grammars.append({"name": name, "lark_grammar": lark})
         return f"@{name}"
 

@@ -38,6 +38,7 @@ from ostinato.runtime.process.ipc import (
     UtilityCall,
     client_decoder,
     encoder,
+    with_repetition,
 )
 from ostinato.runtime.process.log_format import configure_logging
 from ostinato.runtime.process.utility_calls import UtilityCalls
@@ -69,6 +70,7 @@ class _Connection:
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.connect(address)
         self._encoder = encoder()
+        self._grammar = ""  # received last
 
     def send(self, message: EngineMessage) -> None:
         self._socket.send(self._encoder.encode(message), copy=True)
@@ -87,7 +89,8 @@ class _Connection:
                 message = self._socket.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            yield client_decoder.decode(message)
+            decoded, self._grammar = with_repetition(client_decoder.decode(message), self._grammar)
+            yield decoded
             if time.monotonic() > end:
                 return
 

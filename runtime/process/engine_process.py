@@ -22,6 +22,7 @@ from ostinato.runtime.process.ipc import (
     Shutdown,
     encoder,
     engine_decoder,
+    without_repetition,
 )
 
 __all__ = ("EngineProcess",)
@@ -39,6 +40,7 @@ class EngineProcess:
 
     def __init__(self, context: zmq.asyncio.Context, path: Path) -> None:
         self._encoder = encoder()
+        self._grammar = ""  # sent last
         self._socket = context.socket(zmq.PAIR)
         self.path = path
         self._process: asyncio.subprocess.Process | None = None
@@ -121,6 +123,7 @@ class EngineProcess:
         Raises:
             EngineDeadError: the process has left its socket.
         """
+        message, self._grammar = without_repetition(message, self._grammar)
         # The queue has no limit, so a send could only ever wait for a peer that is gone: for ever.
         try:
             await self._socket.send(self._encoder.encode(message), flags=zmq.NOBLOCK)

@@ -32,6 +32,8 @@ __all__ = (
     "client_decoder",
     "encoder",
     "engine_decoder",
+    "with_repetition",
+    "without_repetition",
 )
 
 
@@ -49,7 +51,37 @@ class StartEngine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AddRequest(msgspec.Struct, frozen=True, array_like=True, tag=1, gc=False):
+    """Queue a request.
+
+    A grammar may have megabytes, and all completions of a prompt have the same one. So the second
+    and the further ones are sent without it.
+    """
+
     request: Request
+    repeats_grammar: bool = False  # the request has the grammar that was sent last
+
+
+def without_repetition(message: ClientMessage, grammar: str) -> tuple[ClientMessage, str]:
+    """The message to send, and the grammar that was sent last after that.
+
+    Args:
+        grammar: that was sent last; empty = none.
+    """
+    if not isinstance(message, AddRequest) or not message.request.grammar:
+        return message, grammar
+    if message.request.grammar != grammar:
+        return message, message.request.grammar
+    bare = msgspec.structs.replace(message.request, grammar="")
+    return AddRequest(bare, repeats_grammar=True), grammar
+
+
+def with_repetition(message: ClientMessage, grammar: str) -> tuple[ClientMessage, str]:
+    """What `without_repetition` was given, and the grammar that was received last after that."""
+    if not isinstance(message, AddRequest):
+        return message, grammar
+    if message.repeats_grammar:
+        return AddRequest(msgspec.structs.replace(message.request, grammar=grammar)), grammar
+    return message, message.request.grammar or grammar
 
 
 class AbortRequests(msgspec.Struct, frozen=True, array_like=True, tag=2, gc=False):

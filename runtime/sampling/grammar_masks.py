@@ -90,7 +90,7 @@ class GrammarRow:
         """Apply the request's other limits to its mask, [W] int32; sets `ending` on a conflict."""
         error = None if self.matcher is None else problem(self.matcher)
         if error is not None and self.ending is None:
-            self.ending = f"structured_outputs: {error}"
+            self.ending = f"structured_outputs can not go on: {error}"
         bits &= self._banned
         if self._kept is not None:
             bits &= self._kept

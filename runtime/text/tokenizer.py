@@ -121,6 +121,10 @@ class Tokenizer:
         """The most characters of a text that a token stands for; None = there is no such number."""
         return max_token_characters(self._backend)
 
+    def measure(self) -> None:
+        """Find out now what calls would find out later, such as `max_token_characters`."""
+        _ = self.max_token_characters, self._cutter
+
     def encode_truncated(
         self, text: str, limit: int, *, side: Literal["left", "right"], add_special_tokens: bool
     ) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from enum import StrEnum
 from typing import Annotated, Literal
 
@@ -12,6 +13,7 @@ from ostinato.runtime.types.structured_outputs import StructuredOutputsParams
 __all__ = (
     "MAX_BAD_WORDS",
     "MAX_BAD_WORD_TOKENS",
+    "MAX_COUNT",
     "MAX_LOGPROBS",
     "MAX_LOGPROB_TOKEN_IDS",
     "MAX_N",
@@ -30,13 +32,20 @@ MAX_LOGPROB_TOKEN_IDS = 128
 MAX_N = 128
 MAX_BAD_WORDS = 256
 MAX_BAD_WORD_TOKENS = 32
+MAX_BAD_WORD_CHARACTERS = 1024
+MAX_STOP_STRINGS = 16
+MAX_STOP_CHARACTERS = 4096
 
 PatternSize = Annotated[int, msgspec.Meta(ge=0, le=MAX_PATTERN_TOKENS)]
 
 
 def _check(ok: bool, name: str, allowed: str, value: object) -> None:
     if not ok:
-        raise ValueError(f"{name} must be {allowed}, got {value!r}")
+        raise ValueError(f"{name} must be {allowed}, got {reprlib.repr(value)}")
+
+
+def _is_word(text: str) -> bool:
+    return len(text) <= MAX_BAD_WORD_CHARACTERS and bool(text.strip())
 
 
 class RepetitionDetectionParams(
@@ -134,7 +143,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         )
         _check(0.0 <= self.temperature <= 2.0, "temperature", "in [0, 2]", self.temperature)
         _check(0.0 < self.top_p <= 1.0, "top_p", "in (0, 1]", self.top_p)
-        _check(self.top_k >= -1, "top_k", "-1, 0 (both off) or at least 1", self.top_k)
+        _check(
+            -1 <= self.top_k <= MAX_COUNT,
+            "top_k",
+            f"-1, 0 (both off) or in [1, {MAX_COUNT}]",
+            self.top_k,
+        )
         _check(0.0 <= self.min_p <= 1.0, "min_p", "in [0, 1]", self.min_p)
         _check(
             self.seed is None or -(1 << 63) <= self.seed < 1 << 63,
@@ -148,7 +162,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             "at least 1",
             self.max_tokens,
         )
-        _check(self.min_tokens >= 0, "min_tokens", "at least 0", self.min_tokens)
+        _check(
+            0 <= self.min_tokens <= MAX_COUNT,
+            "min_tokens",
+            f"in [0, {MAX_COUNT}]",
+            self.min_tokens,
+        )
         _check(
             self.max_tokens is None or self.min_tokens <= self.max_tokens,
             "min_tokens",
@@ -183,9 +202,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def _check_tokens(self) -> None:
         """Check parameters that name or count tokens and texts."""
         _check(
-            len(self.stop) <= 16 and all(self.stop),
+            len(self.stop) <= MAX_STOP_STRINGS
+            and all(1 <= len(text) <= MAX_STOP_CHARACTERS for text in self.stop),
             "stop",
-            "at most 16 non-empty strings",
+            f"at most {MAX_STOP_STRINGS} strings of 1 to {MAX_STOP_CHARACTERS} characters",
             self.stop,
         )
         _check(
@@ -195,17 +215,18 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             self.allowed_token_ids,
         )
         _check(
-            len(self.bad_words) <= MAX_BAD_WORDS and all(map(str.strip, self.bad_words)),
+            len(self.bad_words) <= MAX_BAD_WORDS and all(map(_is_word, self.bad_words)),
             "bad_words",
-            f"at most {MAX_BAD_WORDS} words that are not blank",
+            f"at most {MAX_BAD_WORDS} words that are not blank, of at most "
+            f"{MAX_BAD_WORD_CHARACTERS} characters",
             self.bad_words,
         )
         _check(
             self.truncate_prompt_tokens is None
             or self.truncate_prompt_tokens == -1
-            or self.truncate_prompt_tokens >= 1,
+            or 1 <= self.truncate_prompt_tokens <= MAX_COUNT,
             "truncate_prompt_tokens",
-            "null, -1 (as many as fit) or at least 1",
+            f"null, -1 (as many as fit) or in [1, {MAX_COUNT}]",
             self.truncate_prompt_tokens,
         )
         _check(

@@ -13,6 +13,7 @@ import msgspec
 
 __all__ = (
     "KINDS",
+    "MAX_CHOICES",
     "Preamble",
     "StructuredOutputsParams",
     "ToolCallFormat",
@@ -20,7 +21,7 @@ __all__ = (
 )
 
 KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
-MAX_CHOICES = 4096
+MAX_CHOICES = 100_000
 
 
 class Preamble(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

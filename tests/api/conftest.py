@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from litestar.testing import TestClient
 
@@ -14,7 +16,6 @@ from ostinato.api.server.app import create_app
 from ostinato.api.service.service import Service
 from ostinato.conf.schema import SamplingSection
 from ostinato.conf.server_schema import ServerConfig
-from ostinato.runtime.text.chat_template import ChatTemplate
 from ostinato.runtime.text.tokenizer import Tokenizer
 from tests.api.fake_client import HELLO, FakeClient
 from tests.runtime.text import tokenizer_builders
@@ -28,8 +29,17 @@ TEMPLATE = (
 
 
 @pytest.fixture(scope="session")
-def tokenizer() -> Tokenizer:
-    return Tokenizer(tokenizer_builders.byte_level_bpe(), {}, ChatTemplate(TEMPLATE, {}))
+def tokenizer_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model's directory, for the processes that prepare requests."""
+    directory = tmp_path_factory.mktemp("model")
+    tokenizer_builders.byte_level_bpe().save(str(directory / "tokenizer.json"))
+    (directory / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
+    return directory
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tokenizer_directory: Path) -> Tokenizer:
+    return Tokenizer.from_directory(tokenizer_directory)
 
 
 class App:
@@ -49,7 +59,7 @@ class App:
 
 
 @pytest.fixture
-def make_app(tokenizer: Tokenizer) -> Iterator[Callable[..., App]]:
+def make_app(tokenizer: Tokenizer, tokenizer_directory: Path) -> Iterator[Callable[..., App]]:
     """Makes an `App`; keyword arguments but `server` and `sampling` go to `FakeClient`."""
     with ExitStack() as stack:
 
@@ -61,9 +71,13 @@ def make_app(tokenizer: Tokenizer) -> Iterator[Callable[..., App]]:
             **fields: Any,
         ) -> App:
             engine = FakeClient(script, **({"tokenizer": tokenizer} | fields))
+            if engine.tokenizer is tokenizer:
+                path = str(tokenizer_directory)
+                engine.model = msgspec.structs.replace(engine.model, tokenizer=path)
             server = with_keys(server or ServerConfig())
             service = Service(engine, server, sampling or SamplingSection())
             service.admission.phase = None
+            stack.callback(service.close)
             client = TestClient(create_app(service), raise_server_exceptions=False)
             return App(engine, service, stack.enter_context(client))
 

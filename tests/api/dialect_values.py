@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from ostinato.api.preparation.preparation import Preparation, PreparationSettings
 from ostinato.api.schemas.body_decoding import decode
 from ostinato.api.schemas.chat_completions import ChatCompletionRequest
 from ostinato.api.schemas.text_completions import CompletionRequest
@@ -77,3 +78,15 @@ def collected() -> dict[tuple[int, int], CollectedCompletion]:
             ),
         )
     return completions_by_key
+
+
+def preparation(model: ServedModel = MODEL, default_max_tokens: int | None = None) -> Preparation:
+    """For a model without a tokenizer."""
+
+    class Source:
+        tokenizer = None
+
+        def __init__(self) -> None:
+            self.model = model
+
+    return Preparation(Source(), PreparationSettings(default_max_tokens=default_max_tokens))

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Sequence
 
+from ostinato.runtime.client.requests import PreparedParts
 from ostinato.runtime.engine.engine_state import EngineState
 from ostinato.runtime.engine.flight_recorder import StepRecord
 from ostinato.runtime.errors import EngineDeadError, InvalidRequestError
@@ -16,6 +17,7 @@ from ostinato.runtime.text.tokenizer import Tokenizer
 from ostinato.runtime.types.engine_info import EngineStats, ServedModel
 from ostinato.runtime.types.outputs import FinishReason, PooledOutput, RequestOutput, TokenLogprobs
 from ostinato.runtime.types.params import PoolingParams, SamplingParams
+from ostinato.runtime.types.structured_outputs import StructuredOutputsParams
 
 __all__ = ("FakeClient", "scripted")
 
@@ -62,7 +64,7 @@ class FakeClient:
         self.num_queued_tokens = 0
         self.startup_seconds = {"imports": 1.5, "ready": 3.0}
         self.num_unfinished = 0
-        self.prepared: list[SamplingParams] = []
+        self.compiled: list[StructuredOutputsParams] = []
         self.engine_pid: int | None = None
         self.state: EngineState | Exception = EngineDeadError("the engine does not run: never ran")
         self.records: list[StepRecord] = []
@@ -77,8 +79,9 @@ class FakeClient:
     def is_alive(self) -> bool:
         return self.death_reason is None and self.restart_reason is None
 
-    async def prepare(self, sampling: SamplingParams) -> None:
-        self.prepared.append(sampling)
+    async def compile_grammar(self, constraint: StructuredOutputsParams) -> str:
+        self.compiled.append(constraint)
+        return "a grammar"
 
     async def inspect(self, timeout_s: float = 2.0) -> EngineState:
         if isinstance(self.state, Exception):
@@ -98,7 +101,7 @@ class FakeClient:
         cache_salt: str = "",
         trace: bool = False,
         deadline: float | None = None,
-        is_resolved: bool = False,
+        prepared: PreparedParts | None = None,
     ) -> AsyncIterator[RequestOutput]:
         if self.death_reason is not None:
             raise EngineDeadError(f"the engine does not run: {self.death_reason}")

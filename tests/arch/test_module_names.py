@@ -21,6 +21,7 @@ PROTOCOLS = {
     "command": "the function of one `run` command: configuration in, exit code out",
     "convert": "a dialect of HTTP: its request to the engine's, its conversation to ours",
     "errors": "the exceptions that a layer raises",
+    "preparation": "a dialect of HTTP: the body of a request to what the engine gets",
     "reply": "a dialect of HTTP: the engine's outputs to its response",
     "routes": "the handlers of a group of endpoints",
     "schemas": "a dialect of HTTP: the bodies of its requests and responses",

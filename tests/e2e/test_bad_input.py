@@ -8,11 +8,27 @@ from collections.abc import Iterator
 
 import pytest
 
+from ostinato.api.anthropic.schemas import CountTokensRequest, MessagesRequest
+from ostinato.api.responses.schemas import ResponsesRequest
+from ostinato.api.schemas.chat_completions import ChatCompletionRequest
+from ostinato.api.schemas.text_completions import CompletionRequest
+from ostinato.api.schemas.tokenize import DetokenizeRequest, TokenizeRequest
+from tests.e2e.number_fields import Endpoint, Place, check_numbers, places
 from tests.e2e.server_process import HTTP, ServerProcess
 
 HI = [{"role": "user", "content": "Hi"}]
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
+CLAUDE = {"messages": HI, "model": "ostinato-demo"}
+ENDPOINTS = [
+    Endpoint(COMPLETIONS, CompletionRequest, {"prompt": "Hi", "max_tokens": 2}),
+    Endpoint(CHAT, ChatCompletionRequest, {"messages": HI, "max_tokens": 2}),
+    Endpoint("/v1/responses", ResponsesRequest, {"input": "Hi", "max_output_tokens": 2}),
+    Endpoint("/v1/messages", MessagesRequest, {**CLAUDE, "max_tokens": 2}),
+    Endpoint("/v1/messages/count_tokens", CountTokensRequest, CLAUDE),
+    Endpoint("/tokenize", TokenizeRequest, {"prompt": "Hi"}),
+    Endpoint("/detokenize", DetokenizeRequest, {"tokens": [5]}),
+]
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +111,32 @@ class TestModel:
     def test_unknown(self, server, path, body):
         body = {**body, "model": "gpt-9"}
         refuse(server, path, body, status=404, param="model", code="model_not_found")
+
+
+class TestNumbers:
+    def places(self) -> list[Place]:
+        found = [place for one in ENDPOINTS for place in places(one)]
+        names = [place.name for place in found if place.endpoint.path == CHAT]
+        assert {"truncate_prompt_tokens", "logit_bias.key", "stop_token_ids[0]"} < set(names)
+        return found
+
+    def test_of_any_size_in_every_field(self, server):
+        check_numbers(server.url, self.places(), max_examples=100)
+
+    @pytest.mark.slow
+    def test_many(self, server):
+        check_numbers(server.url, self.places(), max_examples=4000)
+
+    def test_without_a_limit_of_tokens(self, server):
+        for number in (10**30, 2**63, 513):
+            body = {"messages": HI, "min_tokens": number}
+            refuse(server, CHAT, body, param="min_tokens", code="invalid_value")
+
+    @pytest.mark.parametrize("number", ["1e400", "9" * 5000])
+    def test_what_python_does_not_hold(self, server, number):
+        body = b'{"prompt": "Hi", "seed": ' + number.encode() + b"}"
+        error = refuse(server, COMPLETIONS, body, code="invalid_value")
+        assert "out of range" in error["message"]
 
 
 class TestTypesAndRanges:

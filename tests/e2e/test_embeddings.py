@@ -15,6 +15,8 @@ import pytest
 import torch
 import transformers
 
+from ostinato.api.pooling.schemas import EmbeddingRequest, RerankRequest, ScoreRequest
+from tests.e2e.number_fields import Endpoint, check_numbers, places
 from tests.e2e.server_process import HTTP, ServerProcess
 from tests.models.minilm import minilm_directory
 
@@ -160,3 +162,15 @@ def test_vectors_survive_their_engine(demo):
         disturbed = reply.result().json()["data"]
     undisturbed = HTTP.post(url, json=body, timeout=240).json()["data"]
     assert disturbed == undisturbed
+
+
+def test_numbers_of_any_size(demo):
+    texts = {"documents": ["a", "b"]}
+    endpoints = [
+        Endpoint("/v1/embeddings", EmbeddingRequest, {"input": "ok"}),
+        Endpoint("/v1/score", ScoreRequest, {"queries": "q", **texts}),
+        Endpoint("/v1/rerank", RerankRequest, {"query": "q", **texts}),
+    ]
+    where = [place for one in endpoints for place in places(one)]
+    assert "truncate_prompt_tokens" in {place.name for place in where}
+    check_numbers(demo.url, where, max_examples=40)

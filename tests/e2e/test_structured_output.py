@@ -6,9 +6,12 @@ import json
 import os
 import re
 import signal
+import sys
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -17,6 +20,14 @@ import psutil
 import pytest
 from pydantic import BaseModel
 
+from ostinato.api.anthropic.schemas import MessagesRequest
+from ostinato.api.responses.schemas import ResponsesRequest
+from ostinato.api.schemas.chat_completions import ChatCompletionRequest
+from ostinato.api.schemas.text_completions import CompletionRequest
+from ostinato.runtime.grammar.compiler import MAX_BYTES
+from ostinato.runtime.grammar.json_schemas import MAX_OPTIONAL_OF_SOME, MAX_OPTIONAL_PROPERTIES
+from ostinato.runtime.types.structured_outputs import MAX_CHOICES
+from tests.e2e.number_fields import SCHEMAS, Endpoint, Place, check_numbers
 from tests.e2e.server_process import HTTP, ServerProcess
 
 CAT = {
@@ -30,6 +41,28 @@ CAT = {
 }
 HI = [{"role": "user", "content": "Tell me about a cat."}]
 FORMAT = {"type": "json_schema", "json_schema": {"name": "cat", "schema": CAT, "strict": True}}
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Another path of this environment's Python."""
+    directory = tmp_path_factory.mktemp("environment")
+    (directory / "bin").mkdir()
+    link = directory / "bin" / "python"
+    link.symlink_to(Path(sys.executable).resolve())
+    (directory / "lib").symlink_to(Path(sys.prefix) / "lib")
+    settings = Path(sys.prefix) / "pyvenv.cfg"
+    if settings.exists():
+        (directory / "pyvenv.cfg").symlink_to(settings)
+    return link
+
+
+@pytest.fixture(scope="module")
+def server(python: Path) -> Iterator[ServerProcess]:
+    # Its processes inherit a limit of memory that is above what they limit themselves to.
+    limited = ("sh", "-c", f'ulimit -v {16 << 20}; shift; exec "$0" "$@"', str(python))
+    with ServerProcess(prefix=limited) as process:
+        yield process
 
 
 @pytest.fixture(scope="module")
@@ -189,10 +222,10 @@ class TestRefusals:
         [
             ({"regex": "(?=a)b"}, "look-around"),
             ({"regex": "["}, "unclosed"),
-            ({"regex": "((a{1,1000}){1,1000}){1,1000}"}, "too many"),
+            ({"regex": "((a{1,1000}){1,1000}){1,1000}"}, "repeats too much"),
             ({"json": {"type": "array", "uniqueItems": True}}, "uniqueItems"),
             ({"json": "{"}, "not valid JSON"),
-            ({"grammar": "what"}, "grammar"),
+            ({"grammar": "what"}, "neither Lark nor GBNF"),
             ({"choice": []}, "choice"),
             ({"regex": "a", "choice": ["a"]}, "regex and choice"),
             ({"regex": ""}, "empty text"),
@@ -214,6 +247,16 @@ class TestRefusals:
         )
         assert error["param"] == "response_format"
 
+    def test_a_tool_is_named(self, server):
+        for place in tool_places("unique", {"type": "array", "uniqueItems": True}):
+            body = place.endpoint.body | place.fields
+            answer = HTTP.post(f"{server.url}{place.endpoint.path}", json=body, timeout=60)
+            assert answer.status_code == 400, answer.text
+            error = answer.json()["error"]
+            assert error.get("param", "tools") == "tools"
+            text = 'tools can not be used: the schema has "uniqueItems", which can not be enforced'
+            assert error["message"].startswith(text)
+
     def test_two_constraints(self, server):
         error = refused(
             server,
@@ -226,6 +269,124 @@ class TestRefusals:
         error = refused(server, use_beam_search=True, n=2, structured_outputs={"choice": ["a"]})
         assert "use_beam_search" in error["message"]
         assert error["param"] == "structured_outputs"
+
+
+def optional(count: int, **more: Any) -> dict[str, Any]:
+    """The schema of an object with so many optional properties and a required one."""
+    names = [f"property {index}" for index in range(count)]
+    return {
+        "type": "object",
+        "properties": {**{name: {"type": "null"} for name in names}, "last": {"const": 1}},
+        "required": ["last"],
+        "additionalProperties": False,
+        **more,
+    }
+
+
+class TestLimits:
+    """Of docs/structured-output.md: each at the limit and one beyond it."""
+
+    def test_choices(self, server):
+        words = [f"w{index:05}" for index in range(MAX_CHOICES)]
+        assert complete(server, structured_outputs={"choice": words})["text"] in words
+        error = refused(server, structured_outputs={"choice": [*words, "one more"]})
+        assert f"1 to {MAX_CHOICES} texts" in error["message"]
+
+    @pytest.mark.parametrize("kind", [{}, {"type": "string"}, {"type": ["string", "null"]}])
+    def test_an_enum_of_50000(self, server, kind):
+        words = [f"the value {index}" for index in range(50_000)]
+        choice = complete(server, structured_outputs={"json": {**kind, "enum": words}})
+        assert json.loads(choice["text"]) in words
+
+    def test_the_size_of_a_constraint(self, server):
+        body = {"choice": ["yes", ""]}
+        rest = "n" * (MAX_BYTES - len(json.dumps(body, separators=(",", ":"))))
+        choice = complete(server, structured_outputs={"choice": ["yes", rest]}, max_tokens=1)
+        assert choice["text"][0] in "yn"
+        error = refused(server, structured_outputs={"choice": ["yes", rest + "n"]})
+        assert f"has {MAX_BYTES + 1} bytes, at most {MAX_BYTES}" in error["message"]
+        assert error["code"] == "constraint_too_complex"
+
+    @pytest.mark.parametrize(
+        ("most", "more"),
+        [(MAX_OPTIONAL_PROPERTIES, {}), (MAX_OPTIONAL_OF_SOME, {"minProperties": 2})],
+    )
+    def test_optional_properties(self, server, most, more):
+        schema = optional(most, **more)
+        choice = complete(server, structured_outputs={"json": schema}, max_tokens=300)
+        if choice["finish_reason"] == "stop":
+            jsonschema.validate(json.loads(choice["text"]), schema)
+        error = refused(server, structured_outputs={"json": optional(most + 1, **more)})
+        assert f"at most {most} are possible" in error["message"]
+
+
+def tool_places(name: str, schema: dict[str, Any]) -> list[Place]:
+    """Requests that must call a tool with one argument of a schema."""
+    parameters = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
+    function = {"name": "f", "parameters": parameters, "strict": True}
+    claude = {"name": "f", "input_schema": parameters, "strict": True}
+    short = {"max_tokens": 3, "messages": HI}
+    return [
+        Place(
+            Endpoint("/v1/chat/completions", ChatCompletionRequest, short),
+            name,
+            {"tools": [{"type": "function", "function": function}], "tool_choice": "required"},
+        ),
+        Place(
+            Endpoint("/v1/responses", ResponsesRequest, {"input": "Hi", "max_output_tokens": 3}),
+            name,
+            {"tools": [{"type": "function", **function}], "tool_choice": "required"},
+        ),
+        Place(
+            Endpoint("/v1/messages", MessagesRequest, {"model": "ostinato-demo", **short}),
+            name,
+            {"tools": [claude], "tool_choice": {"type": "any"}},
+        ),
+    ]
+
+
+class TestNumbers:
+    """Of any size, in every keyword of a schema."""
+
+    def places(self) -> list[Place]:
+        short = {"max_tokens": 3}
+        completions = Endpoint("/v1/completions", CompletionRequest, {"prompt": "A", **short})
+        chat = Endpoint("/v1/chat/completions", ChatCompletionRequest, {"messages": HI, **short})
+        responses = Endpoint(
+            "/v1/responses", ResponsesRequest, {"input": "Hi", "max_output_tokens": 3}
+        )
+        found = []
+        for name, schema in SCHEMAS.items():
+            named = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+            part = {"type": "json_schema", "json_schema": schema}
+            tag = {"type": "structural_tag", "format": part}
+            text = {"format": {"type": "json_schema", "name": "x", "schema": schema}}
+            found += [
+                Place(completions, name, {"structured_outputs": {"json": schema}}),
+                Place(completions, name, {"response_format": tag}),
+                Place(chat, name, {"response_format": named}),
+                Place(responses, name, {"text": text}),
+                *tool_places(name, schema),
+            ]
+        return found
+
+    def test_a_few(self, server):
+        check_numbers(server.url, self.places(), max_examples=50)
+
+    @pytest.mark.slow
+    def test_many(self, server):
+        check_numbers(server.url, self.places(), max_examples=4000)
+
+    def test_a_whole_number_with_a_point(self, server):
+        schema = '{"type": "array", "items": {"const": 1.0}, "minItems": 2.0, "maxItems": 2e0}'
+        choice = complete(server, structured_outputs={"json": json.loads(schema)})
+        assert json.loads(choice["text"]) == [1, 1]
+        assert json.loads(complete(server, structured_outputs={"json": schema})["text"]) == [1, 1]
+
+    def test_a_number_that_is_not_exact(self, server):
+        error = refused(server, structured_outputs={"json": {"const": 2**63 + 1}})
+        assert "9223372036854775809" in error["message"]
+        assert "#/const" in error["message"]
 
 
 def grammar_processes(server: ServerProcess) -> list[psutil.Process]:
@@ -257,6 +418,31 @@ class TestProcess:
                 os.kill(pid, signal.SIGKILL)
             assert waiting.result(120)["text"] == "held"
         assert not stopped & {process.pid for process in grammar_processes(server)}
+
+    def test_none_can_be_started(self, server, python):
+        """The server is at fault, not the request."""
+        complete(server, structured_outputs={"choice": ["known"]})
+        target = python.readlink()
+        python.unlink()
+        for process in grammar_processes(server):
+            process.kill()
+        bodies = [
+            {"prompt": "A", "structured_outputs": {"choice": ["a new one"]}},
+            {"prompt": "A", "structured_outputs": {"choice": ["streamed"]}, "stream": True},
+            {"messages": HI, "structured_outputs": {"json": {"const": "new"}}},
+        ]
+        for body in bodies:
+            path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+            answer = HTTP.post(f"{server.url}{path}", json=body | {"max_tokens": 2}, timeout=120)
+            assert answer.status_code == 503, answer.text
+            assert int(answer.headers["retry-after"]) > 0
+            error = answer.json()["error"]
+            assert (error["type"], error["code"]) == ("server_error", "helper_process")
+            assert "can not be started (No such file" in error["message"]
+        # What was checked before is still served.
+        assert complete(server, structured_outputs={"choice": ["known"]})["text"] == "known"
+        python.symlink_to(target)
+        assert complete(server, structured_outputs={"choice": ["a new one"]})["text"]
 
 
 def test_others_go_on_while_hostile_constraints_come(server):

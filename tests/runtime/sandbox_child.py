@@ -27,6 +27,8 @@ def begin(first: bytes):
             return b"x" * (2 << 20)
         if job == b"killed":
             os.kill(os.getpid(), signal.SIGKILL)
+        if job == b"raise":
+            raise RuntimeError("a mistake in the child")
         if job == b"print":
             print("not an answer", flush=True)  # noqa: T201 - that it does no harm is tested
             return b"printed"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 
@@ -11,7 +13,7 @@ import psutil
 import pytest
 
 from ostinato.runtime.file_limit import raise_file_limit
-from ostinato.runtime.sandbox import Limits, SandboxError, SandboxProcess, call
+from ostinato.runtime.sandbox import Fault, Limits, SandboxError, SandboxProcess, call
 
 LIMITS = Limits(cpu_s=1, wall_s=60.0, memory_bytes=1 << 30, answer_bytes=1 << 20)
 
@@ -41,30 +43,65 @@ def test_prints_are_no_answers(process):
 
 
 @pytest.mark.parametrize(
-    ("job", "text", "is_certain"),
+    ("job", "text", "fault"),
     [
-        (b"spin", "more than 1 s of processor time", True),
-        (b"memory", "1024 MiB of memory", True),
-        (b"long", "more than 1 MiB of text", True),
-        (b"killed", "ended with code -9", False),
+        (b"spin", "more than 1 s of processor time", Fault.job),
+        (b"memory", "1024 MiB of memory", Fault.job),
+        (b"long", "more than 1 MiB of text", Fault.job),
+        (b"killed", "ended with signal 9", Fault.unknown),
+        (b"raise", "ended with exit code 1", Fault.unknown),
     ],
 )
-def test_a_job_without_an_answer(process, job, text, is_certain):
+def test_a_job_without_an_answer(process, job, text, fault):
     process.call(b"a")
     old = process.pid
     with pytest.raises(SandboxError, match=text) as caught:
         process.call(job)
-    assert caught.value.reason.is_certain == is_certain
+    assert caught.value.reason.fault is fault
     assert not psutil.pid_exists(old)
     assert process.call(b"b").startswith(b"hello b")
 
 
 def test_the_clock_is_the_last_resort():
     process = SandboxProcess("tests.runtime.sandbox_child", LIMITS._replace(wall_s=3.0))
-    with pytest.raises(SandboxError, match="more than 3 s") as caught:
+    with pytest.raises(SandboxError, match="no answer within 3 s") as caught:
         process.call(b"sleep")
-    assert not caught.value.reason.is_certain
+    assert caught.value.reason.fault is Fault.unknown
     process.close()
+
+
+def test_a_process_that_can_not_start(monkeypatch):
+    def failed(module: str, text: str) -> None:
+        process = SandboxProcess(module, LIMITS)
+        with pytest.raises(SandboxError, match=text) as caught:
+            process.call(b"a")
+        assert caught.value.reason.fault is Fault.start
+        assert process.pid is None
+
+    failed("tests.runtime.no_such_module", "ended at its start with exit code 1")
+    monkeypatch.setattr(sys, "executable", "/no/such/python")
+    failed("tests.runtime.sandbox_child", r"can not be started \(No such file")
+
+
+def test_a_server_with_a_limit_of_memory():
+    """A child respects a limit that it inherits, and that limit is not the job's fault."""
+    script = """
+import resource
+from ostinato.runtime.sandbox import SandboxError
+from tests.runtime.test_sandbox import LIMITS, SandboxProcess
+resource.setrlimit(resource.RLIMIT_AS, (700 << 20, 700 << 20))
+process = SandboxProcess("tests.runtime.sandbox_child", LIMITS)
+assert process.call(b"a")
+try:
+    process.call(b"memory")
+except SandboxError as error:
+    print(*error.reason)
+process.close()
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
+    assert run.stdout == "ran out of the 700 MiB that the server's processes may have start\n", run
 
 
 def test_limits_are_per_job(process):

@@ -346,6 +346,9 @@ class TestRefused:
         assert "server.tool_parser=none" in error["message"]
 
 
+AUTO = ToolParserName.auto, ReasoningParserName.auto
+
+
 class TestRecognition:
     @pytest.mark.parametrize(
         ("source", "calls"),
@@ -359,19 +362,17 @@ class TestRecognition:
         ],
     )
     def test_calls(self, source, calls):
-        found = traits(source, ServerConfig())
+        found = traits(source, *AUTO)
         assert found.calls == (None if calls is None else FORMATS[calls])
         assert found.knows_tools is ("tools" in source)
 
     def test_reasoning(self):
-        assert traits("</think>", ServerConfig()).reasoning == THINK
-        assert traits("[/THINK]", ServerConfig()).reasoning == MISTRAL
-        assert traits("", ServerConfig()).reasoning is None
-        chosen = ServerConfig(
-            reasoning_parser=ReasoningParserName.none, tool_parser=ToolParserName.json
-        )
-        assert traits("</think>", chosen).reasoning is None
-        assert traits("{{ tools }}<tool_call>", chosen).calls == FORMATS["json"]
+        assert traits("</think>", *AUTO).reasoning == THINK
+        assert traits("[/THINK]", *AUTO).reasoning == MISTRAL
+        assert traits("", *AUTO).reasoning is None
+        chosen = ToolParserName.json, ReasoningParserName.none
+        assert traits("</think>", *chosen).reasoning is None
+        assert traits("{{ tools }}<tool_call>", *chosen).calls == FORMATS["json"]
 
 
 class TestExplained:

@@ -20,7 +20,7 @@ from ostinato.api.parsing.events import (
     Reasoning,
     ToolCall,
 )
-from ostinato.api.service.generation import Generation
+from ostinato.api.preparation.generation import Generation
 from ostinato.api.service.reply_state import CollectedCompletion, ReplyOptions, Tally
 from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.types.engine_info import ServedModel
@@ -36,6 +36,7 @@ from tests.api.dialect_values import (
     encoded,
     no_usage,
     output,
+    preparation,
 )
 
 
@@ -44,9 +45,8 @@ def sampling_of_chat(
 ) -> SamplingParams:
     body = chat_body(**fields)
     chat.check(body)
-    return to_generation(
-        body, [1, 2, 3], model, request_id="r", default_max_tokens=default_max_tokens
-    ).sampling
+    source = preparation(model, default_max_tokens)
+    return to_generation(source, body, [1, 2, 3], request_id="r").sampling
 
 
 class TestToGeneration:
@@ -101,7 +101,7 @@ class TestToGeneration:
 
     def test_priority_and_salt(self):
         body = chat_body(priority=-3, cache_salt="me")
-        request = to_generation(body, [1], MODEL, request_id="r", default_max_tokens=None)
+        request = to_generation(preparation(), body, [1], request_id="r")
         assert (request.request_id, request.priority, request.cache_salt) == ("r", -3, "me")
 
     @pytest.mark.parametrize(
@@ -130,7 +130,11 @@ class TestToGeneration:
                 "max_tokens=1 and max_completion_tokens=2 are two names of one limit; give one",
             ),
             ({"seed": 1 << 63}, "seed", f"seed must be null or a 64-bit integer, got {1 << 63}"),
-            ({"stop": ""}, "stop", "stop must be at most 16 non-empty strings, got ('',)"),
+            (
+                {"stop": ""},
+                "stop",
+                "stop must be at most 16 strings of 1 to 4096 characters, got ('',)",
+            ),
             (
                 {"stop_token_ids": [100]},
                 "stop_token_ids",
@@ -158,7 +162,7 @@ class TestToGeneration:
 
     def test_a_prompt_longer_than_the_context(self):
         with pytest.raises(InvalidRequestError) as refused:
-            to_generation(chat_body(), [1] * 20, MODEL, request_id="r", default_max_tokens=None)
+            to_generation(preparation(), chat_body(), [1] * 20, request_id="r")
         assert (refused.value.param, refused.value.code) == ("messages", "context_length_exceeded")
 
 
@@ -253,7 +257,7 @@ class TestChunks:
 
     def test_usage(self):
         tally = Tally.of(
-            [to_generation(chat_body(), [1] * 4, MODEL, request_id="", default_max_tokens=1)]
+            [to_generation(preparation(default_max_tokens=1), chat_body(), [1] * 4, request_id="")]
         )
         tally.add(0, output("", [1], 1, num_cached_tokens=3))
         usage = (

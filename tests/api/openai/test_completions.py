@@ -6,13 +6,14 @@ import msgspec
 import pytest
 
 from ostinato.api.openai import completions
-from ostinato.api.service.generation import Generation
+from ostinato.api.openai.preparation import PreparedCompletion, prepare_completion
+from ostinato.api.preparation.generation import Generation
+from ostinato.api.preparation.preparation import Arrival
 from ostinato.api.service.reply_state import ReplyOptions
 from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.types.params import SamplingParams
 from tests.api.dialect_values import (
     HEAD,
-    MODEL,
     PIECES,
     PLAIN,
     collected,
@@ -20,6 +21,7 @@ from tests.api.dialect_values import (
     encoded,
     no_usage,
     output,
+    preparation,
 )
 
 
@@ -44,20 +46,24 @@ class TestPrompts:
 class TestToRequests:
     def test_completions_name_their_own_fields(self):
         with pytest.raises(InvalidRequestError) as refused:
-            completions.to_generations(
-                completion_body(), [[1], [1] * 20], MODEL, request_id="r", default_max_tokens=None
-            )
+            completions.to_generations(completion_body(), [[1], [1] * 20], preparation())
         assert refused.value.param == "prompt"
 
     def test_one_request_per_prompt(self):
-        requests = completions.to_generations(
-            completion_body(logprobs=2), [[1], [2]], MODEL, request_id="r", default_max_tokens=None
-        )
+        body = {"prompt": [[1], [2, 3], [4]], "logprobs": 2}
+        arrival = Arrival(request_id="r")
+        prepared = prepare_completion(preparation(), encoded(body).encode(), arrival)
+        requests = prepared.generations
         assert [(one.request_id, one.prompt_token_ids) for one in requests] == [
-            ("r-0", [1]),
-            ("r-1", [2]),
+            ("cmpl-r-0", [1]),
+            ("cmpl-r-1", [2, 3]),
+            ("cmpl-r-2", [4]),
         ]
         assert {one.sampling.logprobs for one in requests} == {2}
+        assert [one.sampling.max_tokens for one in requests] == [19, 18, 19]
+        # What crosses a process border is the same.
+        again = msgspec.json.decode(msgspec.json.encode(prepared), type=PreparedCompletion)
+        assert again.generations == requests
 
 
 class TestChunks:

@@ -66,7 +66,7 @@ def test_parameters_are_resolved_once_for_each_prompt(make_app, monkeypatch, pat
         calls.append(list(prompt_token_ids))
         return resolve_sampling(prompt_token_ids, sampling, model)
 
-    for module in ("ostinato.api.service.generation", "ostinato.runtime.client.requests"):
+    for module in ("ostinato.api.preparation.generation", "ostinato.runtime.client.requests"):
         monkeypatch.setattr(f"{module}.resolve_sampling", counted)
     app = make_app()
     assert app.http.post(path, json=body).status_code == 200

@@ -19,8 +19,9 @@ NAMES = frozenset({"add", "get_weather"})
 
 
 def parse(name: str, *pieces: str, constrained: bool = False, **fields: object) -> list[Event]:
-    form = FORMATS[name].constrained() if constrained else FORMATS[name]
-    parser = AnswerForm(calls=form, tool_names=NAMES, **fields).parser()
+    parser = AnswerForm(
+        call_format=name, is_constrained=constrained, tool_names=NAMES, **fields
+    ).parser()
     events = [event for piece in pieces for event in parser.feed(piece)]
     return merge(events + parser.finish())
 
@@ -143,7 +144,7 @@ def test_what_a_grammar_makes_is_read(name, constrained):
 
 @pytest.mark.parametrize("name", sorted(FORMATS))
 def test_constrained_arguments_come_as_they_are_written(name):
-    parser = AnswerForm(calls=FORMATS[name].constrained(), tool_names=NAMES).parser()
+    parser = AnswerForm(call_format=name, is_constrained=True, tool_names=NAMES).parser()
     text = FORMATS[name].written("add", '{"a": "long"}')
     cut = text.index("long") + 2
     assert merge(parser.feed(text[:cut])) == add(0, '{"a": "lo')
@@ -172,7 +173,7 @@ def test_reasoning_may_be_left_out():
 
 
 def test_other_json_is_shown_as_it_comes():
-    parser = AnswerForm(calls=FORMATS["json"], tool_names=NAMES).parser()
+    parser = AnswerForm(call_format="json", tool_names=NAMES).parser()
     assert merge(parser.feed('{"city": "Oslo", "t')) == [Content('{"city": "Oslo", "t')]
 
 
@@ -240,7 +241,7 @@ def test_nothing_is_lost_and_arguments_are_json(name, text):
 @pytest.mark.parametrize("filler", ["x", '\\"', "<tool_call>", '<tool_call>{"', "[", " "])
 def test_a_long_answer_costs_no_more_than_its_length(filler):
     text = '<tool_call>{"name": "add", "arguments": {"a": "' + filler * 40_000
-    parser = AnswerForm(calls=FORMATS["hermes"], tool_names=NAMES).parser()
+    parser = AnswerForm(call_format="hermes", tool_names=NAMES).parser()
     begin = time.process_time()
     for position in range(0, len(text), 8):
         parser.feed(text[position : position + 8])

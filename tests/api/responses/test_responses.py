@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgspec
 import pytest
 from openai.types.responses import Response
 
@@ -213,18 +214,18 @@ class TestStored:
 
     def test_the_oldest_go_first(self):
         store = ResponseStore(0.001)  # 1048 bytes
-        messages = [Message(role="user", content="x" * 300)]
+        message, answer = (Message(role=role, content="x" * 150) for role in ("user", "assistant"))
+        before = msgspec.Raw(msgspec.json.encode([message]))
         for name in ("a", "b", "c"):
-            store.put(name, b"{}", messages)
-        with pytest.raises(InvalidRequestError):
-            store.messages("a")
-        assert store.messages("c") == messages
-        store.put("large", b"y" * 2000, messages)
+            store.put(name, b"{}", before, answer)
+        assert store.messages("a") is None
+        assert msgspec.json.decode(store.messages("c"), type=list[Message]) == [message, answer]
+        store.put("large", b"y" * 2000, before, answer)
         for name in ("b", "c", "large"):
             with pytest.raises(InvalidRequestError):
                 store.response(name)
-        store.put("d", b"{}", [])
-        assert store.response("d") == b"{}"
+        store.put("d", b"{}", msgspec.Raw(b"[ ]"), answer)
+        assert msgspec.json.decode(store.messages("d"), type=list[Message]) == [answer]
 
 
 class TestIncluded:

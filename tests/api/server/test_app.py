@@ -309,12 +309,15 @@ class TestErrors:
         assert response.status_code == 200
 
     def test_a_large_body(self, make_app):
-        app = make_app(server=ServerConfig(max_body_mib=0.01))
-        response = app.complete(prompt="a" * 20_000)
+        app = make_app(server=ServerConfig(max_body_mib=1 / 128))
+        empty = b'{"prompt": "Hi", "user": ""}'
+        body = empty[:-2] + b"u" * (8192 - len(empty)) + b'"}'
+        assert app.http.post("/v1/completions", content=body).status_code == 200
+        response = app.http.post("/v1/completions", content=body + b" ")
         assert response.status_code == 413
         error = error_of(response)
         assert (error["code"], error["type"]) == ("body_too_large", "invalid_request_error")
-        assert "server.max_body_mib=0.01" in error["message"]
+        assert "server.max_body_mib=0.0078125" in error["message"]
 
     def test_unknown_model(self, app):
         response = app.complete(model="gpt-9")

@@ -176,6 +176,14 @@ class TestDeadline:
         assert response.status_code == 400
         assert error_of(response)["param"] == "x-request-timeout-ms"
 
+    def test_a_day_is_the_longest(self, app):
+        day_ms = 24 * 3600 * 1000
+        for value, status in ((1, 200), (day_ms, 200), (day_ms + 1, 400)):
+            assert app.complete(deadline_ms=value).status_code == status
+            header = {"X-Request-Timeout-Ms": str(value)}
+            reply = app.http.post("/v1/completions", json={"prompt": "Hi"}, headers=header)
+            assert reply.status_code == status
+
     @pytest.mark.parametrize("value", [0, -1, "5", 1e12])
     def test_a_bad_field(self, app, value):
         response = app.complete(deadline_ms=value)

@@ -7,7 +7,6 @@ import json
 import msgspec
 import pytest
 
-from ostinato.api.base.request_context import RequestContext
 from ostinato.api.openai import completions, tokenization
 from ostinato.api.openai.logprobs import (
     chat_logprobs,
@@ -15,13 +14,13 @@ from ostinato.api.openai.logprobs import (
     prompt_logprobs,
     token_text,
 )
+from ostinato.api.preparation.generation import check_model
 from ostinato.api.schemas.body_decoding import decode
 from ostinato.api.schemas.tokenize import DetokenizeRequest, TokenizeRequest
-from ostinato.api.service.generation import check_model
 from ostinato.api.service.reply_state import Tally, new_id
 from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.types.outputs import TokenLogprobs
-from tests.api.dialect_values import MODEL, PIECES, completion_body, encoded, output
+from tests.api.dialect_values import MODEL, PIECES, completion_body, encoded, output, preparation
 
 
 class TestGeneration:
@@ -37,15 +36,15 @@ class TestGeneration:
         )
 
     def test_ids(self):
-        context = RequestContext()
-        assert new_id("cmpl", completion_body(request_id="mine"), context) == "cmpl-mine"
-        first, second = (new_id("cmpl", completion_body(), context) for _ in range(2))
+        assert new_id("cmpl", "mine", "header's") == "cmpl-mine"
+        assert new_id("cmpl", None, "header's") == "cmpl-header's"
+        first, second = (new_id("cmpl", None, "") for _ in range(2))
         assert first.startswith("cmpl-")
         assert first != second
 
     def test_prompts_count_once_and_completions_all(self):
         requests = completions.to_generations(
-            completion_body(n=2), [[1, 1], [1, 1, 1]], MODEL, request_id="", default_max_tokens=4
+            completion_body(n=2), [[1, 1], [1, 1, 1]], preparation(default_max_tokens=4)
         )
         tally = Tally.of(requests)
         for prompt_index, index, cached in ((0, 0, 1), (0, 1, 2), (1, 0, 2), (1, 1, 3)):

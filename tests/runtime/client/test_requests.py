@@ -70,7 +70,7 @@ def test_a_request_without_a_seed_gets_one_to_be_replayed_with() -> None:
         ({"n": 0}, "n must be in [1, 128], got 0"),
         ({"max_tokens": 0}, "max_tokens must be at least 1, got 0"),
         ({"min_tokens": 5, "max_tokens": 4}, "min_tokens must be at most max_tokens=4, got 5"),
-        ({"stop": ("",)}, "stop must be at most 16 non-empty strings"),
+        ({"stop": ("",)}, "stop must be at most 16 strings of 1 to 4096 characters"),
         ({"logprobs": 21}, "logprobs must be null or in [0, 20], got 21"),
         ({"presence_penalty": -2.5}, "presence_penalty must be in [-2, 2], got -2.5"),
         ({"repetition_penalty": 0.0}, "repetition_penalty must be in (0, 10], got 0.0"),

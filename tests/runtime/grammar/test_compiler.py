@@ -16,6 +16,7 @@ from ostinato.benchmarks.micro.grammar_schemas import SCHEMAS
 from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.grammar import compiler as grammar_compiler
 from ostinato.runtime.grammar.compiler import GrammarCompiler
+from ostinato.runtime.grammar.json_schemas import JsonForm
 from ostinato.runtime.grammar.llguidance_text import grammar_text
 from ostinato.runtime.grammar.matcher import build_matcher, load_grammar_tokenizer, problem
 from ostinato.runtime.grammar.structural_tags import tags_to_lark
@@ -112,7 +113,7 @@ def test_reasoning_before_it(constraint):
 )
 def test_structural_tags_that_are_not_well_formed(tag, part):
     with pytest.raises(ValueError, match=part):
-        tags_to_lark(tag, {}, {})
+        tags_to_lark(tag, {}, JsonForm())
 
 
 def pids_of(compiler: GrammarCompiler) -> list[int]:
@@ -194,7 +195,7 @@ def test_hostile_constraints_end_soon(compiler, name):
 
 def test_too_large_to_look_at(compiler):
     with pytest.raises(InvalidRequestError, match="bytes") as caught:
-        compiler.compile(StructuredOutputsParams(regex="a" * (600 << 10)))
+        compiler.compile(StructuredOutputsParams(regex="a" * (5 << 20)))
     assert caught.value.code == "constraint_too_complex"
     assert pids_of(compiler) == []
 

@@ -7,12 +7,12 @@ from typing import TypeVar
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from ostinato.api.preparation.generation import Generation
+from ostinato.api.preparation.prompt_encoder import PromptEncoder
 from ostinato.api.schemas.chat_completions import ChatChunk, ChatResponse
 from ostinato.api.schemas.generation_fields import GenerationFields
 from ostinato.api.schemas.text_completions import CompletionChoice
 from ostinato.api.schemas.usage import TokenOffsets
-from ostinato.api.service.generation import Generation
-from ostinato.api.service.prompt_encoder import PromptEncoder
 
 __all__ = ("PromptReport", "prompt_report")
 
@@ -36,7 +36,7 @@ class PromptReport(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-async def prompt_report(
+def prompt_report(
     encoder: PromptEncoder,
     fields: GenerationFields,
     source: str | list[int],
@@ -67,7 +67,7 @@ async def prompt_report(
     if fields.return_token_offsets:
         offsets = None
         if isinstance(source, str):
-            of_all = await encoder.token_offsets(source, add_special_tokens=add_special_tokens)
+            of_all = encoder.offsets(source, fields, add_special_tokens=add_special_tokens)
             # Only the tokens that truncation has kept; their offsets are those in the whole text.
             keeps_end = generation.sampling.truncation_side == "left"
             count = len(token_ids)

@@ -6,7 +6,7 @@ Pure functions and plain data that all dialects share.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -19,6 +19,7 @@ from ostinato.runtime.types.params import SamplingParams, ThinkingLimit
 
 __all__ = (
     "Generation",
+    "GenerationDefaults",
     "check_fields",
     "check_model",
     "make_generation",
@@ -34,8 +35,28 @@ _COPIED = tuple(
     if name in GenerationFields.__struct_fields__
     and name not in ("max_tokens", "structured_outputs")
 )
+# Lists whose order and repetitions mean nothing.
+_SETS = tuple(
+    name for name in _COPIED if name.endswith("_token_ids") and name != "logprob_token_ids"
+)
 # What generation_config.json sets for sampling has no meaning in a beam search.
 _NOT_IN_BEAM_SEARCH = ("temperature", "top_p", "top_k", "min_p")
+
+
+class GenerationDefaults(Protocol):
+    """What the parameters of a request depend on besides its body."""
+
+    @property
+    def model(self) -> ServedModel: ...
+
+    @property
+    def default_max_tokens(self) -> int | None:
+        """`sampling.max_tokens`; None = up to the end of the context."""
+        ...
+
+    def encode_bad_words(self, words: tuple[str, ...]) -> list[list[int]]:
+        """The tokens of `bad_words`."""
+        ...
 
 
 class Generation(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,6 +65,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str
     prompt_token_ids: list[int]
     sampling: SamplingParams
+    bad_words_token_ids: list[list[int]] = []  # of `sampling.bad_words`
     priority: int = 0
     cache_salt: str = ""
     deadline_ms: float | None = None  # since the request's arrival
@@ -84,19 +106,18 @@ def check_fields(fields: GenerationFields) -> None:
 def make_generation(
     fields: GenerationFields,
     prompt_token_ids: list[int],
-    model: ServedModel,
+    defaults: GenerationDefaults,
     *,
     request_id: str,
     max_tokens: int | None,
-    default_max_tokens: int | None,
     reports: Mapping[str, int | None],
     field_names: Mapping[str, str],
 ) -> Generation:
     """One prompt with its parameters: the request's, else the model's, else the server's.
 
     Args:
+        defaults: what the model and the server say.
         max_tokens: the limit that the request sets; None = `default_max_tokens`.
-        default_max_tokens: `sampling.max_tokens`; None = up to the end of the context.
         reports: `logprobs` and `prompt_logprobs`: number of alternatives per position; None = no
             log-probabilities.
         field_names: the dialect's names of `prompt` and `max_tokens`, for error messages.
@@ -105,6 +126,7 @@ def make_generation(
         InvalidRequestError: a value is out of range, or the prompt does not fit.
     """
     field_names = {**field_names, "structured_outputs": constraint_field(fields)}
+    model, default_max_tokens = defaults.model, defaults.default_max_tokens
     try:
         sampling = sampling_params(fields, model, max_tokens=max_tokens, **reports)
         prompt_token_ids = truncate(prompt_token_ids, sampling, model)
@@ -113,6 +135,7 @@ def make_generation(
             max_tokens = max(1, min(default_max_tokens, room))
             sampling = msgspec.structs.replace(sampling, max_tokens=max_tokens)
         sampling = resolve_sampling(prompt_token_ids, sampling, model)
+        words = defaults.encode_bad_words(sampling.bad_words) if sampling.bad_words else []
     except ValueError as error:
         name = str(error).partition(" must be ")[0]
         raise _refusal(str(error), name, "invalid_value", field_names) from error
@@ -122,6 +145,7 @@ def make_generation(
         request_id=request_id,
         prompt_token_ids=prompt_token_ids,
         sampling=sampling,
+        bad_words_token_ids=words,
         priority=fields.priority,
         cache_salt=fields.cache_salt,
         deadline_ms=fields.deadline_ms,
@@ -147,6 +171,9 @@ def sampling_params(
     given: dict[str, Any] = {name: getattr(fields, name) for name in _COPIED}
     given["stop"] = [fields.stop] if isinstance(fields.stop, str) else fields.stop
     given["logprob_token_ids"] = fields.logprob_token_ids or None  # an empty list asks for nothing
+    for name in _SETS:
+        if given[name] is not None:  # a list may have a token a million times
+            given[name] = list(dict.fromkeys(given[name]))
     values = {
         name: tuple(value) if isinstance(value, list) else value
         for name, value in given.items()

@@ -1,0 +1,78 @@
+"""Preparing requests of the Anthropic endpoints: pure functions of a `Preparation` and a body.
+
+They run on the event loop or in a fork (`api/preparation/preparer.py`).
+"""
+
+from __future__ import annotations
+
+import secrets
+
+import msgspec
+
+from ostinato.api.anthropic.convert import FIELD_NAMES, to_chat
+from ostinato.api.anthropic.schemas import (
+    UNSUPPORTED,
+    CountTokensRequest,
+    MessagesRequest,
+    TokenCount,
+)
+from ostinato.api.chat.chat_generation import ChatGeneration, count_chat, prepare_chat
+from ostinato.api.chat.chat_prompt import reasons
+from ostinato.api.preparation.generation import check_fields
+from ostinato.api.preparation.preparation import Arrival, Preparation, renamed
+from ostinato.api.schemas.chat_completions import ChatCompletionRequest
+
+__all__ = ("FUNCTIONS", "PreparedMessages", "prepare_messages", "prepare_token_count")
+
+
+class PreparedMessages(msgspec.Struct, frozen=True, kw_only=True):
+    """A request of `/v1/messages`."""
+
+    stream: bool
+    stream_interval: int
+    shows_tier: bool
+    ready: ChatGeneration
+
+
+def prepare_messages(preparation: Preparation, data: bytes, arrival: Arrival) -> PreparedMessages:
+    """A request of `/v1/messages`.
+
+    Raises:
+        InvalidRequestError: a parameter is out of range, or the prompt does not fit.
+    """
+    body = preparation.decode(data, MessagesRequest, UNSUPPORTED)
+    with renamed(FIELD_NAMES):
+        chat = _to_chat(preparation, body)
+        request_id = f"msg_{secrets.token_hex(12)}"
+        ready = prepare_chat(preparation, chat, request_id=request_id)
+    return PreparedMessages(
+        stream=bool(body.stream),
+        stream_interval=body.stream_interval or 1,
+        shows_tier=body.service_tier is not None,
+        ready=ready,
+    )
+
+
+def prepare_token_count(preparation: Preparation, data: bytes, arrival: Arrival) -> bytes:
+    """The answer of `/v1/messages/count_tokens`, as JSON.
+
+    Raises:
+        InvalidRequestError: the request could not be answered.
+    """
+    body = preparation.decode(data, CountTokensRequest, UNSUPPORTED)
+    with renamed(FIELD_NAMES):
+        count = count_chat(preparation, _to_chat(preparation, body))
+    return msgspec.json.encode(TokenCount(count))
+
+
+FUNCTIONS = (prepare_messages, prepare_token_count)
+
+
+def _to_chat(preparation: Preparation, body: CountTokensRequest) -> ChatCompletionRequest:
+    """The equivalent chat request for the served model."""
+    chat = to_chat(body)
+    check_fields(chat)
+    if chat.thinking_token_budget is None or reasons(preparation, chat):
+        return chat
+    # A model that does not reason keeps every budget.
+    return msgspec.structs.replace(chat, thinking_token_budget=None)

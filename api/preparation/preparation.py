@@ -1,0 +1,155 @@
+"""What a request is prepared with: the model, its tokenizer and the settings of the server.
+
+Preparing a request is to decode its body, render its template, tokenise its prompts and check its
+parameters: pure functions of a `Preparation` and the bytes of the body, without a wait. They run on
+the event loop for a small body and in a fork for another one (`preparer`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TypeVar
+
+import msgspec
+
+from ostinato.api.base.unsupported_fields import UNSUPPORTED, Unsupported
+from ostinato.api.preparation.generation import check_model
+from ostinato.api.preparation.prompt_encoder import PromptEncoder, TextSource
+from ostinato.api.schemas.body_decoding import decode
+from ostinato.api.schemas.generation_fields import GenerationFields
+from ostinato.conf.server_schema import ReasoningParserName, ToolParserName
+from ostinato.runtime.client.pooling import require_task
+from ostinato.runtime.client.requests import bad_words_token_ids
+from ostinato.runtime.errors import InvalidRequestError
+from ostinato.runtime.fork_server import BeginPart
+from ostinato.runtime.types.engine_info import ServedModel, ServedTask
+
+__all__ = ("Arrival", "ForkNeededError", "Preparation", "PreparationSettings", "renamed")
+
+T = TypeVar("T", bound=msgspec.Struct)
+# Seconds of processor time that the parts of a preparation may take, for what a body may have.
+_BODY_S = 10.0
+_PROMPT_S = 30.0
+_TEMPLATE_S = 2.0  # a template of the client's
+
+
+class ForkNeededError(Exception):
+    """The request has a template of its own, which is rendered in a fork only."""
+
+
+class PreparationSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """The settings of the server that prompts and parameters depend on."""
+
+    tool_parser: ToolParserName = ToolParserName.auto
+    reasoning_parser: ReasoningParserName = ReasoningParserName.auto
+    default_max_tokens: int | None = None  # `sampling.max_tokens`
+
+
+class Arrival(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known of a request besides its body."""
+
+    request_id: str = ""  # that the client has given in a header, or that the reply gets
+    # The conversation that `previous_response_id` names, as JSON; None = it is not stored.
+    stored_messages: msgspec.Raw | None = None
+
+
+@contextmanager
+def renamed(names: Mapping[str, str]) -> Iterator[None]:
+    """Rename the parameter in every InvalidRequestError that the block raises.
+
+    Args:
+        names: field of the chat endpoint -> field of the dialect.
+    """
+    try:
+        yield
+    except InvalidRequestError as error:
+        name = error.param or ""
+        if name not in names:
+            raise
+        message = str(error).replace(name, names[name])
+        raise InvalidRequestError(
+            message, param=names[name], code=error.code, status=error.status
+        ) from error
+
+
+class Preparation:
+    """What requests are prepared with.
+
+    Args:
+        source: the model and its tokenizer, read at each call.
+        settings: of the server.
+        begin_part: called before each part of the work that may take long.
+        is_fork: whether this process prepares one request and ends.
+    """
+
+    def __init__(
+        self,
+        source: TextSource,
+        settings: PreparationSettings,
+        begin_part: BeginPart = lambda name, cpu_s: None,
+        *,
+        is_fork: bool = False,
+    ) -> None:
+        self._source = source
+        self._begin_part = begin_part
+        self._is_fork = is_fork
+        self._bad_words: tuple[tuple[str, ...], list[list[int]]] = (), []
+        self.settings = settings
+        self.encoder = PromptEncoder(source)
+
+    @property
+    def model(self) -> ServedModel:
+        return self._source.model
+
+    @property
+    def default_max_tokens(self) -> int | None:
+        """`sampling.max_tokens`; None = up to the end of the context."""
+        return self.settings.default_max_tokens
+
+    def decode(
+        self,
+        data: bytes,
+        schema: type[T],
+        unsupported: Mapping[str, Unsupported] = UNSUPPORTED,
+    ) -> T:
+        """A body that names the served model.
+
+        Args:
+            unsupported: the fields that the dialect knows and this server does not honour.
+
+        Raises:
+            InvalidRequestError: it is not JSON of this schema, or names another model.
+        """
+        self._begin_part("the body", _BODY_S)
+        body = decode(data, schema, unsupported)
+        check_model(getattr(body, "model", None), self.model)
+        if isinstance(body, GenerationFields):
+            require_task(self.model, ServedTask.generate)
+        return body
+
+    def begin_prompt(self, param: str) -> None:
+        """Tokenising the texts of a field begins."""
+        self._begin_part(param, _PROMPT_S)
+
+    def encode_bad_words(self, words: tuple[str, ...]) -> list[list[int]]:
+        """The tokens of words in every form; those of the words before are remembered.
+
+        Raises:
+            InvalidRequestError: a word has too many tokens, or the model has no tokenizer.
+        """
+        if words != self._bad_words[0]:
+            self._begin_part("bad_words", _PROMPT_S)
+            tokenizer = self.encoder.tokenizer("bad_words")
+            self._bad_words = words, bad_words_token_ids(words, tokenizer)
+        return self._bad_words[1]
+
+    def begin_template(self) -> None:
+        """Rendering a template of the client's begins.
+
+        Raises:
+            ForkNeededError: this process can not be ended if the template takes too much.
+        """
+        if not self._is_fork:
+            raise ForkNeededError
+        self._begin_part("chat_template", _TEMPLATE_S)

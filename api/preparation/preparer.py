@@ -1,0 +1,209 @@
+"""Prepares requests: small ones on the event loop, others in forks of a process with the tokenizer.
+
+The event loop does only what takes a few milliseconds, so no request waits for the preparation of
+another. A fork has limits of processor time and memory and ends when its client disconnects. What
+it has allocated goes back to the system. Of large requests fewer are prepared at a time, and they
+give way to other processes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple, TypeVar, get_type_hints
+
+import msgspec
+
+from ostinato.api.base.errors import UnavailableError
+from ostinato.api.preparation.preparation import (
+    Arrival,
+    ForkNeededError,
+    Preparation,
+    PreparationSettings,
+)
+from ostinato.api.preparation.prompt_encoder import TextSource
+from ostinato.runtime.errors import InvalidRequestError
+from ostinato.runtime.fork_server import Fault, ForkServer, JobError, JobLimits
+from ostinato.runtime.types.engine_info import ServedModel
+
+__all__ = ("ForkAnswer", "ForkJob", "ForkStart", "Prepare", "Preparer", "Refusal", "read_job")
+
+_LOG = logging.getLogger("ostinato.api")
+T = TypeVar("T")
+Prepare = Callable[[Preparation, bytes, Arrival], T]
+"""A function of `FORK_MODULE`'s table; its result crosses a process border as JSON."""
+
+FORK_MODULE = "ostinato.api.server.preparation_main"
+# A body up to this size is prepared on the event loop: at most some 5 ms, whatever it has.
+_INLINE_BYTES = 4096
+_LARGE_BYTES = 256 << 10
+_NICENESS = 10  # of large ones
+_NUM_TRIES = 2  # of a job whose process was killed from outside
+# What a body may need: its values, its text in several forms, and its tokens.
+_LEAST_MEMORY = 512 << 20
+_MEMORY_PER_BYTE = 160
+
+
+class ForkStart(msgspec.Struct, frozen=True, kw_only=True):
+    """What the fork server is started with."""
+
+    model: ServedModel
+    chat_template: str | None
+    settings: PreparationSettings
+
+
+class ForkJob(msgspec.Struct, frozen=True, kw_only=True):
+    """A preparation; the body follows behind a newline."""
+
+    function: str
+    arrival: Arrival
+
+
+class Refusal(msgspec.Struct, frozen=True, kw_only=True):
+    """An InvalidRequestError that crosses the process border."""
+
+    message: str
+    param: str | None
+    code: str | None
+    status: int
+
+
+class ForkAnswer(NamedTuple):
+    """The first byte of an answer says what follows."""
+
+    result = b"+"  # JSON, or the bytes themselves of a function that gives bytes
+    refusal = b"-"  # a `Refusal`
+    failure = b"!"  # the traceback of an unexpected error
+
+
+class Preparer:
+    """Runs preparations; all methods on one event loop.
+
+    Args:
+        source: the model and its tokenizer, once the engine has started.
+        settings: of the server.
+    """
+
+    def __init__(self, source: TextSource, settings: PreparationSettings) -> None:
+        self._source = source
+        self._settings = settings
+        self._inline = Preparation(source, settings)
+        self._server: ForkServer | None = None
+        self._turns = asyncio.Semaphore(8)
+        self._large_turns = asyncio.Semaphore(2)
+
+    def run_inline(self, prepare: Prepare[T], data: bytes, arrival: Arrival) -> T | None:
+        """The result of `prepare` for a small request; None = it needs a fork.
+
+        Raises:
+            InvalidRequestError: as `prepare`.
+        """
+        if _size(data, arrival) > _INLINE_BYTES:
+            return None
+        try:
+            return prepare(self._inline, data, arrival)
+        except ForkNeededError:
+            return None
+
+    async def run_apart(self, prepare: Prepare[T], data: bytes, arrival: Arrival) -> T:
+        """The result of `prepare` in a fork. Cancelling the call ends the work.
+
+        Raises:
+            InvalidRequestError: as `prepare`; or the request takes too much time or memory.
+            UnavailableError: no process could prepare it.
+        """
+        size = _size(data, arrival)
+        turns = self._large_turns if size > _LARGE_BYTES else self._turns
+        async with turns:
+            return await self._fork(prepare, data, arrival, size)
+
+    def close(self) -> None:
+        """End the fork server."""
+        if self._server is not None:
+            self._server.close()
+
+    async def _fork(self, prepare: Prepare[T], data: bytes, arrival: Arrival, size: int) -> T:
+        if self._server is None:
+            self._server = ForkServer(FORK_MODULE, msgspec.json.encode(self._start()))
+        head = msgspec.json.encode(ForkJob(function=prepare.__name__, arrival=arrival))
+        job = b"%s\n%s" % (head, data)
+        limits = JobLimits(
+            memory_bytes=_LEAST_MEMORY + _MEMORY_PER_BYTE * size,
+            niceness=_NICENESS if size > _LARGE_BYTES else 0,
+        )
+        for number in range(_NUM_TRIES):
+            try:
+                answer = await self._server.call(job, limits)
+            except JobError as error:
+                _raise_for(error, is_last=number + 1 == _NUM_TRIES)
+            else:
+                return _read_answer(prepare, answer)
+        raise AssertionError("the last try has a result or raises")
+
+    def _start(self) -> ForkStart:
+        tokenizer = self._source.tokenizer
+        template = None if tokenizer is None else tokenizer.chat_template
+        return ForkStart(
+            model=self._source.model,
+            chat_template=None if template is None else template.source,
+            settings=self._settings,
+        )
+
+
+def _size(data: bytes, arrival: Arrival) -> int:
+    stored = arrival.stored_messages
+    return len(data) + (0 if stored is None else memoryview(stored).nbytes)
+
+
+def read_job(job: bytes) -> tuple[ForkJob, bytes]:
+    """What `Preparer` has sent: the job and the body."""
+    head, _, data = job.partition(b"\n")
+    return msgspec.json.decode(head, type=ForkJob), data
+
+
+def _raise_for(error: JobError, *, is_last: bool) -> None:
+    """Raise what a client is told; nothing when the job is tried again."""
+    if error.reason.fault is Fault.job:
+        part = error.part or "the body"
+        param = None if part == "the body" else part
+        raise InvalidRequestError(
+            f"{part} takes {error.reason.text}; make it simpler or shorter",
+            param=param,
+            code="invalid_value" if param == "chat_template" else "request_too_large",
+        ) from error
+    _LOG.warning("the process that prepares a request %s", error.reason.text)
+    if is_last:
+        raise UnavailableError(
+            f"the request can not be prepared now: the process for it {error.reason.text}; try"
+            " again later",
+            code="helper_process",
+        ) from error
+
+
+def _read_answer(prepare: Prepare[T], answer: bytes) -> T:
+    kind, view = answer[:1], memoryview(answer)[1:]
+    if kind == ForkAnswer.result:
+        return _decoder(prepare).decode(view)
+    if kind == ForkAnswer.refusal:
+        refusal = msgspec.json.decode(view, type=Refusal)
+        raise InvalidRequestError(
+            refusal.message, param=refusal.param, code=refusal.code, status=refusal.status
+        )
+    raise RuntimeError(f"preparing a request failed:\n{str(view, 'utf-8')}")
+
+
+class _BytesDecoder:
+    """Gives the bytes themselves."""
+
+    @staticmethod
+    def decode(view: memoryview) -> bytes:
+        return bytes(view)
+
+
+@cache
+def _decoder(prepare: Prepare[Any]) -> Any:
+    """Decodes the results of a function, by its annotation."""
+    result = get_type_hints(prepare)["return"]
+    return _BytesDecoder() if result is bytes else msgspec.json.Decoder(result)

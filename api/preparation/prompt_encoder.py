@@ -1,0 +1,116 @@
+"""Tokenisation of prompts for all endpoints, with the limits that a text's length alone shows."""
+
+from __future__ import annotations
+
+from typing import Literal, Protocol
+
+from ostinato.runtime.errors import InvalidRequestError
+from ostinato.runtime.text.tokenizer import Tokenizer
+from ostinato.runtime.types.engine_info import ServedModel
+
+__all__ = ("PromptEncoder", "TextSource", "TruncationFields")
+
+
+class TextSource(Protocol):
+    """Has the model and its tokenizer, once the engine has started."""
+
+    model: ServedModel
+    tokenizer: Tokenizer | None
+
+
+class TruncationFields(Protocol):
+    """The fields of a request that say how its prompts are cut."""
+
+    @property
+    def truncate_prompt_tokens(self) -> int | None: ...
+
+    @property
+    def truncation_side(self) -> Literal["left", "right"]: ...
+
+
+class PromptEncoder:
+    """The model's tokenizer, with errors for a model that was loaded without one.
+
+    Args:
+        source: read at each call.
+    """
+
+    def __init__(self, source: TextSource) -> None:
+        self._source = source
+
+    def tokenizer(self, param: str) -> Tokenizer:
+        """The model's tokenizer; raises InvalidRequestError naming `param` when it has none."""
+        if self._source.tokenizer is None:
+            raise InvalidRequestError(
+                "this model was loaded without a tokenizer: send token ids as the prompt of"
+                " /v1/completions, or start the server with model.tokenizer=DIRECTORY",
+                param=param,
+                code="no_tokenizer",
+            )
+        return self._source.tokenizer
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes of a token; `token_id:N` for a model without a tokenizer."""
+        if self._source.tokenizer is None:
+            return f"token_id:{token_id}".encode()
+        return self._source.tokenizer.token_bytes(token_id)
+
+    def encode(
+        self, text: str, fields: TruncationFields, *, param: str, add_special_tokens: bool
+    ) -> list[int]:
+        """Token ids of a prompt; of one that is truncated, those that may be kept.
+
+        Args:
+            fields: of the request; their range is checked later.
+            param: the field that the text comes from.
+
+        Raises:
+            InvalidRequestError: the text is so long that it can not fit into the context.
+        """
+        tokenizer = self.tokenizer(param)
+        limit = self._num_kept(fields)
+        if limit is None:
+            self.check_length(text, param)
+            return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        side = fields.truncation_side
+        return tokenizer.encode_truncated(
+            text, limit, side=side, add_special_tokens=add_special_tokens
+        )
+
+    def offsets(
+        self, text: str, fields: TruncationFields, *, add_special_tokens: bool
+    ) -> list[tuple[int, int]]:
+        """Per token that `encode` gives: its characters [begin, end) in the text."""
+        tokenizer = self.tokenizer("return_token_offsets")
+        limit = self._num_kept(fields)
+        if limit is None:
+            return tokenizer.token_offsets(text, add_special_tokens=add_special_tokens)
+        side = fields.truncation_side
+        return tokenizer.offsets_truncated(
+            text, limit, side=side, add_special_tokens=add_special_tokens
+        )
+
+    def check_length(self, text: str, param: str) -> None:
+        """Raise InvalidRequestError for a text that has too many characters for the context."""
+        model = self._source.model
+        if len(text) <= model.max_model_len:
+            return
+        most = self.tokenizer(param).max_token_characters
+        if most is not None and len(text) > most * model.max_model_len:
+            raise InvalidRequestError(
+                f"{param} has {len(text)} characters, and the context of {model.name} holds "
+                f"{model.max_model_len} tokens of at most {most} characters each, so at most "
+                f"{most * model.max_model_len}; shorten it, or set truncate_prompt_tokens",
+                param=param,
+                code="context_length_exceeded",
+            )
+
+    def _num_kept(self, fields: TruncationFields) -> int | None:
+        """At least the number of tokens that truncation keeps; None = no token is cut off.
+
+        With a limit past the context, a text that does not fit is refused as without truncation.
+        """
+        limit, most = fields.truncate_prompt_tokens, self._source.model.max_model_len
+        if limit == -1:
+            return most
+        return limit if limit is not None and 1 <= limit < most else None

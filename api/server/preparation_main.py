@@ -1,0 +1,83 @@
+"""The process whose forks prepare requests: `python -m ostinato.api.server.preparation_main`.
+
+It has the model's tokenizer and template, and nothing secret of the server's configuration: the
+templates of clients are rendered in its forks.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from typing import Any
+
+import msgspec
+
+from ostinato.api.anthropic import preparation as anthropic
+from ostinato.api.openai import preparation as openai
+from ostinato.api.pooling import preparation as pooling
+from ostinato.api.preparation.preparation import Preparation
+from ostinato.api.preparation.preparer import ForkAnswer, ForkStart, Prepare, Refusal, read_job
+from ostinato.api.responses import preparation as responses
+from ostinato.runtime.errors import InvalidRequestError
+from ostinato.runtime.fork_server import BeginPart, Job, serve_forks
+from ostinato.runtime.text.chat_template import ChatTemplate
+from ostinato.runtime.text.tokenizer import Tokenizer
+from ostinato.runtime.types.engine_info import ServedModel
+
+__all__ = ("FUNCTIONS", "main")
+
+FUNCTIONS: dict[str, Prepare[Any]] = {
+    one.__name__: one
+    for module in (openai, anthropic, responses, pooling)
+    for one in module.FUNCTIONS
+}
+
+
+class _Source:
+    """The model and its tokenizer."""
+
+    def __init__(self, start: ForkStart) -> None:
+        self.model: ServedModel = start.model
+        self.tokenizer: Tokenizer | None = None
+        if start.model.tokenizer:
+            self.tokenizer = Tokenizer.from_directory(start.model.tokenizer)
+            if start.chat_template is not None:
+                # The one that the server uses, which may not be the model's own.
+                self.tokenizer.chat_template = ChatTemplate(
+                    start.chat_template, self.tokenizer.special_tokens
+                )
+            self.tokenizer.measure()
+
+
+def begin(first: bytes) -> Job:
+    """Load what the preparations need; the function that does one."""
+    start = msgspec.json.decode(first, type=ForkStart)
+    source = _Source(start)
+
+    def prepare(job: bytes, begin_part: BeginPart) -> bytes:
+        preparation = Preparation(source, start.settings, begin_part, is_fork=True)
+        ordered, data = read_job(job)
+        try:
+            result = FUNCTIONS[ordered.function](preparation, data, ordered.arrival)
+        except InvalidRequestError as error:
+            refusal = Refusal(
+                message=str(error), param=error.param, code=error.code, status=error.status
+            )
+            return ForkAnswer.refusal + msgspec.json.encode(refusal)
+        except MemoryError:
+            raise
+        except Exception:  # the boundary of the process: the parent logs it
+            return ForkAnswer.failure + traceback.format_exc().encode()
+        encoded = result if isinstance(result, bytes) else msgspec.json.encode(result)
+        return ForkAnswer.result + encoded
+
+    return prepare
+
+
+def main() -> int:
+    """Fork for each request until the server ends."""
+    return serve_forks(begin)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

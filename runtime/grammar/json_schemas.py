@@ -1,0 +1,313 @@
+"""Prepares the JSON schema of a request for llguidance.
+
+llguidance differs from the standard where it matters for the answer. What it would enforce wrongly
+is rewritten here, or refused by name: numbers that are not exact, patterns of ECMA-262, formats,
+codes of characters in the names of properties, and the keywords beside `$ref` in old drafts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from ostinato.runtime.grammar.ecma_patterns import to_rust
+from ostinato.runtime.grammar.schema_formats import FORMATS
+from ostinato.runtime.grammar.schema_numbers import (
+    BOUNDS,
+    COUNTS,
+    Multiples,
+    NotEnforcedError,
+    bound,
+    check_interval,
+    count,
+    exact,
+    shown,
+)
+
+__all__ = ("MAX_OPTIONAL_OF_SOME", "MAX_OPTIONAL_PROPERTIES", "JsonForm", "prepare")
+
+MAX_OPTIONAL_PROPERTIES = 1000  # of an object; the time of a mask grows with their number
+MAX_OPTIONAL_OF_SOME = 64  # where minProperties asks for one of them; it grows with the square
+
+# What well kept JSON has: a space, or the next line and its indentation. More is valid, but a model
+# that is not sure writes white space for ever.
+_WHITE_SPACE = r" |\n[ \t]{0,40}"
+_OLD_DRAFTS = ("draft-04", "draft-06", "draft-07")
+_KEPT_BESIDE_REF = ("$ref", "$schema", "$defs", "definitions")
+_MAPS_OF_SCHEMAS = ("properties", "$defs", "definitions", "dependentSchemas")
+_LISTS_OF_SCHEMAS = ("allOf", "anyOf", "oneOf", "prefixItems")
+_SCHEMAS = (
+    "additionalItems",
+    "additionalProperties",
+    "contains",
+    "else",
+    "if",
+    "not",
+    "propertyNames",
+    "then",
+    "unevaluatedItems",
+    "unevaluatedProperties",
+)
+_CONTROL = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")  # those with no escape of two characters
+_CONTROL_ESCAPE = re.compile(
+    r"\\(?:x[01]|x7[fF]|u00[01]|u007[fF]|c|v|0|u\{0*(?:[01]?[0-9a-fA-F]|7[fF])\})"
+)
+_TYPES: Mapping[str, tuple[type, ...]] = {
+    "null": (type(None),),
+    "boolean": (bool,),
+    "string": (str,),
+    "array": (list,),
+    "object": (dict,),
+    "number": (int, float),
+    "integer": (int, float),
+}
+
+
+class JsonForm(NamedTuple):
+    """How the JSON of a constraint is written and checked."""
+
+    strict: bool = True  # False: what can not be enforced is left to the model
+    white_space: str | None = _WHITE_SPACE  # regex of the optional white space; None = none
+    closed: bool = False  # objects have no properties but those that are listed
+
+
+def prepare(schema: object, form: JsonForm) -> dict[str, Any]:
+    """The schema for llguidance, with its options in `x-guidance`.
+
+    Raises:
+        ValueError: it is no schema, or has something that can not be enforced.
+    """
+    if schema is False:
+        raise ValueError("the schema false allows no answer")
+    if schema is True:
+        schema = {}
+    if not isinstance(schema, dict):
+        raise ValueError(f"a schema is an object or a boolean, got {shown(schema)}")  # noqa: TRY004
+    options: dict[str, Any] = {"whitespace_flexible": form.white_space is not None}
+    if form.white_space is not None:
+        options["whitespace_pattern"] = form.white_space
+    if not form.strict:
+        options |= {"lenient": True, "coerce_one_of": True}
+    preparation = _Preparation(schema, form)
+    prepared = preparation.schema(schema, "#")
+    if preparation.forbids_codes():
+        options["json_allowed_escapes"] = 'nrbtf\\"'
+    return {**prepared, "x-guidance": options}
+
+
+class _Preparation:
+    """Rewrites the parts of one schema and collects what concerns it as a whole."""
+
+    def __init__(self, root: dict[str, Any], form: JsonForm) -> None:
+        draft = root.get("$schema")
+        self._is_old = isinstance(draft, str) and any(name in draft for name in _OLD_DRAFTS)
+        self._form = form
+        # What can not be enforced is left to the model, unless the request is strict.
+        self._refused = () if form.strict else (NotEnforcedError,)
+        self._multiples = Multiples()
+        self._has_open_names = False
+        self._control = ""  # where a control character is asked for
+        self._keywords: dict[str, Callable[[Any, str], Any]] = {
+            **dict.fromkeys(_MAPS_OF_SCHEMAS, self._map),
+            **dict.fromkeys(_LISTS_OF_SCHEMAS, self._list),
+            **dict.fromkeys(_SCHEMAS, self.schema),
+            **dict.fromkeys(BOUNDS, bound),
+            **dict.fromkeys(COUNTS, count),
+            "const": self._value,
+            "default": lambda value, place: value,
+            "enum": self._enum,
+            "examples": lambda value, place: value,
+            "items": lambda value, place: (
+                self._list(value, place) if isinstance(value, list) else self.schema(value, place)
+            ),
+            "multipleOf": self._multiples.take,
+            "$ref": _text,
+            "pattern": self._pattern,
+            "patternProperties": lambda value, place: {
+                self._pattern(name, place): one for name, one in self._map(value, place).items()
+            },
+            "required": lambda value, place: [_text(one, place) for one in _list(value, place)],
+            "type": _types,
+        }
+
+    def forbids_codes(self) -> bool:
+        """Whether no character of a string may be written as its code, such as `\\u0066`.
+
+        llguidance tells the other properties of an object from the listed ones by their text. A
+        listed name that is written with codes would pass as another name.
+
+        Raises:
+            ValueError: so it is, and the schema asks for a character that is always a code.
+        """
+        if self._has_open_names and self._control:
+            raise ValueError(
+                f"{self._control} has a control character, which can not be enforced while an "
+                "object of the schema is open for other properties; set its additionalProperties "
+                "to false"
+            )
+        return self._has_open_names
+
+    def schema(self, schema: Any, place: str) -> Any:
+        """A schema, rewritten.
+
+        Args:
+            place: where it stands, as a JSON pointer.
+
+        Raises:
+            ValueError: a keyword's value is not what the keyword needs, or can not be enforced.
+        """
+        if isinstance(schema, bool):
+            return schema
+        if not isinstance(schema, dict):
+            raise ValueError(  # noqa: TRY004
+                f"{place} must be a schema, which is an object or a boolean; got {shown(schema)}"
+            )
+        if self._is_old and "$ref" in schema:  # in these drafts nothing else beside it counts
+            schema = {key: schema[key] for key in _KEPT_BESIDE_REF if key in schema}
+        prepared: dict[str, Any] = {}
+        for keyword, value in schema.items():
+            with contextlib.suppress(*self._refused):
+                kept = self._keyword(keyword, value, f"{place}/{keyword}")
+                if kept is not None or value is None:
+                    prepared[keyword] = kept
+        for check in (self._check_names, self._check_fewest, check_interval):
+            with contextlib.suppress(*self._refused):
+                check(prepared, place)
+        _merge_enum(prepared)
+        return self._format(prepared, place)
+
+    def _keyword(self, keyword: str, value: Any, place: str) -> Any:
+        """The value of a keyword, rewritten; None = the keyword limits nothing."""
+        if keyword in self._keywords:
+            return self._keywords[keyword](value, place)
+        # An annotation, but a `$ref` may lead into it.
+        with contextlib.suppress(ValueError):
+            if isinstance(value, list):
+                return self._list(value, place)
+            if isinstance(value, dict):
+                is_schema = any(key in self._keywords for key in value)
+                return self.schema(value, place) if is_schema else self._map(value, place)
+        return value
+
+    def _map(self, value: Any, place: str) -> dict[str, Any]:
+        if not isinstance(value, dict):
+            raise ValueError(f"{place} must be an object, got {shown(value)}")  # noqa: TRY004
+        return {name: self.schema(one, f"{place}/{name}") for name, one in value.items()}
+
+    def _list(self, value: Any, place: str) -> list[Any]:
+        schemas = enumerate(_list(value, place))
+        return [self.schema(one, f"{place}/{index}") for index, one in schemas]
+
+    def _value(self, value: Any, place: str) -> Any:
+        if any(_CONTROL.search(text) for text in _texts(value)):
+            self._control = self._control or place
+        return exact(value, place)
+
+    def _enum(self, values: Any, place: str) -> Any:
+        if not _list(values, place):
+            raise ValueError(f"{place} must have at least one value, got none")
+        return self._value(values, place)
+
+    def _pattern(self, value: Any, place: str) -> str:
+        pattern = _text(value, place)
+        if _CONTROL.search(pattern) or _CONTROL_ESCAPE.search(pattern):
+            self._control = self._control or place
+        return to_rust(pattern)
+
+    def _check_names(self, schema: dict[str, Any], place: str) -> None:
+        """Look at what an object's properties may be called, and close it if that is asked for."""
+        listed, patterns = schema.get("properties") or {}, schema.get("patternProperties")
+        if self._form.closed and "properties" in schema:
+            schema.setdefault("additionalProperties", False)
+        if patterns or (listed and schema.get("additionalProperties") is not False):
+            self._has_open_names = True
+        required = set(schema.get("required", ()))
+        num_optional = len(listed.keys() - required)
+        needs_some = len(required) < schema.get("minProperties", 0) != schema.get("maxProperties")
+        most = MAX_OPTIONAL_OF_SOME if needs_some else MAX_OPTIONAL_PROPERTIES
+        if num_optional > most:
+            raise ValueError(
+                f"{place}/properties has {num_optional} optional properties, at most {most} are "
+                f"possible{' with minProperties' * needs_some}; put more of them into required"
+            )
+
+    def _check_fewest(self, schema: dict[str, Any], place: str) -> None:
+        """Check `minProperties`: no grammar sees that two names are equal, and those count once."""
+        fewest = schema.get("minProperties", 0)
+        is_open = schema.get("additionalProperties") is not False or "patternProperties" in schema
+        if is_open and fewest > len(set(schema.get("required", ()))) + 1:
+            raise NotEnforcedError(
+                f"{place}/minProperties can be at most 1 more than the number of required "
+                f"properties, got {fewest}; put more of them into required"
+            )
+
+    def _format(self, schema: dict[str, Any], place: str) -> dict[str, Any]:
+        """The schema with patterns instead of its format. Only strings have one."""
+        name, types = schema.get("format"), schema.get("type", "string")
+        if name is None or "string" not in (types if isinstance(types, list) else [types]):
+            return schema
+        rest = {key: value for key, value in schema.items() if key != "format"}
+        if not isinstance(name, str) or name not in FORMATS:
+            if self._form.strict:
+                raise NotEnforcedError(
+                    f"{place}/format must be one of {', '.join(FORMATS)} to be enforced, got "
+                    f"{shown(name)}"
+                )
+            return rest
+        patterns = [f"^(?:{pattern})$" for pattern in FORMATS[name]]
+        if "pattern" not in rest:
+            rest["pattern"] = patterns.pop(0)
+        if patterns:
+            rest["allOf"] = [*rest.get("allOf", []), *({"pattern": one} for one in patterns)]
+        return rest
+
+
+def _text(value: Any, place: str) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{place} must be a text, got {shown(value)}")  # noqa: TRY004
+    return value
+
+
+def _list(value: Any, place: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise ValueError(f"{place} must be a list, got {shown(value)}")  # noqa: TRY004
+    return value
+
+
+def _types(value: Any, place: str) -> Any:
+    names = value if isinstance(value, list) else [value]
+    if not names or not all(isinstance(name, str) and name in _TYPES for name in names):
+        raise ValueError(f"{place} must be of {', '.join(_TYPES)}, got {shown(value)}")
+    return value
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """All strings within a JSON value."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list | dict):
+        for one in value.values() if isinstance(value, dict) else value:
+            yield from _texts(one)
+
+
+def _merge_enum(schema: dict[str, Any]) -> None:
+    """Filter an `enum` by the `type` beside it, and leave `type` out.
+
+    llguidance would combine every value with the type, and ends at 50,000 combinations.
+    """
+    values, types = schema.get("enum"), schema.get("type")
+    if values is None or types is None:
+        return
+    names = types if isinstance(types, list) else [types]
+    fitting = [one for one in values if any(_has_type(one, name) for name in names)]
+    if fitting:
+        schema["enum"] = fitting
+        del schema["type"]
+
+
+def _has_type(value: Any, name: str) -> bool:
+    if isinstance(value, bool) and name != "boolean":
+        return False
+    return isinstance(value, _TYPES[name]) and (name != "integer" or value == value // 1)

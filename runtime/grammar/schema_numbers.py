@@ -1,0 +1,196 @@
+"""The numbers of a JSON schema as llguidance can enforce them.
+
+llguidance computes with floats, and rounds long decimals twice when it reads them. So numbers that
+would change are refused. Sizes that no answer reaches are dropped.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from decimal import Decimal
+from typing import Any
+
+__all__ = (
+    "BOUNDS",
+    "COUNTS",
+    "MAX_EXACT",
+    "Multiples",
+    "NotEnforcedError",
+    "bound",
+    "check_interval",
+    "count",
+    "exact",
+    "shown",
+)
+
+COUNTS = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties")
+BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+MAX_EXACT = 1 << 53  # whole numbers below it are exact as floats
+_LONGEST = 1 << 31  # characters or items; no answer has as many
+_MAX_EXPONENT = 22  # 10 ** 22 is the last power of 10 that a float holds exactly
+_MAX_MULTIPLE = ((1 << 32) - 1) // 10  # a digit is added to the remainder in 32 bits
+
+
+class NotEnforcedError(ValueError):
+    """A keyword is valid, but no grammar for it can be made."""
+
+
+def count(value: Any, place: str) -> int | None:
+    """The value of a keyword of COUNTS, where JSON may write 2 as 2.0; None = it limits nothing.
+
+    Args:
+        place: ends with the keyword.
+
+    Raises:
+        ValueError: it is no such number, or no answer is as long.
+    """
+    if not _is_number(value) or value < 0 or value != value // 1:
+        raise ValueError(f"{place} must be a whole number of at least 0, got {shown(value)}")
+    if value < _LONGEST:
+        return int(value)
+    if place.rpartition("/")[2].startswith("max"):
+        return None
+    raise ValueError(
+        f"{place} must be less than {_LONGEST}, because no answer is as long; got {shown(value)}"
+    )
+
+
+def bound(value: Any, place: str) -> Any:
+    """The value of a keyword of BOUNDS.
+
+    Raises:
+        ValueError: it is no number.
+        NotEnforcedError: it is not exact.
+    """
+    if isinstance(value, bool):  # of draft 4
+        return value
+    _check_number(value, place)
+    if abs(value) >= MAX_EXACT:
+        raise NotEnforcedError(
+            f"{place} must be less than {MAX_EXACT} away from 0, up to where whole numbers are "
+            f"exact as floats; got {shown(value)}"
+        )
+    return exact(value, place)
+
+
+def exact(value: Any, place: str) -> Any:
+    """A JSON value in which every number is read as it is meant.
+
+    Raises:
+        ValueError: it has a number that JSON does not have.
+        NotEnforcedError: a number is not exact.
+    """
+    if isinstance(value, list):
+        return [exact(one, place) for one in value]
+    if isinstance(value, dict):
+        return {name: exact(one, place) for name, one in value.items()}
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return value
+    _check_number(value, place)
+    if isinstance(value, int) and abs(value) < MAX_EXACT:
+        return value
+    if not _is_exact(value):
+        raise NotEnforcedError(
+            f"{place} has the number {shown(value)}, which is not exact as a float; numbers have "
+            f"at most 15 digits, and whole numbers are below {MAX_EXACT}"
+        )
+    return float(value)
+
+
+class Multiples:
+    """The values of `multipleOf` in a schema. llguidance multiplies them in 32 bits."""
+
+    def __init__(self) -> None:
+        self._found: dict[float, tuple[int, int]] = {}  # value -> digits, and those after the point
+
+    def take(self, value: Any, place: str) -> float:
+        """One more value.
+
+        Raises:
+            ValueError: it is no number that is greater than 0.
+            NotEnforcedError: with the others it has too many digits.
+        """
+        _check_number(value, place)
+        if value <= 0:
+            raise ValueError(f"{place} must be greater than 0, got {shown(value)}")
+        digits, num_decimals = min(value, _MAX_MULTIPLE + 1), 0
+        while digits % 1 and digits <= _MAX_MULTIPLE:  # as llguidance does, with its rounding
+            digits, num_decimals = digits * 10, num_decimals + 1
+        found = {**self._found, value: (int(digits), num_decimals)}
+        most = max(decimals for _, decimals in found.values())
+        if math.prod(whole * 10 ** (most - few) for whole, few in found.values()) > _MAX_MULTIPLE:
+            raise NotEnforcedError(
+                f"{place}: the digits of multipleOf must be at most {_MAX_MULTIPLE}, and so must "
+                f"those of all multipleOf of a schema multiplied; got {shown(value)}"
+            )
+        self._found = found
+        return int(value) if value == value // 1 else value
+
+
+def check_interval(schema: dict[str, Any], place: str) -> None:
+    """Check that no interval is like 0 < x < 0.5: llguidance would allow the 0.
+
+    Raises:
+        NotEnforcedError: there is one.
+    """
+    for sign, lower, upper in ((1, "Minimum", "maximum"), (-1, "Maximum", "minimum")):
+        ends = [sign * value for value in _values(schema, [f"exclusive{lower}"])]
+        others = _values(schema, [upper, f"exclusive{upper.capitalize()}"])
+        if any(
+            end == end // 1 and end < sign * other < end + 1 for end in ends for other in others
+        ):
+            raise NotEnforcedError(
+                f"{place}/exclusive{lower} can not be enforced together with a bound that is less "
+                "than 1 away; give the first number that is allowed instead, as in minimum: 0.001"
+            )
+
+
+def shown(value: object) -> str:
+    """A JSON value for an error text, cut to a readable length."""
+    try:
+        text = json.dumps(value, ensure_ascii=False)
+    except ValueError:
+        text = "a number of very many digits"
+    return text if len(text) <= 80 else f"{text[:80]}..."
+
+
+def _values(schema: Any, names: Iterable[str]) -> list[float]:
+    """The bounds that a number must keep, those of `allOf` too."""
+    if not isinstance(schema, dict):
+        return []
+    found: list[float] = []
+    for name in names:
+        value: Any = schema.get(name)
+        if value is True:  # draft 4: the plain bound is exclusive
+            value = schema.get(name.removeprefix("exclusive").lower())
+        if _is_number(value):
+            found.append(value)
+    return found + [value for one in schema.get("allOf", ()) for value in _values(one, names)]
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _check_number(value: Any, place: str) -> None:
+    if not _is_number(value):
+        raise ValueError(f"{place} must be a number, got {shown(value)}")
+
+
+def _is_exact(value: float) -> bool:
+    """Whether a float is this very number, and llguidance reads it without rounding twice."""
+    try:
+        decimal = Decimal(repr(float(value))).normalize()
+    except OverflowError:
+        return False
+    _, digits, exponent = decimal.as_tuple()
+    return (
+        decimal == Decimal(value if isinstance(value, int) else repr(value))
+        and int("".join(map(str, digits))) < MAX_EXACT
+        and isinstance(exponent, int)
+        and abs(exponent) <= _MAX_EXPONENT
+    )

@@ -1,0 +1,75 @@
+"""What tests/runtime/test_fork_server.py asks: forks with every way to fail."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+
+from ostinato.runtime.fork_server import BeginPart, serve_forks
+
+
+def begin(first: bytes):
+    if first == b"fail":
+        raise RuntimeError("it can not begin")
+    loaded = [first] * 1000
+
+    def answer(job: bytes, begin_part: BeginPart) -> bytes:
+        begin_part("first part", 0.5)
+        if job in JOBS:
+            return JOBS[job](begin_part)
+        if job.startswith(b"j"):
+            return str(len(job)).encode()
+        loaded.append(job)  # seen by no other fork
+        return b"%d %s %d %d" % (len(loaded), loaded[0], os.getpid(), os.getppid())
+
+    return answer
+
+
+def spin(begin_part: BeginPart) -> bytes:
+    begin_part("second part", 0.2)
+    while True:
+        pass
+
+
+def native(begin_part: BeginPart) -> bytes:
+    begin_part("native code", 0.2)
+    return str(10**10_000_000)[:1].encode()
+
+
+def parts(begin_part: BeginPart) -> bytes:
+    """Each within its limit, more than the limit together."""
+    for number in range(4):
+        begin_part(f"part {number}", 0.3)
+        end = time.process_time() + 0.15
+        while time.process_time() < end:
+            pass
+    return b"done"
+
+
+def fail(begin_part: BeginPart) -> bytes:
+    raise RuntimeError("a mistake in the fork")
+
+
+def deep(depth: int) -> int:
+    return 0 if not depth else deep(depth - 1)
+
+
+JOBS: dict[bytes, Callable[[BeginPart], bytes]] = {
+    b"spin": spin,
+    b"native": native,
+    b"parts": parts,
+    b"raise": fail,
+    b"sleep": lambda begin_part: bytes(time.sleep(60) or 0),
+    b"memory": lambda begin_part: bytes(len(b"x" * (4 << 30))),
+    b"deep": lambda begin_part: bytes(deep(10**6)),
+    b"killed": lambda begin_part: bytes(os.kill(os.getpid(), signal.SIGKILL) or 0),
+    b"priority": lambda begin_part: str(os.getpriority(os.PRIO_PROCESS, 0)).encode(),
+    b"large": lambda begin_part: b"y" * (20 << 20),
+}
+
+
+if __name__ == "__main__":
+    sys.exit(serve_forks(begin))

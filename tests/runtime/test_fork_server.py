@@ -1,0 +1,165 @@
+"""Jobs in forks: answers, limits of time and memory, and what is left after an end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Awaitable, Callable
+
+import psutil
+import pytest
+
+from ostinato.runtime.fork_server import Fault, ForkServer, JobError, JobLimits
+
+LIMITS = JobLimits(memory_bytes=1 << 28)
+CHILD = "tests.runtime.fork_child"
+
+
+def run(
+    test: Callable[[ForkServer], Awaitable[None]], *, module: str = CHILD, first: bytes = b"hello"
+) -> None:
+    """Runs a test with a server of its own, after which no process is left."""
+
+    async def main() -> None:
+        server = ForkServer(module, first)
+        try:
+            await test(server)
+        finally:
+            pid = server.pid
+            server.close()
+        assert server.pid is None
+        assert pid is None or not psutil.pid_exists(pid)
+
+    asyncio.run(main())
+
+
+def test_each_job_has_a_process_of_its_own():
+    async def test(server):
+        assert server.pid is None  # none before the first job
+        answers = await asyncio.gather(*(server.call(b"a", LIMITS) for _ in range(5)))
+        pids = {answer.split()[2] for answer in answers}
+        assert len(pids) == 5
+        parents = {int(answer.split()[3]) for answer in answers}
+        assert parents == {server.pid}
+        # What was loaded is there, and no job sees another's changes.
+        assert {tuple(answer.split()[:2]) for answer in answers} == {(b"1001", b"hello")}
+
+    run(test)
+
+
+def test_large_jobs_and_answers():
+    async def test(server):
+        job = b"j" * (20 << 20)
+        assert await server.call(job, LIMITS) == str(len(job)).encode()
+        assert await server.call(b"large", LIMITS) == b"y" * (20 << 20)
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("job", "text", "part", "fault"),
+    [
+        (b"spin", "more than 0.2 s of processor time", "second part", Fault.job),
+        (b"native", "more than 0.2 s of processor time", "native code", Fault.job),
+        (b"memory", "more than 256 MiB of memory", "first part", Fault.job),
+        (b"killed", "ended with signal 9", "first part", Fault.unknown),
+        (b"raise", "ended with exit code 1", "first part", Fault.unknown),
+        (b"deep", "ended with exit code 1", "first part", Fault.unknown),
+    ],
+)
+def test_a_job_without_an_answer_ends_alone(job, text, part, fault, capfd):
+    async def test(server):
+        others = [asyncio.create_task(server.call(b"parts", LIMITS)) for _ in range(2)]
+        with pytest.raises(JobError, match=text) as caught:
+            await server.call(job, LIMITS)
+        assert (caught.value.reason.fault, caught.value.part) == (fault, part)
+        for other in others:
+            assert await other == b"done"
+        assert (await server.call(b"b", LIMITS)).startswith(b"1001 hello")
+
+    run(test)
+    assert ("a mistake in the fork" in capfd.readouterr().err) == (job == b"raise")
+
+
+def test_a_cancelled_call_ends_its_job():
+    async def test(server):
+        await server.call(b"a", LIMITS)
+        call = asyncio.create_task(server.call(b"sleep", LIMITS))
+        process = psutil.Process(server.pid)
+        while not process.children():
+            await asyncio.sleep(0.01)
+        (fork,) = process.children()
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        await asyncio.to_thread(psutil.wait_procs, [fork], 30)
+        assert not fork.is_running()
+        assert (await server.call(b"b", LIMITS)).startswith(b"1001 hello")
+
+    run(test)
+
+
+def test_the_event_loop_goes_on_meanwhile():
+    async def test(server):
+        call = asyncio.create_task(server.call(b"parts", LIMITS))
+        turns = 0
+        while not call.done():
+            await asyncio.sleep(0)
+            turns += 1
+        assert turns > 1000
+
+    run(test)
+
+
+def test_a_job_may_give_way_to_other_processes():
+    async def test(server):
+        nice = await server.call(b"priority", LIMITS._replace(niceness=10))
+        assert int(nice) == min(19, os.getpriority(os.PRIO_PROCESS, 0) + 10)
+        assert int(await server.call(b"priority", LIMITS)) == os.getpriority(os.PRIO_PROCESS, 0)
+
+    run(test)
+
+
+def test_a_killed_server_process_is_started_again():
+    async def test(server):
+        await server.call(b"a", LIMITS)
+        old = server.pid
+        call = asyncio.create_task(server.call(b"sleep", LIMITS))
+        while not (forks := psutil.Process(old).children()):
+            await asyncio.sleep(0.01)
+        os.kill(old, signal.SIGKILL)
+        forks[0].kill()
+        with pytest.raises(JobError, match="ended") as caught:
+            await call
+        assert caught.value.reason.fault is Fault.unknown
+        assert (await server.call(b"b", LIMITS)).startswith(b"1001 hello")
+        assert server.pid != old
+
+    run(test)
+
+
+def test_a_server_process_that_can_not_start(monkeypatch, capfd):
+    async def test(server):
+        for _ in range(2):
+            with pytest.raises(JobError) as caught:
+                await server.call(b"a", LIMITS)
+            assert caught.value.reason.fault is Fault.start
+
+    run(test, module="tests.runtime.no_such_module")
+    run(test, first=b"fail")
+    assert "it can not begin" in capfd.readouterr().err
+    monkeypatch.setattr(sys, "executable", "/no/such/python")
+    run(test)
+
+
+def test_it_ends_with_its_parent():
+    async def test(server):
+        await server.call(b"a", LIMITS)
+        process = psutil.Process(server.pid)
+        server._control.close()  # as when the parent's process ends
+        server._control = None
+        process.wait(30)
+
+    run(test)
