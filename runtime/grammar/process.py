@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -49,7 +49,9 @@ class GrammarBuilder:
             self.tokenizer = load_grammar_tokenizer(
                 model.tokenizer, model.vocab_size, model.eos_token_ids
             )
-            self._special_tokens = _special_tokens(Path(model.tokenizer) / "tokenizer.json")
+            file = msgspec.json.decode((Path(model.tokenizer) / "tokenizer.json").read_bytes())
+            self._special_tokens = _special_tokens(file)
+            self._unknown = _unknown_tokens(file)
         except InvalidRequestError as error:
             self._no_tokenizer = error
 
@@ -102,6 +104,11 @@ class GrammarBuilder:
                 if len(seconds) == 1:
                     raise ValueError("nothing but the empty text matches it")
                 return
+            allowed = np.setdiff1d(allowed, self._unknown)
+            if not len(allowed):
+                if len(seconds) == 1:
+                    raise ValueError("the model has no tokens for the text that it begins with")
+                return  # a model that chose other tokens before can go on
             if not matcher.consume_token(int(choose.choice(allowed))):
                 raise ValueError(problem(matcher) or "a text that it allows can not be written")
         mean = sum(seconds) / max(1, len(seconds))
@@ -112,10 +119,22 @@ class GrammarBuilder:
             )
 
 
-def _special_tokens(file: Path) -> dict[str, int]:
+def _special_tokens(file: dict[str, Any]) -> dict[str, int]:
     """Text -> id of the tokens that a grammar's text does not match."""
-    added = msgspec.json.decode(file.read_bytes()).get("added_tokens") or ()
+    added = file.get("added_tokens") or ()
     return {token["content"]: token["id"] for token in added if token.get("special")}
+
+
+def _unknown_tokens(file: dict[str, Any]) -> list[int]:
+    """The id of the token that stands for text of which the vocabulary has no tokens, if any.
+
+    Where one text alone can follow, llguidance allows what the tokenizer makes of it.
+    """
+    model = file.get("model") or {}
+    token_id = model.get("unk_id")  # of Unigram; the others give a text
+    if token_id is None and isinstance(model.get("vocab"), dict):
+        token_id = model["vocab"].get(model.get("unk_token"))
+    return [] if token_id is None else [token_id]
 
 
 def _begin(first: bytes) -> Callable[[bytes], bytes]:

@@ -30,7 +30,8 @@ BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 MAX_EXACT = 1 << 53  # whole numbers below it are exact as floats
 _LONGEST = 1 << 31  # characters or items; no answer has as many
 _MAX_EXPONENT = 22  # 10 ** 22 is the last power of 10 that a float holds exactly
-_MAX_MULTIPLE = ((1 << 32) - 1) // 10  # a digit is added to the remainder in 32 bits
+# Each remainder is a state of an automaton: 100,000 take 0.7 s and 50 MB, a million 13 s.
+_MAX_MULTIPLE = 100_000
 
 
 class NotEnforcedError(ValueError):
@@ -100,7 +101,7 @@ def exact(value: Any, place: str) -> Any:
 
 
 class Multiples:
-    """The values of `multipleOf` in a schema. llguidance multiplies them in 32 bits."""
+    """The values of `multipleOf` in a schema. llguidance combines them in one automaton."""
 
     def __init__(self) -> None:
         self._found: dict[float, tuple[int, int]] = {}  # value -> digits, and those after the point

@@ -74,7 +74,7 @@ def test_a_request_without_a_seed_gets_one_to_be_replayed_with() -> None:
         ({"logprobs": 21}, "logprobs must be null or in [0, 20], got 21"),
         ({"presence_penalty": -2.5}, "presence_penalty must be in [-2, 2], got -2.5"),
         ({"repetition_penalty": 0.0}, "repetition_penalty must be in (0, 10], got 0.0"),
-        ({"top_k": -2}, "top_k must be -1, 0 (both off) or at least 1, got -2"),
+        ({"top_k": -2}, "top_k must be -1, 0 (both off) or in [1, 2147483647], got -2"),
     ],
 )
 def test_sampling_ranges(values: dict[str, object], text: str) -> None:
