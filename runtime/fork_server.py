@@ -145,13 +145,13 @@ class ForkServer:
 
     def close(self) -> None:
         """End the server process; jobs that run end when their calls are cancelled."""
-        if self._control is not None:
-            self._control.close()
-            self._control = None
         if self._process is not None:
             self._process.kill()
             self._process.wait()
             self._process = None
+        if self._control is not None:
+            self._control.close()
+            self._control = None
 
     async def _answer(self, source: socket.socket, limits: JobLimits) -> bytes:
         part, cpu_s = "", 0.0
@@ -245,8 +245,12 @@ def serve_forks(begin: Callable[[bytes], Job]) -> int:
     control = socket.socket(fileno=os.dup(0))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    (size,) = _SIZE.unpack(_read(control, _SIZE.size))
-    job = begin(_read(control, size))
+    try:
+        (size,) = _SIZE.unpack(_read(control, _SIZE.size))
+        first = _read(control, size)
+    except (EOFError, ConnectionError):  # the parent has gone
+        return 0
+    job = begin(first)
     gc.collect()
     gc.freeze()  # collections in the forks need not touch, and so copy, what they share
     awake, wake = socket.socketpair()
@@ -254,7 +258,8 @@ def serve_forks(begin: Callable[[bytes], Job]) -> int:
     wake.setblocking(False)
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
     signal.set_wakeup_fd(wake.fileno())
-    control.sendall(_READY)
+    with contextlib.suppress(ConnectionError):  # the end of the parent is seen below
+        control.sendall(_READY)
     selector = selectors.DefaultSelector()
     selector.register(control, selectors.EVENT_READ)
     selector.register(awake, selectors.EVENT_READ)
@@ -266,7 +271,10 @@ def serve_forks(begin: Callable[[bytes], Job]) -> int:
             _bury(connections)
         if control not in sources:
             continue
-        message, fds, _, _ = socket.recv_fds(control, 1, 1)
+        try:
+            message, fds, _, _ = socket.recv_fds(control, 1, 1)
+        except ConnectionError:  # the parent has gone, and had not read that this process is ready
+            return 0
         if not message:
             return 0
         connection = socket.socket(fileno=fds[0])

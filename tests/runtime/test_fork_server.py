@@ -154,12 +154,21 @@ def test_a_server_process_that_can_not_start(monkeypatch, capfd):
     run(test)
 
 
-def test_it_ends_with_its_parent():
+def test_it_ends_with_its_parent(capfd):
+    """At once, and without a word in the log."""
+
     async def test(server):
         await server.call(b"a", LIMITS)
-        process = psutil.Process(server.pid)
+        job = asyncio.create_task(server.call(b"sleep", LIMITS))
+        while not (forks := psutil.Process(server.pid).children()):
+            await asyncio.sleep(0.01)
         server._control.close()  # as when the parent's process ends
         server._control = None
-        process.wait(30)
+        assert server._process.wait(30) == 0
+        job.cancel()
+        await asyncio.gather(job, return_exceptions=True)
+        await asyncio.to_thread(psutil.wait_procs, forks, 30)
+        assert not forks[0].is_running()
 
     run(test)
+    assert capfd.readouterr().err == ""
