@@ -43,10 +43,12 @@ __all__ = (
 _SIZE = struct.Struct("<Q")
 _JOB = struct.Struct("<QQi")  # length, memory_bytes, niceness
 _FRAME = struct.Struct("<BQ")  # kind, length
-_CODE = struct.Struct("<i")  # exit code of a fork, or the negative number of a signal
+# Exit code of a fork, or the negative number of a signal; and how many bytes more than the server
+# process a fork may have by the limit that the system sets, -1 = there is none.
+_END = struct.Struct("<iq")
 _CPU = struct.Struct("<d")
 _READY = b"r"  # sent by the server process when it takes jobs
-_NO_MEMORY = 3  # exit code
+_NO_MEMORY, _NO_FORK = 3, 4  # exit codes; with the second one there never was a fork
 _READ = 1 << 20  # bytes that are read at a time
 
 BeginPart = Callable[[str, float], None]
@@ -164,8 +166,8 @@ class ForkServer:
             if kind == _Kind.answer:
                 return data
             if kind == _Kind.ended:
-                (code,) = _CODE.unpack(data)
-                raise JobError(_reason(code, cpu_s, limits), part)
+                code, room = _END.unpack(data)
+                raise JobError(_reason(code, room, cpu_s, limits), part)
             (cpu_s,), part = _CPU.unpack_from(data), data[_CPU.size :].decode()
 
     def _hand_over(self, theirs: socket.socket) -> None:
@@ -210,11 +212,17 @@ class ForkServer:
         return FailureReason("ended at its start; the server's log may say why", Fault.start)
 
 
-def _reason(code: int, cpu_s: float, limits: JobLimits) -> FailureReason:
-    """Why a fork ended without an answer."""
+def _reason(code: int, room: int, cpu_s: float, limits: JobLimits) -> FailureReason:
+    """Why a fork ended without an answer; `room` as in `_END`."""
     if code == -signal.SIGPROF:
         return FailureReason(f"more than {cpu_s:g} s of processor time", Fault.job)
+    if code == _NO_FORK:
+        text = "can not be forked: the system takes no more processes"
+        return FailureReason(text, Fault.start)
     if code in (-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS, _NO_MEMORY):
+        if 0 <= room < limits.memory_bytes:
+            text = f"ran out of the {room >> 20} MiB that the limit of the system leaves it"
+            return FailureReason(text, Fault.start)
         text = f"more than {limits.memory_bytes >> 20} MiB of memory or too deep a nesting"
         return FailureReason(text, Fault.job)
     name = f"exit code {code}" if code >= 0 else f"signal {-code}"
@@ -278,7 +286,11 @@ def serve_forks(begin: Callable[[bytes], Job]) -> int:
         if not message:
             return 0
         connection = socket.socket(fileno=fds[0])
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError:
+            _report_end(connection, _NO_FORK)
+            continue
         if not pid:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -295,10 +307,20 @@ def _bury(connections: dict[int, socket.socket]) -> None:
         if not pid:
             return
         code = os.waitstatus_to_exitcode(status)
-        with connections.pop(pid) as connection, contextlib.suppress(OSError):
-            connection.setblocking(False)
-            if code:
-                connection.sendall(_FRAME.pack(_Kind.ended, _CODE.size) + _CODE.pack(code))
+        connection = connections.pop(pid)
+        if code:
+            _report_end(connection, code)
+        else:
+            connection.close()
+
+
+def _report_end(connection: socket.socket, code: int) -> None:
+    """Tell a client that its job has no answer."""
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    room = -1 if hard == resource.RLIM_INFINITY else max(0, hard - _address_space())
+    with connection, contextlib.suppress(OSError):
+        connection.setblocking(False)
+        connection.sendall(_FRAME.pack(_Kind.ended, _END.size) + _END.pack(code, room))
 
 
 def _work(connection: socket.socket, job: Job) -> None:
@@ -336,11 +358,15 @@ def _end_with_client(connection: socket.socket) -> None:
 
 
 def _limit_memory(memory_bytes: int) -> None:
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    limit = pages * resource.getpagesize() + memory_bytes
+    limit = _address_space() + memory_bytes
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
     resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+
+
+def _address_space() -> int:
+    """Bytes of this process."""
+    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 
 
 def _send(target: socket.socket, kind: _Kind, data: bytes) -> None:

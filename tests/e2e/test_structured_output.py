@@ -389,12 +389,16 @@ class TestNumbers:
         assert "#/const" in error["message"]
 
 
+PREPARATION = "ostinato.api.server.preparation_main"
+
+
 def grammar_processes(server: ServerProcess) -> list[psutil.Process]:
-    return [
-        one
-        for one in psutil.Process(server.pid).children()
-        if "ostinato.runtime.grammar.process" in one.cmdline()
-    ]
+    return processes(server, "ostinato.runtime.grammar.process")
+
+
+def processes(server: ServerProcess, module: str) -> list[psutil.Process]:
+    children = psutil.Process(server.pid).children()
+    return [one for one in children if module in one.cmdline()]
 
 
 class TestProcess:
@@ -424,9 +428,11 @@ class TestProcess:
         complete(server, structured_outputs={"choice": ["known"]})
         target = python.readlink()
         python.unlink()
-        for process in grammar_processes(server):
+        for process in (*grammar_processes(server), *processes(server, PREPARATION)):
             process.kill()
         bodies = [
+            {"prompt": "A", "user": "u" * 10_000},  # large enough for a process of its own
+            {"messages": HI, "chat_template": "Hi"},
             {"prompt": "A", "structured_outputs": {"choice": ["a new one"]}},
             {"prompt": "A", "structured_outputs": {"choice": ["streamed"]}, "stream": True},
             {"messages": HI, "structured_outputs": {"json": {"const": "new"}}},
@@ -443,6 +449,24 @@ class TestProcess:
         assert complete(server, structured_outputs={"choice": ["known"]})["text"] == "known"
         python.symlink_to(target)
         assert complete(server, structured_outputs={"choice": ["a new one"]})["text"]
+        assert complete(server, user="u" * 10_000)["text"]
+
+    def test_the_system_leaves_no_memory_for_one(self, server):
+        """As `ulimit -v` does: the server is at fault, and says what is missing."""
+        template = {"messages": HI, "chat_template": "{{ 'a' * 300000000 }}", "max_tokens": 2}
+        url = f"{server.url}/v1/chat/completions"
+        answer = HTTP.post(url, json=template, timeout=120)
+        assert answer.status_code == 400  # longer than the context
+        (process,) = processes(server, PREPARATION)
+        limit = process.memory_info().vms + (200 << 20)
+        process.rlimit(psutil.RLIMIT_AS, (limit, limit))
+        answer = HTTP.post(url, json=template, timeout=120)
+        assert answer.status_code == 503, answer.text
+        error = answer.json()["error"]
+        assert (error["type"], error["code"]) == ("server_error", "helper_process")
+        assert "MiB that the limit of the system leaves it" in error["message"]
+        assert complete(server, user="u" * 10_000)["text"]  # for which there is room
+        process.kill()
 
 
 def test_others_go_on_while_hostile_constraints_come(server):

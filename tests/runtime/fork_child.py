@@ -14,6 +14,8 @@ from ostinato.runtime.fork_server import BeginPart, serve_forks
 def begin(first: bytes):
     if first == b"fail":
         raise RuntimeError("it can not begin")
+    if first == b"alone":
+        os.fork = no_fork
     loaded = [first] * 1000
 
     def answer(job: bytes, begin_part: BeginPart) -> bytes:
@@ -26,6 +28,10 @@ def begin(first: bytes):
         return b"%d %s %d %d" % (len(loaded), loaded[0], os.getpid(), os.getppid())
 
     return answer
+
+
+def no_fork() -> int:
+    raise BlockingIOError("Resource temporarily unavailable")  # as with too many processes
 
 
 def spin(begin_part: BeginPart) -> bytes:

@@ -147,10 +147,34 @@ def test_a_server_process_that_can_not_start(monkeypatch, capfd):
                 await server.call(b"a", LIMITS)
             assert caught.value.reason.fault is Fault.start
 
+    async def without_forks(server):
+        with pytest.raises(JobError, match="can not be forked") as caught:
+            await server.call(b"a", LIMITS)
+        assert caught.value.reason.fault is Fault.start
+
+    run(without_forks, first=b"alone")
     run(test, module="tests.runtime.no_such_module")
     run(test, first=b"fail")
     assert "it can not begin" in capfd.readouterr().err
     monkeypatch.setattr(sys, "executable", "/no/such/python")
+    run(test)
+
+
+def test_a_limit_of_the_system_is_not_the_jobs_fault():
+    async def test(server):
+        await server.call(b"a", LIMITS)
+        process = psutil.Process(server.pid)
+        limit = process.memory_info().vms + (200 << 20)
+        process.rlimit(psutil.RLIMIT_AS, (limit, limit))
+        with pytest.raises(JobError, match=r"ran out of the \d+ MiB that the limit") as caught:
+            await server.call(b"memory", LIMITS)
+        assert caught.value.reason.fault is Fault.start
+        # A job for which there is room ends by its own limit.
+        with pytest.raises(JobError, match="more than 64 MiB of memory") as caught:
+            await server.call(b"memory", LIMITS._replace(memory_bytes=64 << 20))
+        assert caught.value.reason.fault is Fault.job
+        assert (await server.call(b"b", LIMITS)).startswith(b"1001 hello")
+
     run(test)
 
 
