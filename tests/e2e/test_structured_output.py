@@ -70,6 +70,9 @@ def client(server: ServerProcess) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120)
 
 
+END_IDS = (0, 2)  # of the demo model
+
+
 def complete(server: ServerProcess, **fields: object) -> dict[str, Any]:
     body = {"prompt": "A cat: ", "max_tokens": 80, "temperature": 1, "seed": 1, **fields}
     response = HTTP.post(f"{server.url}/v1/completions", json=body, timeout=120)
@@ -291,6 +294,14 @@ class TestLimits:
         assert complete(server, structured_outputs={"choice": words})["text"] in words
         error = refused(server, structured_outputs={"choice": [*words, "one more"]})
         assert f"1 to {MAX_CHOICES} texts" in error["message"]
+
+    def test_a_choice_that_begins_another_one(self, server):
+        """Each can be the answer: it depends on whether the model ends there."""
+        fields = {"structured_outputs": {"choice": ["yes", "yes, but"]}, "temperature": 0}
+        for bias, text in ((100, "yes"), (-100, "yes, but")):
+            ends = {str(token_id): bias for token_id in END_IDS}
+            choice = complete(server, **fields, logit_bias=ends)
+            assert (choice["text"], choice["finish_reason"]) == (text, "stop")
 
     @pytest.mark.parametrize("kind", [{}, {"type": "string"}, {"type": ["string", "null"]}])
     def test_an_enum_of_50000(self, server, kind):

@@ -46,6 +46,7 @@ class TestNumbers:
             ({"type": "integer", "exclusiveMinimum": -EXACT + 1}, [-EXACT + 2], [-EXACT + 1]),
             ({"type": "number", "exclusiveMinimum": 0, "maximum": 1}, [0.1, 1], [0, 0.0, 1.1]),
             ({"type": "number", "minimum": -0.5, "maximum": 0.25}, [-0.5, 0, 0.25], [-0.51, 0.3]),
+            ({"multipleOf": 100_000}, [300_000, 0], [100_001]),
             ({"multipleOf": 99991}, [3 * 99991, "text"], [3 * 99991 + 1, 5]),
             ({"multipleOf": 9.9991}, [9.9991, 19.9982, 0], [9.9992, 1]),
             ({"type": "array", "minItems": 2.0, "maxItems": 2e0}, [[1, 2]], [[1]]),
@@ -187,6 +188,22 @@ class TestLimits:
 
         check(schema(most), [{"p0": 1}, {f"p{most - 1}": 1}], [{"q": 1}])
         assert f"at most {most} are possible" in error_of(schema(most + 1))
+
+    @pytest.mark.parametrize("required", [[], ["a", "b"]])
+    def test_fewest_properties_of_an_open_object(self, required):
+        def schema(fewest: int) -> dict[str, Any]:
+            return {"type": "object", "required": required, "minProperties": fewest}
+
+        most = len(required) + 1
+        some = {name: 1 for name in [*required, "c"]}
+        check(schema(most), [some], [dict.fromkeys(required, 1)])
+        assert f"required properties, got {most + 1}" in error_of(schema(most + 1))
+
+    @pytest.mark.parametrize("keyword", ["minItems", "minLength"])
+    def test_fewest_items_and_characters(self, keyword):
+        kind = {"type": "array" if keyword == "minItems" else "string"}
+        assert "must be less than" not in error_of({**kind, keyword: 2**31 - 1})
+        assert "must be less than 2147483648" in error_of({**kind, keyword: 2**31})
 
     def test_alternatives(self):
         def grammar(count: int) -> str:
