@@ -195,7 +195,7 @@ class TestLimits:
             return {"type": "object", "required": required, "minProperties": fewest}
 
         most = len(required) + 1
-        some = {name: 1 for name in [*required, "c"]}
+        some = dict.fromkeys([*required, "c"], 1)
         check(schema(most), [some], [dict.fromkeys(required, 1)])
         assert f"required properties, got {most + 1}" in error_of(schema(most + 1))
 
