@@ -10,7 +10,12 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from ostinato.api.chat.chat_deltas import ChatDelta, CollectedAnswer
-from ostinato.api.openai.logprobs import TokenBytes, chat_logprobs, prompt_logprobs
+from ostinato.api.openai.logprobs import (
+    ShownToken,
+    TokenBytes,
+    chat_logprobs,
+    prompt_logprobs,
+)
 from ostinato.api.parsing.events import CallBegins, Content, Event, Reasoning
 from ostinato.api.preparation.generation import Generation, check_fields
 from ostinato.api.schemas.chat_completions import (
@@ -204,6 +209,7 @@ def to_response(
         only_calls: an answer has calls and no text; then the list of calls may be empty.
     """
     choices = []
+    shown: dict[int, ShownToken] = {}
     for index, answer in sorted(answers.items()):
         one = answer.completion
         assert answer.finish_reason is not None, "collected until every completion had ended"
@@ -215,6 +221,7 @@ def to_response(
                 token_bytes,
                 num_top=options.num_top_logprobs,
                 as_ids=options.as_token_ids,
+                shown=shown,
             )
         choices.append(
             ChatChoice(

@@ -9,9 +9,17 @@ from ostinato.api.schemas.text_completions import CompletionLogprobs
 from ostinato.api.schemas.usage import PromptLogprob, PromptLogprobs
 from ostinato.runtime.types.outputs import TokenLogprobs
 
-__all__ = ("TokenBytes", "chat_logprobs", "completion_logprobs", "prompt_logprobs", "token_text")
+__all__ = (
+    "ShownToken",
+    "TokenBytes",
+    "chat_logprobs",
+    "completion_logprobs",
+    "prompt_logprobs",
+    "token_text",
+)
 
 TokenBytes = Callable[[int], bytes]
+ShownToken = tuple[str, list[int]]  # a token's name and its bytes
 
 _LOWEST = -9999.0  # JSON has no -infinity
 
@@ -31,23 +39,33 @@ def chat_logprobs(
     *,
     num_top: int,
     as_ids: bool = False,
+    shown: dict[int, ShownToken] | None = None,
 ) -> ChatLogprobs:
     """One entry per token, with its `num_top` most likely alternatives.
 
     Args:
         as_ids: tokens are named `token_id:N`; their bytes are not changed.
+        shown: filled with each token as it is shown, by its id; for several calls of one answer,
+            in which the same tokens occur again and again.
     """
+    if shown is None:
+        shown = {}
+
+    def show(token_id: int) -> ShownToken:
+        known = shown.get(token_id)
+        if known is None:
+            piece = token_bytes(token_id)
+            known = shown[token_id] = _name(token_id, token_bytes, as_ids), list(piece)
+        return known
+
     content = []
     for token_id, entry in zip(token_ids, logprobs, strict=True):
-        top = [
-            TopLogprob(
-                _name(top_id, token_bytes, as_ids), max(logprob, _LOWEST), list(token_bytes(top_id))
-            )
-            for top_id, logprob in zip(entry.top_ids[:num_top], entry.top_logprobs, strict=False)
-        ]
-        name = _name(token_id, token_bytes, as_ids)
-        logprob = max(entry.logprob, _LOWEST)
-        content.append(ChatTokenLogprob(name, logprob, list(token_bytes(token_id)), top))
+        top: list[TopLogprob] = []
+        for top_id, logprob in zip(entry.top_ids[:num_top], entry.top_logprobs, strict=False):
+            name, codes = show(top_id)
+            top.append(TopLogprob(name, max(logprob, _LOWEST), codes))
+        name, codes = show(token_id)
+        content.append(ChatTokenLogprob(name, max(entry.logprob, _LOWEST), codes, top))
     return ChatLogprobs(content)
 
 

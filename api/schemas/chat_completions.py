@@ -70,13 +70,14 @@ class ChatCompletionRequest(
     prompt_cache_options: PromptCacheOptions | None = None
 
 
-class TopLogprob(msgspec.Struct, frozen=True):
+# An answer may have 100,000 of them: the garbage collector need not look at each.
+class TopLogprob(msgspec.Struct, frozen=True, gc=False):
     token: str
     logprob: float
     bytes: list[int]
 
 
-class ChatTokenLogprob(msgspec.Struct, frozen=True):
+class ChatTokenLogprob(msgspec.Struct, frozen=True, gc=False):
     token: str
     logprob: float
     bytes: list[int]
