@@ -1,7 +1,6 @@
-"""The sections of `run bench`: its parts, workload, load and service level goals.
+"""Configuration sections of `run bench`: measurement, workload, load and latency goals.
 
-`workload`, `load` and `slo` are also what `run tune` and `run simulate` read: one description of
-the traffic and its goals for all three.
+`run tune` and `run simulate` read `workload`, `load` and `slo` too.
 """
 
 from __future__ import annotations
@@ -93,12 +92,12 @@ class BenchSection(Section):
     engines: list[str] = setting(
         [],
         'compare: two or more of: overrides ("cache.block_size=32 graphs.mode=eager", "" = as '
-        "configured) or the URL of any OpenAI-compatible server; the first is what others are "
+        "configured) or the URL of an OpenAI-compatible server; the first is what the others are "
         "compared with",
     )
     files: list[str] = setting([], "history: result files, JSON or JSON lines")
     percentiles: list[float] = setting(
-        [50.0, 90.0, 95.0, 99.0], "of latencies, to report", above=0, at_most=100
+        [50.0, 90.0, 95.0, 99.0], "percentiles of latencies to report", above=0, at_most=100
     )
     detailed: bool = setting(False, "keep every request's times in the result file")
     report: bool = setting(True, "write plots (PNG) and an HTML report beside the result file")
@@ -120,16 +119,16 @@ class WorkloadSection(Section):
         WorkloadKind.standard,
         "standard = the four parts that engines are compared with; the others: docs/benchmarks.md",
     )
-    path: str = setting("", "the file of sharegpt, tokens and trace")
+    path: str = setting("", "sharegpt, tokens and trace: the file to read")
     num_requests: int | None = setting(
         None,
-        "requests (conversations) to make or to take of the file; null = 32, or all of a file",
+        "requests or conversations to make, or to read from the file; null = 32, or the whole file",
         at_least=1,
     )
     input_len: int = setting(256, "mean prompt tokens, of each turn of a conversation", at_least=1)
     output_len: int = setting(64, "mean output tokens, of each turn of a conversation", at_least=1)
     length_spread: float = setting(
-        0.0, "made lengths lie within mean * (1 +- this)", at_least=0, at_most=0.99
+        0.0, "random lengths lie within mean * (1 +- this)", at_least=0, at_most=0.99
     )
     num_prefixes: int = setting(4, "prefix: different beginnings that prompts share", at_least=1)
     prefix_len: int = setting(128, "prefix: tokens of a shared beginning", at_least=1)
@@ -140,7 +139,7 @@ class WorkloadSection(Section):
     time_scale: float = setting(
         1.0, "trace: arrival times are multiplied by this; 0.5 = twice the load", above=0
     )
-    seed: int = setting(0, "of everything that is drawn", at_least=0)
+    seed: int = setting(0, "seed of lengths, ids and arrivals", at_least=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,7 +163,7 @@ class LoadSection(Section):
     )
     burstiness: float = setting(
         1.0,
-        "shape of the gamma distribution of the gaps: 1 = Poisson, below = bursts, above = evener",
+        "shape of the gamma distribution of the gaps: 1 = Poisson, less = bursts, more = even gaps",
         above=0,
         at_most=1000,
     )
@@ -182,7 +181,7 @@ class LoadSection(Section):
     )
     num_warmups: int = setting(1, "requests before each point, not counted", at_least=0)
     ignore_eos: bool = setting(True, "ask for outputs of exactly the workload's length")
-    temperature: float = setting(0.0, "of every request", at_least=0, at_most=2)
+    temperature: float = setting(0.0, "temperature of every request", at_least=0, at_most=2)
     extra_body: dict[str, Any] = setting({}, "fields to add to every request's body")
     headers: dict[str, str] = setting({}, "HTTP headers to add; not written to results")
     ready_timeout_s: float = setting(60.0, "how long to wait for load.url to answer", above=0)
@@ -190,13 +189,13 @@ class LoadSection(Section):
         60.0, "a request without a byte for this long is counted as stalled", above=0
     )
     give_up_after: int = setting(
-        32, "failures without one success, after which the rest is not sent", at_least=1
+        32, "after this many failures without a success the rest is not sent", at_least=1
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SloSection(Section):
-    """Latency goals of each request; goodput counts those that meet all that are set."""
+    """Latency goals of a request; goodput counts the requests that meet all goals set here."""
 
     key = "slo"
     ttft_ms: float | None = setting(None, "time to first token; null = no goal", above=0)

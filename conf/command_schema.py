@@ -11,7 +11,7 @@ __all__ = ("BatchSection", "ChatSection", "GenerateSection", "PlanSection")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateSection(Section):
-    """What `run generate` asks of the model."""
+    """Sampling parameters of `run generate`."""
 
     key = "generate"
     max_tokens: int = setting(128, "tokens to generate at most", at_least=1)
@@ -31,7 +31,7 @@ class GenerateSection(Section):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSection(Section):
-    """How `run batch` works through a file."""
+    """Concurrency of `run batch`."""
 
     key = "batch"
     concurrency: int | None = setting(
@@ -41,7 +41,7 @@ class BatchSection(Section):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatSection(Section):
-    """What `run chat` asks of the model."""
+    """System message and sampling parameters of `run chat`."""
 
     key = "chat"
     system: str = setting("", "system message at the head of the conversation; empty = none")

@@ -1,7 +1,7 @@
 """Composes overrides and options with Hydra into one frozen, checked `RunConfig`.
 
-The only file that imports hydra or omegaconf. Every way to ask for something that is not there ends
-in one `ConfigError` line that names the key, the value, and what is allowed.
+This is the only file that imports hydra or omegaconf. A wrong override raises a `ConfigError` of
+one line that names the key, the value, and what is allowed.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ def load_config(
     """Compose the configuration tree with `overrides` and check every range.
 
     Args:
-        overrides: what a user types, in Hydra's grammar: `model=gpt2`, `cache.block_size=32`.
-        values: dotted key -> Python value, laid over the overrides; needs no quoting. A key that
-            names a group (`model`) with a string picks that option.
+        overrides: in Hydra's grammar, as a user types them: `model=gpt2`, `cache.block_size=32`.
+        values: dotted key -> Python value; wins over the overrides and needs no quoting. A string
+            for a group (`model`) picks that option.
         config_dir: a directory with more options: `<config_dir>/model/mine.yaml` for `model=mine`.
 
     Raises:
@@ -72,15 +72,14 @@ def expand_sweep(
 ) -> list[tuple[dict[str, str], list[str]]]:
     """Every combination of the values that are listed: `a=1,2`, `a=choice(1,2)`, `a=range(1,9,2)`.
 
-    Each is composed and checked, so that nothing is started for a sweep that would fail in its
-    middle.
+    Each combination is composed and checked, so that an error shows before the sweep starts.
 
     Returns:
-        For each point what tells it from the others (key -> value) and all its overrides, the last
-        key varying fastest.
+        For each point the values of the listed keys (key -> value) and all overrides. The last key
+        varies fastest.
 
     Raises:
-        ConfigError: as `load_config`, for any of them; or nothing is listed.
+        ConfigError: as `load_config`, for any point; or no key lists values.
     """
     fixed: list[str] = []
     swept: dict[str, list[str]] = {}
@@ -146,7 +145,7 @@ def complete(shell: str, line: str) -> str:
     with _hydra():
         plugin = _completion_plugin(shell)
         words = plugin.strip_python_or_app_name(line)
-        # Public is only `query`, which reads the line from the environment and prints.
+        # The only public method, `query`, reads the line from the environment and prints.
         candidates = plugin._query(_CONFIG_NAME, words)  # pyright: ignore[reportPrivateUsage]
     last = "" if line.endswith(" ") else line.split(" ")[-1]
     key, typed, _ = last.partition("=")
@@ -212,7 +211,7 @@ def _schema() -> DictConfig:
 
 @contextmanager
 def _hydra() -> Generator[None, None, None]:
-    """Hydra over our tree; a program that uses Hydra itself finds its own state again."""
+    """Hydra over our tree. Afterwards the caller's own Hydra state is restored."""
     ConfigStore.instance().store(name=_SCHEMA_NAME, node=_schema())
     outer = GlobalHydra.instance().hydra
     GlobalHydra.instance().hydra = None
@@ -281,7 +280,7 @@ def _parse(overrides: Sequence[str]) -> list[Override]:
 
 
 def _checked(override: Override, groups: Mapping[str, Sequence[str]], trial: DictConfig) -> str:
-    """One override as Hydra should get it, after everything that Hydra explains badly.
+    """One override as Hydra should get it, checked first because our messages are clearer.
 
     Its value is set in `trial`, a copy of the schema, which refuses a wrong type or range.
     """

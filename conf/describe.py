@@ -1,7 +1,6 @@
-"""The configuration in words: every key with its type, default, range and meaning.
+"""Descriptions of all configuration keys (type, default, range, meaning), read from the schema.
 
-Read from the schema, so that `--help`, error messages and documentation can not drift from the
-checks.
+`--help`, error messages and documentation use them, so they always agree with the checks.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ __all__ = ("KeyDescription", "describe_keys", "describe_sections", "nearest")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyDescription:
-    """One key as a user meets it."""
+    """The description of one key."""
 
     key: str  # dotted, e.g. cache.block_size
-    default: str  # as it is typed on the command line
+    default: str  # as typed on a command line
     allowed: str  # type and range in words, e.g. "an integer in [1, 4096]"
     choices: tuple[str, ...]  # the only legal values, when they can be listed
     meaning: str

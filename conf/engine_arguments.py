@@ -1,8 +1,8 @@
-"""The keyword arguments and command-line flags of vLLM, and the settings that they stand for.
+"""Maps vLLM's keyword arguments and command-line flags to settings.
 
 `LLM(model, max_model_len=4096)` and `run serve MODEL --max-model-len 4096` are both read with this
-table. An argument is mapped to a setting, or its value asks for what this engine does anyway, or it
-is refused with the reason. No argument is accepted and ignored.
+table. An argument sets a setting, or its value is what this engine does anyway, or it is refused
+with the reason. No argument is ignored.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class Argument:
 
     setting: str = ""  # the key that it sets; empty = there is no such setting
     read: Callable[[object], object] = lambda value: value  # ValueError = refused, with the reason
-    # Values that ask for what the engine does anyway. None, vLLM's "not given", always does.
+    # Values that mean what the engine does anyway. None, vLLM's "not given", is always one.
     default: tuple[object, ...] = ()
-    reason: str = ""  # why other values are refused, and what to do instead
+    reason: str = ""  # why other values are refused, and the remedy
     is_flag: bool = False  # --name and --no-name on the command line
     is_list: bool = False  # one or more values on the command line
     for_server: bool = False  # of `run serve` only
@@ -45,7 +45,7 @@ def argument_settings(
         key -> value, as `load_config` takes them in `values`.
 
     Raises:
-        ConfigError: an argument is unknown, or this engine cannot do what its value asks for.
+        ConfigError: an argument is unknown, or its value is not supported.
     """
     found: dict[str, object] = {}
     for name, value in arguments.items():
@@ -109,7 +109,7 @@ def _gib(value: object) -> object:
 
 
 def _dtype(value: object) -> object:
-    """Also the dtypes of torch themselves."""
+    """A dtype by name, vLLM's or ours, or as a torch dtype."""
     name = str(value).removeprefix("torch.")
     return {"half": "float16", "float": "float32"}.get(name, name)
 
@@ -127,7 +127,7 @@ def _one_of(values: Mapping[str, object], reason: str) -> Callable[[object], obj
 
 
 def _name(value: object) -> object:
-    """A served model has one name here."""
+    """One name; vLLM takes several."""
     names = cast(list[object], value) if isinstance(value, list | tuple) else [value]
     if len(names) != 1:
         raise ValueError("a model is served under one name")
@@ -135,7 +135,7 @@ def _name(value: object) -> object:
 
 
 def _list(value: object) -> object:
-    """Of texts: as they are, or as JSON."""
+    """A list of texts, or one text that is a JSON list."""
     items = list(cast(Sequence[object], value)) if isinstance(value, list | tuple) else [value]
     if len(items) == 1 and isinstance(items[0], str) and items[0].startswith("["):
         return _json(items[0])
@@ -266,7 +266,7 @@ ARGUMENTS: dict[str, Argument] = {
     ),
     "compilation_config": Argument(reason="set graphs.mode, graphs.form or graphs.capture_sizes"),
     "device": Argument(setting="device.name"),
-    # Parallelism, adapters, speculation, media: not there yet.
+    # Parallelism, adapters, speculation, media: not supported yet.
     "tensor_parallel_size": Argument(default=(1,), reason=_ONE_DEVICE),
     "pipeline_parallel_size": Argument(default=(1,), reason=_ONE_DEVICE),
     "data_parallel_size": Argument(default=(1,), reason=_ONE_DEVICE),

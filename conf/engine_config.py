@@ -1,4 +1,4 @@
-"""The configuration of an engine: what its process receives."""
+"""The part of the configuration that an engine process receives."""
 
 from __future__ import annotations
 

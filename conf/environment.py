@@ -1,4 +1,4 @@
-"""The only environment variables that the engine reads; everything else is Hydra configuration.
+"""Environment variables and the cache directory; all other settings are Hydra configuration.
 
 | variable | meaning | default |
 |---|---|---|
@@ -6,8 +6,8 @@
 | `CXX` | the C++ compiler for the CPU's kernels, as for torch's own | `g++`, `clang++` on macOS |
 
 The default follows `XDG_CACHE_HOME` when that is set. `TMPDIR` has its usual meaning. Shells that
-complete a command line pass it in `COMP_LINE`. The caches of torch, Triton and FlashInfer lie in
-ours, unless their own variables (`_LIBRARY_CACHES`) are set.
+complete a command line pass it in `COMP_LINE`. The caches of torch, Triton and FlashInfer are
+folders of ours, unless their own variables (`_LIBRARY_CACHES`) are set.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ _LEAST_FREE_BYTES = 16 << 20  # kernels and programs of a small model, and room 
 
 
 def expand_user(path: str | Path) -> Path:
-    """The path with a leading `~` replaced; one whose home directory is not known stays as it is.
+    """The path with a leading `~` replaced, or unchanged if the home directory is not known.
 
-    `Path.expanduser` raises RuntimeError there.
+    (`Path.expanduser` raises RuntimeError then.)
     """
     return Path(os.path.expanduser(path))
 
 
 def require_writable(file: Path, key: str) -> None:
-    """Make the folder of a result that is written at the end of a long run, and try to write there.
+    """Check, before a long run, that its result can be written; makes the folder.
 
     Args:
-        file: the result's; one that is there is not changed.
-        key: the setting that it came from, for the message.
+        file: where the result will be written. An existing file is not changed.
+        key: the setting that named it, for the message.
 
     Raises:
         ConfigError: it can not be written.
@@ -75,14 +75,14 @@ def require_writable(file: Path, key: str) -> None:
 
 
 def cache_dir() -> Path:
-    """The directory for everything that is built once and reused; it may not exist yet."""
+    """The directory for compiled kernels, programs and bundles; it may not exist yet."""
     explicit = os.environ.get("OSTINATO_CACHE_DIR")
     if explicit:
         return Path(explicit)
     base = os.environ.get("XDG_CACHE_HOME")
     if not base:
         home = expand_user("~")
-        # A user id without an entry in the system's list of users has /, as container engines say.
+        # A user id that the system's list of users lacks gets the home /, as in containers.
         base = (home if home.is_absolute() else Path("/")) / ".cache"
     return Path(base) / "ostinato"
 
@@ -95,7 +95,7 @@ def prepare_cache() -> str | None:
     torch is imported, and again without effect.
 
     Returns:
-        A line for the log when the temporary directory was made; else None.
+        A line for the log if the temporary directory was made, else None.
 
     Raises:
         OSError: no temporary directory can be made either.
@@ -194,8 +194,8 @@ def prepare_compiler(*, kernel_pool: bool) -> None:
 
     Args:
         kernel_pool: whether torch may keep a pool of processes that compile Triton kernels. On a
-            machine without a GPU they import torch twice, seconds of processor time at every
-            start, and are never used.
+            machine without a GPU the pool is not used, and its imports of torch cost seconds of
+            processor time at every start.
     """
     if not kernel_pool:
         os.environ.setdefault("TORCH_WARM_POOL", "0")

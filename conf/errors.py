@@ -6,7 +6,7 @@ __all__ = ("ConfigError", "first_line")
 
 
 class ConfigError(ValueError):
-    """A key or value that can not be, in one line: the key, the value, what is allowed."""
+    """A wrong key or value. The text is one line: the key, the value, what is allowed."""
 
 
 def first_line(error: BaseException) -> str:

@@ -1,6 +1,6 @@
 """The whole configuration of a command.
 
-Only the composition roots see this type; every other component is handed its own section.
+Only composition roots import this type. Every other component receives its own section.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class RunConfig(EngineConfig):
 
     @property
     def engine(self) -> EngineConfig:
-        """The engine's sections alone: what may leave this process."""
+        """The engine's sections alone, which other processes receive."""
         return EngineConfig(
             **{entry.name: getattr(self, entry.name) for entry in fields(EngineConfig)}
         )

@@ -1,9 +1,9 @@
-"""Sections of the configuration: what they are made of, and those of the engine.
+"""Configuration sections of the engine, and `setting`, of which all sections are made.
 
 A section is a frozen dataclass that checks its values when it is made. A field's default, meaning
-and range are written once, in `setting`. `run <command> --help`, the checks and their messages all
-read them from there. Derived facts (how many blocks fit, bytes per block) are never configuration:
-their owners compute them. Only the standard library is imported here.
+and range are written once, in `setting`. `run <command> --help`, the checks and their messages
+read them from there. Derived numbers (blocks that fit, bytes of a block) are not configuration.
+Only the standard library is imported here.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class LoadFormat(StrEnum):
 
 
 class Quantization(StrEnum):
-    """Of weights, while they are loaded."""
+    """How weights are quantised while they are loaded."""
 
     none = "none"
     int8 = "int8"
@@ -67,7 +67,7 @@ class Quantization(StrEnum):
 
 
 class HeadQuantization(StrEnum):
-    """Of the token embeddings and the output head."""
+    """How the token embeddings and the output head are quantised."""
 
     auto = "auto"
     none = "none"
@@ -76,7 +76,7 @@ class HeadQuantization(StrEnum):
 
 
 class PoolingChoice(StrEnum):
-    """What a text's embedding is made of: all of its tokens' states, the last's, or the first's."""
+    """Which hidden states make an embedding: the mean of all tokens, the last, or the first."""
 
     auto = "auto"
     mean = "mean"
@@ -104,7 +104,7 @@ class SchedulingPolicy(StrEnum):
 
 
 class GraphMode(StrEnum):
-    """How far a step's program is prepared; a dispatch miss falls back to the next lesser one."""
+    """How a step runs. A step that fits no captured bucket runs the compiled program."""
 
     eager = "eager"
     compiled = "compiled"
@@ -112,7 +112,7 @@ class GraphMode(StrEnum):
 
 
 class GraphForm(StrEnum):
-    """Two forms of the same program: the whole model as one graph, or one layer for every depth."""
+    """What is compiled: the whole model as one graph, or one layer that is called at each depth."""
 
     model = "model"
     layer = "layer"
@@ -232,7 +232,8 @@ class ModelSection(Section):
         LoadFormat.auto, "dummy = random weights; nothing is read but the model's config"
     )
     quantization: Quantization = setting(
-        Quantization.none, "of weights while they are loaded, on a CPU; none = as dtype says"
+        Quantization.none,
+        "quantise weights while they are loaded, on a CPU; none = keep them in dtype",
     )
     quantization_group_size: int | None = setting(
         None,
@@ -241,7 +242,7 @@ class ModelSection(Section):
     )
     quantization_symmetric: bool = setting(True, "false = every group has a zero point too")
     quantization_head: HeadQuantization = setting(
-        HeadQuantization.auto, "of the token embeddings and the output head; auto = int8"
+        HeadQuantization.auto, "the same for token embeddings and output head; auto = int8"
     )
     max_model_len: int | None = setting(
         None, "tokens of prompt plus output; null = what the model states", at_least=1
@@ -249,10 +250,10 @@ class ModelSection(Section):
     chat_template: str = setting("", "a file with a Jinja template; empty = the tokenizer's own")
     pooling: PoolingChoice = setting(
         PoolingChoice.auto,
-        "of embeddings; auto = what the checkpoint says, else cls for encoders and last for others",
+        "pooling of embeddings; auto = the checkpoint's, else cls for encoders, last for others",
     )
-    seed: int = setting(0, "of the random weights of load_format=dummy", at_least=0)
-    config: dict[str, Any] = setting({}, "keys laid over the model's config.json")
+    seed: int = setting(0, "seed of the random weights of load_format=dummy", at_least=0)
+    config: dict[str, Any] = setting({}, "keys that replace those of the model's config.json")
 
     def __post_init__(self) -> None:
         Section.__post_init__(self)
@@ -292,7 +293,8 @@ class CacheConfig(Section):
     key = "cache"
     block_size: int = setting(16, "tokens per block", one_of=(8, 16, 32, 64, 128))
     dtype: CacheDType = setting(
-        CacheDType.auto, "of keys and values; auto = the model's own, fp8_e4m3 = half the memory"
+        CacheDType.auto,
+        "dtype of keys and values; auto = the model's own, fp8_e4m3 = half the memory",
     )
     memory_gib: float | None = setting(
         None, "GiB for KV blocks; null = what the memory plan leaves", above=0
@@ -302,33 +304,33 @@ class CacheConfig(Section):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig(Section):
-    """One token budget a step; prefill and decode share it."""
+    """Limits of a step, which prefill and decode share, and the order of requests."""
 
     key = "scheduler"
     max_num_seqs: int | None = setting(
         None,
-        "sequences that may run at once; null = decided from measured step costs",
+        "sequences that may run at once; null = derived from measured step costs",
         at_least=1,
         at_most=4096,
     )
     max_num_batched_tokens: int | None = setting(
         None,
-        "tokens computed in one step, at least scheduler.max_num_seqs; null = decided from "
+        "tokens computed in one step, at least scheduler.max_num_seqs; null = derived from "
         "measured step costs",
         at_least=1,
         at_most=1 << 20,
     )
     itl_target_ms: float | None = setting(
         None,
-        "parts of prompts are cut so that a step with decodes takes at most this long, as measured "
-        "at start; null = no such bound",
+        "prompts are cut so that a step with decodes is predicted to take at most this long; "
+        "null = no bound",
         above=0,
     )
     policy: SchedulingPolicy = setting(
         SchedulingPolicy.fcfs, "fcfs = in order of arrival; priority = the request's priority first"
     )
     overlap: bool | None = setting(
-        None, "launch a step before the last one's tokens are read; null = on a GPU"
+        None, "launch a step before the tokens of the last one are read; null = on a GPU only"
     )
 
     def __post_init__(self) -> None:
@@ -347,21 +349,30 @@ class GraphConfig(Section):
     """How the model's program is compiled and captured, and which attention backend the op runs."""
 
     key = "graphs"
-    mode: GraphMode = setting(GraphMode.captured, "how far a step's program is prepared at start")
-    form: GraphForm = setting(GraphForm.layer, "one graph for the model, or one for every layer")
+    mode: GraphMode = setting(
+        GraphMode.captured,
+        "eager = torch modules, compiled = torch.compile, captured = also replayed",
+    )
+    form: GraphForm = setting(
+        GraphForm.layer, "compile the model as one graph, or one layer for all depths"
+    )
     attention: AttentionBackendName = setting(
         AttentionBackendName.auto, "auto = the first that fits the device and the model"
     )
-    pack_weights: bool = setting(True, "re-lay weights for the CPU's matrix kernels when loading")
-    bundle: bool = setting(True, "load what an earlier start compiled, keep what this one compiles")
+    pack_weights: bool = setting(
+        True, "rearrange weights for the CPU's matrix kernels when loading"
+    )
+    bundle: bool = setting(
+        True, "load what an earlier start compiled, and store what this one compiles"
+    )
     bundle_dir: str = setting("", "where bundles are; empty = in the cache directory")
     capture_sizes: list[int] = setting(
         [], "token counts to capture; empty = chosen from max_num_seqs", at_least=1, at_most=8192
     )
     cost_table_budget_s: float | None = setting(
         None,
-        "seconds to measure step costs in at start; 0 = do not, null = 0.5, or more when one "
-        "step takes long",
+        "seconds to measure step costs at start; 0 = do not, null = 0.5, or more when one step "
+        "takes long",
         at_least=0,
         at_most=600,
     )
@@ -369,10 +380,12 @@ class GraphConfig(Section):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingSection(Section):
-    """Defaults for what a request leaves out."""
+    """Defaults for fields that a request leaves out."""
 
     key = "sampling"
     use_generation_config: bool = setting(
         True, "take temperature, top_p, ... from the model's generation_config.json"
     )
-    max_tokens: int | None = setting(None, "null = up to the context's end", at_least=1)
+    max_tokens: int | None = setting(
+        None, "tokens of an output; null = up to the context's end", at_least=1
+    )

@@ -11,7 +11,7 @@ __all__ = ("ReasoningParserName", "ServerConfig", "ToolParserName", "is_api_key"
 
 
 class ToolParserName(StrEnum):
-    """The form in which a model writes tool calls."""
+    """The format in which a model writes tool calls."""
 
     auto = "auto"
     none = "none"
@@ -22,7 +22,7 @@ class ToolParserName(StrEnum):
 
 
 class ReasoningParserName(StrEnum):
-    """The markers between which a model reasons."""
+    """The markers around a model's reasoning."""
 
     auto = "auto"
     none = "none"
@@ -43,7 +43,9 @@ class ServerConfig(Section):
     host: str = setting("127.0.0.1", "address to listen on; 0.0.0.0 = every interface")
     port: int = setting(8000, "TCP port; 0 = any free one", at_least=0, at_most=65535)
     api_keys: list[str] = setting(
-        [], "who may ask; visible in the process list, so prefer api_key_file; empty = everybody"
+        [],
+        "keys that clients may send; empty = none is needed. The process list shows them: "
+        "prefer api_key_file",
     )
     api_key_file: str = setting("", "a file with one API key a line, # begins a comment")
     cors_origins: list[str] = setting(
@@ -57,67 +59,72 @@ class ServerConfig(Section):
     )
     header_timeout_s: float = setting(
         30.0,
-        "a connection whose headers are not complete after so long is refused with 408, or closed "
-        "if nothing came",
+        "a connection whose headers are not complete after this time is refused with 408, or "
+        "closed if it sent nothing",
         above=0,
     )
     body_timeout_s: float = setting(
-        120.0, "a request whose body is not complete after so long is refused with 408", above=0
+        120.0, "a request whose body is not complete after this time is refused with 408", above=0
     )
     max_prompt_tokens: int | None = setting(
-        None, "a longer prompt is refused with 400; null = what the context holds", at_least=1
+        None, "a longer prompt is refused with 400; null = the context's length", at_least=1
     )
     max_requests_per_key: int | None = setting(
-        None, "at once; more are refused with 429; null = no limit", at_least=1
+        None,
+        "requests of one key at a time; more are refused with 429; null = no limit",
+        at_least=1,
     )
     max_queued_requests: int | None = setting(
         None,
-        "completions that wait for their first token; more are refused with 429; null = no limit",
+        "completions without a first token; more are refused with 429; null = no limit",
         at_least=1,
     )
     max_queued_tokens: int | None = setting(
         None,
-        "of the prompts that wait for their first token; more are refused with 429; null = no "
+        "prompt tokens of completions without a first token; more are refused with 429; null = no "
         "limit",
         at_least=1,
     )
     drain_timeout_s: float = setting(
-        30.0, "how long SIGTERM waits for running requests", at_least=0
+        30.0, "after SIGTERM, how long running requests may still take", at_least=0
     )
     health_timeout_s: float = setting(
         30.0,
-        "/live and /health fail when there is work and no step for this long, beyond what a step "
-        "should take",
+        "/live and /health fail if there are requests but a step takes this much longer than "
+        "predicted",
         above=0,
     )
     hang_timeout_s: float | None = setting(
         60.0,
-        "an engine that is silent for this long, beyond what a step should take, is killed and "
-        "started again; null = never",
+        "an engine process that sends nothing for this long, beyond the predicted step time, is "
+        "killed and restarted; null = never",
         above=0,
     )
     tool_parser: ToolParserName = setting(
         ToolParserName.auto,
-        "the form of the model's tool calls; auto = recognised from the chat template",
+        "the format of the model's tool calls; auto = recognised from the chat template",
     )
     reasoning_parser: ReasoningParserName = setting(
         ReasoningParserName.auto,
-        "the marks around the model's reasoning; auto = recognised from the chat template",
+        "the markers around the model's reasoning; auto = recognised from the chat template",
     )
     max_restarts: int = setting(
-        5, "of a dead engine within server.restart_window_s; 0 = never", at_least=0, at_most=1000
+        5,
+        "restarts of the engine within server.restart_window_s; 0 = none",
+        at_least=0,
+        at_most=1000,
     )
-    restart_window_s: float = setting(600.0, "after which a restart is forgotten", above=0)
+    restart_window_s: float = setting(600.0, "a restart counts for this long", above=0)
     restart_backoff_s: float = setting(
         0.5,
-        "wait before the second restart within the window, doubled for each further; the first "
-        "comes at once",
+        "pause before the second restart within the window, doubled for each further one; the "
+        "first has none",
         at_least=0,
         at_most=30,
     )
     response_store_mib: float = setting(
         64.0,
-        "memory for stored replies of /v1/responses; the oldest go first, 0 = none are stored",
+        "memory for stored replies of /v1/responses; the oldest are dropped, 0 = none are stored",
         at_least=0,
         at_most=65536,
     )
@@ -125,25 +132,28 @@ class ServerConfig(Section):
         "", "where /start_profile and /stop_profile write traces; empty = they are refused"
     )
     log_level: str = setting(
-        "info", "of the log on stderr", one_of=("debug", "info", "warning", "error")
+        "info", "least level of the log on stderr", one_of=("debug", "info", "warning", "error")
     )
     record_trace: str = setting(
         "",
-        "JSON-lines file that arrival, lengths and shared prefixes of every request are appended "
-        "to, never text; empty = none",
+        "JSON-lines file for arrival, lengths and shared prefixes of every request, without their "
+        "text; empty = none",
     )
     log_format: str = setting(
-        "text", "of the log: text, or json = one object per line", one_of=("text", "json")
+        "text", "format of the log; json = one object per line", one_of=("text", "json")
     )
     log_prompts: bool = setting(False, "put prompts' token ids into the log lines of requests")
     flight_recorder_steps: int = setting(
-        256, "last steps that are kept for after a crash; 0 = none", at_least=0, at_most=65536
+        256,
+        "last steps that are recorded for a report after a crash; 0 = none",
+        at_least=0,
+        at_most=65536,
     )
     flight_recorder_dir: str = setting(
-        "", "where they are written after a crash; empty = flight/ in the cache directory"
+        "", "where recorded steps are written after a crash; empty = flight/ in the cache directory"
     )
     page: bool = setting(True, "serve the page at / and what it reads at /debug")
-    vllm_metrics: bool = setting(True, "/metrics has its figures under vLLM's names too")
+    vllm_metrics: bool = setting(True, "/metrics also has vLLM's metric names")
     otlp_endpoint: str = setting(
         "", "where OpenTelemetry traces go, such as http://host:4318/v1/traces; empty = nowhere"
     )

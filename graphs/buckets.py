@@ -1,7 +1,7 @@
-"""Which step shapes have a prepared program: pure tables, no torch.
+"""The table of step shapes for which a program is captured (buckets); imports no torch.
 
-A bucket is a step shape for which a program was captured. A step runs in the smallest bucket that
-holds it. A step that fits no bucket runs the compiled program, which takes any shape.
+A step runs in the smallest bucket that holds it. A step that fits no bucket runs the compiled
+program, which takes any shape.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class GraphKey(NamedTuple):
 
     @property
     def num_rows(self) -> int:
-        """The most tokens whose logits a step of this shape can ask for."""
+        """The most tokens whose logits a step of this shape can compute."""
         return self.num_seqs * max(self.tokens_per_seq, 1)
 
 
@@ -40,7 +40,7 @@ def default_decode_sizes(max_num_seqs: int, *, exact: bool) -> list[int]:
 
     Args:
         max_num_seqs: the largest batch.
-        exact: every size gets its own bucket (the CPU, where a padded row costs real arithmetic);
+        exact: every size gets its own bucket (the CPU, where padded rows are computed);
             else 1, 2, 4, then every 8th up to 256, then every 32nd (a GPU, where a padded row costs
             hardly anything).
     """

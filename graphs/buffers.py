@@ -28,7 +28,7 @@ from ostinato.models.step_tensors import (
 __all__ = ("HostBuffers", "StaticBuffers")
 
 HostBuffers = StepTensors[np.ndarray]
-"""NumPy views of the host memory, of the largest sizes."""
+"""NumPy views of the host memory, as large as the largest step."""
 
 _ALIGNMENT = 64  # of each tensor's first byte: aligned vector loads, and FlashInfer asks for 16
 
@@ -134,10 +134,10 @@ class StaticBuffers:
             self._host[name], self._device[name] = host.numpy(), tensor
 
     def pad(self, num_tokens: int, num_seqs: int, num_rows: int, key: GraphKey) -> None:
-        """Make entries past the real ones harmless, up to the bucket's shape.
+        """Write padding values past the step's own entries, up to the bucket's shape.
 
-        They are rewritten on every step: entries that a larger step left behind would otherwise
-        write into the blocks of other sequences.
+        This happens in every step. Otherwise entries of an earlier, larger step would write into
+        the blocks of other sequences.
         """
         real = StepSizes(num_tokens, num_seqs, num_rows)
         padded = StepSizes(key.num_tokens, key.num_seqs, key.num_rows)

@@ -1,8 +1,7 @@
-"""The compiled bundle: what a start has compiled and measured, kept for the next one.
+"""The compiled bundle: a directory of compiled programs, step costs and kernels for later starts.
 
-A bundle is one directory with the compiled programs, the step-cost table and the CPU kernels. The
-name of the directory has the model, the device, and a digest of all that shapes a program. The
-manifest in it has the sources and versions that made the bundle, and the digest of every file. A
+The name of the directory has the model, the device, and a digest of all that a program depends on.
+The manifest has the sources and versions that made the bundle, and the digest of every file. A
 bundle can be copied to any place.
 
 A bundle is code. It is loaded only from a directory that belongs to the user and that no other
@@ -57,7 +56,7 @@ class _Manifest(msgspec.Struct, frozen=True):
 
 
 class _Unfit(Exception):
-    """Why a bundle is not used; one line."""
+    """The reason why a bundle is not used, in one line."""
 
 
 def made_by() -> dict[str, str]:
@@ -98,7 +97,7 @@ class Bundle:
 
     @property
     def entries(self) -> list[BundleEntry]:
-        """What it holds now, saved or not."""
+        """Its files, saved or not."""
         return [_entry(name, data) for name, data in sorted(self._files.items())]
 
     def get(self, name: str) -> bytes | None:
@@ -112,7 +111,7 @@ class Bundle:
             self._is_changed = True
 
     def reject(self, reason: str) -> None:
-        """Set all that is there aside: something in it is of no use."""
+        """Move the directory aside, because a file in it does not load."""
         self._files.clear()
         self._set_aside(reason)
 
@@ -122,8 +121,9 @@ class Bundle:
         return not (self._is_changed or self._is_refused)
 
     def save(self) -> None:
-        """Write what has changed, in one rename. A directory that can not be written costs a line
-        in the log.
+        """Write what has changed, in one rename.
+
+        If the directory can not be written, this logs one line.
         """
         if self._is_refused or not self._is_changed:
             return
@@ -149,7 +149,7 @@ class Bundle:
             return
         try:
             reason = _why_not_trusted(self.directory)
-        except FileNotFoundError:  # another process is just putting its own there
+        except FileNotFoundError:  # another process is putting its own there
             return
         if reason is not None:
             self._is_refused = True
@@ -208,7 +208,7 @@ class Bundle:
         (directory / _MANIFEST).write_bytes(text + b"\n")
 
     def _replace(self, new: Path, old: Path) -> None:
-        """Two processes may do this at once: the last one wins, and both bundles are complete."""
+        """Put `new` in place of `old`. Of two processes at once the last one wins."""
         for _ in range(10):
             with contextlib.suppress(FileNotFoundError):
                 self.directory.rename(old)
@@ -238,7 +238,7 @@ def _why_not_trusted(directory: Path) -> str | None:
     """The reason not to run code from this directory, or None."""
     if not hasattr(os, "geteuid"):
         return None
-    # A link to a bundle is as safe as the place where the bundle is.
+    # A link is trusted if the directory that it points to is.
     for path in dict.fromkeys((directory.parent, directory.resolve().parent, directory)):
         status = path.stat()
         if status.st_uid not in (os.geteuid(), 0):

@@ -1,8 +1,8 @@
-"""Runs steps: as a captured program, the compiled program or the eager model.
+"""Runs each step as a captured program, as the compiled program or as the eager model.
 
-A table of buckets chooses. A captured bucket is what `Recorder` makes of the program: a CUDA graph
-over the static buffers, or on a CPU the program with its arguments bound. A bucket whose capture
-runs out of memory is left out.
+A table of buckets decides. A `Recorder` captures the program for a bucket: as a CUDA graph over the
+static buffers, or on a CPU as the program with its arguments bound. A bucket whose capture runs out
+of memory is left out.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class GraphRunner:
         self.timer = timer or ClockTimer()
         self._replays: dict[GraphKey, Callable[[], Tensor]] = {}
         self.steps_by_kind: dict[str, int] = {kind.value: 0 for kind in StepKind}
-        self.num_padding_tokens = 0  # computed to fill buckets up
+        self.num_padding_tokens = 0  # computed only because a bucket is larger than its step
         self.last_step = RunStep(StepKind.eager, 0, 0)
 
     @property
@@ -90,7 +90,7 @@ class GraphRunner:
 
     @property
     def layers_by_program(self) -> dict[str, int]:
-        """How many layers run in which way in a small step: captured, fx, inductor, eager."""
+        """Number of layers of a small step by how they run: captured, fx, inductor, eager."""
         counts = dict.fromkeys(map(str, LayerProgram), 0)
         if self._program is None:
             counts[LayerProgram.eager] = len(self._model.layers)

@@ -51,7 +51,7 @@ class LateCompile(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Compilations after the engine was ready."""
 
     what: str  # a CompileKind
-    shape: str  # of the step that waited, "tokens=17,seqs=3"; IDLE between steps
+    shape: str  # of the step that it delayed, "tokens=17,seqs=3"; IDLE between steps
     count: int  # steps of this shape, or pauses between steps, in which that happened
 
 
@@ -85,23 +85,23 @@ class CompileMonitor:
         return self._is_ready
 
     def mark_ready(self) -> None:
-        """From now on every compilation is late."""
+        """Call this when the engine is ready. Every later compilation is late."""
         self._is_ready = True
         _PROCESS.listen_to_triton()  # it may have been imported since the construction
 
     def close(self) -> None:
-        """Count nothing any more; safe to call twice."""
+        """Stop counting; safe to call twice."""
         _PROCESS.remove(self)
 
     def begin_step(self, num_tokens: int, num_seqs: int) -> None:
-        """This thread runs a step of that shape from now on, until `end_step`."""
+        """This thread runs a step of this shape until `end_step`."""
         self._step = (num_tokens, num_seqs)
         self._thread = threading.get_ident()
         if self._counted:
             self._counted.clear()
 
     def end_step(self) -> None:
-        """The engine waits for its next step."""
+        """The step has ended."""
         self._step = None
         if self._counted:
             self._counted.clear()
@@ -133,7 +133,7 @@ class CompileMonitor:
 class _Process:
     """The monitors of this process, behind one audit hook, which Python can not remove.
 
-    For an event of no interest the hook looks into one set. Steps cause few events of any kind.
+    An event of another kind costs the hook one look-up in a set. A step causes few events.
     """
 
     def __init__(self) -> None:
@@ -160,8 +160,9 @@ class _Process:
                 self._stop_listening = None
 
     def listen_to_triton(self) -> None:
-        """Have Triton tell of kernels that it takes from its disk cache as well: on another machine
-        they would be compiled.
+        """Also count kernels that Triton loads from its disk cache.
+
+        On another machine they would be compiled.
         """
         knobs = sys.modules.get("triton.knobs")
         with self._lock:
@@ -196,7 +197,7 @@ class _Process:
             sighting = _classify(event, arguments)
             if sighting is not None:
                 self.observe(*sighting)
-        except Exception:  # the code that caused the event would receive it, and stop
+        except Exception:  # an exception would end the code that caused the event
             _LOG.exception("the audit event %s was not understood", event)
 
     def _chain_listener(self, section: Any) -> Callable[[], None]:
@@ -279,7 +280,7 @@ def _of_command(words: Sequence[str]) -> Sighting | None:
 
 
 def _flat(program: object, words: object) -> list[str]:
-    """A command's words; those of the text that a shell is given instead of the shell's."""
+    """A command's words; for a shell, those of the text that it runs."""
     if isinstance(words, str | bytes):
         return os.fsdecode(words).split()
     assert isinstance(words, Sequence), f"a command is a list of words, not {words!r}"
@@ -287,7 +288,7 @@ def _flat(program: object, words: object) -> list[str]:
     if texts and PurePath(texts[0]).name in _SHELLS and "-c" in texts[:-1]:
         return texts[texts.index("-c") + 1].split()
     if program is not None and isinstance(program, str | bytes | os.PathLike):
-        texts[:1] = [os.fsdecode(program)]  # the first word is only what it is told to be called
+        texts[:1] = [os.fsdecode(program)]  # the first word need not be the program's name
     return texts
 
 

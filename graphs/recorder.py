@@ -1,8 +1,7 @@
-"""Recorders turn a call over static buffers into a replay that is cheap to repeat.
+"""Recorders capture a call over static buffers: as a CUDA graph, or as a CPU graph.
 
-`CudaRecorder` records a CUDA graph. `CpuRecorder` lets the program record its layers as a CPU graph
-(graphs/compiler/cpu_capture.py). The code that decides what is recorded, and when, uses `Recorder`
-only and is tested without a GPU.
+On a CPU the program records its layers itself (graphs/compiler/cpu_capture.py). The code that
+decides what is recorded, and when, uses the protocol `Recorder` and is tested without a GPU.
 """
 
 from __future__ import annotations

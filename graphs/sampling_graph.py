@@ -19,8 +19,8 @@ from ostinato.ops.sample_rows import RowSampling, SampleInputs, SamplePath, samp
 __all__ = ("EagerSampler", "GraphSampler", "SamplingKey", "TokenSampler", "num_sampling_graphs")
 
 _FULL, _NARROW, _WIDE = SamplePath.full, SamplePath.narrow, SamplePath.wide
-# The mixtures of paths that have a graph of their own, cheapest first. A step takes the first one
-# that contains all of its paths. Further paths in it cost time and change no token.
+# The sets of paths that have a graph each, cheapest first. A step takes the first set that contains
+# all of its paths. The other paths of the set cost time and change no token.
 _MIXTURES: tuple[frozenset[SamplePath], ...] = tuple(
     map(
         frozenset,
@@ -42,7 +42,7 @@ class TokenSampler(Protocol):
 
 
 class EagerSampler:
-    """For CPUs, where control flow may depend on data: works only on the rows that need it."""
+    """For CPUs, where control flow may depend on data: each path computes only its own rows."""
 
     def __init__(self) -> None:
         self._draws: Sequence[RowSampling] = ()

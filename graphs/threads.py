@@ -1,13 +1,13 @@
-"""How many CPU threads a step uses: torch's OpenMP loops on the one hand, our kernels on the other.
+"""Chooses the number of CPU threads of a step, for torch's OpenMP loops and for our kernels.
 
 An OpenMP loop ends in a barrier. The barrier costs microseconds on an idle machine and a
 scheduler's time slice on a busy one, and a decode step has several such loops per layer with hardly
 any work in them. So OpenMP loops run on one thread in small steps, and in every step of a program
 that has no loops worth several threads. The matrix and attention kernels then share their work
-through a thread pool that waits for no thread that has not started
+through a thread pool, which does not wait for threads that have not started
 (ops/native/core/thread_pool.h).
 
-MKL, which computes torch's `exp`, has a number of threads of its own that OpenMP's does not change.
+MKL, which computes torch's `exp`, has its own number of threads, which OpenMP's does not change.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from ostinato.ops.native.library import pool_threads_setter
 
 __all__ = ("StepThreads",)
 
-# Up to this many tokens the element-wise work of a layer (some 10,000 numbers) is worth no barrier.
+# Up to this many tokens the element-wise work of a layer (some 10,000 numbers) costs less than a
+# barrier.
 _SERIAL_TOKENS = 16
-# Up to this many numbers an operation on logits takes less than a barrier may.
+# Up to this many numbers an operation on logits takes less time than a barrier can take.
 _SERIAL_NUMBERS = 1 << 20
 
 

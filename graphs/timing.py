@@ -21,12 +21,12 @@ class StepTimer(Protocol):
 
     @property
     def seconds_by_kind(self) -> dict[str, float]:
-        """Of all steps that have finished, by the name that each began with."""
+        """Seconds of all finished steps, by the kind given to `begin`."""
         ...
 
     @property
     def seconds(self) -> float:
-        """Of all steps that have finished."""
+        """Seconds of all finished steps."""
         ...
 
     def begin(self, kind: str = "") -> None:
@@ -38,7 +38,7 @@ class StepTimer(Protocol):
         ...
 
     def end(self) -> None:
-        """Call after its last."""
+        """Call after a step's last work."""
         ...
 
 
@@ -65,11 +65,13 @@ class ClockTimer:
 
 
 class TimingEvent(Protocol):
-    """What is used of `torch.cuda.Event`."""
+    """The methods of `torch.cuda.Event` that are used."""
 
     def record(self) -> None: ...
     def query(self) -> bool: ...
-    def elapsed_time(self, end_event: Any, /) -> float: ...  # milliseconds; of its own kind
+    def elapsed_time(
+        self, end_event: Any, /
+    ) -> float: ...  # milliseconds, to an event of the same class
 
 
 class CudaTimer:

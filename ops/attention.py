@@ -1,5 +1,4 @@
-"""The op `ostinato::paged_attention`: write this step's keys and values, attend over the block
-table.
+"""The op `ostinato::paged_attention`: write a step's keys and values, attend over block tables.
 
 Callers name the op, never a backend module. A backend is chosen once, by `select_backend`, and its
 name is a constant of the compiled graph. Prefill, chunked prefill and decode are one case: sequence
@@ -42,10 +41,10 @@ __all__ = (
 
 
 class AttentionMetadata(NamedTuple):
-    """Where each row of a step belongs. Tensors only; S and B are fixed for an engine's life.
+    """Where each row of a step belongs. S and B do not change while an engine lives.
 
     Rows of absent sequences are padding: an empty query range and `seq_lens` 0. Padding tokens have
-    a slot inside block 0, the null block, whose contents nobody reads.
+    a slot inside block 0, the null block. No row attends to that block.
     """
 
     query_start_loc: Tensor  # [S+1] int32, first query row of each sequence, then the total
@@ -57,7 +56,7 @@ class AttentionMetadata(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSpec:
-    """What a model asks of a backend."""
+    """The shapes, dtypes and features that a model needs from a backend."""
 
     num_heads: int
     num_kv_heads: int
@@ -73,15 +72,15 @@ class AttentionSpec:
 
     @property
     def converts_cache(self) -> bool:
-        """The cache's type is not that of keys and values."""
+        """Whether the cache's dtype is not that of keys and values."""
         return self.cache_dtype not in (None, self.dtype)
 
 
 class AttentionBackend(Protocol):
-    """One way to run the op: a module-level object named `BACKEND` in ops/backends/."""
+    """An implementation of the op: the object `BACKEND` of a module in ops/backends/."""
 
     name: str
-    is_batch_invariant: bool  # a row has the same bits whatever rows and sequences stand beside it
+    is_batch_invariant: bool  # the bits of a row do not depend on other rows or sequences
 
     def why_unsupported(self, spec: AttentionSpec) -> str | None:
         """The reason this backend can not serve `spec` on this machine, or None when it can."""
@@ -125,7 +124,7 @@ class PlanKey(Protocol):
 
 
 class HostMetadata(Protocol):
-    """The host's copy of a step's metadata; rows past the step's own hold anything."""
+    """The host's copy of a step's metadata; rows past the step's own are undefined."""
 
     @property
     def query_start_loc(self) -> np.ndarray:
@@ -144,7 +143,7 @@ class HostMetadata(Protocol):
 
 
 class AttentionPlanner(Protocol):
-    """The host work of a planned backend, one object per engine; for one thread at a time."""
+    """Plans steps of a backend on the host. One object per engine, used by one thread at a time."""
 
     def plan(self, key: PlanKey, host: HostMetadata, handle: Tensor) -> None:
         """Plan the step in `host`, padded to `key`, on the current stream, before it is launched.
@@ -158,13 +157,13 @@ class AttentionPlanner(Protocol):
         ...
 
     def close(self) -> None:
-        """Free all buffers; handles and graphs captured with them are dead from now on."""
+        """Free all buffers. Handles, and graphs captured with them, must not be used any more."""
         ...
 
 
 @runtime_checkable
 class PlannedBackend(AttentionBackend, Protocol):
-    """A backend that wants to see each step on the host before it runs."""
+    """A backend that plans each step on the host before the step runs."""
 
     def make_planner(
         self,
@@ -174,7 +173,8 @@ class PlannedBackend(AttentionBackend, Protocol):
         max_blocks_per_seq: int,
         sliding_windows: Iterable[int] = (),
     ) -> AttentionPlanner:
-        """
+        """A planner for one engine.
+
         Args:
             spec: what the model needs; `why_unsupported(spec)` is None.
             keys: the shapes that will be captured; each gets buffers at fixed addresses.
@@ -250,7 +250,7 @@ def workspace_bytes(
     try:
         backend = load_backend(chosen)
     except ImportError:
-        return 0  # selecting it will say why
+        return 0  # `select_backend` raises an error with the reason
     return backend.workspace_bytes(
         spec, num_tokens=num_tokens, num_seqs=num_seqs, max_model_len=max_model_len
     )
@@ -302,7 +302,8 @@ def _fake(
 
 
 # CompositeExplicitAutograd, not "CPU": loading the native library adds its kernel under "CPU".
-# That kernel passes calls for other backends on to the second name, which nothing else calls.
+# That kernel passes calls for other backends on to the op of the second name, which has no other
+# callers.
 _op, _ = (
     register_op(
         name,
@@ -336,11 +337,11 @@ def paged_attention(
         k: [T, Hkv, D], last dimension contiguous.
         v: [T, Hkv, D], last dimension contiguous.
         k_cache: [num_blocks, Hkv, block_size, D] in k's dtype or float8_e4m3fn, which saturates
-            at 448; written in place. The order of elements within a block is the backend's own
-            affair, so a cache belongs to one backend. Its own base tensor: a view made inside a
-            compiled region would lose its offset (see docs/attention.md).
+            at 448; written in place. Each backend has its own order of elements within a block, so
+            a cache belongs to one backend. It is a base tensor, because a view made inside a
+            compiled region loses its offset (see docs/attention.md).
         v_cache: like `k_cache`.
-        metadata: where rows belong.
+        metadata: of the step.
         scale: factor on the logits, usually D ** -0.5.
         sliding_window: tokens a row sees, itself included; 0 = all.
         soft_cap: logits = cap * tanh(logits / cap); 0 = none.

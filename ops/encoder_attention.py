@@ -1,8 +1,7 @@
-"""The op `ostinato::encoder_attention`: every token of a sequence attends to all of it.
+"""The op `ostinato::encoder_attention`: bidirectional attention over a packed batch.
 
-An encoder has no use for the paged cache: a sequence is computed in one step, so the keys and
-values that its rows need are those of the step itself. The batch is packed, sequence after
-sequence, and no row sees another sequence.
+An encoder needs no KV cache. It computes a sequence in one step, so all keys and values are in the
+step itself. The batch is packed, sequence after sequence, and no row sees another sequence.
 """
 
 from __future__ import annotations

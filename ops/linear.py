@@ -1,13 +1,13 @@
 """Linear layers over packed weights: `ostinato::pack_linear`, `packed_linear`, `packed_rows`.
 
-A decode step reads every weight once and does little else, so weights are laid out once, at load
-time, in the order in which the kernel reads them. The packed tensor replaces the original. It is an
+Reading the weights takes most of a decode step. So they are laid out once, at load time, in the
+order in which the kernel reads them. The packed tensor replaces the original. It is an
 ordinary contiguous tensor [ceil(N / 32), ceil(K / e), 32, e], e = 2 for bfloat16 and 1 for float32:
 32 rows of the [N, K] matrix make a panel, in which each row's next e values of K lie side by side.
-What lies past N and K is zero.
+The padding past N and K is zero.
 
 Every output element is a float32 sum in an order that depends on K alone (fixed per instruction
-set): a row's result is bitwise the same whatever rows stand beside it and however many threads run.
+set). So the bits of a row depend neither on other rows nor on the number of threads.
 
 The kernels are ops/native/linear/linear.cpp and pack.cpp. Until they are loaded, and on other
 devices, the same ops run as plain torch.
@@ -56,7 +56,7 @@ def why_unpackable(weight: Tensor) -> str | None:
 def pack_linear_weight(weight: Tensor) -> Tensor:
     """A packed copy of a linear weight [N, K]; the caller drops the original.
 
-    Builds and loads their native library on first use.
+    Builds and loads the native library on first use.
 
     Raises:
         ValueError: `why_unpackable(weight)`.
@@ -95,7 +95,7 @@ def packed_linear(
         x: [T, K] in the weight's dtype, last dimension contiguous, any row stride.
         weight: what `pack_linear_weight` made of W [out_features, K].
         bias: [out_features] in x's dtype, added in float32 before rounding, or None.
-        out_features: N, which the padding of the packed weight hides.
+        out_features: N; the packed weight is padded beyond it.
         residual: [T, out_features] in x's dtype, last dimension contiguous, added in float32 before
             rounding, or None.
         float32_output: return the float32 sums themselves, for logits; without a residual.

@@ -22,13 +22,14 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
 
     Args:
         x: [T, D], last dimension contiguous.
-        weight: [D], in x's dtype, or in float32, which the scaled value is then rounded from.
+        weight: [D], in x's dtype or in float32. In float32 the value is scaled before it is rounded
+            to x's dtype.
         eps: added to the mean square.
         residual: [T, D] in x's dtype, added to the result; None = nothing.
 
     Returns:
-        [T, D] in x's dtype (Zhang and Sennrich 2019, arXiv:1910.07467). On CPUs it is rounded once,
-        elsewhere before each further operation too, as the models were trained.
+        [T, D] in x's dtype (Zhang and Sennrich 2019, arXiv:1910.07467). CPUs round it once. Other
+        devices round before each further operation too, as in the training of the models.
     """
     return _rms_norm(x, weight, eps, residual)
 

@@ -1,14 +1,14 @@
-"""Linear layers over weights of 8 or 4 bits: `ostinato::quantize_linear`, `quantized_linear`,
-`quantized_rows`.
+"""Linear layers over int8 and int4 weights: the ops that quantise, multiply and look up rows.
 
-A weight [N, K] is cut along K into groups that share a scale, and a zero point unless they are
-symmetric. Both lie among the weight's own bytes, in the order in which the kernel reads them
-(ops/native/quantized/layout.h), so that a decode step reads one stream of 4.25 to 9 bits a weight.
+A weight [N, K] is cut along K into groups. The values of a group share a scale and, unless the
+format is symmetric, a zero point. Scales and zero points are stored between the values, in the
+order in which the kernel reads them (ops/native/quantized/layout.h). So a decode step reads one
+stream of 4.25 to 9 bits a weight.
 
-Activations are quantised on the way in: each group of a row becomes whole numbers in [-127, 127]
-and a float32 scale of its own. The products within a group are then whole numbers, whose sum is
-exact whatever the order and the instruction set; groups are summed in float32, in ascending order.
-So a row's result is bitwise the same whatever rows stand beside it and however many threads run.
+`quantized_linear` quantises the activations too: each group of a row becomes integers in
+[-127, 127] and a float32 scale. The sum of products within a group is an integer and exact, in any
+order and on any instruction set. Groups are summed in float32, in ascending order. So the bits of a
+row depend neither on other rows nor on the number of threads.
 
 The kernels are ops/native/quantized/quantized.cpp and pack.cpp. Until they are loaded the same ops
 run as plain torch (ops/quantized_reference.py).
@@ -40,11 +40,11 @@ def quantize_linear_weight(weight: Tensor, form: QuantFormat) -> Tensor:
     """The quantised form of a linear weight [N, K]; the caller drops the original.
 
     Symmetric: w = (q - offset) * scale; asymmetric: w = (q - zero point) * scale. Scales are
-    bfloat16. Of 8 bits the grid spans the group's extremes; of 4 bits it is the one of least
-    squared error among a few that clip more or less of them. A group with an infinity or a NaN
-    becomes NaN.
+    bfloat16. With 8 bits the grid spans the group from its least to its greatest value. With 4 bits
+    a few grids, which clip the extremes more or less, are tried, and the one of least squared error
+    is taken. A group with an infinity or a NaN becomes NaN.
 
-    Builds and loads their native library on first use.
+    Builds and loads the native library on first use.
 
     Raises:
         ValueError: `why_unpackable(weight)`, or the format is not one of `QuantFormat`.
@@ -73,7 +73,7 @@ def quantized_linear(
         x: [T, K] float32 or bfloat16, last dimension contiguous, any row stride.
         weight: what `quantize_linear_weight` made of W [out_features, K].
         bias: [out_features] in x's dtype, added in float32 before rounding, or None.
-        out_features: N, which the padding of the weight hides.
+        out_features: N; the weight is padded beyond it.
         form: of the weight.
         residual: [T, out_features] in x's dtype, last dimension contiguous, added in float32 before
             rounding, or None.

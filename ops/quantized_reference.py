@@ -1,6 +1,4 @@
-"""Quantised linear weights in plain torch: the format, and what the kernels of ops/quantized.py
-compute.
-"""
+"""Quantised linear layers in plain torch: the reference for the C++ kernels of ops/quantized.py."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ __all__ = (
     "quantized_rows_reference",
 )
 
-# As in quantized_pack.cpp: how much of a group's extremes the tried grids of 4 bits keep.
+# As in native/quantized/pack.cpp: the parts of a group's range that the tried 4-bit grids keep.
 _SPANS = (8.0, 7.0, 7.5, 8.5, 9.0)
 _PARTS = (1.0, 0.95, 0.9, 0.85)
 _LEAST = 2.0**-100  # activations below this are zero
@@ -36,7 +34,7 @@ class QuantFormat(NamedTuple):
 
     @property
     def offset(self) -> int:
-        """What stands for zero in a symmetric group."""
+        """The stored value that means zero in a symmetric group."""
         return 1 << (self.bits - 1)
 
     @property
@@ -153,7 +151,7 @@ def _unpack(
 
 
 def _away_from_zero(x: Tensor) -> Tensor:
-    """Rounded to bfloat16, to the side that clips nothing."""
+    """Rounded to bfloat16 away from zero, so that the scale clips no value."""
     x = torch.where(x == 0.0, 0.0, x)  # without -0
     bits = x.contiguous().view(torch.int32)
     return torch.where(x.isnan(), x, ((bits + 0xFFFF) & -0x10000).view(torch.float32))

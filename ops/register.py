@@ -1,7 +1,7 @@
 """Registration of ops with torch; the only caller of `torch.library`.
 
-`Library.define/impl` costs about 3 microseconds a call where `torch.library.custom_op` costs about
-19; times layers and ops, that difference is a visible share of a small model's step.
+A call of an op that `Library.define` and `impl` registered costs about 3 µs. One registered with
+`torch.library.custom_op` costs about 19 µs. In a step of a small model the difference shows.
 """
 
 from __future__ import annotations
@@ -43,8 +43,9 @@ def register_op(
 
 
 def define_alias(namespace: str, name: str) -> bool:
-    """Define `<namespace>::<name>` with the schema of `ostinato::<name>`, for kernels of another
-    instruction set.
+    """Define `<namespace>::<name>` with the schema of `ostinato::<name>`.
+
+    Kernels of another instruction set are installed under such names.
 
     Returns:
         False if no imported module has registered `ostinato::<name>`; then nothing is defined.

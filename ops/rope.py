@@ -1,5 +1,6 @@
-"""Rotary position embedding (Su et al., arXiv:2104.09864): its tables, and the rotation
-(`ostinato::rotate_heads` on CPUs, plain torch elsewhere; see ops/norm.py).
+"""Rotary position embedding (Su et al., arXiv:2104.09864): its tables, and the rotation.
+
+The rotation is the op `ostinato::rotate_heads` on CPUs and plain torch elsewhere (see ops/norm.py).
 
 The tables hold one entry per rotated *pair* of elements. Pairs are the two halves of the rotary
 part of a head, element i with element i + rotary_dim / 2: the layout of Hugging Face checkpoints.
@@ -145,7 +146,7 @@ def rope_tables(
         cos, sin: [num_positions, rotary_dim / 2] float32 each.
     """
     if device is not None and device.type == "meta":
-        # Arithmetic on this device imports a compiler's worth of Python, seconds of a start.
+        # Arithmetic on this device would import torch's compiler, which takes seconds.
         shape = (num_positions, rope.rotary_dim // 2)
         cos, sin = (torch.empty(shape, dtype=torch.float32, device=device) for _ in range(2))
         return cos, sin
@@ -167,7 +168,7 @@ def rotate_heads(
     k_weight: Tensor | None = None,
     eps: float = 0.0,
 ) -> Tensor:
-    """Rotate the heads of a step's queries and keys, normalising each head first where it is asked.
+    """Rotate the heads of a step's queries and keys, after an RMS norm of each head if wanted.
 
     Args:
         x: [T, H, D], last dimension contiguous: query heads, then key heads.
@@ -198,7 +199,7 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     half = cos.shape[-1]
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     first, second = x[..., :half].float(), x[..., half : 2 * half].float()
-    # Each part is rounded by itself, so that a compiler can write it straight to its place.
+    # Each half is rounded on its own, so that a compiler can write it directly into the result.
     rotated = [
         (first * cos - second * sin).to(x.dtype),
         (second * cos + first * sin).to(x.dtype),

@@ -1,8 +1,7 @@
 """Draws one token per row of logits; rows with different sampling parameters share a batch.
 
-Which way a row takes follows from its parameters alone, never from its logits or its neighbours.
-So the host knows it, and the ways that a step needs are a program of fixed shapes that can be
-captured.
+The `SamplePath` of a row depends on its parameters alone, not on its logits or on other rows. So
+the host computes it, and the paths of a step form a program of fixed shapes that can be captured.
 """
 
 from __future__ import annotations
@@ -75,7 +74,7 @@ class SampleInputs(NamedTuple):
 def sample_path(
     *, temperature: float, top_k: int, top_p: float, min_p: float, vocab_size: int
 ) -> SamplePath:
-    """The path of a row. Off are a `top_k` of V, a `top_p` of 1 and a `min_p` of 0."""
+    """The path of a row. A `top_k` of V, a `top_p` of 1 and a `min_p` of 0 mean off."""
     if temperature == 0.0:
         return SamplePath.greedy
     limited = top_k < vocab_size
@@ -90,7 +89,7 @@ def sample_rows(logits: Tensor, inputs: SampleInputs, paths: Iterable[SamplePath
     Args:
         logits: [R, V] float32.
         inputs: of the R rows.
-        paths: all that occur in `inputs.paths`, greedy aside; each costs its work for every row.
+        paths: all in `inputs.paths` but greedy. Each of them is computed for every row.
 
     Returns:
         [R] int64 token ids.
@@ -106,9 +105,9 @@ def sample_rows(logits: Tensor, inputs: SampleInputs, paths: Iterable[SamplePath
 def sample_each(logits: Tensor, draws: Sequence[RowSampling]) -> Tensor:
     """Sample with work only for the rows that need it, for CPUs.
 
-    `ostinato::sample_tokens`, on CPUs a C++ kernel (ops/native/rows/sampling.cpp). It and plain
-    torch add up likelihoods in another order, so a number within a rounding of the border between
-    two tokens may fall to the other one.
+    This is the op `ostinato::sample_tokens`, on CPUs a C++ kernel (ops/native/rows/sampling.cpp).
+    The kernel and plain torch sum probabilities in different orders. So they may draw neighbouring
+    tokens where `uniform` is within a rounding error of the border between the two.
 
     Args:
         logits: [R, V] float32.

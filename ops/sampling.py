@@ -1,7 +1,8 @@
-"""Sampling maths on logits: plain torch functions, batched over rows, no dependence between rows.
+"""Sampling from logits in plain torch: penalties, bitmasks, top-k, top-p, min-p, log probabilities.
 
-Randomness is a number the caller derives from (seed, position), so a row's token depends on its own
-logits and request only: it can be replayed, and does not change with the batch.
+Functions take many rows and treat each by itself. The caller draws a row's random number from
+(seed, position). So a row's token depends on its own logits and request, not on the batch, and can
+be reproduced.
 """
 
 from __future__ import annotations
@@ -102,8 +103,8 @@ def sample_filtered(
 ) -> Tensor:
     """Sample after top-k, then top-p (Holtzman et al. 2020), then min-p (Nguyen et al. 2024).
 
-    Looks at the likeliest tokens and sorts the vocabulary only when those do not suffice, which it
-    asks the device; `sample_sorted` never asks.
+    The vocabulary is sorted only if a row needs more than the MAX_CANDIDATES likeliest tokens. To
+    find out, the host waits for the device; in `sample_sorted` it does not.
 
     Args:
         logits: [R, V] float32, temperature applied.
@@ -134,7 +135,7 @@ def sample_filtered(
 def sample_candidates(
     logits: Tensor, uniforms: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
 ) -> Tensor:
-    """`sample_filtered` of rows that all have a top-k of at most MAX_CANDIDATES; asks no device."""
+    """`sample_filtered` of rows that all have a top-k of at most MAX_CANDIDATES; no host wait."""
     values, ids = logits.topk(min(logits.shape[-1], MAX_CANDIDATES), sorted=True)
     mass = values.softmax(-1, dtype=torch.float64)
     limited = torch.ones_like(top_k, dtype=torch.bool)
@@ -144,7 +145,7 @@ def sample_candidates(
 def sample_sorted(
     logits: Tensor, uniforms: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
 ) -> Tensor:
-    """`sample_filtered` for any row by sorting the vocabulary; shapes only, asks no device."""
+    """`sample_filtered` for any row by sorting the vocabulary, with fixed shapes; no host wait."""
     values, ids = logits.sort(-1, descending=True)
     mass = values.softmax(-1, dtype=torch.float64)
     del values
@@ -161,7 +162,7 @@ def _draw_ordered(
     top_p: Tensor,
     min_p: Tensor,
 ) -> Tensor:
-    """One id of each row of [R, W] candidates, likeliest first; `mass` float64 is used up.
+    """One id of each row of [R, W] candidates, likeliest first; overwrites `mass`, float64.
 
     `limited` [R] says where top-k leaves less than the vocabulary, so that what is left must be
     divided by its sum before top-p.
@@ -178,7 +179,7 @@ def _draw_ordered(
 
 
 def _invert(cumulative: Tensor, uniforms: Tensor) -> Tensor:
-    """The first index whose cumulative mass exceeds uniform x total; never one of zero mass."""
+    """The first index whose cumulative mass exceeds uniform x total and whose mass is not zero."""
     target = uniforms[:, None] * cumulative[:, -1:]
     index = torch.searchsorted(cumulative, target, right=True).squeeze(-1)
     last = (cumulative < cumulative[:, -1:]).sum(-1)

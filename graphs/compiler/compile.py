@@ -6,9 +6,9 @@ compile time does not grow with depth. Both are `fullgraph`, dynamic in tokens, 
 and are called without Dynamo's guards: the tensors of a step always come from the same static
 buffers, and evaluating guards costs 0.3-2 ms a step.
 
-The duties are split: `dynamo_trace` (what Dynamo sees), `functions` (what is made of a trace, and
-the store), `programs` (functions with weights, called once a step). No other package changes
-settings of Dynamo or Inductor.
+`dynamo_trace` prepares and runs the trace. `functions` compiles and stores it. `programs` binds
+functions to weights and runs them once a step. No other package changes settings of Dynamo or
+Inductor.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def compile_model(
     """Compile `model` for any number of tokens and sequences.
 
     Args:
-        model: its code and its weights' shapes and layouts are traced. What the weights hold does
-            not matter, so tracing need not wait for loading.
+        model: its code and its weights' shapes and layouts are traced. The values of the weights do
+            not matter, so tracing can run while they are loaded.
         form: whole model or layer by layer.
         example: a batch of at least 2 tokens and 2 sequences (Dynamo takes the sizes 0 and 1 for
             constants). It is traced, not run.

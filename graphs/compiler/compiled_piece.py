@@ -1,8 +1,8 @@
 """Torch ops between this package's ops, compiled by AOTInductor into a library that C++ can call.
 
 A decoder layer may hold torch ops besides ours: a scale, a soft cap, a multiplier on the residual.
-Each run of them becomes one library with a C entry. A program calls it from Python, a CpuGraph from
-C++, where it costs one call. The file is self-contained, so that a bundle can hold it.
+Each sequence of them becomes one library with a C entry point, which a program calls from Python
+and a CpuGraph from C++. The library is one self-contained file, so a bundle can hold it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ("CompiledPiece", "PieceCompiler")
 _OPTIONS: dict[str, Any] = {
     # Ask for the number of threads at every loop, so that graphs/threads.py can change it.
     "cpp.dynamic_threads": True,
-    # Believe the processor's flags: a probe for each instruction set takes ten seconds.
+    # Trust the processor's flags: probes of the instruction sets take ten seconds.
     "cpp.vec_isa_ok": True,
     # Round where the torch ops round, so that the results are the eager model's.
     "emulate_precision_casts": True,
@@ -53,7 +53,7 @@ class CompiledPiece:
         with tempfile.NamedTemporaryFile(prefix="piece-", suffix=".so", dir=folder) as file:
             file.write(data)
             file.flush()
-            # Loaded twice under one path, hence once; the mapping outlives the file.
+            # The path is opened twice but mapped once. The mapping stays when the file is removed.
             self._runner = AOTIModelContainerRunnerCpu(file.name, 1)
             self._library = ctypes.CDLL(file.name)
         self.container = ctypes.c_void_p()

@@ -2,7 +2,7 @@
 
 A small decode step spends as much time between its ops as in them: Python and dispatch take about
 45 microseconds a layer. The layers' programs are run once with stand-ins for tensors, which record
-what is called. From then on C++ replays the list (ops/native/core/cpu_graph.h).
+the calls. Later steps replay the list in C++ (ops/native/core/cpu_graph.h).
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ class _Value:
 
 
 class _Recorder:
-    """What a program's names stand for while it is recorded."""
+    """Values for the global names of a program while it is recorded."""
 
     def __init__(self, graph: CpuGraph) -> None:
         self._graph = graph
@@ -180,14 +180,14 @@ class _Recorder:
         return _Value(self._graph, self._graph.input(dtype, sizes))
 
     def step_tensor(self, spec: TensorSpec, example: Tensor) -> Any:
-        """The input for a step tensor; sizes that steps do not decide are the example's."""
+        """The input for a step tensor. Sizes that are the same in all steps are the example's."""
         sizes = list(example.shape)
         if spec.dynamic_size is not None:
             sizes[0] = _SYMBOLIC_SIZES[spec.dynamic_size]
         return self.input(spec.dtype, sizes)
 
     def resolve(self, path: str) -> Any:
-        """What a name of the program stands for: an op of ours, or torch with its one lookup."""
+        """The value of a global name: an op of ours, or a stand-in for the module torch."""
         if path == "torch":
             functional = SimpleNamespace(embedding=self._index_select)
             return SimpleNamespace(Tensor=Tensor, nn=SimpleNamespace(functional=functional))
@@ -201,7 +201,7 @@ class _Recorder:
         return call
 
     def call_piece(self, piece: CompiledPiece) -> Callable[..., Any]:
-        """What a compiled library stands for."""
+        """The value of a name that stands for a compiled library."""
 
         def call(*arguments: Any) -> Any:
             slots = [self._slot(argument) for argument in arguments]

@@ -41,9 +41,9 @@ def without_weights(module: nn.Module) -> nn.Module:
 
 
 def example_batch(batch: ForwardBatch) -> ForwardBatch:
-    """Tensors like those of `batch` in memory of their own, so that marks stay off the originals.
+    """Tensors like those of `batch` in memory of their own, so that the originals are not marked.
 
-    T, S and R differ: Dynamo takes sizes that are equal in the example for one and the same.
+    T, S and R differ, because Dynamo treats sizes that are equal in the example as one size.
     """
     num_rows = len(batch.token_ids) + len(batch.seq_lens) + 2
     table = type(batch)
@@ -61,7 +61,7 @@ def mark_batch(batch: ForwardBatch) -> None:
 
 
 def mark_layer_inputs(hidden: Tensor, step: StepInputs) -> None:
-    """The same for what a layer takes: hidden [T, D], rotary tables [T, ...], step tensors."""
+    """The same for a layer's inputs: hidden [T, D], rotary tables [T, ...], step tensors."""
     mark_batch(step.tensors)
     _mark_dynamic((hidden, *chain.from_iterable(step.rope.values())))
 

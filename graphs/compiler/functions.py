@@ -25,11 +25,11 @@ Function = Callable[..., Any]
 _LOG = logging.getLogger(__name__)
 
 _INDUCTOR_OPTIONS: dict[str, str | int | bool | Callable[..., object]] = {
-    # These would check, on every call of every layer, what the static buffers guarantee.
+    # These checks would run in every call of every layer. The static buffers make them needless.
     "size_asserts": False,
     # Ask for the number of threads at every loop, so that graphs/threads.py can change it.
     "cpp.dynamic_threads": True,
-    # Believe the processor's flags: compiling and running a probe for each instruction set costs
+    # Trust the processor's flags: compiling and running a probe for each instruction set takes
     # ten seconds of a first start.
     "cpp.vec_isa_ok": True,
 }
@@ -43,7 +43,7 @@ class ProgramStore(Protocol):
     """Keeps compiled functions from one start to the next (graphs/bundle.py)."""
 
     def get(self, name: str) -> bytes | None:
-        """What was put under this name, None when nothing was."""
+        """The data that was put under this name, or None."""
         ...
 
     def put(self, name: str, data: bytes) -> None:
@@ -97,7 +97,9 @@ def compile_function(
 
 
 def stored_function(store: ProgramStore | None, name: str, skeleton: nn.Module) -> Function | None:
-    """What `compile_function` stored under this name; None when it is not there or does not load.
+    """The function that `compile_function` stored under this name, or None.
+
+    It is None if the name is not there or its data does not load.
 
     A store whose content does not load is rejected as a whole.
     """

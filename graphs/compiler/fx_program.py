@@ -1,12 +1,12 @@
-"""FX graphs as Python source: a traced layer that calls this package's ops and needs no compiler.
+"""Lowers the FX graph of a layer that calls this package's ops to Python source.
 
 On a CPU a decoder layer is nine ops with C++ kernels and some views. A compiler could fuse nothing
-between them, so such a graph runs as the Python that it is: a flat function without modules,
-attributes or branches. It is stored as text, because a warm start that imports Dynamo and Inductor
-takes two seconds longer.
+between them. So such a graph becomes a flat Python function without modules, attributes or
+branches. It is stored as text, because a warm start that imports Dynamo and Inductor takes two
+seconds longer.
 
-Torch ops between our ops are compiled: each run of them becomes a library (compiled_piece.py) that
-the function calls.
+Torch ops between our ops are compiled: each sequence of them becomes a library (compiled_piece.py)
+that the function calls.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ class FxFunction:
         """The function over other globals.
 
         Args:
-            find: what a path in `names` stands for.
-            call_piece: what a library stands for.
+            find: gives the value of a path in `names`.
+            call_piece: gives the function that stands for a library.
         """
         names: dict[str, Any] = {
             name: call_piece(self.pieces[int(path.removeprefix(f"{_PIECE}:"))])
@@ -81,14 +81,14 @@ class FxFunction:
 
 
 class Lowered(NamedTuple):
-    """What became of a graph."""
+    """The result of `lower_fx`."""
 
     program: FxProgram | None
     reason: str | None  # why there is no program, so that Inductor compiles the whole graph
 
 
 def resolve(path: str) -> Any:
-    """What "module" or "module:attribute" names."""
+    """The object that "module" or "module:attribute" names."""
     module, _, attribute = path.partition(":")
     value: Any = import_module(module)
     return operator.attrgetter(attribute)(value) if attribute else value
@@ -158,13 +158,13 @@ class _Run:
 
     @property
     def inputs(self) -> list[Node]:
-        """What the ops read from outside, in order, each once."""
+        """Tensors that the ops read from outside, in order, each once."""
         read = (source for node in self.nodes for source in node.all_input_nodes)
         return list(dict.fromkeys(source for source in read if source not in self.nodes))
 
     @property
     def outputs(self) -> list[Node]:
-        """Those whose results are read outside."""
+        """Nodes whose results are read outside."""
         return [node for node in self.nodes if any(user not in self.nodes for user in node.users)]
 
     @property

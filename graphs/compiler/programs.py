@@ -55,7 +55,7 @@ class Program(Protocol):
 
     @property
     def layers_by_program(self) -> dict[LayerProgram, int]:
-        """How many layers run in which way in a small step."""
+        """Number of layers of a small step by how they run."""
         ...
 
     @property
@@ -165,7 +165,7 @@ class LayeredProgram:
         return self._model.finish(hidden)
 
     def _parts_for(self, kv_cache: KVCache, hidden: Tensor) -> list[_Part]:
-        """Those with the captured graphs, if they are for this cache and serve such a step."""
+        """The parts with captured graphs if they fit this cache and step, else those without."""
         if (
             self._captured is None
             or self._captured_cache is not kv_cache

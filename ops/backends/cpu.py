@@ -28,7 +28,7 @@ class CpuBackend:
     is_batch_invariant = True
 
     def why_unsupported(self, spec: AttentionSpec) -> str | None:
-        """The reason, or None. That the library can be built shows when it is loaded."""
+        """The reason, or None. Whether the library can be built is known when it is loaded."""
         if spec.device.type != "cpu":
             return f"it runs on the CPU, not on {spec.device.type}"
         if spec.dtype not in _DTYPES:

@@ -65,8 +65,8 @@ def why_shape_unsupported(spec: AttentionSpec) -> str | None:
 class FlashInferBackend:
     """Runs the plan whose handle is in `metadata.plan`.
 
-    Live plans are kept here, by handle, from their planner's first use of them to its `close()`:
-    the op's arguments are tensors, so a number is all that a step can carry.
+    This object keeps live plans by handle, from their planner's first use of them to its `close()`.
+    The op takes tensors only, so a step carries the handle and not the plan.
     """
 
     name = "flashinfer"
@@ -96,7 +96,7 @@ class FlashInferBackend:
     def workspace_bytes(
         self, spec: AttentionSpec, *, num_tokens: int, num_seqs: int, max_model_len: int
     ) -> int:
-        # Of one shape; the engine's measurement counts those of every captured one.
+        # For one shape. The engine measures what all captured shapes take.
         pages = num_seqs * -(-max_model_len // spec.block_size)
         return WORKSPACE_BYTES + 4 * (pages + 3 * num_seqs)
 
@@ -144,8 +144,8 @@ class FlashInferBackend:
             )
         wrapper = plan.wrapper(sliding_window, soft_cap)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        # Our own kernel rather than append_paged_kv_cache: it goes by the slot mapping, where that
-        # one wants the sequence and position of every token, two more tensors per step.
+        # Our own kernel takes the slot mapping. FlashInfer's append_paged_kv_cache takes the
+        # sequence and position of every token, two more tensors a step.
         write_kv(out, k, v, k_cache, v_cache, metadata)
         # No programmatic launch: the kernel before it in the stream writes the keys that it reads.
         wrapper.run(q, (k_cache, v_cache), q_scale=scale, out=out, enable_pdl=False)

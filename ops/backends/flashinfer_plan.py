@@ -25,13 +25,13 @@ __all__ = (
     "fill_pages",
 )
 
-WORKSPACE_BYTES = 16 << 20  # to begin with, for floats
+WORKSPACE_BYTES = 16 << 20  # initial size of the float workspace
 _ALIGNMENT = 16  # int32 elements: every section starts at a multiple of 64 bytes
-_MIN_GROUP_FOR_TENSOR_CORES = 4  # query heads per KV head; below, the scalar kernel reads as fast
+_MIN_GROUP_FOR_TENSOR_CORES = 4  # query heads per KV head; with fewer, the scalar kernel is as fast
 
 
 class Library(NamedTuple):
-    """What is used of FlashInfer."""
+    """The parts of FlashInfer that the backend calls."""
 
     decode_wrapper: Callable[..., Any]  # BatchDecodeWithPagedKVCacheWrapper
     prefill_wrapper: Callable[..., Any]  # BatchPrefillWithPagedKVCacheWrapper
@@ -39,7 +39,7 @@ class Library(NamedTuple):
 
 
 class PageArrays(NamedTuple):
-    """A step in FlashInfer's form, for N sequences, absent ones last."""
+    """A step's page lists in FlashInfer's form, for N sequences, absent ones last."""
 
     kv_indptr: np.ndarray  # [N+1] int32, first entry of each sequence in `indices`
     last_page_len: np.ndarray  # [N] int32, tokens in its last block; 0 = no blocks
@@ -50,8 +50,8 @@ class PageArrays(NamedTuple):
 def fill_pages(arrays: PageArrays, key: PlanKey, host: HostMetadata, block_size: int) -> int:
     """List the blocks of the sequences that have query rows.
 
-    They are moved to the front. Padding tokens, between the last sequence's and `key.num_tokens`,
-    become the last sequence's: rows over no keys, which FlashInfer answers with zeros.
+    They are moved to the front. Padding tokens, from the last sequence's end to `key.num_tokens`,
+    form one more sequence without keys, for which FlashInfer returns zeros.
 
     Args:
         arrays: written; N is at least the number of such sequences, plus one for padding tokens.
@@ -170,8 +170,8 @@ class Plan:
     def plan(self, key: PlanKey, host: HostMetadata) -> None:
         """Plan one step; see `AttentionPlanner.plan`."""
         if self._planned is not None:
-            # The last transfers out of the pinned memory must be over before it is rewritten. They
-            # lie before the last step's kernels, so this does not wait for those.
+            # Transfers out of the pinned memory must have ended before it is rewritten. They come
+            # before the last step's kernels, so this does not wait for those kernels.
             self._planned.synchronize()
         num_slots = self._table.num_slots if self._is_captured else key.num_seqs + 1
         arrays = self._table.arrays
@@ -225,8 +225,8 @@ class Plan:
     def _plan_wrapper(self, wrapper: Any, window: int, num_slots: int, used: int) -> None:
         spec = self._spec
         kv_indptr, last_page_len, query_indptr, _ = self._table.on_host
-        # The block ids are passed as they lie on the device, where FlashInfer would copy them to
-        # (a copy onto itself does nothing): from the host it would wait for the copy's end.
+        # FlashInfer copies the block ids into this device buffer. Given the buffer itself, the copy
+        # does nothing. Given host memory, FlashInfer would wait for the copy.
         indices = self._table.on_device[3][: max(1, used)]
         pages = (kv_indptr[: num_slots + 1], indices, last_page_len[:num_slots])
         shape = (spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.block_size)
@@ -250,7 +250,10 @@ class Plan:
         wrapper.plan(*pages, *shape, **options)
 
     def _size_workspaces(self, wrapper: Any, arguments: tuple[Any, ...], options: Any) -> None:
-        """Give the wrapper what its plans need: a captured shape's is the same in every step."""
+        """Give the wrapper workspaces of the size that its plans need.
+
+        The plans of a captured shape need the same size in every step.
+        """
         num_floats, num_ints = wrapper.workspace_size(*arguments, **options)
         floats = self._workspace.at_least(num_floats)
         ints = torch.zeros(max(1, num_ints), dtype=torch.uint8, device=self._spec.device)

@@ -41,7 +41,7 @@ class ReferenceBackend:
         block_size = k_cache.shape[2]
         block, offset = metadata.slot_mapping // block_size, metadata.slot_mapping % block_size
         for cache, tensor in ((k_cache, k), (v_cache, v)):
-            # As bytes where a type has no operations of its own.
+            # One-byte dtypes are indexed as bytes: torch lacks these operations for them.
             _stored(cache)[block, :, offset] = _stored(_to_cache(tensor, cache.dtype))
         out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
         starts = metadata.query_start_loc.tolist()
@@ -88,7 +88,7 @@ def _stored(tensor: Tensor) -> Tensor:
 
 
 def _to_cache(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rounded to the cache's type; what is beyond an 8-bit type's range becomes its largest."""
+    """Rounded to the cache's dtype; values beyond the range of 8 bits become its largest."""
     if dtype.itemsize == 1:
         largest = torch.finfo(dtype).max
         tensor = tensor.clamp(-largest, largest)

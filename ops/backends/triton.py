@@ -1,10 +1,10 @@
-"""The `triton` backend: picks tile shapes and launches the kernels of `triton_kernels`.
+"""The `triton` attention backend: picks tile shapes and launches the Triton kernels.
 
 A step is at most four launches: write K and V; attend for sequences with few query rows (decode),
 their keys split into partitions; combine those partitions; attend for sequences with many query
-rows (prefill). Which sequence falls where is decided on the device, so the launches depend on
-shapes alone and a captured CUDA graph serves any mix of lengths. A row's result depends on its own
-sequence only, never on its batch.
+rows (prefill). The device decides which sequence belongs to which launch. So the launches depend on
+shapes alone, and a captured CUDA graph serves any mix of lengths. A row's result depends on its own
+sequence only, not on its batch.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ostinato.ops.backends.triton_tiles import (
 
 __all__ = ("BACKEND", "TritonBackend", "why_shape_unsupported", "write_kv")
 
-# Few enough that all programs of a decode launch are resident at once, enough to hide latency.
+# Multiprocessors can hold this many programs of a decode launch at once, and they hide latency.
 _PROGRAMS_PER_PROCESSOR = 2
 _COMBINING_PROGRAMS_PER_PROCESSOR = 4
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -38,8 +38,8 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 def _strides(tensor: Tensor) -> tuple[int, int]:
     """Token and head strides in elements.
 
-    A dimension of size 1 may report any stride; it is replaced by the dense one, so that no odd
-    value asks for another specialisation of a kernel.
+    A dimension of size 1 may have any stride. It is replaced by the dense one, because Triton would
+    compile a kernel again for an odd value.
     """
     num_tokens, num_heads, head_dim = tensor.shape
     token, head, _ = tensor.stride()
@@ -99,13 +99,13 @@ def write_kv(
 
 
 class _Planner:
-    """Tells the backend what the host knows of a step: whether every sequence has one query row."""
+    """Passes on from the host whether every sequence of a step has one query row."""
 
     def plan(self, key: PlanKey, host: HostMetadata, handle: Tensor) -> None:
         handle[0] = 1 if key.tokens_per_seq == 1 else 0
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Does nothing: this planner has no buffers."""
 
 
 class TritonBackend:

@@ -10,7 +10,7 @@ __all__ = ("write_kv_kernel",)
 
 @triton.jit
 def _to_cache(tile, dtype: tl.constexpr):
-    """Rounded to the cache's type; what is beyond the range of 8 bits becomes the largest."""
+    """Rounded to the cache's dtype; values beyond the range of 8 bits become its largest."""
     if dtype == tl.float8e4nv:
         tile = tl.clamp(tile.to(tl.float32), -448.0, 448.0)
     return tile.to(dtype)
@@ -42,8 +42,8 @@ def write_kv_kernel(
 ):
     """Program (token, block of KV heads): store its keys and values in the cache.
 
-    Rows of `out` that no sequence owns would stay unwritten by the attention kernel: they are
-    zeroed here, which saves a launch over the whole of `out`.
+    The attention kernel does not write rows of `out` that belong to no sequence. They are zeroed
+    here, which saves a launch over the whole of `out`.
     """
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)

@@ -27,9 +27,9 @@ from ostinato.ops.backends.triton_work_list import (
 __all__ = ("attention_kernel", "combine_kernel")
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
-# A masked logit. Finite, so that a row which sees nothing of a tile needs no guard against inf -
-# inf: its weights are finite garbage that the next visible key (or the combination of partitions)
-# scales by exactly 0.
+# A masked logit is finite, because -inf would give inf - inf for a row that sees no key of a tile.
+# Such a row gets finite weights without meaning. Its next visible key, or the combination of
+# partitions, multiplies them by exactly 0.
 _MASKED = tl.constexpr(-1.0e38)
 
 _METADATA = ["query_start_loc", "seq_lens", "block_table"]
@@ -84,7 +84,7 @@ def _attend(
     table,  # the sequence's row of the block table
     begin,  # KV range [begin, end), begin a multiple of BLOCK_N
     end,
-    lowest,  # no row of the tile sees a key below this
+    lowest,  # the least key that a row of the tile sees
     scale,
     slopes,  # [M] of ALiBi in units of log2, or None
     NUM_KV_HEADS: tl.constexpr,
@@ -101,8 +101,8 @@ def _attend(
     column = tl.arange(0, BLOCK_D)
     offset = tl.arange(0, BLOCK_N)
     masked: tl.constexpr = CAUSAL or WINDOW > 0
-    # Block numbers are read one tile ahead: an address that waits for a load in its own iteration
-    # would leave the software pipeline with one tile in flight.
+    # Block ids are loaded one tile ahead. If they were loaded in the iteration that uses them, the
+    # software pipeline would have only one tile in flight.
     rows = _cache_rows(table, begin, end, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_N)
     for start in range(begin, end, BLOCK_N):
         key = start + offset
@@ -164,7 +164,7 @@ def _attend_item(
     NUM_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP
     row = tl.arange(0, BLOCK_M)
     column = tl.arange(0, BLOCK_D)
-    # The last tile sees most keys: it starts first.
+    # The last tile has the most keys, so it starts first.
     tile = 0 if MAX_PARTS > 1 else tl.cdiv(query_len, BLOCK_Q) - 1 - local
     member = row // GROUP  # token within the tile
     token = tile * BLOCK_Q + member

@@ -1,6 +1,6 @@
-"""Tile shapes of the `triton` backend: what its kernels are specialised to, from a model's shape.
+"""Tile shapes and constants of the Triton attention kernels, computed from a model's shape.
 
-Pure arithmetic, so that the programs of any model can be listed and compiled without a device.
+The module needs no device, so the programs of any model can be listed and compiled anywhere.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class KernelShape:
 
     @property
     def max_partitions(self) -> int:
-        """The most KV partitions of a sequence: times the KV heads, a GPU's worth of programs."""
+        """The most KV partitions of a sequence: times the KV heads, enough programs for a GPU."""
         wanted = min(64, max(4, _power_of_two(128 // self.num_kv_heads)))
         return min(wanted, ceil_div(self.max_context, _MIN_PARTITION))
 

@@ -31,7 +31,7 @@ DTYPE_CODES = {
 
 
 class SymbolicSize(IntEnum):
-    """Sizes of a CpuGraph's inputs that each step decides."""
+    """Sizes of a CpuGraph's inputs that differ from step to step."""
 
     tokens = -1  # T
     seqs = -2  # S
@@ -50,7 +50,7 @@ class Argument(ctypes.Structure):
 
     _fields_ = (
         ("kind", ctypes.c_int64),
-        ("integer_value", ctypes.c_int64),  # of a tensor its slot
+        ("integer_value", ctypes.c_int64),  # the slot, if it is a tensor
         ("number_value", ctypes.c_double),
         ("text_value", ctypes.c_char_p),
     )

@@ -3,7 +3,7 @@
 Each library is compiled on its first use. How a C++ kernel becomes the CPU implementation of an op:
 
 1. Python owns the schema: `register_op(name, {"CompositeExplicitAutograd": kernel}, fake=...)`.
-   That Python kernel serves until the library is loaded. Afterwards the C++ kernel serves CPU
+   That Python kernel runs until the library is loaded. Afterwards the C++ kernel runs for CPU
    tensors.
 2. A .cpp file that `LIBRARIES` names reads the arguments in the schema's order and registers
    itself (core/kernel.h, core/call.h):
@@ -20,7 +20,7 @@ Each library is compiled on its first use. How a C++ kernel becomes the CPU impl
        OSTINATO_KERNEL(scale_rows, scale_rows);
 
    It throws std::invalid_argument (OSTINATO_CHECK) for bad input, which reaches Python as a
-   ValueError. Heavy headers stay out: building `core` has to take about five seconds on two cores.
+   ValueError. It includes no heavy headers: `core` must build in about 5 s on two cores.
 3. `load(library)` of library.py installs it. The macros OSTINATO_ISA and OSTINATO_AMX say what it
    is compiled for (instruction_sets.py). Intrinsics of that may be used freely.
 
@@ -78,7 +78,7 @@ LIBRARIES: dict[str, tuple[tuple[str, ...], ...]] = {
 }
 REMEDY = "install g++ or set graphs.attention=reference graphs.pack_weights=false"
 # -ffp-contract=off: a row's arithmetic must not depend on which loop the compiler fused. Kernels
-# that want a fused multiply-add call it by name.
+# that need a fused multiply-add call it by name.
 _FLAGS = (
     "-std=c++20",
     "-O2",  # -O3 measured no faster, and takes a third longer to compile at a first start
@@ -101,7 +101,7 @@ class NativeBuildError(RuntimeError):
 def build(library: str, isa: str) -> Path:
     """The file of one of LIBRARIES for an instruction set, from the cache if it is intact there.
 
-    Of several processes and threads that ask at the same time, one builds and the others wait.
+    Several processes and threads may call this at the same time: one builds, the others wait.
 
     Raises:
         NativeBuildError: no compiler was found, or it failed, or the cache can not be written.
@@ -133,7 +133,7 @@ def adopt(library: str, isa: str, data: bytes) -> None:
         data: the file's content, read from a place where only the user can write.
     """
     directory = _directory(library, isa)
-    with contextlib.suppress(OSError):  # then it is built, and that says what is wrong
+    with contextlib.suppress(OSError):  # then `build` runs, which reports the error
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=directory, prefix="build-", delete=False) as file:
             file.write(data)
@@ -152,7 +152,7 @@ def intact_libraries(library: str, isa: str) -> list[Path]:
 def discard(path: Path) -> None:
     """Remove one of `intact_libraries` that does not load from the cache; a wheel keeps its own."""
     if path.parent != PREBUILT_DIR:
-        with contextlib.suppress(OSError):  # one that can not be removed is built beside it
+        with contextlib.suppress(OSError):  # then `build` writes another file beside it
             path.unlink(missing_ok=True)
 
 
@@ -169,7 +169,7 @@ def _directory(library: str, isa: str) -> Path:
 
 
 def content_key(library: str, isa: str) -> str:
-    """Names the library by all that it depends on, except the compiler.
+    """A name made of all that the library depends on, except the compiler.
 
     So a start that finds the library in the cache needs no compiler.
     """
@@ -255,7 +255,7 @@ def _run(command: list[str]) -> None:
     if done.returncode != 0:
         text = done.stderr.strip()
         _LOG.info("%s failed:\n%s", " ".join(command), text[-4000:])
-        lines = text.splitlines() or ["it said nothing"]
+        lines = text.splitlines() or ["it printed nothing"]
         reason = next((line for line in lines if "error" in line.lower()), lines[-1])
         raise NativeBuildError(
             f"the C++ compiler {command[0]} failed with exit code {done.returncode}: {reason}; "

@@ -1,7 +1,7 @@
 """A recorded list of kernel calls that C++ replays without Python and the dispatcher.
 
-`CpuGraph` is the Python face of core/cpu_graph.h. It is to a CPU what a CUDA graph is to a GPU,
-except that the sizes of its inputs may be symbolic.
+`CpuGraph` wraps core/cpu_graph.h. It does for a CPU what a CUDA graph does for a GPU. Unlike there,
+the sizes of its inputs may be symbolic.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class CompiledLibrary(Protocol):
 
     @property
     def container(self) -> ctypes.c_void_p:
-        """Its first argument."""
+        """The first argument of `entry`."""
         ...
 
     @property
@@ -87,8 +87,10 @@ class CpuGraph:
         self._replay.restype = ctypes.c_char_p
         self._replay.argtypes = _REPLAY_ARGUMENTS
         self._graph = ctypes.c_void_p(self._library.ostinato_graph_new())
-        self._constants: dict[int, tuple[Slot, Tensor]] = {}  # the graph holds their addresses
-        self._libraries: list[CompiledLibrary] = []  # the same
+        self._constants: dict[
+            int, tuple[Slot, Tensor]
+        ] = {}  # kept alive: the graph holds their addresses
+        self._libraries: list[CompiledLibrary] = []  # kept alive too
 
     def __del__(self) -> None:
         if hasattr(self, "_graph"):
@@ -178,11 +180,11 @@ class CpuGraph:
         )
 
     def begin_layer(self) -> None:
-        """Results from before the layer that ends here may be overwritten."""
+        """Begin the next layer. It may overwrite results from before the layer that ends here."""
         self._library.ostinato_graph_begin_layer(self._graph)
 
     def set_result(self, result: Slot) -> None:
-        """What `replay` writes to `out`."""
+        """Choose the tensor that `replay` copies to `out`."""
         self._library.ostinato_graph_result(self._graph, ctypes.c_int64(result))
 
     def replay(

@@ -56,8 +56,8 @@ EMULATED: dict[str, InstructionSet] = {
     for name, level in ISA_LEVELS.items()
     if name != "amx"
 }
-"""The kernels of `amx` over the vectors of another level, where C++ code stands in for the tile
-instructions (core/amx_emulation.h). Slow: for tests."""
+"""Levels for tests: the kernels of `amx` with the vectors of another level. C++ code emulates the
+tile instructions (core/amx_emulation.h), which is slow."""
 
 _ARCH_PRCTL = 158
 _REQUEST_PERMISSION = 0x1023  # ARCH_REQ_XCOMP_PERM
@@ -97,8 +97,8 @@ def runnable_levels() -> list[str]:
 def why_no_tiles() -> str | None:
     """Why this process can not use the tile registers of AMX; None if it can.
 
-    Linux keeps their state from a process until the process asks for it once (arch_prctl(2)). The
-    permission is for all threads, also later ones, and for child processes until they exec.
+    Linux lets a process use them after one system call (arch_prctl(2)), which this function makes.
+    The permission holds for all threads, also later ones, and for child processes until they exec.
     """
     if "amx_tile" not in _cpu_features():
         return "the processor reports no amx_tile"

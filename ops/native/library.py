@@ -56,9 +56,9 @@ _loading = threading.Lock()
 
 
 def load(name: str, isa: str | None = None) -> NativeLibrary:
-    """Build unless the cache holds an intact library, load it, install its kernels.
+    """Load a library and install its kernels. Build it first if the cache has no intact one.
 
-    Later calls are free.
+    Later calls do nothing.
 
     Args:
         name: one of LIBRARIES.

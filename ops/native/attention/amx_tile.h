@@ -5,7 +5,7 @@
 // tokens, and tokens that the context does not have become zeros.
 //
 // Order of sums: a score runs over the dimensions, an output over the tile's 64 keys, in parts of 32 as amx_linear.h
-// describes. No other row has a part in them.
+// describes. The sums of a row contain no other row.
 #pragma once
 
 #include "attention/tile.h"

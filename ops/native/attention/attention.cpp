@@ -1,9 +1,9 @@
 // CPU kernel of ostinato::paged_attention: writes the step's keys and values, then attends.
 //
 // The arithmetic of a row is fixed by the row's own context alone. Tiles of 64 keys and partitions of 256 lie at
-// absolute positions. Each partition runs its own online softmax, and partitions are merged in order, whether one item
-// walked them all or many threads shared them. Keys that a row does not see leave its state untouched. So a row's
-// result is the same bits in any batch, chunk, tile or number of threads.
+// absolute positions. Each partition runs its own online softmax, and partitions are merged in order, whether one thread
+// or many computed them. Keys that a row does not see do not change its state. So the bits of a row do not depend on
+// the batch, the chunk, the tile or the number of threads.
 #include "attention/cache_write.h"
 #include "attention/plan.h"
 #include "attention/worker.h"

@@ -1,8 +1,8 @@
 // How one call of paged attention is cut into items for the threads.
 //
 // An item is a sequence, a kv head, a tile of its query tokens (with all query heads of the group, so that
-// keys and values are read once), and a range of KV partitions. Which items there are changes with the batch
-// and the number of threads; what they compute does not (see attention.cpp).
+// keys and values are read once), and a range of KV partitions. The division into items depends on the batch
+// and on the number of threads. The results do not (see attention.cpp).
 #pragma once
 
 #include "attention/softmax.h"
@@ -19,7 +19,7 @@ constexpr double kTileCost = 2.0;    // cost of fetching a key and value, in row
 constexpr double kWorkerCost = 5e4;  // multiply-adds that are worth waking a thread for
 constexpr int kItemsPerWorker = 4;   // items are split until they are at most this share of a worker's part
 
-struct Cache {  // within a head's part of a block: groups, see attention_tile.h
+struct Cache {  // within a head's part of a block: groups, see tile.h
   char* data;
   int64_t block_stride, head_stride;  // elements
 };
@@ -72,8 +72,8 @@ inline double cost_of(const Problem& p, const QueryTile& tile) {
   return (tile.num_tokens * p.group + kTileCost) * (tile.last_key - tile.first_key);
 }
 
-// Kv heads outside, so that one head's keys and values stay in cache from tile to tile; last tokens first,
-// because they see the most keys and the shortest items should come last.
+// KV heads are the outer loop, so that one head's keys and values stay in cache from tile to tile. The last tokens
+// come first, because they see the most keys and the shortest items should run last.
 inline void add_tiles(const Problem& p, int seq, Plan& plan) {
   const int begin = p.query_start_loc[seq];
   const int num_queries = p.query_start_loc[seq + 1] - begin;

@@ -1,12 +1,12 @@
 // One tile of attention: up to 64 keys and values against blocks of query rows.
 //
-// Everything is read as it lies in the cache, which is laid out for it: steps of four bytes, that is one
-// float32 or two 16-bit elements, as one multiply-accumulate instruction consumes them per lane. Groups of
-// 16 consecutive tokens of a head (8 where the block size is no multiple of 16) hold
+// The cache has the order in which this kernel reads. A step is four bytes, that is one float32 or two 16-bit
+// elements, as one multiply-accumulate instruction takes them per lane. Groups of 16 consecutive tokens of a
+// head (8 where the block size is no multiple of 16) hold
 //   keys   [head_dim / elements][tokens][elements]  and
 //   values [tokens / elements][head_dim][elements].
-// So the lanes of a vector are 16 keys in the product with a query, and 16 dimensions in the sum of values,
-// and nothing is transposed when it is read, which happens once for every later token.
+// So the lanes of a vector are 16 keys in the product with a query, and 16 dimensions in the sum of values.
+// Keys are transposed when they are written, once, and not when they are read, once for every later token.
 //
 // Every score and every output element is a single chain over the steps in order, so a row's bits do not
 // depend on the rows that are computed beside it.
@@ -86,14 +86,14 @@ struct PairStep {
 };
 #endif
 
-// Asks for the cache line of vector `c` of a row when it is the line's first.
+// Prefetches the cache line of vector `c` of a row when it is the line's first.
 template <class Step>
 OSTINATO_INLINE void prefetch_line(const Step* vector, int c) {
   if (c * kWidth % 16 == 0) __builtin_prefetch(vector, 0, 2);  // into the second-level cache
 }
 
-// out [kRows][kVectors] = queries times the keys of kVectors vectors. What the next tile will read at the same
-// place is fetched meanwhile: blocks lie scattered, so the hardware does not foresee the next.
+// out [kRows][kVectors] = queries times the keys of kVectors vectors. What the next tile reads at the same place
+// is prefetched: blocks are scattered, so the hardware does not prefetch them.
 //   queries [kRows][num_steps]; columns, next: kVectors * kHalves pointers to [num_steps][tokens]
 template <class S, int kRows, int kVectors, int kHalves>
 void score(const typename S::Step* queries, int num_steps, const typename S::Step* const* columns,
@@ -139,7 +139,7 @@ struct ValueRows {
   const Step* const* groups;   // [tokens / elements][head_dim] each
   const Step* const* next;     // of the next tile, or null
   int tokens;                  // of a group
-  int num_keys;                // of the tile; the others' values are not read as numbers
+  int num_keys;                // of the tile; the values of other tokens count as zeros
   int head_dim;
 };
 
@@ -197,7 +197,7 @@ void add_values(const ValueRows<typename S::Step>& values, int column, float* ou
   }
 }
 
-// The largest number of rows that the kernels are made for and that are not more than `remaining`.
+// The greatest number of rows, at most `remaining`, that there is a kernel for.
 OSTINATO_INLINE int rows_per_block(int remaining) {
   return remaining >= kRowBlock ? kRowBlock : remaining >= 4 ? 4 : remaining >= 2 ? 2 : 1;
 }

@@ -123,7 +123,7 @@ class Worker {
     });
   }
 
-  // What this worker will probably do next: its first keys are fetched during the last ones of a tile.
+  // The item that this worker probably runs next. Its first keys are prefetched during the last keys of a tile.
   void expect(const QueryTile* tile) { upcoming_ = tile; }
 
   // All partitions of a tile, start to finish.
@@ -148,7 +148,7 @@ class Worker {
     }
   }
 
-  // What run_whole does after its partitions, in the same order.
+  // The same as run_whole after its partitions, in the same order.
   void combine(const QueryTile& tile, float* states) {
     const State whole = state_of(states, tile, tile.first_partition);
     for (int partition = tile.first_partition + 1; partition < tile.last_partition; ++partition) {

@@ -4,11 +4,11 @@
 // whose rows are steps of four bytes of K for each of 16 columns (two bfloat16 or four 8-bit values, as weights and keys
 // are packed here), and adds to a tile C [M][16] of float32 or int32.
 //
-// The macro OSTINATO_AMX chooses who computes: 1 the processor, 2 amx_emulation.h, so that the same kernels run, and are
-// tested, on every machine. The instructions are written as assembly, because a compiler's intrinsics want the numbers
-// of registers as literals.
+// The macro OSTINATO_AMX is 1 for the processor's instructions and 2 for amx_emulation.h, with which the same kernels run,
+// and are tested, on every machine. The instructions are written as assembly, because a compiler's intrinsics need the
+// numbers of registers as literals.
 //
-// Linux hands the registers out on request. ops/native/instruction_sets.py asks before it chooses this level.
+// Linux enables the registers on request. ops/native/instruction_sets.py makes the request before it chooses this level.
 #pragma once
 
 #include "core/simd.h"
@@ -100,8 +100,8 @@ void multiply_bytes() {
 
 #endif
 
-// Gives the calling thread its registers in these shapes, and back at the end of the scope. A thread that holds none
-// costs a switch of threads nothing, and one that does 8 KiB.
+// Configures the calling thread's registers with these shapes, and releases them at the end of the scope. A context
+// switch copies 8 KiB for a thread with configured registers, and nothing for another.
 class TileScope {
  public:
   explicit TileScope(const TileShapes& shapes) { configure(shapes); }

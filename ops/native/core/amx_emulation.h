@@ -1,7 +1,7 @@
 // The tile instructions of AMX in plain C++, bit for bit: Intel 64 and IA-32 Architectures Software Developer's Manual,
 // volume 2, TDPBF16PS, TDPBSUD, TILELOADD, TILESTORED, TILEZERO, LDTILECFG.
 //
-// Of NaNs only that they are NaNs is the same: their payload is not promised.
+// The payload of a NaN may differ from the processor's.
 #pragma once
 
 #include <cmath>
@@ -27,7 +27,7 @@ inline Registers& registers() {
   return own;
 }
 
-// Where the processor would raise an invalid opcode, so that a kernel that forgets to configure fails here too.
+// Throws where the processor would raise an invalid opcode, so a kernel that does not configure fails here too.
 inline Tile& tile(int index) {
   Registers& all = registers();
   if (!all.configured || all.tiles[index].rows == 0) throw std::logic_error("a tile register is used that has no shape");
@@ -72,7 +72,7 @@ inline void check_product(const Tile& c, const Tile& a, const Tile& b) {
   }
 }
 
-// Subnormal numbers are zeros, going in and coming out.
+// Subnormal numbers count as zeros, as arguments and as results.
 inline float flush(float x) { return std::fabs(x) < 0x1p-126f ? std::copysign(0.0f, x) : x; }
 
 inline float widen(const unsigned char* bfloat16) {
@@ -84,8 +84,8 @@ inline float widen(const unsigned char* bfloat16) {
   return flush(x);
 }
 
-// a * b + c with one rounding to nearest even. Too small is what would be so if exponents had no limit: rounded to the
-// spacing of subnormal numbers, some such results reach the smallest normal number.
+// a * b + c with one rounding to nearest even. The result is zero if it is subnormal before it is rounded to the
+// spacing of subnormal numbers. Scaling finds that out: the rounding alone can give the smallest normal number.
 inline float fused(float a, float b, float c) {
   const float x = std::fma(a, b, c);
   if (!(std::fabs(x) <= 0x1p-126f)) return x;

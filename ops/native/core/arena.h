@@ -8,7 +8,7 @@
 
 namespace ostinato {
 
-// Hands out memory from front to back. `reset` takes all of it back at once. It grows to what a step needs and then
+// Gives memory from front to back. `reset` frees all of it at once. The arena grows to what a step needs, and then it
 // allocates no more.
 class Arena {
  public:

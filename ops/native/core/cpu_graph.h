@@ -2,13 +2,13 @@
 //
 // A decode step of a small model spends as much time between its kernels as in them: a call through Python and the
 // dispatcher costs microseconds, and a layer makes nine calls and some views. graphs/cpu_capture.py records what the
-// layers' programs call, with weights and caches at fixed addresses. A replay walks the list. This is to a CPU what a
-// CUDA graph is to a GPU, except that sizes stay symbolic: those of the inputs follow from a step's numbers of tokens,
-// sequences and wanted rows.
+// layers' programs call, with weights and caches at fixed addresses. A replay walks the list. It does for a CPU what a
+// CUDA graph does for a GPU. Unlike there, sizes stay symbolic: those of the inputs follow from a step's numbers of
+// tokens, sequences and wanted rows.
 //
-// Torch ops between our kernels are steps too: entries of libraries that AOTInductor made.
+// The list also calls torch ops between our kernels: AOTInductor compiled them into libraries.
 //
-// Two arenas hold the results in turns: the results of a layer are dead when the next layer but one begins.
+// Two arenas hold the results of alternating layers. The layer after the next overwrites the results of a layer.
 #pragma once
 
 #include "core/kernel.h"
@@ -18,10 +18,10 @@
 
 namespace ostinato {
 
-// Sizes of inputs that each step decides. cpu_graph.py has the same, which abi.py compares with these.
+// Sizes of inputs that differ from step to step. abi.py has the same codes and compares them with these.
 enum SymbolicSize : int64_t { tokens = -1, seqs = -2, seqs_and_one = -3, rows = -4 };
 
-// What a step decides: its sizes, and whether torch's profiler is to see its kernels.
+// The sizes of a step, and whether torch's profiler records its kernels.
 struct ReplayOptions {
   int64_t num_tokens, num_seqs, num_rows;
   bool profile;

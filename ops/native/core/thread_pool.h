@@ -2,11 +2,11 @@
 //
 // The calling thread and any awake pool thread take parts of a call from one shared counter. The call returns when all
 // parts are done, and it never waits for a pool thread that has not started. An OpenMP loop waits at its barrier for
-// every thread: where other programs use the cores too, one of the threads comes a time slice late, and a decode step
-// has forty such loops. A late pool thread finds no part left.
+// every thread. Where other programs use the cores too, one of the threads is often a time slice late, and a decode step
+// has forty such loops. Here a late pool thread finds no part left.
 //
-// A kernel's workers divide its work among themselves while they run (linear/tasks.h, attention/attention.cpp), so a
-// caller that is left alone does all of it. Which thread computes a value does not change the value.
+// A kernel's workers divide its work among themselves while they run (linear/tasks.h, attention/attention.cpp). If no
+// pool thread joins, the caller does all of it. Which thread computes a value does not change the value.
 //
 // Pool threads sleep when no call has come for a while, so an idle engine uses no processor.
 #pragma once

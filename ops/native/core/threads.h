@@ -31,7 +31,7 @@ inline ThreadState*& thread_state() {
 
 class Threads {
  public:
-  // What the calling thread has chosen.
+  // The choice of the calling thread.
   static Threads of_caller() {
     Threads threads;
     const ThreadState& state = *thread_state();

@@ -2,13 +2,13 @@
 //
 // A panel's 16 steps of two values of K are two tiles B as they lie in memory: rows of 16 columns, 128 bytes apart. 16 rows
 // of activations times 32 values of K are a tile A. One or two blocks of 16 rows are multiplied at a time, and two or four
-// tiles C hold their sums. Where many blocks share a panel, they do so one part of K after the other, so that the part of
+// tiles C hold their sums. If many blocks share a panel, K is walked in parts, each for all blocks, so that the part of
 // the panel stays in the first level cache.
 //
 // Order of a sum: K is cut at multiples of 32. Of each part the products with even k are summed from zero in ascending
 // order, so are those with odd k, the two sums are added, and their sum is added to the result. Every step is rounded to
-// float32, and subnormal numbers count as zeros. No other row has a part in it, so a row's bits do not depend on which
-// rows are computed beside it.
+// float32, and subnormal numbers count as zeros. The sum contains no other row, so the bits of a row do not depend on
+// other rows.
 #pragma once
 
 #include "core/amx.h"
@@ -225,7 +225,7 @@ class TileWorker {
     }
   }
 
-  // Asks for the lines that will be written when a block is done: they lie a row apart, which no hardware foresees.
+  // Prefetches the lines that are written when a block is done. They lie a row apart: the hardware does not prefetch them.
   void fetch_output(int64_t row, int64_t rows, int64_t column) const {
     const auto* out = static_cast<const Out*>(p_.out) + column;
     for (int64_t r = row; r < row + rows; ++r) {

@@ -5,7 +5,7 @@
 // the weights stream through once; many rows are grouped so that a group's activations stay in a core's
 // second level cache while the panels pass by (the loop order of Goto and van de Geijn, "Anatomy of
 // high-performance matrix multiplication", 2008). Each worker owns a contiguous range of tasks, hence of
-// memory, and takes over others' tasks when it is done. Who computes an element does not change its value.
+// memory, and takes tasks of others when it is done. Which worker computes an element does not change its value.
 //
 // Each worker packs the activations of its own groups. Groups that several workers share are packed more
 // than once, which costs less than the barrier that sharing them would need.
@@ -39,7 +39,7 @@ inline void prefer_huge_pages(void* data, int64_t bytes) {
   const auto address = reinterpret_cast<uintptr_t>(data);
   const uintptr_t first = (address + kHugePage - 1) / kHugePage * kHugePage;
   const uintptr_t last = (address + bytes) / kHugePage * kHugePage;
-  // refusal (an old kernel, a container's policy) costs speed only
+  // if the system refuses (an old kernel, a container's policy), only speed is lost
   if (last > first) (void)madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
 #else
   (void)data;

@@ -2,7 +2,7 @@
 //
 // Activations are packed to [steps][rows] in the weights' four-byte units, or widened to float where the CPU
 // has no bfloat16 dot product. Every output element is one float accumulator that runs over K in ascending
-// order, in every tile height and width: a row's result never depends on which rows are computed beside it.
+// order, in every tile height and width. So the bits of a row do not depend on other rows.
 #pragma once
 
 #include "linear/layout.h"
@@ -43,7 +43,7 @@ OSTINATO_INLINE void add_products(F32 (&sum)[R][V], const float* x, const F32 (&
 struct Float32 {
   using Element = float;
   static constexpr int kElements = 1;  // of K in a unit of the weight
-  static constexpr int kFloats = 1;    // four-byte values of a packed activation row for each such unit
+  static constexpr int kFloats = 1;    // four-byte values of a packed activation row for each unit of the weight
 
   template <int R, int V>
   OSTINATO_INLINE static void step(F32 (&sum)[R][V], const float* x, const uint32_t* w) {

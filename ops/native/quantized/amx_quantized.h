@@ -1,7 +1,7 @@
 // The linear op over quantised weights by matrix tiles (core/amx.h), for steps of many rows.
 //
 // Within a group of K the sums are whole numbers and exact, and a group's sum is scaled and added by the expressions of
-// tiles.h. So the bits are those of tiles.h, which serves few rows: they read the weights once, as they are.
+// tiles.h. So the bits are those of tiles.h, which computes steps of few rows.
 //
 // A chunk is up to 64 values of K of one group: a tile A of 16 rows, and two tiles B of 16 columns each. Weights of 4 bits
 // are unpacked once for all rows that a panel is multiplied by.

@@ -1,9 +1,9 @@
 // Writing and gathering quantised linear weights: quantize_linear makes one of a matrix, quantized_rows reads rows
-// back, so that an embedding tied to the output layer needs no second copy. Layout in quantized_layout.h.
+// back, so that an embedding tied to the output layer needs no second copy. Layout in layout.h.
 //
-// The grid of a group is the one of least squared error among a few that clip more or less of its extremes; scales
-// are rounded away from zero to bfloat16, so that rounding them clips nothing. Sums run over a row's values in order,
-// so that every instruction set, and the reference in ops/quantized.py, decide alike.
+// A few grids, which clip a group's extremes more or less, are tried for it, and the one of least squared error is taken.
+// Scales are rounded to bfloat16 away from zero, so that they clip no value. Sums run over a row's values in order, so
+// that every instruction set, and the reference in ops/quantized_reference.py, choose the same grid.
 #include "linear/tasks.h"
 #include "linear/transpose.h"
 #include "quantized/layout.h"

@@ -1,9 +1,8 @@
 // The linear op over quantised weights for CPUs: x @ weight.T + bias + residual. Layout in layout.h,
 // arithmetic in tiles.h and amx_quantized.h.
 //
-// Activations are quantised on the way in: each group of a row that shares weight scales becomes 8-bit whole numbers
-// and a scale of its own. So a product is one of whole numbers, which the CPU has wide instructions for, and weights
-// are never widened.
+// The activations are quantised too: each group of a row that shares weight scales becomes 8-bit integers and a scale.
+// So the products are of integers, for which the CPU has wide instructions, and weights are not widened.
 #include "linear/tasks.h"
 #include "linear/transpose.h"
 #include "quantized/activations.h"

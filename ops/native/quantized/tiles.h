@@ -2,8 +2,7 @@
 //
 // Within a group of K the products are whole numbers and their sum is exact, in every order and on every instruction
 // set: at most 256 * 255 * 127 < 2**24, so even floats hold it. The group's sum then becomes a float, is scaled and
-// added to the result's float32 accumulator, groups in ascending order: a row's result never depends on which rows
-// are computed beside it.
+// added to the result's float32 accumulator, groups in ascending order. So the bits of a row do not depend on other rows.
 #pragma once
 
 #include "quantized/layout.h"
@@ -181,7 +180,7 @@ void quantized_tile(const QuantizedRows& x, const uint8_t* w, int64_t steps, con
       }
       if constexpr (Bits == 8 && !kTwoChains) {
         int64_t step = 0;
-        do {  // always once: with a way around the loop, compilers keep its results in memory
+        do {  // at least once: with a branch around the loop, compilers keep its results in memory
           Bytes values[V];
 #pragma GCC unroll 2
           for (int v = 0; v < V; ++v) values[v] = load_bytes(data + v * 4 * F32::width);

@@ -1,6 +1,6 @@
-// What stands between a layer's matrices: normalisation, rotary embedding, activation functions. Each is one pass
-// over its rows with float arithmetic and one rounding; rows are independent, so a row's bits do not depend on the
-// rows beside it or on the number of threads.
+// Kernels between the matrix products of a layer: normalisation, rotary embedding, activation functions. Each is one
+// pass over its rows with float arithmetic and one rounding. Rows are independent, so the bits of a row depend neither
+// on other rows nor on the number of threads.
 #include "core/kernel.h"
 #include "core/simd.h"
 
@@ -72,7 +72,7 @@ OSTINATO_INLINE void columns(int64_t count, const Vector& vector, const Single& 
   for (; c < count; ++c) single(c);
 }
 
-// The sum of value(x) over a row, value being given for vectors and for floats.
+// The sum of value(x) over a row; `value` takes vectors and floats.
 template <class T, class Value>
 OSTINATO_INLINE float sum_row(const T* x, int64_t count, const Value& value) {
   F32 sums[2] = {broadcast(0.0f), broadcast(0.0f)};

@@ -1,10 +1,10 @@
 // One token for each row of logits: the likeliest, or a draw after top-k, then top-p, then min-p by inverting the
-// cumulative distribution at the row's number. Rows are independent: a row's token does not depend on the rows
-// beside it or on the number of threads.
+// cumulative distribution at the row's number. Rows are independent: a row's token depends neither on other rows nor
+// on the number of threads.
 //
-// What torch needs a sort and four passes in float64 for is here one pass for the sum and a look at the few
-// candidates that can be drawn. Where the filters leave many, nucleus.h finds the token without a sort.
-// ops/sample_rows.py has the same in plain torch, which the tests compare.
+// Plain torch needs a sort and four passes in float64. This kernel makes one pass for the sum, and then looks at the
+// few candidates that can be drawn. Where the filters leave many, nucleus.h finds the token without a sort. Tests
+// compare the kernel with the plain torch in ops/sample_rows.py.
 #include "core/kernel.h"
 #include "core/simd.h"
 #include "rows/nucleus.h"
@@ -90,7 +90,7 @@ class Row {
     }
   }
 
-  // The id at which the cumulative sum exceeds `target`; one of no mass is never taken.
+  // The id at which the cumulative sum exceeds `target`; ids without mass are skipped.
   int64_t invert(double target, float inverse_temperature, const std::vector<double>& cumulative) const {
     auto place = std::upper_bound(cumulative.begin(), cumulative.end(), target);
     if (place == cumulative.end()) place = std::lower_bound(cumulative.begin(), cumulative.end(), cumulative.back());
@@ -156,7 +156,7 @@ class Row {
 
 // The likelihoods, relative to the first's, of the leading candidates that the filters leave.
 //
-// Returns whether the last one left was decided by a filter, and not by the end of the candidates.
+// Returns whether a filter, and not the end of the candidates, decided which one is the last.
 bool filter(const std::vector<Candidate>& candidates, const Parameters& p, double total, std::vector<double>& kept) {
   kept.clear();
   double before = 0.0;
