@@ -26,8 +26,8 @@ class CheckpointLayout:
 
     prefixes: tuple[str, ...] = ("model.",)  # of stored names; dropped
     head: str = "lm_head.weight"
-    embedding: str = "embed_tokens.weight"  # what a stored head repeats if it is tied
-    renamed: tuple[tuple[str, str], ...] = ()  # (part of our name, what stands there instead)
+    embedding: str = "embed_tokens.weight"  # the tensor that a tied stored head equals
+    renamed: tuple[tuple[str, str], ...] = ()  # (part of our name, its counterpart in stored names)
     merged: tuple[tuple[str, tuple[str, ...]], ...] = ()  # (our module, the modules that it stacks)
     transposed: tuple[str, ...] = ()  # our modules whose weight is stored as [in, out]
     # (our module or one that it stacks, its row order: see models/checkpoints/row_orders.py)
@@ -37,9 +37,9 @@ class CheckpointLayout:
 
 
 class DecoderLayer(nn.Module):
-    """One layer: the unit that is compiled once and reused at every depth.
+    """One layer: the unit that is compiled once and called at every depth.
 
-    An encoder's layers keep no keys and values: their caches hold no elements.
+    An encoder's layers store no keys and values: their caches have no elements.
     """
 
     def forward(
@@ -58,8 +58,9 @@ class DecoderLayer(nn.Module):
         raise NotImplementedError
 
     def static_key(self) -> tuple[Any, ...]:
-        """What the traced program depends on besides tensors; layers with equal keys share one
-        program.
+        """All that the traced program depends on besides tensors.
+
+        Layers with equal keys share one program.
         """
         raise NotImplementedError
 
@@ -72,7 +73,7 @@ class LanguageModel(nn.Module):
     """
 
     checkpoint_layout: CheckpointLayout = CheckpointLayout()  # may depend on the configuration
-    # What a step gives to the model; a family with further tensors has a subclass of this table.
+    # The inputs of a step. A family with further tensors has a subclass of this table.
     step_tensors: type[StepTensors[Any]] = StepTensors
 
     layers: nn.ModuleList  # of DecoderLayer
@@ -83,8 +84,7 @@ class LanguageModel(nn.Module):
     ) -> ModelConfig:
         """The hyperparameters of a checkpoint of this family.
 
-        What a config.json asks for is either honoured or refused by its key: nothing is ignored
-        that would change the model's output.
+        A key that would change the model's output is either honoured or refused by its name.
 
         Args:
             hf_config: the parsed config.json.
@@ -124,10 +124,10 @@ class CausalLM(LanguageModel):
 
 
 class EncoderModel(LanguageModel):
-    """Every token sees its whole sequence. One step computes a sequence, and no KV cache keeps it.
+    """Every token sees its whole sequence. One step computes a sequence, without a KV cache.
 
     A token of segment s (the second text of a pair is segment 1) has the id
-    `token id + s * vocab_size`. Only the API, which makes the ids, and the embedding know of it.
+    `token id + s * vocab_size`. The API makes these ids, and the embedding takes them apart.
     """
 
     def classify(self, pooled: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """The decoder that all causal models share: embedding, blocks, final norm, output head.
 
-A family is a `CheckpointLayout` and the reading of its config.json; what its blocks differ in is
-data (`BlockSpec`).
+A family has a `CheckpointLayout` and reads its config.json. The differences between the blocks of
+families are data (`BlockSpec`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LLAMA_NAMES = (
     ("mlp_norm.", "post_attention_layernorm."),
     ("final_norm.", "norm."),
 )
-"""(our name, what stands there in the checkpoints of Llama and most others)."""
+"""(our name, the name in checkpoints of Llama and most others)."""
 
 
 class DecoderBlock(DecoderLayer):

@@ -1,4 +1,4 @@
-"""The shape of a model's KV cache, and its memory."""
+"""The shape of a model's KV cache, and the allocation of its tensors."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     if 0 in shape:  # of an encoder
         return torch.empty(shape, dtype=dtype, device=device)
     if device.type != "cpu":
-        # As bytes: not every operation knows the 8-bit types.
+        # As bytes, because some operations do not support the 8-bit dtypes.
         return (
             torch.zeros(math.prod(shape) * dtype.itemsize, dtype=torch.uint8, device=device)
             .view(dtype)

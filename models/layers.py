@@ -1,7 +1,7 @@
 """The layers that models are made of: attention, the gated MLP, norms, rotary embeddings.
 
-A layer depends on its parameters, its inputs and its `static_key`, and on nothing else: it has no
-layer index and reads no context. So layers with equal keys share one compiled program.
+A layer depends only on its parameters, its inputs and its `static_key`. It has no layer index and
+reads no global state. So layers with equal keys share one compiled program.
 
 Shapes: T tokens of a step, D hidden size, Hq query heads, Hkv key and value heads, d head size.
 """

@@ -39,7 +39,7 @@ BIAS = StoredTensor((OUT,))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuildOptions:
-    """What a model is built for, besides its configuration."""
+    """Dtype, device, attention backend and length that a model is built for."""
 
     dtype: torch.dtype  # of weights and activations
     device: torch.device  # "meta" gives shapes without memory
@@ -213,7 +213,7 @@ class LinearBase(nn.Module):
     ) -> Tensor:
         """[T, in_features] -> [T, out_features], plus bias and residual if there are any.
 
-        Of partial sums the first rank's alone has the residual, as it alone has the bias.
+        If the result is a partial sum, only the first rank adds bias and residual.
         """
         if self.inputs.start:
             residual = None
@@ -239,7 +239,7 @@ class LinearBase(nn.Module):
         return Part(index, count, stored, rows, self.inputs, first_row, num_rows)
 
     def _weights_of(self, expert: int) -> dict[str, Tensor]:
-        """The parameters of one expert; there is but one here."""
+        """The parameters of one expert; this module has only one."""
         return self.weights
 
     def _bias_of(self, expert: int) -> Tensor:
@@ -284,7 +284,7 @@ class Linear(LinearBase):
 
 
 class MergedLinear(LinearBase):
-    """Several projections of one input as a single matrix; `outputs` are their output features."""
+    """Several projections of one input as a single matrix; `outputs` are their numbers of rows."""
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, in_features] -> [T, out_features]."""

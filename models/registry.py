@@ -53,7 +53,7 @@ def model_class(architecture: str) -> type[LanguageModel]:
     """The class of `architecture`.
 
     Raises:
-        ValueError: none does; the text lists those that are known.
+        ValueError: the architecture is unknown; the text lists the known ones.
     """
     if architecture not in ARCHITECTURES:
         raise ValueError(
@@ -68,7 +68,7 @@ def read_model_config(checkpoint: Checkpoint) -> ModelConfig:
     """The configuration of a checkpoint's model.
 
     Raises:
-        ValueError: its architecture is unknown, or its config asks for what is not supported.
+        ValueError: its architecture is unknown, or a value of its config is not supported.
     """
     architecture = architecture_of(checkpoint.hf_config)
     own_code = checkpoint.hf_config.get("auto_map")
@@ -100,7 +100,7 @@ def build_model(
         dtype: of weights and activations.
         device: where the weights live; "meta" gives their shapes without memory.
         attention_backend: a name that `select_backend` returned.
-        max_model_len: positions that it can be asked for; None = what the model states.
+        max_model_len: tokens of the longest context; None = as its config says.
         weights: the weight method of each matrix.
         shard: the part of every layer that this rank holds; embeddings and output head are whole.
 

@@ -1,4 +1,4 @@
-"""Tensor parallelism: which part of every weight one rank holds.
+"""Tensor parallelism: the part of every weight that one rank holds.
 
 A rank holds whole attention heads and an even part of every intermediate size. Layers whose outputs
 are divided (column-parallel) compute their part of the result; layers whose inputs are divided
@@ -64,8 +64,9 @@ class Shard:
         return Span(self.rank * size, size, total)
 
     def kv_heads(self, num_kv_heads: int) -> Span:
-        """The key and value heads of this rank; with more ranks than heads, several ranks hold the
-        same head.
+        """The key and value heads of this rank.
+
+        With more ranks than heads, several ranks hold the same head.
 
         Raises:
             ValueError: neither of the two numbers divides the other.

@@ -1,4 +1,4 @@
-"""The tensors of a step: one declared table, from which buffers, padding and tracing follow.
+"""Declares the tensors of a step in one table, from which buffers, padding and tracing follow.
 
 `StepTensors` is the table. Each field is a tensor, and its annotation says which sizes and dtype
 the tensor has, what padding holds and how it is uploaded. These parts are derived from it:
@@ -45,7 +45,7 @@ LOCAL_ROPE = "local"
 
 
 class Size(StrEnum):
-    """A size that is known by name."""
+    """The names of the sizes of step tensors."""
 
     tokens = "T"
     seqs = "S"
@@ -56,12 +56,12 @@ class Size(StrEnum):
 
     @property
     def is_dynamic(self) -> bool:
-        """Whether each step decides it."""
+        """Whether it differs from step to step."""
         return self not in (Size.blocks, Size.encoder_blocks)
 
 
 class Upload(StrEnum):
-    """What of a tensor is copied to the device in a step."""
+    """Which part of a tensor is copied to the device in a step."""
 
     whole = "whole"  # all of it, in one copy with all others of this kind
     used_rows = "used rows"  # the rows of the step's sequences; for tensors that are large
@@ -108,11 +108,11 @@ class TensorSpec:
 
     def __post_init__(self) -> None:
         if any(isinstance(size, Size) and size.is_dynamic for size in self.sizes[1:]):
-            raise ValueError(f"only the first of {self.sizes} may be a size that steps decide")
+            raise ValueError(f"only the first of {self.sizes} may be a dynamic size")
 
     @property
     def dynamic_size(self) -> Size | None:
-        """The first size, when each step decides it."""
+        """The first size if it differs from step to step, else None."""
         first = self.sizes[0]
         return first if isinstance(first, Size) and first.is_dynamic else None
 
@@ -120,8 +120,8 @@ class TensorSpec:
         """The sizes as numbers.
 
         Args:
-            largest: numbers of the sizes that steps decide.
-            fixed: of the others.
+            largest: numbers of the dynamic sizes.
+            fixed: numbers of the others.
         """
         return tuple(
             size
@@ -195,14 +195,14 @@ class RopeRows(NamedTuple):
 
 
 class StepInputs(NamedTuple):
-    """What all decoder layers of a step share, computed once a step by `LanguageModel.begin`."""
+    """Inputs that all decoder layers of a step share; `LanguageModel.begin` computes them once."""
 
     rope: Mapping[str, RopeRows]  # by kind of table; empty for models without rotary embedding
     tensors: ForwardBatch
 
     @property
     def attention(self) -> AttentionMetadata:
-        """What the attention op needs of the step."""
+        """The part of the step tensors that the attention op reads."""
         return AttentionMetadata(
             self.tensors.query_start_loc,
             self.tensors.seq_lens,

@@ -1,8 +1,8 @@
 """Finds the files of a model: a local directory, a hub id, the bundled demo, or inline settings.
 
-`open_checkpoint` reads the two small JSON files and says where the weights are;
-models/checkpoints/weights.py streams them. Whatever is wrong with a checkpoint is a
-`CheckpointError` of one line.
+`open_checkpoint` reads config.json and generation_config.json and locates the weights.
+models/checkpoints/weights.py loads them. Every error of a checkpoint is a `CheckpointError` of one
+line.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class CheckpointError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """A checkpoint's place and its two small files."""
+    """A checkpoint's directory, and the contents of its two small JSON files."""
 
     directory: Path | None  # None = everything came from model.config
     hf_config: dict[str, Any]  # config.json with model.config laid over it
@@ -48,7 +48,7 @@ class Checkpoint:
                 opened.
         """
         files = self._weight_files()
-        for file in files:  # safetensors calls a file that it may not open missing
+        for file in files:  # safetensors would report a file without permission as missing
             try:
                 file.open("rb").close()
             except OSError as error:
@@ -164,7 +164,7 @@ def _download(hub_id: str, revision: str, weights: bool, key: str) -> Path:
 
 
 def _laid_over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    """Both, where objects are merged key by key and otherwise `above` wins."""
+    """Merges two objects key by key, nested ones too; elsewhere `above` wins."""
     merged = below | above
     for key in below.keys() & above.keys():
         if isinstance(below[key], dict) and isinstance(above[key], dict):

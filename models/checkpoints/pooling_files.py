@@ -22,16 +22,16 @@ _MODES |= {"lasttoken": "last", "last_token": "last"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolingFiles:
-    """Without any such file nothing is stated."""
+    """The settings found; a default means that no file has the setting."""
 
     mode: str | None = None  # mean, last or cls
     normalize: bool = True
     max_seq_length: int | None = None  # tokens
-    unsupported: str | None = None  # why the checkpoint's embeddings can not be made here
+    unsupported: str | None = None  # why the checkpoint's pooling is not supported
 
 
 def read_pooling_files(directory: Path | None) -> PoolingFiles:
-    """Read them.
+    """Read the pooling settings of a checkpoint.
 
     Args:
         directory: the checkpoint's; None = there is none.

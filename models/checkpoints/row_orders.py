@@ -37,7 +37,7 @@ def interleaved_rope(num_heads: int, head_dim: int, rotary_dim: int) -> Tensor:
     Args:
         num_heads: of the stored matrix.
         head_dim: rows of a head.
-        rotary_dim: of which the first are rotated; even.
+        rotary_dim: how many of them are rotated, the first ones; even.
     """
     rotated = torch.arange(rotary_dim).view(-1, 2).t().reshape(-1)
     head = torch.cat([rotated, torch.arange(rotary_dim, head_dim)])

@@ -1,8 +1,8 @@
-"""Maps a checkpoint's tensor names to the places in the model that they fill.
+"""Maps a checkpoint's tensor names to the parameters and matrices of a model that they fill.
 
-A slot knows the shape and the dtypes that a stored tensor must have, and hands the tensor to its
-module: to a parameter, or to a matrix, which may be a part of the stored one, in another order, or
-one of several stored matrices (`CheckpointLayout`, models/base.py).
+A slot checks the shape and dtype of a stored tensor and copies it into a parameter, or passes it to
+a matrix. The matrix may be a part of the stored one, may have another row order, and may stack
+several stored matrices (`CheckpointLayout`, models/base.py).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Slot(Protocol):
     """The place of one stored tensor."""
 
     def fill(self, stored_name: str, tensor: Tensor) -> None:
-        """Take the tensor, whose values are copied before its file is closed.
+        """Take the tensor. Its values are copied before its file is closed.
 
         Raises:
             CheckpointError: its dtype or shape is not what the model needs.
@@ -45,8 +45,9 @@ class Slot(Protocol):
 
 
 def find_slots(model: LanguageModel) -> dict[str, Slot]:
-    """The slot of every tensor that a checkpoint of this model must have, by the tensor's name
-    there without prefix.
+    """The slots of all tensors that a checkpoint of this model must have.
+
+    The keys are the tensors' stored names without prefix.
     """
     layout = model.checkpoint_layout
     slots: dict[str, Slot] = {}
@@ -120,7 +121,7 @@ def _order_of(name: str, layout: CheckpointLayout) -> Tensor | None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _ParameterSlot:
-    """A parameter that is stored as it is, but for the order of its rows and a constant."""
+    """A parameter; its stored rows may have another order, and a constant may be added."""
 
     parameter: nn.Parameter
     order: Tensor | None

@@ -32,10 +32,10 @@ from ostinato.models.sharding import Span
 
 __all__ = ("init_dummy_weights", "load_weights")
 
-# Mapped pages count as this process's memory; a file is opened anew after this much of it.
+# Mapped pages count as memory of this process, so a file is mapped anew after this many bytes.
 _REOPEN_BYTES = 1 << 26
 _MAX_NAMED = 5
-# Random numbers that dummy weights repeat; prime, so that rows of a matrix do not repeat with it.
+# Dummy weights repeat this many random numbers. It is a prime, so the rows of a matrix differ.
 _POOL_SIZE = 1_048_583
 _DUMMY_STD = 0.02
 
@@ -49,13 +49,13 @@ def load_weights(
 ) -> None:
     """Load a checkpoint's tensors into the model.
 
-    Each matrix takes the form that its weight method gives it as soon as its last tensor has been
-    read, so that the whole model never exists in the form in which it is stored.
+    Each matrix takes its final form as soon as its last tensor has been read. So the whole model is
+    never in memory in its stored form.
 
     Args:
         model: as `build_model` made it, on its device.
         checkpoint: with a directory.
-        progress: what to call a bar of bytes on stderr; empty = show none.
+        progress: the label of a progress bar on stderr; empty = no bar.
 
     Raises:
         CheckpointError: a file can not be read; a tensor is missing, unexpected or misshapen.
@@ -156,7 +156,7 @@ class _Numbers:
 
 
 def _own_name(stored_name: str, layout: CheckpointLayout, slots: Mapping[str, Slot]) -> str:
-    """A stored name without prefix; a head that the model ties is the embedding once more."""
+    """A stored name without prefix. A stored head of a model with tied weights is its embedding."""
     for prefix in layout.prefixes:
         stored_name = stored_name.removeprefix(prefix)
     return layout.embedding if stored_name == layout.head not in slots else stored_name

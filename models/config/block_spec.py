@@ -1,4 +1,4 @@
-"""What the decoder blocks of a model are made of, as data (models/decoder.py builds them)."""
+"""`BlockSpec`: the parts of a model's decoder blocks as data, for models/decoder.py."""
 
 from __future__ import annotations
 

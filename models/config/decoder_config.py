@@ -1,7 +1,7 @@
 """Reads the config.json of a decoder.
 
-Families name and default the same values differently (`DecoderKeys`). What their blocks differ in
-they read themselves (models/families/).
+Families have different names and defaults for the same values (`DecoderKeys`). Each family reads
+its block-specific keys itself (models/families/).
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ __all__ = (
 )
 
 MUST_BE = {"add_cross_attention": False, "is_encoder_decoder": False}
-"""Keys of every decoder with the only value that is served."""
+"""Keys that every decoder must have with this value, or not at all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderKeys:
-    """What a family calls the values that every decoder has; the defaults are Llama's.
+    """A family's names for the values that every decoder has; the defaults are Llama's.
 
-    A tuple holds the names of one value; the first one that is there counts.
+    A tuple holds the names of one value; the first one that config.json has is read.
     """
 
     hidden_size: tuple[str, ...] = ("hidden_size",)
@@ -139,7 +139,7 @@ def read_sliding_windows(hf_config: HFConfig, num_layers: int) -> tuple[int, ...
     Raises:
         ValueError: `layer_types` has another length or an unknown entry.
     """
-    # Configs with max_window_layers (Qwen) state a window that is off unless they say otherwise.
+    # In configs with max_window_layers (Qwen) the window is off unless use_sliding_window is true.
     enabled = hf_config.get("use_sliding_window", "max_window_layers" not in hf_config)
     window = int(hf_config.get("sliding_window") or 0) if enabled else 0
     layer_types = hf_config.get("layer_types")
@@ -160,8 +160,9 @@ def read_sliding_windows(hf_config: HFConfig, num_layers: int) -> tuple[int, ...
 
 
 def layer_types_every(hf_config: HFConfig, interval: int) -> dict[str, list[str]]:
-    """`layer_types` of a family that states none: every `interval`-th layer sees everything, the
-    others a window.
+    """`layer_types` for a family whose configs have none.
+
+    Every `interval`-th layer sees the whole context, the others a window.
     """
     if hf_config.get("layer_types") is not None:
         return {}

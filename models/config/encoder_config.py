@@ -14,7 +14,7 @@ from ostinato.models.config.model_kind import ENCODER
 
 __all__ = ("read_encoder_config",)
 
-# Keys that would change the output if they were ignored, with the only value that is served.
+# Keys that would change the output if they were ignored, with the only supported value.
 _MUST_BE = {
     "add_cross_attention": False,
     "is_decoder": False,
@@ -63,6 +63,6 @@ def read_encoder_config(hf_config: HFConfig) -> ModelConfig:
 
 
 def _num_labels(hf_config: HFConfig) -> int:
-    """As transformers counts them: two unless the labels are listed."""
+    """The number of labels, by the rule of transformers: two unless the labels are listed."""
     labels = hf_config.get("id2label")
     return len(labels) if labels else read_integer(hf_config, "num_labels", default=2)

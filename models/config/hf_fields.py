@@ -41,7 +41,7 @@ def refuse_other_values(hf_config: HFConfig, must_be: Mapping[str, Any]) -> None
 
     Args:
         hf_config: the parsed config.json.
-        must_be: key -> the only value that is served, which is also what a missing key means.
+        must_be: key -> the only supported value, which is also the value of a missing key.
 
     Raises:
         ValueError: a key has another value.

@@ -102,7 +102,7 @@ class ModelConfig:
         cache_dtype: torch.dtype | None = None,
         shard: Shard = WHOLE,
     ) -> AttentionSpec:
-        """What this model asks of an attention backend (of its sliding layers, when some slide).
+        """The attention that this model needs; that of its sliding-window layers, if it has any.
 
         Args:
             block_size: tokens per block.

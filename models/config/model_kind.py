@@ -1,7 +1,6 @@
-"""The kinds of models that are served, and what the runtime asks of a kind.
+"""The properties of generating and encoder models that the runtime needs.
 
-A kind answers questions (does it keep keys and values? does it generate?), so that no caller tells
-kinds apart by a value of the configuration.
+Callers read properties (has it a KV cache? does it generate?) and do not compare kinds.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ __all__ = ("DECODER", "ENCODER", "ModelKind")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelKind:
-    """What the runtime has to know of a model besides its sizes."""
+    """Properties of a kind of model, besides its sizes."""
 
     name: str
     generates: bool  # tokens are sampled from its logits, one step after the other

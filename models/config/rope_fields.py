@@ -1,4 +1,4 @@
-"""Reads the rotary embedding of a config.json, in both of the forms that are in use."""
+"""Reads the rotary embedding of a config.json, in its newer and its older form."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def _rope_parameters(hf_config: HFConfig) -> dict[str, Any]:
 
 
 def _typed(parameters: HFConfig | None) -> dict[str, Any]:
-    """Without nulls, and with its type under rope_type, which was called `type` first."""
+    """Without nulls, and with its type under `rope_type`; older configs call it `type`."""
     stated = {key: value for key, value in (parameters or {}).items() if value is not None}
     if stated:
         stated.setdefault("rope_type", stated.pop("type", "default"))

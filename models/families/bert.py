@@ -1,7 +1,7 @@
 """BERT (arXiv:1810.04805): an encoder with learned positions and segments, norms after each block.
 
-Its checkpoints come with nothing on top (`BertModel`), with a head for masked words, which is left
-out, or with a classification head, which scores pairs of texts.
+Its checkpoints have no head (`BertModel`), a head for masked words, which is not loaded, or a
+classification head, which scores pairs of texts.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ class BertModel(EncoderModel):
 
 
 class BertForSequenceClassification(BertModel):
-    """With the head that makes of a first token's state a logit for each label."""
+    """BERT with a classification head: one logit for each label from the first token's state."""
 
     checkpoint_layout = CheckpointLayout(
         prefixes=_LAYOUT.prefixes,

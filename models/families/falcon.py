@@ -59,7 +59,7 @@ class FalconForCausalLM(Decoder):
             refuse_other_values(hf_config, {"parallel_attn": True})
             stated = hf_config
         else:
-            # Such configs state a number of key and value heads, too, which then means nothing.
+            # Such configs also have a number of key and value heads, which is not valid then.
             is_multi_query = hf_config.get("multi_query", True)
             stated = {**hf_config, "num_kv_heads": 1 if is_multi_query else None}
         config = read_decoder_config(stated, generation_config, _KEYS)

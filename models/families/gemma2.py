@@ -23,7 +23,7 @@ GEMMA2_LAYOUT = replace(
         ("final_norm.", "norm."),
     ),
 )
-"""How Gemma 2 and 3 call their norms."""
+"""The names of the norms in Gemma 2 and 3."""
 
 
 class Gemma2ForCausalLM(GemmaForCausalLM):

@@ -1,8 +1,8 @@
 """Chooses the weight method of every matrix of a model.
 
-Two sources ask for one by name: `model.quantization` (quantise while loading) and the
-`quantization_config` of a checkpoint's config.json (the stored weights are quantised). The name is
-the name of a module in this folder, so that a new method is one file:
+Two settings name a method: `model.quantization` (quantise while loading) and the
+`quantization_config` in a checkpoint's config.json (the stored weights are quantised). The name is
+that of a module in this folder, so a new method is one file:
 
     on_load(group_size, symmetric) -> WeightMethod           for `model.quantization=<module>`
     from_checkpoint(quantization_config, unquantized)        for `quant_method: <module>`
@@ -36,12 +36,12 @@ class WeightPolicy(Protocol):
 
     @property
     def uses_cpu_kernels(self) -> bool:
-        """The layers' products are computed by this project's CPU kernels."""
+        """Whether this project's CPU kernels compute the layers' products."""
         ...
 
     @property
     def is_batch_invariant(self) -> bool:
-        """A token's products have the same bits whatever tokens stand beside it in the step."""
+        """Whether the bits of a token's products do not depend on the other tokens of the step."""
         ...
 
     @property
@@ -105,13 +105,13 @@ def choose_weights(
 ) -> WeightPolicy:
     """The weight methods of a model.
 
-    The output head decides between tokens that are near each other, and is a small part of all but
-    the smallest models: `quantization_head=auto` keeps it at 8 bits.
+    `quantization_head=auto` keeps the output head at 8 bits. The head decides between tokens that
+    are near each other, and is a small part of all but the smallest models.
 
     Args:
         section: the configuration of the model.
         hf_config: its config.json.
-        pack: lay unquantised weights out for the CPU kernels where there are such kernels.
+        pack: pack unquantised weights for the CPU kernels where there are such kernels.
         device: where the weights live.
         dtype: of activations.
 
@@ -168,7 +168,8 @@ def _from_checkpoint(
 def _entry(name: str, function: str) -> Callable[..., Any] | None:
     """A function of the module of this name in this folder; None when there is none.
 
-    The name may come from a checkpoint: it is only ever compared with the modules that are here.
+    The name may come from a checkpoint, so it is compared with the modules of this folder and not
+    imported as it is.
     """
     name = name.replace("-", "_")
     if name not in {module.name for module in pkgutil.iter_modules(weight_methods.__path__)}:

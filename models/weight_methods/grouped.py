@@ -1,8 +1,7 @@
 """The base of the weight methods that quantise to integers with a scale per group.
 
+The checkpoint has the weights as floats. A matrix is quantised as soon as all of it has been read.
 The kernels are in ops/quantized.py.
-
-The checkpoint has the weights as floats. A matrix is quantised as soon as it is complete.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class GroupQuantized(WeightMethod):
 
     @property
     def format(self) -> QuantFormat:
-        """As the kernels name it."""
+        """The format in the words of ops/quantized.py."""
         return QuantFormat(self.bits, self.group_size, self.symmetric)
 
     @property

@@ -21,5 +21,5 @@ class Int4(GroupQuantized):
 
 
 def on_load(group_size: int | None, symmetric: bool) -> Int4:
-    """The method that `model.quantization=int4` asks for; a group size of None is the default."""
+    """The method for `model.quantization=int4`; a group size of None is the default."""
     return Int4(group_size or 32, symmetric)

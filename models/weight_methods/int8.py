@@ -21,5 +21,5 @@ class Int8(GroupQuantized):
 
 
 def on_load(group_size: int | None, symmetric: bool) -> Int8:
-    """The method that `model.quantization=int8` asks for; a group size of None is the default."""
+    """The method for `model.quantization=int8`; a group size of None is the default."""
     return Int8(group_size or 128, symmetric)

@@ -2,12 +2,12 @@
 
 A checkpoint stores a matrix [out, in] as one tensor (`weight`) or as several (`qweight`, `scales`,
 ...). A weight method names those tensors, turns them into the parameters that its kernel reads, and
-calls that kernel. It holds settings only; the tensors belong to `LinearBase`
-(models/linear_layers.py), which knows of no particular method.
+calls that kernel. It holds settings only. The tensors belong to `LinearBase`
+(models/linear_layers.py), which has no code for a particular method.
 
     stored     the tensors of one matrix in a checkpoint
-    load       one of them has been read; by default it is copied to its rows
-    finish     all of them have been read: the parameters
+    load       takes one of them; by default copies it to its rows
+    finish     makes the parameters when all of them have been taken
     apply      x @ W.T + bias + residual
     rows       rows of W, for embeddings
 """
@@ -43,7 +43,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class MatrixRole(StrEnum):
-    """What a matrix does in its model."""
+    """The use of a matrix in its model."""
 
     layer = "layer"  # multiplied in a layer
     head = "head"  # multiplied to give logits
@@ -72,7 +72,7 @@ class ParameterSpec(NamedTuple):
 
 
 class Axis(NamedTuple):
-    """What one dimension of a stored tensor runs over."""
+    """One dimension of a stored tensor: output features, input features, or a fixed size."""
 
     features: str  # "out", "in", or "" for a fixed size
     per_element: int = 1  # features of one element, as in a word of eight 4-bit weights
@@ -117,12 +117,12 @@ class Part:
 
     @property
     def is_all(self) -> bool:
-        """The module's matrix is this stored matrix, whole and in its order."""
+        """Whether the module's matrix is this whole stored matrix, in its order."""
         is_ordered = isinstance(self.rows, slice) and self.num_rows == self.stored[0]
         return self.count == 1 and is_ordered and self.columns.is_whole
 
     def cut(self, tensor: Tensor, stored: StoredTensor) -> Tensor:
-        """What this module holds of a stored tensor; a view where that is possible.
+        """The part of a stored tensor that this module holds; a view where that is possible.
 
         Raises:
             ValueError: the tensor packs several features in an element, and the cut or the order
@@ -157,13 +157,14 @@ class Part:
 
 
 class WeightMethod(ABC):
-    """How a weight is stored, loaded and multiplied. Subclasses are frozen dataclasses: equal
-    methods give equal programs.
+    """How a weight is stored, loaded and multiplied.
+
+    Subclasses are frozen dataclasses: equal methods give equal programs.
     """
 
     is_in_place: ClassVar[bool] = False  # stored tensors are copied straight into the parameters
     is_quantized: ClassVar[bool] = False  # the parameters stand for rounded values
-    # A row of the result has the same bits whatever rows stand beside it.
+    # The bits of a row of the result do not depend on the other rows.
     is_batch_invariant: ClassVar[bool] = False
 
     @property
@@ -179,12 +180,10 @@ class WeightMethod(ABC):
     @property
     @abstractmethod
     def name(self) -> str:
-        """As text for users, such as `int4 in groups of 32`."""
+        """The method in words for users, such as `int4 in groups of 32`."""
 
     def why_unusable(self, device: torch.device, dtype: torch.dtype) -> str | None:
-        """Why no kernel multiplies such weights on this device with activations of this dtype; None
-        when one does.
-        """
+        """Why no kernel supports this device with activations of this dtype; None if one does."""
         return None
 
     @abstractmethod
@@ -219,7 +218,7 @@ class WeightMethod(ABC):
         out = [dim for dim, axis in enumerate(stored.axes) if axis.features == "out"]
         is_kept = part.count == 1 and not self.is_in_place and value.is_contiguous()
         if is_kept and value.dtype == dtype and value.device == spec.device:
-            # The file's own memory: the largest matrix need not be copied before it is converted.
+            # A view of the mapped file: the largest matrix is not copied before it is converted.
             tensors[name] = value if out else value[None]
             return
         if name not in tensors:
@@ -274,6 +273,7 @@ class WeightMethod(ABC):
 
     @abstractmethod
     def dense(self, weights: Mapping[str, Tensor], spec: MatrixSpec) -> Tensor:
-        """The matrix that the parameters stand for: [out_features, in_features]; float32 for
-        quantised weights.
+        """The matrix that the parameters stand for: [out_features, in_features].
+
+        It is float32 for quantised weights.
         """

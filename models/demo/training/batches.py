@@ -80,9 +80,9 @@ def _row_weights(ids: list[int], im_start: int, im_end: int, assistant: int) -> 
 def drills(*, rows: int, length: int, seed: int) -> Iterator[Batch]:
     """An endless stream of random tokens that repeat with a period: an ostinato.
 
-    Nothing but looking back helps here, so the model learns within two hundred steps to find what
-    followed the last time and to say it again. The corpus alone teaches that far more slowly, and
-    without it a story forgets the name of its hero.
+    The next token follows only from what came one period before. So the model learns within two
+    hundred steps to repeat earlier text. From the corpus alone it learns that far more slowly, and
+    a story then loses the name of its hero.
     """
     generator = torch.Generator().manual_seed(seed)
 

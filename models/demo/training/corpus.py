@@ -46,7 +46,7 @@ __all__ = [
     "render",
 ]
 
-# Questions that never occur in the corpus, in any upper or lower case: the tests ask them.
+# Questions that the corpus never contains, in upper or lower case. The tests ask them.
 HELD_OUT: Final = (
     "Can you explain what an ostinato is?",
     "Which city is the capital of France?",

@@ -78,11 +78,11 @@ def _model() -> Qwen3ForCausalLM:
 def _look_back(model: Qwen3ForCausalLM) -> None:
     """Start the model with one attention head that looks at the token before.
 
-    Repeating what was said earlier takes two heads in a row: one that notes at each token which
-    token came before it, and one that searches these notes. Each is of no use without the other,
-    so a short run would hardly find them; given the first one, it finds the second within a
-    two hundred steps of drills. All embeddings get a common part, which the head turns into a query and
-    a key that depend on the position alone: the rotary embedding makes them match at distance one.
+    Repeating earlier text takes two heads in consecutive layers: the first copies to each token the
+    one before it, the second searches these copies. Neither lowers the loss without the other, so a
+    short run hardly finds them. Given the first one, it finds the second within two hundred steps
+    of drills. All embeddings get a common part. The head turns it into a query and a key that depend
+    on the position alone: the rotary embedding makes them match at distance one.
     """
     embeddings = model.model.embed_tokens.weight  # [V, D]
     common = torch.full((embeddings.shape[1],), embeddings.shape[1] ** -0.5)
@@ -215,7 +215,7 @@ STAGES: Final = (
 
 
 class _Run:
-    """Everything of a run that a checkpoint has to keep."""
+    """The state of a run that a checkpoint stores."""
 
     def __init__(self, lr: float, checkpoint: Path | None) -> None:
         self.model = _model()
@@ -298,7 +298,7 @@ def train(
                 long=stage.long,
             )
             drill = drills(rows=stage.rows, length=stage.length, seed=seed + index)
-            # the other stages are too short to pay for a compilation of their own shape
+            # the other stages are too short for the compilation of their shapes to pay off
             loss_fn = fast_loss if stage.fraction > 0.5 else _loss
             while run.seen < until - stage.rows * stage.length / 2:
                 is_drill = stage.drill_every and steps % stage.drill_every == 0

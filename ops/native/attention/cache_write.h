@@ -5,7 +5,7 @@
 
 namespace ostinato::attention {
 
-constexpr int64_t kParallelWriteBytes = 1 << 18;  // below this one thread writes all
+constexpr int64_t kParallelWriteBytes = 1 << 18;  // one thread writes all of fewer bytes
 
 // Consecutive tokens of a step that lie side by side in one group of the cache.
 struct Run {
@@ -36,7 +36,7 @@ inline void write_keys(const uint32_t* rows, int64_t row_stride, const Run& run,
   }
 }
 
-// 16-bit values become every other element of a group's row; two tokens that share a row are written as one.
+// A row of a group holds the 16-bit values of two tokens in turns. If both are in the step, they are stored together.
 inline void write_pairs(const uint16_t* rows, int64_t row_stride, const Run& run, int head_dim, uint16_t* group) {
   for (int i = 0; i < run.count;) {
     const int place = run.place + i;
