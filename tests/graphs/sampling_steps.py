@@ -30,7 +30,7 @@ def random_draws(numbers: random.Random, count: int, vocab_size: int = VOCAB) ->
 
 
 def check_draws(token_sampler: GraphSampler, static: Tensor, num_steps: int) -> None:
-    """Steps of all sizes and mixtures; rows that a larger step left behind must not be seen.
+    """Steps of all sizes and mixtures; rows that a larger step left must have no effect.
 
     Args:
         token_sampler: over `static`.

@@ -65,7 +65,7 @@ def test_buckets_are_captured_largest_first() -> None:
 def test_replay_equals_eager_through_joins_and_leaves(
     recorder: Recorder,
 ) -> None:
-    """Each step leaves rows behind that the next, smaller one must not see."""
+    """Each step leaves rows that must not affect the next, smaller one."""
     captured, eager = make_runner(recorder)
     steps: list[tuple[list[tuple[int, list[int]]], str]] = [
         ([(0, [3, 1, 4]), (0, [1, 5, 9, 2, 6])], "captured"),  # 8 tokens in the bucket of 16

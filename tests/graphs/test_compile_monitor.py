@@ -258,7 +258,7 @@ def test_the_start_of_another_engine_is_not_late(monitor: CompileMonitor, tmp_pa
         assert in_a_step(monitor, lambda: subprocess.run(words, check=True)) == [
             LateCompile("c++", SHAPE, 1)
         ]
-        # And one on another thread is not blamed for the start.
+        # A compilation of the start is not counted for a step on another thread.
         started, ended = threading.Event(), threading.Event()
 
         def step() -> None:
@@ -280,7 +280,7 @@ def test_the_start_of_another_engine_is_not_late(monitor: CompileMonitor, tmp_pa
 
 
 def test_a_program_that_does_not_start_says_so_itself(monitor: CompileMonitor) -> None:
-    """The hook must never be what raises."""
+    """The hook itself must not raise."""
     with pytest.raises(FileNotFoundError, match="no-such-directory"):
         subprocess.run(["/no-such-directory/g++"], check=True)
     with pytest.raises(TypeError):

@@ -1,4 +1,4 @@
-"""Draws as programs: the tokens of the row-by-row form, whatever shares the step; no late question."""
+"""Captured sampling draws the same tokens as row by row, in any step, and waits for no device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Device times: summed once the device has passed a step, never waited for."""
+"""Device times are summed after the device has passed a step, without waiting for it."""
 
 from __future__ import annotations
 

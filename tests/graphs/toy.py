@@ -1,4 +1,4 @@
-"""A decoder small enough to compile in seconds, with everything that the graph layer must cope with."""
+"""A decoder that compiles in seconds, with every feature that the graph layer must handle."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Steps a model from plain lists: what the engine does, in few lines that can be checked by eye.
+"""Runs steps of a model without an engine, from lists of (sequence, number of tokens).
 
-A `Driver` owns a cache and block tables. `step` takes (sequence, number of tokens) pairs and
-computes that many further tokens of each: any mix of whole, chunked and one-token steps is a list.
+A `Driver` owns a cache and block tables. `step` computes that many further tokens of each sequence.
+So any mix of whole prompts, chunks and decodes is a list.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Forward = Callable[[ForwardBatch, KVCache], Tensor]
 
 
 class Sequence:
-    """Tokens, how many of them are computed, and the blocks they live in."""
+    """Tokens, how many of them are computed, and the blocks that hold them."""
 
     def __init__(self, token_ids: list[int]) -> None:
         self.token_ids = list(token_ids)

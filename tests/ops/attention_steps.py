@@ -1,7 +1,7 @@
-"""Random attention steps for comparing backends: (query rows, context) per sequence, made hostile.
+"""Random attention steps for comparing backends: (query rows, context) per sequence.
 
-Whatever a backend must not read is poisoned: the null block, blocks of nobody and the unused ends of
-blocks hold NaN; block-table entries past a context are far out of range.
+What a backend must not read holds NaN: the null block, blocks of no sequence and the unused ends of
+blocks. Block-table entries past a context are far out of range.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ STALE_BLOCK = 1 << 24
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """What a step's tensors look like besides its lengths."""
+    """Sizes and dtypes of a step's tensors."""
 
     num_heads: int = 8
     num_kv_heads: int = 2
@@ -200,7 +200,7 @@ def check(backend: AttentionBackend, lengths: list[tuple[int, int]], shape: Shap
     torch.testing.assert_close(
         out[real].float().cpu(), expected[real], atol=tolerance, rtol=tolerance
     )
-    # Block 0 takes what padding tokens write: nobody reads it.
+    # Padding tokens write to block 0, which no sequence reads.
     for cache, cache_expected in ((k_cache, k_expected), (v_cache, v_expected)):
         assert torch.equal(known(cache), known(cache_expected))
     return out

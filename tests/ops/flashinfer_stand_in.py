@@ -1,7 +1,7 @@
 """FlashInfer's wrappers as their documentation describes them, in plain torch on a CPU.
 
-They check what callers must keep (fixed sizes, causal rows, data types) and compute from the index
-buffers alone, as a captured kernel would; so what they return shows what the planner put there.
+They check what callers must keep (fixed sizes, causal rows, data types). They compute from the index
+buffers alone, as a captured kernel does. So their results show what the planner put there.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ostinato.ops.backends.flashinfer_plan import Library
 
 
 class StandIn:
-    """What both wrappers share."""
+    """The base of both wrappers."""
 
     is_causal = False
 

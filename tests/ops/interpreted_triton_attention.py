@@ -97,8 +97,9 @@ FP8_GRID = [
 
 @pytest.fixture
 def exact_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter rounds to 8 bits without carry into the exponent, and knows no NaN there:
-    convert as torch does, which does it as the hardware does within the type's range.
+    """Convert to 8 bits as torch does, which equals the hardware within the dtype's range.
+
+    The interpreter rounds without carry into the exponent, and has no NaN there.
     """
     convert = interpreter._convert_float
 

@@ -1,4 +1,4 @@
-"""What the tests of the C++ kernels share: the levels that run here, problems, bounds."""
+"""Helpers of the C++ kernel tests: instruction sets that run here, random problems, error bounds."""
 
 from __future__ import annotations
 

@@ -155,7 +155,7 @@ def test_every_call_binds_to_flashinfer(
     flashinfer: Library, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Planning and running decode, mixed and uncaptured steps, each call checked against the real
-    signatures. The kernel that writes keys and values has no part in it and is left out.
+    signatures. The kernel that writes keys and values is left out.
     """
     from ostinato.ops.backends import flashinfer as module
 
@@ -169,7 +169,7 @@ def test_every_call_binds_to_flashinfer(
     for key in [*keys, *keys, GraphKey(5, 2, 0)]:
         step = engine.load([(1, 30), (1, 40)], key)
         planner.plan(key, engine.buffers.host, engine.buffers.plan)
-        # The caches' poison is at the slots that are not written here.
+        # The slots that are not written here hold NaN.
         clean = step._replace(k_cache=step.k_cache.nan_to_num(), v_cache=step.v_cache.nan_to_num())
         run_step(backend, clean, shape)
     planner.close()

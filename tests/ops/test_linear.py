@@ -85,7 +85,7 @@ def test_the_number_of_threads_does_not_show(
 
 @pytest.mark.parametrize("dtype", _DTYPES, ids=name_of)
 def test_more_rows_than_are_packed_at_a_time(kernels: SimpleNamespace, dtype: torch.dtype) -> None:
-    # 16 KiB of activations a row, 384 KiB at a time: many groups, which workers meet half-way through
+    # 16 KiB of activations a row, 384 KiB at a time: many groups, and workers share some of them
     x, weight, bias = linear_problem(560, 33, 8192 if dtype == torch.bfloat16 else 4096, dtype)
     packed = kernels.pack(weight)
     whole = kernels.linear(x, packed, bias, 33, False)

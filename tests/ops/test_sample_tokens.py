@@ -1,4 +1,4 @@
-"""The C++ op that samples, against plain torch and the definitions, on every instruction set of this processor."""
+"""The C++ op that samples, against plain torch, on all instruction sets that run here."""
 
 from __future__ import annotations
 
@@ -75,8 +75,9 @@ def test_a_draw_is_that_of_plain_torch(
     top_p: float,
     min_p: float,
 ) -> None:
-    """Except where a number lies within a rounding of a border: then it is what plain torch draws
-    for a number a little smaller or larger.
+    """The exception is a number within a rounding error of a border between two tokens.
+
+    The token is then the one that plain torch draws for a number a little smaller or larger.
     """
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(8, vocabulary + 3, generator=generator)[:, :vocabulary] * scale

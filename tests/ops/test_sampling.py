@@ -1,4 +1,4 @@
-"""Sampling maths against the definitions, written out slowly."""
+"""Sampling against its definitions in plain Python."""
 
 from __future__ import annotations
 

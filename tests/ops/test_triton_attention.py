@@ -104,7 +104,7 @@ def test_the_planner_tells_decode_from_the_rest() -> None:
 
     planner = BACKEND.make_planner(spec(), [], max_blocks_per_seq=8)
     handle = torch.zeros(1, dtype=torch.int64)
-    host = None  # nothing of the step is looked at
+    host = None  # the planner does not read the step
     planner.plan(GraphKey(4, 4, 1), host, handle)  # pyright: ignore[reportArgumentType]
     assert handle.tolist() == [1]
     planner.plan(GraphKey(64, 4, 0), host, handle)  # pyright: ignore[reportArgumentType]

@@ -49,7 +49,7 @@ inline void write_pairs(const uint16_t* rows, int64_t row_stride, const Run& run
     }
     const uint16_t* odd = row + row_stride;
     int d = 0;
-    for (; d + kWidth <= head_dim; d += kWidth) {  // any 16 bits: BFloat16 names the load that leaves them as they are
+    for (; d + kWidth <= head_dim; d += kWidth) {  // a load of BFloat16 moves any 16 bits unchanged
       const F32 pairs = pair_up(load(reinterpret_cast<const BFloat16*>(row + d)),
                                 load(reinterpret_cast<const BFloat16*>(odd + d)));
       store(reinterpret_cast<float*>(into + 2 * d), pairs);

@@ -138,8 +138,8 @@ void tile(const float* x, const uint32_t* w, int64_t steps, float* sums, bool ad
     const uint32_t* units = w + column;
     for (int64_t step = 0; step < steps; ++step) {
       if constexpr (R > kMaxRows / 2) {
-        // tall tiles linger on a line for so long that the hardware's prefetcher falls behind; short tiles
-        // run at the memory's speed and only lose by it
+        // with tall tiles the hardware's prefetcher falls behind; short tiles run at the memory's speed, and
+        // prefetching slows them down
         __builtin_prefetch(units + kPrefetchUnits);
         __builtin_prefetch(units + kPrefetchUnits + 16);
       }

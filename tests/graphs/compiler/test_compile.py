@@ -67,8 +67,8 @@ def compiled(request: pytest.FixtureRequest) -> Compiled:
     return Compiled(model, form, program, code)
 
 
-# The second size is the tripwire for mutated views with symbolic sizes: layers would all write at
-# offset 0. The outputs of such a step can look right, so the caches are compared too.
+# The second size shows mutated views with symbolic sizes: all layers would write at offset 0. The
+# outputs of such a step can be right all the same, so the caches are compared too.
 @pytest.mark.parametrize("num_blocks", [COMPILE_BLOCKS, 64])
 @torch.inference_mode()
 def test_compiled_equals_eager_in_hidden_states_and_caches(

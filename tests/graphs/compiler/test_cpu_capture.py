@@ -1,4 +1,4 @@
-"""Replays of a CPU graph are the programs' steps, bit for bit; what is not captured says why."""
+"""Replays of a CPU graph equal the programs' steps bit for bit; the log says what is not captured."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def compiled(model, spec, store: Store | None = None):
 
 
 def capture(program, cache) -> None:
-    """What the engine's start does: record a padded step of the first bucket."""
+    """Record a padded step of the first bucket, as the engine's start does."""
     buffers = make_buffers()
     num_tokens, num_seqs = fill(buffers, [(0, [3])])
     batch = buffers.batch(num_tokens, num_seqs, num_seqs)

@@ -22,7 +22,7 @@ from tests.runtime.tiny import tiny_config
 
 
 class Store:
-    """What a bundle is to the compiler."""
+    """The part of a bundle that the compiler uses."""
 
     def __init__(self) -> None:
         self.files: dict[str, bytes] = {}

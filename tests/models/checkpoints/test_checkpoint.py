@@ -92,7 +92,7 @@ def test_invalid_config(tmp_path: Path, text: str) -> None:
 
 
 def test_unreachable_hub(tmp_path: Path) -> None:
-    """A hub id whose hub refuses connections: one clear line, soon."""
+    """A hub that refuses connections gives one clear line, soon."""
     code = (
         "from ostinato.conf.schema import ModelSection\n"
         "from ostinato.models.checkpoints.checkpoint import CheckpointError, open_checkpoint\n"

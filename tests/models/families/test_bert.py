@@ -57,7 +57,7 @@ def load(directory: Path, *, packed: bool = False) -> tuple[EncoderModel, ModelC
 
 
 def pack(sequences: list[list[int]], num_padding: int = 0) -> ForwardBatch:
-    """One packed batch, with rows past the last sequence that belong to nobody."""
+    """One packed batch, with rows past the last sequence as padding."""
     lengths = [len(ids) for ids in sequences]
     flat = [token for ids in sequences for token in ids] + [0] * num_padding
     positions = [place for length in lengths for place in range(length)] + [0] * num_padding

@@ -1,8 +1,8 @@
-"""Quantised models against the same models with the weights that their quantised ones stand for.
+"""Quantised models against float models with the dequantised weights.
 
-What the kernels round on the way in is rounded in the comparison too, so that what is left is the
-order of float32 sums. A value at the border of two steps may then fall to the other side: one step
-of 127 in one of hundreds of values, which is the tolerance.
+The float models round activations as the kernels do, so only the order of float32 sums differs. A
+value at the border of two steps may then be rounded to the other one. That is one step of 127 in
+one of hundreds of values, which is the tolerance.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def test_parity_with_the_restored_weights(directory, name: str, kind: str) -> No
     errors = (ours - exact).abs().amax(1)  # by position; a step's difference carries on from there
     assert int((errors < 1e-5 * spread).sum()) >= 4
     assert float(errors.max()) < 0.1 * spread
-    # Without the rounding of activations: what it costs a random model of 64 features.
+    # Without the rounding of activations: the error of that rounding in a random model of 64 features.
     unrounded = logits_of(restored(model, directory(name), round_inputs=False), config)
     assert float((ours - unrounded).norm() / unrounded.norm()) < 0.06
 
@@ -164,7 +164,7 @@ def test_quantised_while_loading_equals_quantised_after(directory, name: str) ->
 
 
 def test_only_one_matrix_at_a_time_is_whole_and_unquantised(directory) -> None:
-    """Streaming: when a matrix has been filled it is quantised before the next is begun."""
+    """A matrix is quantised as soon as it is complete, before the next one is read."""
     model, _ = build(directory("llama3"), BOTH["int8"])
     checkpoint = open_checkpoint(ModelSection(path=str(directory("llama3"))))
     with LiveBytes() as live:

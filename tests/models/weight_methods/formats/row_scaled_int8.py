@@ -1,6 +1,6 @@
-"""A weight method of the tests alone: `weight` int8 [out, in] and `weight_scale` [out, 1], as
-compressed-tensors' int-quantized checkpoints store them. It is one file, and no other file of the
-engine knows of it.
+"""A weight method for the tests, with a scale a row: `weight` int8 [out, in], `weight_scale` [out, 1].
+
+compressed-tensors' int-quantized checkpoints store weights so. No file of the engine names it.
 """
 
 from __future__ import annotations
