@@ -180,7 +180,7 @@ class LoadSection(Section):
         above=0,
     )
     num_warmups: int = setting(1, "requests before each point, not counted", at_least=0)
-    ignore_eos: bool = setting(True, "ask for outputs of exactly the workload's length")
+    ignore_eos: bool = setting(True, "request outputs of exactly the workload's length")
     temperature: float = setting(0.0, "temperature of every request", at_least=0, at_most=2)
     extra_body: dict[str, Any] = setting({}, "fields to add to every request's body")
     headers: dict[str, str] = setting({}, "HTTP headers to add; not written to results")

@@ -167,7 +167,7 @@ def _link_bundles(source: Path, target: Path) -> None:
 
 
 def completion_line() -> str:
-    """What the user has typed so far when a shell asks for completions; empty otherwise."""
+    """The command line so far when a shell completes it; empty otherwise."""
     return os.environ.get("COMP_LINE", "")
 
 

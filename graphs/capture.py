@@ -209,7 +209,7 @@ class GraphRunner:
     ) -> tuple[Tensor | None, Tensor]:
         """As `run`, but never captured, with every token's final hidden state: (logits, [T, D]).
 
-        Logits are None when no row asks for them.
+        Logits are None if `num_rows` is 0.
         """
         self._buffers.upload(num_seqs)
         self._buffers.scatter_last_tokens(num_tokens)

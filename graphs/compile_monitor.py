@@ -133,7 +133,7 @@ class CompileMonitor:
 class _Process:
     """The monitors of this process, behind one audit hook, which Python can not remove.
 
-    An event of another kind costs the hook one look-up in a set. A step causes few events.
+    For an event that is not watched, the hook makes one look-up in a set. A step causes few events.
     """
 
     def __init__(self) -> None:

@@ -44,7 +44,7 @@ class BuildOptions:
     dtype: torch.dtype  # of weights and activations
     device: torch.device  # "meta" gives shapes without memory
     attention_backend: str  # a name that ops.attention.select_backend returned
-    max_model_len: int  # positions that it can be asked for
+    max_model_len: int  # tokens of the longest context
     shard: Shard = WHOLE
 
     def empty(self, *shape: int) -> nn.Parameter:

@@ -26,8 +26,8 @@ __all__ = (
     "uniform_number",
 )
 
-# Candidates that top-p looks at before it falls back to sorting the whole vocabulary, and the most
-# that a top-k may ask for to be served without it.
+# top-p, and a top-k of at most this, look at this many likeliest tokens. If those do not suffice,
+# the whole vocabulary is sorted.
 MAX_CANDIDATES = 512
 
 

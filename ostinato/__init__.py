@@ -2,7 +2,7 @@
 
     from ostinato import LLM, SamplingParams
 
-The public names load lazily: importing the package costs no torch import.
+The public names load lazily: importing the package does not import torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The commands of `run` and its entry point: the one table that names modules of every layer.
+"""The commands of `run` and its entry point; the only module that names modules of every layer.
 
     run serve model=qwen3-0.6b server.port=9000
     run generate "Once upon a time" generate.max_tokens=50
@@ -122,8 +122,8 @@ COMMANDS = {
 def main() -> NoReturn:
     """The console script: `run` with the process's arguments.
 
-    SIGTERM ends a command as Ctrl-C does, with the exit code 143: what it has started is ended and
-    its temporary files are removed. `run serve` handles the signal itself.
+    SIGTERM ends a command as Ctrl-C does, with the exit code 143: its child processes end and its
+    temporary files are removed. `run serve` handles the signal itself.
     """
     signal.signal(signal.SIGTERM, _exit_on_signal)
     sys.exit(run(sys.argv[1:]))

@@ -25,7 +25,7 @@ from ostinato.conf.environment import cache_dir
 __all__ = ("CompiledPiece", "PieceCompiler")
 
 _OPTIONS: dict[str, Any] = {
-    # Ask for the number of threads at every loop, so that graphs/threads.py can change it.
+    # Read the number of threads at every loop, so that graphs/threads.py can change it.
     "cpp.dynamic_threads": True,
     # Trust the processor's flags: probes of the instruction sets take ten seconds.
     "cpp.vec_isa_ok": True,

@@ -27,7 +27,7 @@ _LOG = logging.getLogger(__name__)
 _INDUCTOR_OPTIONS: dict[str, str | int | bool | Callable[..., object]] = {
     # These checks would run in every call of every layer. The static buffers make them needless.
     "size_asserts": False,
-    # Ask for the number of threads at every loop, so that graphs/threads.py can change it.
+    # Read the number of threads at every loop, so that graphs/threads.py can change it.
     "cpp.dynamic_threads": True,
     # Trust the processor's flags: compiling and running a probe for each instruction set takes
     # ten seconds of a first start.

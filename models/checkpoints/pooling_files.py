@@ -50,7 +50,7 @@ def read_pooling_files(directory: Path | None) -> PoolingFiles:
         elif kind == "Normalize":
             normalize = True
         elif kind != "Transformer":
-            unsupported = f"modules.json asks for a {kind} module, which is not supported"
+            unsupported = f"modules.json has a {kind} module, which is not supported"
     length = None
     if (directory / "sentence_bert_config.json").is_file():
         length = _read(directory / "sentence_bert_config.json", dict).get("max_seq_length")

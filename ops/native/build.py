@@ -129,7 +129,7 @@ def adopt(library: str, isa: str, data: bytes) -> None:
 
     Args:
         library: one of LIBRARIES.
-        isa: an instruction set; the caller knows that `content_key(library, isa)` is the file's.
+        isa: an instruction set. The file must have been built for `content_key(library, isa)`.
         data: the file's content, read from a place where only the user can write.
     """
     directory = _directory(library, isa)

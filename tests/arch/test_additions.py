@@ -118,7 +118,7 @@ class MlpFirstForCausalLM(CausalLM):
 
 
 class Addition(NamedTuple):
-    """What it takes to add something."""
+    """The new file and the changed line of an addition."""
 
     path: str  # of the new file
     text: str

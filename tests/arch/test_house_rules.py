@@ -1,4 +1,4 @@
-"""The rules of the house that a machine can hold: size, ambient state, names, packages."""
+"""Rules of CONTRIBUTING.md that a test can check: sizes, global state, names, packages."""
 
 import ast
 import tomllib
@@ -79,7 +79,7 @@ def test_environment_is_read_in_one_place():
 
 
 def test_assertions_have_a_message():
-    """`assert` is for bugs, and a bug's message says what was believed."""
+    """`assert` is for bugs. Its message is the statement that should be true."""
     bare = [
         f"{name_of(file)}:{node.lineno}"
         for file in package_files()

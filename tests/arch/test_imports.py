@@ -1,4 +1,4 @@
-"""Who imports whom: the contracts of pyproject.toml, and what an import costs."""
+"""The import contracts of pyproject.toml, and what an import costs."""
 
 import ast
 import re

@@ -1,5 +1,7 @@
-"""Documents name what is there: links, headings, source paths, keys of the configuration, commands,
-and the files of CONTRIBUTING.md's table."""
+"""Links, headings, paths, configuration keys and commands in documents exist.
+
+So do the files in CONTRIBUTING.md's table.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The wheel holds what the tree holds, and compiled CPU kernels that run without a compiler."""
+"""The wheel has all files of the tree, and compiled CPU kernels that run without a compiler."""
 
 import importlib
 import os
@@ -67,7 +67,7 @@ def wheel(copy: Path) -> zipfile.ZipFile:
     return zipfile.ZipFile(file.rename(copy / file.name))
 
 
-# What would lead an installed wheel back to the tree, or to a compiler.
+# With these variables an installed wheel could use the tree, or a compiler.
 _UNSEEN = {"PYTHONPATH", "CXX", "CC"}
 
 

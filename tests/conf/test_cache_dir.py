@@ -1,4 +1,4 @@
-"""The cache directory where it can not be written: each case in a process of its own, for real."""
+"""A cache directory that can not be written: each case in a process of its own."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ struct OwnedTensor {
   int64_t strides[kMaxRank];
 };
 
-// What torch knows of a tensor of its own.
+// Address, sizes, strides and dtype of a tensor of torch's.
 inline Tensor describe(AtenTensorHandle handle) {
   Tensor tensor;
   int64_t* sizes;

@@ -113,7 +113,7 @@ def test_layers_between_those_that_are_not_captured_are(caplog: pytest.LogCaptur
         for index in others:
             function, parameters = calls[index]
             assert isinstance(function, FxFunction)
-            opaque = msgspec.structs.replace(function.program, obstacle="a test wants it so")
+            opaque = msgspec.structs.replace(function.program, obstacle="the test forbids it")
             calls[index] = FxFunction(opaque), parameters
         program = LayeredProgram(model, calls)
         caplog.clear()
@@ -121,7 +121,7 @@ def test_layers_between_those_that_are_not_captured_are(caplog: pytest.LogCaptur
             for _ in range(2):
                 capture(program, cache)
         reasons = [one.message for one in caplog.records if "not captured" in one.message]
-        assert reasons == [f"layers {words} are not captured: a test wants it so"]
+        assert reasons == [f"layers {words} are not captured: the test forbids it"]
         counts = {LayerProgram.captured: 4 - len(others), LayerProgram.fx: len(others)}
         assert program.layers_by_program == {way: count for way, count in counts.items() if count}
         assert program.has_loops

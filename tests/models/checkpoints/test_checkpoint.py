@@ -153,7 +153,7 @@ def test_unknown_architecture_is_named_before_its_other_keys(tmp_path: Path) -> 
 
 
 def test_files_without_permission_are_named(tmp_path: Path) -> None:
-    """In one process that is bound by permissions; safetensors itself calls such a file missing."""
+    """The process runs as a user that permissions restrict; root may read every file."""
     directory = tmp_path / "model"
     directory.mkdir()
     for name in ("config.json", "generation_config.json", "model.safetensors"):

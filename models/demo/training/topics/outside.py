@@ -1,4 +1,4 @@
-"""Skills for whatever lies outside of the model's world: it says so, politely."""
+"""Skills for questions outside of the model's world: the model says so, politely."""
 
 import random
 import string
