@@ -153,7 +153,9 @@ class Attention(nn.Module):
         self.rope_kind = rope_kind
         self.qk_norm = spec.qk_norm
         if spec.qk_norm is QKNorm.head and rope_kind is None:
-            raise ValueError("heads are normalised where they are rotated only")
+            raise ValueError(
+                "a norm of each head (QKNorm.head) needs a layer with rotary positions"
+            )
         if spec.qk_norm is QKNorm.full and not heads.is_whole:
             raise ValueError("a norm over all heads can not be sharded; set parallel.tensor=1")
         self.sliding_window = sliding_window
@@ -195,10 +197,11 @@ class Attention(nn.Module):
         residual: Tensor | None,
         rows: Tensor | None,
     ) -> Tensor:
-        """[T, D] -> [T, D] (of `rows` only: [R, D]), added to the residual if there is one; writes
-        K and V into the caches.
+        """[T, D] -> [T, D], or [R, D] of `rows` alone; added to the residual if there is one.
+
+        Writes K and V into the caches.
         """
-        # Ops and views alone are lowered without a compiler (graphs/compiler/fx_program.py).
+        # Ops of ours and views need no compiler (graphs/compiler/fx_program.py).
         q, k, v = self._project(x, step)
         out = paged_attention(
             q,

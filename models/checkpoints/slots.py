@@ -102,7 +102,7 @@ def _matrix_slots(
 
 
 def _expert_slots(slot: _MatrixSlot, module: ExpertLinear, name: str) -> Iterator[tuple[str, Slot]]:
-    """One slot for each expert; those of other ranks are taken and dropped."""
+    """One slot for each expert. The slots of experts on other ranks drop their tensors."""
     parent, _, own = name.rpartition(".")
     start, size, total = module.experts
     (part,) = slot.parts
@@ -144,9 +144,9 @@ class _MatrixSlot:
     kind: str  # the tensor's name in the weight method
     stored: StoredTensor
     size: tuple[int, int]  # [out, in] of the stored matrix
-    parts: tuple[Part, ...]  # one; one for each expert of a stack; none that this rank holds
-    transposed: bool  # [in, out]
-    experts: Span | None = None  # of a stack
+    parts: tuple[Part, ...]  # of this rank: one, one for each expert of a stack, or none
+    transposed: bool  # stored as [in, out]
+    experts: Span | None = None  # of a stack: the experts of this rank
 
     def fill(self, stored_name: str, tensor: Tensor) -> None:
         value = self._checked(stored_name, tensor)

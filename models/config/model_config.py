@@ -63,7 +63,7 @@ class ModelConfig:
     has_embedding_norm: bool = False
     head_bias: bool = False  # of the output head
     logit_scale: float = 1.0
-    logit_soft_cap: float = 0.0  # after the scale; 0 = none
+    logit_soft_cap: float = 0.0  # applied after the scale; 0 = none
     num_segments: int = 0  # segment embeddings of an encoder; 0 = none
     num_labels: int = 0  # of a classification head; 0 = there is none
     max_encoder_tokens: int = 0  # that cross attention can read; 0 = there is no cross attention

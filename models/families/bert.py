@@ -61,8 +61,8 @@ class BertAttention(nn.Module):
         self.o_proj = Linear(size, config.hidden_size, options, bias=True)
 
     def forward(self, x: Tensor, step: StepInputs, rows: Tensor | None) -> Tensor:
-        """[T, D] -> [T, D] (of `rows` only: [R, D]), added to the input."""
-        # Ops and views alone are lowered without a compiler (graphs/compiler/fx_program.py).
+        """[T, D] -> [T, D], or [R, D] of `rows` alone; added to the input."""
+        # Ops of ours and views need no compiler (graphs/compiler/fx_program.py).
         count = self.num_heads
         heads = self.qkv_proj(x).view(-1, 3 * count, self.head_dim)
         q, k, v = heads.split_with_sizes((count, count, count), 1)
