@@ -51,9 +51,9 @@ _TITLE = "# Kernels of the triton attention backend\n"
 _INTRODUCTION = """
 Compiled ahead of time for compute capability 9.0 by
 `python -m ostinato.benchmarks.micro.kernel_table`, one section per Triton version: versions
-allocate registers differently. The gate, held by
-`tests/ops/test_triton_aot.py`, is no spills, at most 227 KiB of shared memory and tensor-core
-instructions in every 16-bit attention kernel.
+allocate registers differently. `tests/ops/test_triton_aot.py`
+requires: no spills, at most 227 KiB of shared memory, and tensor-core instructions in every 16-bit
+attention kernel.
 
 Columns: *short* is the launch for sequences whose query rows fit one tile (decode), *long* the one
 for the others (prefill). *Cache* is the KV cache's type where it is another (`cache.dtype`); it is
