@@ -29,6 +29,7 @@ _OWN_FLAGS = {
     **dict.fromkeys(("-h", "--help", "-m", "--multirun", "--"), 0),
     **dict.fromkeys(("-c", "--cfg", "--config-dir"), 1),
 }
+_BENCH_PACKAGES = ("aiohttp", "jsonschema", "matplotlib", "optuna")  # of the extra `bench`
 
 
 def run_command_line(arguments: Sequence[str], commands: Commands) -> int:
@@ -39,6 +40,16 @@ def run_command_line(arguments: Sequence[str], commands: Commands) -> int:
         return _fail(error, 2)
     except EngineError as error:
         return _fail(error, 1)
+    except ModuleNotFoundError as error:
+        if error.name not in _BENCH_PACKAGES:
+            raise
+        return _fail(
+            ConfigError(
+                f"run {arguments[0]} needs the package {error.name}, which is not installed: "
+                'pip install "ostinato[bench]", in a checkout pip install -e ".[bench]"'
+            ),
+            1,
+        )
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:

@@ -5,10 +5,12 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
+from ostinato.api.cli.main import _BENCH_PACKAGES
 from ostinato.commands import COMMANDS, run
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -272,3 +274,29 @@ def test_a_closed_pipe_is_quiet():
     )
     assert done.stdout == "usage: run plan [key=value ...]\n"
     assert done.stderr == ""
+
+
+def test_a_missing_package_of_an_extra_is_named_with_the_extra():
+    code = (
+        "import sys; sys.modules['optuna'] = None; from ostinato.commands import run; "
+        "sys.exit(run(['tune', 'slo.ttft_ms=300']))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == (
+        "run: run tune needs the package optuna, which is not installed: "
+        'pip install "ostinato[bench]", in a checkout pip install -e ".[bench]"\n'
+    )
+
+
+def test_the_packages_of_the_extra_are_those_of_the_project():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extra = [re.split(r"[<>=]", each)[0] for each in project["optional-dependencies"]["bench"]]
+    assert sorted(_BENCH_PACKAGES) == sorted(extra)
