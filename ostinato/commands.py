@@ -78,7 +78,7 @@ COMMANDS = {
     ),
     "simulate": Command(
         target="ostinato.benchmarks.simulate.command:simulate",
-        summary="Predict a server, or a fleet of them, under load: no device, days in minutes.",
+        summary="Predict a server, or a fleet of them, under load, without a device.",
         sections=("simulate", "workload", "load", "slo", *_ENGINE),
         examples=(
             "run simulate workload=random load.rates=[2,4,8]",

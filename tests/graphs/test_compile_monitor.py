@@ -70,14 +70,14 @@ def test_a_recompile_for_another_shape(monitor: CompileMonitor) -> None:
 
 
 def test_dynamo_through_aot_compile(monitor: CompileMonitor) -> None:
-    """Its own start callback does not fire there."""
+    """Dynamo's own callbacks are not called for `aot_compile`."""
     compiled = torch.compile(lambda x: x * 3 + 1, fullgraph=True, backend="eager")
     late = in_a_step(monitor, lambda: compiled.aot_compile(((torch.ones(5),), {})))
     assert late == [LateCompile("dynamo", SHAPE, 1)]
 
 
 def test_a_trace_that_never_becomes_a_program(monitor: CompileMonitor) -> None:
-    """As a start traces a straight-line program."""
+    """The trace of a layer that becomes Python text is counted too."""
 
     class Enough(Exception):
         pass
@@ -190,8 +190,9 @@ def test_triton(monitor: CompileMonitor, tmp_path: Path, monkeypatch: pytest.Mon
 def test_flashinfer_starts_ninja(
     monitor: CompileMonitor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its JIT runs ninja from its own modules. A module of that name, and a program that is ninja
-    by name only, since neither need be installed.
+    """FlashInfer's JIT runs ninja from its own modules.
+
+    Neither need be installed: the test makes a module and a program with these names.
     """
     package = tmp_path / "flashinfer"
     package.mkdir()
@@ -254,7 +255,7 @@ def test_the_start_of_another_engine_is_not_late(monitor: CompileMonitor, tmp_pa
         subprocess.run(words, check=True)
         assert starting.compiles == {"c++": 1}
         assert monitor.late_compiles == []
-        # A step on this thread meanwhile is the ready engine's, whatever else starts.
+        # A compilation in a step of this thread belongs to the ready engine, not to the start.
         assert in_a_step(monitor, lambda: subprocess.run(words, check=True)) == [
             LateCompile("c++", SHAPE, 1)
         ]
