@@ -23,6 +23,7 @@ from ostinato.models.layers import (
     build_rms_norm,
 )
 from ostinato.models.linear_layers import BuildOptions, Embedding, OutputHead
+from ostinato.models.moe import MoE
 from ostinato.models.step_tensors import DEFAULT_ROPE, LOCAL_ROPE, ForwardBatch, StepInputs
 
 __all__ = ("LLAMA_NAMES", "Decoder", "DecoderBlock")
@@ -58,7 +59,8 @@ class DecoderBlock(DecoderLayer):
         )
         if residual not in (Residual.post_norm, Residual.parallel_one_norm):
             self.mlp_norm = build_norm(config, options)
-        self.mlp = build_mlp(config, options)
+        moe = config.moe if config.moe is not None and config.moe.layers[layer] else None
+        self.mlp = build_mlp(config, options) if moe is None else MoE(config, options, moe)
         if residual in (Residual.post_norm, Residual.sandwich):
             self.attention_out_norm = build_rms_norm(config, options, config.hidden_size)
             self.mlp_out_norm = build_rms_norm(config, options, config.hidden_size)

@@ -277,12 +277,21 @@ class Attention(nn.Module):
 
 
 class GatedMLP(nn.Module):
-    """down(activation(gate(x)) * up(x)): the gated linear unit of arXiv:2002.05202."""
+    """down(activation(gate(x)) * up(x)): the gated linear unit of arXiv:2002.05202.
 
-    def __init__(self, config: ModelConfig, options: BuildOptions) -> None:
+    Args:
+        config: the model's.
+        options: dtype, device and shard.
+        intermediate_size: between the matrices; None = that of the model's MLPs.
+    """
+
+    def __init__(
+        self, config: ModelConfig, options: BuildOptions, intermediate_size: int | None = None
+    ) -> None:
         super().__init__()
         hidden_size, bias = config.hidden_size, config.block.mlp_bias
-        inner = options.shard.span(config.intermediate_size, "intermediate_size")
+        size = intermediate_size or config.intermediate_size
+        inner = options.shard.span(size, "intermediate_size")
         self.activation = config.activation
         self.gate_up_proj = MergedLinear(hidden_size, (inner, inner), options, bias=bias)
         self.down_proj = Linear(inner, hidden_size, options, bias=bias)

@@ -31,6 +31,7 @@ __all__ = (
     "LinearBase",
     "MergedLinear",
     "OutputHead",
+    "RouterLinear",
 )
 
 BIAS = StoredTensor((OUT,))
@@ -291,6 +292,12 @@ class MergedLinear(LinearBase):
         return self.multiply(x)
 
 
+class RouterLinear(Linear):
+    """Hidden states to a logit for each expert."""
+
+    role = MatrixRole.router
+
+
 class OutputHead(Linear):
     """Hidden states to logits."""
 
@@ -342,11 +349,27 @@ class ExpertLinear(LinearBase):
         super().__init__(in_features, outputs, options, bias=bias)
         self.experts = Span.of(experts)
 
-    def multiply_expert(self, expert: int, x: Tensor) -> Tensor:
-        """[T, in_features] -> [T, out_features] with the matrix of one of this rank's experts."""
-        bias = None if self.bias is None else self.bias[expert]
-        weights = self._weights_of(expert)
-        return self.method.apply(weights, self.spec, x, bias, None, float32_output=False)
+    def forward(
+        self,
+        x: Tensor,
+        ids: Tensor,
+        routing_weights: Tensor | None = None,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        """Each row times the matrices of its experts, as `moe_linear` (ops/moe/moe_linear.py).
+
+        Args:
+            x: [T, in_features], or [T * k, in_features].
+            ids: [T, k] int32, of this rank's experts.
+            routing_weights: [T, k] float32, or None.
+            residual: [T, out_features], or None.
+
+        Returns:
+            [T * k, out_features]; with routing weights [T, out_features].
+        """
+        return self.method.apply_experts(
+            self.weights, self.spec, x, ids, self.bias, routing_weights, residual
+        )
 
     def dense(self) -> Tensor:
         """[experts, out_features, in_features]."""

@@ -196,7 +196,8 @@ class _Recorder:
 
         def call(*arguments: Any) -> Any:
             slots = [self._slot(argument) for argument in arguments]
-            return _Value(self._graph, self._graph.call(op, slots))
+            results = [_Value(self._graph, slot) for slot in self._graph.call(op, slots)]
+            return results[0] if len(results) == 1 else results
 
         return call
 

@@ -14,6 +14,7 @@ import torch
 from ostinato.conf.schema import CacheDType, DType
 from ostinato.models.config.block_spec import LLAMA_BLOCK, BlockSpec
 from ostinato.models.config.model_kind import DECODER, ModelKind
+from ostinato.models.config.moe_spec import MoESpec
 from ostinato.models.kv_cache import KVCacheSpec
 from ostinato.models.sharding import WHOLE, Shard
 from ostinato.models.step_tensors import DEFAULT_ROPE
@@ -51,6 +52,7 @@ class ModelConfig:
     bos_token_id: int | None
     kind: ModelKind = DECODER
     block: BlockSpec = LLAMA_BLOCK  # what decoder blocks are made of
+    moe: MoESpec | None = None  # the experts of a mixture-of-experts model
     position_offset: int = 0  # the learned position of a sequence's first token
     local_rope: Rope | None = None  # a second rotary embedding
     rope_kinds: tuple[str | None, ...] = ()  # per layer, see `rope_kind`

@@ -65,6 +65,7 @@ class WeightsByRole:
     """A policy that depends on a matrix's role alone."""
 
     layers: WeightMethod
+    router: WeightMethod  # of experts: few weights that decide much
     head: WeightMethod  # of output heads, and of embeddings that are output heads too
     embedding: WeightMethod  # of other large embeddings; small ones are plain
 
@@ -86,12 +87,14 @@ class WeightsByRole:
     def method_for(self, name: str, role: MatrixRole, spec: MatrixSpec) -> WeightMethod:
         if role is MatrixRole.layer:
             return self.layers
+        if role is MatrixRole.router:
+            return self.router
         if role is not MatrixRole.embedding:
             return self.head
         return self.embedding if spec.out_features >= _MIN_TABLE_ROWS else Plain()
 
 
-PLAIN = WeightsByRole(layers=Plain(), head=Plain(), embedding=Plain())
+PLAIN = WeightsByRole(layers=Plain(), router=Plain(), head=Plain(), embedding=Plain())
 """Every matrix as it is stored."""
 
 
@@ -125,7 +128,9 @@ def choose_weights(
     if stated:
         return _from_checkpoint(section, stated, unquantized)
     if section.quantization is Quantization.none:
-        return WeightsByRole(layers=unquantized, head=unquantized, embedding=Plain())
+        return WeightsByRole(
+            layers=unquantized, router=unquantized, head=unquantized, embedding=Plain()
+        )
     asked = f"model.quantization={section.quantization}"
     layers = _on_load(section, section.quantization.value)
     reason = layers.why_unusable(device, dtype)
@@ -134,10 +139,12 @@ def choose_weights(
     if reason is not None:
         raise ValueError(f"{asked}, but {reason}")
     if section.quantization_head is HeadQuantization.none:
-        return WeightsByRole(layers=layers, head=unquantized, embedding=Plain())
+        return WeightsByRole(
+            layers=layers, router=unquantized, head=unquantized, embedding=Plain()
+        )
     is_auto = section.quantization_head is HeadQuantization.auto
     head = _on_load(section, "int8" if is_auto else section.quantization_head.value)
-    return WeightsByRole(layers=layers, head=head, embedding=head)
+    return WeightsByRole(layers=layers, router=unquantized, head=head, embedding=head)
 
 
 def _on_load(section: ModelSection, name: str) -> WeightMethod:

@@ -21,6 +21,7 @@ from ostinato.models.weight_methods.weight_method import (
     StoredTensor,
     WeightMethod,
 )
+from ostinato.ops.moe.moe_linear import quantized_moe_linear
 from ostinato.ops.quantized import quantize_linear_weight, quantized_linear, quantized_rows
 from ostinato.ops.quantized_reference import QuantFormat, dequantize_linear_weight
 
@@ -89,6 +90,27 @@ class GroupQuantized(WeightMethod):
             self.format,
             residual=residual,
             float32_output=float32_output,
+        )
+
+    def apply_experts(
+        self,
+        weights: Mapping[str, Tensor],
+        spec: MatrixSpec,
+        x: Tensor,
+        ids: Tensor,
+        bias: Tensor | None,
+        routing_weights: Tensor | None,
+        residual: Tensor | None,
+    ) -> Tensor:
+        return quantized_moe_linear(
+            x,
+            ids,
+            weights["weight"],
+            bias,
+            spec.out_features,
+            self.format,
+            routing_weights=routing_weights,
+            residual=residual,
         )
 
     def rows(self, weights: Mapping[str, Tensor], spec: MatrixSpec, ids: Tensor) -> Tensor:

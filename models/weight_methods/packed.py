@@ -25,6 +25,7 @@ from ostinato.ops.linear import (
     unpack_linear_weight,
     why_unpackable,
 )
+from ostinato.ops.moe.moe_linear import packed_moe_linear
 
 __all__ = ("Packed",)
 
@@ -73,6 +74,26 @@ class Packed(WeightMethod):
             spec.out_features,
             residual=residual,
             float32_output=float32_output,
+        )
+
+    def apply_experts(
+        self,
+        weights: Mapping[str, Tensor],
+        spec: MatrixSpec,
+        x: Tensor,
+        ids: Tensor,
+        bias: Tensor | None,
+        routing_weights: Tensor | None,
+        residual: Tensor | None,
+    ) -> Tensor:
+        return packed_moe_linear(
+            x,
+            ids,
+            weights["weight"],
+            bias,
+            spec.out_features,
+            routing_weights=routing_weights,
+            residual=residual,
         )
 
     def rows(self, weights: Mapping[str, Tensor], spec: MatrixSpec, ids: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from ostinato.models.weight_methods.weight_method import (
     StoredTensor,
     WeightMethod,
 )
+from ostinato.ops.moe.moe_linear import moe_linear
 
 __all__ = ("Plain",)
 
@@ -55,6 +56,25 @@ class Plain(WeightMethod):
         if residual is not None:
             result = result + residual
         return result.float() if float32_output else result
+
+    def apply_experts(
+        self,
+        weights: Mapping[str, Tensor],
+        spec: MatrixSpec,
+        x: Tensor,
+        ids: Tensor,
+        bias: Tensor | None,
+        routing_weights: Tensor | None,
+        residual: Tensor | None,
+    ) -> Tensor:
+        return moe_linear(
+            x,
+            ids,
+            weights["weight"],
+            bias,
+            routing_weights=routing_weights,
+            residual=residual,
+        )
 
     def rows(self, weights: Mapping[str, Tensor], spec: MatrixSpec, ids: Tensor) -> Tensor:
         return embedding(ids, weights["weight"])

@@ -9,6 +9,7 @@ calls that kernel. It holds settings only. The tensors belong to `LinearBase`
     load       takes one of them; by default copies it to its rows
     finish     makes the parameters when all of them have been taken
     apply      x @ W.T + bias + residual
+    apply_experts  the same with the matrices of experts
     rows       rows of W, for embeddings
 """
 
@@ -46,6 +47,7 @@ class MatrixRole(StrEnum):
     """The use of a matrix in its model."""
 
     layer = "layer"  # multiplied in a layer
+    router = "router"  # multiplied in a layer, to choose experts
     head = "head"  # multiplied to give logits
     embedding = "embedding"  # its rows are looked up
     tied = "tied"  # both: an embedding that is the output head too
@@ -266,6 +268,31 @@ class WeightMethod(ABC):
         Returns:
             [T, out_features] in the activations' dtype or float32.
         """
+
+    def apply_experts(
+        self,
+        weights: Mapping[str, Tensor],
+        spec: MatrixSpec,
+        x: Tensor,
+        ids: Tensor,
+        bias: Tensor | None,
+        routing_weights: Tensor | None,
+        residual: Tensor | None,
+    ) -> Tensor:
+        """Each row times the matrices of its experts, as `moe_linear` (ops/moe/moe_linear.py).
+
+        Args:
+            weights: the parameters by name, [experts, ...].
+            spec: of one expert's matrix.
+            x, ids, bias, routing_weights, residual: as for `moe_linear`.
+
+        Raises:
+            ValueError: no kernel of this method multiplies experts.
+        """
+        raise ValueError(
+            f"weights as {self.name} have no kernel for mixtures of experts; use a checkpoint "
+            "before quantization"
+        )
 
     @abstractmethod
     def rows(self, weights: Mapping[str, Tensor], spec: MatrixSpec, ids: Tensor) -> Tensor:

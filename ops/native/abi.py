@@ -14,7 +14,7 @@ import torch
 
 __all__ = ("DTYPE_CODES", "MAX_RANK", "Argument", "ArgumentKind", "SymbolicSize", "check_abi")
 
-MAX_RANK = 4
+MAX_RANK = 5
 """Most dimensions of a tensor of a CpuGraph."""
 
 DTYPE_CODES = {

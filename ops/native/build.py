@@ -71,10 +71,20 @@ LIBRARIES: dict[str, tuple[tuple[str, ...], ...]] = {
     # not define the same name. Every library needs core/install.
     "core": (
         ("core/install", "attention/attention"),
-        ("linear/linear", "linear/pack", "rows/elementwise", "rows/sampling", "core/cpu_graph"),
+        (
+            "linear/linear",
+            "linear/pack",
+            "moe/moe_linear",
+            "moe/route",
+            "rows/elementwise",
+            "rows/sampling",
+            "core/cpu_graph",
+        ),
     ),
     # Loaded for models with quantised weights only.
-    "quantized": (("core/install", "quantized/quantized", "quantized/pack"),),
+    "quantized": (
+        ("core/install", "quantized/quantized", "quantized/pack", "moe/quantized_moe_linear"),
+    ),
 }
 REMEDY = "install g++ or set graphs.attention=reference graphs.pack_weights=false"
 # -ffp-contract=off: a row's arithmetic must not depend on which loop the compiler fused. Kernels

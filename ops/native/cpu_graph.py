@@ -124,8 +124,9 @@ class CpuGraph:
             self._graph, DTYPE_CODES[dtype], ctypes.c_int64(len(sizes)), shape
         )
 
-    def call(self, op: torch._ops.OpOverload, arguments: Sequence[object]) -> Slot:
-        """Call an op with a C++ kernel. Tensors are slots, in the schema's order.
+    def call(self, op: torch._ops.OpOverload, arguments: Sequence[object]) -> list[Slot]:
+        """Call an op with a C++ kernel; returns its results. Tensors are slots, in the schema's
+        order.
 
         Raises:
             ValueError: `why_not_callable(op)`.
@@ -138,13 +139,16 @@ class CpuGraph:
             _encode(str(argument.type), value)
             for argument, value in zip(schema, values, strict=True)
         ]
-        return self._library.ostinato_graph_call(
+        num_results = len(op._schema.returns)
+        first = self._library.ostinato_graph_call(
             self._graph,
             ctypes.c_void_p(kernel_address(name.removeprefix("ostinato::"))),
             name.encode(),
             (Argument * len(encoded))(*encoded),
             ctypes.c_int64(len(encoded)),
+            ctypes.c_int64(num_results),
         )
+        return list(range(first, first + num_results))
 
     def call_compiled(self, library: CompiledLibrary, inputs: Sequence[Slot]) -> list[Slot]:
         """Call a compiled library; returns its outputs."""

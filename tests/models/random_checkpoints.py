@@ -36,6 +36,14 @@ FALCON = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
 }
 GEMMA = {**SHARED, "num_key_value_heads": 2, "head_dim": 32, "tie_word_embeddings": True}
+QWEN3_MOE = {
+    **SHARED,
+    "num_key_value_heads": 2,
+    "head_dim": 24,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+}
 YARN = {
     "rope_type": "yarn",
     "rope_theta": 1000.0,
@@ -185,6 +193,11 @@ VARIANTS = {
             "attn_config": {"clip_qkv": 0.9, "softmax_scale": 0.3},
         },
     ),
+    "mixtral": Variant(
+        "mixtral",
+        {**SHARED, "num_key_value_heads": 2, "intermediate_size": 48, "num_local_experts": 4},
+        "60KB",
+    ),
     "olmo2": Variant("olmo2", {**SHARED, "num_key_value_heads": 2}, "60KB"),
     "olmo3": Variant(
         "olmo3",
@@ -249,6 +262,8 @@ VARIANTS = {
         "qwen3",
         {**SHARED, "num_key_value_heads": 2, "head_dim": 32, "tie_word_embeddings": True},
     ),
+    "qwen3-moe": Variant("qwen3_moe", {**QWEN3_MOE, "norm_topk_prob": True}),
+    "qwen3-moe-mixed": Variant("qwen3_moe", {**QWEN3_MOE, "mlp_only_layers": [0]}, "60KB"),
     "smollm3": Variant(
         "smollm3", {**SHARED, "num_key_value_heads": 2, "no_rope_layers": [1, 0, 1]}
     ),

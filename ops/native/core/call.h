@@ -1,4 +1,4 @@
-// One call of a kernel: its arguments, its result, its threads.
+// One call of a kernel: its arguments, its results, its threads.
 #pragma once
 
 #include "core/arena.h"
@@ -6,7 +6,11 @@
 #include "core/threads.h"
 
 #include <cstddef>
+#include <cstdlib>
 #include <deque>
+#include <initializer_list>
+#include <new>
+#include <vector>
 
 namespace ostinato {
 
@@ -29,14 +33,15 @@ class Call {
  public:
   explicit Call(StableIValue* stack) : threads_(Threads::of_caller()), stack_(stack) {}
   // `slots[i]` is the i-th tensor of the graph.
-  Call(const Argument* arguments, const std::deque<OwnedTensor>& slots, Arena& arena, OwnedTensor& result,
-       const Threads& threads)
-      : threads_(threads), arguments_(arguments), slots_(&slots), arena_(&arena), result_(&result) {}
+  // Results go to the slots from `result` on.
+  Call(const Argument* arguments, std::deque<OwnedTensor>& slots, Arena& arena, int64_t result, const Threads& threads)
+      : threads_(threads), arguments_(arguments), slots_(&slots), arena_(&arena), result_(result) {}
   Call(const Call&) = delete;
   Call& operator=(const Call&) = delete;
 
   ~Call() {
     for (int i = 0; i < num_tensors_; ++i) aoti_torch_delete_tensor_object(tensors_[i]);
+    for (void* memory : workspaces_) std::free(memory);
   }
 
   const Threads& threads() const { return threads_; }
@@ -89,11 +94,12 @@ class Call {
     return value;
   }
 
-  // Allocates the result: an uninitialised contiguous CPU tensor. At most once in a call.
+  // Allocates the next result: an uninitialised contiguous CPU tensor. Once for each result of the op, in their order.
   Tensor empty(const int64_t* sizes, int64_t dim, DType dtype) {
     if (arguments_ != nullptr) {
-      result_->tensor.data = arena_->allocate(result_->set_contiguous(sizes, dim, dtype));
-      return result_->tensor;
+      OwnedTensor& result = (*slots_)[result_++];
+      result.tensor.data = arena_->allocate(result.set_contiguous(sizes, dim, dtype));
+      return result.tensor;
     }
     OwnedTensor shape;
     shape.set_contiguous(sizes, dim, dtype);
@@ -103,9 +109,23 @@ class Call {
     return describe(handle);
   }
 
+  // Memory until the call ends: 64-byte aligned, uninitialised.
+  template <class T>
+  T* workspace(int64_t count) {
+    const int64_t bytes = count * static_cast<int64_t>(sizeof(T));
+    if (arguments_ != nullptr) return static_cast<T*>(arena_->allocate(bytes));
+    void* memory = std::aligned_alloc(64, (bytes + 64) / 64 * 64);
+    if (memory == nullptr) throw std::bad_alloc();
+    workspaces_.push_back(memory);
+    return static_cast<T*>(memory);
+  }
+
   // Returns what `empty` allocated. The last thing that a kernel does.
-  void give(const Tensor& result) {
-    if (stack_ != nullptr) stack_[0] = reinterpret_cast<StableIValue>(result.handle);
+  void give(const Tensor& result) { give({result}); }
+  void give(std::initializer_list<Tensor> results) {
+    if (stack_ == nullptr) return;
+    int place = 0;
+    for (const Tensor& result : results) stack_[place++] = reinterpret_cast<StableIValue>(result.handle);
   }
 
  private:
@@ -115,12 +135,13 @@ class Call {
   Threads threads_;
   StableIValue* stack_ = nullptr;
   const Argument* arguments_ = nullptr;
-  const std::deque<OwnedTensor>* slots_ = nullptr;
+  std::deque<OwnedTensor>* slots_ = nullptr;
   Arena* arena_ = nullptr;
-  OwnedTensor* result_ = nullptr;
+  int64_t result_ = 0;  // slot of the next result
   uint64_t next_ = 0;
   AtenTensorHandle tensors_[16];
   int num_tensors_ = 0;
+  std::vector<void*> workspaces_;
 };
 
 }  // namespace ostinato

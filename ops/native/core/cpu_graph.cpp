@@ -24,8 +24,8 @@ OSTINATO_EXPORT int64_t ostinato_graph_input(ostinato::CpuGraph* graph, int32_t 
   return graph->add_input(static_cast<ostinato::DType>(dtype), dim, sizes);
 }
 OSTINATO_EXPORT int64_t ostinato_graph_call(ostinato::CpuGraph* graph, ostinato::Kernel kernel, const char* name,
-                                            const ostinato::Argument* arguments, int64_t count) {
-  return graph->add_call(kernel, name, arguments, count);
+                                            const ostinato::Argument* arguments, int64_t count, int64_t num_results) {
+  return graph->add_call(kernel, name, arguments, count, num_results);
 }
 OSTINATO_EXPORT int64_t ostinato_graph_compiled(ostinato::CpuGraph* graph, ostinato::CompiledEntry entry,
                                                 void* container, const char* name, const int64_t* inputs,

@@ -57,8 +57,8 @@ class CpuGraph {
     return slot;
   }
 
-  // `name` is what torch's profiler shows.
-  int64_t add_call(Kernel kernel, const char* name, const Argument* arguments, int64_t count) {
+  // `name` is what torch's profiler shows. Returns the slot of the first result; the others follow.
+  int64_t add_call(Kernel kernel, const char* name, const Argument* arguments, int64_t count, int64_t num_results) {
     Step step{Step::call};
     step.kernel = kernel;
     step.name = keep_text(name);
@@ -67,7 +67,9 @@ class CpuGraph {
       arguments_.push_back(arguments[i]);
       if (arguments[i].kind == Argument::text) arguments_.back().text_value = keep_text(arguments[i].text_value);
     }
-    return add_result(step);
+    const int64_t first = add_result(step);
+    for (int64_t i = 1; i < num_results; ++i) new_slot();
+    return first;
   }
 
   // Calls a compiled library. Returns the slot of its first output; the others follow.
@@ -135,7 +137,7 @@ class CpuGraph {
   struct Step {
     enum Kind { layer, call, compiled, view, slice, index_select };
     Kind kind;
-    int64_t result = 0;  // slot; of a compiled library that of its first output
+    int64_t result = 0;  // slot of the first result
     int64_t source = 0;  // slot: of a view, a slice, or the matrix to select from
     int64_t other = 0;   // of a slice the first index of dimension 1; of a selection the slot of row numbers
     // Of a view, one may be -1; of a slice its length; of a compiled library the numbers of inputs and outputs.
@@ -190,7 +192,7 @@ class CpuGraph {
         run_compiled(step);
         return;
       }
-      Call call(arguments_.data() + step.first_argument, slots_, arenas_[arena_], result, threads);
+      Call call(arguments_.data() + step.first_argument, slots_, arenas_[arena_], step.result, threads);
       step.kernel(call);
     } else if (step.kind == Step::view) {
       view(slots_[step.source].tensor, step, result);

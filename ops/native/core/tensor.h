@@ -72,7 +72,7 @@ struct Tensor {
   int64_t num_bytes() const { return num_elements() * element_size(dtype); }
 };
 
-constexpr int kMaxRank = 4;  // of the results of kernels and of the tensors of a CpuGraph
+constexpr int kMaxRank = 5;  // of the results of kernels and of the tensors of a CpuGraph
 
 // A tensor that holds its own sizes and strides.
 struct OwnedTensor {
@@ -82,7 +82,7 @@ struct OwnedTensor {
 
   // Sets everything but the memory. Returns the number of bytes that the tensor takes.
   int64_t set_contiguous(const int64_t* new_sizes, int64_t dim, DType dtype) {
-    OSTINATO_CHECK(dim <= kMaxRank, "results have at most 4 dimensions");
+    OSTINATO_CHECK(dim <= kMaxRank, "results have at most 5 dimensions");
     int64_t stride = 1;
     for (int64_t i = dim - 1; i >= 0; --i) {
       sizes[i] = new_sizes[i];

@@ -229,8 +229,9 @@ class TileWorker {
   void fetch_output(int64_t row, int64_t rows, int64_t column) const {
     const auto* out = static_cast<const Out*>(p_.out) + column;
     for (int64_t r = row; r < row + rows; ++r) {
-      __builtin_prefetch(out + r * p_.out_features, 1);
-      if constexpr (sizeof(Out) == 4) __builtin_prefetch(out + r * p_.out_features + 16, 1);
+      const Out* place = out + p_.out_row(r) * p_.out_features;
+      __builtin_prefetch(place, 1);
+      if constexpr (sizeof(Out) == 4) __builtin_prefetch(place + 16, 1);
     }
     if (p_.residual == nullptr) return;
     const auto* residual = static_cast<const Out*>(p_.residual) + column;

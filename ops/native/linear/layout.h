@@ -19,6 +19,9 @@ inline int64_t elements_per_step(DType dtype) {
 }
 
 struct PackedWeight {
+  // A matrix whose shape was checked, such as one of a stack.
+  PackedWeight(const uint32_t* data, int64_t num_panels, int64_t num_steps)
+      : units(data), panels(num_panels), steps(num_steps) {}
   PackedWeight(const Tensor& tensor, int64_t out_features, int64_t in_features)
       : units(tensor.as<uint32_t>()), panels(ceil_divide(out_features, kPanel)) {
     const int64_t elements = elements_per_step(tensor.dtype);

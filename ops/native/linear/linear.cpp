@@ -1,8 +1,6 @@
 // The packed linear op for CPUs: x @ weight.T + bias + residual, with the weights laid out once in the order in which
-// the kernel reads them. The layout is described in layout.h, the arithmetic in tiles.h and amx_linear.h.
-#include "linear/tasks.h"
-#include "linear/tiles.h"
-#include "linear/transpose.h"
+// the kernel reads them. The layout is described in layout.h, the arithmetic in row_worker.h, tiles.h and amx_linear.h.
+#include "linear/row_worker.h"
 
 #if OSTINATO_AMX
 #include "linear/amx_linear.h"
@@ -11,104 +9,11 @@
 namespace ostinato::linear {
 namespace {
 
-constexpr int64_t kStepsPerPass = 512;         // of K at a time, hence terms that one float sums up
-
-// Lays `rows` rows out as a tile reads them. The missing odd index of K is zero.
-template <class Kind>
-void pack_activations(const typename Kind::Element* x, int64_t row_stride, int rows, int64_t in_features,
-                      float* packed) {
-  using Element = typename Kind::Element;
-  const int64_t pitch = static_cast<int64_t>(rows) * Kind::kFloats;
-  const int64_t steps = ceil_divide(in_features, Kind::kElements);
-  const int64_t whole = in_features / Kind::kElements;
-  transpose_units(x, row_stride * static_cast<int64_t>(sizeof(Element)), rows, whole, packed, pitch);
-  if (whole < steps) {
-    for (int r = 0; r < rows; ++r) {
-      packed[whole * pitch + r] = 0.0f;
-      std::memcpy(packed + whole * pitch + r, x + r * row_stride + in_features - 1, sizeof(Element));
-    }
-  }
-  if constexpr (Kind::kFloats == 2) {
-    for (int64_t step = 0; step < steps; ++step) {
-      float* even = packed + step * pitch;
-      for (int r = 0; r < rows; ++r) {
-        const auto pair = bit_cast<uint32_t>(even[r]);
-        even[r] = bit_cast<float>(pair << 16);
-        even[rows + r] = bit_cast<float>(pair & 0xffff0000u);
-      }
-    }
-  }
-}
-
-template <class Kind, class Out>
-class Worker {
- public:
-  Worker(const Problem& problem, const PackedWeight& weight, const RowGroups& groups)
-      : p_(problem), weight_(weight), groups_(groups) {}
-
-  void operator()(int64_t task) {
-    const int64_t group = task / weight_.panels;
-    if (group != packed_group_) pack(group);
-    multiply(group, task % weight_.panels);
-  }
-
- private:
-  using Element = typename Kind::Element;
-
-  const Element* rows_from(int64_t row) const { return static_cast<const Element*>(p_.x) + row * p_.row_stride; }
-  int64_t packed_floats(int64_t rows) const { return rows * weight_.steps * Kind::kFloats; }
-
-  void pack(int64_t group) {
-    packed_group_ = group;
-    if (p_.rows == 1 && Kind::kFloats == 1 && p_.in_features % Kind::kElements == 0 &&
-        reinterpret_cast<uintptr_t>(p_.x) % alignof(float) == 0) {
-      activations_ = static_cast<const float*>(p_.x);  // already in the packed order
-      return;
-    }
-    const int64_t first_row = groups_.first_row(group);
-    float* packed = scratch(packed_floats(groups_.first_row(group + 1) - first_row));
-    for (int64_t block = groups_.first_block(group); block < groups_.first_block(group + 1); ++block) {
-      const int64_t row = groups_.blocks.begin(block);
-      pack_activations<Kind>(rows_from(row), p_.row_stride, groups_.blocks.height(block), p_.in_features,
-                             packed + packed_floats(row - first_row));
-    }
-    activations_ = packed;
-  }
-
-  void multiply(int64_t group, int64_t panel) const {
-    alignas(64) float sums[kMaxGroupRows * kPanel];
-    alignas(64) float bias[kPanel];
-    const int64_t column = panel * kPanel;
-    load_bias<Element>(p_, column, bias);
-    const uint32_t* weight = weight_.panel(panel);
-    const int64_t first_row = groups_.first_row(group);
-    for (int64_t step = 0; step < weight_.steps; step += kStepsPerPass) {
-      const int64_t steps = std::min(kStepsPerPass, weight_.steps - step);
-      for (int64_t block = groups_.first_block(group); block < groups_.first_block(group + 1); ++block) {
-        const int64_t row = groups_.blocks.begin(block);
-        const int rows = groups_.blocks.height(block);
-        float* block_sums = sums + (row - first_row) * kPanel;
-        const float* values = activations_ + packed_floats(row - first_row) + step * rows * Kind::kFloats;
-        kTiles<Kind>[rows - 1](values, weight + step * kPanel, steps, block_sums, step > 0);
-        if (step + steps == weight_.steps) {
-          write_rows<Out>(p_, block_sums, rows, bias, row, column);
-        }
-      }
-    }
-  }
-
-  const Problem& p_;
-  const PackedWeight& weight_;
-  const RowGroups& groups_;
-  int64_t packed_group_ = -1;
-  const float* activations_ = nullptr;
-};
-
 template <class Kind, class Out>
 void run(const Problem& problem, const PackedWeight& weight) {
   const RowGroups groups(problem.rows, kMaxRows, weight.steps * Kind::kFloats * 4);
   for_each_panel(problem.threads, groups.count * weight.panels, weight.bytes(), groups.blocks.count,
-                 [&] { return Worker<Kind, Out>(problem, weight, groups); });
+                 [&] { return RowWorker<Kind, Out>(problem, weight, groups); });
 }
 
 template <class Out>

@@ -117,6 +117,9 @@ struct Problem {
   int64_t out_features;
   void* out;
   Threads threads;
+  const int32_t* out_rows = nullptr;  // the row of `out` that each row's result becomes; null = the same row
+
+  int64_t out_row(int64_t row) const { return out_rows == nullptr ? row : out_rows[row]; }
 };
 
 // The checked problem; `out` receives the tensor that the call gives.
@@ -178,13 +181,14 @@ void load_bias(const Problem& problem, int64_t column, float* bias) {
 template <class Out>
 void write_rows(const Problem& problem, const float* sums, int rows, const float* bias, int64_t row, int64_t column) {
   const int64_t columns = std::min<int64_t>(kPanel, problem.out_features - column);
-  Out* out = static_cast<Out*>(problem.out) + row * problem.out_features + column;
+  Out* out = static_cast<Out*>(problem.out) + column;
   const Out* residual = static_cast<const Out*>(problem.residual);
   if (residual != nullptr) residual += row * problem.residual_stride + column;
   for (int r = 0; r < rows; ++r) {
     Out line[kPanel];
     Out rest[kPanel] = {};
-    Out* target = columns == kPanel ? out + r * problem.out_features : line;
+    Out* place = out + problem.out_row(row + r) * problem.out_features;
+    Out* target = columns == kPanel ? place : line;
     const Out* addend = residual == nullptr ? rest : residual + r * problem.residual_stride;
     if (residual != nullptr && columns < kPanel) {
       std::memcpy(rest, addend, columns * sizeof(Out));
@@ -194,7 +198,7 @@ void write_rows(const Problem& problem, const float* sums, int rows, const float
       const F32 sum = load(sums + r * kPanel + c) + load(bias + c);
       store(target + c, residual == nullptr ? sum : sum + load(addend + c));
     }
-    if (target == line) std::memcpy(out + r * problem.out_features, line, columns * sizeof(Out));
+    if (target == line) std::memcpy(place, line, columns * sizeof(Out));
   }
 }
 

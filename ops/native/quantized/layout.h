@@ -61,6 +61,8 @@ struct QuantizedShape {
 };
 
 struct QuantizedWeight : QuantizedShape {
+  // A matrix whose shape was checked, such as one of a stack.
+  QuantizedWeight(const uint8_t* bytes, const QuantizedShape& shape) : QuantizedShape(shape), data(bytes) {}
   QuantizedWeight(const Tensor& tensor, int64_t out_features, int64_t in_features, const QuantFormat& chosen)
       : QuantizedShape(out_features, in_features, chosen), data(tensor.as<uint8_t>()) {
     OSTINATO_CHECK(tensor.dtype == DType::uint8 && tensor.dim == 2 && tensor.sizes[0] == panels &&

@@ -65,7 +65,7 @@ def joined(modules: list[LinearBase]) -> Tensor:
 def test_the_parts_make_the_whole(
     tmp_path: Path, name: str, ranks: int, method: Packed | Plain | Int4, seed: int | None
 ) -> None:
-    weights = WeightsByRole(layers=method, head=method, embedding=Plain())
+    weights = WeightsByRole(layers=method, router=method, head=method, embedding=Plain())
     directory = save(reference_model(VARIANTS[name]), VARIANTS[name], tmp_path)
     whole = build(directory, WHOLE, weights, seed)
     parts = [build(directory, Shard(rank, ranks), weights, seed) for rank in range(ranks)]

@@ -35,6 +35,7 @@ NUM_GREEDY = 64
 PROMPT = [(7 * index * index + 13 * index + 5) % 199 for index in range(NUM_PROMPT)]
 CHUNKINGS = [[16, 16, 11], [5, 1, 17, 20], [42, 1], [1] * NUM_PROMPT]
 SLOW = pytest.mark.slow  # each part of their layers is in one that is not
+PACKED = ["gpt2", "llama3", "llama-linear-bias", "mixtral", "phi3", "qwen3-moe-mixed", "qwen3-tied"]
 COMPILED = [
     (GraphForm.layer, "bloom"),
     pytest.param(GraphForm.layer, "falcon-40b", marks=SLOW),
@@ -45,6 +46,7 @@ COMPILED = [
     pytest.param(GraphForm.layer, "mpt", marks=SLOW),
     pytest.param(GraphForm.layer, "olmo2", marks=SLOW),
     pytest.param(GraphForm.layer, "mistral", marks=SLOW),
+    (GraphForm.layer, "qwen3-moe-mixed"),  # two kinds of layers
     (GraphForm.layer, "qwen2-window"),  # two kinds of layers
     (GraphForm.layer, "qwen3-tied"),
     (GraphForm.model, "gpt2"),
@@ -160,12 +162,13 @@ def test_eager(expected, name: str, backend: str) -> None:
     check_all(Driver(model, config), expected(name))
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama3", "llama-linear-bias", "phi3", "qwen3-tied"])
+@pytest.mark.parametrize("name", PACKED)
 def test_packed(expected, name: str) -> None:
     model, config = load(expected(name).directory, "cpu", pack=True)
-    # A layer has 4 matrices; the output head is the fifth kind, tied or not.
+    # A layer has 4 matrices, and a router before experts; the output head is one more, tied or not.
     matrices = [module for module in model.modules() if isinstance(module, LinearBase)]
-    assert sum(module.method == Packed() for module in matrices) == 4 * config.num_layers + 1
+    expected_count = 4 * config.num_layers + 1 + sum(config.moe.layers if config.moe else ())
+    assert sum(module.method == Packed() for module in matrices) == expected_count
     check_all(Driver(model, config), expected(name))
 
 
@@ -184,7 +187,7 @@ def test_half_precision(expected, name: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(("form", "name"), COMPILED)
 def test_compiled(expected, form: GraphForm, name: str) -> None:
-    model, config = load(expected(name).directory, "cpu", pack=name == "qwen3-tied")
+    model, config = load(expected(name).directory, "cpu", pack=name in ("qwen3-moe-mixed", "qwen3-tied"))
     driver = Driver(model, config)
     example = driver.batch([(Sequence(PROMPT), 5), (Sequence(PROMPT), 7)])
     driver.forward = compile_model(model, form, example, driver.cache)(model)

@@ -39,10 +39,13 @@ from tests.models.random_checkpoints import VARIANTS, reference_model, save
 PROMPT = [(7 * index * index + 13 * index + 5) % 199 for index in range(43)]
 CPU = torch.device("cpu")
 BOTH = {
-    "int8": WeightsByRole(layers=Int8(), head=Int8(), embedding=Int8()),
-    "int4": WeightsByRole(layers=Int4(), head=Int8(), embedding=Int8()),
+    "int8": WeightsByRole(layers=Int8(), router=Packed(), head=Int8(), embedding=Int8()),
+    "int4": WeightsByRole(layers=Int4(), router=Packed(), head=Int8(), embedding=Int8()),
     "int4-zero-points": WeightsByRole(
-        layers=Int4(symmetric=False), head=Int4(symmetric=False), embedding=Int4(symmetric=False)
+        layers=Int4(symmetric=False),
+        router=Packed(),
+        head=Int4(symmetric=False),
+        embedding=Int4(symmetric=False),
     ),
 }
 NAMES = ["gpt2", "llama3", "qwen2", "qwen3-tied"]
@@ -223,7 +226,7 @@ def asked(dtype: torch.dtype = torch.float32, **keys: object) -> object:
 
 def test_what_the_configuration_asks_for() -> None:
     int8, int4 = Quantization.int8, Quantization.int4
-    unquantised = WeightsByRole(layers=Packed(), head=Packed(), embedding=Plain())
+    unquantised = WeightsByRole(layers=Packed(), router=Packed(), head=Packed(), embedding=Plain())
     assert asked() == unquantised
     assert asked(torch.float16) == PLAIN
     assert asked(quantization=int8) == BOTH["int8"]
@@ -236,7 +239,7 @@ def test_what_the_configuration_asks_for() -> None:
     )
     assert asked(
         quantization=int4, quantization_head=HeadQuantization.none, quantization_group_size=64
-    ) == WeightsByRole(layers=Int4(64), head=Packed(), embedding=Plain())
+    ) == WeightsByRole(layers=Int4(64), router=Packed(), head=Packed(), embedding=Plain())
 
 
 @pytest.mark.parametrize("method", ["gptq", "base", "../../etc", "choose"])

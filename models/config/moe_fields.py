@@ -1,0 +1,84 @@
+"""Reads the experts of a mixture-of-experts model from config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ostinato.models.config.hf_fields import read_integer
+from ostinato.models.config.model_config import HFConfig
+from ostinato.ops.moe.routing import RouteSpec, Scoring
+
+__all__ = ("every_layer", "read_route", "sparse_layers")
+
+_NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+
+
+def read_route(
+    hf_config: HFConfig,
+    *,
+    scoring: Scoring = Scoring.softmax,
+    renormalize: bool = True,
+    scale: float = 1.0,
+    group_top: int | None = None,
+) -> RouteSpec:
+    """The router, with the numbers of experts and groups that the config states.
+
+    Args:
+        hf_config: the parsed config.json.
+        scoring, renormalize, scale: as in `RouteSpec`; families differ in them.
+        group_top: the same; None = the family's experts are in no groups.
+
+    Raises:
+        ValueError: a number is missing or does not fit the others; the text names its key.
+    """
+    key = next((key for key in _NUM_EXPERTS if hf_config.get(key) is not None), _NUM_EXPERTS[0])
+    num_experts = read_integer(hf_config, key)
+    top_k = read_integer(hf_config, "num_experts_per_tok")
+    num_groups = top_groups = 1
+    if group_top is not None:
+        num_groups = read_integer(hf_config, "n_group", default=1)
+        top_groups = read_integer(hf_config, "topk_group", default=1)
+        if num_experts % num_groups or top_groups > num_groups:
+            raise ValueError(
+                f"config.json: n_group={num_groups} must divide {key}={num_experts}, and "
+                f"topk_group={top_groups} must be at most n_group"
+            )
+        group_top = min(group_top, num_experts // num_groups)
+    if top_k > num_experts // num_groups * top_groups:
+        raise ValueError(
+            f"config.json: num_experts_per_tok={top_k} must be at most the number of experts that "
+            f"can be chosen, {num_experts // num_groups * top_groups} ({key}={num_experts})"
+        )
+    return RouteSpec(
+        num_experts=num_experts,
+        top_k=top_k,
+        scoring=scoring,
+        renormalize=renormalize,
+        scale=scale,
+        num_groups=num_groups,
+        top_groups=top_groups,
+        group_top=group_top or 1,
+    )
+
+
+def every_layer(num_layers: int) -> tuple[bool, ...]:
+    """`MoESpec.layers` of a model without other MLPs."""
+    return (True,) * num_layers
+
+
+def sparse_layers(hf_config: HFConfig, num_layers: int) -> tuple[bool, ...]:
+    """`MoESpec.layers` of Qwen: every `decoder_sparse_step`-th block but those of
+    `mlp_only_layers`.
+
+    Raises:
+        ValueError: a listed block does not exist.
+    """
+    step = read_integer(hf_config, "decoder_sparse_step", default=1)
+    dense: Sequence[int] = hf_config.get("mlp_only_layers") or ()
+    if any(not 0 <= layer < num_layers for layer in dense):
+        raise ValueError(
+            f"config.json: mlp_only_layers={list(dense)} must name blocks 0 to {num_layers - 1}"
+        )
+    return tuple(
+        (layer + 1) % step == 0 and layer not in dense for layer in range(num_layers)
+    )

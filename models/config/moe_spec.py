@@ -1,0 +1,28 @@
+"""The experts of a mixture-of-experts model, as data (models/moe.py builds them)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ostinato.ops.moe.routing import RouteSpec
+
+__all__ = ("MoESpec",)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoESpec:
+    """What takes the place of the MLP in some or all blocks."""
+
+    route: RouteSpec
+    intermediate_size: int  # of one expert
+    layers: tuple[bool, ...]  # for each block, whether it has experts
+    has_score_bias: bool = False  # experts are chosen by score + bias (arXiv:2408.15664)
+    has_bias: bool = False  # the router and the experts
+    float32_router: bool = False  # logits are not rounded to the activations' dtype
+    shared_size: int = 0  # intermediate size of an MLP that all tokens pass besides; 0 = none
+    shared_gate: bool = False  # which is weighted by the sigmoid of a logit of its own
+
+    @property
+    def hidden_rows(self) -> int:
+        """Values between an expert's matrices of one token, all its experts together."""
+        return self.route.top_k * self.intermediate_size

@@ -1,0 +1,31 @@
+"""Qwen3 with a mixture of experts (arXiv:2505.09388), such as Qwen3-30B-A3B."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ostinato.models.config.block_spec import QKNorm
+from ostinato.models.config.decoder_config import read_decoder_config
+from ostinato.models.config.hf_fields import read_integer
+from ostinato.models.config.model_config import HFConfig, ModelConfig
+from ostinato.models.config.moe_fields import read_route, sparse_layers
+from ostinato.models.config.moe_spec import MoESpec
+from ostinato.models.families.llama import LlamaForCausalLM
+
+__all__ = ("Qwen3MoeForCausalLM",)
+
+
+class Qwen3MoeForCausalLM(LlamaForCausalLM):
+    """Llama with normalised queries and keys, and with experts in most or all blocks."""
+
+    @classmethod
+    def read_config(
+        cls, hf_config: HFConfig, generation_config: HFConfig | None = None
+    ) -> ModelConfig:
+        config = read_decoder_config(hf_config, generation_config)
+        moe = MoESpec(
+            route=read_route(hf_config, renormalize=bool(hf_config.get("norm_topk_prob", False))),
+            intermediate_size=read_integer(hf_config, "moe_intermediate_size"),
+            layers=sparse_layers(hf_config, config.num_layers),
+        )
+        return replace(config, moe=moe, block=replace(config.block, qk_norm=QKNorm.head))

@@ -1,0 +1,101 @@
+"""The mixture of experts that takes the place of a block's MLP (arXiv:1701.06538, 2101.03961)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from ostinato.models.config.model_config import ModelConfig
+from ostinato.models.config.moe_spec import MoESpec
+from ostinato.models.layers import GatedMLP
+from ostinato.models.linear_layers import BuildOptions, ExpertLinear, RouterLinear
+from ostinato.ops.activation import activate
+from ostinato.ops.moe.routing import RouteSpec, Scoring, route
+
+__all__ = ("MoE",)
+
+
+class Experts(nn.Module):
+    """Gated MLPs, as the two matrices of each."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        options: BuildOptions,
+        num_experts: int,
+        intermediate_size: int,
+        *,
+        bias: bool,
+    ) -> None:
+        super().__init__()
+        size = config.hidden_size
+        inner = options.shard.span(intermediate_size, "intermediate size of an expert")
+        self.activation = config.activation
+        self.gate_up_proj = ExpertLinear(num_experts, size, (inner, inner), options, bias=bias)
+        self.down_proj = ExpertLinear(num_experts, inner, (size,), options, bias=bias)
+
+    def forward(
+        self, x: Tensor, ids: Tensor, routing_weights: Tensor, residual: Tensor | None
+    ) -> Tensor:
+        """[T, D] -> [T, D]: the weighted sum over each token's experts, added to the residual."""
+        inner = activate(self.gate_up_proj(x, ids), self.activation, gated=True)
+        return self.down_proj(inner, ids, routing_weights, residual)
+
+    def static_key(self) -> tuple[object, ...]:
+        """What the traced program depends on besides tensors."""
+        return (self.activation, self.gate_up_proj.static_key, self.down_proj.static_key)
+
+
+class MoE(nn.Module):
+    """A router, its experts, and an MLP that all tokens share if there is one."""
+
+    def __init__(self, config: ModelConfig, options: BuildOptions, spec: MoESpec) -> None:
+        super().__init__()
+        size, num_experts = config.hidden_size, spec.route.num_experts
+        self.spec = spec
+        self.gate = RouterLinear(size, num_experts, options, bias=spec.has_bias)
+        self.score_bias = None
+        if spec.has_score_bias:
+            values = torch.empty(num_experts, dtype=torch.float32, device=options.device)
+            self.score_bias = nn.Parameter(values, requires_grad=False)
+        self.experts = Experts(
+            config, options, num_experts, spec.intermediate_size, bias=spec.has_bias
+        )
+        self.shared_expert: GatedMLP | None = None
+        self.gated_expert: Experts | None = None
+        self.shared_gate: RouterLinear | None = None
+        if spec.shared_gate:
+            self.gated_expert = Experts(config, options, 1, spec.shared_size, bias=False)
+            self.shared_gate = RouterLinear(size, 1, options)
+        elif spec.shared_size:
+            self.shared_expert = GatedMLP(config, options, spec.shared_size)
+
+    def forward(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        """[T, D] -> [T, D], added to the residual if there is one."""
+        if self.shared_expert is not None:
+            residual = self.shared_expert(x, residual)
+        elif self.experts.down_proj.inputs.start:
+            residual = None  # which the first rank adds
+        if self.gated_expert is not None and self.shared_gate is not None:
+            ids, weights = route(self.shared_gate(x), _ONE_EXPERT)
+            residual = self.gated_expert(x, ids, weights, residual)
+        logits = self.gate.multiply(x, float32_output=self.spec.float32_router)
+        ids, weights = route(logits, self.spec.route, self.score_bias)
+        return self.experts(x, ids, weights, residual)
+
+    def static_key(self) -> tuple[object, ...]:
+        """What the traced program depends on besides tensors."""
+        return (
+            "mixture of experts",
+            self.spec.route,
+            self.spec.float32_router,
+            self.score_bias is not None,
+            self.gate.static_key,
+            *self.experts.static_key(),
+            *(() if self.shared_expert is None else self.shared_expert.static_key()),
+            *(() if self.gated_expert is None else self.gated_expert.static_key()),
+        )
+
+
+# An expert that every token has, weighted by the sigmoid of its logit.
+_ONE_EXPERT = RouteSpec(1, 1, Scoring.sigmoid, renormalize=False)

@@ -1,0 +1,254 @@
+"""Linear layers with one matrix for each expert: `ostinato::moe_linear`, `packed_moe_linear`,
+`quantized_moe_linear`.
+
+Each token is multiplied by the matrices of the k experts that `route` chose for it. An MLP of
+experts is two such layers and an activation between them:
+
+    gate and up   [T, K] -> [T * k, N]: one row for each token and slot
+    down          [T * k, K] -> [T, N]: the slots of a token, weighted and added
+
+Sums run over a token's slots in their order, in float32, and products have the order of
+ops/linear.py. So on a CPU a token's result has the same bits whatever tokens stand beside it.
+Nothing has a size that depends on data, and the host reads no result.
+
+The CPU kernels are ops/native/moe/moe_linear.cpp, over packed weights, and
+quantized_moe_linear.cpp. Until they are loaded the same ops run as plain torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ostinato.ops.linear import packed_linear_reference
+from ostinato.ops.quantized_reference import QuantFormat, quantized_linear_reference
+from ostinato.ops.register import register_op
+
+__all__ = ("moe_linear", "packed_moe_linear", "quantized_moe_linear")
+
+
+def moe_linear(
+    x: Tensor,
+    ids: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    routing_weights: Tensor | None = None,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """Each row times the matrices of its experts.
+
+    Args:
+        x: [T, K], the same for all slots of a token, or [T * k, K], one row for each slot.
+        ids: [T, k] int32, the experts of each token.
+        weight: [experts, N, K] in x's dtype.
+        bias: [experts, N] in x's dtype, added before anything is rounded, or None.
+        routing_weights: [T, k] float32; None = the slots are not added.
+        residual: [T, N] in x's dtype, added in float32 before rounding; with routing weights only.
+
+    Returns:
+        Without routing weights [T * k, N] in x's dtype; with them [T, N].
+    """
+    return _moe_linear(x, ids, weight, bias, routing_weights, residual)
+
+
+def packed_moe_linear(
+    x: Tensor,
+    ids: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out_features: int,
+    *,
+    routing_weights: Tensor | None = None,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """`moe_linear` over packed matrices, on a CPU.
+
+    Args:
+        x, ids, bias, routing_weights, residual: as for `moe_linear`; x is float32 or bfloat16.
+        weight: [experts, ...] of what `pack_linear_weight` made of each matrix [N, K].
+        out_features: N, which the padding of the packed weight hides.
+
+    Raises:
+        ValueError: a shape, dtype or stride is not as above, or an id is not an expert.
+    """
+    return _packed_moe_linear(x, ids, weight, bias, out_features, routing_weights, residual)
+
+
+def quantized_moe_linear(
+    x: Tensor,
+    ids: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out_features: int,
+    form: QuantFormat,
+    *,
+    routing_weights: Tensor | None = None,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """`moe_linear` over quantised matrices, on a CPU; x is quantised too (ops/quantized.py).
+
+    Args:
+        x, ids, bias, routing_weights, residual: as for `moe_linear`; x is float32 or bfloat16.
+        weight: [experts, ...] of what `quantize_linear_weight` made of each matrix [N, K].
+        out_features: N, which the padding of the weight hides.
+        form: of the weight.
+
+    Raises:
+        ValueError: a shape, dtype or stride is not as above, or an id is not an expert.
+    """
+    return _quantized_moe_linear(
+        x, ids, weight, bias, out_features, routing_weights, residual, *form
+    )
+
+
+def _sum_over_experts(
+    x: Tensor,
+    ids: Tensor,
+    num_experts: int,
+    multiply: Callable[[Tensor, int], Tensor],
+    routing_weights: Tensor | None,
+    residual: Tensor | None,
+) -> Tensor:
+    """The arithmetic of the ops in plain torch, expert by expert; the host reads the ids.
+
+    Args:
+        x, ids, routing_weights, residual: as for `moe_linear`.
+        num_experts: how many there are.
+        multiply: (rows [n, K], expert) -> their products with its matrix, float32 [n, N].
+
+    Raises:
+        ValueError: an id is not an expert.
+    """
+    if bool(((ids < 0) | (ids >= num_experts)).any()):
+        raise ValueError(f"ids must be experts, 0 to {num_experts - 1}, got {ids}")
+    num_slots = ids.shape[1]
+    flat = ids.reshape(-1)
+    pairs = torch.arange(flat.numel(), device=x.device)
+    rows = pairs // num_slots if x.shape[0] == ids.shape[0] else pairs
+    products = [
+        (chosen := (flat == expert).nonzero()[:, 0], multiply(x[rows[chosen]], expert))
+        for expert in flat.unique().tolist()
+    ]
+    width = multiply(x[:0], 0).shape[1]
+    sums = torch.zeros(flat.numel(), width, device=x.device)
+    for chosen, product in products:
+        sums[chosen] = product
+    if routing_weights is None:
+        return sums.to(x.dtype)
+    result = torch.zeros(ids.shape[0], width, device=x.device)
+    for slot, weights in enumerate(routing_weights.unbind(1)):
+        result = result + weights[:, None] * sums[slot::num_slots]
+    if residual is not None:
+        result = result + residual.float()
+    return result.to(x.dtype)
+
+
+def _moe_linear_reference(
+    x: Tensor,
+    ids: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    routing_weights: Tensor | None,
+    residual: Tensor | None,
+) -> Tensor:
+    def multiply(rows: Tensor, expert: int) -> Tensor:
+        added = None if bias is None else bias[expert].float()
+        return torch.nn.functional.linear(rows.float(), weight[expert].float(), added)
+
+    return _sum_over_experts(x, ids, len(weight), multiply, routing_weights, residual)
+
+
+def _packed_moe_linear_reference(
+    x: Tensor,
+    ids: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out_features: int,
+    routing_weights: Tensor | None,
+    residual: Tensor | None,
+) -> Tensor:
+    def multiply(rows: Tensor, expert: int) -> Tensor:
+        added = None if bias is None else bias[expert]
+        return packed_linear_reference(rows, weight[expert], added, out_features, True)
+
+    return _sum_over_experts(x, ids, len(weight), multiply, routing_weights, residual)
+
+
+def _quantized_moe_linear_reference(
+    x: Tensor,
+    ids: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out_features: int,
+    routing_weights: Tensor | None,
+    residual: Tensor | None,
+    bits: int,
+    group_size: int,
+    symmetric: bool,
+) -> Tensor:
+    form = QuantFormat(bits, group_size, symmetric)
+
+    def multiply(rows: Tensor, expert: int) -> Tensor:
+        added = None if bias is None else bias[expert]
+        return quantized_linear_reference(
+            rows, weight[expert], added, out_features, True, None, *form
+        )
+
+    return _sum_over_experts(x, ids, len(weight), multiply, routing_weights, residual)
+
+
+def _packed_moe_linear_fake(
+    x: Tensor,
+    ids: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out_features: int,
+    routing_weights: Tensor | None,
+    residual: Tensor | None,
+) -> Tensor:
+    tokens, slots = ids.shape
+    return x.new_empty((tokens if routing_weights is not None else tokens * slots, out_features))
+
+
+def _moe_linear_fake(
+    x: Tensor,
+    ids: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    routing_weights: Tensor | None,
+    residual: Tensor | None,
+) -> Tensor:
+    return _packed_moe_linear_fake(x, ids, weight, bias, weight.shape[1], routing_weights, residual)
+
+
+def _quantized_moe_linear_fake(
+    x: Tensor,
+    ids: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out_features: int,
+    routing_weights: Tensor | None,
+    residual: Tensor | None,
+    bits: int,
+    group_size: int,
+    symmetric: bool,
+) -> Tensor:
+    return _packed_moe_linear_fake(x, ids, weight, bias, out_features, routing_weights, residual)
+
+
+_moe_linear = register_op(
+    "moe_linear", {"CompositeExplicitAutograd": _moe_linear_reference}, fake=_moe_linear_fake
+)
+_packed_moe_linear = register_op(
+    "packed_moe_linear",
+    {"CompositeExplicitAutograd": _packed_moe_linear_reference},
+    fake=_packed_moe_linear_fake,
+)
+_quantized_moe_linear = register_op(
+    "quantized_moe_linear",
+    {"CompositeExplicitAutograd": _quantized_moe_linear_reference},
+    fake=_quantized_moe_linear_fake,
+)

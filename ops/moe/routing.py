@@ -1,0 +1,149 @@
+"""Routing of tokens to experts: `ostinato::route`.
+
+A router gives each token a logit for each expert. Families differ in how logits become scores, in
+what the best experts are chosen by, and in how the scores of the chosen ones become weights
+(`RouteSpec`). Nothing depends on the other tokens, no size depends on data, and the host reads no
+result.
+
+The kernel is ops/native/moe/route.cpp. Until it is loaded, and on other devices, the op runs as
+plain torch.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ostinato.ops.register import register_op
+
+__all__ = ("RouteSpec", "Scoring", "route")
+
+_LEAST_SUM = 1e-20  # keeps the division by a sum of zeros defined
+
+
+class Scoring(StrEnum):
+    """How logits become scores."""
+
+    softmax = "softmax"  # over all experts (arXiv:2006.16668)
+    sigmoid = "sigmoid"  # of each expert by itself (DeepSeek-V3, arXiv:2412.19437)
+    top_softmax = "top_softmax"  # over the chosen experts (arXiv:1701.06538)
+
+
+class RouteSpec(NamedTuple):
+    """How tokens are routed; the defaults are Mixtral's (arXiv:2401.04088), but for the numbers."""
+
+    num_experts: int
+    top_k: int  # experts of a token
+    scoring: Scoring = Scoring.softmax
+    renormalize: bool = True  # the weights of a token are divided by their sum
+    scale: float = 1.0  # of the weights, at last
+    # Experts lie in groups of equal size, and only those of the best groups can be chosen. A group
+    # is as good as the sum of its `group_top` best experts.
+    num_groups: int = 1
+    top_groups: int = 1
+    group_top: int = 1
+
+
+def route(logits: Tensor, spec: RouteSpec, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The experts of each token, and how much each of them counts.
+
+    The `top_k` experts with the greatest scores are chosen, the greatest first. Of equal scores the
+    expert of the lower number wins. With a bias, and with groups, they are chosen by score + bias,
+    but weighted by the score alone.
+
+    A token whose logits have a NaN, or no softmax, gets the first experts and weights of NaN: its
+    own result shows the error, and those of other tokens are untouched.
+
+    Args:
+        logits: [T, num_experts] float32, bfloat16 or float16; computed in float32.
+        spec: how.
+        bias: [num_experts] float32, or None.
+
+    Returns:
+        The experts [T, top_k] int32, and their weights [T, top_k] float32.
+
+    Raises:
+        ValueError: a shape or dtype is not as above, or the spec's numbers do not fit.
+    """
+    return _route(
+        logits,
+        bias,
+        spec.top_k,
+        spec.scoring.value,
+        spec.renormalize,
+        spec.scale,
+        spec.num_groups,
+        spec.top_groups,
+        spec.group_top,
+    )
+
+
+def _route_reference(
+    logits: Tensor,
+    bias: Tensor | None,
+    top_k: int,
+    scoring: str,
+    renormalize: bool,
+    scale: float,
+    num_groups: int,
+    top_groups: int,
+    group_top: int,
+) -> tuple[Tensor, Tensor]:
+    num_experts = logits.shape[1]
+    if num_experts % num_groups or not 1 <= top_groups <= num_groups:
+        raise ValueError(
+            f"{num_groups} groups, {top_groups} of them chosen, do not fit {num_experts} experts"
+        )
+    if not 1 <= top_k <= top_groups * (num_experts // num_groups):
+        raise ValueError(
+            f"top_k must be 1 to the number of experts of the chosen groups, got {top_k}"
+        )
+    logits = logits.float()
+    scores = logits
+    if scoring == Scoring.softmax:
+        scores = logits.softmax(-1)
+    elif scoring == Scoring.sigmoid:
+        scores = logits.sigmoid()
+    # Logits and scores have one order, and logits do not become equal where scores are zero.
+    choice = logits
+    if bias is not None or num_groups > 1:
+        choice = scores if bias is None else scores + bias
+    if num_groups > 1:
+        groups = choice.view(-1, num_groups, num_experts // num_groups)
+        sums = groups.sort(dim=-1, descending=True, stable=True).values[..., :group_top].sum(-1)
+        best = sums.sort(dim=-1, descending=True, stable=True).indices[:, :top_groups]
+        is_open = torch.zeros_like(sums, dtype=torch.bool).scatter(1, best, True)
+        closed = ~is_open.repeat_interleave(num_experts // num_groups, 1)
+        choice = choice.masked_fill(closed, -torch.inf)
+    ids = choice.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
+    weights = scores.gather(1, ids)
+    if scoring == Scoring.top_softmax:
+        weights = weights.softmax(-1)
+    if renormalize:
+        weights = weights / (weights.sum(-1, keepdim=True) + _LEAST_SUM)
+    weights = weights * scale
+    wrong = logits.isnan().any(-1, keepdim=True) | weights.isnan().any(-1, keepdim=True)
+    first = torch.arange(top_k, device=logits.device).expand_as(ids)
+    ids = torch.where(wrong, first, ids)
+    return ids.to(torch.int32), weights.masked_fill(wrong, torch.nan)
+
+
+def _route_fake(
+    logits: Tensor,
+    bias: Tensor | None,
+    top_k: int,
+    scoring: str,
+    renormalize: bool,
+    scale: float,
+    num_groups: int,
+    top_groups: int,
+    group_top: int,
+) -> tuple[Tensor, Tensor]:
+    size = (logits.shape[0], top_k)
+    return logits.new_empty(size, dtype=torch.int32), logits.new_empty(size, dtype=torch.float32)
+
+
+_route = register_op("route", {"CompositeExplicitAutograd": _route_reference}, fake=_route_fake)

@@ -1,0 +1,115 @@
+// The linear op over quantised matrices of experts: every token is multiplied by the matrices of the experts that it was
+// routed to. The matrices lie in the layout of quantized/layout.h, one after the other.
+#include "moe/expert_rows.h"
+#include "quantized/row_worker.h"
+
+#if OSTINATO_AMX
+#include "quantized/amx_quantized.h"
+#endif
+
+namespace ostinato::moe {
+namespace {
+
+using linear::QuantFormat;
+using linear::QuantizedShape;
+using linear::QuantizedWeight;
+
+struct QuantizedExperts {
+  QuantizedExperts(const Tensor& tensor, int64_t out_features, int64_t in_features, const QuantFormat& format)
+      : shape(out_features, in_features, format) {
+    OSTINATO_CHECK(tensor.dim == 3, "the weight must have three dimensions: [experts, panels, bytes]");
+    const Tensor first{tensor.handle, tensor.data, tensor.sizes + 1, tensor.strides + 1, 2, tensor.dtype};
+    data = QuantizedWeight(first, out_features, in_features, format).data;  // checks it
+    count = tensor.sizes[0];
+    OSTINATO_CHECK(count <= 1 || tensor.strides[0] == shape.bytes(),
+                   "the experts' quantised matrices must lie one after the other");
+  }
+  QuantizedWeight matrix(int64_t expert) const { return {data + expert * shape.bytes(), shape}; }
+
+  QuantizedShape shape;
+  const uint8_t* data;
+  int64_t count;
+};
+
+// Computes the experts of which takes(rows) holds, in blocks of rows that make_blocks gives, with workers of type Worker.
+template <class Worker, class Blocks, class Takes, class MakeBlocks, class NumGroups>
+void run(const ExpertCall& c, const ExpertRows& rows, const QuantizedExperts& weight, const std::vector<Problem>& problems,
+         const Takes& takes, const MakeBlocks& make_blocks, const NumGroups& num_groups) {
+  std::vector<ExpertTasks<QuantizedWeight, Blocks>> experts;
+  experts.reserve(problems.size());
+  int64_t num_tasks = 0;
+  for (size_t e = 0; e < problems.size(); ++e) {
+    if (!takes(problems[e].rows)) continue;
+    experts.push_back({problems[e], weight.matrix(rows.experts[e].id), make_blocks(problems[e].rows), num_tasks});
+    num_tasks += num_groups(experts.back().blocks) * weight.shape.panels;
+  }
+  run_experts<Worker>(c.threads, experts, num_tasks);
+}
+
+template <int Bits, class In, class Out>
+void run(const ExpertCall& c, const ExpertRows& rows, const QuantizedExperts& weight, const std::vector<Problem>& problems) {
+  const QuantizedShape& shape = weight.shape;
+  const auto by_tiles = [&]([[maybe_unused]] int64_t count) {
+#if OSTINATO_AMX
+    return linear::suits_tiles(shape, count);
+#else
+    return false;
+#endif
+  };
+#if OSTINATO_AMX
+  run<linear::QuantizedTileWorker<Bits, In, Out>, linear::TileBlocks>(
+      c, rows, weight, problems, by_tiles,
+      [&](int64_t count) { return linear::TileBlocks(count, shape.groups * shape.group_steps); },
+      [](const linear::TileBlocks& blocks) { return blocks.groups; });
+#endif
+  run<linear::QuantizedRowWorker<Bits, In, Out>, linear::RowGroups>(
+      c, rows, weight, problems, [&](int64_t count) { return !by_tiles(count); },
+      [&](int64_t count) { return linear::RowGroups(count, linear::kQuantRows, linear::RowLayout(shape).row * 4); },
+      [](const linear::RowGroups& groups) { return groups.count; });
+}
+
+template <int Bits>
+void run(const ExpertCall& c, const ExpertRows& rows, const QuantizedExperts& weight, const std::vector<Problem>& problems) {
+  if (c.x.dtype == DType::float32) {
+    run<Bits, float, float>(c, rows, weight, problems);
+  } else if (c.sums != nullptr) {
+    run<Bits, BFloat16, float>(c, rows, weight, problems);
+  } else {
+    run<Bits, BFloat16, BFloat16>(c, rows, weight, problems);
+  }
+}
+
+// quantized_moe_linear(Tensor x, Tensor ids, Tensor weight, Tensor? bias, SymInt out_features, Tensor? routing_weights,
+//                      Tensor? residual, SymInt bits, SymInt group_size, bool symmetric) -> Tensor
+void quantized_moe_linear(Call& call) {
+  ExpertCall c{};
+  c.x = call.tensor();
+  c.ids = call.tensor();
+  const Tensor weight = call.tensor();
+  c.bias = call.optional_tensor();
+  c.out_features = call.integer();
+  c.routing_weights = call.optional_tensor();
+  c.residual = call.optional_tensor();
+  const QuantFormat format = linear::read_format(call);
+  c.threads = call.threads();
+  OSTINATO_CHECK(c.x.dim == 2, "x must be a matrix");
+  const QuantizedExperts experts(weight, c.out_features, c.x.sizes[1], format);
+  c.num_experts = experts.count;
+  check(c);
+  const ExpertRows rows(c.ids, experts.count);
+  allocate(call, c);
+  const std::vector<Problem> problems = expert_problems(call, c, rows);
+  if (format.bits == 8) {
+    run<8>(c, rows, experts, problems);
+  } else {
+    run<4>(c, rows, experts, problems);
+  }
+  combine(c);
+  call.give(c.out);
+}
+
+}  // namespace
+
+OSTINATO_KERNEL(quantized_moe_linear, quantized_moe_linear);
+
+}  // namespace ostinato::moe
