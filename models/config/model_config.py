@@ -70,6 +70,16 @@ class ModelConfig:
     num_labels: int = 0  # of a classification head; 0 = there is none
     max_encoder_tokens: int = 0  # that cross attention can read; 0 = there is no cross attention
 
+    @property
+    def widest_mlp(self) -> int:
+        """Values of one token between the matrices of the widest MLP; of experts those of all that
+        the token has, and the copies of its hidden state that they read and give.
+        """
+        if self.moe is None:
+            return self.intermediate_size
+        values = 2 * self.moe.intermediate_size + self.hidden_size
+        return max(self.intermediate_size, self.moe.route.top_k * values)
+
     def rope_kind(self, layer: int) -> str | None:
         """The rotary table of a layer: a key of `StepInputs.rope`; None = it rotates nothing."""
         if self.rope is None:

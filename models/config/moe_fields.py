@@ -79,6 +79,4 @@ def sparse_layers(hf_config: HFConfig, num_layers: int) -> tuple[bool, ...]:
         raise ValueError(
             f"config.json: mlp_only_layers={list(dense)} must name blocks 0 to {num_layers - 1}"
         )
-    return tuple(
-        (layer + 1) % step == 0 and layer not in dense for layer in range(num_layers)
-    )
+    return tuple((layer + 1) % step == 0 and layer not in dense for layer in range(num_layers))

@@ -21,8 +21,3 @@ class MoESpec:
     float32_router: bool = False  # logits are not rounded to the activations' dtype
     shared_size: int = 0  # intermediate size of an MLP that all tokens pass besides; 0 = none
     shared_gate: bool = False  # which is weighted by the sigmoid of a logit of its own
-
-    @property
-    def hidden_rows(self) -> int:
-        """Values between an expert's matrices of one token, all its experts together."""
-        return self.route.top_k * self.intermediate_size

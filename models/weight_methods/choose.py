@@ -139,9 +139,7 @@ def choose_weights(
     if reason is not None:
         raise ValueError(f"{asked}, but {reason}")
     if section.quantization_head is HeadQuantization.none:
-        return WeightsByRole(
-            layers=layers, router=unquantized, head=unquantized, embedding=Plain()
-        )
+        return WeightsByRole(layers=layers, router=unquantized, head=unquantized, embedding=Plain())
     is_auto = section.quantization_head is HeadQuantization.auto
     head = _on_load(section, "int8" if is_auto else section.quantization_head.value)
     return WeightsByRole(layers=layers, router=unquantized, head=head, embedding=head)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ostinato.ops.register import register_op
 
-__all__ = ("RouteSpec", "Scoring", "route")
+__all__ = ("RouteSpec", "Scoring", "route", "route_reference")
 
 _LEAST_SUM = 1e-20  # keeps the division by a sum of zeros defined
 
@@ -81,7 +81,7 @@ def route(logits: Tensor, spec: RouteSpec, bias: Tensor | None = None) -> tuple[
     )
 
 
-def _route_reference(
+def route_reference(
     logits: Tensor,
     bias: Tensor | None,
     top_k: int,
@@ -92,6 +92,7 @@ def _route_reference(
     top_groups: int,
     group_top: int,
 ) -> tuple[Tensor, Tensor]:
+    """`route` in plain torch."""
     num_experts = logits.shape[1]
     if num_experts % num_groups or not 1 <= top_groups <= num_groups:
         raise ValueError(
@@ -146,4 +147,4 @@ def _route_fake(
     return logits.new_empty(size, dtype=torch.int32), logits.new_empty(size, dtype=torch.float32)
 
 
-_route = register_op("route", {"CompositeExplicitAutograd": _route_reference}, fake=_route_fake)
+_route = register_op("route", {"CompositeExplicitAutograd": route_reference}, fake=_route_fake)

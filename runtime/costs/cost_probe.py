@@ -4,6 +4,9 @@ A step is a `SchedulerOutput` like any other, so what is timed is all that a ste
 filling the buffers, the model as it was captured or compiled, the sampler. New tokens go to the
 null block; contexts are read from blocks that no sequence holds yet.
 
+Token ids are random: equal tokens would all go to the same experts, and their steps would read
+fewer weights than those of service.
+
 Log-probabilities of prompts are timed once: what a step with them takes more than one without.
 
 Lines of the grid are measured, the rest follows from them: prompts of one sequence, decodes of
@@ -14,6 +17,7 @@ disturbance of some moments does not hit all of one point's.
 
 from __future__ import annotations
 
+import random
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
@@ -48,6 +52,7 @@ class StepSpace:
     max_num_batched_tokens: int
     max_model_len: int  # tokens of one sequence
     block_size: int  # tokens
+    vocab_size: int  # ids are below it
     decode_sizes: Sequence[int]  # numbers of sequences to measure decodes of, rising
     context_block_ids: Sequence[int]  # blocks to read contexts from
     sampling: SamplingParams  # of a usual request
@@ -65,6 +70,7 @@ class _Prober:
         self._execute = execute
         self._space = space
         self.clock = clock
+        self._random = random.Random(0)
 
     def decodes(self, num_seqs: int, context: int, num_runs: int) -> list[float]:
         """Seconds of steps in which sequences of that context decode."""
@@ -101,21 +107,24 @@ class _Prober:
         read = cycle(space.context_block_ids)
         for row, (num_tokens, start, num_scored) in enumerate(chunks):
             block_ids: list[int] = []
+            chosen = self._random.choices(
+                range(space.vocab_size), k=max(num_tokens, num_scored + 1)
+            )
             if admits:
                 sampling = space.sampling
                 if num_scored:
                     sampling = msgspec.structs.replace(sampling, prompt_logprobs=MAX_LOGPROBS)
                 request = Request(
                     request_id=f"probe-{row}",
-                    prompt_token_ids=[0] * (num_scored + 1),
+                    prompt_token_ids=chosen[: num_scored + 1],
                     sampling=sampling,
                 )
                 admitted.append(AdmittedSequence(row, request, []))
                 num_written = -(-(start + num_tokens) // space.block_size)
                 num_read = start // space.block_size  # contexts are whole blocks
                 block_ids = [*islice(read, num_read), *[0] * (num_written - num_read)]
-            # A decode's token is the row's last one; the values of a prompt's do not matter.
-            token_ids = [] if num_tokens == 1 else [0] * num_tokens
+            # A decode's token is the row's last one.
+            token_ids = [] if num_tokens == 1 else chosen[:num_tokens]
             scheduled.append(
                 ScheduledSequence(row, start, num_tokens, token_ids, block_ids, 1, num_scored)
             )

@@ -62,7 +62,7 @@ class ModelFootprint:
     weights_bytes: int  # of all parameters and buffers in the form that the device holds
     kv_bytes_per_token: int  # keys and values over all layers
     hidden_size: int
-    intermediate_size: int
+    intermediate_size: int  # of the widest MLP, see `ModelConfig.widest_mlp`
     qkv_size: int  # (num_heads + 2 * num_kv_heads) * head_dim
     dtype_bytes: int  # of activations
     max_model_len: int  # tokens; what the model states

@@ -114,6 +114,7 @@ def calibrate(
             max_num_batched_tokens=limits.max_num_batched_tokens,
             max_model_len=plan.max_model_len,
             block_size=plan.block_size,
+            vocab_size=model.vocab_size,
             decode_sizes=sizes,
             context_block_ids=range(1, num_blocks + 1),
             sampling=msgspec.convert(model.default_sampling, SamplingParams, strict=False),

@@ -126,9 +126,14 @@ def _check_graphs(config: EngineConfig, source: ModelSource, backend: str) -> No
             "graphs.attention=reference reads lengths on the host, so its steps can not be "
             "captured; set graphs.mode=compiled"
         )
+    if model.moe is not None:
+        raise StartupError(
+            f"{model.architecture} has experts, which are multiplied by CPU kernels or step by "
+            "step; set device.name=cpu, or graphs.mode=eager"
+        )
     # Compiled GPU kernels index with 32 bits; programs run without the guard that would notice.
     qkv_size = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
-    most = ((1 << 31) - 1) // max(model.hidden_size, 2 * model.intermediate_size, qkv_size)
+    most = ((1 << 31) - 1) // max(model.hidden_size, 2 * model.widest_mlp, qkv_size)
     if source.limits.max_num_batched_tokens > most:
         raise StartupError(
             f"scheduler.max_num_batched_tokens={source.limits.max_num_batched_tokens}, but "

@@ -174,7 +174,7 @@ def plan_engine(
             weights_bytes=sum(tensor.numel() * tensor.itemsize for tensor in tensors),
             kv_bytes_per_token=model.kv_cache_spec(1, source.cache_dtype).bytes_per_block,
             hidden_size=model.hidden_size,
-            intermediate_size=model.intermediate_size,
+            intermediate_size=model.widest_mlp,
             qkv_size=(model.num_heads + 2 * model.num_kv_heads) * model.head_dim,
             dtype_bytes=source.dtype.itemsize,
             max_model_len=model.max_model_len,

@@ -187,7 +187,9 @@ def test_half_precision(expected, name: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(("form", "name"), COMPILED)
 def test_compiled(expected, form: GraphForm, name: str) -> None:
-    model, config = load(expected(name).directory, "cpu", pack=name in ("qwen3-moe-mixed", "qwen3-tied"))
+    model, config = load(
+        expected(name).directory, "cpu", pack=name in ("qwen3-moe-mixed", "qwen3-tied")
+    )
     driver = Driver(model, config)
     example = driver.batch([(Sequence(PROMPT), 5), (Sequence(PROMPT), 7)])
     driver.forward = compile_model(model, form, example, driver.cache)(model)

@@ -76,6 +76,7 @@ def make_space(**changes: object) -> StepSpace:
         "max_num_batched_tokens": 300,
         "max_model_len": 4096,
         "block_size": BLOCK_SIZE,
+        "vocab_size": 1000,
         "decode_sizes": [1, 2, 4, 8],
         "context_block_ids": range(1, 40),
         "sampling": SamplingParams(),
