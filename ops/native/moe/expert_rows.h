@@ -216,7 +216,7 @@ void combine(const ExpertCall& c) {
 }
 
 inline void combine(const ExpertCall& c) {
-  if (c.sums == nullptr) return;
+  if (c.sums == nullptr || c.ids.sizes[0] == 0) return;
   if (c.x.dtype == DType::float32) return combine<float>(c);
   combine<BFloat16>(c);
 }
