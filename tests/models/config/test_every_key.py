@@ -19,8 +19,9 @@ NEUTRAL = {
     "_name_or_path", "attention_dropout", "attn_pdrop", "chunk_size_feed_forward",
     "classifier_dropout", "dropout", "emb_pdrop", "embd_pdrop", "embedding_dropout",
     "embedding_fraction", "hidden_dropout", "id2label", "init_device", "init_std", "initializer_range",
-    "label2id", "layerdrop", "model_type", "output_attentions", "output_hidden_states", "pad_token_id",
-    "problem_type", "resid_pdrop", "residual_dropout", "return_dict", "transformers_version",
+    "label2id", "layerdrop", "model_type", "output_attentions", "output_hidden_states",
+    "output_router_logits", "pad_token_id", "problem_type", "resid_pdrop", "residual_dropout",
+    "return_dict", "router_aux_loss_coef", "router_jitter_noise", "transformers_version",
     "use_cache",
 }  # fmt: skip
 # Family or variant -> keys that change nothing there, and why.
@@ -67,6 +68,10 @@ NEUTRAL_IN = {
     },
     "qwen3": {
         "max_window_layers": "layer_types says more",
+        "sliding_window": "use_sliding_window is off",
+        "use_sliding_window": "there is no window",
+    },
+    "qwen3_moe": {
         "sliding_window": "use_sliding_window is off",
         "use_sliding_window": "there is no window",
     },
