@@ -88,7 +88,8 @@ def load_weights(
 
 @torch.no_grad()
 def init_dummy_weights(model: LanguageModel, seed: int, *, progress: str = "") -> None:
-    """Random weights for benchmarks: normal with deviation 0.02, norms 1 and their biases 0.
+    """Random weights for benchmarks: normal with deviation 0.02, norms 1, other vectors and the
+    norms' biases 0.
 
     Every rank of a group takes its part of the same matrices.
 
@@ -108,6 +109,8 @@ def init_dummy_weights(model: LanguageModel, seed: int, *, progress: str = "") -
             for kind, parameter in module.named_parameters(recurse=False):
                 if is_norm:
                     parameter.fill_(1.0 if kind == "weight" else 0.0)
+                elif not isinstance(module, LinearBase):
+                    parameter.zero_()
                 bar.advance(task, parameter.nbytes)
 
 

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 from ostinato.models.config.hf_fields import read_integer
 from ostinato.models.config.model_config import HFConfig
+from ostinato.models.config.moe_spec import MoESpec
 from ostinato.ops.moe.routing import RouteSpec, Scoring
 
-__all__ = ("every_layer", "read_route", "sparse_layers")
+__all__ = ("every_layer", "read_deepseek_experts", "read_route", "sparse_layers")
 
 _NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
@@ -80,3 +81,27 @@ def sparse_layers(hf_config: HFConfig, num_layers: int) -> tuple[bool, ...]:
             f"config.json: mlp_only_layers={list(dense)} must name blocks 0 to {num_layers - 1}"
         )
     return tuple((layer + 1) % step == 0 and layer not in dense for layer in range(num_layers))
+
+
+def read_deepseek_experts(hf_config: HFConfig, num_layers: int) -> MoESpec:
+    """The experts of DeepSeek-V3 (arXiv:2412.19437) and of models that took its routing over.
+
+    Raises:
+        ValueError: a number is missing or does not fit the others; the text names its key.
+    """
+    size = read_integer(hf_config, "moe_intermediate_size")
+    num_dense = int(hf_config.get("first_k_dense_replace", 0))
+    return MoESpec(
+        route=read_route(
+            hf_config,
+            scoring=Scoring.sigmoid,
+            renormalize=bool(hf_config.get("norm_topk_prob", True)),
+            scale=float(hf_config.get("routed_scaling_factor", 1.0)),
+            group_top=2,
+        ),
+        intermediate_size=size,
+        layers=tuple(layer >= num_dense for layer in range(num_layers)),
+        has_score_bias=True,
+        float32_router=True,
+        shared_size=size * read_integer(hf_config, "n_shared_experts"),
+    )

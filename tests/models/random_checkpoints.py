@@ -120,6 +120,38 @@ VARIANTS = {
         },
     ),
     "glm4": Variant("glm4", {**SHARED, "num_key_value_heads": 2, "head_dim": 16}),
+    "glm4-moe": Variant(
+        "glm4_moe",
+        {
+            **SHARED,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "n_routed_experts": 8,
+            "n_group": 4,
+            "topk_group": 2,
+            "num_experts_per_tok": 3,
+            "n_shared_experts": 2,
+            "moe_intermediate_size": 32,
+            "first_k_dense_replace": 1,
+            "routed_scaling_factor": 1.5,
+            "use_qk_norm": True,
+        },
+    ),
+    "granitemoe": Variant(
+        "granitemoe",
+        {
+            **SHARED,
+            "num_key_value_heads": 2,
+            "intermediate_size": 32,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "embedding_multiplier": 3.0,
+            "attention_multiplier": 0.3,
+            "residual_multiplier": 0.6,
+            "logits_scaling": 2.0,
+        },
+        "60KB",
+    ),
     "gpt2": Variant(
         "gpt2",
         {
@@ -212,6 +244,16 @@ VARIANTS = {
             },
         },
     ),
+    "olmoe": Variant(
+        "olmoe",
+        {
+            **SHARED,
+            "num_key_value_heads": 2,
+            "intermediate_size": 32,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+        },
+    ),
     "opt": Variant("opt", {**SHARED, "ffn_dim": 96, "tie_word_embeddings": True}),
     "phi": Variant("phi", {**SHARED, "num_key_value_heads": 2}),
     "phi3": Variant("phi3", {**SHARED, "num_key_value_heads": 2, "sliding_window": 13}),
@@ -254,6 +296,18 @@ VARIANTS = {
             "max_window_layers": 1,
         },
     ),
+    "qwen2-moe": Variant(
+        "qwen2_moe",
+        {
+            **SHARED,
+            "num_key_value_heads": 2,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 48,
+            "decoder_sparse_step": 2,
+        },
+    ),
     "qwen3": Variant(
         "qwen3",
         {**SHARED, "num_key_value_heads": 2, "head_dim": 24, "tie_word_embeddings": False},
@@ -287,6 +341,9 @@ def reference_model(variant: Variant) -> Any:
         for parameter in model.parameters():
             if parameter.dim() == 1:  # norms start at 1 and biases at 0, which would hide mistakes
                 parameter += torch.randn(parameter.shape, generator=generator) * 0.1
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):  # the same
+                buffer += torch.randn(buffer.shape, generator=generator) * 0.1
     return model.float().eval()
 
 

@@ -39,6 +39,7 @@ NEUTRAL_IN = {
         "num_ln_in_parallel_attn": "without the new architecture",
     },
     "gemma3_text": {"_sliding_window_pattern": "layer_types says more"},
+    "glm4_moe": {"num_nextn_predict_layers": "these layers are not used"},
     "gpt2": {
         "reorder_and_upcast_attn": "float32 logits, as here",
         "summary_activation": "a head of another task",
@@ -67,6 +68,11 @@ NEUTRAL_IN = {
         "use_sliding_window": "there is no window",
     },
     "qwen3": {
+        "max_window_layers": "layer_types says more",
+        "sliding_window": "use_sliding_window is off",
+        "use_sliding_window": "there is no window",
+    },
+    "qwen2_moe": {
         "max_window_layers": "layer_types says more",
         "sliding_window": "use_sliding_window is off",
         "use_sliding_window": "there is no window",

@@ -1,0 +1,49 @@
+"""GLM-4.5 (arXiv:2508.06471): sigmoid routing in groups, a shared expert, dense first blocks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ostinato.models.base import CheckpointLayout
+from ostinato.models.config.block_spec import QKNorm
+from ostinato.models.config.decoder_config import DecoderKeys, read_decoder_config
+from ostinato.models.config.model_config import HFConfig, ModelConfig
+from ostinato.models.config.moe_fields import read_deepseek_experts
+from ostinato.models.decoder import LLAMA_NAMES
+from ostinato.models.families.llama import LlamaForCausalLM
+from ostinato.models.linear_layers import BuildOptions
+
+__all__ = ("Glm4MoeForCausalLM",)
+
+_KEYS = DecoderKeys(default_norm_eps=1e-5, rotary_fraction=0.5)
+_LAYOUT = CheckpointLayout(
+    renamed=(
+        *LLAMA_NAMES,
+        ("mlp.score_bias", "mlp.gate.e_score_correction_bias"),
+        ("mlp.shared_expert.", "mlp.shared_experts."),
+    ),
+    merged=LlamaForCausalLM.checkpoint_layout.merged,
+    ignored=LlamaForCausalLM.checkpoint_layout.ignored,
+)
+
+
+class Glm4MoeForCausalLM(LlamaForCausalLM):
+    """Llama with experts as DeepSeek-V3 has them."""
+
+    @classmethod
+    def read_config(
+        cls, hf_config: HFConfig, generation_config: HFConfig | None = None
+    ) -> ModelConfig:
+        config = read_decoder_config(hf_config, generation_config, _KEYS)
+        qk_norm = QKNorm.head if hf_config.get("use_qk_norm", False) else QKNorm.none
+        return replace(
+            config,
+            moe=read_deepseek_experts(hf_config, config.num_layers),
+            block=replace(config.block, qk_norm=qk_norm, out_bias=False),
+        )
+
+    def __init__(self, config: ModelConfig, options: BuildOptions) -> None:
+        super().__init__(config, options)
+        # Layers past the last one predict several tokens at once, and are not used here.
+        extra = rf"^model\.layers\.{config.num_layers}\."
+        self.checkpoint_layout = replace(_LAYOUT, ignored=(*_LAYOUT.ignored, extra))
