@@ -27,6 +27,13 @@ LLAMA: dict[str, Any] = {
     "hidden_act": "silu",
 }
 
+EXPERTS = {
+    "num_local_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 48,
+    "n_shared_experts": 1,
+}
 GPT2 = {"architectures": ["GPT2LMHeadModel"], "n_positions": 8}
 
 
@@ -285,8 +292,10 @@ def test_kv_cache_and_attention_specs() -> None:
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_built_on_meta_without_memory(architecture: str) -> None:
-    positions = {"n_positions": 2048} if architecture == "GPT2LMHeadModel" else {}
-    config = read(architectures=[architecture], **positions)
+    more = {"n_positions": 2048} if architecture == "GPT2LMHeadModel" else {}
+    if "oe" in architecture or architecture == "MixtralForCausalLM":
+        more = EXPERTS
+    config = read(architectures=[architecture], **more)
     model = build_model(
         config,
         dtype=torch.bfloat16,
