@@ -32,6 +32,7 @@ ARCHITECTURES = {
     "Glm4MoeForCausalLM": "ostinato.models.families.glm4_moe:Glm4MoeForCausalLM",
     "GPT2LMHeadModel": "ostinato.models.families.gpt2:GPT2LMHeadModel",
     "GPTNeoXForCausalLM": "ostinato.models.families.gpt_neox:GPTNeoXForCausalLM",
+    "GptOssForCausalLM": "ostinato.models.families.gpt_oss:GptOssForCausalLM",
     "GraniteForCausalLM": "ostinato.models.families.granite:GraniteForCausalLM",
     "GraniteMoeForCausalLM": "ostinato.models.families.granitemoe:GraniteMoeForCausalLM",
     "LlamaForCausalLM": "ostinato.models.families.llama:LlamaForCausalLM",

@@ -26,6 +26,9 @@ ACTIVATIONS = {
 }
 """Name in a configuration -> what the op calls it."""
 
+_GATED = {"swigluoai": "swigluoai"}
+_GATE_LIMIT, _GATE_SLOPE = 7.0, 1.702  # of swigluoai
+
 _PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
@@ -40,19 +43,24 @@ def activate(x: Tensor, name: str, *, gated: bool = False) -> Tensor:
 
     Args:
         x: [T, I], or [T, 2 I] gate and up (arXiv:2002.05202); last dimension contiguous.
-        name: a key of `ACTIVATIONS`.
+        name: a key of `ACTIVATIONS`; or `swigluoai`, gated: gates and factors are clamped to 7, the
+            gate's function is g * sigmoid(1.702 g), and the factor is increased by 1 (gpt-oss,
+            arXiv:2508.10925).
         gated: which of the two.
 
     Returns:
         [T, I] contiguous, in x's dtype, computed in float32 on CPUs.
     """
-    return _activation(x, ACTIVATIONS[name], gated)
+    return _activation(x, (ACTIVATIONS | _GATED)[name], gated)
 
 
 def _plain_activation(x: Tensor, kind: str, gated: bool) -> Tensor:
     if not gated:
         return _PLAIN[kind](x)
     gate, up = x.chunk(2, dim=-1)
+    if kind == "swigluoai":
+        gate, up = gate.clamp(max=_GATE_LIMIT), up.clamp(-_GATE_LIMIT, _GATE_LIMIT)
+        return (up + 1) * (gate * torch.sigmoid(gate * _GATE_SLOPE))
     return _PLAIN[kind](gate) * up
 
 

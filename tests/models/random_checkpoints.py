@@ -137,6 +137,20 @@ VARIANTS = {
             "use_qk_norm": True,
         },
     ),
+    "gpt-oss": Variant(
+        "gpt_oss",
+        {
+            **SHARED,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "intermediate_size": 32,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": 7,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {**YARN, "truncate": False},
+        },
+    ),
     "granitemoe": Variant(
         "granitemoe",
         {

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any, cast
+
 import pytest
 import torch
 from transformers.activations import ACT2FN
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from ostinato.ops.activation import ACTIVATIONS, activate
+from ostinato.ops.native.library import load
 
 
 @pytest.mark.parametrize("name", sorted(ACTIVATIONS))
@@ -19,3 +24,20 @@ def test_equals_transformers(name: str) -> None:
 def test_gate_comes_first() -> None:
     x = torch.tensor([[-1.0, 2.0, 5.0, 7.0]])
     assert activate(x, "relu", gated=True).tolist() == [[0.0, 14.0]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_clamped_gates_are_those_of_gpt_oss(dtype: torch.dtype) -> None:
+    load("core")
+    gate, up = torch.meshgrid(
+        torch.linspace(-12, 12, 37), torch.linspace(-12, 12, 37), indexing="ij"
+    )
+    x = torch.cat((gate, up), 1).to(dtype)
+    gate, up = x.float().chunk(2, 1)
+    in_turns = torch.stack((gate, up), -1).flatten(1)
+    experts = SimpleNamespace(limit=7.0, alpha=1.702)
+    expected = GptOssExperts._apply_gate(cast(Any, experts), in_turns)
+    ours = activate(x, "swigluoai", gated=True).float()
+    torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5 if dtype.itemsize > 2 else 4e-3)
+    with pytest.raises(ValueError, match="needs a gate"):
+        activate(x, "swigluoai")

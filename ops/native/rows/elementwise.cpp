@@ -258,7 +258,9 @@ OSTINATO_INLINE F32 sigmoid(F32 x) {
   return broadcast(1.0f) / (broadcast(1.0f) + exp2(exponent));
 }
 
-enum class Activation { silu, gelu_tanh, quick_gelu, gelu, relu };
+enum class Activation { silu, gelu_tanh, quick_gelu, gelu, relu, swigluoai };
+
+constexpr float kGateLimit = 7.0f;  // of swigluoai, for gates and factors
 
 template <class Function>
 OSTINATO_INLINE void apply(float* x, int64_t count, const Function& function) {
@@ -279,6 +281,11 @@ void activate(Activation kind, float* x, int64_t count) {
       for (int64_t c = 0; c < count; ++c) x[c] *= 0.5f * (1.0f + std::erf(x[c] * 0.70710678f));
       return;
     case Activation::relu: return apply(x, count, [](F32 x) { return max(x, broadcast(0.0f)); });
+    case Activation::swigluoai:
+      return apply(x, count, [](F32 x) {
+        const F32 gate = min(x, broadcast(kGateLimit));
+        return gate * sigmoid(broadcast(1.702f) * gate);
+      });
   }
 }
 
@@ -288,7 +295,19 @@ Activation activation_named(const std::string& name) {
   if (name == "quick_gelu") return Activation::quick_gelu;
   if (name == "gelu") return Activation::gelu;
   if (name == "relu") return Activation::relu;
-  throw std::invalid_argument("kind must be silu, gelu_tanh, quick_gelu, gelu or relu, got " + name);
+  if (name == "swigluoai") return Activation::swigluoai;
+  throw std::invalid_argument("kind must be silu, gelu_tanh, quick_gelu, gelu, relu or swigluoai, got " + name);
+}
+
+// What an activated gate is multiplied by.
+template <class T>
+OSTINATO_INLINE F32 load_factor(Activation kind, const T* p) {
+  const F32 factor = load(p);
+  if (kind != Activation::swigluoai) return factor;
+  return min(max(factor, broadcast(-kGateLimit)), broadcast(kGateLimit)) + broadcast(1.0f);
+}
+OSTINATO_INLINE float factor_of(Activation kind, float factor) {
+  return kind != Activation::swigluoai ? factor : std::clamp(factor, -kGateLimit, kGateLimit) + 1.0f;
 }
 
 // `factor` is null for none.
@@ -310,8 +329,8 @@ void activate_row(Activation kind, const T* x, const T* factor, int64_t count, T
           [&](int64_t c) { from_float(chunk[c], out + first + c); });
     } else {
       columns(
-          size, [&](int64_t c) { store(out + first + c, load(chunk + c) * load(factor + first + c)); },
-          [&](int64_t c) { from_float(chunk[c] * to_float(factor[first + c]), out + first + c); });
+          size, [&](int64_t c) { store(out + first + c, load(chunk + c) * load_factor(kind, factor + first + c)); },
+          [&](int64_t c) { from_float(chunk[c] * factor_of(kind, to_float(factor[first + c])), out + first + c); });
     }
   }
 }
@@ -323,6 +342,7 @@ void activation(Call& call) {
   const bool gated = call.boolean();
   const Activation kind = activation_named(name);
   check_matrix(x);
+  OSTINATO_CHECK(gated || kind != Activation::swigluoai, "swigluoai needs a gate");
   OSTINATO_CHECK(!gated || x.sizes[1] % 2 == 0, "rows with a gate must have an even number of elements");
   const int64_t rows = x.sizes[0], count = gated ? x.sizes[1] / 2 : x.sizes[1];
   const int64_t sizes[] = {rows, count};

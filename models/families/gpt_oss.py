@@ -1,0 +1,61 @@
+"""gpt-oss (arXiv:2508.10925): attention sinks, windows in every other block, clamped gates."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from ostinato.models.base import CheckpointLayout
+from ostinato.models.config.decoder_config import DecoderKeys, read_decoder_config
+from ostinato.models.config.hf_fields import refuse_other_values
+from ostinato.models.config.model_config import HFConfig, ModelConfig
+from ostinato.models.config.moe_fields import every_layer, read_route
+from ostinato.models.config.moe_spec import MoESpec
+from ostinato.models.decoder import LLAMA_NAMES, Decoder
+from ostinato.models.linear_layers import BuildOptions
+from ostinato.ops.moe.routing import Scoring
+
+__all__ = ("GptOssForCausalLM",)
+
+_KEYS = DecoderKeys(default_norm_eps=1e-5)
+_MUST_BE = {"hidden_act": "silu", "swiglu_alpha": 1.702, "swiglu_limit": 7.0}
+_LAYOUT = CheckpointLayout(
+    renamed=(
+        *LLAMA_NAMES,
+        ("mlp.gate.", "mlp.router."),
+        ("gate_up_proj.weight", "gate_up_proj"),
+        ("gate_up_proj.bias", "gate_up_proj_bias"),
+        ("down_proj.weight", "down_proj"),
+        ("down_proj.bias", "down_proj_bias"),
+    ),
+    merged=(("qkv_proj", ("q_proj", "k_proj", "v_proj")),),
+    transposed=("gate_up_proj", "down_proj"),
+    stacked=("gate_up_proj", "down_proj"),
+    ignored=(r"rotary_emb\.inv_freq$",),
+)
+
+
+class GptOssForCausalLM(Decoder):
+    """A decoder with biases everywhere, whose experts' gates and factors are stored in turns."""
+
+    @classmethod
+    def read_config(
+        cls, hf_config: HFConfig, generation_config: HFConfig | None = None
+    ) -> ModelConfig:
+        refuse_other_values(hf_config, _MUST_BE)
+        config = read_decoder_config(hf_config, generation_config, _KEYS)
+        has_bias = bool(hf_config.get("attention_bias", True))
+        moe = MoESpec(
+            route=read_route(hf_config, scoring=Scoring.top_softmax, renormalize=False),
+            intermediate_size=config.intermediate_size,
+            layers=every_layer(config.num_layers),
+            has_bias=True,
+        )
+        block = replace(config.block, has_sinks=True, qkv_bias=has_bias, out_bias=has_bias)
+        return replace(config, activation="swigluoai", moe=moe, block=block)
+
+    def __init__(self, config: ModelConfig, options: BuildOptions) -> None:
+        super().__init__(config, options)
+        in_turns = torch.arange(2 * config.intermediate_size).view(-1, 2).t().reshape(-1)
+        self.checkpoint_layout = replace(_LAYOUT, row_orders=(("gate_up_proj", in_turns),))
