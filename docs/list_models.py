@@ -65,6 +65,11 @@ REFUSED: dict[str, tuple[Refused, ...]] = {
     "Gemma2ForCausalLM": (Refused("use_bidirectional_attention", True, _TWO_SIDED),),
     "Gemma3ForCausalLM": (Refused("use_bidirectional_attention", True, _TWO_SIDED),),
     "GemmaForCausalLM": (Refused("use_bidirectional_attention", True, _TWO_SIDED),),
+    "GptOssForCausalLM": (
+        Refused("hidden_act", "gelu", "its gates are clamped, whatever is stated"),
+        Refused("swiglu_alpha", 1.0, "no published model has another slope"),
+        Refused("swiglu_limit", 5.0, "no published model has another limit"),
+    ),
     "MptForCausalLM": (
         Refused("no_bias", False, "checkpoints with biases are not read"),
         Refused("logit_scale", 2.0, "no published model has it"),
@@ -82,6 +87,7 @@ REFUSED: dict[str, tuple[Refused, ...]] = {
         ),
         Refused("word_embed_proj_dim", 32, "OPT-350M alone projects its embeddings"),
     ),
+    "OlmoeForCausalLM": (Refused("clip_qkv", 8.0, "no published model has it"),),
     "PhiForCausalLM": (
         Refused("qk_layernorm", True, _QK_LAYER_NORM),
         Refused("tie_word_embeddings", True, "a tied head would have to do without its bias"),
