@@ -90,6 +90,17 @@ class DeviceName(StrEnum):
     cuda = "cuda"
 
 
+class InstructionSetName(StrEnum):
+    """Of the CPU kernels; the names are those of ISA_LEVELS in ops/native/instruction_sets.py."""
+
+    auto = "auto"
+    amx = "amx"
+    avx512bf16 = "avx512bf16"
+    avx512 = "avx512"
+    avx2 = "avx2"
+    portable = "portable"
+
+
 class AttentionBackendName(StrEnum):
     auto = "auto"
     reference = "reference"
@@ -280,6 +291,10 @@ class DeviceConfig(Section):
         "CPU threads of the model; null = the cores this process may use",
         at_least=1,
         at_most=1024,
+    )
+    isa: InstructionSetName = setting(
+        InstructionSetName.auto,
+        "instruction set of the CPU kernels; auto = the best that the machine runs",
     )
     memory_fraction: float = setting(
         0.9, "share of the device's free memory that the engine may plan with", above=0, at_most=1

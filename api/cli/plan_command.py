@@ -13,6 +13,7 @@ from rich.table import Table
 
 from ostinato.conf.schema import DeviceName, LoadFormat
 from ostinato.runtime.memory.memory_plan import MemoryPlan
+from ostinato.runtime.startup.bundles import planned_isa
 from ostinato.runtime.startup.machine_info import cpu_name, gpu_names
 
 if TYPE_CHECKING:
@@ -53,6 +54,8 @@ def plan(config: RunConfig) -> int:
         "cache_dtype": str(source.cache_dtype).removeprefix("torch."),
         "device": device,
     }
+    if source.device.type == "cpu" and free is None:
+        facts["isa"] = planned_isa(config.device)
     if config.plan.json:
         sys.stdout.write(json.dumps(facts | _as_json(ledger), indent=2) + "\n")
     else:

@@ -20,10 +20,11 @@ __all__ = ("HANDLERS",)
 
 
 class Version(msgspec.Struct, frozen=True):
-    """Of the server; and how the model's layers run in a small step, with the numbers of layers."""
+    """Of the server; how the model's layers run in a small step, and on what on a CPU."""
 
     version: str
     layers: dict[str, int]  # by captured | fx | inductor | eager
+    isa: str  # instruction set of the CPU kernels; empty = none are used
 
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,8 +82,9 @@ async def ready(service: SharedService) -> Response[bytes]:
 
 @get_endpoint("/version", answer=Version)
 async def version(service: SharedService) -> Response[bytes]:
-    """The server's version, and how the model's layers run."""
-    return json_response(Version(__version__, service.client.stats.layers_by_program))
+    """The server's version, how the model's layers run, and on which instruction set."""
+    client = service.client
+    return json_response(Version(__version__, client.stats.layers_by_program, client.model.isa))
 
 
 @get_endpoint("/metrics", media_type="text/plain")

@@ -1,6 +1,7 @@
 """The instruction sets that the C++ kernels are compiled for, and those that this machine runs.
 
-`detect_isa()` is the one place that says which of them a process uses. torch is not imported.
+`detect_isa()` says which of them a process uses unless `device.isa` names one. torch is not
+imported.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ __all__ = (
     "EMULATED",
     "ISA_LEVELS",
     "InstructionSet",
+    "check_runnable",
     "detect_isa",
     "instruction_set",
     "isa_levels",
@@ -80,7 +82,7 @@ def isa_levels() -> list[str]:
 
 
 def detect_isa() -> str:
-    """The level of ISA_LEVELS that this process uses: the best that the machine runs."""
+    """The best level of ISA_LEVELS that the machine runs."""
     return runnable_levels()[0]
 
 
@@ -92,6 +94,21 @@ def runnable_levels() -> list[str]:
     features = _cpu_features()
     names = [name for name in isa_levels() if ISA_LEVELS[name].features <= features]
     return names[1:] if names[0] == "amx" and why_no_tiles() is not None else names
+
+
+def check_runnable(isa: str) -> None:
+    """Check that this machine runs a level of ISA_LEVELS.
+
+    Raises:
+        ValueError: it does not; the text says why, and what it runs.
+    """
+    runnable = runnable_levels()
+    if isa not in runnable:
+        reason = why_no_tiles() if isa == "amx" else None
+        raise ValueError(
+            f"{isa} does not run here{f' ({reason})' if reason else ''}; this machine runs "
+            f"{', '.join(runnable)}"
+        )
 
 
 def why_no_tiles() -> str | None:

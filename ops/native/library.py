@@ -9,6 +9,7 @@ instruction sets in one process.
 from __future__ import annotations
 
 import ctypes
+import logging
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -27,7 +28,7 @@ from ostinato.ops.native.build import (
     intact_libraries,
 )
 from ostinato.ops.native.instruction_sets import (
-    detect_isa,
+    check_runnable,
     runnable_levels,
 )
 from ostinato.ops.register import define_alias
@@ -37,8 +38,10 @@ __all__ = (
     "core_library",
     "kernel_address",
     "load",
+    "loaded_isa",
     "pool_threads_setter",
     "set_pool_threads",
+    "use_isa",
 )
 
 
@@ -52,7 +55,39 @@ class NativeLibrary(NamedTuple):
 
 
 _loaded: dict[tuple[str, str], NativeLibrary] = {}  # by name and namespace
+_chosen: dict[str, str] = {}  # level by namespace, for "ostinato" at most
 _loading = threading.Lock()
+_LOG = logging.getLogger(__name__)
+
+
+def use_isa(isa: str) -> None:
+    """Choose the instruction set behind `torch.ops.ostinato`, before its kernels are loaded.
+
+    It holds for the rest of the process. Without this call, `load` uses the best that the machine
+    runs, or the next one if that can not be built.
+
+    Args:
+        isa: a level of ISA_LEVELS.
+
+    Raises:
+        ValueError: this machine does not run it, or the process uses another one already.
+    """
+    check_runnable(isa)
+    with _loading:
+        used = _default_isa()
+        if used not in (None, isa):
+            raise ValueError(f"this process uses {used} already; choose {isa} in another process")
+        _chosen["ostinato"] = isa
+
+
+def loaded_isa() -> str | None:
+    """The instruction set of the loaded kernels of `torch.ops.ostinato`; None = none is loaded."""
+    loaded = (each.isa for (_, namespace), each in _loaded.items() if namespace == "ostinato")
+    return next(loaded, None)
+
+
+def _default_isa() -> str | None:
+    return loaded_isa() or _chosen.get("ostinato")
 
 
 def load(name: str, isa: str | None = None) -> NativeLibrary:
@@ -63,8 +98,9 @@ def load(name: str, isa: str | None = None) -> NativeLibrary:
     Args:
         name: one of LIBRARIES.
         isa: a level of ISA_LEVELS or EMULATED, installed as `torch.ops.ostinato_<isa>`, where an op
-            exists if its module was imported before this call; None = that of `detect_isa()`,
-            installed as the CPU implementation of `torch.ops.ostinato`.
+            exists if its module was imported before this call; None = that of `use_isa` or of an
+            earlier call, else the best one that can be built, installed as the CPU implementation
+            of `torch.ops.ostinato`.
 
     Raises:
         ValueError: `name` is unknown, `isa` is unknown or more than this processor runs.
@@ -80,13 +116,13 @@ def load(name: str, isa: str | None = None) -> NativeLibrary:
 def _load(name: str, isa: str | None, namespace: str) -> NativeLibrary:
     if name not in LIBRARIES:
         raise ValueError(f"name must be one of {', '.join(LIBRARIES)}, got {name!r}")
-    level = detect_isa() if isa is None else isa
     runnable = runnable_levels()
-    if level not in runnable and level not in [f"amx_on_{each}" for each in runnable]:
-        raise ValueError(
-            f"isa must be one of {', '.join(runnable)} on this processor, got {level!r}"
-        )
-    path, library = _open(name, level)
+    if isa is None:
+        level, path, library = _open_default(name)
+    elif isa in runnable or isa in [f"amx_on_{each}" for each in runnable]:
+        level, (path, library) = isa, _open(name, isa)
+    else:
+        raise ValueError(f"isa must be one of {', '.join(runnable)} on this processor, got {isa!r}")
     check_abi(library, str(path))
     if isa is not None:
         _define_aliases(library, namespace)
@@ -141,6 +177,30 @@ def _define_aliases(library: ctypes.CDLL, namespace: str) -> None:
     while (name := library.ostinato_kernel_name(index)) is not None:
         define_alias(namespace, name.decode())
         index += 1
+
+
+def _open_default(name: str) -> tuple[str, Path, ctypes.CDLL]:
+    """A library for the process's instruction set, and which that is.
+
+    While none is chosen, it is the best that the machine runs. If that one can not be built, as by
+    a compiler that is older than the processor, it is the next one.
+    """
+    if (isa := _default_isa()) is not None:
+        return isa, *_open(name, isa)
+    best, *others = runnable_levels()
+    try:
+        return best, *_open(name, best)
+    except NativeBuildError as error:
+        if not others:
+            raise
+        try:
+            opened = _open(name, others[0])
+        except NativeBuildError:
+            raise error from None
+        _LOG.warning(
+            "the CPU kernels run on %s, because those for %s failed: %s", others[0], best, error
+        )
+        return others[0], *opened
 
 
 def _open(name: str, isa: str) -> tuple[Path, ctypes.CDLL]:

@@ -20,6 +20,7 @@ import zmq
 import zmq.asyncio
 
 from ostinato.conf.engine_config import EngineConfig
+from ostinato.conf.schema import InstructionSetName
 from ostinato.conf.server_schema import ServerConfig
 from ostinato.runtime.client.in_flight import InFlightRequests, given_up_output
 from ostinato.runtime.client.inspection import Inspector
@@ -185,6 +186,9 @@ class Replica:
         # The next process must accept every request that this one has accepted.
         section = replace(self._config.model, max_model_len=ready.model.max_model_len)
         self._config = replace(self._config, model=section)
+        if isa := ready.model.isa:  # and give streams that go on the bits that they would have had
+            device = replace(self._config.device, isa=InstructionSetName(isa))
+            self._config = replace(self._config, device=device)
         self._death = None
         seconds = max(sum(ready.model.startup_seconds.values()), time.monotonic() - begin)
         self._start_limit_s = max(_SHORTEST_START_LIMIT_S, 10 * seconds)

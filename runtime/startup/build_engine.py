@@ -16,6 +16,7 @@ from ostinato.conf.errors import first_line
 from ostinato.graphs.bundle import Bundle
 from ostinato.graphs.compile_monitor import CompileMonitor
 from ostinato.graphs.recorder import is_out_of_memory
+from ostinato.ops.native.library import loaded_isa
 from ostinato.runtime.costs.cost_table import CostTable
 from ostinato.runtime.directories import ensure_cache
 from ostinato.runtime.engine.engine import Engine
@@ -26,7 +27,7 @@ from ostinato.runtime.scheduling.proposer import Proposer
 from ostinato.runtime.scheduling.scheduler import Scheduler
 from ostinato.runtime.startup.bundles import add_kernels
 from ostinato.runtime.startup.calibrate import calibrate, make_scheduler
-from ostinato.runtime.startup.device import set_threads
+from ostinato.runtime.startup.device import choose_isa, set_threads
 from ostinato.runtime.startup.engine_plan import EnginePlan, make_plan
 from ostinato.runtime.startup.model_cache import LoadedModelCache
 from ostinato.runtime.startup.phases import PhaseTimer, Report
@@ -94,6 +95,7 @@ def _build(
             with phase("open"):
                 max_drafts = 0 if proposer is None else proposer.max_drafts
                 plan = make_plan(config, threads, max_drafts=max_drafts)
+            choose_isa(config.device, is_cpu=plan.is_cpu)
             rank = build_rank(plan, phase, monitor, undo, model_cache)
             engine = _lead(rank, phase, observer, proposer)
             monitor.mark_ready()
@@ -126,8 +128,8 @@ def _lead(
             )
     if rank.bundle is not None:
         with phase("save bundle"):
-            if plan.is_cpu:
-                add_kernels(rank.bundle, plan.config.model)
+            if (isa := loaded_isa()) is not None and plan.is_cpu:
+                add_kernels(rank.bundle, plan.config.model, isa)
             rank.bundle.save()
     if reason := plan.why_batch_dependent:
         level = logging.WARNING if plan.is_cpu else logging.INFO  # on a GPU no setting helps

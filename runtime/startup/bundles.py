@@ -11,13 +11,21 @@ import threading
 from pathlib import Path
 
 from ostinato.conf.environment import cache_dir
-from ostinato.conf.schema import DeviceConfig, DeviceName, GraphConfig, ModelSection, Quantization
+from ostinato.conf.schema import (
+    DeviceConfig,
+    DeviceName,
+    GraphConfig,
+    InstructionSetName,
+    ModelSection,
+    Quantization,
+)
 from ostinato.graphs.bundle import Bundle, trusted_directories
 from ostinato.ops.native import build as native
-from ostinato.ops.native.instruction_sets import detect_isa
+from ostinato.ops.native.instruction_sets import check_runnable, detect_isa
 from ostinato.runtime.directories import ensure_cache
+from ostinato.runtime.errors import StartupError
 
-__all__ = ("add_kernels", "bundle_root", "kernel_libraries", "prepare_kernels")
+__all__ = ("add_kernels", "bundle_root", "kernel_libraries", "planned_isa", "prepare_kernels")
 
 
 def bundle_root(graphs: GraphConfig) -> Path:
@@ -30,6 +38,21 @@ def kernel_libraries(model: ModelSection) -> tuple[str, ...]:
     return ("core",) if model.quantization is Quantization.none else ("core", "quantized")
 
 
+def planned_isa(device: DeviceConfig) -> str:
+    """The instruction set that the CPU kernels will use if they can be built for it.
+
+    Raises:
+        StartupError: the configuration names one that this machine does not run.
+    """
+    if device.isa is InstructionSetName.auto:
+        return detect_isa()
+    try:
+        check_runnable(device.isa.value)
+    except ValueError as error:
+        raise StartupError(f"device.isa={device.isa}: {error}; choose one or auto") from error
+    return device.isa.value
+
+
 def prepare_kernels(model: ModelSection, device: DeviceConfig, graphs: GraphConfig) -> None:
     """Have the CPU's kernels ready soon: from a bundle, or compiled on threads meanwhile.
 
@@ -37,13 +60,14 @@ def prepare_kernels(model: ModelSection, device: DeviceConfig, graphs: GraphConf
     `ops/native/library.py` waits for it when it loads the kernels, and reports its errors.
 
     Raises:
-        StartupError: neither the cache nor a temporary directory can be written.
+        StartupError: neither the cache nor a temporary directory can be written, or the
+            configuration names an instruction set that this machine does not run.
     """
     ensure_cache()
     on_gpu = device.name is not DeviceName.cpu and Path("/dev/nvidiactl").exists()
     if on_gpu or not graphs.pack_weights:
         return
-    isa = detect_isa()
+    isa = planned_isa(device)
     root = bundle_root(graphs) if graphs.bundle else None
     for library in kernel_libraries(model):
         if native.intact_libraries(library, isa) or _adopt(library, isa, root):
@@ -53,9 +77,8 @@ def prepare_kernels(model: ModelSection, device: DeviceConfig, graphs: GraphConf
         ).start()
 
 
-def add_kernels(bundle: Bundle, model: ModelSection) -> None:
-    """Put this machine's CPU kernels for a model into its bundle."""
-    isa = detect_isa()
+def add_kernels(bundle: Bundle, model: ModelSection, isa: str) -> None:
+    """Put the CPU kernels of an instruction set for a model into its bundle."""
     for library in kernel_libraries(model):
         for path in native.intact_libraries(library, isa):
             bundle.put(f"{_kernels_name(library, isa)}.so", path.read_bytes())

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import torch
 
-from ostinato.conf.schema import DeviceConfig, DeviceName
+from ostinato.conf.schema import DeviceConfig, DeviceName, InstructionSetName
+from ostinato.ops.native.library import use_isa
 from ostinato.runtime.errors import StartupError
 
-__all__ = ("available_cores", "resolve_device", "set_threads")
+__all__ = ("available_cores", "choose_isa", "resolve_device", "set_threads")
 
 _CGROUP_CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
 
@@ -34,6 +35,24 @@ def set_threads(config: DeviceConfig) -> int:
     threads = config.threads or available_cores()
     torch.set_num_threads(threads)
     return threads
+
+
+def choose_isa(config: DeviceConfig, *, is_cpu: bool) -> None:
+    """Let the CPU kernels use the instruction set of the configuration, if it names one.
+
+    Raises:
+        StartupError: the machine does not run it, the process uses another one already, or the
+            model runs on another device.
+    """
+    if config.isa is InstructionSetName.auto:
+        return
+    setting = f"device.isa={config.isa}"
+    if not is_cpu:
+        raise StartupError(f"{setting} is for CPUs; leave it out, or set device.name=cpu")
+    try:
+        use_isa(config.isa.value)
+    except ValueError as error:
+        raise StartupError(f"{setting}: {error}; or leave it at auto") from error
 
 
 def resolve_device(name: DeviceName) -> torch.device:

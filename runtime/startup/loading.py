@@ -23,8 +23,9 @@ from ostinato.models.kv_cache import KVCache
 from ostinato.models.registry import build_model
 from ostinato.ops.native import library as native
 from ostinato.ops.native.build import NativeBuildError
+from ostinato.ops.native.instruction_sets import detect_isa
 from ostinato.runtime.errors import StartupError
-from ostinato.runtime.startup.bundles import bundle_root, kernel_libraries
+from ostinato.runtime.startup.bundles import bundle_root, kernel_libraries, planned_isa
 from ostinato.runtime.startup.engine_plan import EnginePlan
 from ostinato.runtime.startup.model_cache import LoadedModel, LoadedModelCache
 from ostinato.runtime.startup.phases import PhaseTimer
@@ -138,9 +139,9 @@ def open_bundle(plan: EnginePlan) -> Bundle | None:
     if not graphs.bundle or graphs.mode is GraphMode.eager:
         return None
     name = model_name(config.model, source.checkpoint.directory)
-    device = "cpu"
+    device, isa = "cpu", planned_isa(config.device)
     if source.device.type == "cuda":
-        device = torch.cuda.get_device_name(source.device)
+        device, isa = torch.cuda.get_device_name(source.device), ""
     return Bundle(
         bundle_root(graphs),
         f"{name}-{device}",
@@ -149,6 +150,8 @@ def open_bundle(plan: EnginePlan) -> Bundle | None:
             "dtype": f"{source.dtype}, cache {source.cache_dtype}",
             "cache_dtype": str(source.cache_dtype),
             "device": device,
+            # Compiled programs use what the processor has, our kernels what was chosen.
+            "isa": isa and f"{isa} of {detect_isa()}",
             "form": graphs.form.value,
             "attention": plan.backend,
             "weights": repr(source.weights),

@@ -29,6 +29,7 @@ from ostinato.graphs.timing import make_timer
 from ostinato.models.base import EncoderModel, LanguageModel
 from ostinato.models.step_tensors import StepSizes
 from ostinato.ops.attention import AttentionPlanner, PlannedBackend, load_backend
+from ostinato.ops.native.library import loaded_isa
 from ostinato.runtime.costs.cost_table import CostTable
 from ostinato.runtime.execution.inline_executor import InlineExecutor
 from ostinato.runtime.execution.model_runner import ModelRunner
@@ -122,7 +123,12 @@ def build_rank(
         )
         _prepare_graphs(plan, graphs, token_sampler, phase)
         _LOG.info("layers: %s", _count_layers(graphs))
-        served = describe_model(config.model, config.sampling, source, plan.memory, phase.seconds)
+        isa = (loaded_isa() or "") if plan.is_cpu else ""
+        if isa:
+            _LOG.info("CPU kernels: %s", isa)
+        served = describe_model(
+            config.model, config.sampling, source, plan.memory, phase.seconds, isa
+        )
         grammars = GrammarStore(served)
         runner = _make_runner(plan, model, graphs, buffers, token_sampler, grammars)
         executor = InlineExecutor(

@@ -24,6 +24,7 @@ def describe_model(
     source: ModelSource,
     plan: MemoryPlan,
     phases: dict[str, float],
+    isa: str,
 ) -> ServedModel:
     """The description of the model that the API shows and checks requests against.
 
@@ -33,6 +34,7 @@ def describe_model(
         source: what was opened.
         plan: knows the context's length.
         phases: seconds of the start's parts; still grows while the engine is built.
+        isa: instruction set of the CPU kernels; empty = none are used.
     """
     directory = source.checkpoint.directory
     generation = source.checkpoint.generation_config
@@ -58,6 +60,7 @@ def describe_model(
         default_sampling=defaults,
         created=int(time.time()),
         startup_seconds=phases,
+        isa=isa,
         tasks=_tasks(source),
         embedding_size=source.config.hidden_size,
         pooling=_pooling(section, source),

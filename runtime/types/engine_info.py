@@ -36,6 +36,7 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     default_sampling: dict[str, int | float] = {}  # from generation_config.json
     created: int = 0  # unix seconds
     startup_seconds: dict[str, float] = {}  # phase -> seconds, in order
+    isa: str = ""  # instruction set of the CPU kernels; empty = none are used
     tasks: tuple[ServedTask, ...] = (ServedTask.generate,)
     embedding_size: int = 0  # numbers of a vector
     pooling: PoolingKind = PoolingKind.last  # of a request that names none

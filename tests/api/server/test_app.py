@@ -267,6 +267,7 @@ class TestOtherEndpoints:
         assert app.http.get("/version").json() == {
             "version": ostinato.__version__,
             "layers": {"captured": 8, "fx": 0},
+            "isa": "",
         }
 
     def test_openapi_tells_of_the_bodies(self, app):

@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from ostinato import LLM, AsyncEngine, SamplingParams
+from ostinato.ops.native.instruction_sets import runnable_levels
 from ostinato.runtime.client.client import EngineClient
 from ostinato.runtime.errors import EngineDeadError, InvalidRequestError, StartupError
 from ostinato.runtime.types.outputs import RequestOutput
@@ -118,6 +119,15 @@ def test_one_request_id_sent_twice_is_two_requests(
         )
         assert len(tokens(first)) == len(tokens(second)) == 20
         assert tokens(first) != tokens(second)
+
+    run_with_client(scenario)
+
+
+def test_the_next_process_of_an_engine_gets_the_same_instruction_set(run_with_client: Run) -> None:
+    async def scenario(client: EngineClient) -> None:
+        assert client.model.isa in runnable_levels()
+        [replica] = client.replicas
+        assert replica._config.device.isa.value == client.model.isa
 
     run_with_client(scenario)
 

@@ -67,7 +67,7 @@ def test_kernels_are_taken_from_a_bundle(tmp_path: Path, monkeypatch: pytest.Mon
     prepare(INT4, graphs)
     for model in (DENSE, INT4):
         bundle = Bundle(root, "model", {"quantization": model.quantization.value})
-        add_kernels(bundle, model)
+        add_kernels(bundle, model, detect_isa())
         bundle.save()
         names = [entry.name.split("-")[1] for entry in bundle.entries]
         assert names == list(kernel_libraries(model))
