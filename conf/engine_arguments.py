@@ -179,10 +179,15 @@ _TOOL_PARSERS = {
     "hermes": "hermes",
     "llama3_json": "llama3_json",
     "mistral": "mistral",
+    "granite": "granite",
+    "granite4": "hermes",
+    "phi4_mini_json": "phi4_mini_json",
     "json": "json",
 }
 _REASONING_PARSERS = {
     "deepseek_r1": "think",
+    "glm45": "think",
+    "olmo3": "think",
     "qwen3": "think",
     "think": "think",
     "mistral": "mistral",

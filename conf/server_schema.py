@@ -18,6 +18,8 @@ class ToolParserName(StrEnum):
     hermes = "hermes"
     llama3_json = "llama3_json"
     mistral = "mistral"
+    granite = "granite"
+    phi4_mini_json = "phi4_mini_json"
     json = "json"
 
 

@@ -9,6 +9,7 @@ import msgspec
 
 from ostinato.api.chat.tools import ToolUse, explained, template_messages, tool_use
 from ostinato.api.parsing.detect import TemplateTraits, traits
+from ostinato.api.parsing.formats import FORMATS
 from ostinato.api.preparation.preparation import Preparation
 from ostinato.api.schemas.chat_completions import ChatCompletionRequest
 from ostinato.api.schemas.conversation import Message
@@ -98,7 +99,7 @@ def _render(
             "tools can not be offered: server.tool_parser="
             f"{preparation.settings.tool_parser.value} has no parser for the calls that this"
             " model's chat template describes; start the server with server.tool_parser set to"
-            " hermes, llama3_json, mistral or json",
+            f" {', '.join(FORMATS)}",
             param="tools",
             code="unsupported_parameter",
         )

@@ -18,6 +18,9 @@ _CALL_MARKERS = (
     ("<function=", ToolParserName.none),  # XML in the same tags as Hermes's JSON
     ("<arg_key>", ToolParserName.none),
     ("<tool_call>", ToolParserName.hermes),
+    ("functools", ToolParserName.phi4_mini_json),
+    ("<|tool|>", ToolParserName.phi4_mini_json),
+    ("<|tool_call|>", ToolParserName.granite),
     ("[TOOL_CALLS]", ToolParserName.mistral),
     ("<|python_tag|>", ToolParserName.llama3_json),
     ('"parameters": dict', ToolParserName.llama3_json),  # Llama 3.2 and later

@@ -215,6 +215,27 @@ FORMATS: Mapping[str, CallFormat] = {
         ),
         short_ids=True,
     ),
+    "granite": CallFormat(
+        openings=("<|tool_call|>", "<tool_call>"),
+        reader=JsonBody,
+        shape=ToolCallFormat(
+            begin='<|tool_call|>[{"name": "',
+            middle='", "arguments": ',
+            end="}]",
+            trigger="<|tool_call|>",
+        ),
+    ),
+    "phi4_mini_json": CallFormat(
+        openings=("functools", "<|tool_call|>"),
+        closings=("<|/tool_call|>",),
+        reader=JsonBody,
+        shape=ToolCallFormat(
+            begin='<|tool_call|>[{"name": "',
+            middle='", "arguments": ',
+            end="}]<|/tool_call|>",
+            trigger="<|tool_call|>",
+        ),
+    ),
     "json": CallFormat(
         name="json",
         openings=("```json",),

@@ -356,6 +356,10 @@ class TestRecognition:
             ("{{ tools }}<tool_call>", "hermes"),
             ("{{ tools }}[TOOL_CALLS]", "mistral"),
             ("{{ tools }}<|python_tag|>", "llama3_json"),
+            ("{{ tools }}write <|tool_call|> followed by a JSON list", "granite"),
+            ("{{ tools }}<tool_call></tool_call><|tool_call|>", "hermes"),  # Granite 4
+            ("<|tool|>{{ tools }}<|/tool|>", "phi4_mini_json"),
+            ("{{ tools }}prefix function calls with functools marker", "phi4_mini_json"),
             ("{{ messages }}", "json"),
             ("{{ tools }}<tool_call><function=", None),
             ("{{ tools }}", None),

@@ -103,6 +103,23 @@ MISTRAL = [
     ),
     ("[TOOL_CALLS]add[ARGS][1]", [Content("[TOOL_CALLS]add[ARGS][1]")]),
 ]
+GRANITE = [
+    (f"<|tool_call|>[{ADD}]", add(0, '{"a": 1}')),
+    (f"<tool_call>[{ADD}, {ADD}]", add(0, '{"a": 1}') + add(1, '{"a": 1}')),
+    (f"<|tool_call|> [{ADD}] done", [*add(0, '{"a": 1}'), Content("done")]),
+    ("<|tool_call|>[1]", [Content("<|tool_call|>[1]")]),
+    ("<|tool_call|>", [Content("<|tool_call|>")]),
+]
+PHI = [
+    (f"functools[{ADD}]", add(0, '{"a": 1}')),
+    (
+        f"I will add.\n<|tool_call|>[{ADD}]<|/tool_call|>",
+        [Content("I will add."), *add(0, '{"a": 1}')],
+    ),
+    (f"functools[{ADD}, {ADD}]", add(0, '{"a": 1}') + add(1, '{"a": 1}')),
+    ("functools is a module.", [Content("functools is a module.")]),
+    ("functools[1, 2]", [Content("functools[1, 2]")]),
+]
 JSON = [
     (ADD, add(0, '{"a": 1}')),
     (f"[{ADD}, {ADD}]", add(0, '{"a": 1}') + add(1, '{"a": 1}')),
@@ -115,6 +132,8 @@ CASES = [
     *(("hermes", text, [Content(text)]) for text in MALFORMED_HERMES),
     *(("llama3_json", *case) for case in LLAMA),
     *(("mistral", *case) for case in MISTRAL),
+    *(("granite", *case) for case in GRANITE),
+    *(("phi4_mini_json", *case) for case in PHI),
     *(("json", *case) for case in JSON),
 ]
 
