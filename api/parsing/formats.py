@@ -216,6 +216,7 @@ FORMATS: Mapping[str, CallFormat] = {
         short_ids=True,
     ),
     "granite": CallFormat(
+        name="granite",
         openings=("<|tool_call|>", "<tool_call>"),
         reader=JsonBody,
         shape=ToolCallFormat(
@@ -226,6 +227,7 @@ FORMATS: Mapping[str, CallFormat] = {
         ),
     ),
     "phi4_mini_json": CallFormat(
+        name="phi4_mini_json",
         openings=("functools", "<|tool_call|>"),
         closings=("<|/tool_call|>",),
         reader=JsonBody,
