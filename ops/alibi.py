@@ -6,7 +6,7 @@ __all__ = ("alibi_slopes",)
 
 
 def alibi_slopes(num_heads: int, *, bias_max: float = 8.0, scale: float = 1.0) -> tuple[float, ...]:
-    """What each head subtracts from a logit for each token that lies between query and key.
+    """The slope of each head. Per token between query and key, a logit gets smaller by the slope.
 
     For H heads, H a power of two, head i = 1 to H has 2 ** (-bias_max * i / H). For other numbers
     the slopes of the largest power of two below H come first, then every second one of the smallest

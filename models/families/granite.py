@@ -12,8 +12,9 @@ __all__ = ("GraniteForCausalLM", "with_multipliers")
 
 
 def with_multipliers(config: ModelConfig, hf_config: HFConfig) -> ModelConfig:
-    """A Llama's configuration with Granite's multipliers of embeddings, attention logits, residual
-    branches and output logits.
+    """A Llama's configuration with Granite's four multipliers.
+
+    They scale embeddings, attention logits, residual branches and output logits.
 
     The branches' multiplier m is moved into the embeddings. The model computes
     h = e + m * (f_1 + f_2 + ...), and every branch reads an RMS norm of h. Of h / m that norm is

@@ -1,10 +1,11 @@
-// Finds where the running sum of a row's likelihoods, likeliest first, passes a border, without sorting the row.
+// Top-p selection without a sort: finds the token at which the running sum of a row's likelihoods, likeliest first,
+// passes a border.
 //
 // The logits are counted into buckets by their distance from the largest. The buckets are in order, so the border
-// lies in one of them; the logits of that bucket alone are divided further, until few are left to be sorted.
+// lies in one of them. Only the logits of that bucket are divided further, until few are left to be sorted.
 //
-// The sums are added in another order than those of a sorted row. Both are within `margin` of the exact ones. A
-// caller that finds its border farther than that from the ends of the token has the token of the sorted row.
+// The sums are added in another order than in a sorted row. Both sums are within `margin` of the exact one. So if the
+// border is farther than `margin` from both ends of the found token, a sort finds the same token.
 #pragma once
 
 #include <algorithm>
@@ -120,7 +121,7 @@ struct Place {
 // The likelihoods of one row, relative to the largest logit's.
 class Nucleus {
  public:
-  // `least`: smaller likelihoods do not count.
+  // Likelihoods below `least` do not count.
   Nucleus(const float* logits, int64_t count, float most, double temperature, double least)
       : logits_(logits), count_(count), most_(most), temperature_(temperature), least_(least), buckets_(most, lowest()) {
     if (!buckets_.is_valid()) return;
@@ -178,7 +179,7 @@ class Nucleus {
     for (int i = 0; i < kBlock; ++i) num_small += masses[i] <= least_ * (1.0 + 1e-12);
     for (int i = 0; i < kBlock; ++i) {
       if (num_small > 0 && masses[i] <= least_ * (1.0 + 1e-12)) {
-        // So near to the least that another rounding may decide otherwise.
+        // Near enough to `least` for a rounding error to decide.
         is_certain_ = is_certain_ && masses[i] < least_ * (1.0 - 1e-12);
         continue;
       }
