@@ -11,13 +11,14 @@ from safetensors.torch import load_file, save_file
 
 from ostinato.conf.schema import ModelSection, Quantization
 from ostinato.models.base import CausalLM
-from ostinato.models.checkpoints.checkpoint import CheckpointError, open_checkpoint
+from ostinato.models.checkpoints.checkpoint import Checkpoint, CheckpointError, open_checkpoint
 from ostinato.models.checkpoints.weights import load_weights
 from ostinato.models.config.model_config import ModelConfig
-from ostinato.models.linear_layers import ExpertLinear
+from ostinato.models.linear_layers import ExpertLinear, LinearBase
 from ostinato.models.moe import MoE
 from ostinato.models.registry import build_model, model_class, read_model_config
 from ostinato.models.weight_methods.choose import choose_weights
+from tests.live_bytes import LiveBytes
 from tests.models.config.test_every_key import config_of
 from tests.models.driver import Driver, Sequence
 from tests.models.random_checkpoints import VARIANTS, Variant, reference_model, save
@@ -33,9 +34,10 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(reference_model(variant), variant, tmp_path_factory.mktemp("experts"))
 
 
-def load(
+def build(
     directory: Path, quantization: Quantization = Quantization.none
-) -> tuple[CausalLM, ModelConfig]:
+) -> tuple[CausalLM, ModelConfig, Checkpoint]:
+    """The model before it is loaded."""
     section = ModelSection(path=str(directory), quantization=quantization)
     checkpoint = open_checkpoint(section)
     config = read_model_config(checkpoint)
@@ -45,8 +47,15 @@ def load(
     model = build_model(
         config, dtype=torch.float32, device=CPU, attention_backend="reference", weights=weights
     )
-    load_weights(model, checkpoint)
     assert isinstance(model, CausalLM)
+    return model, config, checkpoint
+
+
+def load(
+    directory: Path, quantization: Quantization = Quantization.none
+) -> tuple[CausalLM, ModelConfig]:
+    model, config, checkpoint = build(directory, quantization)
+    load_weights(model, checkpoint)
     return model, config
 
 
@@ -156,3 +165,24 @@ def test_quantised_experts_are_the_sum_of_their_dense_ones(
     both = Driver(model, config)
     expected = alone.step([(Sequence(PROMPT), len(PROMPT))])[0]
     assert torch.equal(both.step([(second, 17), (first, len(PROMPT))])[1], expected)
+
+
+@pytest.mark.parametrize("quantization", [Quantization.none, Quantization.int8])
+def test_one_expert_at_a_time_exists_twice(directory: Path, quantization: Quantization) -> None:
+    """While a checkpoint is loaded: an expert's parameters are written when its tensors are read."""
+    model, _, checkpoint = build(directory, quantization)
+    with LiveBytes() as live:
+        load_weights(model, checkpoint)
+    experts = [module for module in model.modules() if isinstance(module, ExpertLinear)]
+    # The experts' memory was reserved before; other matrices get theirs when they are complete.
+    others = [
+        module
+        for module in model.modules()
+        if isinstance(module, LinearBase) and not isinstance(module, ExpertLinear)
+    ]
+    made = sum(weight.nbytes for module in others for weight in module.weights.values())
+    largest = max(4 * module.out_features * module.in_features for module in others)
+    one = max(4 * module.out_features * module.in_features for module in experts)
+    layer = one * experts[0].experts.size
+    assert 2 * max(largest, one) < layer  # else the bound would say nothing
+    assert live.peak < made + 2 * max(largest, one)
