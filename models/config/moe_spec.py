@@ -11,7 +11,7 @@ __all__ = ("MoESpec",)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoESpec:
-    """What takes the place of the MLP in some or all blocks."""
+    """The experts that replace the MLP in some or all blocks."""
 
     route: RouteSpec
     intermediate_size: int  # of one expert

@@ -18,7 +18,7 @@ __all__ = ("Qwen2MoeForCausalLM",)
 
 
 class Qwen2MoeForCausalLM(LlamaForCausalLM):
-    """Biased projections, experts, and one expert more that every token has."""
+    """Llama with biased projections, experts, and a shared expert for all tokens."""
 
     checkpoint_layout = CheckpointLayout(
         renamed=(

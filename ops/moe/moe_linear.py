@@ -1,5 +1,6 @@
-"""Linear layers with one matrix for each expert: `ostinato::moe_linear`, `packed_moe_linear`,
-`quantized_moe_linear`.
+"""Linear layers with one matrix for each expert, over plain, packed and quantised weights.
+
+The ops are `ostinato::moe_linear`, `packed_moe_linear` and `quantized_moe_linear`.
 
 Each token is multiplied by the matrices of the k experts that `route` chose for it. An MLP of
 experts is two such layers and an activation between them:
@@ -8,7 +9,7 @@ experts is two such layers and an activation between them:
     down          [T * k, K] -> [T, N]: the slots of a token, weighted and added
 
 Sums run over a token's slots in their order, in float32, and products have the order of
-ops/linear.py. So on a CPU a token's result has the same bits whatever tokens stand beside it.
+ops/linear.py. So on a CPU the bits of a token's result do not depend on other tokens.
 Nothing has a size that depends on data, and the host reads no result.
 
 The CPU kernels are ops/native/moe/moe_linear.cpp, over packed weights, and
@@ -69,7 +70,7 @@ def packed_moe_linear(
     Args:
         x, ids, bias, routing_weights, residual: as for `moe_linear`; x is float32 or bfloat16.
         weight: [experts, ...] of what `pack_linear_weight` made of each matrix [N, K].
-        out_features: N, which the padding of the packed weight hides.
+        out_features: N; the packed weight is padded beyond it.
 
     Raises:
         ValueError: a shape, dtype or stride is not as above, or an id is not an expert.
@@ -93,7 +94,7 @@ def quantized_moe_linear(
     Args:
         x, ids, bias, routing_weights, residual: as for `moe_linear`; x is float32 or bfloat16.
         weight: [experts, ...] of what `quantize_linear_weight` made of each matrix [N, K].
-        out_features: N, which the padding of the weight hides.
+        out_features: N; the weight is padded beyond it.
         form: of the weight.
 
     Raises:

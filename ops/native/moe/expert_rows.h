@@ -1,5 +1,5 @@
-// What the linear ops over experts share apart from their weights' layout: the rows of each expert, and the sum of a
-// token's results.
+// Shared by the linear ops over experts, for any layout of weights: the rows of each expert, and the sum of a token's
+// results.
 //
 // A step has T tokens with k slots each, so T * k pairs; pair p is slot p % k of token p / k. An expert's pairs are
 // computed as one product with its matrix. A row's result does not depend on the rows that are multiplied beside it
