@@ -174,8 +174,8 @@ class GraphRunner:
             num_tokens: real tokens T.
             num_seqs: real sequences S.
             num_rows: entries of `logits_indices` in use, R.
-            tokens_per_seq: how many tokens each sequence has, when all have as many and the logits
-                of all are wanted, in their order; 0 for any other step.
+            tokens_per_seq: the number of tokens of each sequence, if it is the same for all and the
+                logits of all tokens are wanted, in their order; else 0.
 
         Returns:
             [num_rows, vocab_size] float32 logits, valid until the next run.

@@ -117,7 +117,7 @@ def test_memory_of_a_draw_is_bounded() -> None:
 @pytest.mark.parametrize("num_rows", [1, 3, 9])
 @torch.inference_mode()
 def test_a_draw_stays_within_its_memory(num_rows: int) -> None:
-    """All ways at once, of few and of more rows than are worked on at once (two of 2 million)."""
+    """All paths, for one chunk of rows and for several (a chunk is two rows of 2 million)."""
     vocab_size = 2_000_000
     token_sampler = GraphSampler(torch.randn(num_rows, vocab_size))
     with LiveBytes() as live:

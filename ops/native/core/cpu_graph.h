@@ -1,8 +1,8 @@
 // A recorded list of kernel calls, replayed without Python or torch's dispatcher.
 //
 // A decode step of a small model spends as much time between its kernels as in them: a call through Python and the
-// dispatcher costs microseconds, and a layer makes nine calls and some views. graphs/cpu_capture.py records what the
-// layers' programs call, with weights and caches at fixed addresses. A replay walks the list. It does for a CPU what a
+// dispatcher costs microseconds, and a layer makes nine calls and some views. graphs/compiler/cpu_capture.py records
+// the calls of the layers' programs, with weights and caches at fixed addresses. A replay walks the list. It does for a CPU what a
 // CUDA graph does for a GPU. Unlike there, sizes stay symbolic: those of the inputs follow from a step's numbers of
 // tokens, sequences and wanted rows.
 //
