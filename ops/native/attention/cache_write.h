@@ -5,7 +5,7 @@
 
 namespace ostinato::attention {
 
-constexpr int64_t kParallelWriteBytes = 1 << 18;  // one thread writes all of fewer bytes
+constexpr int64_t kParallelWriteBytes = 1 << 18;  // with fewer bytes, one thread writes all
 
 // Consecutive tokens of a step that lie side by side in one group of the cache.
 struct Run {

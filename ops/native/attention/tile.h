@@ -6,7 +6,7 @@
 //   keys   [head_dim / elements][tokens][elements]  and
 //   values [tokens / elements][head_dim][elements].
 // So the lanes of a vector are 16 keys in the product with a query, and 16 dimensions in the sum of values.
-// Keys are transposed when they are written, once, and not when they are read, once for every later token.
+// Keys are transposed once, when they are written. Every later step reads them as they are.
 //
 // Every score and every output element is a single chain over the steps in order, so a row's bits do not
 // depend on the rows that are computed beside it.
@@ -37,7 +37,7 @@ struct TileGroups {
   const Unit* values[kTile / kMinGroup];
 };
 
-// The keys of each vector of scores; where a group has fewer tokens than a vector lanes, of each half of it.
+// Pointers to the keys of each vector of scores. A vector of 16 lanes over groups of 8 tokens has two: one for each half.
 template <class Step>
 struct KeyColumns {
   KeyColumns(const TileGroups<Step>& groups, int tokens) {
