@@ -328,7 +328,28 @@ def test_whole_prefill_and_chunks_of_it(
     level: LevelBackend, dtype: torch.dtype, chunks: list[int], extras: dict[str, Any]
 ) -> None:
     shape = Shape(dtype=dtype, head_dim=64, num_heads=6, num_kv_heads=2, **extras)
+    check_chunks(level, make_step([(500, 500)], shape), chunks, shape)
+
+
+@pytest.mark.parametrize("window", [0, 70])
+@pytest.mark.parametrize("exponent", [-120, -126, -130])
+def test_sums_that_become_subnormal_in_a_whole_prefill_and_in_chunks(
+    level: LevelBackend, exponent: int, window: int
+) -> None:
+    """Matrix tiles take subnormal sums for zeros. When depends on a row's own tokens only: rows that
+    are computed beside it may reach a tile of keys that it does not see.
+    """
+    shape = Shape(
+        dtype=torch.bfloat16, head_dim=64, num_heads=6, num_kv_heads=2, sliding_window=window
+    )
     step = make_step([(500, 500)], shape)
+    step = step._replace(v=step.v * 2.0**exponent)
+    assert int((step.v != 0).sum()) > 0
+    check_chunks(level, step, [33, 1, 166, 3, 296, 1], shape)
+
+
+def check_chunks(level: LevelBackend, step: Step, chunks: list[int], shape: Shape) -> None:
+    """That a prompt of one sequence has the same bits in one step and in chunks."""
     whole, k_whole, v_whole = run(level, step, shape)
     k_cache, v_cache = step.k_cache, step.v_cache
     done = 0
