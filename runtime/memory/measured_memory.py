@@ -2,10 +2,10 @@
 
     weights, buffers and workspaces have their memory   -> used
     the largest step runs on a cache of one block       -> its peak
-    the KV cache is made of what is left, graphs are captured
-    what is free then                                   -> was the plan right?
+    the KV cache gets the rest, then graphs are captured
+    free memory after the capture                       -> compared with the plan
 
-The graphs themselves stay an estimate: they can only be captured over the final cache.
+The memory of the graphs stays an estimate, because they can only be captured over the final cache.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class DeviceMemory(Protocol):
     """The memory figures of a device, in bytes."""
 
     def free(self) -> int:
-        """Free for anyone, after this process has given back what it holds in reserve."""
+        """Free bytes, after this process has returned its cached allocations to the device."""
         ...
 
     def peak_of(self, run: Callable[[], None]) -> int:
@@ -49,22 +49,22 @@ class CudaMemory:
         before = torch.cuda.memory_reserved()
         run()
         torch.cuda.synchronize()
-        # Reserved rather than allocated: what fragments take can not be given to the cache either.
+        # Reserved, not allocated: the KV cache can not use fragments either.
         return torch.cuda.max_memory_reserved() - before
 
 
 def measure(
     memory: DeviceMemory, largest_step: Callable[[], None], *, free_before: int
 ) -> MeasuredMemory:
-    """What the plan needs to know before the KV cache is made.
+    """Measure memory before the KV cache is allocated.
 
     Args:
-        memory: of the device.
-        largest_step: runs the largest step that there can be, uncaptured.
-        free_before: free bytes before anything of this engine was there.
+        memory: the device's memory.
+        largest_step: runs the largest possible step, uncaptured.
+        free_before: free bytes before this engine allocated anything.
     """
     step_bytes = memory.peak_of(largest_step)
-    # Libraries take their memory at their first use, which the step was.
+    # Libraries allocate at their first use, so this comes after the step.
     return MeasuredMemory(used_bytes=max(0, free_before - memory.free()), step_bytes=step_bytes)
 
 
@@ -72,7 +72,7 @@ def compare_with_plan(plan: MemoryPlan, *, free_before_capture: int, free_now: i
     """One sentence with the memory of the captured graphs, measured and planned.
 
     Args:
-        plan: that the engine was built by.
+        plan: the plan that the engine was built with.
         free_before_capture: free bytes before the first graph.
         free_now: free bytes after the last.
     """

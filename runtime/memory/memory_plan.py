@@ -1,20 +1,20 @@
-"""The memory plan: how much weights, activations, graphs and the KV cache get, before any
-allocation.
+"""The memory plan: divides free memory between weights, activations, graphs and the KV cache.
 
-`plan_memory` is a function of sizes alone; `run plan` prints its result and the engine obeys it. On
-CUDA the engine plans once more with what it measured (runtime/memory/measured_memory.py).
-`free_memory` says what this machine has left for us, container limits included.
+`plan_memory` is a function of sizes alone and allocates nothing. `run plan` prints its result, and
+the engine allocates as it says. On CUDA the engine plans once more with measured sizes
+(runtime/memory/measured_memory.py). `free_memory` reads the free memory of this machine, container
+limits included.
 
     free memory x device.memory_fraction = budget
     budget - weights - activations - graph pool = room for KV blocks
 
 How much of that room the KV cache takes:
 
-    cache.memory_gib is set   exactly that
-    CUDA                      all of it
-    CPU                       what max_num_seqs sequences of max_model_len need, at most 4 GiB or
-                              one such sequence (when that takes no more than half of the room):
-                              other programs need a CPU's memory too
+    cache.memory_gib is set   that size
+    CUDA                      all of the room
+    CPU                       the need of max_num_seqs sequences of max_model_len, but at most 4 GiB
+                              or one such sequence (if it takes at most half of the room). Other
+                              programs need a CPU's memory too.
 """
 
 from __future__ import annotations
@@ -46,54 +46,54 @@ CUDA_GRAPH_BYTES = 4 << 20  # of driver state for one captured graph, next to th
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredMemory:
-    """Memory of a device in bytes, with the weights and without the KV cache.
+    """Measured memory of a device in bytes, which replaces the plan's estimates."""
 
-    It takes the place of what the plan estimates from sizes.
-    """
-
-    used_bytes: int  # by weights, static buffers, workspaces and libraries, since `free_bytes`
-    step_bytes: int  # at most, by the largest step while it runs uncaptured
+    used_bytes: int  # by weights, static buffers, workspaces and libraries, without the KV cache
+    step_bytes: int  # peak of the largest uncaptured step, beyond `used_bytes`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFootprint:
-    """The sizes that a plan needs to know of a model."""
+    """The sizes of a model that a plan needs."""
 
-    weights_bytes: int  # of all parameters and buffers in the form that the device holds
-    kv_bytes_per_token: int  # keys and values over all layers
+    weights_bytes: int  # all parameters and buffers, in the form that the device holds
+    kv_bytes_per_token: int  # keys and values of all layers
     hidden_size: int
     intermediate_size: int  # of the widest MLP, see `ModelConfig.widest_mlp`
     qkv_size: int  # (num_heads + 2 * num_kv_heads) * head_dim
-    dtype_bytes: int  # of activations
-    max_model_len: int  # tokens; what the model states
-    sampling_bytes: int = 0  # of the largest step's logits and their sampling
-    workspace_bytes: int = 0  # of the attention backend in the largest step
-    measured: MeasuredMemory | None = None  # measured on the device, in place of estimates
+    dtype_bytes: int  # bytes of one activation
+    max_model_len: int  # tokens; the model's own limit
+    num_fixed_groups: int = 0  # KV groups that do not grow, for example of cross attention
+    max_encoder_tokens: int = 0  # tokens of one sequence in each fixed group, at most
+    sampling_bytes: int = 0  # logits of the largest step and their sampling
+    workspace_bytes: int = 0  # workspace of the attention backend in the largest step
+    measured: MeasuredMemory | None = None  # replaces estimates; None = plan with estimates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphFootprint:
-    """What will be captured."""
+    """The graphs that will be captured."""
 
     num_graphs: int
-    max_tokens: int  # of the largest
+    max_tokens: int  # tokens of the largest graph
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
     """The shares of the memory in bytes, and what fits in them."""
 
-    free_bytes: int  # before the weights are there
-    budget_bytes: int  # of which the engine plans with
+    free_bytes: int  # before the weights are loaded
+    budget_bytes: int  # the part of `free_bytes` that is planned with
     weights_bytes: int
     activation_bytes: int
     graph_bytes: int
-    kv_bytes: int  # num_blocks whole blocks
+    kv_bytes: int  # num_blocks * bytes_per_block
     block_size: int  # tokens
     bytes_per_block: int
     num_blocks: int  # to allocate, the null block included
-    max_model_len: int  # tokens; may be less than what the model states
-    reasons: tuple[str, ...]  # what was decided and why, one sentence each
+    fixed_blocks_per_seq: int  # blocks of one sequence in the fixed KV groups, at most
+    max_model_len: int  # tokens; may be less than the model's own limit
+    reasons: tuple[str, ...]  # the decisions and their reasons, one sentence each
 
     @property
     def num_tokens(self) -> int:
@@ -101,13 +101,22 @@ class MemoryPlan:
         return (self.num_blocks - 1) * self.block_size
 
     @property
+    def longest_sequence(self) -> int:
+        """Tokens of the longest sequence that fits, if its fixed groups are full."""
+        return max(0, self.num_tokens - self.fixed_blocks_per_seq * self.block_size)
+
+    @property
     def num_full_sequences(self) -> float:
         """How many sequences of max_model_len fit at once."""
-        return (self.num_blocks - 1) / _blocks(self.max_model_len, self.block_size)
+        return (self.num_blocks - 1) / self.sequence_blocks(self.max_model_len)
+
+    def sequence_blocks(self, num_tokens: int) -> int:
+        """Blocks of a sequence of `num_tokens`, in all its groups."""
+        return _blocks(num_tokens, self.block_size) + self.fixed_blocks_per_seq
 
     @property
     def unplanned_bytes(self) -> int:
-        """Free memory that the plan leaves alone; never negative for a plan that was returned."""
+        """Free bytes that the plan does not use; not negative in the result of `plan_memory`."""
         used = self.weights_bytes + self.activation_bytes + self.graph_bytes + self.kv_bytes
         return self.free_bytes - used
 
@@ -128,17 +137,17 @@ def plan_memory(
     Args:
         model: the model's sizes.
         free_bytes: free on the device before the weights are loaded.
-        is_cpu: the CPU's rule for the KV cache instead of a GPU's.
-        device: the share to plan with.
-        cache: block size and, when the user chose it, the memory for blocks.
+        is_cpu: use the CPU's rule for the KV cache, not CUDA's.
+        device: the share of the free memory to plan with.
+        cache: the block size and, if set, the memory for blocks.
         scheduler: the largest step.
-        max_model_len: what the user asked for; None = what the model states, or less.
-        graphs: what will be captured on CUDA.
+        max_model_len: the configured length in tokens; None = the model's own limit, shortened if
+            it does not fit.
+        graphs: the graphs that will be captured on CUDA.
 
     Raises:
-        StartupError: the weights, one block, or one sequence of the length that the user asked for
-            does not fit, or the model does not support that length; the text has the numbers and
-            the remedies.
+        StartupError: the weights, one block, or one sequence of the configured length do not fit,
+            or the model does not support that length. The text has the numbers and the remedies.
     """
     if max_model_len is not None and max_model_len > model.max_model_len:
         raise StartupError(
@@ -162,13 +171,15 @@ def plan_memory(
         block_size=cache.block_size,
         bytes_per_block=bytes_per_block,
         num_blocks=0,
+        fixed_blocks_per_seq=model.num_fixed_groups
+        * _blocks(model.max_encoder_tokens, cache.block_size),
         max_model_len=length,
         reasons=(f"budget: {device.memory_fraction:g} of {_size(free_bytes)} of free memory",),
     )
     room = _room(plan)
     if not bytes_per_block:
         return _without_cache(plan, scheduler)
-    sequence_blocks = _blocks(length, cache.block_size)
+    sequence_blocks = plan.sequence_blocks(length)
     kv_bytes, reason = _kv_bytes(
         room,
         one_sequence=(sequence_blocks + 1) * bytes_per_block,
@@ -187,7 +198,7 @@ def plan_memory(
 
 
 def _without_cache(plan: MemoryPlan, scheduler: StepLimits) -> MemoryPlan:
-    """The plan of an encoder. Its blocks take no memory; there are so many that none ever lacks."""
+    """The plan of an encoder. Its blocks take no memory, so there are enough for all sequences."""
     per_sequence = _blocks(plan.max_model_len, plan.block_size) + 1  # one to spare at admission
     return replace(
         plan,
@@ -200,7 +211,7 @@ def _room(plan: MemoryPlan) -> int:
     """Bytes that the budget leaves for KV blocks.
 
     Raises:
-        StartupError: less than the null block and one more.
+        StartupError: there is no room for the null block and one more.
     """
     room = plan.budget_bytes - plan.weights_bytes - plan.activation_bytes - plan.graph_bytes
     if room < 2 * plan.bytes_per_block:
@@ -217,7 +228,11 @@ def _room(plan: MemoryPlan) -> int:
 def _kv_bytes(
     room: int, *, one_sequence: int, all_sequences: int, is_cpu: bool, memory_gib: float | None
 ) -> tuple[int, str]:
-    """Bytes for KV blocks out of `room`, and why; the null block is counted."""
+    """Bytes for KV blocks, the null block included, and the reason for that size.
+
+    Raises:
+        StartupError: cache.memory_gib is more than `room`.
+    """
     if memory_gib is not None:
         wanted = int(memory_gib * GIB)
         if wanted > room:
@@ -240,24 +255,25 @@ def _kv_bytes(
 
 
 def _with_length(plan: MemoryPlan, *, is_asked: bool, room: int) -> MemoryPlan:
-    """The plan with the longest sequence that it can hold.
+    """The plan with `max_model_len` shortened to the longest sequence that fits.
 
     Raises:
-        StartupError: that is shorter than what the user asked for, or no token at all.
+        StartupError: the configured length does not fit, or not even one token does.
     """
-    if plan.num_tokens >= plan.max_model_len and plan.num_tokens > 0:
+    longest = plan.longest_sequence
+    if longest >= plan.max_model_len and longest > 0:
         return plan
-    if plan.num_tokens > 0 and not is_asked:
+    if longest > 0 and not is_asked:
         reason = (
-            f"context: shortened from {plan.max_model_len} to {plan.num_tokens} tokens, what the "
+            f"context: shortened from {plan.max_model_len} to {longest} tokens, what the "
             f"KV cache holds; raise cache.memory_gib for longer ones"
         )
-        return replace(plan, max_model_len=plan.num_tokens, reasons=(*plan.reasons, reason))
+        return replace(plan, max_model_len=longest, reasons=(*plan.reasons, reason))
     length = plan.max_model_len if is_asked else plan.block_size
-    need = (_blocks(length, plan.block_size) + 1) * plan.bytes_per_block
+    need = (plan.sequence_blocks(length) + 1) * plan.bytes_per_block
     remedies: list[str] = []
-    if plan.num_tokens > 0:
-        remedies.append(f"lower model.max_model_len to at most {plan.num_tokens}")
+    if longest > 0:
+        remedies.append(f"lower model.max_model_len to at most {longest}")
     if need <= room:
         remedies.append(f"set cache.memory_gib={math.ceil(need / GIB * 1000) / 1000:g}")
     remedies.append("use a smaller model or a higher device.memory_fraction")
@@ -272,7 +288,7 @@ def _blocks(num_tokens: int, block_size: int) -> int:
 
 
 def _graph_bytes(model: ModelFootprint, graphs: GraphFootprint) -> int:
-    """The pool that all captured graphs share, and the driver's state of each."""
+    """Bytes of the pool that all captured graphs share, and of the driver's state of each graph."""
     pool = _activation_bytes(model, graphs.max_tokens)
     return pool + graphs.num_graphs * CUDA_GRAPH_BYTES
 
@@ -280,9 +296,9 @@ def _graph_bytes(model: ModelFootprint, graphs: GraphFootprint) -> int:
 def _activation_bytes(model: ModelFootprint, num_tokens: int) -> int:
     """Peak estimate of a step's intermediate tensors.
 
-    A layer holds at once, per token: the residual, the normed input and one more of that size, then
-    queries, keys and values before and after rotation, or the two halves of the gated MLP with
-    their product. Attention's workspace, and logits with their sampling, come on top.
+    Per token, a layer holds three vectors of the hidden size (the residual, the normed input and a
+    result), and the larger of these two: queries, keys and values before and after rotation, or the
+    two halves of the gated MLP with their product. The attention workspace and sampling are added.
     """
     layer = 3 * model.hidden_size + max(2 * model.qkv_size, 3 * model.intermediate_size)
     return num_tokens * layer * model.dtype_bytes + model.sampling_bytes + model.workspace_bytes
@@ -311,10 +327,10 @@ def free_memory(
     cgroup_root: Path = Path("/sys/fs/cgroup"),
     membership: Path = Path("/proc/self/cgroup"),
 ) -> FreeMemory:
-    """Memory that this process may still take: of the current CUDA device, or of the host.
+    """The memory that this process can still allocate, on the current CUDA device or on the host.
 
-    On the host the smallest of what the system has available and what every enclosing cgroup still
-    allows; pages that only cache files count as free, as the kernel gives them up first.
+    On the host it is the smallest of the system's available memory and the free memory of every
+    enclosing cgroup. Pages of the file cache count as free, because the kernel drops them first.
     """
     if not is_cpu:
         import torch

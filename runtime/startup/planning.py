@@ -21,7 +21,7 @@ from ostinato.models.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from ostinato.models.checkpoints.pooling_files import PoolingFiles, read_pooling_files
 from ostinato.models.config.model_config import ModelConfig, resolve_cache_dtype, resolve_dtype
 from ostinato.models.registry import build_model, read_model_config
-from ostinato.models.step_tensors import StepSizes
+from ostinato.models.step_tensors import StepSizes, num_kv_groups
 from ostinato.models.weight_methods.choose import WeightPolicy, choose_weights
 from ostinato.ops.attention import AttentionPlanner, AttentionSpec, workspace_bytes
 from ostinato.runtime.costs.cost_table import CostTable
@@ -44,19 +44,19 @@ __all__ = ("ModelSource", "bucket_table", "open_model", "plan_engine", "plan_mea
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSource:
-    """A model whose configuration has been read and whose weights have not."""
+    """A model whose configuration has been read, and whose weights have not been loaded."""
 
     checkpoint: Checkpoint
     config: ModelConfig
     device: torch.device
     dtype: torch.dtype  # of weights and activations
     cache_dtype: torch.dtype  # of keys and values in the cache
-    limits: StepLimits  # that buffers, buckets and memory are sized for
+    limits: StepLimits  # the limits that buffers, buckets and memory are sized for
     pooling: PoolingFiles  # the pooling that the checkpoint states
     weights: WeightPolicy  # how each matrix is stored and multiplied
 
     def attention_spec(self, block_size: int) -> AttentionSpec:
-        """What the model asks of an attention backend."""
+        """The requirements of the model on an attention backend."""
         return self.config.attention_spec(
             block_size, self.dtype, self.device, cache_dtype=self.cache_dtype
         )
@@ -69,11 +69,11 @@ def open_model(
 
     Args:
         config: the engine's configuration.
-        device: to plan for a device that is not here; None = the configured one.
-        max_drafts: guesses that a step verifies for one sequence; 0 = there is no drafter.
+        device: a device to plan for, which need not exist; None = the configured one.
+        max_drafts: draft tokens of one sequence in one step, at most; 0 = no drafter.
 
     Raises:
-        StartupError: no such model, or one that is not supported.
+        StartupError: there is no such model, or it is not supported.
     """
     try:
         checkpoint = open_checkpoint(config.model)
@@ -105,10 +105,10 @@ def open_model(
 def _choose_weights(
     config: EngineConfig, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype
 ) -> WeightPolicy:
-    """The weight methods.
+    """Choose the weight method of each matrix.
 
     Raises:
-        StartupError: no kernel supports the request with this device, dtype or setting.
+        StartupError: no kernel supports the quantization with this device, dtype or setting.
     """
     pack = config.graphs.pack_weights
     try:
@@ -120,10 +120,10 @@ def _choose_weights(
 
 
 def _encoder_limits(config: EngineConfig, limits: StepLimits, max_model_len: int) -> StepLimits:
-    """Room in a step for a whole text.
+    """The limits of an encoder's steps, which have room for a whole text.
 
     Raises:
-        StartupError: too small a step was asked for, or a bound that means nothing here.
+        StartupError: the configured step is too small, or scheduler.itl_target_ms is set.
     """
     if config.scheduler.itl_target_ms is not None:
         raise StartupError("scheduler.itl_target_ms is for models that generate; leave it null")
@@ -134,7 +134,7 @@ def _encoder_limits(config: EngineConfig, limits: StepLimits, max_model_len: int
         raise StartupError(
             f"scheduler.max_num_batched_tokens={limits.max_num_batched_tokens}, but an encoder "
             f"computes a whole text in one step, up to model.max_model_len={max_model_len} tokens; "
-            "raise the one or lower the other"
+            "raise the first or lower the second"
         )
     return limits
 
@@ -151,11 +151,11 @@ def plan_engine(
     Args:
         config: the engine's configuration.
         source: from `open_model`.
-        free_bytes: to plan for another machine; None = what is free on this one.
-        measured: what the device said; None = plan by estimates.
+        free_bytes: free memory of the machine to plan for; None = the free memory of this one.
+        measured: measured memory of the device; None = plan with estimates.
 
     Raises:
-        StartupError: it does not fit.
+        StartupError: the engine does not fit into the memory.
     """
     model = source.config
     is_cpu = source.device.type == "cpu"
@@ -178,6 +178,8 @@ def plan_engine(
             qkv_size=(model.num_heads + 2 * model.num_kv_heads) * model.head_dim,
             dtype_bytes=source.dtype.itemsize,
             max_model_len=model.max_model_len,
+            num_fixed_groups=num_kv_groups(type(skeleton).step_tensors) - 1,
+            max_encoder_tokens=model.max_encoder_tokens,
             sampling_bytes=sampling_bytes(
                 limits.max_num_rows, limits.max_num_seqs, model.vocab_size
             )
@@ -210,13 +212,15 @@ def plan_engine(
 def bucket_table(
     config: EngineConfig, source: ModelSource, costs: CostTable | None = None
 ) -> BucketTable:
-    """The buckets to capture; empty unless graphs.mode=captured, and for an encoder, whose steps
-    all have other shapes.
+    """The buckets to capture.
+
+    The table is empty unless graphs.mode=captured, and for an encoder, whose steps rarely have the
+    same shape twice. On a CPU every number of decodes has a bucket, because buckets cost nothing.
 
     Args:
         config: the engine's configuration.
-        source: on a CPU every size of a decode has its bucket, which costs nothing.
-        costs: of an earlier start; leaves out the buckets that saved no time on a GPU.
+        source: from `open_model`.
+        costs: step costs from an earlier start; buckets that save no time on a GPU are left out.
     """
     graphs, scheduler, is_cpu = config.graphs, source.limits, source.device.type == "cpu"
     if graphs.mode is not GraphMode.captured or not source.config.kind.generates:
@@ -227,7 +231,7 @@ def bucket_table(
     if costs is not None and not is_cpu:
         redundant = redundant_sizes(sorted(chosen), costs)
         chosen = [size for size in chosen if size not in redundant]
-    # On a CPU a mixed bucket would compute its padding, and there is no launch cost to save.
+    # On a CPU a mixed bucket would cost time for padding and save no launches.
     mixed_sizes = [] if is_cpu else default_mixed_sizes(scheduler.max_num_batched_tokens)
     rows_per_seq, verify_sizes = scheduler.rows_per_seq, {}
     if rows_per_seq > 1:
@@ -251,22 +255,22 @@ def plan_measured(
     planner: AttentionPlanner | None,
     token_sampler: GraphSampler,
 ) -> MemoryPlan:
-    """The plan with the device's own figures; everything but the KV cache has its memory.
+    """The memory plan with measured sizes, once everything but the KV cache is allocated.
 
-    The weights may still be on their way: what a step allocates does not depend on them.
+    The weights need not be loaded yet, because a step's allocations do not depend on their values.
 
     Args:
         config: the engine's configuration.
         source: from `open_model`.
-        plan: by estimates.
+        plan: the plan with estimates.
         table: the buckets that will be captured.
-        model: in its memory.
-        buffers: of the steps.
-        planner: of the attention backend; None when it needs none.
+        model: the model, with its memory allocated.
+        buffers: the static buffers of the steps.
+        planner: the planner of the attention backend; None if it needs none.
         token_sampler: samples on the device.
 
     Raises:
-        StartupError: it does not fit.
+        StartupError: the engine does not fit into the memory.
     """
     spec = source.config.kv_cache_spec(config.cache.block_size, source.cache_dtype)
 
@@ -282,5 +286,5 @@ def plan_measured(
 
     measured = measure(CudaMemory(), largest_step, free_before=plan.free_bytes)
     again = plan_engine(config, source, free_bytes=plan.free_bytes, measured=measured)
-    # Static buffers are as wide as the first plan's longest sequence.
+    # Static buffers are sized for the first plan's longest sequence.
     return dataclasses.replace(again, max_model_len=min(plan.max_model_len, again.max_model_len))

@@ -13,6 +13,7 @@ from ostinato.models.step_tensors import StepTensors, num_kv_groups
 from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.execution.executor import Pending
 from ostinato.runtime.execution.inline_executor import InlineExecutor
+from ostinato.runtime.startup.engine_plan import make_plan
 from ostinato.runtime.types.params import SamplingParams
 from ostinato.runtime.types.request import Request
 from ostinato.runtime.types.step import SchedulerOutput
@@ -21,6 +22,7 @@ from tests.runtime.tiny import MODEL, VOCAB_SIZE, tiny_config
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 BLOCK_SIZE = 8
+NUM_BLOCKS = 24
 BYTES_PER_BLOCK = BLOCK_SIZE * 2 * 2 * 2 * 16 * 4
 
 
@@ -69,7 +71,7 @@ def cross() -> Iterator[LLM]:
         config = tiny_config(
             model__config={**MODEL, "architectures": ["CrossForCausalLM"]},
             model__max_model_len=64,
-            cache__memory_gib=24 * BYTES_PER_BLOCK / 2**30,
+            cache__memory_gib=NUM_BLOCKS * BYTES_PER_BLOCK / 2**30,
         )
         with LLM(config=config) as llm:
             yield llm
@@ -107,6 +109,17 @@ def test_more_encoder_tokens_than_the_cache_has_room_for_are_refused(cross: LLM)
     )
     with pytest.raises(InvalidRequestError, match="1000 encoder tokens need 125 blocks"):
         cross._engine.add_request(request)
+
+
+@pytest.mark.usefixtures("cross")
+def test_the_memory_plan_counts_the_second_group() -> None:
+    config = tiny_config(
+        model__config={**MODEL, "architectures": ["CrossForCausalLM"]},
+        cache__memory_gib=NUM_BLOCKS * BYTES_PER_BLOCK / 2**30,
+    )
+    memory = make_plan(config.engine, 1).memory
+    usable, encoder_blocks = NUM_BLOCKS - 1, MAX_ENCODER_TOKENS // BLOCK_SIZE
+    assert memory.max_model_len == (usable - encoder_blocks) * BLOCK_SIZE
 
 
 def test_with_one_group_nothing_is_added() -> None:
