@@ -2,11 +2,12 @@
 
 It reads the configuration from standard input, connects to the client's ZeroMQ socket at ADDRESS,
 builds the engine and runs its loop. Standard input stays open while the client lives. When it ends,
-the client is gone, and this process exits.
+the client's process has ended. Then this process removes the socket's directory and exits.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import os
@@ -15,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -54,14 +56,14 @@ __all__ = ("main", "run_loop")
 _LOG = logging.getLogger(__name__)
 _BEAT_S = 0.5  # seconds between the heartbeats of an idle engine
 _BEATS_BEFORE_CHECK = 4  # idle heartbeats before the integrity check, which would delay a request
-_LONG_CALL_S = 60.0  # to write the trace of a long profile
+_LONG_CALL_S = 60.0  # the watchdog allows this for a utility call; writing a trace takes long
 _LONG_STEP_S = 0.25  # a step predicted to take longer is announced to the client
-_RECEIVE_S = 0.005  # messages that need longer wait until the next step is under way
+_RECEIVE_S = 0.005  # time for messages between two steps; the others are read after the next step
 _STATS_S = 0.05  # least time between two statistics in the outputs of steps
 
 
 class _Connection:
-    """The socket to the client, typed."""
+    """The ZeroMQ socket to the client."""
 
     def __init__(self, address: str) -> None:
         self._context = zmq.Context()
@@ -76,10 +78,10 @@ class _Connection:
         self._socket.send(self._encoder.encode(message), copy=True)
 
     def receive(self, timeout_s: float) -> Iterator[ClientMessage]:
-        """The messages that have arrived, until their decoding and handling has taken a while.
+        """Yield the messages that have arrived, for at most 5 ms.
 
         Args:
-            timeout_s: how long to wait for the first.
+            timeout_s: how long to wait for the first message.
         """
         if timeout_s and not self._socket.poll(int(timeout_s * 1000)):
             return
@@ -100,7 +102,7 @@ class _Connection:
 
 
 def run_loop(engine: Engine, connection: _Connection, calls: UtilityCalls) -> None:
-    """Serve until a Shutdown arrives: take messages, step, report."""
+    """Receive messages, run steps and send outputs until a `Shutdown` arrives."""
 
     def announce(request_ids: list[str], seconds: float) -> None:
         if request_ids or seconds >= _LONG_STEP_S:
@@ -121,13 +123,13 @@ def run_loop(engine: Engine, connection: _Connection, calls: UtilityCalls) -> No
             elif isinstance(message, GetState):
                 connection.send(State(engine.inspect()))
             elif isinstance(message, UtilityCall):
-                # A call may take long: the watchdog must not take it for a hang.
+                # A call may take long. The announcement keeps the watchdog from killing the engine.
                 connection.send(StepStarted([], _LONG_CALL_S))
                 connection.send(calls.answer(message))
             else:
                 return
         if idle_beats == _BEATS_BEFORE_CHECK:
-            engine.check_integrity()  # better restarted now than while it serves
+            engine.check_integrity()  # a damaged engine is restarted while it is idle
         outputs += engine.step(announce)
         now = time.monotonic()
         stats = None
@@ -139,7 +141,7 @@ def run_loop(engine: Engine, connection: _Connection, calls: UtilityCalls) -> No
 
 
 def _add(engine: Engine, request: Request) -> list[SequenceOutput]:
-    """Queue a request. The client has checked it; an error here ends this request alone."""
+    """Queue a request. If the engine refuses it, returns its error output."""
     try:
         engine.add_request(request)
     except InvalidRequestError as error:
@@ -147,15 +149,28 @@ def _add(engine: Engine, request: Request) -> list[SequenceOutput]:
     return []
 
 
-def _exit_with_client() -> None:
-    """End this process when the client's end of standard input closes."""
+def _exit_with_client(address: str) -> None:
+    """End this process when standard input closes, because the client's process has ended."""
 
     def watch() -> None:
         while os.read(0, 4096):
             pass
+        _remove_files(address)
         os._exit(0)
 
     threading.Thread(target=watch, name="watch-client", daemon=True).start()
+
+
+def _remove_files(address: str) -> None:
+    """Remove what a killed client leaves behind: the socket, the recorder's file, the directory.
+
+    The last engine of a client with several replicas finds the directory empty and removes it.
+    """
+    socket = Path(address.removeprefix("ipc://"))
+    with contextlib.suppress(OSError):
+        socket.unlink(missing_ok=True)
+        flight_path(socket).unlink(missing_ok=True)
+        socket.parent.rmdir()
 
 
 def _read_start() -> StartEngine:
@@ -170,9 +185,9 @@ def _read_start() -> StartEngine:
 
 
 def _flight_recorder(num_steps: int, address: str) -> FlightRecorder | None:
-    """A recorder whose file lies beside the socket, where the client finds it afterwards.
+    """A recorder whose file lies beside the socket, where the client reads it after a crash.
 
-    None when it is switched off. None and a line in the log when the file can not be made.
+    None if it is switched off. None and a warning in the log if the file can not be made.
     """
     if not num_steps:
         return None
@@ -181,7 +196,7 @@ def _flight_recorder(num_steps: int, address: str) -> FlightRecorder | None:
         return FlightRecorder(path, num_steps)
     except OSError as error:
         _LOG.warning(
-            "no steps are recorded for after a crash: %s can not be written: %s",
+            "the flight recorder is off: %s can not be written: %s",
             path,
             error.strerror or error,
         )
@@ -189,15 +204,29 @@ def _flight_recorder(num_steps: int, address: str) -> FlightRecorder | None:
 
 
 def main(address: str) -> int:
-    """Build the engine, report each phase, run. Returns the exit code."""
-    # A terminal's Ctrl-C and a supervisor's SIGTERM go to the whole process group; the client
-    # decides when the engine ends, so that it can let requests finish first.
+    """Build the engine, report each phase and run the loop.
+
+    Args:
+        address: of the client's ZeroMQ socket, `ipc://PATH`.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        StartupError: standard input ended before the configuration was complete.
+    """
+    # A terminal's Ctrl-C and a supervisor's SIGTERM go to the whole process group. They are ignored
+    # here, because the client lets requests finish before it ends the engine.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    start = _read_start()
+    try:
+        start = _read_start()
+    except StartupError:
+        _remove_files(address)
+        raise
     config = start.config
     configure_logging(start.log_level, start.log_format, "engine")
-    _exit_with_client()
+    _exit_with_client(address)
     connection = _Connection(address)
     at_start = True
     engine: Engine | None = None
@@ -215,7 +244,7 @@ def main(address: str) -> int:
         )
         connection.send(EngineReady(engine.model, engine.stats()))
         at_start = False
-        # Objects of the start live as long as the process: collections need not visit them.
+        # Objects of the start live as long as the process, so collections skip them.
         gc.collect()
         gc.freeze()
         run_loop(engine, connection, UtilityCalls(engine, start.profile_dir))

@@ -1,4 +1,4 @@
-"""One engine process and the socket to it, from its start to its end. Imports no torch."""
+"""Starts and ends one engine process and exchanges messages with it. Imports no torch."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ _CLOSE_S = 5.0  # how long a closing engine process gets before it is killed
 
 
 class EngineProcess:
-    """Started by `spawn`, ended by `close`; never started twice.
+    """One engine process and its socket. `spawn` starts it once, `close` ends it.
 
     Args:
-        context: of the socket; it outlives this object.
-        path: of the socket's file; nothing is there yet.
+        context: makes the socket; it outlives this object.
+        path: the path of the socket's file, which does not exist yet.
     """
 
     def __init__(self, context: zmq.asyncio.Context, path: Path) -> None:
@@ -49,12 +49,12 @@ class EngineProcess:
 
     @property
     def pid(self) -> int | None:
-        """Of the process; None before it was spawned."""
+        """The process id; None before `spawn`."""
         return None if self._process is None else self._process.pid
 
     @property
     def cpu_seconds(self) -> float:
-        """Seconds of processor time that it has used, over all its threads; 0 without a process."""
+        """Seconds of processor time that all its threads have used; 0 without a process."""
         import psutil
 
         try:
@@ -65,7 +65,7 @@ class EngineProcess:
 
     @property
     def return_code(self) -> int:
-        """Of the process, which has ended."""
+        """The exit code of the process, which has ended; negative for a signal."""
         assert self._process is not None, "spawned"
         assert self._process.returncode is not None, "ended"
         return self._process.returncode
@@ -75,6 +75,10 @@ class EngineProcess:
 
         Args:
             start: a `StartEngine` as one line of JSON.
+
+        Raises:
+            OSError: the system can not start another process.
+            zmq.ZMQError: the socket can not be bound.
         """
         address = f"ipc://{self.path}"
         self._socket.setsockopt(zmq.SNDHWM, 0)
@@ -89,18 +93,18 @@ class EngineProcess:
         )
         self._ended = asyncio.create_task(self._process.wait())
         assert self._process.stdin is not None, "stdin=PIPE"
-        with contextlib.suppress(ConnectionError):  # killed at once: its end is seen elsewhere
+        with contextlib.suppress(ConnectionError):  # `next_message` reports a process that ended
             self._process.stdin.write(start + b"\n")
             await self._process.stdin.drain()
 
     async def wait_until_ready(self, on_phase: Callable[[str, float], None]) -> EngineReady:
-        """Wait until it serves.
+        """Wait until the engine serves.
 
         Args:
             on_phase: called with each finished phase of the start and its seconds.
 
         Raises:
-            StartupError: it can not start; one line that says why.
+            StartupError: the engine can not start; one line that says why.
         """
         while True:
             message = await self.next_message()
@@ -121,22 +125,22 @@ class EngineProcess:
         """Send a message.
 
         Raises:
-            EngineDeadError: the process has left its socket.
+            EngineDeadError: the process has closed its socket.
         """
         message, self._grammar = without_repetition(message, self._grammar)
         # The queue has no limit, so a send could only ever wait for a peer that is gone: for ever.
         try:
             await self._socket.send(self._encoder.encode(message), flags=zmq.NOBLOCK)
         except zmq.ZMQError as error:
-            raise EngineDeadError("the engine ended: it left its socket") from error
+            raise EngineDeadError("the engine ended: it closed its socket") from error
 
     async def next_message(self) -> EngineMessage | None:
-        """The next message; None when the process has ended and all its messages were given."""
+        """The next message; None when the process has ended and all its messages were returned."""
         assert self._ended is not None, "called after spawn"
         receive = asyncio.ensure_future(self._socket.recv())
         try:
             await asyncio.wait({receive, self._ended}, return_when=asyncio.FIRST_COMPLETED)
-            # A dying process's last words are in the socket before its end is seen.
+            # The last message of a process that ended may arrive a moment after its end.
             if not receive.done():
                 await asyncio.wait({receive}, timeout=0.2)
             return engine_decoder.decode(receive.result()) if receive.done() else None
@@ -144,19 +148,21 @@ class EngineProcess:
             receive.cancel()
 
     def kill(self) -> None:
-        """End it at once, however it is; nothing when it has ended."""
+        """Send SIGKILL to the process, if it has not ended."""
         if self._process is not None and self._process.returncode is None:
             self._process.kill()
 
     async def close(self) -> None:
-        """Ask it to end, wait for that, and free the socket; safe to call twice."""
+        """End the process and remove the socket. Safe to call twice.
+
+        An engine that serves is asked to end and killed after 5 s. One that starts is killed.
+        """
         if self._process is not None and self._process.returncode is None:
             if self._is_ready:
                 with contextlib.suppress(EngineDeadError):
                     await self.send(Shutdown())
-            elif self._process.stdin is not None:
-                # It reads no messages yet; it ends at once when its standard input does.
-                self._process.stdin.close()
+            else:
+                self._process.kill()  # it reads no messages yet and has nothing to save
             try:
                 await asyncio.wait_for(self._process.wait(), _CLOSE_S)
             except TimeoutError:

@@ -7,9 +7,11 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import msgspec
 import psutil
@@ -230,25 +232,37 @@ def test_close_leaves_no_process_and_no_files() -> None:
     assert not os.path.exists(directory)
 
 
-def test_the_engine_ends_when_its_client_is_killed() -> None:
+def test_engines_end_and_remove_their_files_when_their_client_is_killed() -> None:
+    """One engine that serves, and one that is still starting."""
     program = f"""
 import asyncio, sys, msgspec
 from ostinato.conf.root import RunConfig
 from ostinato.runtime.client.client import EngineClient
 async def main():
-    client = EngineClient(msgspec.json.decode({msgspec.json.encode(tiny_config())!r}, type=RunConfig))
-    await client.start()
-    print(client.engine_pid, flush=True)
+    config = msgspec.json.decode({msgspec.json.encode(tiny_config())!r}, type=RunConfig)
+    ready, starting = EngineClient(config), EngineClient(config)
+    await ready.start()
+    await starting.spawn()
+    print(ready.engine_pid, starting.engine_pid, flush=True)
     await asyncio.sleep(1000)
 asyncio.run(main())
 """
-    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    engine = psutil.Process(int(process.stdout.readline()))
-    process.kill()
-    process.wait()
-    process.stdout.close()
-    engine.wait(timeout=20)
+    with tempfile.TemporaryDirectory(prefix="o-") as temporary:
+        process = subprocess.Popen(
+            [sys.executable, "-c", program],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "TMPDIR": temporary},
+        )
+        assert process.stdout is not None
+        engines = [psutil.Process(int(pid)) for pid in process.stdout.readline().split()]
+        assert len(list(Path(temporary).glob("ostinato-*/engine-*"))) >= 2
+        process.kill()
+        process.wait()
+        process.stdout.close()
+        for engine in engines:
+            engine.wait(timeout=20)
+        assert list(Path(temporary).glob("ostinato-*")) == []
 
 
 def test_async_engine_streams_text_free_of_the_event_loop_details() -> None:

@@ -130,8 +130,8 @@ def test_every_way_of_sampling_goes_on_as_if_nothing_had_happened() -> None:
         await kill(client)
         assert await task == expected
         assert client.num_unfinished == 0
-        assert client.is_alive
-        await until(lambda: client.stats.num_running == 0)
+        # On a fast machine all have ended before the third engine was killed.
+        await until(lambda: client.is_alive and client.stats.num_running == 0, 60)
         assert client.stats.num_free_blocks == client.stats.num_blocks
 
     run_with_own_client(scenario, "server.restart_backoff_s=0.1")

@@ -1,4 +1,4 @@
-"""At the door: what is refused, and how a prompt becomes engine requests."""
+"""Checks of generation requests, and the engine requests that are made of a prompt."""
 
 from __future__ import annotations
 
