@@ -1,4 +1,4 @@
-"""What holds for every test: how many run side by side, and that no engine compiles after it was ready."""
+"""Settings for all tests: the number of workers, and a check that no engine compiles late."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ class _Collector(logging.Handler):
 
 @pytest.fixture(autouse=True)
 def nothing_compiles_late(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fails a test in which an engine of this process compiles late, whoever looks at its counter.
+    """Fails a test in which an engine of this process compiles late.
 
-    Each monitor logs the first compilation of each kind and shape (graphs/compile_monitor.py). Engines in
-    processes of their own are looked at where they are started: `ServerProcess`, `test_client.py`.
+    Each monitor logs the first compilation of each kind and shape (graphs/compile_monitor.py). For engines
+    in other processes, `ServerProcess` and `test_client.py` check that.
     """
     logger = logging.getLogger("ostinato.graphs.compile_monitor")
     level, collector = logger.level, _Collector()
     logger.addHandler(collector)
-    logger.setLevel(logging.WARNING)  # whatever `server.log_level` a test sets on the root
+    logger.setLevel(logging.WARNING)  # a test may set another `server.log_level` on the root
     yield
     logger.removeHandler(collector)
     logger.setLevel(level)

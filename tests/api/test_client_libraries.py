@@ -232,7 +232,7 @@ def test_what_is_refused_is_refused_with_a_reason(app, body):
         message = response.json()["error"]["message"]
         assert message.startswith(f"{name} is not supported: "), message
         assert "it needs " in message or " instead" in message
-        # Null asks for nothing.
+        # Null has no effect.
         assert app.http.post(body.path, json={**body.smallest, name: None}).status_code == 200
 
 

@@ -180,7 +180,7 @@ def test_no_time_no_trials(tmp_path: Path):
 def test_a_file_that_is_no_study_is_named(tmp_path: Path):
     file = tmp_path / "study.journal"
     file.write_text("this is no journal\n")
-    with pytest.raises(ConfigError, match=r"tune\.storage=.*is no study file"):
+    with pytest.raises(ConfigError, match=r"tune\.storage=.*is not a study file"):
         open_storage(file)
     with pytest.raises(ConfigError, match=r"tune\.storage=/proc/none/x can not be written"):
         open_storage(Path("/proc/none/x"))

@@ -66,7 +66,7 @@ class ServerProcess:
             errors="replace",
         )
         self.output: list[str] = []
-        self._news = threading.Condition()
+        self._changed = threading.Condition()
         self._reader = threading.Thread(target=self._read, args=(self._process.stdout,))
         self._reader.start()
         self.url = ""
@@ -108,8 +108,8 @@ class ServerProcess:
         def found() -> str | None:
             return next((line for line in self.output if text in line), None)
 
-        with self._news:
-            self._news.wait_for(lambda: found() or not self._reader.is_alive(), _START_S)
+        with self._changed:
+            self._changed.wait_for(lambda: found() or not self._reader.is_alive(), _START_S)
             line = found()
         assert line is not None, f"no line with {text!r} in:\n" + "".join(self.output)
         return line
@@ -140,8 +140,8 @@ class ServerProcess:
     def _read(self, stream: IO[str] | None) -> None:
         assert stream is not None, "stdout=PIPE"
         for line in stream:
-            with self._news:
+            with self._changed:
                 self.output.append(line)
-                self._news.notify_all()
-        with self._news:
-            self._news.notify_all()
+                self._changed.notify_all()
+        with self._changed:
+            self._changed.notify_all()

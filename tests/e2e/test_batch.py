@@ -61,7 +61,7 @@ def test_a_batch_is_answered_and_goes_on_after_an_interruption(tmp_path):
         command(source, target), cwd=_ROOT, capture_output=True, text=True, timeout=240, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert f"{num_before} were there" in done.stderr
+    assert f"{num_before} were answered before" in done.stderr
     assert target.read_bytes().startswith(before[: before.rindex(b"\n") + 1])
 
     answers = rows(target)
@@ -82,7 +82,7 @@ def test_a_batch_is_answered_and_goes_on_after_an_interruption(tmp_path):
         command(source, target), cwd=_ROOT, capture_output=True, text=True, timeout=60, check=False
     )
     assert (again.returncode, target.read_text().count("\n")) == (0, len(requests))
-    assert "0 answered, 0 with an error, 66 were there" in again.stderr
+    assert "0 answered, 0 with an error, 66 were answered before" in again.stderr
 
 
 def test_files_are_named_when_they_are_missing(tmp_path):

@@ -143,7 +143,7 @@ def test_a_budget_where_nobody_thinks_is_refused(server):
     reply = HTTP.post(f"{server.url}/v1/chat/completions", json=body, timeout=100)
     error = reply.json()["error"]
     assert (reply.status_code, error["param"]) == (400, "thinking_token_budget")
-    assert "no reasoning that this server knows" in error["message"]
+    assert "no known markers of reasoning" in error["message"]
 
 
 def test_reasoning_that_comes_back_encoded(server):

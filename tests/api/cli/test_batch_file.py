@@ -82,7 +82,7 @@ def test_what_was_answered_is_known_and_half_a_line_is_cut_off(tmp_path):
 def test_a_file_of_something_else_is_not_written_to(tmp_path):
     target = tmp_path / "notes.txt"
     target.write_text("dear diary\n")
-    with pytest.raises(InvalidRequestError, match="line 1 is no answer of a batch"):
+    with pytest.raises(InvalidRequestError, match="line 1 is not an answer of a batch"):
         BatchOutput(target)
     assert target.read_text() == "dear diary\n"
     with pytest.raises(InvalidRequestError, match="No such file"):

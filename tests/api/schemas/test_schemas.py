@@ -156,7 +156,7 @@ class TestRefused:
         ),
     )
     def test_the_template_sees_each_key_of_a_message(self, role, others):
-        """Any role and any key: as they came, without nulls and without what asks for nothing."""
+        """Any role and any key are kept, except nulls and values without an effect."""
         given_message = {"role": role, "content": "Hi", **others}
         body = msgspec.json.encode({"messages": [given_message]})
         (message,) = decode(body, ChatCompletionRequest).messages

@@ -125,8 +125,8 @@ def test_history_shows_changes(tmp_path: Path, capsys: pytest.CaptureFixture[str
     [
         ("", "is empty"),
         ("{", "is neither JSON nor JSON lines: "),
-        ('{"schema_version": 1}', "is no result of run bench: $: 'kind' is a required property"),
-        ("[]", "is no result of run bench: $: [] is not of type 'object'"),
+        ('{"schema_version": 1}', "is not a result of run bench: $: 'kind' is a required property"),
+        ("[]", "is not a result of run bench: $: [] is not of type 'object'"),
     ],
 )
 def test_a_file_that_is_no_result(tmp_path: Path, content: str, message: str):

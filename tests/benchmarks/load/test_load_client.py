@@ -127,10 +127,14 @@ def test_an_address_that_refuses():
         (status(500, body=b"kaputt"), "http 500", "kaputt"),
         (status(404), "http 404", "no"),
         (status(307, "Location: http://example.invalid/\r\n"), "redirected", "example.invalid"),
-        (status(200, "Content-Type: text/html\r\n", b"<html>"), "broken", "without an end"),
+        (
+            status(200, "Content-Type: text/html\r\n", b"<html>"),
+            "broken",
+            "before the answer was complete",
+        ),
         (status(200, body=b"data: {]\n\n"), "broken", "malformed"),
         (status(200, body=b'data: {"error": {"message": "late"}}\n\n'), "error", "late"),
-        (break_off, "broken", "without an end"),
+        (break_off, "broken", "before the answer was complete"),
         (stall, "stalled", "no byte for 0.3 s"),
     ],
 )

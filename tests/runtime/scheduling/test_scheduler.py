@@ -1,15 +1,12 @@
-"""Scheduler: what is planned and what is answered, as literals. Blocks hold 4 tokens here."""
+"""Scheduler: planned steps and outputs as literals. Blocks hold 4 tokens here."""
 
 from __future__ import annotations
 
 import pytest
 
-from ostinato.conf.schema import SchedulerConfig, SchedulingPolicy
+from ostinato.conf.schema import SchedulingPolicy
 from ostinato.runtime.errors import InvalidRequestError
-from ostinato.runtime.kv.kv_cache_manager import KVCacheManager
-from ostinato.runtime.scheduling.scheduler import Scheduler
 from ostinato.runtime.types.outputs import FinishReason, SequenceOutput, TokenLogprobs
-from ostinato.runtime.types.params import SamplingParams
 from ostinato.runtime.types.request import Request
 from ostinato.runtime.types.step import (
     AdmittedSequence,
@@ -17,74 +14,14 @@ from ostinato.runtime.types.step import (
     SchedulerOutput,
     StepResult,
 )
-
-EOS = 2
-
-
-def make_request(
-    request_id: str,
-    prompt: range | list[int],
-    *,
-    priority: int = 0,
-    max_tokens: int | None = 20,
-    min_tokens: int = 0,
-    stop_token_ids: tuple[int, ...] = (),
-    ignore_eos: bool = False,
-) -> Request:
-    sampling = SamplingParams(
-        max_tokens=max_tokens,
-        min_tokens=min_tokens,
-        stop_token_ids=stop_token_ids,
-        ignore_eos=ignore_eos,
-    )
-    return Request(
-        request_id=request_id,
-        prompt_token_ids=list(prompt),
-        sampling=sampling,
-        eos_token_ids=(EOS,),
-        priority=priority,
-    )
-
-
-def make_scheduler(
-    *requests: Request,
-    num_blocks: int = 100,
-    max_num_seqs: int = 4,
-    max_num_batched_tokens: int = 64,
-    max_model_len: int = 40,
-    policy: SchedulingPolicy = SchedulingPolicy.fcfs,
-    prefix_caching: bool = True,
-) -> Scheduler:
-    config = SchedulerConfig(
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        policy=policy,
-    )
-    cache = KVCacheManager(num_blocks + 1, 4, enable_prefix_caching=prefix_caching)
-    scheduler = Scheduler(config, cache, max_model_len=max_model_len)
-    for request in requests:
-        scheduler.add(request)
-    return scheduler
-
-
-def must_schedule(scheduler: Scheduler) -> SchedulerOutput:
-    output = scheduler.schedule()
-    assert output is not None
-    return output
-
-
-def step(scheduler: Scheduler, *token_ids: int) -> SchedulerOutput:
-    """Schedule a step and give it these tokens."""
-    output = must_schedule(scheduler)
-    scheduler.update(output, StepResult(list(token_ids)))
-    scheduler.check_integrity()
-    return output
-
-
-def chunks(output: SchedulerOutput) -> list[tuple[int, int, int]]:
-    """(row, start, num_new_tokens) of each entry."""
-    return [(entry.row, entry.start, entry.num_new_tokens) for entry in output.scheduled]
-
+from tests.runtime.scheduling.scheduler_steps import (
+    EOS,
+    chunks,
+    make_request,
+    make_scheduler,
+    must_schedule,
+    step,
+)
 
 # --- one sequence ---------------------------------------------------------------------------------
 
@@ -317,237 +254,6 @@ def test_a_follow_up_finds_the_output_of_the_turn_before() -> None:
     assert must_schedule(scheduler).scheduled == [
         ScheduledSequence(0, 8, 3, [52, 53, 60], [1, 2, 3], 1)
     ]
-
-
-# --- memory
-# ------------------------------------------------------------------------------------------
-
-
-def test_a_prompt_that_does_not_fit_as_a_whole_waits() -> None:
-    scheduler = make_scheduler(
-        make_request("a", range(10, 30)),
-        make_request("b", range(50, 70)),
-        num_blocks=10,
-        max_num_batched_tokens=8,
-    )
-    assert chunks(step(scheduler)) == [(0, 0, 8)]
-    assert chunks(step(scheduler)) == [(0, 8, 8)]
-    # Four tokens and five blocks are left, which is one too few: one is spare for the sequence
-    # ahead.
-    assert chunks(step(scheduler, 5)) == [(0, 16, 4)]
-    assert scheduler.num_waiting == 1
-
-
-def test_the_last_sequence_gives_way_and_comes_back_with_its_output() -> None:
-    first = make_request("a", range(10, 18), max_tokens=30)
-    second = make_request("b", range(30, 38), max_tokens=30)
-    scheduler = make_scheduler(first, second, num_blocks=10)
-    for token_id in range(40, 53):
-        step(scheduler, token_id, token_id + 40)
-    # Both hold 20 computed tokens in 5 blocks, and both need a sixth.
-    output = must_schedule(scheduler)
-    assert chunks(output) == [(0, 20, 1)]
-    assert output.scheduled[0].new_block_ids == [10]
-    assert (scheduler.num_preemptions, scheduler.num_running, scheduler.num_waiting) == (1, 1, 1)
-    assert scheduler.update(output, StepResult([53])) == [SequenceOutput("a", [53])]
-    scheduler.abort("a")
-    output = must_schedule(scheduler)
-    assert output.admitted == [AdmittedSequence(0, second, list(range(80, 93)))]
-    # It held 3, 4, 6, 8 and 10. Four are still known, the last was given to the other sequence.
-    assert output.scheduled == [
-        ScheduledSequence(0, 16, 5, [88, 89, 90, 91, 92], [3, 4, 6, 8, 10, 9], 1)
-    ]
-    assert scheduler.update(output, StepResult([93])) == [SequenceOutput("b", [93])]
-    scheduler.check_integrity()
-
-
-def test_a_preempted_sequence_is_back_before_later_arrivals() -> None:
-    scheduler = make_scheduler(
-        make_request("a", range(10, 18), max_tokens=30),
-        make_request("b", range(30, 38), max_tokens=30),
-        num_blocks=10,
-    )
-    for token_id in range(40, 53):
-        step(scheduler, token_id, token_id + 40)
-    scheduler.add(make_request("c", [90]))
-    step(scheduler, 53)
-    scheduler.abort("a")
-    admitted = [entry.request.request_id for entry in must_schedule(scheduler).admitted]
-    assert admitted == ["b", "c"]
-
-
-def test_a_more_urgent_request_takes_the_row_of_the_least_urgent() -> None:
-    scheduler = make_scheduler(
-        make_request("a", [10], priority=1),
-        make_request("b", [11], priority=2),
-        max_num_seqs=2,
-        policy=SchedulingPolicy.priority,
-    )
-    step(scheduler, 5, 6)
-    urgent = make_request("c", [12], priority=0)
-    scheduler.add(urgent)
-    output = must_schedule(scheduler)
-    assert output.admitted == [AdmittedSequence(1, urgent, [])]
-    assert chunks(output) == [(1, 0, 1), (0, 1, 1)]
-    assert (scheduler.num_preemptions, scheduler.num_waiting) == (1, 1)
-
-
-def test_a_more_urgent_request_takes_the_blocks_of_the_least_urgent() -> None:
-    scheduler = make_scheduler(
-        make_request("a", range(10, 22), priority=1),
-        make_request("b", range(30, 42), priority=2),
-        num_blocks=10,
-        policy=SchedulingPolicy.priority,
-    )
-    step(scheduler, 5, 6)
-    scheduler.add(make_request("c", range(50, 70), priority=0))
-    output = step(scheduler, 7, 8)
-    assert chunks(output) == [(1, 0, 20), (0, 12, 1)]
-    assert (scheduler.num_preemptions, scheduler.num_running) == (1, 2)
-
-
-def test_nobody_is_preempted_when_it_would_not_suffice() -> None:
-    scheduler = make_scheduler(
-        make_request("a", range(10, 30), priority=0),
-        make_request("b", range(30, 38), priority=2),
-        num_blocks=10,
-        policy=SchedulingPolicy.priority,
-    )
-    step(scheduler, 5, 6)
-    scheduler.add(make_request("c", range(50, 74), priority=1))  # 6 blocks, 5 without a's
-    step(scheduler, 7, 8)
-    assert (scheduler.num_preemptions, scheduler.num_running, scheduler.num_waiting) == (0, 2, 1)
-
-
-def test_a_cache_that_can_not_hold_one_sequence_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"max_model_len=41 tokens needs 11 blocks of 4 .* has 10"):
-        make_scheduler(num_blocks=10, max_model_len=41)
-    make_scheduler(num_blocks=10, max_model_len=40)
-
-
-# --- one step ahead
-# ------------------------------------------------------------------------------------
-
-
-def test_a_step_ahead_reads_tokens_that_have_not_arrived() -> None:
-    scheduler = make_scheduler(make_request("a", [10, 11, 12], max_tokens=3))
-    first = must_schedule(scheduler)
-    second = must_schedule(scheduler)
-    assert second.scheduled == [ScheduledSequence(0, 3, 1, [], [], 1)]
-    assert scheduler.update(first, StepResult([5])) == [SequenceOutput("a", [5])]
-    third = must_schedule(scheduler)
-    assert third.scheduled == [ScheduledSequence(0, 4, 1, [], [2], 1)]
-    assert scheduler.update(second, StepResult([6])) == [SequenceOutput("a", [6])]
-    assert scheduler.schedule() is None  # the third token is the last: nothing is computed in vain
-    assert scheduler.has_work
-    assert scheduler.update(third, StepResult([7])) == [
-        SequenceOutput("a", [7], FinishReason.length)
-    ]
-    assert not scheduler.has_work
-    scheduler.check_integrity()
-
-
-def test_what_a_stopped_sequence_computed_ahead_is_dropped() -> None:
-    scheduler = make_scheduler(make_request("a", [10, 11, 12]), max_num_seqs=1)
-    first = must_schedule(scheduler)
-    second = must_schedule(scheduler)
-    scheduler.add(make_request("b", [20]))
-    assert scheduler.update(first, StepResult([EOS])) == [
-        SequenceOutput("a", [EOS], FinishReason.stop)
-    ]
-    assert scheduler.schedule() is None  # its row is still part of the second step
-    assert scheduler.update(second, StepResult([99])) == []
-    third = must_schedule(scheduler)
-    assert [(entry.row, entry.request.request_id) for entry in third.admitted] == [(0, "b")]
-    assert scheduler.num_output_tokens == 1
-
-
-def test_an_aborted_sequence_keeps_its_row_until_its_steps_are_back() -> None:
-    scheduler = make_scheduler(make_request("a", [10, 11, 12]), max_num_seqs=1)
-    first = must_schedule(scheduler)
-    second = must_schedule(scheduler)
-    assert scheduler.abort("a") == SequenceOutput("a", [], FinishReason.abort)
-    scheduler.add(make_request("a", [20]))  # the id is free again
-    assert scheduler.update(first, StepResult([5])) == []
-    assert scheduler.schedule() is None
-    assert scheduler.update(second, StepResult([6])) == []
-    third = must_schedule(scheduler)
-    assert scheduler.update(third, StepResult([7])) == [SequenceOutput("a", [7])]
-    scheduler.check_integrity()
-
-
-def test_a_sequence_preempted_in_flight_keeps_the_token_that_is_on_its_way() -> None:
-    scheduler = make_scheduler(
-        make_request("a", range(10, 18), max_tokens=30),
-        make_request("b", range(30, 38), max_tokens=30),
-        num_blocks=10,
-    )
-    ahead = must_schedule(scheduler)
-    for token_id in range(40, 52):
-        latest = must_schedule(scheduler)
-        scheduler.update(ahead, StepResult([token_id, token_id + 40]))
-        ahead = latest
-    # Position 20 of both needs a block: b gives way, but its blocks are in use until `ahead` is
-    # back.
-    assert scheduler.schedule() is None
-    assert (scheduler.num_preemptions, scheduler.num_running, scheduler.num_waiting) == (1, 1, 1)
-    assert scheduler.update(ahead, StepResult([52, 92])) == [
-        SequenceOutput("a", [52]),
-        SequenceOutput("b", [92]),
-    ]
-    assert chunks(step(scheduler, 53)) == [(0, 20, 1)]
-    scheduler.abort("a")
-    resumed = must_schedule(scheduler)
-    assert resumed.admitted[0].output_token_ids == list(range(80, 93))
-    assert chunks(resumed) == [(0, 16, 5)]
-
-
-@pytest.mark.parametrize(("num_blocks", "max_num_seqs"), [(100, 2), (10, 4)])
-def test_nobody_is_preempted_for_what_comes_back_anyway(num_blocks: int, max_num_seqs: int) -> None:
-    """An urgent request lacks a row, or blocks, that an aborted one gives back with the next update."""
-    scheduler = make_scheduler(
-        make_request("a", range(10, 22), priority=1),
-        make_request("b", range(30, 42), priority=2),
-        num_blocks=num_blocks,
-        max_num_seqs=max_num_seqs,
-        policy=SchedulingPolicy.priority,
-    )
-    ahead = must_schedule(scheduler)
-    scheduler.abort("b")
-    scheduler.add(make_request("c", range(50, 70), priority=0))
-    latest = must_schedule(scheduler)
-    assert chunks(latest) == [(0, 12, 1)]
-    scheduler.update(ahead, StepResult([5, 6]))
-    assert chunks(must_schedule(scheduler)) == [(1, 0, 20), (0, 13, 1)]
-    assert scheduler.num_preemptions == 0
-    scheduler.check_integrity()
-
-
-def test_at_most_two_steps_are_in_flight() -> None:
-    scheduler = make_scheduler(make_request("a", [10]))
-    must_schedule(scheduler)
-    must_schedule(scheduler)
-    with pytest.raises(RuntimeError, match=r"2 steps are in flight; call update\(\)"):
-        scheduler.schedule()
-
-
-def test_results_come_in_order() -> None:
-    scheduler = make_scheduler(make_request("a", [10]))
-    first = must_schedule(scheduler)
-    second = must_schedule(scheduler)
-    with pytest.raises(ValueError, match="oldest step in flight"):
-        scheduler.update(second, StepResult([5]))
-    scheduler.update(first, StepResult([5]))
-    with pytest.raises(ValueError, match="oldest step in flight"):
-        scheduler.update(first, StepResult([5]))
-
-
-def test_a_result_has_a_token_for_each_entry_that_samples() -> None:
-    scheduler = make_scheduler(make_request("a", [10]), make_request("b", [11]))
-    output = must_schedule(scheduler)
-    with pytest.raises(ValueError, match="samples 2 tokens, its result has 1 tokens"):
-        scheduler.update(output, StepResult([5]))
-    assert len(scheduler.update(output, StepResult([5, 6]))) == 2
 
 
 # --- requests come and go

@@ -51,7 +51,8 @@ def test_only_what_is_missed_is_in_the_list():
     assert compare(points, 0.1) == [f"steady {name} (+20%)" for name in COMPARED]
     lines = accuracy_notes(points, 0.1)
     assert lines[0] == (
-        "5 of 15 predictions are within 10% of what was measured; for 5 of them that is known to 10%"
+        "5 of 15 predictions are within 10% of the measured median; for 5 of them the median itself"
+        " is known to 10%"
     )
     assert lines[1].startswith("missed: steady output_throughput (+20%)")
     assert lines[2].startswith("unknown: steady output_throughput (+20%)")
