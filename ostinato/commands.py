@@ -54,7 +54,7 @@ COMMANDS = {
     ),
     "batch": Command(
         target="ostinato.api.cli.batch_command:batch",
-        summary="Answer a file of requests, as the OpenAI batch API has them; resumes by itself.",
+        summary="Answer a file of requests of the OpenAI batch API; continues after interruptions.",
         sections=("batch", *_ENGINE),
         examples=(
             "run batch in.jsonl out.jsonl",
@@ -90,7 +90,7 @@ COMMANDS = {
     ),
     "tune": Command(
         target="ostinato.benchmarks.tune.command:tune",
-        summary="Search the configuration that meets latency goals under a given traffic.",
+        summary="Search for the configuration that best meets latency goals under given traffic.",
         sections=("tune", "slo", "workload", "load", *_ENGINE),
         examples=(
             "run tune workload=random load.rates=[3] slo.ttft_ms=1500 slo.itl_ms=40",
@@ -99,7 +99,7 @@ COMMANDS = {
     ),
     "compile": Command(
         target="ostinato.api.cli.compile_command:compile_bundle",
-        summary="Compile a model ahead of time and keep the bundle that run serve loads.",
+        summary="Compile a model ahead of time and save the bundle that run serve loads.",
         sections=("model", "device", "cache", "scheduler", "graphs"),
         examples=(
             "run compile model.path=/some/dir",
@@ -108,7 +108,7 @@ COMMANDS = {
     ),
     "plan": Command(
         target="ostinato.api.cli.plan_command:plan",
-        summary="Show where the memory would go; loads no weights.",
+        summary="Show how memory would be divided; loads no weights.",
         sections=("plan", "model", "device", "cache", "scheduler", "graphs"),
         examples=(
             "run plan model=llama-8b",

@@ -1,4 +1,4 @@
-"""`AsyncEngine`: the engine process for asyncio programs, with text in and text out.
+"""`AsyncEngine`: text generation for asyncio programs, with the engine in a process of its own.
 
 async with AsyncEngine("path/or/hub-id") as engine:
     async for output in engine.generate("Once upon a time", SamplingParams(max_tokens=40)):
@@ -27,7 +27,7 @@ __all__ = ("AsyncEngine",)
 
 
 class AsyncEngine:
-    """One engine process; any number of concurrent `generate` calls are batched continuously."""
+    """Generates with one engine process. Concurrent `generate` calls are batched continuously."""
 
     def __init__(
         self,
@@ -37,12 +37,12 @@ class AsyncEngine:
         config: RunConfig | None = None,
         **arguments: Any,
     ) -> None:
-        """Arguments as for `LLM`; nothing starts before `async with` or `start`.
+        """Read the configuration. `async with` or `start` starts the engine process.
 
         Args:
             model: a local directory or a hub id; empty = the bundled demo model.
-            overrides: configuration in the command line's words, `scheduler.max_num_seqs=8`.
-            config: a ready configuration instead of all others.
+            overrides: settings as on the command line, `scheduler.max_num_seqs=8`.
+            config: a configuration that replaces all other arguments.
             arguments: vLLM's names of settings, such as `max_model_len=4096`
                 (conf/engine_arguments.py). One whose setting is also in `overrides` wins.
 
@@ -64,7 +64,7 @@ class AsyncEngine:
         """Start the engine process; returns when it is ready.
 
         Raises:
-            StartupError: it can not start.
+            StartupError: the engine can not start.
         """
         self.client = EngineClient(self._config)
         try:
@@ -74,7 +74,7 @@ class AsyncEngine:
             raise
 
     async def close(self) -> None:
-        """End the engine process; what is running is aborted."""
+        """Abort the running requests and end the engine process."""
         if self.client is not None:
             await self.client.close()
 
@@ -94,7 +94,7 @@ class AsyncEngine:
         priority: int = 0,
         cache_salt: str = "",
     ) -> AsyncIterator[RequestOutput]:
-        """Outputs of a text, token ids or a conversation; see `EngineClient.generate`."""
+        """Yield outputs for a text, token ids or a conversation; see `EngineClient.generate`."""
         if self.client is None:
             raise InvalidRequestError("the engine was not started; use `async with AsyncEngine()`")
         client = self.client

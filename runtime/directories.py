@@ -1,6 +1,6 @@
-"""The directories that an engine writes to: the cache, and the one for its sockets.
+"""Makes the directories that an engine writes to: the cache, and the one for its sockets.
 
-Imports no torch: both are made before the engine process starts.
+The API process makes both before it starts the engine process, so this module imports no torch.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ _LONGEST_SOCKET_DIRECTORY = 80  # bytes; a socket's path has at most 107 on Linu
 
 
 def ensure_cache() -> bool:
-    """Make sure that the cache directory can be written; a temporary one costs a line in the log.
+    """Make the cache directory, or replace it by a temporary one when it can not be written.
+
+    The replacement is logged as a warning.
 
     Returns:
-        Whether it became a temporary one by this call.
+        Whether this call replaced it.
 
     Raises:
         StartupError: no temporary directory can be made either.
@@ -45,7 +47,7 @@ def make_socket_directory() -> Path:
     """A new temporary directory, mode 0700, for the sockets of engine processes.
 
     Raises:
-        StartupError: it can not be made, or its path is too long for a socket in it.
+        StartupError: the directory can not be made, or its path is too long for a socket.
     """
     try:
         directory = Path(tempfile.mkdtemp(prefix="ostinato-"))

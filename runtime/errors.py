@@ -1,4 +1,4 @@
-"""The errors that cross module and process borders.
+"""The errors that the engine raises for its callers, and how the API answers each.
 
 EngineError
 ├── InvalidRequestError   the request can not be served as asked: a 4xx that names the parameter
@@ -56,4 +56,4 @@ class HelperProcessError(EngineError):
 
 
 class DeadlineError(EngineError):
-    """The time that a request gave itself was over before its first token."""
+    """The deadline that a request has set came before its first token."""

@@ -1,7 +1,7 @@
-"""The limit of open files: raised to what the system allows; how many are for connections.
+"""Raises the limit of open files and says how many of them are for connections.
 
-Every connection is an open file. When a process has none left it can not start an engine again, so
-some are kept free.
+Every connection is an open file. A process at its limit could not start an engine again, so some
+files are reserved.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MOST_FILES = 1 << 16  # a higher limit costs programs that walk over all possib
 
 
 def raise_file_limit() -> int:
-    """Raise this process's soft limit of open files to the hard one; the limit from now on."""
+    """Raise this process's soft limit of open files to the hard one; returns the new limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
     if soft == resource.RLIM_INFINITY or soft >= most:
@@ -32,7 +32,7 @@ def raise_file_limit() -> int:
 
 
 def reserve_files() -> int:
-    """`raise_file_limit`; how many connections a server may have open at once.
+    """Raise the limit; returns how many connections a server may have open at once.
 
     Raises:
         StartupError: the limit is too low for a server.

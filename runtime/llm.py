@@ -1,4 +1,4 @@
-"""Offline use: the engine in this process.
+"""`LLM`: offline generation, with the engine in this process.
 
 from ostinato import LLM, SamplingParams
 llm = LLM()                                            # the bundled demo model
@@ -78,7 +78,7 @@ _Texts = str | TextPrompt | Sequence[str | TextPrompt]
 class LLM:
     """Generates for lists of prompts, or streams one. Not thread-safe.
 
-    It holds its memory until `close`, the end of a `with` block, or its own end.
+    Its memory is freed by `close`, at the end of a `with` block, or with the object.
     """
 
     def __init__(
@@ -96,14 +96,14 @@ class LLM:
         """
         Args:
             model: a local directory or a hub id; empty = the bundled demo model.
-            overrides: configuration in the command line's words, `scheduler.max_num_seqs=8`.
-            config: a ready configuration instead of both.
+            overrides: settings as on the command line, `scheduler.max_num_seqs=8`.
+            config: a configuration that replaces all other settings.
             report: called with each finished phase of the start and its seconds.
-            observer: sees every step.
-            model_cache: shared with engines before and after this one in this process; they use the
-                same loaded model; one at a time.
-            seed: requests without a seed draw theirs from a generator with this seed; None = each
-                gets a new one.
+            observer: called with every step; None = no observer.
+            model_cache: keeps the loaded model for the next engine of this process; one engine at
+                a time uses it. None = the model is loaded and freed with the engine.
+            seed: seeds the generator from which requests without a seed get theirs; None = a random
+                seed for each request.
             arguments: vLLM's names of settings, such as `max_model_len=4096`
                 (conf/engine_arguments.py). One whose setting is also in `overrides` wins.
 
@@ -243,15 +243,18 @@ class LLM:
         ]
 
     def score(self, first: _Texts, second: _Texts) -> list[float]:
-        """How well each text of `second` fits `first`: by the classification head where the model
-        has one with a single label, else the cosine of their embeddings.
+        """How well each text of `second` fits its text of `first`.
+
+        The score is the output of the classification head if the model has one with a single label,
+        else the cosine of the two embeddings.
 
         Args:
             first: one text for all of `second`, or one for each; `{"prompt": text}` is a text too.
             second: a text or several.
 
         Raises:
-            InvalidRequestError: numbers of texts that do not fit, or a text that can not be served.
+            InvalidRequestError: `first` has neither one text nor as many as `second`, or a text can
+                not be served.
         """
         pairs = make_pairs(_as_texts(first), _as_texts(second))
         if ServedTask.classify in self.model.tasks:
@@ -267,7 +270,7 @@ class LLM:
         return [cosine(vectors[a], vectors[b]) for a, b in pairs]
 
     def default_pooling(self, **changes: Any) -> PoolingParams:
-        """The model's own way to make vectors with `changes` laid over it."""
+        """The model's default pooling parameters with `changes` applied."""
         defaults = {"kind": self.model.pooling, "normalize": self.model.normalize}
         return PoolingParams(**{**defaults, **changes})
 
@@ -308,7 +311,7 @@ class LLM:
             yield output
 
     def close(self) -> None:
-        """Free what the engine holds beyond plain memory; nothing may be generated afterwards."""
+        """Free the engine's memory, threads and files. No other method may be called afterwards."""
         self._grammars.close()
         self._engine.close()
 
@@ -319,7 +322,7 @@ class LLM:
         self.close()
 
     def default_sampling(self, **changes: Any) -> SamplingParams:
-        """The model's own defaults (generation_config.json) with `changes` laid over them."""
+        """The model's default parameters (generation_config.json) with `changes` applied."""
         return msgspec.convert({**self.model.default_sampling, **changes}, SamplingParams)
 
     def stats(self) -> EngineStats:
@@ -327,7 +330,7 @@ class LLM:
         return self._engine.stats()
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached blocks; False when something runs."""
+        """Forget all cached blocks; False, with nothing changed, while a request runs."""
         return self._engine.reset_prefix_cache()
 
     def _make_requests(self, token_ids: list[int], sampling: SamplingParams) -> list[Request]:
@@ -347,7 +350,7 @@ class LLM:
         )
 
     def _run(self, answers: list[PromptCompletions]) -> Iterator[tuple[int, RequestOutput]]:
-        """Step until all have ended: (which answer, what is new)."""
+        """Run steps until all answers have ended; yields (index of the answer, its new output)."""
         which = {
             request_id: index
             for index, answer in enumerate(answers)
@@ -390,7 +393,7 @@ class LLM:
 
 
 class _Collected:
-    """What one completion has come to so far."""
+    """The outputs of one completion so far."""
 
     def __init__(self) -> None:
         self.text: list[str] = []

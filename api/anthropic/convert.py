@@ -1,4 +1,4 @@
-"""From a request of the Anthropic API to a chat request, and from content blocks to events."""
+"""Converts requests of the Anthropic API to chat requests, and content blocks to its events."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ FIELD_NAMES = {
 }
 
 
-# What a message of each role consists of.
+# The blocks that a message of each role may have.
 _BLOCKS: dict[str, tuple[type, ...]] = {
     "assistant": (TextBlock, ToolUseBlock, ThinkingBlock, RedactedThinkingBlock),
     "system": (TextBlock,),
@@ -213,7 +213,7 @@ def stop_of(finish_reason: str, stop_reason: int | str | None) -> tuple[str, str
 
 
 def reply_blocks(blocks: list[ContentBlock]) -> list[ReplyText | ReplyThinking | ReplyToolUse]:
-    """The content of a complete answer, without a call that was cut: its input is no JSON."""
+    """The content of a complete answer. A call that was cut is left out: its input is not JSON."""
     return [_reply_block(block, block.text) for block in blocks if not block.is_cut]
 
 

@@ -63,7 +63,7 @@ class MessagesReply:
                 if (delta := self._interval.add(0, output, parsed)) is None:
                     continue
                 self._tally.add(0, delta.output)
-                if not has_begun:  # only now the number of cached tokens is known
+                if not has_begun:  # the number of cached tokens is known now
                     has_begun = True
                     yield MessageBegins(message=self._message())
                 for change in self._blocks.feed(delta.events):
@@ -83,7 +83,7 @@ class MessagesReply:
         yield MessageEnds(trace=self._context.report())
 
     async def whole(self) -> Reply:
-        """The message that the events add up to."""
+        """The whole message."""
         async with aclosing(self.stream()) as events:
             async for _ in events:
                 pass

@@ -54,7 +54,7 @@ async def messages(request: HttpRequest, service: SharedService) -> Response[byt
     "/v1/messages/count_tokens", body=CountTokensRequest, answer=TokenCount, error=TypedErrorBody
 )
 async def count_tokens(request: HttpRequest, service: SharedService) -> Response[bytes]:
-    """How many tokens the prompt of such a request has."""
+    """The number of tokens of a prompt."""
     return json_bytes(await prepare(request, service, prepare_token_count))
 
 

@@ -43,7 +43,7 @@ __all__ = (
 _SERVICE = "features of a hosted service"
 UNSUPPORTED: Mapping[str, Unsupported] = {
     "container": Unsupported(_SERVICE),
-    # Coding agents send the second by default: it asks that no thinking is taken out.
+    # Coding agents send the second value by default. It asks to keep all thinking.
     "context_management": Unsupported(
         "edits of the context",
         ({"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}),
@@ -87,7 +87,7 @@ class ToolUseBlock(_Block, frozen=True, kw_only=True, tag_field="type", tag="too
 class ToolResultBlock(_Block, frozen=True, kw_only=True, tag_field="type", tag="tool_result"):
     tool_use_id: NotEmpty
     content: str | list[TextBlock] = ""
-    is_error: bool = False  # the text for the model says so
+    is_error: bool = False  # an error is marked in the text for the model
     toolset_name: None = None
 
 
@@ -111,7 +111,7 @@ class RedactedThinkingBlock(
     tag_field="type",
     tag="redacted_thinking",
 ):
-    """Thinking that only the server that wrote it can read; the model does not see it."""
+    """Encrypted thinking of another server; it is not shown to the model."""
 
     data: str
 
@@ -166,7 +166,7 @@ class NoChoice(
 
 
 class Thinking(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Whether the model reasons; needs a chat template with such a setting."""
+    """Switches reasoning on or off; needs a chat template with such a setting."""
 
     type: Literal["adaptive", "disabled", "enabled"]
     budget_tokens: Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)] | None = None  # with enabled

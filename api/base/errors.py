@@ -73,7 +73,7 @@ class OverloadedError(EngineError):
     Args:
         message: the limit and the present value.
         code: `queue_full` or `too_many_requests`.
-        retry_after_s: seconds after which there should be room.
+        retry_after_s: seconds for the `Retry-After` header.
     """
 
     def __init__(self, message: str, *, code: str, retry_after_s: int) -> None:

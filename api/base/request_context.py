@@ -1,4 +1,4 @@
-"""What the headers of an HTTP request say: its name, its trace parent, its time limit."""
+"""Reads the headers of an HTTP request: request id, trace parent, time limit, timeline."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class RequestContext:
     Args:
         endpoint: the path.
         wants_timeline: whether the answer includes a timeline.
-        traceparent: the W3C header as it came; empty = none.
+        traceparent: the W3C header; empty = none.
 
     Attributes:
         arrived_at: seconds, time.monotonic().
@@ -51,7 +51,7 @@ class RequestContext:
         grammar: of the request's constraint; empty = it has none, or it is not compiled yet.
         grammar_seconds: how long the request waited for its grammar.
         timeout_ms: time limit of the answer, counted from the arrival; None = no limit.
-        request_id: the name of the request, from its header or drawn; empty = none.
+        request_id: the request id, from its header or random; empty = none.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ def context_of(endpoint: str, request: Request[Any, Any, Any]) -> RequestContext
 
 
 def request_id_of(scope: Scope) -> str:
-    """The name of an HTTP request: its header `x-request-id`, else one that is drawn once.
+    """The id of an HTTP request: its header `x-request-id`, else a random one, drawn once.
 
     A header that is not valid counts as none.
     """
@@ -124,16 +124,16 @@ def request_id_of(scope: Scope) -> str:
 
 
 def new_request_id() -> str:
-    """A name for a request that came without one: 32 hexadecimal digits."""
+    """A random request id of 32 hexadecimal digits."""
     return secrets.token_hex(16)
 
 
 def request_id_headers(request_id: str, path: str = "") -> list[tuple[bytes, bytes]]:
-    """The headers that name the request in its answer.
+    """The response headers that carry the request id.
 
     Args:
         request_id: visible ASCII.
-        path: of the endpoint; Anthropic's clients read another header than OpenAI's.
+        path: path of the endpoint; Anthropic's clients read another header than OpenAI's.
     """
     value = request_id.encode()
     headers = [(REQUEST_ID_HEADER.encode(), value)]

@@ -1,7 +1,4 @@
-"""Endpoints of other servers that this one does not have, and what the 404 for them suggests.
-
-A path that this server has needs no entry: the hint is read only after no handler was found.
-"""
+"""Endpoints of other servers that this one does not have, and the remedy in the 404 for each."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Request fields of the OpenAI API and its usual extensions that this server does not support.
 
-A request with such a field is refused by name, unless the value asks for nothing. Null always asks
-for nothing. A field that becomes supported moves from here to `schemas`.
+A request with such a field gets a 400 that names it, unless the value has no effect. Null never has
+an effect. A field that becomes supported moves from here to `schemas`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ class Unsupported(NamedTuple):
     """One field."""
 
     missing_feature: str  # what this server lacks for the field, for the error message
-    no_op_values: tuple[Any, ...] = ()  # values that ask for nothing
+    no_op_values: tuple[Any, ...] = ()  # values without an effect
     instead: str = ""  # a supported field that does the same
 
 
@@ -46,7 +46,7 @@ UNSUPPORTED: Mapping[str, Unsupported] = {
     "web_search_options": Unsupported("web search"),
 }
 
-# Keys of messages; all other unknown ones are for the chat template.
+# Keys of messages. All other unknown keys are passed to the chat template.
 UNSUPPORTED_IN_MESSAGES: Mapping[str, Unsupported] = {
     name: UNSUPPORTED[name] for name in ("audio", "function_call")
 }
@@ -55,7 +55,7 @@ UNSUPPORTED_IN_MESSAGES: Mapping[str, Unsupported] = {
 def is_no_op(
     name: str, value: object, unsupported: Mapping[str, Unsupported] = UNSUPPORTED
 ) -> bool:
-    """Whether the field is known and unsupported, and `value` asks for nothing."""
+    """Whether the field is known and unsupported, and `value` has no effect."""
     if name not in unsupported:
         return False
     # The types are compared too: true equals 1 in Python.

@@ -1,4 +1,4 @@
-"""What the answer to a chat request may be: its parser, its grammar and its reasoning budget."""
+"""Plans the answer to a chat request: its parser, its grammar and its reasoning budget."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class AnswerPlan(msgspec.Struct, frozen=True, kw_only=True):
 def plan_answer(
     body: ChatCompletionRequest, prompt: ChatPrompt, tokenizer: Tokenizer
 ) -> AnswerPlan:
-    """What the answers to this prompt may be.
+    """Plan how the answers to this prompt are constrained and parsed.
 
     Raises:
         InvalidRequestError: the constraint can not be combined with the tools, or a reasoning
@@ -82,7 +82,7 @@ def _thinking_limit(
     begin = None if markers is None else _token_id(tokenizer, markers.begin)
     end = None if markers is None else _token_id(tokenizer, markers.end)
     if begin is None or end is None:
-        lacks = "no reasoning that this server knows" if markers is None else "no token for its end"
+        lacks = "no known markers of reasoning" if markers is None else "no token that ends it"
         raise InvalidRequestError(
             f"thinking_token_budget is not supported: the model has {lacks}; leave it out",
             param="thinking_token_budget",
@@ -97,6 +97,6 @@ def _thinking_limit(
 
 
 def _token_id(tokenizer: Tokenizer, text: str) -> int | None:
-    """The token whose text this is; None when the text takes several tokens."""
+    """The id of the token with this text; None if the text takes several tokens."""
     ids = tokenizer.encode(text, add_special_tokens=False)
     return ids[0] if len(ids) == 1 else None

@@ -1,6 +1,6 @@
-"""The engine's outputs of a chat as parsed events, for every dialect that answers a conversation.
+"""Parses the engine's outputs of a chat into events, for all dialects of chat.
 
-A streamed reply turns the events into chunks; a whole reply adds them up. Both use one parser.
+A streamed reply turns the events into chunks; a whole reply joins them.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ __all__ = ("ChatDelta", "ChatOutputParser", "CollectedAnswer", "collect_delta", 
 
 
 class ChatDelta(msgspec.Struct, frozen=True):
-    """What one output of the engine adds to one answer."""
+    """The part of an answer that one output of the engine adds."""
 
     output: RequestOutput
     events: list[Event]  # its text, parsed; every call has an id
     finish_reason: str | None = None  # as the OpenAI API names it, `tool_calls` included
-    num_reasoning_tokens: int = 0  # those of its tokens that ended within reasoning
+    num_reasoning_tokens: int = 0  # tokens of the output that are reasoning
     cuts_call: bool = False  # the answer ends within its last call
 
 

@@ -1,4 +1,4 @@
-"""From a chat request to the engine's request, for every dialect that is converted to chat."""
+"""Converts a chat request to the engine's request, for all dialects of chat."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def count_chat(preparation: Preparation, body: ChatCompletionRequest) -> int:
     """How many tokens the prompt of a request has that could be answered.
 
     Raises:
-        InvalidRequestError: the model does not generate; or as `encode_chat` and `plan_answer`.
+        InvalidRequestError: the model does not generate, or `encode_chat` or `plan_answer` refuses.
     """
     require_task(preparation.model, ServedTask.generate)
     prompt = encode_chat(preparation, body, is_counted=True)

@@ -27,7 +27,7 @@ class ChatPrompt(msgspec.Struct, frozen=True, kw_only=True):
     text: str
     token_ids: list[int]
     tools: ToolUse  # the functions that the model may call
-    traits: TemplateTraits  # what is known of the template and of the model's answers
+    traits: TemplateTraits  # facts about the template and the model's answers
 
 
 def encode_chat(
@@ -71,7 +71,7 @@ def render(preparation: Preparation, body: TokenizeRequest, messages: list[Messa
 
 
 def reasons(preparation: Preparation, body: ChatCompletionRequest) -> bool:
-    """Whether the model writes reasoning that this server knows."""
+    """Whether the model writes reasoning with known markers."""
     tokenizer = preparation.encoder.tokenizer("messages")
     return _traits(preparation, tokenizer, body).reasoning is not None
 
@@ -161,7 +161,7 @@ def _variables(
 def _settings(
     body: ChatCompletionRequest | TokenizeRequest, found: TemplateTraits
 ) -> dict[str, Any]:
-    """`reasoning_effort` and `verbosity`, where the template has a setting of them."""
+    """`reasoning_effort` and `verbosity`, if the template has such a setting."""
     if not isinstance(body, ChatCompletionRequest):
         return {}
     settings: dict[str, Any] = {}

@@ -1,7 +1,6 @@
-"""An answer as a list of content blocks: reasoning, text and tool calls.
+"""Converts parsed events to content blocks (reasoning, text, tool calls).
 
-Each block begins, grows and ends once. The Responses and the Anthropic dialects have blocks; the
-chat dialect has one flat message.
+The Responses and Anthropic dialects have blocks. Each block begins, grows and ends once.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ class ContentBlock(msgspec.Struct, kw_only=True):
     index: int
     kind: BlockKind
     text: str = ""
-    name: str = ""  # of the function that is called
+    name: str = ""  # the name of the called function
     call_id: str = ""
     is_cut: bool = False  # the answer ended within this call
 

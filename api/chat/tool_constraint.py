@@ -1,4 +1,4 @@
-"""The grammar for tool calls that are required or must match a schema.
+"""Makes the constraint for tool calls that are required or must match a schema.
 
 With `response_format` beside tools, an answer has either calls or that format.
 """
@@ -22,10 +22,10 @@ __all__ = ("tool_constraint",)
 def tool_constraint(
     use: ToolUse, form: AnswerForm, wanted: StructuredOutputsParams | None
 ) -> StructuredOutputsParams | None:
-    """The constraint for the answer; None where its calls need none.
+    """The constraint for the answer; None if its calls need none.
 
     Args:
-        form: what the answer may contain; its `calls` are not None.
+        form: the parts that the answer may have; its `calls` are not None.
         wanted: the request's own constraint.
 
     Raises:
@@ -37,7 +37,7 @@ def tool_constraint(
     if wanted is not None:
         if use.must_call:
             raise InvalidRequestError(
-                "tool_choice makes the answer a call, response_format something else; give one",
+                "tool_choice requires a tool call and response_format another answer; give one",
                 param="tool_choice",
                 code="invalid_value",
             )
@@ -82,8 +82,8 @@ def _part(wanted: StructuredOutputsParams) -> dict[str, Any]:
         texts = [{"type": "const_string", "value": text} for text in wanted.choice]
         return {"type": "or", "elements": texts}
     raise InvalidRequestError(
-        f"tools can not be offered beside structured_outputs.{wanted.kind} as it is; beside it are"
-        " possible: json and json_object without options for white space or properties, regex,"
+        f"tools can not be combined with this structured_outputs.{wanted.kind}; they can be"
+        " combined with json and json_object without options for white space or properties, regex,"
         " choice",
         param="tools",
         code="invalid_value",

@@ -95,15 +95,15 @@ def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """The messages as chat templates expect them.
 
     Raises:
-        InvalidRequestError: a message lacks a field that its role needs, or has one of another
-        role.
+        InvalidRequestError: a message lacks a field that its role needs, or has a field of another
+            role.
     """
     return [_template_message(message, index) for index, message in enumerate(messages)]
 
 
 def _template_message(message: Message, index: int) -> dict[str, Any]:
     place = f"messages[{index}]"
-    is_custom = message.role not in _ROLES  # then the template knows what it needs
+    is_custom = message.role not in _ROLES  # the template checks such messages
     if message.text is None and not message.tool_calls and not is_custom:
         raise InvalidRequestError(
             f"{place}.content is required", param=f"{place}.content", code="missing_field"
@@ -161,7 +161,7 @@ def _object(text: str, place: str) -> dict[str, Any]:
 def explained(
     messages: Iterable[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], form: CallFormat
 ) -> list[dict[str, Any]]:
-    """The conversation for a template without tools: they are described in the messages.
+    """The conversation for a template that can not show tools: messages describe them.
 
     The system message lists the functions. Calls become text of the assistant in the format of the
     parser, and results become messages of the user.
@@ -198,7 +198,7 @@ def explained(
 
 
 def new_call_id(form: CallFormat | None) -> str:
-    """A new id for a call to which the model gave none."""
+    """A random id for a call without one."""
     if form is not None and form.short_ids:
         return "".join(secrets.choice(_ALPHANUMERIC) for _ in range(9))
     return f"call_{secrets.token_hex(12)}"

@@ -1,7 +1,7 @@
-"""`run batch INPUT OUTPUT`: a file of requests, answered by the API without a server.
+"""`run batch INPUT OUTPUT`: answers a file of requests, without a server.
 
-Every line goes through the same application that `run serve` serves, so it is checked and answered
-alike. What is answered already is passed over: after an interruption the same command goes on.
+Each line is a request to the application of `run serve`, so it is checked and answered in the same
+way. Lines that have an answer are skipped, so after an interruption the same command continues.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 __all__ = ("batch",)
 
 _MAX_BODY_MIB = 1024
-# What a batch may ask: the endpoints that answer a text, not those for the server's operator.
+# The endpoints that a batch may use; not those for operators.
 _PREFIXES = ("/v1/", "/v2/", "/score", "/rerank")
 
 
@@ -51,9 +51,9 @@ def batch(config: RunConfig, source: str, target: str) -> int:
     """Answer every request of `source` that `target` has no answer to; returns the exit code.
 
     Raises:
-        InvalidRequestError: a file can not be used.
+        InvalidRequestError: a file can not be read or written, or is not a batch file.
         StartupError: the engine can not start.
-        EngineDeadError: the engine ended; the same command goes on from here.
+        EngineDeadError: the engine ended; the same command continues.
     """
     client = EngineClient(config)
     app, service = _application(client, config)
@@ -94,19 +94,19 @@ class _Run:
 
     @property
     def summary(self) -> str:
-        """What was done, in words."""
+        """The numbers of answered, failed and skipped lines, as a sentence."""
         return (
             f"{self._num_answered} answered, {self._num_failed} with an error, "
-            f"{self._num_skipped} were there"
+            f"{self._num_skipped} were answered before"
         )
 
     def refuse(self, line: BatchLine) -> None:
-        """Answer a line that can not be sent."""
+        """Write an error answer for a line that can not be sent."""
         self._output.write(refused_line(line))
         self._num_failed += 1
 
     async def answer(self, todo: list[BatchLine], concurrency: int | None) -> None:
-        """Start the engine and work through the lines, so many at once."""
+        """Start the engine and answer the lines, `concurrency` at a time."""
         try:
             with self._console.status("starting the engine") as status:
                 await self._client.start(
@@ -115,7 +115,7 @@ class _Run:
                     )
                 )
             self._service.admission.phase = None
-            # Twice what can run: so the engine never waits for the next line.
+            # Twice the number that can run, so that the engine never waits for a line.
             at_once = concurrency or 2 * self._client.stats.max_num_seqs
             with self._progress() as progress:
                 total = self._num_skipped + len(todo)
@@ -148,7 +148,7 @@ class _Run:
 
         answer = await post_json(self._app, line.url, line.body)
         if answer.status == 503:
-            # Not the line's fault: it stays unanswered, for the next run.
+            # The line is not the cause. It gets no answer, and the next run sends it again.
             raise EngineDeadError(f"the batch is not finished: {_message(answer.body)}")
         self._num_answered += 1
         self._num_failed += answer.status >= 400
@@ -169,7 +169,7 @@ def _application(client: EngineClient, config: RunConfig) -> tuple[Litestar, Ser
     from ostinato.api.server.app import create_app
     from ostinato.api.service.service import Service
 
-    # What a server asks of strangers (keys, limits, a store of replies) is not for one's own file.
+    # API keys, limits and a store of replies are not needed for a file.
     server = ServerConfig(max_body_mib=_MAX_BODY_MIB, response_store_mib=0)
     service = Service(client, server, config.sampling)
     return create_app(service), service

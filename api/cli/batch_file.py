@@ -1,7 +1,7 @@
 """Reads and writes the files of `run batch`: one JSON object a line, as in OpenAI's batch API.
 
-An output file is only ever added to, whole lines at a time; so one that an interruption left behind
-tells which requests are answered, and its last line may be half a one.
+Whole lines are appended to an output file. So after an interruption it says which requests have
+answers; its last line may be incomplete.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class _Streams(msgspec.Struct, frozen=True):
 
 
 class BatchLine(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of the input. With a `problem` it can not be sent."""
+    """One line of the input. A line with a `problem` can not be sent."""
 
     number: int  # from 1
     custom_id: str | None = None
@@ -41,7 +41,7 @@ class BatchLine(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def id(self) -> str:
-        """Of the answer; the same in every run."""
+        """The id of the answer, which is the same in every run."""
         return f"batch_req_{self.number}"
 
 
@@ -51,14 +51,14 @@ class _Seen(msgspec.Struct, frozen=True):
 
 
 class BatchInput:
-    """The requests of a file, read and checked; blank lines are passed over.
+    """The requests of a file, read and checked; blank lines are skipped.
 
     Args:
         file: the input.
-        urls: paths that may be asked.
+        urls: paths that may be requested.
 
     Raises:
-        InvalidRequestError: the file can not be read, or two lines have one custom_id.
+        InvalidRequestError: the file can not be read, or two lines have the same custom_id.
     """
 
     def __init__(self, file: Path, urls: frozenset[str]) -> None:
@@ -76,7 +76,7 @@ class BatchInput:
             if line.custom_id in first:
                 raise InvalidRequestError(
                     f"{file}: lines {first[line.custom_id]} and {line.number} have the custom_id "
-                    f"{line.custom_id!r}; answers are told apart by it, so give each its own"
+                    f"{line.custom_id!r}; give each line its own, which names its answer"
                 )
             first[line.custom_id] = line.number
 
@@ -85,10 +85,10 @@ class BatchOutput:
     """The answers of a file; use it as a context manager.
 
     Args:
-        file: made when it is not there; what it holds stays.
+        file: created if it does not exist; its contents are kept.
 
     Raises:
-        InvalidRequestError: it can not be written, or holds something else.
+        InvalidRequestError: the file can not be written, or holds lines that are not answers.
     """
 
     def __init__(self, file: Path) -> None:
@@ -104,7 +104,8 @@ class BatchOutput:
             except msgspec.MsgspecError as error:
                 self._stream.close()
                 raise InvalidRequestError(
-                    f"{file}: line {number} is no answer of a batch ({error}); give another file"
+                    f"{file}: line {number} is not an answer of a batch ({error}); give another"
+                    " file"
                 ) from error
             self._ids.add(seen.id if seen.custom_id is None else f"custom {seen.custom_id}")
 
@@ -112,7 +113,7 @@ class BatchOutput:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        with contextlib.suppress(OSError):  # a line that could not be written is still in a buffer
+        with contextlib.suppress(OSError):  # closing tries again to write a line that failed
             self._stream.close()
 
     def has(self, line: BatchLine) -> bool:
@@ -121,10 +122,10 @@ class BatchOutput:
         return name in self._ids
 
     def write(self, answer: bytes) -> None:
-        """Add a line; it is in the system's hands when this returns.
+        """Append a line and flush it to the system.
 
         Raises:
-            InvalidRequestError: it can not be written; the next run begins with this line.
+            InvalidRequestError: it can not be written; the next run answers the line again.
         """
         try:
             self._stream.write(answer + b"\n")
@@ -133,7 +134,7 @@ class BatchOutput:
             raise InvalidRequestError(f"{self._file}: {error.strerror or error}") from error
 
     def _whole_rows(self) -> Iterator[bytes]:
-        """Its lines; what follows the last line end is cut off."""
+        """Its complete lines; an incomplete last line is removed from the file."""
         self._stream.seek(0)
         size = 0
         for row in self._stream:
@@ -197,4 +198,4 @@ def _streams(body: bytes) -> bool:
     try:
         return bool(msgspec.json.decode(body, type=_Streams).stream)
     except msgspec.MsgspecError:
-        return False  # no object: the endpoint will say so
+        return False  # not an object: the endpoint reports that

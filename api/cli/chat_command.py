@@ -1,6 +1,6 @@
-"""`run chat`: a conversation in the terminal, streamed; also works with lines from a pipe.
+"""`run chat`: a conversation in the terminal or with lines from a pipe; answers are streamed.
 
-Ctrl-C stops the answer that is being written, at the prompt it does nothing but start a new line.
+Ctrl-C stops the answer that is being written. At the prompt it starts a new line.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _HISTORY_LINES = 1000
 
 
 class Conversation:
-    """The messages so far; a system message stays at their head."""
+    """The messages so far, with the system message first."""
 
     def __init__(self, system: str = "") -> None:
         self.system = system
@@ -41,7 +41,7 @@ class Conversation:
 
     @property
     def messages(self) -> list[dict[str, str]]:
-        """What the chat template gets."""
+        """The messages for the chat template."""
         head = [{"role": "system", "content": self.system}] if self.system else []
         return head + self._turns
 
@@ -52,7 +52,7 @@ class Conversation:
         self._turns.append({"role": "assistant", "content": text})
 
     def take_back(self) -> None:
-        """Forget the question that got no answer."""
+        """Remove the last question, which got no answer."""
         del self._turns[-1]
 
     def reset(self) -> None:
@@ -60,11 +60,11 @@ class Conversation:
 
 
 def chat(config: RunConfig) -> int:
-    """Talk until the end of input or /exit.
+    """Answer lines until the end of input or /exit.
 
     Raises:
         StartupError: the engine can not start.
-        InvalidRequestError: the first question can not be served, as without a chat template.
+        InvalidRequestError: the first question can not be served, for example without a template.
     """
     llm = start_llm(config)
     console = Console(highlight=False)
@@ -92,7 +92,7 @@ def _answer(
         text, stopped = write_stream(stream)
     except InvalidRequestError as error:
         if len(conversation.messages) == 1:
-            raise  # the first question can not be asked: no reset will help
+            raise  # a reset does not help if the first question can not be served
         conversation.take_back()
         console.print(f"{error}\n/reset forgets the conversation", markup=False)
         return
@@ -101,7 +101,7 @@ def _answer(
 
 
 def _command(line: str, conversation: Conversation) -> str:
-    """Do a /command and say what was done."""
+    """Execute a /command; returns a text that says what was done."""
     name, _, rest = line.partition(" ")
     if name == "/help":
         return _HELP
@@ -116,7 +116,7 @@ def _command(line: str, conversation: Conversation) -> str:
 
 
 def _lines(interactive: bool) -> Iterator[str]:
-    """Lines with something in them, until the end of input."""
+    """Lines that are not blank, until the end of input."""
     while True:
         try:
             line = input("> " if interactive else "")
@@ -134,13 +134,13 @@ def _lines(interactive: bool) -> Iterator[str]:
 
 @contextlib.contextmanager
 def _history(interactive: bool) -> Iterator[None]:
-    """Arrow keys and a history that is kept between conversations, where the terminal can."""
+    """Line editing, and a history that is kept between conversations, if readline is there."""
     if not interactive:
         yield
         return
     try:
         import readline
-    except ImportError:  # a Python without it still chats, without arrow keys
+    except ImportError:  # a Python without readline has no line editing
         yield
         return
     file = cache_dir() / "chat_history"

@@ -1,4 +1,4 @@
-"""What one sub-command of `run` declares: its function, its arguments and its help."""
+"""`Command`: the declaration of a sub-command of `run`: its function, arguments and help."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ class Command:
 
     target: str
     summary: str
-    sections: tuple[str, ...]  # of the configuration, in the order in which help lists them
+    sections: tuple[str, ...]  # sections of the configuration, in the order of the help text
     examples: tuple[str, ...]
     takes_prompt: bool = False
-    files: tuple[str, ...] = ()  # names of the files that it takes, in order
-    # A group of the configuration, one of whose options may be the first word: `run bench serve` is
+    files: tuple[str, ...] = ()  # names of its file arguments, in order
+    # A group of the configuration whose options may be the first word: `run bench serve` means
     # `run bench bench=serve`.
     kinds: str = ""
-    # "module:function" of what runs the command once per configuration, for `--multirun key=1,2`.
-    # It takes the points of `conf.compose.expand_sweep` and the configuration directory. The
+    # "module:function" that runs the command once per configuration, for `--multirun key=1,2`. The
+    # function takes the points of `conf.compose.expand_sweep` and the configuration directory. The
     # `target` of such a command also takes the overrides and the configuration directory.
     sweep_target: str = ""
     # The command takes a model as its first word and the flags of `vllm serve`.
     takes_engine_flags: bool = False
-    # What may be written shorter: (flag, the override that it stands for).
+    # Flags that stand for an override: (flag, override).
     flags: tuple[tuple[str, str], ...] = ()

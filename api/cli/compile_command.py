@@ -1,4 +1,4 @@
-"""`run compile`: build a model's compiled bundle now, so that no start has to."""
+"""`run compile`: builds and saves a model's compiled bundle, which `run serve` loads."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ if TYPE_CHECKING:
 __all__ = ("compile_bundle",)
 
 _WIDTH = 80
-_USUAL_PHASES = 8  # for the bar only; a phase more or less does no harm
+_USUAL_PHASES = 8  # the length of the progress bar
 
 
 def compile_bundle(config: RunConfig) -> int:
-    """Start an engine as `run serve` would, keep what it compiled and measured, list it.
+    """Start an engine as `run serve` does, save its compiled programs and step costs, list them.
 
     Raises:
-        StartupError: the engine can not start, or there is no bundle to keep.
+        StartupError: the engine can not start, or the bundle can not be saved.
     """
     begin = time.perf_counter()
     if ensure_cache() and not config.graphs.bundle_dir:
         raise StartupError(
-            "there is no directory that keeps a bundle: set OSTINATO_CACHE_DIR or "
+            "there is no directory to save the bundle in: set OSTINATO_CACHE_DIR or "
             "graphs.bundle_dir to one that can be written"
         )
     console = Console(width=_WIDTH, highlight=False, file=sys.stderr)
@@ -53,7 +53,7 @@ def compile_bundle(config: RunConfig) -> int:
     if bundle is None:
         raise StartupError(
             f"graphs.bundle={str(config.graphs.bundle).lower()} with graphs.mode="
-            f"{config.graphs.mode.value} compiles nothing that could be kept; leave both out"
+            f"{config.graphs.mode.value} compiles nothing that could be saved; leave both out"
         )
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for heading in ("holds", "bytes", "sha256"):
@@ -63,7 +63,7 @@ def compile_bundle(config: RunConfig) -> int:
     out = Console(width=_WIDTH, highlight=False)
     out.print(table)
     if not bundle.is_saved:
-        raise StartupError(f"the bundle could not be kept in {bundle.directory}; the log says why")
+        raise StartupError(f"the bundle could not be saved in {bundle.directory}; the log says why")
     out.print(
         f"{bundle.directory}\nready in {time.perf_counter() - begin:.1f} s; run serve with the "
         "same model and graphs settings loads it",

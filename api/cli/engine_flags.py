@@ -2,8 +2,7 @@
 
     run serve MODEL --max-model-len 4096 --dtype=bfloat16 --no-enable-prefix-caching
 
-The flags are those of `conf/engine_arguments.py`; what is not one of them stays for the parser of
-the command line.
+`conf/engine_arguments.py` lists the flags. All other words are left to the command line's parser.
 """
 
 from __future__ import annotations
@@ -28,11 +27,11 @@ _SECRET = ("server.api_keys",)
 
 @dataclass(slots=True)
 class EngineFlags:
-    """What the flags of one command line ask for."""
+    """The settings from the flags of a command line, and the words that are not flags."""
 
     settings: dict[str, object] = field(default_factory=dict)  # key -> value
     written: dict[str, str] = field(default_factory=dict)  # key -> the flag that set it
-    rest: list[str] = field(default_factory=list)  # words that are no flags, in order
+    rest: list[str] = field(default_factory=list)  # words that are not flags, in order
 
     def explain(self) -> str:
         """One line that names the override of each flag; "" without flags. API keys are hidden."""
@@ -47,12 +46,12 @@ def read_flags(words: Sequence[str], own: Mapping[str, int]) -> EngineFlags:
     """Separates the flags from the other words.
 
     Args:
-        words: of the command line, without the command.
-        own: flags of the command line itself -> how many words follow them.
+        words: the words after the command.
+        own: {flag: number of its values} of the flags that every command has.
 
     Raises:
-        ConfigError: a flag is unknown, is not supported, lacks its value, or sets a key that an
-            override sets too.
+        ConfigError: a flag is unknown, not supported, without its value, or sets the same key as an
+            override.
     """
     flags = EngineFlags()
     index = 0
@@ -81,7 +80,7 @@ def read_flags(words: Sequence[str], own: Mapping[str, int]) -> EngineFlags:
             index += 0 if equals else len(values)
             value = values if argument.is_list else values[0]
         elif equals:
-            raise ConfigError(f"{word}: this flag takes no value; --no-... is its opposite")
+            raise ConfigError(f"{word}: this flag takes no value; write --no-... to switch it off")
         for key, setting in argument_settings({name: value}, server=True).items():
             flags.settings[key] = setting
             flags.written[key] = _written(word, value, secret=key in _SECRET)
@@ -90,7 +89,7 @@ def read_flags(words: Sequence[str], own: Mapping[str, int]) -> EngineFlags:
 
 
 def _flag_value(flag: str) -> tuple[str, bool | None]:
-    """(name of the argument, its value when the flag alone states it)."""
+    """(name of the argument, its value if the flag takes none)."""
     flag = _SHORT.get(flag, flag)
     name = flag.lstrip("-").partition(".")[0].replace("-", "_")
     if name in ARGUMENTS:

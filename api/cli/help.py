@@ -1,4 +1,4 @@
-"""What `run --help` and `run <command> --help` print, made from the commands and the schema."""
+"""Makes the text of `run --help` and `run <command> --help` from the commands and the schema."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _KEY_WIDTH = 36
 
 
 def overview(commands: Mapping[str, Command]) -> str:
-    """The commands, and what all of them understand."""
+    """The text of `run --help`: the commands, and the flags that all of them have."""
     width = max(map(len, commands))
     lines = [
         "Ostinato: inference and serving of large language models around one compiled graph.",
@@ -27,7 +27,7 @@ def overview(commands: Mapping[str, Command]) -> str:
         "",
         "every command:",
         "  key=value         override the configuration; keys: run <command> --help",
-        "  --cfg job         print the resulting configuration as YAML and do nothing else",
+        "  --cfg job         print the resulting configuration as YAML and exit",
         "  --config-dir DIR  also find options in DIR, such as DIR/model/mine.yaml for model=mine",
         "  --help            the command's keys with defaults and ranges",
         "",

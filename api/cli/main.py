@@ -1,7 +1,7 @@
 """Runs one command line: finds the command, parses its overrides and turns errors into exit codes.
 
-Exit codes: 0 done, 1 the command could not do its work, 2 a misspelt or illegal command line,
-130 interrupted. Commands load lazily, so that help and errors answer without importing torch.
+Exit codes: 0 = done, 1 = the command failed, 2 = the command line is wrong, 130 = interrupted.
+Commands load lazily, so that help and errors need not import torch.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ def run_command_line(arguments: Sequence[str], commands: Commands) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # The reader (head, less) has what it wanted; the last flush must not complain.
+        # The reader (head, less) has closed the pipe; the last flush must not fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except OSError as error:  # a file or a process that the system refused
+    except OSError as error:  # the system refused a file or a process
         return _fail(error, 1)
 
 
@@ -144,8 +144,9 @@ def _run_command(name: str, command: Command, arguments: list[str]) -> int:
 
 
 def _without_model(name: str, words: list[str], settings: dict[str, object]) -> list[str]:
-    """The words but a model without a key, which goes to `settings`: a directory, a hub id or the
-    name of one of our options.
+    """The words without the model's, whose setting is added to `settings`.
+
+    The word is a directory, a hub id or the name of an option of `model`.
     """
     models = [word for word in words if "=" not in word]
     if not models:
@@ -182,7 +183,7 @@ def _kind(name: str, command: Command, word: str) -> str:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Argparse with our way to fail: one line, no usage text."""
+    """An argument parser whose errors are one line without the usage text."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}; see {self.prog} --help")
@@ -214,7 +215,7 @@ def _parse(
 
 
 def _is_override(word: str) -> bool:
-    """Whether a word is an override rather than a prompt: a known first part, then `key=`.
+    """Whether a word is an override, not part of a prompt: a known section, then `key=`.
 
     `x = 1` and `Who wrote E=mc2?` are prompts; after `--` every word is part of the prompt.
     """
@@ -229,7 +230,7 @@ def _is_override(word: str) -> bool:
 
 
 def _shell_completion(arguments: list[str], commands: Commands) -> int:
-    """Hydra's completion; the sub-command is ours: completed here and cut from Hydra's line."""
+    """Complete the sub-command here, and the overrides after it with Hydra's completion."""
     from ostinato.conf.compose import complete, completion_script
 
     if len(arguments) != 1 or arguments[0].count("=") != 1:

@@ -1,4 +1,4 @@
-"""`run plan`: the memory ledger of a configuration, before anything is loaded or downloaded."""
+"""`run plan`: prints the memory plan of a configuration; loads and downloads no weights."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ _WIDTH = 80
 
 
 def plan(config: RunConfig) -> int:
-    """Print who would get how much memory, and how many tokens and sequences that holds.
+    """Print the memory of weights, activations, graphs and KV cache, and the tokens that fit.
 
     Raises:
-        StartupError: the model is not there or not supported, or it does not fit.
+        StartupError: the model does not exist, is not supported, or does not fit.
     """
     import torch
 
     from ostinato.runtime.startup.planning import open_model, plan_engine
 
-    # Nothing but the model's configuration is needed, so no weights are downloaded for this.
+    # Only the model's configuration is needed, so no weights are downloaded.
     section = dataclasses.replace(config.model, load_format=LoadFormat.dummy)
     config = dataclasses.replace(config, model=section)
     elsewhere = config.plan.free_gib is not None and config.device.name is DeviceName.cuda
     source = open_model(config, torch.device("cuda") if elsewhere else None)
     free = None if config.plan.free_gib is None else int(config.plan.free_gib * _GIB)
-    ledger = plan_engine(config, source, free_bytes=free)
+    memory = plan_engine(config, source, free_bytes=free)
     if free is not None:
         device = f"{source.device.type} with {config.plan.free_gib:g} GiB free"
     else:
@@ -57,23 +57,23 @@ def plan(config: RunConfig) -> int:
     if source.device.type == "cpu" and free is None:
         facts["isa"] = planned_isa(config.device)
     if config.plan.json:
-        sys.stdout.write(json.dumps(facts | _as_json(ledger), indent=2) + "\n")
+        sys.stdout.write(json.dumps(facts | _as_json(memory), indent=2) + "\n")
     else:
-        _print(facts, ledger)
+        _print(facts, memory)
     return 0
 
 
-def _as_json(ledger: MemoryPlan) -> dict[str, object]:
+def _as_json(memory: MemoryPlan) -> dict[str, object]:
     derived = {
-        "num_tokens": ledger.num_tokens,
-        "num_full_sequences": round(ledger.num_full_sequences, 2),
-        "unplanned_bytes": ledger.unplanned_bytes,
-        "kv_bytes_per_token": ledger.bytes_per_block // ledger.block_size,
+        "num_tokens": memory.num_tokens,
+        "num_full_sequences": round(memory.num_full_sequences, 2),
+        "unplanned_bytes": memory.unplanned_bytes,
+        "kv_bytes_per_token": memory.bytes_per_block // memory.block_size,
     }
-    return dataclasses.asdict(ledger) | derived
+    return dataclasses.asdict(memory) | derived
 
 
-def _print(facts: dict[str, str], ledger: MemoryPlan) -> None:
+def _print(facts: dict[str, str], memory: MemoryPlan) -> None:
     console = Console(width=_WIDTH, highlight=False)
     for name, fact in facts.items():
         console.print(f"{name:<13} {fact}", markup=False)
@@ -82,28 +82,28 @@ def _print(facts: dict[str, str], ledger: MemoryPlan) -> None:
     table.add_column("GiB", justify="right")
     table.add_column("share", justify="right")
     table.add_column("what it is")
-    blocks = f"{ledger.num_blocks} blocks of {ledger.block_size} tokens, one is the null block"
+    blocks = f"{memory.num_blocks} blocks of {memory.block_size} tokens, one is the null block"
     rows = [
-        ("weights", ledger.weights_bytes, "all parameters, as they lie on the device"),
-        ("activations", ledger.activation_bytes, "estimated peak of the largest step"),
-        ("graph pool", ledger.graph_bytes, "captured CUDA graphs; none on a CPU"),
-        ("KV cache", ledger.kv_bytes, blocks),
-        ("left alone", ledger.unplanned_bytes, "not planned with"),
+        ("weights", memory.weights_bytes, "all parameters, in the form that the device holds"),
+        ("activations", memory.activation_bytes, "estimated peak of the largest step"),
+        ("graph pool", memory.graph_bytes, "captured CUDA graphs; none on a CPU"),
+        ("KV cache", memory.kv_bytes, blocks),
+        ("not planned", memory.unplanned_bytes, "left for other programs"),
     ]
     for name, size, meaning in rows:
-        table.add_row(name, f"{size / _GIB:.3f}", f"{size / ledger.free_bytes:.1%}", meaning)
+        table.add_row(name, f"{size / _GIB:.3f}", f"{size / memory.free_bytes:.1%}", meaning)
     table.add_section()
-    table.add_row("free now", f"{ledger.free_bytes / _GIB:.3f}", "100.0%", "before loading")
+    table.add_row("free now", f"{memory.free_bytes / _GIB:.3f}", "100.0%", "before loading")
     console.print(table)
-    per_token = ledger.bytes_per_block // ledger.block_size
+    per_token = memory.bytes_per_block // memory.block_size
     holds = {
         "one token": f"{per_token / 1024:,.1f} KiB of KV cache",
-        "one block": f"{ledger.bytes_per_block / 1024:,.1f} KiB",
-        "tokens": f"{ledger.num_tokens:,} fit in the KV cache",
-        "sequences": f"{ledger.num_full_sequences:,.1f} of {ledger.max_model_len:,} tokens fit",
+        "one block": f"{memory.bytes_per_block / 1024:,.1f} KiB",
+        "tokens": f"{memory.num_tokens:,} fit in the KV cache",
+        "sequences": f"{memory.num_full_sequences:,.1f} of {memory.max_model_len:,} tokens fit",
     }
     for name, fact in holds.items():
         console.print(f"{name:<13} {fact}", markup=False)
     console.print()
-    for reason in ledger.reasons:
+    for reason in memory.reasons:
         console.print(f"- {reason}", markup=False)

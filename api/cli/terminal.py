@@ -1,4 +1,4 @@
-"""What the terminal commands share: starting the engine in this process, and streaming its text."""
+"""Shared by the terminal commands: start the engine in this process, and stream its text."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _SAMPLING_KEYS = ("max_tokens", "temperature", "top_p", "top_k", "seed")
 
 
 def start_llm(config: RunConfig) -> LLM:
-    """The engine in this process; shows on stderr, when that is a terminal, what it is doing.
+    """Start the engine in this process; shows the phases if stderr is a terminal.
 
     Raises:
-        StartupError: it can not start.
+        StartupError: the engine can not start.
     """
     console = Console(stderr=True)
     with console.status("starting: importing torch") as status:
@@ -45,7 +45,7 @@ def start_llm(config: RunConfig) -> LLM:
 
 
 def choose_sampling(llm: LLM, section: GenerateSection | ChatSection) -> SamplingParams:
-    """The model's own defaults with what the section chooses laid over them."""
+    """The model's default sampling parameters, overridden by the section's settings."""
     chosen: dict[str, object] = {
         key: value for key in _SAMPLING_KEYS if (value := getattr(section, key)) is not None
     }
@@ -56,10 +56,10 @@ def choose_sampling(llm: LLM, section: GenerateSection | ChatSection) -> Samplin
 
 
 class Interruption:
-    """While active, the first Ctrl-C is only noted; a second one interrupts as usual.
+    """While active, the first Ctrl-C is recorded, and the second one interrupts as usual.
 
-    A KeyboardInterrupt in the middle of a step would leave the engine with blocks that are
-    accounted for but not computed, so an answer is stopped between two steps instead.
+    A KeyboardInterrupt within a step would leave the engine with registered blocks that were not
+    computed. So an answer is stopped between two steps.
     """
 
     def __init__(self) -> None:
@@ -79,7 +79,7 @@ class Interruption:
 
 
 def write_stream(outputs: Iterator[RequestOutput]) -> tuple[str, bool]:
-    """Print the text as it comes. Ctrl-C ends it after the current step and aborts the request.
+    """Print the text as it arrives. Ctrl-C aborts the request after the current step.
 
     Returns:
         The whole text, and whether Ctrl-C ended it.

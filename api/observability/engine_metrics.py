@@ -60,42 +60,39 @@ class EngineCollector(Collector):
         yield from self._gauges(stats)
         yield InfoMetricFamily("ostinato_build", "What runs.", value={"version": __version__})
         yield _by_label(
-            GaugeMetricFamily(
-                "ostinato_startup_seconds",
-                "Phases of the start, some of them side by side; ready is the whole start.",
-                labels=["phase"],
-            ),
+            GaugeMetricFamily,
+            "startup_seconds",
+            "Seconds of each phase of the start; some run in parallel. ready = the whole start.",
+            "phase",
             self._engine.startup_seconds,
         )
         yield from _counters(stats)
         yield _by_label(
-            CounterMetricFamily(
-                "ostinato_steps", "Engine steps by how the model was run.", labels=["kind"]
-            ),
+            CounterMetricFamily,
+            "steps",
+            "Engine steps by how the model was run.",
+            "kind",
             {kind: stats.steps_by_kind.get(kind, 0) for kind in _KINDS},
         )
         yield _by_label(
-            GaugeMetricFamily(
-                "ostinato_layers",
-                "Layers of the model by how they run in a small step.",
-                labels=["program"],
-            ),
+            GaugeMetricFamily,
+            "layers",
+            "Layers of the model by how they run in a small step.",
+            "program",
             {program: stats.layers_by_program.get(program, 0) for program in _PROGRAMS},
         )
         yield _by_label(
-            CounterMetricFamily(
-                "ostinato_device_seconds",
-                "Time that finished steps took on the device, by how the model was run.",
-                labels=["kind"],
-            ),
+            CounterMetricFamily,
+            "device_seconds",
+            "Seconds of finished steps on the device, by how the model was run.",
+            "kind",
             {kind: stats.device_seconds_by_kind.get(kind, 0.0) for kind in _KINDS},
         )
         yield _by_label(
-            CounterMetricFamily(
-                "ostinato_engine_restarts",
-                "Starts of a new engine process, by what the last one died of.",
-                labels=["reason"],
-            ),
+            CounterMetricFamily,
+            "engine_restarts",
+            "Restarts of the engine process, by why the last one ended.",
+            "reason",
             {one.value: self._engine.restarts.get(one.value, 0) for one in DeathReason},
         )
         yield _iteration_tokens(stats)
@@ -105,32 +102,35 @@ class EngineCollector(Collector):
         used = stats.num_blocks - stats.num_free_blocks
         gauges = {
             "requests_running": ("Sequences in the running batch.", stats.num_running),
-            "requests_waiting": ("Sequences waiting for a place.", stats.num_waiting),
+            "requests_waiting": (
+                "Sequences that wait for a row, blocks or a grammar.",
+                stats.num_waiting,
+            ),
             "requests_waiting_for_grammar": (
-                "Of which for their grammar.",
+                "Sequences that wait for their grammar.",
                 stats.num_waiting_for_grammar,
             ),
             "kv_cache_usage_ratio": (
-                "KV blocks in use, of all; 0 to 1.",
+                "Share of KV blocks in use, 0 to 1.",
                 used / stats.num_blocks if stats.num_blocks else 0.0,
             ),
-            "kv_cache_blocks": ("KV blocks there are.", stats.num_blocks),
+            "kv_cache_blocks": ("Usable KV blocks.", stats.num_blocks),
             "max_num_seqs": ("Sequences that may run at once.", stats.max_num_seqs),
             "max_num_batched_tokens": (
                 "Tokens that one step may compute.",
                 stats.max_num_batched_tokens,
             ),
             "predicted_decode_step_seconds": (
-                "Of what decodes now, or of one sequence; 0 without measured step costs.",
+                "Predicted seconds of a decode of the running sequences; 0 = not measured.",
                 stats.predicted_step_seconds,
             ),
             "predicted_ttft_seconds": (
-                "Of a request of mean length that came now; 0 without measured step costs.",
+                "Predicted TTFT of a new request of mean length; 0 = not measured.",
                 stats.predicted_ttft_seconds,
             ),
             "engine_up": ("1 while the engine process runs.", int(self._engine.is_alive)),
             "engine_heartbeat_age_seconds": (
-                "Since the engine's last step or idle beat.",
+                "Seconds since the engine's last step or idle heartbeat.",
                 self._engine.seconds_since_step,
             ),
         }
@@ -149,15 +149,17 @@ class MachineCollector(Collector):
         use = self._probe.read(self._engine.engine_pid)
         processes = use.processes
         yield _by_label(
-            CounterMetricFamily(
-                "ostinato_process_cpu_seconds", "Processor time.", labels=["process"]
-            ),
+            CounterMetricFamily,
+            "process_cpu_seconds",
+            "Processor time.",
+            "process",
             {name: one.cpu_seconds for name, one in processes.items()},
         )
         yield _by_label(
-            GaugeMetricFamily(
-                "ostinato_process_resident_memory_bytes", "Memory in use.", labels=["process"]
-            ),
+            GaugeMetricFamily,
+            "process_resident_memory_bytes",
+            "Memory in use.",
+            "process",
             {name: one.resident_bytes for name, one in processes.items()},
         )
         yield GaugeMetricFamily(
@@ -170,20 +172,32 @@ def _counters(stats: EngineStats) -> Iterator[Metric]:
     counters = {
         "prompt_tokens": ("Prompt tokens computed, cache hits excluded.", "num_prompt_tokens"),
         "generation_tokens": ("Output tokens.", "num_output_tokens"),
-        "prefix_cache_queries": ("Prompt tokens looked up in the cache.", "prefix_queries"),
-        "prefix_cache_hits": ("Prompt tokens found there.", "prefix_hits"),
-        "preemptions": ("Sequences put back to wait for blocks.", "num_preemptions"),
+        "prefix_cache_queries": ("Prompt tokens looked up in the prefix cache.", "prefix_queries"),
+        "prefix_cache_hits": ("Prompt tokens found in the prefix cache.", "prefix_hits"),
+        "preemptions": (
+            "Running sequences that lost their row and blocks and waited again.",
+            "num_preemptions",
+        ),
         "kv_cache_evictions": ("Cached blocks reused for other contents.", "num_evictions"),
         "step_seconds": ("Time in engine steps.", "step_seconds"),
-        "model_seconds": ("Of which in the model and the sampler.", "model_seconds"),
+        "model_seconds": (
+            "Time in the model and the sampler, within engine steps.",
+            "model_seconds",
+        ),
         "host_gap_seconds": (
-            "Time with work in which the engine was neither in the model nor waiting for it.",
+            "Time with work in which the engine neither ran the model nor waited for it.",
             "host_gap_seconds",
         ),
-        "scheduled_tokens": ("Tokens that steps were asked for.", "num_scheduled_tokens"),
-        "padding_tokens": ("Computed to fill captured buckets up.", "num_padding_tokens"),
-        "grammar_seconds": ("Of steps, in which grammars' masks were made.", "grammar_seconds"),
-        "grammar_build_seconds": ("Building grammars, beside the steps.", "grammar_build_seconds"),
+        "scheduled_tokens": ("Tokens of all steps, without padding.", "num_scheduled_tokens"),
+        "padding_tokens": (
+            "Padding tokens, computed to fill captured buckets.",
+            "num_padding_tokens",
+        ),
+        "grammar_seconds": ("Time spent on masks of grammars, within steps.", "grammar_seconds"),
+        "grammar_build_seconds": (
+            "Time spent on building grammars, beside the steps.",
+            "grammar_build_seconds",
+        ),
     }
     for name, (text, field) in counters.items():
         yield CounterMetricFamily(f"ostinato_{name}", text, value=getattr(stats, field))
@@ -194,7 +208,7 @@ def _gpus(use: MachineUse) -> Iterator[Metric]:
     figures = {
         "utilization_ratio": ("Share of time in which a kernel ran.", "utilization"),
         "memory_used_bytes": ("Memory in use.", "memory_used_bytes"),
-        "memory_total_bytes": ("Memory there is.", "memory_total_bytes"),
+        "memory_total_bytes": ("Memory in total.", "memory_total_bytes"),
         "power_watts": ("Power.", "power_watts"),
         "temperature_celsius": ("Temperature.", "temperature_celsius"),
     }
@@ -236,8 +250,14 @@ def _late_compiles(stats: EngineStats) -> Metric:
 
 
 def _by_label(
-    family: GaugeMetricFamily | CounterMetricFamily, values: Mapping[str, float]
+    kind: type[GaugeMetricFamily] | type[CounterMetricFamily],
+    name: str,
+    text: str,
+    label: str,
+    values: Mapping[str, float],
 ) -> Metric:
-    for label, value in values.items():
-        family.add_metric([label], value)
+    """A metric family with one sample per value of its only label."""
+    family = kind(f"ostinato_{name}", text, labels=[label])
+    for one, value in values.items():
+        family.add_metric([one], value)
     return family

@@ -40,8 +40,8 @@ class Metrics:
 
     Args:
         engine: read at each scrape.
-        model_name: of the served model, None until the engine has started; for vLLM's names.
-        vllm_names: whether the metrics are given under vLLM's names too.
+        model_name: name of the served model, None until the engine has started; for vLLM's names.
+        vllm_names: whether the metrics are exported under vLLM's names too.
 
     Attributes:
         recent_latency: percentiles of the last ten seconds, for the page.
@@ -67,13 +67,13 @@ class Metrics:
         self._make_sizes()
         self._completions = self._counter(
             "completions",
-            "Completions that ended, by reason; a request with n has n.",
+            "Completions that ended, by reason; a request has `n` of them.",
             ["finish_reason"],
         )
         for reason in ("stop", "length", "abort", "error"):
             self._completions.labels(reason)
         self._vectors = self._counter(
-            "pooled_inputs", "Texts and pairs that were answered with an embedding or a score.", []
+            "pooled_inputs", "Texts and pairs that got an embedding or a score.", []
         )
         self._refusals = self._counter(
             "refused_requests", "Requests answered with an error status.", ["status"]
@@ -81,7 +81,7 @@ class Metrics:
         # The name that dashboards of web servers expect.
         self._replies = Counter(
             "http_requests",
-            "Answers that have begun, by endpoint and class of status.",
+            "Responses, by endpoint and class of status.",
             ["handler", "method", "status"],
             registry=self._registry,
         )
@@ -94,74 +94,50 @@ class Metrics:
             self._registry.register(VllmCollector(ours, model_name, lambda: engine.stats))
 
     def _make_latencies(self) -> None:
-        histogram = self._histogram
-        self.ttft = histogram(
-            "time_to_first_token_seconds", "From arrival to a completion's first token.", _TTFT_S
-        )
-        self.itl = histogram(
-            "inter_token_latency_seconds", "Between two outputs of one completion.", _ITL_S
-        )
-        self.e2e = histogram(
-            "e2e_request_latency_seconds", "From arrival to a request's last token.", _E2E_S
-        )
-        self.tpot = histogram(
-            "time_per_output_token_seconds",
-            "Of a completion: from its first token to its last, by its tokens after the first.",
-            _ITL_S,
-        )
-        self.queue = histogram(
-            "request_queue_seconds", "Of a completion: from arrival until it had a row.", _PART_S
-        )
-        self.prefill = histogram(
-            "request_prefill_seconds", "Of a completion: from then to its first token.", _PART_S
-        )
-        self.decode = histogram(
-            "request_decode_seconds", "Of a completion: from its first token to its last.", _E2E_S
-        )
-        self.grammar = histogram(
-            "request_grammar_seconds",
-            "Of a constrained request: until its grammar was checked.",
-            _PART_S,
-        )
-        self.inference = histogram(
-            "request_inference_seconds", "Of a completion: with a row, to its last token.", _E2E_S
-        )
+        make = self._histogram
+        self.ttft = make("time_to_first_token_seconds", "A completion's TTFT.", _TTFT_S)
+        text = "Time between two outputs of a completion."
+        self.itl = make("inter_token_latency_seconds", text, _ITL_S)
+        text = "Time from a request's arrival to its last token."
+        self.e2e = make("e2e_request_latency_seconds", text, _E2E_S)
+        text = "Mean time between tokens of a completion, after its first token."
+        self.tpot = make("time_per_output_token_seconds", text, _ITL_S)
+        text = "Time from a completion's arrival until it had a row."
+        self.queue = make("request_queue_seconds", text, _PART_S)
+        text = "Time from when a completion had a row to its first token."
+        self.prefill = make("request_prefill_seconds", text, _PART_S)
+        text = "Time from a completion's first token to its last."
+        self.decode = make("request_decode_seconds", text, _E2E_S)
+        text = "Time that a constrained request took until its grammar was checked."
+        self.grammar = make("request_grammar_seconds", text, _PART_S)
+        text = "Time from when a completion had a row to its last token."
+        self.inference = make("request_inference_seconds", text, _E2E_S)
 
     def _make_sizes(self) -> None:
-        histogram = self._histogram
-        self.prompt_tokens = histogram(
-            "request_prompt_tokens", "Prompt tokens of a finished request.", _TOKENS
-        )
-        self.computed_tokens = histogram(
-            "request_prefill_computed_tokens",
-            "Prompt tokens of a finished request that were not in the cache.",
-            _TOKENS,
-        )
-        self.generation_tokens = histogram(
-            "request_generation_tokens", "Output tokens of a finished request.", _TOKENS
-        )
-        self.max_generation_tokens = histogram(
-            "request_max_generation_tokens",
-            "Output tokens of the longest completion of a finished request.",
-            _TOKENS,
-        )
-        self.params_n = histogram("request_params_n", "`n` of a request.", _COUNTS)
-        self.params_max_tokens = histogram(
-            "request_params_max_tokens", "`max_tokens` of a request, resolved.", _TOKENS
-        )
-        self.preemptions = histogram(
-            "request_preemptions", "How often a completion was preempted.", (0, *_COUNTS)
-        )
+        make = self._histogram
+        text = "Prompt tokens of a finished request."
+        self.prompt_tokens = make("request_prompt_tokens", text, _TOKENS)
+        text = "Prompt tokens of a finished request that were not in the cache."
+        self.computed_tokens = make("request_prefill_computed_tokens", text, _TOKENS)
+        text = "Output tokens of a finished request."
+        self.generation_tokens = make("request_generation_tokens", text, _TOKENS)
+        text = "Output tokens of the longest completion of a finished request."
+        self.max_generation_tokens = make("request_max_generation_tokens", text, _TOKENS)
+        self.params_n = make("request_params_n", "`n` of a request.", _COUNTS)
+        text = "`max_tokens` of a request, or its default."
+        self.params_max_tokens = make("request_params_max_tokens", text, _TOKENS)
+        text = "Number of preemptions of a completion."
+        self.preemptions = make("request_preemptions", text, (0, *_COUNTS))
 
     def count_completion(self, finish_reason: str) -> None:
         self._completions.labels(finish_reason).inc()
 
     def count_vectors(self, num_inputs: int) -> None:
-        """A request for embeddings, scores or a ranking was answered."""
+        """Count the inputs of an answered request for embeddings, scores or a ranking."""
         self._vectors.inc(num_inputs)
 
     def count_reply(self, handler: str, method: str, status: int) -> None:
-        """A response of an endpoint has begun."""
+        """Count a response that has begun."""
         self._replies.labels(handler, method, f"{status // 100}xx").inc()
 
     def count_refusal(self, status: int) -> None:

@@ -11,7 +11,7 @@ import msgspec
 
 __all__ = ("Percentiles", "RecentLatency")
 
-_WATCH_S = 10.0  # how long one snapshot keeps the collection going
+_WATCH_S = 10.0  # values are collected for so long after a snapshot
 _WINDOW_S = 10.0
 _MAX_VALUES = 4096
 
@@ -32,7 +32,7 @@ class RecentLatency:
     server without a viewer collects nothing.
 
     Args:
-        clock: seconds.
+        clock: a monotonic clock in seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -49,7 +49,7 @@ class RecentLatency:
             self._values[name].append((now, seconds))
 
     def snapshot(self) -> dict[str, Percentiles | None]:
-        """The percentiles by name, None where there is no value; keeps the collection going."""
+        """The percentiles by name, None without a value. Collection continues for ten seconds."""
         now = self._clock()
         if now >= self._until:
             for values in self._values.values():

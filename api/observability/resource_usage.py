@@ -40,7 +40,7 @@ class MachineUse(msgspec.Struct, frozen=True):
     """One reading."""
 
     processes: dict[str, ProcessUse]  # "api" and, while it runs, "engine"
-    num_cpus: int  # that this process may use
+    num_cpus: int  # processors that this process may use
     memory_total_bytes: int
     memory_available_bytes: int
     gpus: list[GpuUse]
@@ -54,10 +54,10 @@ class MachineProbe:
         self._gpus: list[Any] | None = None  # NVML's handles; None = not searched yet
 
     def read(self, engine_pid: int | None) -> MachineUse:
-        """The present usage; takes about a millisecond.
+        """Read the usage, which takes about a millisecond.
 
         Args:
-            engine_pid: of the engine process; None = it does not run.
+            engine_pid: process id of the engine; None = it does not run.
         """
         import psutil
 
@@ -85,7 +85,7 @@ class MachineProbe:
                 return ProcessUse(
                     times.user + times.system, process.memory_info().rss, process.num_threads()
                 )
-        except psutil.Error:  # the process has ended
+        except psutil.Error:  # the process ended
             self._processes.pop(pid, None)
             return None
 

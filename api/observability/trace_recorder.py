@@ -1,10 +1,10 @@
 """`server.record_trace`: a file of request lengths, times and shared prefixes, without text.
 
-One line of JSON for each completion that ended, in the form of Mooncake's traces (Qin et al. 2024):
-`timestamp` (ms), `input_length`, `output_length` and `hash_ids`, one number for each full block of
-the prompt, equal where prompts begin alike; `block_size` says how many tokens a block has. The
-numbers count the blocks in the order of their first appearance, so they reveal no text.
-`run bench serve workload=trace` replays such a file.
+The file has one line of JSON for each completion that ended, in the form of Mooncake's traces (Qin
+et al. 2024): `timestamp` (ms), `input_length`, `output_length`, `hash_ids` and `block_size`
+(tokens). `hash_ids` has one number for each full block of the prompt. Prompts with equal beginnings
+have equal numbers. The numbers count blocks in the order of their first appearance, so they reveal
+no text. `run bench serve workload=trace` replays such a file.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ostinato.runtime.kv.block_pool import hash_blocks, hash_root
 __all__ = ("TraceRecorder",)
 
 _LOG = logging.getLogger(__name__)
-_MAX_BLOCKS = 1 << 20  # that are remembered; the least recently seen is dropped
+_MAX_BLOCKS = 1 << 20  # blocks that are remembered; the least recently used are dropped
 
 
 class TraceRecorder:
@@ -58,7 +58,7 @@ class TraceRecorder:
         num_output_tokens: int,
         cache_salt: str = "",
     ) -> None:
-        """Add one completion; nothing after a write that has failed.
+        """Add one completion. Does nothing after a write has failed.
 
         Args:
             arrival: seconds of time.monotonic().

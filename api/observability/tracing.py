@@ -81,8 +81,8 @@ class Tracer:
             context: `traceparent` names the caller's span, if any.
             reply_id: the id that the client sees.
             fields: the values of the log line.
-            times: seconds of time.monotonic(): `begin`, `end`; `scheduled` and `first_token` if
-            known.
+            times: seconds of time.monotonic(): `begin` and `end`, and if known `scheduled` and
+                `first_token`.
 
         Returns:
             The trace's id in hexadecimal; empty when the caller's trace is not sampled.

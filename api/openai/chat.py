@@ -1,6 +1,6 @@
-"""`/v1/chat/completions`: checks of the body, and from parsed outputs to chunks.
+"""`/v1/chat/completions`: checks of the body, and conversion of parsed outputs to chunks.
 
-Pure functions of plain data; `reply` joins them.
+These are pure functions; `reply` calls them.
 """
 
 from __future__ import annotations

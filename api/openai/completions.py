@@ -1,6 +1,6 @@
-"""`/v1/completions`: from the body to the engine's requests, and from outputs to chunks.
+"""`/v1/completions`: converts the body to engine requests, and outputs to chunks.
 
-Pure functions of plain data; `reply` joins them.
+These are pure functions; `reply` calls them.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def check(body: CompletionRequest) -> None:
     check_fields(body)
     if body.max_tokens == 0 and not body.echo:
         raise InvalidRequestError(
-            "max_tokens=0 gives nothing but the prompt, with echo=true; ask for at least 1",
+            "max_tokens=0 needs echo=true, which returns the prompt; ask for at least 1",
             param="max_tokens",
             code="invalid_value",
         )

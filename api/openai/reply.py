@@ -67,7 +67,7 @@ class ChatReply:
 
     async def stream(self) -> AsyncGenerator[ChatChunk, None]:
         """The chunks."""
-        report = self._report  # shown by the first chunk of all
+        report = self._report  # goes into the first chunk of the stream
         async with aclosing(self._outputs()) as outputs:
             async for _, output in outputs:
                 parsed = self._parser.feed(output)

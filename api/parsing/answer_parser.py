@@ -1,7 +1,7 @@
-"""Parser of one answer's text: reasoning, content and tool calls, incrementally.
+"""Parses the text of an answer incrementally: reasoning, content and tool calls.
 
-Every stage takes text and gives the events that no later text can change; it holds back the rest. A
-reply without a stream uses the same parser.
+Each stage emits the events that no later text can change, and holds back the rest of the text.
+Replies without a stream use the same parser.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class AnswerForm(msgspec.Struct, frozen=True, kw_only=True):
     is_constrained: bool = False  # a grammar enforces the shape of calls
     tool_names: frozenset[str] = frozenset()
     max_calls: int | None = None
-    only_calls: bool = False  # beside reasoning; what is left of a call that was cut is dropped
+    only_calls: bool = False  # no content; the text of a call that was cut is dropped
 
     @property
     def calls(self) -> CallFormat | None:
@@ -68,7 +68,7 @@ class AnswerParser:
 
     @property
     def ends_in_call(self) -> bool:
-        """After `finish`: whether the answer ended within a call of which events were given."""
+        """Whether the answer ended within a call that had begun. Valid after `finish`."""
         return self._calls is not None and self._calls.ends_in_call
 
     @property
@@ -107,7 +107,7 @@ class AnswerParser:
         return self._without_content(self._calls.feed(text))
 
     def _without_content(self, events: list[Event]) -> list[Event]:
-        """The events without content where an answer has none."""
+        """The events without content, if the answer must not have any."""
         if not self._only_calls:
             return events
         return [event for event in events if not isinstance(event, Content)]

@@ -1,4 +1,4 @@
-"""The formats of tool calls and reasoning of a model: from its template or the configuration."""
+"""Detects a model's formats of tool calls and reasoning from its chat template or configuration."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _REASONING = {ReasoningParserName.think: THINK, ReasoningParserName.mistral: MIS
 
 
 class TemplateTraits(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of a chat template and of the model's answers.
+    """Facts about a chat template and the model's answers.
 
     `knows_tools` is whether the template shows tools to the model. Otherwise the system message
     describes the tools and a generic format of calls.

@@ -48,7 +48,7 @@ class Begun(msgspec.Struct, frozen=True):
 
 
 class BodyReader(Protocol):
-    """Reads one body; the text of a call begins with the text of the call before."""
+    """Reads one body. Each call of `read` gets the whole text so far."""
 
     def read(self, body: str) -> Begun | Calls | NotACall: ...
 
@@ -62,7 +62,7 @@ class CallFormat(msgspec.Struct, frozen=True, kw_only=True):
     closings: tuple[str, ...] = ()  # after a call; not part of the content
     reader: Callable[[], BodyReader]
     inner: tuple[str, ...] = ()  # further markers within a body
-    shape: ToolCallFormat  # how calls are written where a prompt or a grammar prescribes it
+    shape: ToolCallFormat  # how calls are written if a prompt or a grammar prescribes it
     short_ids: bool = False  # templates require ids of nine letters and digits
 
     @property
@@ -93,7 +93,7 @@ class JsonBody:
     def read(self, body: str) -> Calls | NotACall:
         state = self._scanner.scan(body)
         key = self._scanner.first_key
-        # An answer that is other JSON is released before its end.
+        # An answer that is JSON but not a call is released before its end.
         if _LIST_OF_OTHERS.match(body) or (
             key is not None and body[key[0] + 1 : key[1] - 1] not in _KEYS
         ):
@@ -116,7 +116,7 @@ _MISTRAL_BEGINNING = re.compile(r"\s*[\w.-]{0,128}\s*(?:\[[\w\]]{0,128}\s*)*")
 
 
 class MistralBody:
-    """A list of calls, or `name{...}`, with `[CALL_ID]id` and `[ARGS]` where the model has them."""
+    """A list of calls, or `name{...}`, with `[CALL_ID]id` and `[ARGS]` if the model has them."""
 
     def __init__(self) -> None:
         self._list = JsonBody()

@@ -46,8 +46,8 @@ class JsonScanner:
 
     Attributes:
         end: the position after the value, once `scan` has returned `done`.
-        known_end: the text before this position can be part of a JSON value, whatever follows. It
-            does not depend on how the text was cut.
+        known_end: the text before this position is the beginning of a JSON value. It does not
+            depend on how the text was cut.
         first_key: begin and end of the first key with its quotes; None until it is complete.
     """
 
@@ -55,7 +55,7 @@ class JsonScanner:
         self.end = 0
         self.known_end = 0
         self.first_key: tuple[int, int] | None = None
-        self._stack: list[str] = []  # the closing bracket of every open one
+        self._stack: list[str] = []  # the closing brackets that are still missing
         self._next = _Next.any_value
         self._state = JsonState.open
         self._string_end = 0  # how far an open string has been scanned
@@ -128,7 +128,7 @@ class JsonScanner:
         return bool(self._stack) and self._next in expected
 
     def _take(self, character: str, begin: int) -> bool:
-        """Take the token that begins with `character`; False where JSON does not allow it."""
+        """Process the token that begins with `character`; False if JSON does not allow it."""
         expected = self._next
         if character in "{[":
             if (

@@ -22,7 +22,7 @@ class CallParser:
 
     Args:
         form: how the model writes calls.
-        names: of the offered functions.
+        names: names of the offered functions.
         max_calls: text after so many calls is dropped; None = no limit.
     """
 

@@ -29,7 +29,7 @@ TokenLimit = Annotated[int, msgspec.Meta(ge=-1, lt=1 << 31)]
 
 
 class PoolingFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The fields that the three share."""
+    """The fields that the three endpoints share."""
 
     model: str | None = None  # absent = the served model
     truncate_prompt_tokens: TokenLimit | None = None  # keep that many; -1 = as many as fit
@@ -52,9 +52,7 @@ class EmbeddingRequest(PoolingFields, frozen=True, kw_only=True, forbid_unknown_
 
 
 class ScoreRequest(PoolingFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`POST /v1/score`: `text_1` with `text_2`, or under their other names `queries` with
-    `documents`.
-    """
+    """`POST /v1/score`: `text_1` and `text_2`, or `queries` and `documents`, their other names."""
 
     text_1: str | Texts | None = None  # one for all of text_2, or one for each
     text_2: str | Texts | None = None

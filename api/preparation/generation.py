@@ -1,7 +1,4 @@
-"""From the fields of a request to the prompt and the sampling parameters for the engine.
-
-Pure functions and plain data that all dialects share.
-"""
+"""Converts the fields of a request to sampling parameters and checks them, for all dialects."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ __all__ = (
 )
 
 # A parameter that a request body and `SamplingParams` have under one name is copied by that name.
-# These two have rules of their own.
+# These two are not copied.
 _COPIED = tuple(
     name
     for name in SamplingParams.__struct_fields__
@@ -60,7 +57,7 @@ class GenerationDefaults(Protocol):
 
 
 class Generation(msgspec.Struct, frozen=True, kw_only=True):
-    """One prompt for the engine, all of whose parameters have been checked."""
+    """One prompt for the engine, with checked parameters."""
 
     request_id: str
     prompt_token_ids: list[int]
@@ -83,7 +80,7 @@ def check_model(name: str | None, model: ServedModel) -> None:
 
 
 def check_fields(fields: GenerationFields) -> None:
-    """Raises InvalidRequestError for fields of both endpoints that contradict each other."""
+    """Raises InvalidRequestError for shared fields that contradict each other."""
     if fields.stream_options is not None and not fields.stream:
         raise InvalidRequestError(
             "stream_options needs stream=true", param="stream_options", code="invalid_value"
@@ -184,7 +181,7 @@ def sampling_params(
 
 
 def with_thinking(generation: Generation, limit: ThinkingLimit) -> Generation:
-    """The same with a limit on its reasoning.
+    """A copy with a limit on its reasoning.
 
     Raises:
         InvalidRequestError: the limit can not be combined with the other parameters.
@@ -201,7 +198,7 @@ def with_thinking(generation: Generation, limit: ThinkingLimit) -> Generation:
 def _refusal(
     message: str, name: str, code: str | None, field_names: Mapping[str, str]
 ) -> InvalidRequestError:
-    """The error with the dialect's name of a parameter in place of ours."""
+    """The error with the dialect's name of a parameter."""
     param = field_names.get(name, name)
     if message.startswith(name):
         message = param + message.removeprefix(name)

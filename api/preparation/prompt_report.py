@@ -1,4 +1,4 @@
-"""What a reply shows of its prompt: token ids, text, and offsets of the tokens in the text."""
+"""The parts of the prompt that a reply shows: token ids, text, and offsets of the tokens."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def prompt_report(
     *,
     add_special_tokens: bool,
 ) -> PromptReport:
-    """What the reply to `generation` shows of its prompt.
+    """The parts of its prompt that the reply to `generation` shows.
 
     Args:
         source: the prompt's text, or the token ids of the request.

@@ -1,4 +1,4 @@
-"""From a request of the Responses API to a chat request: pure functions."""
+"""Converts requests of the Responses API to chat requests."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def shows_logprobs(body: ResponsesRequest) -> bool:
     """Whether the reply has log-probabilities.
 
     Raises:
-        InvalidRequestError: there is a number of them, and no wish for them.
+        InvalidRequestError: `top_logprobs` is set without log-probabilities in `include`.
     """
     wanted = "message.output_text.logprobs" in (body.include or ())
     if body.top_logprobs and not wanted:
@@ -133,7 +133,7 @@ def encoded_reasoning(text: str) -> str:
 
 
 def _decoded_reasoning(content: str | None) -> str:
-    """The text; empty for what another server has written."""
+    """The text; empty if another server has encoded it."""
     if content is None or not content.startswith(_REASONING_PREFIX):
         return ""
     try:

@@ -1,4 +1,4 @@
-"""From content blocks to output items and to the events of a stream of `/v1/responses`."""
+"""Converts content blocks to output items and stream events of `/v1/responses`."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ class EventWriter:
     """Makes the items and numbers the events of one response.
 
     Args:
-        response_id: of the response; the ids of its items are made from it.
-        logprobs: of the texts.
+        response_id: the response's id; the ids of its items are made from it.
+        logprobs: the log-probabilities of its texts.
         encodes_reasoning: whether reasoning items have `encrypted_content`.
     """
 
@@ -73,7 +73,7 @@ class EventWriter:
         return ResponseCreated(sequence_number=self._next(), response=response)
 
     def of_status(self, response: Response) -> ResponseEvent:
-        """The event that says that the response has its present status."""
+        """The event for the response's present status."""
         return _LIFECYCLE[response.status](sequence_number=self._next(), response=response)
 
     def of_change(self, change: BlockDelta, status: ItemStatus) -> list[ResponseEvent]:
@@ -120,7 +120,7 @@ class EventWriter:
         return OutputMessage(id=item_id, status=status, content=content)
 
     def empty_message(self) -> OutputItem:
-        """The only item of an answer that was cut before it said anything."""
+        """The only item of an answer that was cut before its first text."""
         return OutputMessage(
             id=f"{_PREFIXES[BlockKind.text]}_{self._stem}_0",
             status="incomplete",

@@ -91,14 +91,14 @@ class ResponsesReply:
         self._end: Response | None = None
 
     async def whole(self) -> Response:
-        """The response that the events add up to, without a call that was cut."""
+        """The whole response, without a call that was cut."""
         async with aclosing(self._changes()) as changes:
             async for change in changes:
                 self._logprobs.of_change(change)
         return self._ended(with_cut_call=False)
 
     async def stream(self) -> AsyncGenerator[ResponseEvent, None]:
-        """From `response.created` to `response.completed`, `.incomplete` or `.failed`."""
+        """The events, from `response.created` to `.completed`, `.incomplete` or `.failed`."""
         yield self._writer.created(self._begun)
         yield self._writer.of_status(self._begun)
         is_queued = self._begun.status == "queued"
@@ -111,13 +111,13 @@ class ResponsesReply:
                         yield self._writer.of_status(started)
                     for event in self._writer.of_change(change, self._status_of(change.block)):
                         yield event
-        except Exception as error:  # the status line has been sent: the error becomes an event
+        except Exception as error:  # the status line has been sent, so the error becomes an event
             yield self._writer.of_status(self._failed(error))
             return
         yield self._writer.of_status(self._ended())
 
     async def in_background(self, record: BackgroundReply, *, streams: bool) -> None:
-        """Make the reply while no client waits for it; cancelling the call cancels the reply.
+        """Generate the reply without an open connection. Cancelling the call cancels the reply.
 
         Args:
             record: gets the events.
@@ -139,7 +139,7 @@ class ResponsesReply:
             self._store(record.events)
 
     def present(self) -> Response:
-        """The response as it is now."""
+        """The present response."""
         if self._end is not None:
             return self._end
         return self._with_output("in_progress") if self._has_output else self._begun
@@ -183,7 +183,7 @@ class ResponsesReply:
             usage=self._usage(),
         )
         self._end = response
-        if not self._begun.background:  # else it is stored with its events
+        if not self._begun.background:  # a reply in the background is stored with its events
             self._store(())
         return msgspec.structs.replace(response, trace=self._context.report())
 

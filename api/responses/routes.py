@@ -47,7 +47,7 @@ __all__ = ("HANDLERS",)
     form=NAMED_EVENTS,
 )
 async def create_response(request: HttpRequest, service: SharedService) -> Response[bytes] | Stream:
-    """Answer a text or a conversation, whose beginning may be stored."""
+    """Answer a text or a conversation, which may continue a stored one."""
     context = context_of("/v1/responses", request)
     response_id = f"resp_{secrets.token_hex(16)}"
     prepared = await prepare(
@@ -67,7 +67,7 @@ async def create_response(request: HttpRequest, service: SharedService) -> Respo
 
 @post_endpoint("/v1/responses/input_tokens", body=InputTokensRequest, answer=InputTokens)
 async def count_input_tokens(request: HttpRequest, service: SharedService) -> Response[bytes]:
-    """How many tokens the prompt of such a request has."""
+    """The number of tokens of a prompt."""
     arrival = _arrival(service, "")
     return json_bytes(await prepare(request, service, prepare_input_tokens, arrival=arrival))
 
@@ -85,7 +85,7 @@ async def retrieve_response(
     stream: FromQuery[bool] = False,
     starting_after: FromQuery[int] = -1,
 ) -> Response[bytes] | Stream:
-    """A stored reply, or one that is made in the background; or its events, as a stream."""
+    """A stored reply or one in the background, or with `stream=true` its events."""
     reply = service.background.get(response_id)
     if reply is None:
         stored = service.stored_responses
@@ -107,7 +107,7 @@ async def retrieve_response(
     errors={400: ErrorBody, 404: ErrorBody},
 )
 async def cancel_response(service: SharedService, response_id: FromPath[str]) -> Response[bytes]:
-    """End a reply that is made in the background; it keeps what it has."""
+    """End a reply in the background; its output so far is kept."""
     await service.background.cancel(response_id)
     stored = service.stored_responses.response(response_id)
     if not msgspec.json.decode(stored, type=_Background).background:
@@ -122,7 +122,7 @@ async def cancel_response(service: SharedService, response_id: FromPath[str]) ->
 
 @delete_endpoint("/v1/responses/{response_id:str}", answer=Deleted, errors={404: ErrorBody})
 async def delete_response(service: SharedService, response_id: FromPath[str]) -> Response[bytes]:
-    """Delete a stored reply; one that is made in the background is cancelled first."""
+    """Delete a stored reply; a reply in the background is cancelled first."""
     await service.background.cancel(response_id)
     service.stored_responses.delete(response_id)
     return json_response(Deleted(response_id))
@@ -144,7 +144,7 @@ class _Continues(msgspec.Struct):
 
 
 class _Background(msgspec.Struct):
-    """What a stored reply says of how it was made."""
+    """The fields of a stored reply that say how it was requested."""
 
     background: bool
 
@@ -152,7 +152,7 @@ class _Background(msgspec.Struct):
 async def _in_background(
     service: Service, reply: ResponsesReply, response_id: str, *, streams: bool
 ) -> Response[bytes] | Stream:
-    """Start the reply, and answer with its events or with its present state."""
+    """Start a reply in the background; answer with its events or its present state."""
     record = BackgroundReply(lambda: msgspec.json.encode(reply.present()), has_stream=streams)
     work = reply.in_background(record, streams=streams)
     await service.background.start(response_id, record, work)

@@ -67,7 +67,7 @@ ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
 
 class _Item(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Fields of items of earlier answers; they have no effect."""
+    """Fields of items from earlier answers; they have no effect."""
 
     id: str | None = None
     status: ItemStatus | None = None
@@ -83,7 +83,7 @@ class InputTextPart(
 class RefusalPart(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="refusal"
 ):
-    """What an earlier answer said when it refused; for the model it is a text like others."""
+    """A refusal in an earlier answer; the model sees it as text."""
 
     refusal: str
 
@@ -145,7 +145,7 @@ class ReasoningTextPart(
 class ReasoningItem(_Item, frozen=True, kw_only=True, tag_field="type", tag="reasoning"):
     summary: list[Any] = []
     content: list[ReasoningTextPart] | None = None
-    # Its text in the form of `encoded_reasoning`, for clients that send nothing else back.
+    # Its text in the form of `encoded_reasoning`, for clients that send back only this field.
     encrypted_content: str | None = None
 
 
@@ -210,7 +210,7 @@ class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     include_obfuscation: Literal[False] = False  # events are not padded
 
 
-# The last two have an effect. The others ask for parts of items that no reply has here.
+# The last two have an effect. The others ask for parts that no reply of this server has.
 Includable = Literal[
     "code_interpreter_call.outputs",
     "computer_call_output.output.image_url",
@@ -237,8 +237,8 @@ class PromptFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
-    # auto = the beginning of an input that is too long is cut off; else such an input is refused.
-    # The count is that of the whole input.
+    # auto = the beginning of an input that is too long is cut off; otherwise it is refused. The
+    # token count is that of the whole input.
     truncation: Literal["auto", "disabled"] | None = None
 
 
@@ -257,11 +257,11 @@ class ResponsesRequest(PromptFields, frozen=True, kw_only=True, forbid_unknown_f
     temperature: float | None = None
     top_p: float | None = None
     stream: bool | None = None
-    background: bool | None = None  # the reply is made while no client waits; needs the store
+    background: bool | None = None  # generate without an open connection; needs the store
     stream_options: StreamOptions | None = None
     include: list[Includable] | None = None
     top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)] | None = None
-    # These have no effect. The reply shows them, but `prompt_cache_options`.
+    # These have no effect. The reply shows them, except `prompt_cache_options`.
     max_tool_calls: Annotated[int, msgspec.Meta(ge=1)] | None = None  # of tools of the server
     metadata: Metadata | None = None
     prompt_cache_key: str | None = None

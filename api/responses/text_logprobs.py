@@ -11,9 +11,9 @@ __all__ = ("TextLogprobs",)
 
 
 class TextLogprobs:
-    """Hands out the entries of tokens with the text that they end up in.
+    """Assigns log-probabilities of tokens to the text of content blocks.
 
-    Text may be held back, so an entry waits for the next new text. Entries of tokens of reasoning
+    Text may be held back, so the entries of tokens wait for the next new text. Entries of reasoning
     and of calls are dropped.
 
     Args:
@@ -27,7 +27,7 @@ class TextLogprobs:
         self._of_block: dict[int, list[ChatTokenLogprob]] = {}
 
     def add(self, output: RequestOutput) -> None:
-        """Take the entries of an output's tokens; call it before `of_change`."""
+        """Add the entries of an output's tokens. Called before `of_change`."""
         if self._num_top is None or not output.new_token_ids:
             return
         assert output.logprobs is not None, "the engine reports what the request asked for"

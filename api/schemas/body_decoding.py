@@ -1,8 +1,8 @@
 """Decoding of a JSON body into a schema, with errors that name the field.
 
-A schema has exactly the fields that this server takes. A field that is known and not taken
-(`unsupported`) is refused by name, unless its value asks for nothing (`tools: []`, any null). Keys
-of chat messages that the server does not know are gathered for the chat template.
+A schema has exactly the supported fields. A known field that is not supported gets a 400 that names
+it, unless its value has no effect (`tools: []`, any null). Unknown keys of chat messages are passed
+to the chat template.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ def decode(body: bytes, schema: type[T], unsupported: Mapping[str, Unsupported] 
     """The body as `schema`.
 
     Args:
-        unsupported: the fields that the dialect knows and this server does not honour.
+        unsupported: the fields of the dialect that this server does not support.
 
     Raises:
-        InvalidRequestError: not JSON, not UTF-8, a wrong type, an unknown or unsupported field; the
-            text and `param` name the field.
+        InvalidRequestError: the body is not JSON in UTF-8, or a field has a wrong type, is unknown
+            or is not supported. The text and `param` name the field.
     """
     try:
         return msgspec.json.decode(body, type=schema)
@@ -57,7 +57,7 @@ def _decode_without_no_ops(
     unsupported: Mapping[str, Unsupported],
     first: msgspec.ValidationError,
 ) -> T:
-    """A second try, without nulls and the unsupported fields whose value asks for nothing."""
+    """Decode again without nulls and without unsupported fields whose values have no effect."""
     try:
         raw = msgspec.json.decode(body)
     except msgspec.ValidationError as error:  # JSON, but more than Python takes
@@ -85,7 +85,7 @@ def _decode_without_no_ops(
 def _message(
     message: Any, schema: type[msgspec.Struct], unsupported: Mapping[str, Unsupported]
 ) -> Any:
-    """One message without what asks for nothing, and with its keys for the template together."""
+    """One message without fields that have no effect, with its unknown keys gathered."""
     if not isinstance(message, dict):
         return message
     if not getattr(schema, "has_template_fields", False):

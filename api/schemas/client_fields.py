@@ -1,7 +1,7 @@
-"""Types of fields that clients send by default and that change no answer of a single server.
+"""Types of fields that clients send by default and that have no effect on this server's answers.
 
-They are checked as OpenAI checks them, and shown back where OpenAI shows them.
-docs/parameters.md lists them.
+They are checked as OpenAI checks them, and returned where OpenAI returns them. docs/parameters.md
+lists them.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ SafetyIdentifier = Annotated[str, msgspec.Meta(max_length=128)]
 """The caller's label of an end user."""
 
 ServiceTier = Literal["auto", "default", "flex", "scale", "priority", "fast", "ultrafast"]
-"""Wished class of service; there is one, `default`."""
+"""Requested class of service; there is one, `default`."""
 
 ServedTier = Literal["default"]
 
 Verbosity = Literal["low", "medium", "high"]
-"""Wished length of an answer; a variable of the chat template, where the template has it."""
+"""Requested length of an answer; a variable of the chat template, if the template has it."""
 
 PromptCacheRetention = Literal["in_memory", "in-memory", "24h"]
-"""How long OpenAI keeps a cached prompt; here blocks stay until others need their place."""
+"""How long OpenAI keeps a cached prompt; here a block is cached until its memory is needed."""
 
 
 class PromptCacheOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -66,5 +66,5 @@ class CacheControl(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def tier_of(wanted: ServiceTier | None) -> ServedTier | msgspec.UnsetType:
-    """The tier that an answer shows: OpenAI shows it where the request has the field."""
+    """The tier that an answer shows if the request has the field, as OpenAI does."""
     return msgspec.UNSET if wanted is None else "default"

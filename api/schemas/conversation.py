@@ -41,7 +41,7 @@ class TextPart(
 class RefusalPart(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="refusal"
 ):
-    """What an assistant said when it refused; for the model it is a text like others."""
+    """A refusal of an assistant; the model sees it as text."""
 
     refusal: str
 
@@ -73,7 +73,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     reasoning: str | None = None  # of an assistant, for templates that show it again
     reasoning_content: str | None = None  # the same under its other name
     refusal: str | None = None  # of an assistant, instead of content
-    # All other keys, for templates that use them. A client sends them beside the known ones.
+    # All other keys, for templates that use them. Clients send them on the same level.
     template_fields: dict[str, Any] | None = None
 
     @property
@@ -93,7 +93,7 @@ def with_gathered_keys(message: Mapping[str, Any], refused: Container[str]) -> d
     """The JSON of a message with its unknown keys in `template_fields`, nulls left out.
 
     Args:
-        refused: keys that stay where they are, so that the decoder refuses them.
+        refused: keys that are not gathered, so that the decoder refuses them.
     """
     kept: dict[str, Any] = {}
     others: dict[str, Any] = {}

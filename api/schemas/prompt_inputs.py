@@ -16,7 +16,7 @@ def read_inputs(
 
     Args:
         given: a text, token ids, or a list of either.
-        name: of the field, for error messages.
+        name: name of the field, for error messages.
 
     Raises:
         InvalidRequestError: there are none, or the two kinds are mixed.

@@ -93,7 +93,7 @@ _GUIDED = {
     "guided_choice": "choice",
     "guided_grammar": "grammar",
 }
-# What replaces the fields when a request gets another constraint.
+# Values of the fields when another constraint replaces them.
 NO_CONSTRAINT: dict[str, None] = dict.fromkeys(ConstraintFields.__struct_fields__)
 
 
@@ -107,7 +107,7 @@ def constraint_of(fields: ConstraintFields) -> StructuredOutputsParams | None:
     """The constraint of a request, None without one.
 
     Raises:
-        InvalidRequestError: there are two, or the one is not valid.
+        InvalidRequestError: there is more than one constraint, or it is not valid.
     """
     wanted = fields.response_format
     if isinstance(wanted, TextFormat):
@@ -157,7 +157,7 @@ def _guided(fields: ConstraintFields, name: str) -> StructuredOutputsParams:
 
 
 def _with_field(message: str, name: str) -> str:
-    """The message of an error with the name that the request has for the constraint."""
+    """The error's message with the request's field name of the constraint."""
     kind = _GUIDED.get(name)
     if kind is not None:
         message = message.replace(f"structured_outputs.{kind}", name)
@@ -167,11 +167,10 @@ def _with_field(message: str, name: str) -> str:
 def behind_reasoning(fields: ConstraintFields, form: AnswerForm) -> StructuredOutputsParams | None:
     """The request's constraint with reasoning allowed before it.
 
-    None where there is no constraint, the model does not reason, or the constraint allows it
-    already.
+    None if there is no constraint, the model does not reason, or the constraint allows reasoning.
 
     Raises:
-        InvalidRequestError: as `constraint_of`.
+        InvalidRequestError: `constraint_of` refuses the constraint.
     """
     wanted, markers = constraint_of(fields), form.reasoning
     if wanted is None or markers is None or wanted.preamble is not None:

@@ -1,4 +1,4 @@
-"""What several endpoints' answers report: token counts, and scores and offsets of the prompt."""
+"""Parts of answers that endpoints share: token counts, prompt log-probabilities, offsets."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class PromptLogprob(msgspec.Struct, frozen=True):
 
 
 TokenOffsets = list[Annotated[list[int], msgspec.Meta(min_length=2, max_length=2)]]
-"""Per prompt token the characters [begin, end) of the text; [0, 0] = it stands for none."""
+"""Per prompt token the characters [begin, end) of the text; [0, 0] = no characters."""
 
 
 PromptLogprobs = list[dict[str, PromptLogprob] | None]

@@ -37,7 +37,7 @@ def create_app(service: Service) -> Litestar:
         service.metrics.count_refusal(status_of(error))
 
     async def begin_reply(message: Message, scope: Scope) -> None:
-        """Count the response, and name the request in it for the logs of proxies and clients."""
+        """Count the response, and add the request id to its headers."""
         if message["type"] != "http.response.start":
             return
         template = scope.get("path_template") or "none"  # an unknown path must not become a label

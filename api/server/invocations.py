@@ -22,7 +22,7 @@ from ostinato.runtime.errors import InvalidRequestError
 
 __all__ = ("HANDLERS",)
 
-# The first field that a body has decides; as in vLLM, `input` is one of embeddings.
+# The first of these fields in a body decides the endpoint. As in vLLM, `input` means embeddings.
 _ENDPOINTS: dict[str, HTTPRouteHandler] = {
     "messages": chat_completions,
     "prompt": plain_completions,
@@ -61,8 +61,8 @@ async def invocations(request: HttpRequest, service: SharedService) -> Response[
         is_certain = False  # the endpoint says what is wrong
     if name is None and is_certain:
         raise InvalidRequestError(
-            f"the body has none of the fields {', '.join(_ENDPOINTS)}, one of which says what is"
-            " asked: a chat, a completion, an embedding, a ranking or a score",
+            f"the body has none of the fields {', '.join(_ENDPOINTS)}; send one, which decides"
+            " between a chat, a completion, an embedding, a ranking and a score",
             param="messages",
             code="missing_field",
         )

@@ -1,7 +1,7 @@
 """The web page at `/`, and the state of the engine at `/debug`.
 
 The page needs only files of this package. The Content-Security-Policy header forbids the browser to
-load anything else, so that text of a model can not become code.
+load other files, so that text of a model can not run code.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _INSPECT_S = 2.0
 
 
 class PageModel(msgspec.Struct, frozen=True):
-    """What the page's chat needs to know of the model."""
+    """Facts about the model for the page's chat."""
 
     name: str
     max_model_len: int

@@ -23,7 +23,7 @@ class Version(msgspec.Struct, frozen=True):
     """Of the server; how the model's layers run in a small step, and on what on a CPU."""
 
     version: str
-    layers: dict[str, int]  # by captured | fx | inductor | eager
+    layers: dict[str, int]  # captured | fx | inductor | eager
     isa: str  # instruction set of the CPU kernels; empty = none are used
 
 
@@ -42,7 +42,7 @@ class ModelList(msgspec.Struct, frozen=True, kw_only=True):
 
 @get_endpoint("/v1/models", answer=ModelList, errors={503: ErrorBody})
 async def models(service: SharedService) -> Response[bytes]:
-    """The one model that is served."""
+    """The served model."""
     return json_response(ModelList(data=[_card(service)]))
 
 

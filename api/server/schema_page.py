@@ -1,7 +1,6 @@
 """The page at `/schema`: the OpenAPI document as HTML.
 
-The page is complete in itself. It has no script, and it loads nothing, neither from this server nor
-from another host; its Content-Security-Policy makes the browser hold to that.
+The page has no script and loads no other file. Its Content-Security-Policy enforces that.
 """
 
 from __future__ import annotations
@@ -84,7 +83,7 @@ h1 { font-size: 1.4rem } h2 { font-size: 1rem; margin: .6rem 0 0 }
 
 
 class SchemaPage(OpenAPIRenderPlugin):
-    """Renders the document without the help of a script."""
+    """Renders the document as HTML without scripts."""
 
     def __init__(self) -> None:
         super().__init__(path="/")

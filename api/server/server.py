@@ -1,4 +1,4 @@
-"""`run serve`: the composition root of the API process.
+"""`run serve`: starts the engine process and the HTTP server, and ends both at a signal.
 
 It binds the port, then starts the engine process and the HTTP server in parallel. Requests get 503
 until the model is ready. On SIGTERM or SIGINT it takes no new requests, finishes the running ones,
@@ -87,11 +87,11 @@ async def _serve(
 
 
 class _Signals:
-    """SIGTERM and SIGINT, as long as its `with` block runs.
+    """Handles SIGTERM and SIGINT while its `with` block runs.
 
     Attributes:
-        first: is set by the first one.
-        second: is set by the second one.
+        first: set by the first signal.
+        second: set by the second signal.
         exit_code: of the process after the signals so far.
     """
 
@@ -119,12 +119,12 @@ class _Signals:
 
 
 class _Server:
-    """One run of the server: engine, HTTP server and shutdown.
+    """One run of the server: start, serve, shut down.
 
     Args:
         client: its engine process has been spawned.
-        service: of the client.
-        http: its application answers with the service.
+        service: the state that handlers share.
+        http: the HTTP server with its application.
         listener: bound and listening.
         signals: end the run.
         began: when this process was started, seconds of time.monotonic().
@@ -193,7 +193,7 @@ class _Server:
         await self._client.wait_until_ready(self._on_phase)
         self._service.admission.phase = None
         gc.collect()
-        gc.freeze()  # objects of the start-up stay; later collections skip them
+        gc.freeze()  # objects of the start-up are never freed, so collections skip them
         seconds = time.monotonic() - self._began
         self._client.startup_seconds["ready"] = seconds
         self._say(self._hints(seconds))
@@ -283,10 +283,7 @@ def _http_server(
 
 
 def _age_s() -> float:
-    """Seconds since the system started this process, the start of the interpreter included.
-
-    0 where the system does not report it.
-    """
+    """Seconds since the system started this process; 0 if the system does not report it."""
     try:
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
         started = int(fields[19]) / os.sysconf("SC_CLK_TCK")  # field 22, counted from the boot
@@ -296,7 +293,7 @@ def _age_s() -> float:
 
 
 def _listen(server: ServerConfig) -> socket.socket:
-    """A listening socket, bound before the model loads so that a port in use is reported early."""
+    """Bind and listen, before the model loads, so that a port in use is reported early."""
     family = socket.AF_INET6 if ":" in server.host else socket.AF_INET
     try:
         return socket.create_server((server.host, server.port), family=family, backlog=2048)
@@ -319,7 +316,7 @@ def _url(listener: socket.socket, scheme: str) -> str:
 
 
 def _check_tls(server: ServerConfig) -> None:
-    """Load the TLS files before anything else starts, so that a wrong one is reported at once."""
+    """Load the TLS files before the engine starts, so that a wrong one is reported at once."""
     if not server.tls_certificate:
         return
     try:

@@ -1,4 +1,4 @@
-"""Admission control: whether a new request is taken, and what the health endpoints answer."""
+"""Admission control: accepts or refuses new requests, and decides the answers of health checks."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ class EngineQueue(EngineSigns, Protocol):
 
 
 class Admission:
-    """Takes or refuses requests by the server's state and the length of the queue.
+    """Accepts or refuses requests by the server's state and the length of the queue.
 
     Args:
-        engine: read at each call.
+        engine: its state is read at each call.
         server: the limits.
 
     Attributes:
         phase: the start-up phase that runs; None once the engine serves.
-        is_draining: whether the server is shutting down and takes nothing new.
+        is_draining: whether the server is shutting down and refuses new requests.
     """
 
     def __init__(self, engine: EngineQueue, server: ServerConfig) -> None:
@@ -60,7 +60,7 @@ class Admission:
         return None if self.phase else health.liveness_problem(self._engine, self._server)
 
     def refusal(self) -> UnavailableError | None:
-        """Why a new request is refused, whatever the queue; None = it is not."""
+        """Why a new request is refused, apart from the queue's length; None = it is not."""
         if self.is_draining:
             return UnavailableError("the server is shutting down", code="shutting_down")
         if self.phase is not None:
@@ -112,7 +112,7 @@ class Admission:
         return UnavailableError(f"the engine is starting: {self.phase}", code="starting")
 
     def _queue_refusal(self, num_new_tokens: int = 0) -> OverloadedError | None:
-        """Why the queue has no room for a request with so many prompt tokens; None = it has.
+        """Why the queue has no room for a request with `num_new_tokens` prompt tokens, or None.
 
         An empty queue takes a request of any length.
         """
@@ -127,8 +127,7 @@ class Admission:
         return None
 
     def _full(self, text: str) -> OverloadedError:
-        # A request that came now would have its first token after so long: by then, the present
-        # queue is done.
+        # After the predicted TTFT of a new request, the present queue has been served.
         seconds = math.ceil(self._engine.stats.predicted_ttft_seconds)
         return OverloadedError(
             f"the queue is full: {text}; try again later",

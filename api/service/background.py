@@ -1,4 +1,4 @@
-"""Replies that are made while no client waits for them (`background` of `/v1/responses`)."""
+"""Replies that are generated without an open connection (`background` of `/v1/responses`)."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ MAX_RUNNING = 1024
 
 
 class BackgroundReply:
-    """One reply in the making.
+    """One unfinished or finished reply.
 
     Args:
-        present: gives the body of the reply as it is now.
+        present: returns the current body of the reply.
         has_stream: whether there are events.
 
     Attributes:
         present: as given.
         has_stream: as given.
-        events: of its stream so far, as they are sent; empty for a reply without a stream.
+        events: the encoded events of its stream so far; empty for a reply without a stream.
     """
 
     def __init__(self, present: Callable[[], bytes], *, has_stream: bool) -> None:
@@ -31,11 +31,11 @@ class BackgroundReply:
         self.has_stream = has_stream
         self.events: list[bytes] = []
         self._is_done = False
-        self._news = asyncio.Event()
+        self._changed = asyncio.Event()
 
     @classmethod
     def ended(cls, response: bytes, events: Sequence[bytes]) -> Self:
-        """One that was stored."""
+        """A finished reply from the store."""
         reply = cls(lambda: response, has_stream=bool(events))
         reply.events.extend(events)
         reply.end()
@@ -47,39 +47,39 @@ class BackgroundReply:
         self._wake()
 
     def end(self) -> None:
-        """No event will follow."""
+        """Mark the stream as complete."""
         self._is_done = True
         self._wake()
 
     async def follow(self, after: int = -1) -> AsyncGenerator[bytes, None]:
-        """The events behind the one with that number, those that are to come too."""
+        """Yield the events after number `after`, and wait for new ones until the stream ends."""
         position = after + 1
         while True:
-            news = self._news
+            changed = self._changed
             while position < len(self.events):
                 yield self.events[position]
                 position += 1
             if self._is_done:
                 return
-            await news.wait()
+            await changed.wait()
 
     def _wake(self) -> None:
-        news, self._news = self._news, asyncio.Event()
-        news.set()
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
 
 
 class BackgroundReplies:
-    """The replies that are in the making, by their ids."""
+    """The unfinished replies, by their ids."""
 
     def __init__(self) -> None:
         self._running: dict[str, tuple[BackgroundReply, asyncio.Task[None]]] = {}
 
     def check(self) -> None:
-        """Raises OverloadedError when no further reply can be taken."""
+        """Raises OverloadedError when the limit of unfinished replies is reached."""
         if len(self._running) >= MAX_RUNNING:
             raise OverloadedError(
-                f"{len(self._running)} replies are made in the background, which is the most;"
-                " wait for one to end",
+                f"{len(self._running)} replies are being made in the background, which is the"
+                " limit; wait for one to end",
                 code="too_many_requests",
                 retry_after_s=5,
             )
@@ -87,10 +87,10 @@ class BackgroundReplies:
     async def start(
         self, reply_id: str, reply: BackgroundReply, work: Coroutine[Any, Any, None]
     ) -> None:
-        """Make the reply in a task of its own.
+        """Generate the reply in a task of its own.
 
         Args:
-            work: it ends when the reply does; cancelling it ends the reply.
+            work: generates the reply; cancelling it ends the reply.
         """
 
         async def run() -> None:
@@ -101,16 +101,16 @@ class BackgroundReplies:
                 reply.end()
 
         self._running[reply_id] = reply, asyncio.create_task(run())
-        # The task takes its first step: cancelled before that, it would skip its clean-up.
+        # Let the task begin. If it were cancelled before, its clean-up would be skipped.
         await asyncio.sleep(0)
 
     def get(self, reply_id: str) -> BackgroundReply | None:
-        """The reply while it is made; None before and after that."""
+        """The unfinished reply with this id, or None."""
         found = self._running.get(reply_id)
         return None if found is None else found[0]
 
     async def cancel(self, reply_id: str) -> None:
-        """End a reply and wait for its end; does nothing for one that is not made now."""
+        """Cancel a reply and wait for its end. Does nothing if it is not running."""
         found = self._running.get(reply_id)
         if found is not None:
             found[1].cancel()

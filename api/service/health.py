@@ -1,7 +1,7 @@
 """Health of the engine, for `/live`, `/ready` and `/health`.
 
-The engine reports every step, every idle beat and the predicted time of a long step. An engine that
-stays silent for longer is treated as hung. docs/reliability.md has the table of answers.
+The engine reports every step, an idle heartbeat and the predicted time of a long step. An engine
+that is silent for longer is treated as hung. docs/reliability.md has the table of answers.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ("EngineSigns", "death", "engine_problem", "liveness_problem", "unread
 
 
 class EngineSigns(Protocol):
-    """State of the engine as its client knows it."""
+    """The engine's state, as its client knows it."""
 
     @property
     def is_alive(self) -> bool: ...
@@ -78,7 +78,7 @@ def _silence(engine: EngineSigns, server: ServerConfig) -> str | None:
     if engine.seconds_overdue <= limit:
         return None
     return (
-        f"no step and no idle beat of the engine for {engine.seconds_since_step:.0f} s, more than"
-        f" server.health_timeout_s={limit:g} beyond what a step should take;"
+        f"no step and no heartbeat of the engine for {engine.seconds_since_step:.0f} s, which is"
+        f" server.health_timeout_s={limit:g} more than the predicted time of its step;"
         f" {engine.num_unfinished} sequences wait"
     )

@@ -1,4 +1,4 @@
-"""What replies of all dialects keep: id, options, token counts, joined outputs."""
+"""State that replies of all dialects have: id, options, token counts, joined outputs."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Tally:
 
     @classmethod
     def of(cls, generations: Iterable[Generation]) -> Self:
-        """For the reply to these prompts."""
+        """The counts at the beginning of the reply to these prompts."""
         return cls(sum(len(one.prompt_token_ids) for one in generations))
 
     def __init__(self, num_prompt_tokens: int) -> None:

@@ -37,7 +37,7 @@ __all__ = ("Generator", "IndexedOutput", "RequestRunner")
 
 T = TypeVar("T")
 _MAX_GRAMMAR_CHARACTERS = 64 << 20  # of all sequences of one request, each of which has its own
-_AT_ONCE = 8  # prompts of one request that are begun before other requests have their turn
+_AT_ONCE = 8  # prompts of one request that are started before other tasks run
 
 IndexedOutput = tuple[int, RequestOutput]  # (index of the prompt, one output for it)
 # A client's `generate` is a generator: closing it aborts the request.
@@ -45,7 +45,7 @@ Outputs = AsyncGenerator[RequestOutput, None]
 
 
 class Generator(Protocol):
-    """What requests need of `runtime.client.EngineClient`."""
+    """The part of `runtime.client.EngineClient` that requests need."""
 
     async def compile_grammar(self, constraint: StructuredOutputsParams) -> str: ...
 
@@ -100,7 +100,7 @@ class RequestRunner:
         generations: Sequence[Generation],
         context: RequestContext,
     ) -> None:
-        """Check what only the engine's client can check; call it before the answer begins.
+        """Make the grammars and check the limits. Called before the response begins.
 
         Args:
             constraint_field: the field of the request that a constraint comes from.
@@ -268,7 +268,7 @@ async def _all_in_time(
 
 
 async def _started(work: Iterable[Coroutine[Any, Any, T]]) -> AsyncGenerator[asyncio.Task[T], None]:
-    """Tasks for much work; others have their turn after every few."""
+    """Start tasks for many coroutines; other tasks run after every few."""
     for number, one in enumerate(work, 1):
         yield asyncio.create_task(one)
         if number % _AT_ONCE == 0:
@@ -276,7 +276,7 @@ async def _started(work: Iterable[Coroutine[Any, Any, T]]) -> AsyncGenerator[asy
 
 
 async def _cancel(tasks: Sequence[asyncio.Task[Any]]) -> None:
-    """Cancel and await tasks; others have their turn after every few."""
+    """Cancel and await many tasks; other tasks run after every few."""
     for begin in range(0, len(tasks), _AT_ONCE):
         some = tasks[begin : begin + _AT_ONCE]
         for task in some:
@@ -285,7 +285,7 @@ async def _cancel(tasks: Sequence[asyncio.Task[Any]]) -> None:
 
 
 def _arguments(one: Generation, context: RequestContext) -> dict[str, Any]:
-    """What `Generator.generate` is called with."""
+    """The arguments of `Generator.generate`."""
     times_ms = [ms for ms in (one.deadline_ms, context.timeout_ms) if ms is not None]
     return {
         "request_id": one.request_id,
@@ -302,7 +302,7 @@ def _arguments(one: Generation, context: RequestContext) -> dict[str, Any]:
 async def _merged(
     client: Generator, generations: Sequence[Generation], context: RequestContext
 ) -> AsyncGenerator[IndexedOutput, None]:
-    """Outputs of several prompts in the order in which they come."""
+    """Outputs of several prompts in the order of their arrival."""
     queue: asyncio.Queue[IndexedOutput | Exception | None] = asyncio.Queue()
 
     async def pump(prompt_index: int) -> None:
@@ -312,7 +312,7 @@ async def _merged(
                 async for output in outputs:
                     queue.put_nowait((prompt_index, output))
             queue.put_nowait(None)
-        except Exception as error:  # handed over to the reader, which raises it
+        except Exception as error:  # the reader raises it
             queue.put_nowait(error)
 
     tasks: list[asyncio.Task[None]] = []

@@ -1,4 +1,4 @@
-"""Timing of one request: measured while it runs, then counted, logged and traced once."""
+"""Times of one request, for metrics, its log line and its trace."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ class _Completion:
 
 
 class RequestStats:
-    """Timing of one request; `close` ends it, once.
+    """Times of one request. `close` is called once, at its end.
 
     Args:
         sinks: where the stats go.
         reply_id: the id that the client sees.
-        prompts: token ids of each.
-        context: of the HTTP request.
-        sampling: of each prompt; None = a request for vectors.
+        prompts: token ids of each prompt.
+        context: the context of the HTTP request.
+        sampling: parameters of each prompt; None = a request for vectors.
     """
 
     def __init__(
@@ -209,7 +209,7 @@ class RequestStats:
         if self._context.endpoint:
             fields["endpoint"] = self._context.endpoint
         name = self._context.request_id
-        if name and not self._reply_id.endswith(name):  # replies that have ids of their own
+        if name and not self._reply_id.endswith(name):  # a reply id without the request id
             fields["x_request_id"] = name
         return fields
 

@@ -1,4 +1,4 @@
-"""Store for `previous_response_id`: replies in memory, up to a limit; the oldest are dropped."""
+"""Stores replies of `/v1/responses` in memory, for `previous_response_id`; drops the oldest."""
 
 from __future__ import annotations
 

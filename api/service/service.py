@@ -1,4 +1,4 @@
-"""The state of one API server, which every handler gets: engine client, admission, metrics."""
+"""`Service`: the state of one API server that every handler gets: client, admission, metrics."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ("Client", "Service")
 
 
 class Client(EngineView, EngineQueue, TextSource, Generator, Protocol):
-    """What the API needs of `runtime.client.EngineClient`."""
+    """The part of `runtime.client.EngineClient` that the API needs."""
 
     model: ServedModel
 
@@ -43,18 +43,18 @@ class Service:
     """One server's state.
 
     Args:
-        client: not necessarily started yet.
+        client: the engine's client, which may not have started yet.
         server: limits and time-outs.
         sampling: defaults for parameters that a request leaves out.
 
     Attributes:
-        admission: whether a new request is taken, and the state of the server's life.
+        admission: accepts or refuses requests, and knows whether the server starts or ends.
         preparer: decodes bodies and makes prompts and parameters of them.
         encoder: has the tokenizer.
         runner: runs requests in the engine.
-        metrics: what `/metrics` shows.
+        metrics: the metrics of `/metrics`.
         stored_responses: replies of `/v1/responses` that later requests may continue.
-        background: replies of `/v1/responses` that are made while no client waits.
+        background: replies of `/v1/responses` that are generated without an open connection.
     """
 
     def __init__(self, client: Client, server: ServerConfig, sampling: SamplingSection) -> None:

@@ -19,8 +19,8 @@ class StreamInterval(Generic[T]):
     is held back. Between them a chunk has `num_tokens` tokens.
 
     Args:
-        num_tokens: of a chunk; 1 = every output is sent at once.
-        join: several items of one completion as one.
+        num_tokens: tokens of a chunk; 1 = every output is sent at once.
+        join: joins several items of one completion.
     """
 
     def __init__(self, num_tokens: int, join: Callable[[list[T]], T]) -> None:
@@ -30,12 +30,12 @@ class StreamInterval(Generic[T]):
         self._num_held_tokens: dict[Hashable, int] = {}
 
     def add(self, completion: Hashable, output: RequestOutput, item: T) -> T | None:
-        """What to send now; None = the item is held back.
+        """The item to send now; None = the item is held back.
 
         Args:
             completion: identifies the completion.
             output: the output of the engine that `item` was made from.
-            item: what would be sent."""
+            item: the item for this output."""
         if self._num_tokens == 1:
             return item
         held = self._held.get(completion)

@@ -40,15 +40,15 @@ _KINDS = {
 
 
 def bench(config: RunConfig, overrides: Sequence[str] = (), config_dir: str | None = None) -> int:
-    """Measure what `bench.kind` says; 1 when not a single figure came of it.
+    """Run the measurement of `bench.kind`; returns 1 if no point was measured, else 0.
 
     Args:
-        config: what was asked for.
-        overrides: the words that made it, which `compare` adds to.
-        config_dir: where more options are.
+        config: the configuration.
+        overrides: the overrides that it was made from; `compare` adds to them.
+        config_dir: a directory with further options.
 
     Raises:
-        ConfigError: what is asked for can not be measured.
+        ConfigError: the measurement is not possible with these settings.
         StartupError: an engine can not start.
     """
     path = output_path(config.bench.output, config.bench.kind.value)
@@ -59,7 +59,7 @@ def bench(config: RunConfig, overrides: Sequence[str] = (), config_dir: str | No
 
 
 def measure_kind(config: RunConfig, context: BenchContext) -> Record:
-    """The result of one kind, not yet written."""
+    """Run the measurement of one kind; returns its record."""
     module, _, name = _KINDS[config.bench.kind].partition(":")
     function = getattr(import_module(f"ostinato.benchmarks.bench.{module}"), name)
     try:
@@ -69,7 +69,7 @@ def measure_kind(config: RunConfig, context: BenchContext) -> Record:
 
 
 def finish(record: Record, config: RunConfig, path: Path) -> int:
-    """Write, append, print and draw a result; the exit code."""
+    """Write, append, print and plot a record; returns the exit code."""
     write_record(record, path)
     if config.bench.append:
         append_record(record, expand_user(config.bench.append))

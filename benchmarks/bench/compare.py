@@ -1,12 +1,12 @@
-"""`run bench compare`: engines in turns in one run, as ratios with confidence intervals.
+"""`run bench compare`: measures engines in turns; prints ratios with confidence intervals.
 
     run bench compare 'bench.engines=["", "graphs.mode=eager"]' load.concurrency=[4]
     run bench compare 'bench.engines=["", "http://127.0.0.1:8001"]' bench.repeats=5
 
-An entry is further configuration for a server of ours, or the URL of any OpenAI-compatible one. All
-are up at the same time and take turns within each round, in an order that changes; a ratio is
-within a round, so that a change of the machine's state hits both sides of it. Intervals: bootstrap
-over rounds, 95 %.
+An entry is a list of overrides for a server of this engine, or the URL of any OpenAI-compatible
+server. All servers run at the same time and take turns within each round, in a changing order. A
+ratio compares measurements of one round, so a change of the machine's state affects both. The 95 %
+intervals are bootstrap intervals over the rounds.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def compare(config: RunConfig, context: BenchContext) -> Record:
     """Measure all engines at every point of `load`; the first is the reference of the ratios.
 
     Raises:
-        ConfigError: fewer than two engines, or one of them can not be.
-        StartupError: a server of ours can not start.
+        ConfigError: there are fewer than two engines, or an entry is not valid.
+        StartupError: a server can not start.
     """
     engines = [_engine(spec, context) for spec in config.bench.engines]
     if len(engines) < 2:
@@ -84,7 +84,7 @@ def compare(config: RunConfig, context: BenchContext) -> Record:
             results += _points(engines, point, runs)
     names = [engine.name for engine in engines]
     if config.bench.repeats < 3:
-        notes.append("fewer than three rounds: intervals say little (bench.repeats)")
+        notes.append("with fewer than three rounds intervals mean little (bench.repeats)")
     return Record(
         kind=config.bench.kind.value,
         conditions=conditions_of(config, engines=names, reference=names[0], ids_shift=shift),
@@ -126,7 +126,7 @@ def _points(
 
 
 def ratios(ours: Sequence[Point], reference: Sequence[Point]) -> dict[str, dict[str, float]]:
-    """metric -> ratio to the reference and its interval, over rounds in which both succeeded."""
+    """{metric: ratio to the reference and its interval}, over rounds in which both succeeded."""
     found: dict[str, dict[str, float]] = {}
     for name in COMPARED:
         pairs = [

@@ -1,4 +1,4 @@
-"""What a measurement receives besides the configuration: a progress display, and engines."""
+"""`BenchContext`: gives a measurement a progress display, overrides and engines."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class BenchContext:
     """One run of `run bench`.
 
     Args:
-        overrides: the words that made the configuration.
-        config_dir: where more options are.
+        overrides: the overrides that the configuration was made from.
+        config_dir: a directory with further options.
         model_cache: keeps the model between points of a sweep; None = each engine loads its own.
         quiet: print no progress, because the caller shows its own.
     """
@@ -41,7 +41,7 @@ class BenchContext:
         self._shows = not quiet and sys.stderr.isatty()
 
     def show(self, text: str) -> None:
-        """What is being done, on standard error when that is a terminal; empty = nothing."""
+        """Show a progress text on standard error if that is a terminal; empty = remove it."""
         if self._shows:
             sys.stderr.write(f"\r\x1b[K{text}")
             sys.stderr.flush()
@@ -58,7 +58,7 @@ class BenchContext:
         """An engine in this process, whose steps `observer` sees.
 
         Raises:
-            StartupError: it can not start.
+            StartupError: the engine can not start.
         """
         from ostinato.runtime.llm import LLM
 

@@ -2,9 +2,9 @@
 
     run bench determinism workload=random workload.num_requests=32
 
-Every request runs alone first, then together with all others, in another order, and from the prefix
-cache; each time greedily and with seeded sampling. The result counts the answers that are equal,
-token for token.
+Every request runs alone first, then together with all others, then in another order, then from the
+prefix cache. Each is done greedily and with seeded sampling. The result counts the answers with
+equal tokens.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from ostinato.runtime.types.params import SamplingParams
 
 __all__ = ("determinism",)
 
-Answers = dict[int, list[int]]  # place of the request -> its tokens
+Answers = dict[int, list[int]]  # {index of the request: its tokens}
 
 
 def determinism(config: RunConfig, context: BenchContext) -> Record:
-    """Compare every request alone with itself in company.
+    """Compare the answer to every request alone with its answers in batches.
 
     Raises:
         ConfigError: the workload is missing, malformed, or not for this model.

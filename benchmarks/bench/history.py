@@ -1,11 +1,11 @@
-"""`run bench history`: results of several runs or commits beside each other.
+"""`run bench history`: compares results of several runs or commits.
 
     run bench serve load.concurrency=[8] bench.append=history.jsonl      # now and then
     run bench history bench.files=[history.jsonl]
 
-Points of one kind, model, workload and number of threads with the same parameters stand one below
-the other; each figure is shown with its change from the first. What else differs between their
-configurations is in the notes.
+Points with the same kind, model, workload, number of threads and parameters are printed one below
+the other, each figure with its change from the first. The notes list other differences between
+their configurations.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def history(config: RunConfig, context: BenchContext) -> Record:
     """Every point of every result, oldest first, labelled with its commit and time.
 
     Raises:
-        ConfigError: no file, or one that is no result.
+        ConfigError: a file does not exist or is not a result.
     """
     paths = [
         Path(found)
@@ -71,7 +71,7 @@ def history(config: RunConfig, context: BenchContext) -> Record:
 
 
 def _what(record: Record) -> dict[str, object]:
-    """What must be alike for figures to be compared."""
+    """The facts that must be equal for figures to be compared."""
     conditions = record.conditions
     workload = conditions["config"].get("workload")
     return {"model": conditions["model"], "threads": conditions["threads"], "workload": workload}
@@ -83,14 +83,14 @@ def _identity(point: Point) -> str:
 
 
 def _differences(records: Sequence[Record]) -> list[str]:
-    """For each result what its configuration has that the first of the same kind has not."""
+    """For each result, the settings that differ from the first result of the same kind."""
     first: dict[str, dict[str, object]] = {}
     notes: list[str] = []
     for record in records:
         config = dict(_leaves(record.conditions["config"]))
         key = json.dumps([record.kind, _what(record)], sort_keys=True)
         reference = first.setdefault(key, config)
-        # A key that only one of the commits has says nothing about how it was run.
+        # A key that only one of the commits has is not a difference between the runs.
         changed = [name for name in config if reference.get(name, config[name]) != config[name]]
         if changed:
             pairs = [f"{name}={config[name]} (was {reference[name]})" for name in changed]
@@ -112,7 +112,7 @@ def _leaves(section: Mapping[str, object], prefix: str = "") -> Iterator[tuple[s
 
 
 def _add_changes(points: list[Point]) -> None:
-    """Put into each point how its figures relate to the first one's with the same identity."""
+    """Add to each point the changes of its figures from the first point with the same identity."""
     first: dict[str, Point] = {}
     for point in points:
         reference = first.setdefault(_identity(point), point)

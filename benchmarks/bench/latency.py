@@ -2,7 +2,8 @@
 
     run bench latency bench.batch_sizes=[1,8] bench.input_lens=[128,1024] bench.output_lens=[1,64]
 
-All requests of a batch are sent at once; each repetition has other ids and an empty prefix cache.
+All requests of a batch are sent at once. Each repetition has other token ids and an empty prefix
+cache.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ __all__ = ("latency",)
 
 
 def latency(config: RunConfig, context: BenchContext) -> Record:
-    """Measure every point of the grid that the context holds, in turns.
+    """Measure every point of the grid that fits into the model's context, in turns.
 
     Raises:
-        ConfigError: none of them does.
+        ConfigError: no point fits.
         StartupError: the engine can not start.
     """
     section = config.bench

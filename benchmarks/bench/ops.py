@@ -1,10 +1,10 @@
-"""`run bench ops`: the kernels of the configured model against what this machine can do.
+"""`run bench ops`: times the kernels of the configured model against the machine's roofline.
 
     run bench ops model=qwen3-0.6b model.load_format=dummy bench.batch_sizes=[1,8,64]
 
-Each kernel runs on copies of its data that exceed the caches, as in a model's layers. Its share of
-the roofline is the least time (bytes at the measured read bandwidth, operations at the measured
-matrix rate, whichever is more) over the median of the calls.
+Each kernel runs on copies of its data that together exceed the caches, as the layers of a model do.
+Its share of the roofline is the least possible time over the median of the calls. The least time is
+the larger of bytes / measured read bandwidth and operations / measured matrix rate.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class _Case(NamedTuple):
 
     name: str
     size: str
-    calls: list[Callable[[], object]]  # on different copies, taken in turns
-    num_bytes: int  # that one call must move
-    num_flop: int  # that one call must do
+    calls: list[Callable[[], object]]  # calls on different copies, made in turns
+    num_bytes: int  # bytes that one call must move
+    num_flop: int  # operations of one call
 
 
 def ops(config: RunConfig, context: BenchContext) -> Record:
@@ -68,7 +68,7 @@ def ops(config: RunConfig, context: BenchContext) -> Record:
             timed.append(
                 (case._replace(calls=[]), _time(case, device, _SECONDS * config.bench.repeats))
             )
-    # The machine's state may have changed meanwhile: its better one is what kernels are held to.
+    # The machine's state may have changed meanwhile. Kernels are compared with the better rates.
     after = machine_of(device, source.dtype)
     machine = Machine(
         copy_bytes_s=max(before.copy_bytes_s, after.copy_bytes_s),
@@ -98,7 +98,7 @@ def _load_native() -> None:
 
 
 def _time(case: _Case, device: torch.device, seconds: float) -> list[float]:
-    """Seconds of each call, for so long."""
+    """Call for `seconds`; returns the seconds of each call."""
     for call in case.calls[:3]:
         call()
     times: list[float] = []
@@ -155,7 +155,7 @@ def _cases(config: RunConfig, source: ModelSource, device: torch.device) -> Iter
         config.graphs.attention.value, source.attention_spec(config.cache.block_size)
     )
     if isinstance(load_backend(backend), PlannedBackend):
-        return  # it needs an engine around it to plan its steps
+        return  # a backend that plans its steps needs an engine
     for batch in config.bench.batch_sizes:
         for context in config.bench.input_lens:
             yield _attention_case(config, source, backend, [(1, context)] * batch)
@@ -216,7 +216,7 @@ def _elementwise_cases(
 def _attention_case(
     config: RunConfig, source: ModelSource, backend: str, lengths: list[tuple[int, int]]
 ) -> _Case:
-    """Sequences of (new tokens, context with them), each with blocks of its own."""
+    """Attention over sequences of (new tokens, context with them), each with its own blocks."""
     model, dtype, device = source.config, source.dtype, source.device
     size = config.cache.block_size
     counts = [-(-context // size) for _, context in lengths]

@@ -1,9 +1,9 @@
-"""`run bench prefix`: measures what prefix caching saves.
+"""`run bench prefix`: measures the time that prefix caching saves.
 
     run bench prefix bench.shares=[0,0.5,0.9] workload.input_len=512
 
-For each share of a prompt that is common to all requests: one request with a cold cache, one that
-finds the prefix cached, and a batch of requests on an empty cache.
+For each share of the prompt that all requests have in common, three cases are measured: one request
+with an empty cache, one whose prefix is cached, and a batch of requests with an empty cache.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def _measure_share(
     count: int,
     config: RunConfig,
 ) -> tuple[Measurement, Measurement, Measurement]:
-    """(a request with a cold cache, one after it, a batch from an empty cache)."""
+    """(a request with an empty cache, one with a cached prefix, a batch with an empty cache)."""
     work, vocabulary = config.workload, range(engine.llm.model.vocab_size)
     shared = int(share * work.input_len)
 

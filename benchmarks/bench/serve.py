@@ -1,11 +1,11 @@
-"""`run bench serve`: a server under load, over HTTP: ours as configured, or any at `load.url`.
+"""`run bench serve`: measures a server under load over HTTP: this engine's, or one at `load.url`.
 
     run bench serve load.rates=[1,2,4] slo.ttft_ms=300 slo.itl_ms=25
     run bench serve load.concurrency=[1,8,32] load.url=http://127.0.0.1:8001
     run bench serve workload=trace workload.path=trace.jsonl
 
-Each rate and each concurrency is one point. Points send different ids, so that none finds another's
-prompts in the prefix cache.
+Each rate and each concurrency is one point. Points send different token ids, so that the prompts of
+one are not in the prefix cache for another.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def serve(config: RunConfig, context: BenchContext) -> Record:
     """Measure every point of `load`.
 
     Raises:
-        ConfigError: the workload or the load can not be.
-        StartupError: our server can not start.
+        ConfigError: the workload or the load is not valid.
+        StartupError: the server can not start.
     """
     points = load_points(config.load)
     facts = model_facts(config)
@@ -74,7 +74,7 @@ def serve(config: RunConfig, context: BenchContext) -> Record:
 
 
 def workload_of(config: RunConfig, facts: ModelFacts) -> tuple[Part, list[str]]:
-    """The requests to send, and what was changed for the model's context.
+    """The requests to send, and notes on those changed to fit the model's context.
 
     Raises:
         ConfigError: the workload is missing, malformed or does not fit.
@@ -93,8 +93,8 @@ def workload_of(config: RunConfig, facts: ModelFacts) -> tuple[Part, list[str]]:
 def first_shift(config: RunConfig, *, stays_up: bool) -> int:
     """The number of the first measurement, which shifts the ids that it sends.
 
-    A server that stays up remembers the prompts of an earlier `run bench`, so that drawn ones begin
-    anywhere; those of a file are sent as they are.
+    A server that keeps running may have cached the prompts of an earlier `run bench`. So the number
+    is random for random prompts. Prompts of a file are sent unchanged.
     """
     return secrets.randbelow(_SHIFTS) if stays_up and _is_drawn(config) else 0
 
@@ -114,13 +114,13 @@ class LoadRunner:
     count: int = 0
 
     def measure(self, target: Target, point: LoadPoint) -> tuple[Point, list[str]]:
-        """One measurement of one point; its figures and warnings."""
+        """Measure one point once; returns the point and warnings."""
         load, bench = self.config.load, self.config.bench
         as_ids = (
             load.prompt_format is PromptFormat.ids and load.endpoint is RequestEndpoint.completions
         )
         part = self.part
-        if as_ids or _is_drawn(self.config):  # shifted ids of a text would be another text
+        if as_ids or _is_drawn(self.config):  # the ids of a text can not be shifted
             part = part.rotated(self.count, self.facts.vocab_size)
         tokenizer = self.facts.tokenizer
         job = make_job(
@@ -169,7 +169,7 @@ class LoadRunner:
 
 
 def merge_runs(runs: Sequence[Point]) -> Point:
-    """Several measurements of a point as one: medians of the figures, details of the last."""
+    """Merge several measurements of a point: medians of the figures, details of the last."""
     if len(runs) == 1:
         return runs[0]
     last = runs[-1]

@@ -1,11 +1,12 @@
-"""`run bench startup`: how long `run serve` takes until it serves, cold and warm.
+"""`run bench startup`: measures the time that `run serve` takes to start, cold and warm.
 
     run bench startup
     run bench startup model=qwen3-0.6b model.load_format=dummy bench.repeats=5
 
-Real server processes. Cold has an empty cache directory: kernels are built, programs traced and
-compiled. Warm finds the bundle of the cold start. Both end with the first token of a request. The
-operating system's file cache is warm in both; the first import of torch after a boot takes longer.
+It starts real server processes. A cold start has an empty cache directory, so it builds kernels and
+traces and compiles programs. A warm start uses the bundle of the cold one. Both are measured until
+the first token of a request. The operating system's file cache is warm in both; the first import of
+torch after a boot takes longer.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _READY = "ready"
 
 
 def startup(config: RunConfig, context: BenchContext) -> Record:
-    """Start a server `bench.repeats` times cold and as often warm.
+    """Start a server `bench.repeats` times cold and `bench.repeats` times warm.
 
     Raises:
         StartupError: a server did not start; the text has the end of its log.

@@ -1,11 +1,11 @@
-"""`run bench throughput`, and plain `run bench`: the engine in this process, on token ids.
+"""`run bench throughput` or `run bench`: measures the engine in this process, on token ids.
 
     run bench model=llama-45m
     run bench throughput workload=random workload.input_len=512 bench.repeats=5
 
-All requests of a part are sent at once; a part of one request is one stream, whose decode rate and
-first token are reported. Everything is greedy and runs past end-of-sequence tokens; the number of
-tokens is checked. Each repetition begins with an empty prefix cache.
+All requests of a part are sent at once. For a part of one request, the decode rate and the time to
+first token are reported too. Requests are greedy and ignore end-of-sequence tokens, and the number
+of output tokens is checked. Each repetition begins with an empty prefix cache.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ class Measurement:
     seconds: float  # until the last token of all requests
     num_prompt_tokens: int
     num_output_tokens: int
-    num_cached_tokens: int  # prompt tokens that the prefix cache had
-    first_token_s: float | None  # of a single request
-    decode_tok_s: float | None  # of a single request: (n - 1) tokens after the first
-    counters: dict[str, Metric]  # of the engine, over this repetition
-    roofline_share: float  # least possible seconds of the steps, of those that they took
-    bandwidth_gb_s: float  # of a memory read just before
-    other_cpu: float  # share of the cores that other programs had
-    joules: float | None  # of the GPUs
+    num_cached_tokens: int  # prompt tokens found in the prefix cache
+    first_token_s: float | None  # TTFT, for a single request
+    decode_tok_s: float | None  # rate of the tokens after the first, for a single request
+    counters: dict[str, Metric]  # growth of the engine's counters
+    roofline_share: float  # least possible seconds of the steps over their seconds
+    bandwidth_gb_s: float  # memory read bandwidth just before
+    other_cpu: float  # share of the cores that other programs used
+    joules: float | None  # energy of the GPUs
     steps: dict[str, list[float]]  # columns
 
 
@@ -76,7 +76,7 @@ def throughput(config: RunConfig, context: BenchContext) -> Record:
             vocab_size=llm.model.vocab_size,
         )
         found: dict[str, list[Measurement]] = {part.name: [] for part in parts}
-        # The parts take turns: a change of the machine's state does not hit one of them alone.
+        # The parts take turns, so that a change of the machine's state affects all of them.
         for number in range(section.warmup + section.repeats):
             for part in parts:
                 context.show(
@@ -106,7 +106,7 @@ def throughput(config: RunConfig, context: BenchContext) -> Record:
 
 @dataclasses.dataclass(slots=True)
 class EngineUnderTest:
-    """An engine, and what the machine was measured to do before it was built."""
+    """An engine, and the rates of the machine, measured before the engine was built."""
 
     llm: LLM
     log: StepLog
@@ -116,7 +116,7 @@ class EngineUnderTest:
     ready_s: float
 
     def conditions(self) -> dict[str, Any]:
-        """What belongs beside figures of this engine."""
+        """The conditions to report with figures of this engine."""
         model, stats = self.llm.model, self.llm.stats()
         return {
             "model": model.name,
@@ -136,7 +136,7 @@ class EngineUnderTest:
 
 
 def start_engine(config: RunConfig, context: BenchContext) -> EngineUnderTest:
-    """Measure the machine, build the engine.
+    """Measure the machine and build the engine.
 
     Raises:
         StartupError: the engine can not start.
@@ -153,7 +153,7 @@ def start_engine(config: RunConfig, context: BenchContext) -> EngineUnderTest:
 
 
 def measure(engine: EngineUnderTest, part: Part, *, reset: bool = True) -> Measurement:
-    """One repetition; from an empty prefix cache unless `reset` is off.
+    """Measure one repetition, with an empty prefix cache unless `reset` is off.
 
     Raises:
         EngineError: a request ended early or with an error.
@@ -216,7 +216,7 @@ def _stream_one(llm: LLM, item: WorkItem) -> tuple[float, int]:
 
 
 def _generate_all(llm: LLM, part: Part) -> int:
-    """Cached prompt tokens of requests that are sent at once, one turn after the other."""
+    """Send all requests of a turn at once, turn by turn; returns the cached prompt tokens."""
     cached = 0
     history: dict[int, list[int]] = {}
     for wave in part.waves():
@@ -257,7 +257,7 @@ def _grown(before: EngineStats, after: EngineStats) -> dict[str, Metric]:
 
 
 def metrics_of(runs: Sequence[Measurement]) -> dict[str, Metric]:
-    """Figures of the repetitions of one part: medians, with every measurement."""
+    """The metrics of one part: the median and every measurement of each."""
     metrics: dict[str, Metric] = {}
 
     def add(name: str, values: Sequence[float | None], unit: str, better: str = "") -> None:
@@ -289,7 +289,7 @@ def _ms(seconds: float | None) -> float | None:
 
 
 def engine_notes(stats: EngineStats) -> list[str]:
-    """Compilations after the start, in words; none when all is well."""
+    """Notes on compilations after the start; empty if there were none."""
     if not stats.late_compiles:
         return []
     total = sum(late.count for late in stats.late_compiles)

@@ -3,11 +3,11 @@
     python -m ostinato.benchmarks.gate                    # 0 = no slower, 1 = slower, 2 = unknown
     python -m ostinato.benchmarks.gate --only scheduler,prefix
     python -m ostinato.benchmarks.gate --store            # store the measured ratios
-    python -m ostinato.benchmarks.gate --against HEAD     # engine steps beside those of a commit
+    python -m ostinato.benchmarks.gate --against HEAD     # compare engine steps with a commit's
 
-Each check times our work beside a reference in the same moment. The stored values are the ratios of
-the two, one set for each kind of machine (ratios.json). `--against` needs no stored values and sees
-smaller losses (benchmarks/gate/versions.py). Both take less than a minute.
+Each check times its work and a reference in turns. The stored values are the ratios of the two, one
+set for each kind of machine (ratios.json). `--against` needs no stored values and detects smaller
+losses (benchmarks/gate/versions.py). Both take less than a minute.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _RATIOS = Path(__file__).parent / "ratios.json"
 
 
 def main(arguments: list[str]) -> int:
-    """Run the gate; the exit code."""
+    """Run the gate; returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m ostinato.benchmarks.gate", description=(__doc__ or "").partition("\n")[0]
     )
@@ -78,7 +78,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _against(revision: str, words: list[str]) -> int:
-    """Compare with a commit; the exit code."""
+    """Compare with a commit; returns the exit code."""
     root = Path(__file__).resolve().parents[2]
     with tempfile.TemporaryDirectory() as directory:
         there = Path(directory)

@@ -1,10 +1,10 @@
-"""One check of the gate: our work timed beside a reference, and the stored ratios.
+"""One check of the gate: times its work and a reference in turns, and reads stored ratios.
 
-Ours and the reference run one after the other within milliseconds, so a change of the machine's
+The work and the reference run one after the other within milliseconds. So a change of the machine's
 state affects both, and their ratio stays. Single-threaded work is timed by its processor time,
-which other programs do not use up. Multi-threaded work is timed by the wall clock, because waiting
+which other programs do not change. Multi-threaded work is timed by the wall clock, because waiting
 threads use processor time too. The result of a check is the median ratio of its pairs. A check that
-seems to fail is measured again: a disturbance passes, a regression stays.
+fails is measured again, in case it was disturbed.
 """
 
 from __future__ import annotations
@@ -20,34 +20,34 @@ from ostinato.conf.errors import ConfigError
 
 __all__ = ("Check", "Finding", "measure", "read_ratios", "run_check", "write_ratios")
 
-_MIN_TURN_S = 0.005  # a turn repeats its work until it takes about that long
+_MIN_TURN_S = 0.005  # a turn repeats its work until it takes about this long
 _RETRIES = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """What is timed, and beside what."""
+    """The work that is timed, and its reference."""
 
     name: str
-    what: str  # "ours / reference", in words
+    what: str  # description, "work / reference"
     ours: Callable[[], object]
     reference: Callable[[], object]
-    tolerance: float = 0.15  # by which the ratio may be above the stored one
+    tolerance: float = 0.15  # allowed increase of the ratio over the stored one
     pairs: int = 31
-    prepare: Callable[[], object] | None = None  # before each of our turns, not timed
-    repeats: int | None = None  # of our work in a turn; None = as many as fill one
+    prepare: Callable[[], object] | None = None  # called before each turn of the work, not timed
+    repeats: int | None = None  # runs of the work in a turn; None = as many as fill a turn
     clock: Callable[[], float] = time.perf_counter  # seconds
-    share: float = 0.5  # of the pairs' ratios that lie below the one that counts; half = the median
+    share: float = 0.5  # the quantile of the pairs' ratios that is the result; 0.5 = the median
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """What came of a check."""
+    """The result of a check."""
 
     name: str
     what: str
     ratio: float
-    stored: float | None  # None = this machine has none yet
+    stored: float | None  # None = nothing is stored for this kind of machine
     tolerance: float
     ours_ms: float
     tries: int
@@ -63,7 +63,7 @@ class Finding:
 
 
 def measure(check: Check) -> tuple[float, float]:
-    """(ratio that counts, median ms of our work)."""
+    """(resulting ratio, median milliseconds of the work)."""
     ours_count = check.repeats or _count(check.ours, check.prepare, check.clock)
     reference_count = _count(check.reference, None, check.clock)
     ratios: list[float] = []
@@ -81,7 +81,7 @@ def measure(check: Check) -> tuple[float, float]:
 
 
 def run_check(check: Check, stored: float | None) -> Finding:
-    """Measure; again, when it seems to have failed, and the least counts."""
+    """Measure a check, and measure it again if it fails; the lowest ratio is the result."""
     ratio, ours_ms = measure(check)
     tries = 1
     limit = None if stored is None else stored * (1.0 + check.tolerance)
@@ -102,7 +102,7 @@ def run_check(check: Check, stored: float | None) -> Finding:
 
 
 def _turn(work: Callable[[], object], count: int, clock: Callable[[], float]) -> float:
-    """Seconds of one run of `work`, over `count` of them."""
+    """Mean seconds of one run of `work`, over `count` runs."""
     begin = clock()
     for _ in range(count):
         work()
@@ -112,7 +112,7 @@ def _turn(work: Callable[[], object], count: int, clock: Callable[[], float]) ->
 def _count(
     work: Callable[[], object], prepare: Callable[[], object] | None, clock: Callable[[], float]
 ) -> int:
-    """Repeats that fill a turn; the first run, which warms up, does not count."""
+    """The number of runs that fill a turn. A first run, not counted, warms up."""
     seconds: list[float] = []
     for _ in range(3):
         if prepare is not None:
@@ -122,10 +122,10 @@ def _count(
 
 
 def read_ratios(path: Path, machine: str) -> dict[str, float]:
-    """check -> stored ratio of such a machine; {} when it has none.
+    """{check: stored ratio} for a kind of machine; {} if there are none.
 
     Raises:
-        ConfigError: the file is there and is not what `write_ratios` writes.
+        ConfigError: the file was not written by `write_ratios`.
     """
     if not path.exists():
         return {}
@@ -141,7 +141,7 @@ def read_ratios(path: Path, machine: str) -> dict[str, float]:
 
 
 def write_ratios(path: Path, machine: str, ratios: Mapping[str, float]) -> None:
-    """Store ratios of a machine beside those of others; checks that were not run keep theirs."""
+    """Store ratios of a machine. Ratios of other machines and other checks are kept."""
     everything = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     kept = everything.get(machine, {})
     rounded = {name: round(ratio, 4) for name, ratio in ratios.items()}

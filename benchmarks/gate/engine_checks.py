@@ -1,10 +1,10 @@
-"""Gate checks of whole engine steps, beside matrix products of the same size.
+"""Gate checks of whole engine steps; the references are matrix products of the same size.
 
-The model is the 45M shape with dummy weights in bfloat16: larger than a processor's caches, and
-quick to load. It runs on one thread and is timed by processor time. With two threads, one waits for
-the other as soon as another program takes a core, and a step would seem three times as long. The
-gain of a second thread is a check of its own, by the wall clock: it uses the quickest tenth of its
-pairs, and it is skipped while other programs use the cores.
+The model is the 45M shape with dummy weights in bfloat16. It is larger than a processor's caches
+and quick to load. It runs on one thread and is timed by processor time. With two threads, one would
+wait for the other whenever another program takes a core, and a step could take three times as long.
+The gain of a second thread is a check of its own, timed by the wall clock. Its result is the
+quickest tenth of its pairs, and it is skipped while other programs use the cores.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ NAMES = (
     SCALING,
 )
 
-_MOST_OTHERS = 0.2  # of all cores, that other programs may use while two threads are measured
+_MOST_OTHERS = 0.2  # share of the cores that other programs may use when two threads are measured
 _LENGTH = 2048
 _PROMPT = 256
 # The 45M shape: 8 layers of 3.08 M, and 16.4 M of the output layer.
@@ -46,7 +46,7 @@ _VOCAB_SIZE = 32_000
 
 
 class _Decoding:
-    """Sequences that decode for ever, in batches of one size and one way to sample."""
+    """Sequences that decode without end, with one batch size and one way to sample."""
 
     def __init__(self, engine: Engine, batch: int, sampling: SamplingParams) -> None:
         self._engine, self._batch, self._sampling = engine, batch, sampling
@@ -92,26 +92,26 @@ def _build(threads: int) -> Engine:
 
 
 class EngineChecks:
-    """An engine on one thread, and one on two for `SCALING`. One check runs at a time, to its end.
+    """An engine on one thread, and one on two for `SCALING`. Checks must run one after the other.
 
     Raises:
-        StartupError: it can not start.
+        StartupError: an engine can not start.
     """
 
     def __init__(self) -> None:
         self._others = LoadMeter()
         self._engine = _build(1)
         self._on_two: Engine | None = None
-        # Products with as many parameters as a step reads, by torch: another code, the same mix of
-        # memory traffic and arithmetic. A plain read of memory moves by a factor of two with what
-        # other machines do to the memory, which these steps do not follow.
+        # Products by torch with as many parameters as a step reads: the same mix of memory traffic
+        # and arithmetic in other code. A plain read of memory is not a good reference, because its
+        # speed varies by a factor of two on shared machines and that of the steps does not.
         self._weights = torch.ones(_PARAMETERS // _WIDTH, _WIDTH, dtype=torch.bfloat16)
         self._left = torch.ones(_PROMPT, _WIDTH, dtype=torch.bfloat16)
         self._right = torch.ones(_WIDTH, _LAYER_PARAMETERS // (2 * _WIDTH), dtype=torch.bfloat16)
         self._number = 0
 
     def close(self) -> None:
-        """Give the engine's memory back."""
+        """Free the engines' memory."""
         for engine in (self._engine, self._on_two):
             if engine is not None:
                 engine.abort_all()

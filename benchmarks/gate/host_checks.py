@@ -1,4 +1,4 @@
-"""Gate checks of the host's work in each step, beside a fixed amount of work in Python."""
+"""Gate checks of the host's work in each step; the reference is a fixed loop in Python."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = ("host_checks", "python_loop")
 
 _SEQS = 32
 _BLOCK_SIZE = 16
-_LENGTH = 4096  # tokens of a sequence; the scheduler's check begins anew before they end
+_LENGTH = 4096  # tokens of a sequence; the scheduler's check starts new ones before the end
 
 
 def python_loop() -> dict[int, list[int]]:
@@ -41,7 +41,7 @@ def python_loop() -> dict[int, list[int]]:
 
 
 class _DecodingScheduler:
-    """A scheduler in which 32 sequences decode, for ever."""
+    """A scheduler in which 32 sequences decode without end."""
 
     def __init__(self) -> None:
         self._result = StepResult([17] * _SEQS)

@@ -2,11 +2,11 @@
 
     python -m ostinato.benchmarks.gate --against HEAD
 
-Stored ratios come from another moment and another process; on a shared machine they show a loss of
-a fifth. Here two processes, one per version, run the same steps in turns, milliseconds apart, so a
-pair's ratio is almost only the difference of the versions. The median of the pairs has a lower
-confidence bound of 99 % (from order statistics, so no noise distribution is assumed). A version is
-slower if even that bound exceeds the limit.
+Stored ratios come from another time and another process. On a shared machine they detect a loss of
+a fifth. Here two processes, one for each version, run the same steps in turns, milliseconds apart.
+So the ratio of a pair depends almost only on the versions. The lower confidence bound of 99 % for
+the median of the pairs follows from order statistics, without a noise model. A version is slower if
+this bound exceeds the limit.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from ostinato.runtime.errors import EngineError
 
 __all__ = ("ALLOWED", "Comparison", "Worker", "compare_works", "extract", "lower_bound")
 
-ALLOWED = 0.03  # the memory of two processes never lies alike
-_MISTAKE = 0.01  # of the lower bound
+ALLOWED = 0.03  # two processes of the same version differ by less, through their memory layout
+_MISTAKE = 0.01  # probability that the lower bound is wrong
 _MIN_PAIRS, _MAX_PAIRS = 15, 120
-_WORK_S = 3.5  # of one work, both versions
+_WORK_S = 3.5  # seconds of one work, both versions together
 _WORKER = Path(__file__).parent / "worker.py"
 
 
@@ -42,7 +42,7 @@ class Comparison:
 
     name: str
     ratio: float  # this version's seconds over the other's, median of the pairs
-    at_least: float  # what that median is above, 99 times of 100
+    at_least: float  # the 99 % lower confidence bound of the ratio
     ours_ms: float
     num_pairs: int
 
@@ -52,8 +52,9 @@ class Comparison:
 
 
 def lower_bound(ratios: Sequence[float]) -> float:
-    """What the median of their distribution is above, with a mistake of at most one in a hundred;
-    minus infinity when there are too few.
+    """The 99 % lower confidence bound of the median of the distribution of `ratios`.
+
+    Minus infinity if there are too few ratios.
     """
     ordered, count = sorted(ratios), len(ratios)
     below, place = 0.5**count, 0  # the share of samples of which no value is below the median
@@ -65,11 +66,11 @@ def lower_bound(ratios: Sequence[float]) -> float:
 
 
 class Worker:
-    """A process that takes the steps of one version.
+    """A process that runs steps of one version.
 
     Args:
         tree: the version's files.
-        bundles: a directory for what it compiles.
+        bundles: a directory for its compiled bundles.
     """
 
     def __init__(self, tree: Path, bundles: Path) -> None:
@@ -101,10 +102,10 @@ class Worker:
         _pipe(self._process.stdout).close()
 
     def names(self) -> list[str]:
-        """Of its works; waits until it is ready.
+        """The names of its works. Waits until the process is ready.
 
         Raises:
-            EngineError: it ended.
+            EngineError: the process ended.
         """
         return self._read()
 
@@ -112,13 +113,13 @@ class Worker:
         """Processor seconds of one turn of a work.
 
         Raises:
-            EngineError: it ended.
+            EngineError: the process ended.
         """
         try:
             _pipe(self._process.stdin).write(f"{name}\n")
             _pipe(self._process.stdin).flush()
         except BrokenPipeError:
-            pass  # it has ended, which reading says
+            pass  # it has ended; reading reports that
         return self._read()
 
     def _read(self) -> Any:
@@ -138,10 +139,10 @@ def _pipe(pipe: IO[str] | None) -> IO[str]:
 
 
 def extract(revision: str, root: Path, to: Path) -> str:
-    """Write a commit's files to a directory; its short name.
+    """Write a commit's files to a directory; returns the commit's short name.
 
     Raises:
-        EngineError: git does not know it, or this is no checkout.
+        EngineError: git does not know the commit, or `root` is not a checkout.
     """
     try:
         name = _git(root, "rev-parse", "--short", f"{revision}^{{commit}}").decode().strip()
@@ -166,16 +167,16 @@ def _git(root: Path, *arguments: str) -> bytes:
 def compare_works(
     ours: Worker, other: Worker, words: Sequence[str], show: Callable[[str], None]
 ) -> list[Comparison]:
-    """Take every work in turns.
+    """Measure every work in both versions, in turns.
 
     Args:
         ours: this version.
-        other: the one to compare with.
-        words: only works whose names contain one of these; empty = all.
-        show: called with the name of what is measured now.
+        other: the version to compare with.
+        words: measure only works whose names contain one of these; empty = all.
+        show: called with the name of the work that is measured.
 
     Raises:
-        EngineError: one of them ended.
+        EngineError: a process ended.
     """
     other.names()
     found: list[Comparison] = []
@@ -195,7 +196,7 @@ def _compare(ours: Worker, other: Worker, name: str) -> Comparison:
     while len(ratios) < _MIN_PAIRS or (
         len(ratios) < _MAX_PAIRS and time.monotonic() - begin < _WORK_S
     ):
-        # The order alternates, so that an effect on the second of a pair meets both versions.
+        # The order alternates, so that an effect on the second of a pair affects both versions.
         if len(ratios) % 2:
             theirs, own = other.seconds(name), ours.seconds(name)
         else:

@@ -1,8 +1,8 @@
 """A worker process of `--against`: runs engine steps on request, one process for each version.
 
-The process is started by path, with the tree of the version that it measures. It imports nothing of
-the gate, and of the engine only modules that old versions have too. It reads the name of a task
-from a line and answers with the seconds of processor time that its steps took, on one thread.
+The process is started by path, with the tree of the version that it measures. It imports only
+modules of the engine that old versions have too, and none of the gate. For each line with the name
+of a task, it runs the task on one thread and answers with the seconds of processor time.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _PROMPT = 256
 _SHAPE = ("model=llama-45m", f"model.max_model_len={_LENGTH}", "cache.memory_gib=0.25")
 _LIMITS = ("scheduler.max_num_seqs=8", "scheduler.max_num_batched_tokens=512")
 _START = ("graphs.cost_table_budget_s=0", "device.name=cpu", "device.threads=1")
-# Next to no arithmetic: what is left of a step is what the host does for it.
+# A model with almost no arithmetic, so that a step's time is the host's work.
 _TINY = tuple(
     f"model.config.{name}={size}"
     for name, size in (
@@ -46,7 +46,7 @@ _TINY = tuple(
 
 
 class _Decoding:
-    """Sequences that decode for ever, in batches of one size."""
+    """Sequences that decode without end, in batches of one size."""
 
     def __init__(self, engine: Engine, batch: int, num_steps: int, temperature: float) -> None:
         self._engine, self._batch, self._num_steps = engine, batch, num_steps
@@ -76,7 +76,7 @@ class _Decoding:
 
 
 class _Prefill:
-    """A prompt that was not sent before, so none of it is in the prefix cache."""
+    """A new prompt for each run, so that it is not in the prefix cache."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self._number = engine, 0
@@ -98,7 +98,7 @@ def main(bundles: str) -> None:
     """Serve until the input ends.
 
     Args:
-        bundles: a directory for what is compiled.
+        bundles: a directory for compiled bundles.
     """
     large, tiny = (
         build_engine(load_config([*_SHAPE, *_LIMITS, *_START, *more]))

@@ -1,13 +1,13 @@
-"""All GPU measurements, in one command and one JSON file.
+"""Runs all GPU measurements; writes one JSON file.
 
     python -m ostinato.benchmarks.gpu --output results.json --budget-s 560
     python -m ostinato.benchmarks.gpu --stages decode-llama-8b,sampler --output results.json
-    python -m ostinato.benchmarks.gpu --tiny          # on any machine, a minute: do the stages run?
+    python -m ostinato.benchmarks.gpu --tiny          # on any machine, a minute: checks the stages
 
-Correctness comes first, then decode and prefill against the bandwidth and matrix rate measured in
-the same process, the offline workload, the sampler and starts. Every stage is a process of its own:
-if one fails, hangs or breaks the device, this is recorded and the next one runs. Results of earlier
-commands stay in the file unless their stage runs again, so short periods on a machine are enough.
+The first stage runs the GPU tests. Further stages measure decode and prefill against the roofline
+measured in the same process, the offline workload, the sampler and starts. Every stage is a process
+of its own. If one fails or hangs, this is recorded and the next one runs. The file keeps results of
+earlier commands for stages that do not run again.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ import ostinato
 from ostinato.benchmarks.machine.probes import commit_of
 from ostinato.runtime.startup.machine_info import cpu_name, gpu_names, package_versions
 
-_LEAST_S = 5.0  # a stage is not begun with less
+_LEAST_S = 5.0  # a stage is not started with less time
 
 
 def main(arguments: list[str]) -> int:
-    """Run the chosen stages; 1 when one of them did not end well."""
+    """Run the chosen stages; returns 1 if one of them failed."""
     options = _parse(arguments)
     if options.start:
         from ostinato.benchmarks.gpu.stages import start
@@ -80,14 +80,14 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def _run_here(name: str, tiny: bool, output: Path) -> int:
-    """A stage in its own process: whatever happens goes to the file."""
+    """Run a stage in this process; its result or its error is written to the file."""
     from ostinato.benchmarks.gpu.stages import STAGES, StageFailedError
 
     try:
         result: dict[str, Any] = {"status": "ok", "result": STAGES[name](tiny)}
     except StageFailedError as error:
         result = {"status": "failed", "error": str(error), "result": error.result}
-    except Exception as error:  # the boundary of the process: the others must run
+    except Exception as error:  # recorded, so that the other stages run
         text = f"{type(error).__name__}: {error}"
         result = {"status": "failed", "error": text, "traceback": traceback.format_exc()[-4000:]}
     output.write_text(json.dumps(result), encoding="utf-8")

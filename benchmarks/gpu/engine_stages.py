@@ -56,7 +56,7 @@ def stage_config(model: str, overrides: list[str], *, tiny: bool) -> RunConfig:
 
 
 class EngineUnderTest:
-    """An engine, what its steps need at least, and the machine, measured before it was built."""
+    """An engine, its model's sizes, and the machine's rates, measured before it was built."""
 
     def __init__(self, config: RunConfig, *, tiny: bool) -> None:
         source = open_model(config)
@@ -113,7 +113,7 @@ def decode(config: RunConfig, *, tiny: bool) -> dict[str, Any]:
 
 def _decode_batch(tested: EngineUnderTest, batch: int, context: int, steps: int) -> dict[str, Any]:
     engine = tested.engine
-    # Prompts are computed some at a time, and the first of them must not end before the last.
+    # Prompts are computed in several steps. The first sequence must not end before the last starts.
     most_ahead = 2 + batch * context // tested.token_budget
     for _ in range(batch):
         tested.add(context, most_ahead + 2 * _WARM_UP_STEPS + steps)

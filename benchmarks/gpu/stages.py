@@ -115,7 +115,7 @@ def _sampler(tiny: bool) -> dict[str, Any]:
 
 
 def _startup(model: str, tiny: bool) -> dict[str, Any]:
-    """Two starts in processes of their own: with empty caches, then with what the first left."""
+    """Two starts in child processes: with empty caches, then with the caches of the first."""
     result: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "ostinato.benchmarks.gpu", "--start", model]

@@ -12,25 +12,25 @@ __all__ = ("JobRequest", "LoadJob", "LoadProgress", "LoadReport", "RequestTimes"
 class JobRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
     """One request to send."""
 
-    prompt: list[int] | str  # of a later turn what comes after the answer before it
+    prompt: list[int] | str  # for a later turn, the part after the previous answer
     max_tokens: int
-    at_s: float | None = None  # intended time after the start; None = when a place is free
-    after: int | None = None  # the turn before it, by its place in the job
+    at_s: float | None = None  # intended seconds after the start; None = closed loop
+    after: int | None = None  # the index in the job of the previous turn
     think_s: float = 0.0
 
 
 class LoadJob(msgspec.Struct, kw_only=True, omit_defaults=True):
     """One measurement."""
 
-    url: str  # of the server, without a path
+    url: str  # URL of the server, without a path
     model: str
     requests: list[JobRequest]
     chat: bool = False  # /v1/chat/completions instead of /v1/completions
-    concurrency: int | None = None  # closed loop: that many under way
-    max_concurrency: int | None = None  # open loop: later ones wait at the client
-    stop_after_s: float | None = None  # closed loop: nothing is begun after this
-    return_token_ids: bool = False  # the server understands it: tokens are counted exactly
-    body: dict[str, Any] = {}  # fields of every request
+    concurrency: int | None = None  # closed loop: requests in progress
+    max_concurrency: int | None = None  # open loop: requests in progress at most; others wait
+    stop_after_s: float | None = None  # closed loop: no request is sent after this
+    return_token_ids: bool = False  # ask the server for token ids, to count tokens exactly
+    body: dict[str, Any] = {}  # further fields of every request
     headers: dict[str, str] = {}
     stall_timeout_s: float = 60.0
     give_up_after: int = 32
@@ -41,20 +41,20 @@ class RequestTimes(msgspec.Struct, kw_only=True, omit_defaults=True):
     """The outcome of one request; times are seconds after the start of the measurement."""
 
     status: str  # ok, refused, redirected, stalled, http 500, broken, error, not sent
-    intended_s: float = 0.0  # when it should have been sent
+    intended_s: float = 0.0  # the time at which it should have been sent
     sent_s: float = 0.0
     end_s: float = 0.0
     chunk_s: list[float] = []  # arrivals of output
-    num_prompt_tokens: int = 0  # as the server counts them, or the ids sent; 0 = unknown
+    num_prompt_tokens: int = 0  # the server's count, or the number of ids sent; 0 = unknown
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
     finish_reason: str | None = None
-    request_id: str = ""  # the server's
+    request_id: str = ""  # the id from the server
     error: str | None = None
 
 
 class LoadProgress(msgspec.Struct, tag="progress"):
-    """Now and then while a job runs."""
+    """Sent repeatedly while a job runs."""
 
     done: int
     failed: int
@@ -67,6 +67,6 @@ class LoadReport(msgspec.Struct, tag="report", kw_only=True):
     requests: list[RequestTimes]
     began_at: float  # unix seconds
     duration_s: float  # from the first intended sending to the last answer
-    loop_lag_ms: dict[str, float]  # how late the client's own timer fired: p50, p99, max
-    send_lag_ms: dict[str, float]  # sent after intended, without waiting for max_concurrency
+    loop_lag_ms: dict[str, float]  # lateness of a timer in the client: p50, p99, max
+    send_lag_ms: dict[str, float]  # lateness of sending, without waits for max_concurrency
     cpu_share: float  # of one core, used by the client

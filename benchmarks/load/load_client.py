@@ -1,11 +1,11 @@
-"""The load client, a process of its own that sends a job's requests and times the answers.
+"""The load client: a process that sends a job's requests and times the answers.
 
     python -m ostinato.benchmarks.load.load_client < job.json
 
 It reads one `LoadJob` from standard input and writes `LoadProgress` and one `LoadReport`, a line of
-JSON each. A request's times count from the moment at which it should have been sent. If the server
-or the client falls behind, the wait of later requests is therefore part of their latency (Tene's
-coordinated omission). A timer in the client measures how late the client itself runs.
+JSON each. A request's times count from the moment at which it should have been sent. So if the
+server or the client falls behind, the waits of later requests are part of their latency (this
+avoids "coordinated omission", a term of Gil Tene). A timer measures how late the client itself is.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class _AnswerError(Exception):
 
 
 class _Answer:
-    """One streamed answer as it comes."""
+    """One streamed answer."""
 
     def __init__(self, times: RequestTimes, now: Callable[[], float]) -> None:
         self.times = times
@@ -86,7 +86,7 @@ class _Answer:
         self._num_counted = 0
 
     def feed(self, data: bytes) -> None:
-        """Take in bytes that have just arrived. Raises _AnswerError when they are an error."""
+        """Process bytes that have just arrived. Raises _AnswerError if they are an error."""
         now = self._now()
         self._buffer += data.replace(b"\r\n", b"\n")
         *events, self._buffer = self._buffer.split(b"\n\n")
@@ -127,14 +127,14 @@ class _Answer:
         return has_output
 
     def close(self) -> None:
-        """The answer is complete: settle how many tokens it has."""
+        """Determine the number of tokens of the complete answer."""
         times = self.times
-        # A server without usage and ids is counted by its pieces, as one token each.
+        # Without usage and token ids, each piece of output counts as one token.
         times.num_output_tokens = (
             times.num_output_tokens or len(self.token_ids) or self._num_counted
         )
         if not self.ended and times.finish_reason is None:
-            raise _AnswerError("broken", "the answer broke off without an end")
+            raise _AnswerError("broken", "the stream ended before the answer was complete")
         if not times.chunk_s:
             raise _AnswerError("broken", "an answer without output")
 
@@ -151,7 +151,7 @@ class LoadClient:
 
     Args:
         job: what to send, where and when.
-        report: called with progress now and then.
+        report: called repeatedly with the progress.
     """
 
     def __init__(
@@ -216,8 +216,10 @@ class LoadClient:
         return time.perf_counter() - self._begin
 
     async def _warm_up(self) -> None:
-        """Requests before the measurement, as long as the first ones of the job; at most 8 tokens
-        of output, and prompts that no cache can use again: the same ones backwards.
+        """Send requests before the measurement, with at most 8 output tokens.
+
+        Their prompts are the first ones of the job, reversed, so that they are not in the prefix
+        cache for the measured requests.
         """
         for request in self._job.requests[: self._job.num_warmups]:
             times = RequestTimes(status="")
@@ -252,8 +254,8 @@ class LoadClient:
                 group.create_task(work())
 
     async def _sleep_until(self, at: float) -> bool:
-        """False when the job was given up meanwhile."""
-        # Even late ones let the others run: a burst of sends must not starve what is read.
+        """Sleep until `at`; False if the job was stopped meanwhile."""
+        # If it is late, it yields too, so that a burst of sends does not delay reading.
         await asyncio.sleep(0)
         while (rest := at - self._now()) > 0:
             with contextlib.suppress(TimeoutError):
@@ -264,7 +266,7 @@ class LoadClient:
     async def _conversation(
         self, place: int, intended: float, places: asyncio.Semaphore | None
     ) -> None:
-        """A request and the turns that follow it, each with the history before it."""
+        """Send a request and the turns that follow it, each with the history before it."""
         history: _Prompt | None = None
         while True:
             prompt = self._prompt(history, self._job.requests[place].prompt)
@@ -292,7 +294,7 @@ class LoadClient:
             return [*prompt, {"role": "assistant", "content": text}]  # type: ignore[list-item]
         if isinstance(prompt, str):
             return prompt + text
-        # A server without token ids: repeat ids of the prompt, so that the length is right.
+        # Without token ids from the server, ids of the prompt are repeated for the right length.
         count = answer.times.num_output_tokens
         return prompt + (answer.token_ids or [prompt[k % len(prompt)] for k in range(count)])  # type: ignore[operator]
 
@@ -305,7 +307,7 @@ class LoadClient:
         times.status, times.error = await self._send(prompt, max_tokens, answer)
         times.end_s = self._now()
         if not times.num_prompt_tokens and prompt and isinstance(prompt[0], int):
-            times.num_prompt_tokens = len(prompt)  # the server does not say
+            times.num_prompt_tokens = len(prompt)  # the server has not reported it
         if times.status == "ok":
             self._num_ok += 1
             return answer
@@ -317,7 +319,7 @@ class LoadClient:
     async def _send(
         self, prompt: _Prompt, max_tokens: int, answer: _Answer
     ) -> tuple[str, str | None]:
-        """(status, what was wrong)."""
+        """(status, the error or None)."""
         body = self._body(prompt, max_tokens)
         try:
             async with self._session.post(
@@ -411,7 +413,7 @@ def main() -> None:
             sys.stdout.buffer.write(_encode(message) + b"\n")
             sys.stdout.buffer.flush()
         except BrokenPipeError:
-            os._exit(1)  # the process that measures is gone: stop the load
+            os._exit(1)  # the measuring process has ended, so stop the load
 
     say(run_job(job, say))
 

@@ -43,16 +43,16 @@ class Target:
 
     url: str
     model: str  # its name in requests
-    gives_token_ids: bool = False  # it understands return_token_ids
+    gives_token_ids: bool = False  # whether it supports return_token_ids
 
 
 def find_target(url: str, load: LoadSection, *, is_ours: bool = False) -> tuple[Target, list[str]]:
-    """The server at `url` and the model that it serves, and notes on what it did not answer.
+    """The server at `url` and its model, and notes on questions that it did not answer.
 
-    A server that does not answer is still a target: what becomes of the requests is counted.
+    A server that does not answer is still a target. Failed requests are counted.
 
     Raises:
-        ConfigError: it is no http URL.
+        ConfigError: `url` is not an http URL.
     """
     base = url.rstrip("/").removesuffix("/v1")
     if not base.startswith(("http://", "https://")):
@@ -71,9 +71,9 @@ def find_target(url: str, load: LoadSection, *, is_ours: bool = False) -> tuple[
             return Target(url=base, model=str(entry["id"]), gives_token_ids=is_ours), []
         except urllib.error.HTTPError as error:
             problem = f"answered {error.code}"
-            if error.code != 503:  # a server that starts says 503
+            if error.code != 503:  # a server that starts answers 503
                 break
-        except (  # no server, another protocol, no JSON, or JSON of another form
+        except (  # no server, another protocol, or no JSON of this form
             OSError,
             HTTPException,
             ValueError,
@@ -105,18 +105,18 @@ def make_job(
     seed: int = 0,
     decode: Decode | None = None,
 ) -> LoadJob:
-    """What the load client is to do.
+    """The job for the load client.
 
     Args:
         target: the server.
         part: the requests.
         point: rate or concurrency.
-        load: everything else about how they are sent.
-        seed: of the arrivals.
-        decode: ids to text, for load.prompt_format=text and for chat.
+        load: further settings of how requests are sent.
+        seed: seed of the arrival times.
+        decode: turns token ids into text, for load.prompt_format=text and for chat.
 
     Raises:
-        ConfigError: text is asked for and there is no tokenizer.
+        ConfigError: prompts must be text and there is no tokenizer.
     """
     chat = load.endpoint is RequestEndpoint.chat
     as_text = chat or load.prompt_format is PromptFormat.text
@@ -227,7 +227,7 @@ def measure_point(
     detailed: bool = False,
     on_progress: OnProgress = lambda progress: None,
 ) -> tuple[Point, list[str]]:
-    """Run one point; its figures, and warnings about failures and the client.
+    """Run one point; returns its metrics, and warnings about failures and the client.
 
     Raises:
         EngineError: the client ended without a report.

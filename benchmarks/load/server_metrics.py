@@ -1,8 +1,8 @@
-"""Reads `/metrics` and the flight recorder of one of our servers while it is under load.
+"""Reads `/metrics` and the flight recorder of a server of this engine while it is under load.
 
-It gives values over time (batch size, queue, KV blocks), the steps that the recorder still held
-when it was read, and the growth of counters: steps by kind, padded tokens, prefix hits, host time
-between steps. Another engine's server has none of these, and its result then lacks them.
+The results are values over time (batch size, queue, KV blocks), the steps in the recorder, and the
+growth of counters: steps by kind, padding tokens, prefix hits, host time between steps. A server of
+another engine has none of these, so its result lacks them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ("ServerWatch", "counter_metrics")
 
 _EVERY_S = 0.25
 _TIMEOUT_S = 5.0
-_MAX_STEPS = 20_000  # that are kept
+_MAX_STEPS = 20_000  # steps that are kept
 _COLUMNS = {
     "running": "ostinato_requests_running",
     "waiting": "ostinato_requests_waiting",
@@ -38,7 +38,7 @@ def _get(url: str, headers: Mapping[str, str]) -> str:
 
 
 def _scrape(url: str, headers: Mapping[str, str]) -> dict[str, float]:
-    """name{labels} -> value, of our metrics; {} when there are none."""
+    """{name and labels: value} of this engine's metrics; {} if there are none."""
     from prometheus_client.parser import text_string_to_metric_families
 
     try:
@@ -55,7 +55,7 @@ def _scrape(url: str, headers: Mapping[str, str]) -> dict[str, float]:
 
 
 def _read_steps(url: str, headers: Mapping[str, str]) -> list[dict[str, Any]]:
-    """The steps in the flight recorder that are done; [] when there is none."""
+    """The finished steps in the flight recorder; [] without a recorder."""
     try:
         steps = json.loads(_get(f"{url}/debug/flight", headers))["steps"]
         return [step for step in steps if step["state"] == "done"]
@@ -64,11 +64,11 @@ def _read_steps(url: str, headers: Mapping[str, str]) -> list[dict[str, Any]]:
 
 
 class ServerWatch:
-    """`with ServerWatch(url) as watch:` around a measurement; figures afterwards.
+    """Watches a server during a measurement: `with ServerWatch(url) as watch:`.
 
     Args:
-        url: of the server.
-        headers: of the requests for these figures.
+        url: URL of the server.
+        headers: HTTP headers of the requests for metrics and steps.
     """
 
     def __init__(self, url: str, headers: Mapping[str, str] | None = None) -> None:
@@ -109,7 +109,7 @@ class ServerWatch:
             self._steps |= {s["step"]: s for s in _read_steps(self._url, self._headers)}
 
     def columns_since(self, began_at: float) -> dict[str, list[float]]:
-        """The columns, with times after `began_at` (unix seconds); what was before is left out."""
+        """The columns from `began_at` (unix seconds) on; times count from there."""
         shift = began_at - self._began_at
         kept = [place for place, at in enumerate(self.columns["at_s"]) if at >= shift]
         columns = {name: [values[k] for k in kept] for name, values in self.columns.items()}
@@ -119,8 +119,8 @@ class ServerWatch:
     def steps_since(self, began_at: float) -> dict[str, list[float]]:
         """The steps that began after `began_at` (unix seconds), as columns.
 
-        The recorder keeps the last steps (`server.flight_recorder_steps`): of very short ones some
-        are gone before they are read.
+        The recorder keeps the last `server.flight_recorder_steps` steps, so some very short steps
+        are overwritten before they are read.
         """
         found = [s for _, s in sorted(self._steps.items()) if s["began_at"] >= began_at]
         return {
@@ -132,7 +132,7 @@ class ServerWatch:
         }
 
     def metrics(self) -> dict[str, Metric]:
-        """What the server's counters say about the time in between."""
+        """Metrics from the growth of the server's counters during the measurement."""
         if not self.before or not self.after:
             return {}
         grown = {name: value - self.before.get(name, 0.0) for name, value in self.after.items()}
@@ -168,7 +168,7 @@ def counter_metrics(
     prefix_hits: float,
     preemptions: float,
 ) -> dict[str, Metric]:
-    """Figures of an engine's counters over a time: graph kinds, padding, host gap, prefix hits."""
+    """Metrics from the growth of an engine's counters: graph kinds, padding, host gap, hits."""
     steps = sum(steps_by_kind.values())
     metrics = {"steps": Metric(steps, ""), "preemptions": Metric(preemptions, "", "lower")}
     if steps:

@@ -1,4 +1,4 @@
-"""A `run serve` process of a given configuration, for measurements over HTTP.
+"""Starts a `run serve` process with a given configuration, for measurements over HTTP.
 
     python -m ostinato.benchmarks.load.server_process < config.json
 
@@ -39,15 +39,15 @@ class Server:
     """One server on a free port; `with Server(config) as server:` waits until it is ready.
 
     Args:
-        config: what it serves; its port is replaced.
-        environment: of the process; None = this one's.
+        config: the server's configuration; its port is replaced.
+        environment: environment of the process; None = that of this one.
 
     Attributes:
-        url: where it listens.
+        url: the URL of the server.
         ready_s: seconds from the start of the process until it was ready.
 
     Raises:
-        StartupError: it ended, or took too long; the text has the end of its log.
+        StartupError: the server ended or took too long; the text has the end of its log.
     """
 
     def __init__(self, config: RunConfig, *, environment: Mapping[str, str] | None = None) -> None:
@@ -74,17 +74,17 @@ class Server:
         self._reader.start()
         assert self._process.stdin is not None, "stdin=PIPE"
         try:
-            # One line; the pipe stays open, so that the server sees the end of this process.
+            # The pipe stays open. Its end tells the server that this process has ended.
             self._process.stdin.write(msgspec.json.encode(self._config).decode() + "\n")
             self._process.stdin.flush()
         except BrokenPipeError:
-            pass  # it ended at once: its log says why
+            pass  # it ended at once; its log says why
         self._ready.wait(_START_S)
         self.ready_s = time.monotonic() - begin
         if not self.url or self._process.poll() is not None:
             self.__exit__()
             raise StartupError(
-                f"the server did not start: {' '.join(self._log).strip() or 'it said nothing'}"
+                f"the server did not start: {' '.join(self._log).strip() or 'its log is empty'}"
             )
         return self
 
@@ -102,7 +102,7 @@ class Server:
         self._reader.join(5)
 
     def startup_phases(self) -> dict[str, float]:
-        """Seconds of each phase of the start but the last, `ready`, as the server counts them."""
+        """Seconds of each phase of the start without `ready`, as the server reports them."""
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=_ANSWER_S) as reply:
             text = reply.read().decode()
         return {
@@ -131,7 +131,7 @@ class Server:
 
 
 def _end_with_parent() -> None:
-    """Drain and end when the parent process has ended: standard input then ends."""
+    """Drain and end when standard input ends, because the parent process has ended."""
     while os.read(0, 4096):
         pass
     os.kill(os.getpid(), signal.SIGTERM)

@@ -1,9 +1,9 @@
-"""Metrics of a load measurement: those of `vllm bench serve`, and goodput, from request times.
+"""Computes the metrics of `vllm bench serve`, and goodput, from request times.
 
-Definitions: TTFT and E2E run from the intended sending to the first and the last output. TPOT is a
-request's (E2E - TTFT) / (output tokens - 1). ITL are the gaps between pieces of output as they
-arrive; one piece may hold several tokens. Client queue time is the actual minus the intended
-sending.
+TTFT is the time from the intended sending to the first output, E2E that to the last output. TPOT is
+a request's (E2E - TTFT) / (output tokens - 1). ITL are the gaps between pieces of output as they
+arrive; one piece may hold several tokens. Client queue time is the actual minus the intended time
+of sending.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ostinato.conf.bench_schema import SloSection
 __all__ = ("client_warnings", "failures", "itl_histogram", "load_metrics", "meets", "request_rows")
 
 _BINS_PER_DECADE = 10
-# Lateness of the client's own timer past which its figures are its own more than the server's.
+# Above this lateness of the client's timer, its figures say more about the client.
 _MAX_LAG_MS = 10.0
 _MAX_CPU = 0.85
 
@@ -29,7 +29,7 @@ _MAX_CPU = 0.85
 def load_metrics(
     report: LoadReport, slo: SloSection, percentiles: Sequence[float]
 ) -> dict[str, Metric]:
-    """Every figure of one measurement; latencies in milliseconds, of successful requests."""
+    """All metrics of one measurement. Latencies are of successful requests, in milliseconds."""
     done = [one for one in report.requests if one.status == "ok"]
     seconds = max(report.duration_s, 1e-9)
     prompt = sum(one.num_prompt_tokens for one in done)
@@ -45,7 +45,7 @@ def load_metrics(
         "total_throughput": Metric((prompt + output) / seconds, "tokens/s", "higher"),
         "peak_concurrency": Metric(_peak_concurrency(done), "requests"),
     }
-    if seconds >= 1.0:  # of less there is no best second
+    if seconds >= 1.0:  # a shorter run has no whole second
         metrics["peak_output_throughput"] = Metric(_peak_rate(done), "tokens/s", "higher")
     if _goals(slo):
         good = sum(meets(one, slo) for one in done)
@@ -101,7 +101,7 @@ def meets(one: RequestTimes, slo: SloSection) -> bool:
 
 
 def _peak_rate(done: Iterable[RequestTimes]) -> float:
-    """Most output tokens in any whole second of the run."""
+    """The most output tokens in any whole second of the run."""
     counts: defaultdict[int, float] = defaultdict(float)
     for one in done:
         share = one.num_output_tokens / max(1, len(one.chunk_s))
@@ -122,7 +122,7 @@ def _peak_concurrency(done: Iterable[RequestTimes]) -> int:
 
 
 def failures(report: LoadReport) -> dict[str, dict[str, Any]]:
-    """status -> how many requests ended so, and what the first of them was told."""
+    """{status: number of requests that ended so, and the error of the first}."""
     found: dict[str, dict[str, Any]] = {}
     for one in report.requests:
         if one.status != "ok":
@@ -132,7 +132,7 @@ def failures(report: LoadReport) -> dict[str, dict[str, Any]]:
 
 
 def client_warnings(report: LoadReport) -> list[str]:
-    """In words, when the client's own lateness is in the figures."""
+    """Warnings if the client's own lateness is in the figures."""
     warnings: list[str] = []
     gaps = sorted(gap for one in report.requests for gap in _gaps(one))
     limit = max(_MAX_LAG_MS, 200 * percentile(gaps, 50) if gaps else 0.0)

@@ -20,7 +20,7 @@ _REPEATS = 5
 
 
 def machine_of(device: torch.device, dtype: torch.dtype) -> Machine:
-    """Bandwidth and matrix rate; a CPU's best of a few, as its state changes between them."""
+    """Bandwidth and matrix rate. On a CPU, whose state changes, the best of several."""
     if device.type == "cuda":
         return measure_machine(device, dtype, tiny=False)
     left, right = (torch.randn(_SIDE, _SIDE).to(dtype) for _ in range(2))
@@ -33,7 +33,7 @@ def machine_of(device: torch.device, dtype: torch.dtype) -> Machine:
 
 
 def measure_rates(config: RunConfig, device: torch.device) -> tuple[ModelSizes, Machine]:
-    """What the configured model needs, and what this machine has.
+    """The sizes of the configured model, and the rates of this machine.
 
     Raises:
         StartupError: the model can not be opened.

@@ -1,7 +1,7 @@
 """Probes of the machine's state: memory bandwidth, other programs' load, peak memory.
 
-A shared machine's speed changes within seconds, so a decode rate means little without the bandwidth
-of the same moment.
+The speed of a shared machine changes within seconds. So a decode rate is reported with the memory
+bandwidth measured just before.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class EnergyMeter:
         self._began = self._joules()
 
     def stop(self) -> float | None:
-        """None without a GPU, or with one that does not count."""
+        """Joules since `start`; None without a GPU, or if one does not count energy."""
         now = self._joules()
         return None if now is None or self._began is None else now - self._began
 
@@ -99,7 +99,7 @@ class PeakMemory:
     """This process's peak resident memory, without the memory of the probes where possible."""
 
     _peak: int = 0
-    forgets: bool = True  # False: the kernel's peak could not be reset, and contains the probes
+    forgets: bool = True  # False = the kernel's peak could not be reset and includes the probes
 
     def note(self) -> None:
         """Take the peak so far into account; called before a probe."""
@@ -114,7 +114,7 @@ class PeakMemory:
 
     @property
     def mib(self) -> float:
-        """MiB at the highest."""
+        """Peak memory in MiB."""
         self.note()
         return self._peak / (1 << 20)
 

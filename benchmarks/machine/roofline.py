@@ -1,8 +1,8 @@
-"""Roofline arithmetic: the bytes and operations that a step needs at least, from a model's sizes.
+"""Roofline arithmetic: the least bytes and operations of a step, from a model's sizes.
 
-A decode step reads every weight once and the keys and values of every context; a prompt's tokens
-are multiplied with every weight. A device can not be faster than its memory and its matrix units,
-as measured in the same run.
+A decode step reads every weight once, and the keys and values of every context. Every token of a
+prompt is multiplied with every weight. The rates of the memory and the matrix units are measured in
+the same run.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ __all__ = ("Machine", "ModelSizes", "sizes_of")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What the device was measured to do."""
+    """The measured rates of a device."""
 
     copy_bytes_s: float  # bytes read and bytes written, together
     matmul_flop_s: float  # in the model's type
 
     def least_seconds(self, num_bytes: float, num_flop: float) -> float:
-        """No step that moves and computes so much can take less."""
+        """The least seconds of a step that moves so many bytes and computes so many operations."""
         return max(num_bytes / self.copy_bytes_s, num_flop / self.matmul_flop_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSizes:
-    """What decides about the cost of a step."""
+    """The sizes of a model that determine the cost of a step."""
 
     body_parameters: int  # multiplied with every token
     head_parameters: int  # multiplied with every token that samples
-    weight_bytes: int  # of one weight
+    weight_bytes: int  # bytes of one weight
     kv_bytes_per_token: int
     attention_size: int  # query heads x head size, over all layers
 
@@ -52,7 +52,7 @@ class ModelSizes:
         return batch * (2 * parameters + 4 * context * self.attention_size)
 
     def prefill_flop(self, num_prompts: int, length: int) -> int:
-        """Of whole prompts, causal attention counted as the half that is needed."""
+        """Operations of whole prompts; causal attention counts only the half that is needed."""
         attention = 2 * length * (length + 1) * self.attention_size
         one = 2 * length * self.body_parameters + 2 * self.head_parameters + attention
         return num_prompts * one

@@ -1,7 +1,7 @@
-"""The engine's steps as they ran: when, how long, how many tokens of which sort; and the roofline.
+"""Logs the engine's steps (time, seconds, tokens), and compares them with the roofline.
 
-The least that a step can take is what it must move through memory (weights once, keys and values of
-every context) or compute, at the rates that this machine was measured to have.
+The least time of a step is the larger of its bytes (weights once, keys and values of every context)
+over the measured bandwidth, and its operations over the measured matrix rate.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ostinato.runtime.types.step import SchedulerOutput
 
 __all__ = ("StepLog",)
 
-_MAX_STEPS = 20_000  # kept as columns; sums go on
+_MAX_STEPS = 20_000  # steps in the columns; sums include all steps
 
 
 class StepLog:
@@ -25,7 +25,7 @@ class StepLog:
         self.clear()
 
     def clear(self) -> None:
-        """Forget everything; times count from now."""
+        """Forget all steps; times count from now."""
         self._begin = time.perf_counter()
         self._columns: dict[str, list[float]] = {
             name: [] for name in ("begin_s", "seconds", "prompt_tokens", "decode_tokens", "seqs")
@@ -33,7 +33,7 @@ class StepLog:
         self._seconds = self._least_s = 0.0
 
     def add(self, output: SchedulerOutput, seconds: float) -> None:
-        """A step that has just ended, so long after it was launched."""
+        """Add a step that has just ended, `seconds` after its launch."""
         began = time.perf_counter() - seconds - self._begin
         decodes = contexts = attended = samples = 0
         for entry in output.scheduled:
@@ -59,9 +59,9 @@ class StepLog:
             columns["seqs"].append(output.num_seqs)
 
     def roofline_share(self) -> float:
-        """Least possible seconds of all steps over those that they took; 0 without steps."""
+        """Least possible seconds of all steps over their actual seconds; 0 without steps."""
         return self._least_s / self._seconds if self._seconds else 0.0
 
     def columns(self) -> dict[str, list[float]]:
-        """One entry a step: begin_s, seconds, prompt_tokens, decode_tokens, seqs."""
+        """The columns begin_s, seconds, prompt_tokens, decode_tokens, seqs: one entry per step."""
         return self._columns

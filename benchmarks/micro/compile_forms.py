@@ -1,12 +1,12 @@
-"""What the two compiled forms cost: seconds to compile per depth, milliseconds per decode step.
+"""Measures the two compiled forms: seconds to compile by depth, milliseconds per decode step.
 
     python -m ostinato.benchmarks.micro.compile_forms 4 32
     python -m ostinato.benchmarks.micro.compile_forms 4 32 --json F --overrides device.threads=2
 
-The model is `model=llama-45m` with random weights and as many layers as asked for. Every compile
-runs in a process and an Inductor cache of its own, so nothing is reused. The steps are timed in a
-further process per depth, where the two forms take turns on the same weights and inputs, so that a
-change of the machine's state hits both.
+The model is `model=llama-45m` with random weights and the given numbers of layers. Every compile
+runs in a process with an empty Inductor cache. For each depth, another process times the steps. The
+two forms take turns on the same weights and inputs, so that a change of the machine's state affects
+both.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ _NUM_WARMUP_STEPS = 5
 
 
 class Bench:
-    """A model of some depth with everything that a decode step needs.
+    """A model with a given number of layers, and the inputs of its decode steps.
 
     Args:
         depth: decoder layers.
-        overrides: further configuration, in the command line's words.
+        overrides: overrides of the configuration.
         max_batch: sequences of the largest step.
-        context: tokens that each sequence has before a step.
+        context: tokens of each sequence before a step.
     """
 
     def __init__(self, depth: int, overrides: list[str], *, max_batch: int, context: int) -> None:
@@ -140,7 +140,7 @@ def compile_once(depth: int, form: str, overrides: list[str]) -> dict[str, Any]:
 def step_times(
     depth: int, batches: list[int], context: int, num_steps: int, overrides: list[str]
 ) -> dict[str, Any]:
-    """Milliseconds of every timed decode step: form -> batch -> times; and the conditions."""
+    """Milliseconds of every timed decode step, {form: {batch: times}}, and the conditions."""
     bench = Bench(depth, overrides, max_batch=max(batches), context=context)
     times: dict[str, dict[str, list[float]]] = {form: {} for form in _FORMS}
     with fresh_cache():

@@ -1,12 +1,12 @@
-"""What the ways to run a decoder layer on a CPU cost: milliseconds of a decode step.
+"""Measures ways to run decoder layers on a CPU: milliseconds of a decode step.
 
     python -m ostinato.benchmarks.micro.cpu_programs
     python -m ostinato.benchmarks.micro.cpu_programs --steps 100 --batches 1 8 --json F
 
 The model is `model=llama-45m` with random weights. Every way runs the same ops on the same weights
 and inputs, on one thread. The ways take turns, step by step, so that a change of the machine's
-state hits all of them. The figure is the CPU time of the step's thread: time in which another
-program has the core does not count.
+state affects all of them. The result is the CPU time of the step's thread, which excludes time in
+which another program has the core.
 """
 
 from __future__ import annotations
@@ -136,8 +136,8 @@ class Ways:
         batch = self._bench.buffers.batch(16, 3, 3)
         hidden, inputs = self._model.begin(batch)
         ((kind, rope),) = inputs.rope.items()
-        # Zeros are a step of padding alone. What the last step left in the buffers is no step of
-        # this shape: the attention kernel would refuse it when the C++ wrapper first runs.
+        # Zeros are a step of padding alone. The last step's values would not fit this shape, and
+        # the attention kernel would refuse them when the C++ wrapper first runs.
         metadata = [torch.zeros_like(tensor) for tensor in inputs.attention]
         tensors = (hidden.clone(), rope.cos.clone(), rope.sin.clone(), metadata)
         return Layer(self._model.layers[0], kind), (self._weights[0], *tensors, *self._cache[0])
@@ -188,7 +188,7 @@ def _first_line(error: Exception) -> str:
 
 
 def measure(batches: list[int], context: int, num_steps: int) -> dict[str, dict[str, float | str]]:
-    """Median milliseconds of a step by way and batch; of a way that does not compile, why."""
+    """{way: {batch: median milliseconds}}; for a way that does not compile, its error."""
     bench = Bench(_DEPTH, ["device.threads=1"], max_batch=max(*batches, 3), context=context)
     ways, steps = Ways(bench), {}
     results: dict[str, dict[str, float | str]] = {way: {} for way in WAYS}
@@ -196,7 +196,7 @@ def measure(batches: list[int], context: int, num_steps: int) -> dict[str, dict[
         for way in WAYS:
             try:
                 steps[way] = ways.make(way)
-            except Exception as error:  # a version of torch may lack a way: the table says so
+            except Exception as error:  # this version of torch lacks the way; the table says so
                 results[way] = dict.fromkeys(map(str, batches), _first_line(error))
     for batch in batches:
         times: dict[str, list[float]] = {way: [] for way in steps}

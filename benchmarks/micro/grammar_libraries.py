@@ -2,10 +2,11 @@
 
 python -m ostinato.benchmarks.micro.grammar_libraries VOCABULARY [OUT.json]
 
-VOCABULARY is a `tekken.json` of Mistral's (131,072 tokens as bytes). Measured per schema of
-`grammar_schemas`: seconds to compile it, microseconds a mask at every token of its documents (the
-tokens that match greedily), whether valid documents are accepted and invalid ones are not. A schema
-that is refused counts as refused, not as wrong. xgrammar is not a dependency: install it beside.
+VOCABULARY is a `tekken.json` of Mistral (131,072 tokens as bytes). For each schema of
+`grammar_schemas` it measures the seconds to compile it, the microseconds of a mask at every token
+of its documents (tokenized greedily), and whether valid documents are accepted and invalid ones
+refused. A schema that the library does not support counts as refused, not as wrong. xgrammar is not
+a dependency and must be installed.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ EOS, NUM_SPECIAL = 2, 1000
 
 
 class Run(Protocol):
-    """One document's way through a compiled schema."""
+    """The state of a compiled schema while it reads one document."""
 
     def mask(self) -> None: ...
     def accept(self, token_id: int) -> bool: ...
@@ -39,7 +40,7 @@ class Run(Protocol):
 
 
 class Library(Protocol):
-    """One library over a vocabulary; `compile` raises ValueError for what it refuses."""
+    """One library with a vocabulary. `compile` raises ValueError for an unsupported schema."""
 
     name: str
     version: str
@@ -123,7 +124,7 @@ class Xgrammar:
         info = xgrammar.TokenizerInfo(
             vocabulary, vocab_type=xgrammar.VocabType.RAW, stop_token_ids=[EOS]
         )
-        # One thread, as the other library has; no cache, so that every compilation is one.
+        # One thread, as the other library has, and no cache, so that everything is compiled.
         self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
         self._bits = xgrammar.allocate_token_bitmask(1, len(vocabulary))
 
@@ -148,7 +149,7 @@ def read_vocabulary(file: Path) -> list[bytes]:
 
 
 def tokenize(data: bytes, ids: dict[bytes, int], longest: int) -> list[int]:
-    """The longest token at every place."""
+    """Token ids of `data`, taking the longest token at every position."""
     found = []
     while data:
         size = next(n for n in range(min(longest, len(data)), 0, -1) if data[:n] in ids)
@@ -207,7 +208,7 @@ def _spread(seconds: Sequence[float], scale: float) -> dict[str, float]:
 
 
 def import_seconds(name: str) -> float:
-    """Seconds in a fresh process, less those of an empty one."""
+    """Seconds of the import in a new process, without those of an empty process."""
 
     def run(code: str) -> float:
         begin = time.perf_counter()

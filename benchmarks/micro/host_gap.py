@@ -1,11 +1,11 @@
-"""Measures the share of a step outside of the model: scheduling, batch building, reporting.
+"""Measures the share of a step outside the model: scheduling, batch building, reporting.
 
     python -m ostinato.benchmarks.micro.host_gap
     python -m ostinato.benchmarks.micro.host_gap --models llama-45m --batches 1,8,32 --json FILE
 
-Dummy weights, bfloat16, batches of decoding sequences in this process. The gap is the share of the
-engine's steps that is not between a step's launch and its tokens (`EngineStats.step_seconds` and
-`model_seconds`); prefill steps are left out by asking for many tokens after short prompts.
+The model has dummy weights in bfloat16 and decodes batches in this process. The gap is the share of
+a step that is not between its launch and the arrival of its tokens (`EngineStats.step_seconds` and
+`model_seconds`). Prompts are short and outputs long, so that prefill steps hardly count.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def measure_gap(llm: LLM, batch: int, num_tokens: int) -> dict[str, float]:
 
     Returns:
         gap: share of the steps' time outside the model, 0 to 1; step_ms: milliseconds of a step;
-        other_cpu: share of the cores that other programs had.
+        other_cpu: share of the cores that other programs used.
     """
     prompts = [
         [2 + (index * 31 + i) % 900 for i in range(_PROMPT_TOKENS)] for index in range(batch)

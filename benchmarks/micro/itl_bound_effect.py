@@ -1,10 +1,11 @@
-"""Inter-token latency of streams while long prompts arrive, with and without a target for it.
+"""Measures inter-token latency of streams while long prompts arrive, with and without a target.
 
     python -m ostinato.benchmarks.micro.itl_bound_effect model=llama-45m [key=value ...]
 
-One engine for each target in `TARGETS_MS`, in one process, in turns. Streams decode all the time;
-long prompts arrive one after the other. Prints one JSON object: percentiles of the gaps between the
-streams' tokens, the long prompts' time to first token, and the table's error on the same steps.
+One engine for each target in `TARGETS_MS` runs in this process, in turns. Streams decode all the
+time, and long prompts arrive one after the other. It prints one JSON object: percentiles of the
+gaps between the streams' tokens, the TTFT of the long prompts, and the error of the step-cost table
+for the same steps.
 """
 
 from __future__ import annotations
@@ -48,13 +49,13 @@ LONG_TOKENS = 4
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Round:
-    """What one run of the workload gave, in milliseconds."""
+    """The figures of one run of the workload."""
 
     target_ms: float | None
     itl_ms: list[float]  # every gap between two tokens of a stream
     ttft_ms: list[float]  # of each long prompt
-    seconds: float  # until everything had ended
-    other_cpu: float  # share of the cores that other programs had
+    seconds: float  # until all requests had ended
+    other_cpu: float  # share of the cores that other programs used
 
     def figures(self) -> dict[str, Any]:
         percentiles = quantiles(self.itl_ms, n=100)
@@ -71,7 +72,7 @@ class Round:
 
 
 def run_round(engine: Engine, target_ms: float | None, vocab_size: int, seed: int) -> Round:
-    """The workload once, from an empty prefix cache, greedily."""
+    """Run the workload once, greedily, with an empty prefix cache."""
     numbers = random.Random(seed)
     added: dict[str, float] = {}
     times: dict[str, list[float]] = {}
@@ -120,7 +121,7 @@ def _pooled(rounds: list[Round]) -> dict[str, Any]:
 
 
 def main(overrides: list[str]) -> None:
-    """Measure and print; the table is measured once and shared through a bundle of its own."""
+    """Measure and print. The step-cost table is measured once and shared through a bundle."""
     with tempfile.TemporaryDirectory() as bundles:
         engines = []
         for target in TARGETS_MS:

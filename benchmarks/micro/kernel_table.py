@@ -1,8 +1,7 @@
-"""Lists what the Triton attention kernels use on a GPU: registers, spills, shared memory,
-instructions.
+"""Lists the resources of the Triton attention kernels: registers, spills, shared memory.
 
-Compiles the kernels of the usual models ahead of time, so no GPU is needed. Prints a table and puts
-it into docs/kernels.md, in the section of the installed Triton version:
+It compiles the kernels of common models ahead of time, so no GPU is needed. It prints a table and
+writes it to docs/kernels.md, in the section of the installed Triton version:
 
     python -m ostinato.benchmarks.micro.kernel_table
 """
@@ -82,7 +81,7 @@ class Variant:
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """What a compiled kernel takes."""
+    """The resources of a compiled kernel."""
 
     registers: int  # per thread
     spill_bytes: int  # stored and loaded
@@ -148,7 +147,7 @@ def variants() -> Iterator[Variant]:
 
 
 def compile_variant(variant: Variant) -> Resources:
-    """Compile for capability 9.0 and read what the assembler says."""
+    """Compile for capability 9.0 and read the assembler's report."""
     options = {name: n for name, n in variant.constants.items() if name in _LAUNCH_OPTIONS}
     constants: dict[str, Any] = {
         name: n for name, n in variant.constants.items() if name not in _LAUNCH_OPTIONS

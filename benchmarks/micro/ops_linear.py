@@ -1,13 +1,13 @@
-"""Measures the linear ops beside stock torch: GB/s of weights and GFLOP/s for each shape.
+"""Compares the linear ops with torch and oneDNN: GB/s of weights and GFLOP/s for each shape.
 
     python -m ostinato.benchmarks.micro.ops_linear --threads 1
     python -m ostinato.benchmarks.micro.ops_linear --shapes 3072x1024 --rows 1,8,512 --kinds packed
 
-All of these take turns, so that a change of the machine's state hits all of them: at each
-instruction set (`--levels`) the packed op and the quantised op with 8 and 4 bits,
-`torch.nn.functional.linear`, oneDNN with weights that it has pre-packed itself (where this torch
-has them), and a sum over as many bytes as a measure of what the memory gives. They go round copies
-of the weights that exceed the second level cache, as a decode step goes through its layers.
+These take turns, so that a change of the machine's state affects all of them: for each instruction
+set (`--levels`) the packed op and the quantised op with 8 and 4 bits, `torch.nn.functional.linear`,
+oneDNN with weights that it has packed itself (if this torch has that), and a sum over as many
+bytes, which measures the memory's bandwidth. Calls use several copies of the weights in turns that
+together exceed the second level cache, as a decode step goes through its layers.
 
 The first table has the median time of a call in microseconds, the second the GFLOP/s of that time.
 """
@@ -39,7 +39,7 @@ from ostinato.runtime.startup.machine_info import cpu_name
 
 __all__ = ("measure_rows",)
 
-_FORMATS = (QuantFormat(8, 128, True), QuantFormat(4, 32, True))  # what int8 and int4 default to
+_FORMATS = (QuantFormat(8, 128, True), QuantFormat(4, 32, True))  # the defaults of int8 and int4
 _SHAPES = "3072x1024,1024x3072,1408x512,151936x1024"
 _ROWS = "1,4,16,32,64,128,512"
 _KINDS = ("packed", "int8", "int4")
@@ -53,7 +53,7 @@ class _Weights(NamedTuple):
     packed: list[Tensor]
     int8: list[Tensor]
     int4: list[Tensor]
-    reordered: list[Tensor]  # oneDNN's own form; empty where this torch has none
+    reordered: list[Tensor]  # in oneDNN's form; empty if this torch has none
 
     @classmethod
     def make(cls, weight: Tensor, cold_bytes: int) -> Self:
@@ -81,7 +81,7 @@ def _candidates(
     candidates: dict[str, Callable[[int], Tensor]] = {}
     for index, level in enumerate(levels):
         ops = getattr(torch.ops, f"ostinato_{level}")
-        # each level its own part of the round: a copy that the one before has read is in the cache
+        # each level begins at another copy, because one that was just read is in the cache
         part = index / len(levels)
 
         def of(copies: list[Tensor], copy: int, part: float = part) -> Tensor:
@@ -118,11 +118,11 @@ def measure_rows(
     """Best and median microseconds of a call, and the GB/s of weights and GFLOP/s of the median.
 
     Args:
-        weights: the copies that calls go round.
+        weights: the copies that calls use in turns.
         rows: T.
-        seconds: how long to go on, at least three calls of each candidate.
+        seconds: duration of the measurement; at least three calls of each candidate are made.
         levels: instruction sets whose libraries are loaded.
-        kinds: of our ops, among _KINDS.
+        kinds: kinds of this project's ops, among _KINDS.
 
     Returns:
         Figures by candidate: best_us, median_us, gbytes_per_s, gflops.

@@ -1,10 +1,10 @@
-"""Measures sampling of tokens from logits: the C++ op beside plain torch, in turns.
+"""Compares sampling of tokens from logits by the C++ op and by torch, in turns.
 
     python -m ostinato.benchmarks.micro.ops_sample
     python -m ostinato.benchmarks.micro.ops_sample --vocabularies 32000 --rows 1,64 --json FILE
 
-Best and median milliseconds of a call for rows of random logits, every way of sampling. Logits have
-a standard deviation of 3; flat ones of 0.1, so that top-p leaves nearly the whole vocabulary.
+It prints the best and median milliseconds of a call on random logits, for every way of sampling.
+Logits have a standard deviation of 3, flat ones of 0.1, so that top-p keeps most of the vocabulary.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = ("measure_sampling",)
 
 _SPREAD, _FLAT_SPREAD = 3.0, 0.1
 _MAX_CALLS = 20
-_BUDGET_S = 0.5  # for one way of sampling, both forms
+_BUDGET_S = 0.5  # seconds for one way of sampling, both implementations
 
 
 def _ways(vocabulary: int) -> dict[str, tuple[RowSampling, float]]:

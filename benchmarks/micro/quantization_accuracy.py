@@ -1,12 +1,11 @@
-"""Measures the accuracy of quantised weights: perplexity of the demo model, logits of random
-models.
+"""Measures the accuracy of quantised weights: perplexity and errors of logits.
 
     python -m ostinato.benchmarks.micro.quantization_accuracy --json FILE
 
-The perplexity is that of text which the demo model was not trained on. Every row is scored from its
-beginning. Logit errors are those of random weights in the shapes of larger models, relative to the
-logits of the same weights unquantised. Each format is measured twice: in its own kernels, and
-dequantised in the unquantised kernels, which leaves out the rounding of activations.
+The perplexity is that of the demo model on text that it was not trained on. Every row is scored
+from its beginning. Logit errors are those of random weights in the shapes of larger models,
+relative to the same weights unquantised. Each format is measured twice: with its own kernels, and
+dequantised with the unquantised kernels, which excludes the rounding of activations.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ _FORMATS: dict[str, list[str]] = {
 
 
 class Loaded(NamedTuple):
-    """A model that is run on one sequence at a time."""
+    """A model that computes the logits of one sequence at a time."""
 
     model: CausalLM
     cache: KVCache
@@ -74,8 +73,8 @@ class Loaded(NamedTuple):
         """The model of a configuration.
 
         Args:
-            overrides: in the command line's words.
-            exact_inputs: put the weights that the quantised ones stand for in their place.
+            overrides: overrides of the configuration.
+            exact_inputs: replace quantised weights by their dequantised values.
             length: tokens of the longest sequence.
         """
         config = load_config(overrides)

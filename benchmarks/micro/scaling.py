@@ -1,12 +1,12 @@
-"""Measures decode throughput against batch size and context, beside the roofline.
+"""Measures decode throughput by batch size and context, and compares it with the roofline.
 
     python -m ostinato.benchmarks.micro.scaling
     python -m ostinato.benchmarks.micro.scaling --models llama-45m --contexts 128,1024 --json F
 
-Dummy weights, bfloat16, in this process. Prompts are computed once and then found in the prefix
-cache, so that what is timed is decode steps alone. The roofline is the slower of two bounds, both
-measured between the points: every weight and every key and value of the contexts read once at the
-machine's read bandwidth, and every multiplication at its matrix rate.
+The model has dummy weights in bfloat16 and runs in this process. Prompts are computed once and then
+found in the prefix cache, so that only decode steps are timed. The roofline is the larger of two
+times: reading every weight and the keys and values of the contexts once at the machine's read
+bandwidth, and all multiplications at its matrix rate. Both rates are measured between the points.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 
 __all__ = ("measure_decode",)
 
-_FIXED_CONTEXT = 256  # of the points that vary the batch
-_FIXED_BATCH = 1  # of the points that vary the context
+_FIXED_CONTEXT = 256  # context of the points with different batch sizes
+_FIXED_BATCH = 1  # batch size of the points with different contexts
 _STEPS = 24
 _DTYPE = torch.bfloat16
 
@@ -51,10 +51,10 @@ def _sampling(num_tokens: int) -> SamplingParams:
 
 
 def measure_decode(llm: LLM, batch: int, context: int, repeats: int) -> list[float]:
-    """Seconds of a decode step of `batch` sequences behind `context` tokens each.
+    """Seconds of a decode step of `batch` sequences with `context` tokens each.
 
-    The prompts are in the prefix cache but for their last block, and the step that computes that
-    is taken off by timing requests for one token as well.
+    The prompts are in the prefix cache, except for their last block. Requests for one token are
+    timed too, and their time is subtracted.
     """
     prompts = [
         [2 + (index * 7919 + i * 31) % 900 for i in range(context - _STEPS // 2)]
@@ -127,7 +127,7 @@ def _work(sizes: ModelSizes, batch: int, context: int) -> tuple[int, int]:
 
 
 def draw(results: list[dict[str, Any]], title: str, file: Path) -> None:
-    """One row of plots a model: against batch, against context; measured and roofline."""
+    """Plot measurements and roofline, one row per model: by batch size and by context."""
     from matplotlib.figure import Figure
 
     models = list(dict.fromkeys(result["model"] for result in results))

@@ -1,10 +1,9 @@
-"""Host microseconds of `Scheduler.schedule` plus `update` for a step of decoding sequences.
+"""Measures host microseconds of `Scheduler.schedule` plus `update` for a decode step.
 
     python -m ostinato.benchmarks.micro.scheduler_step 1 32 256
 
-Prints one JSON line per number of sequences. Prompts have different lengths, so that blocks fill up
-at different steps as they do in service. The minimum is the figure to compare where others use the
-machine too.
+It prints one JSON line per number of sequences. Prompts have different lengths, so that blocks are
+filled in different steps, as in service. On a shared machine, compare the minimum.
 """
 
 from __future__ import annotations

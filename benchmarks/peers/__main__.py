@@ -7,23 +7,23 @@
     ... --quantized int8 --quantized int4 --openvino VENV/bin/python=IR_DIR=int8 \\
         --llama-cpp SERVER=Q8_0.gguf=int8 --llama-cpp SERVER=Q4_0.gguf=int4
 
-Each peer runs in its own virtual environment at its best settings (the drive_*.py beside this
-file), with the same prompts, numbers of tokens and threads. Engines stay loaded and take turns part
-by part, round by round (A B C, A B C): the memory of shared machines switches between states that
-differ by two, so no ratio from separate runs counts. An engine whose turn it is not is stopped
-(SIGSTOP), so that idle threads of one do not slow another. The read bandwidth is measured before
-each turn.
+Each peer runs in its own virtual environment at its best settings (the drive_*.py files in this
+folder), with the same prompts, numbers of tokens and threads. Engines stay loaded and take turns
+part by part, round by round (A B C, A B C). The memory speed of shared machines changes by a factor
+of two, so ratios from separate runs are not valid. An engine is stopped (SIGSTOP) while it is not
+its turn, so that its idle threads do not slow another. The read bandwidth is measured before each
+turn.
 
-decode: tokens per second of one stream after its first, from the times for 1 and for 128 tokens.
-ttft: seconds to one token after 512, the median of five prompts. offline: 32 requests of 64-512 and
-32-128 tokens at once. prefix: 16 requests that share 1024 of 1088 tokens at once, nothing cached
-before.
+decode: tokens per second of one stream after its first token, from the times for 1 and 128 tokens.
+ttft: seconds to the first token after 512 prompt tokens, the median of five prompts.
+offline: 32 requests at once, with 64-512 prompt and 32-128 output tokens.
+prefix: 16 requests at once that share 1024 of 1088 prompt tokens, with an empty cache.
 
-Weights of every peer are of the precision that is asked for: OpenVINO's exporter halves those of
-float32 unless it is told `--weight-format fp32`.
+The weights of every peer must have the requested precision: OpenVINO's exporter converts float32 to
+16 bits unless it gets `--weight-format fp32`.
 
-Engines of a class (int8, int4, or none) are compared with each other: ours of that class with the
-best peer of it.
+Engines of a class (int8, int4, or unquantised) are compared with each other: this engine with the
+best peer of the class.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _FOLDER = Path(__file__).parent
 _OURS = "ostinato"
 _PARTS = ("decode", "ttft", "offline", "prefix")
 _UNITS = {"decode": "tok/s", "ttft": "ms", "offline": "tok/s", "prefix": "tok/s"}
-_NUM_PROMPTS = 5  # of a round, one after the other: a single one takes a tenth of a second
+_NUM_PROMPTS = 5  # in a round, one after the other, because one takes only a tenth of a second
 _KINDS = ("int8", "int4")
 _WIDTH = 100
 
@@ -69,7 +69,7 @@ class Engine:
     """One engine's process, loaded once and stopped between its turns.
 
     Raises:
-        RuntimeError: it ended, or answered with an error; its log is on standard error.
+        RuntimeError: the process ended or answered with an error; its log is on standard error.
     """
 
     def __init__(self, name: str, command: list[str], variables: dict[str, str]) -> None:
@@ -87,7 +87,7 @@ class Engine:
         self._signal(signal.SIGSTOP)
 
     def run(self, part: Part) -> float:
-        """Seconds until all tokens of a part's requests are there."""
+        """Seconds until all output tokens of a part's requests were generated."""
         self._signal(signal.SIGCONT)
         assert self._process.stdin is not None, "stdin=PIPE"
         requests = [{"prompt": item.prompt, "max_tokens": item.max_tokens} for item in part.items]
@@ -99,7 +99,7 @@ class Engine:
         return answer["seconds"]
 
     def close(self) -> None:
-        """End it and all that it has started."""
+        """End the process and its child processes."""
         for process in self._family():
             process.kill()
         self._process.wait()
@@ -125,12 +125,12 @@ class Engine:
 
 
 def measure_part(engine: Engine, name: str, number: int) -> float:
-    """One figure of one engine.
+    """Measure one part with one engine.
 
     Args:
-        engine: whose turn it is.
+        engine: the engine.
         name: decode, ttft, offline or prefix.
-        number: of the repetition; its token ids are its own, so that no cache carries over.
+        number: the repetition; each has its own token ids, so that no cache helps it.
     """
     parts = {part.name: part for part in standard_workload()}
     if name == "decode":
@@ -150,7 +150,7 @@ def measure_part(engine: Engine, name: str, number: int) -> float:
 
 
 def _commands(options: argparse.Namespace) -> dict[str, list[str]]:
-    """Name -> command line of its driver."""
+    """{name: command line of its driver}."""
     model, tail = str(Path(options.model).resolve()), [options.dtype, str(options.threads)]
 
     def drive(python: str, script: str, *arguments: str) -> list[str]:
@@ -183,7 +183,7 @@ def _named(engine: str, kind: str = "") -> str:
 
 
 def _kind(name: str) -> str:
-    """The class of an engine by its name; "" = it is not quantised."""
+    """The class of an engine by its name; "" = unquantised."""
     last = name.rpartition("-")[2]
     return last if last in _KINDS else ""
 
@@ -208,7 +208,7 @@ def _measure(
                             "value": value,
                             "unit": _UNITS[part],
                             "read_gb_s": bandwidth,
-                            "cores_used": load.stop(),  # the engines are other programs
+                            "cores_used": load.stop(),  # the engines count as other programs
                         }
                     )
                 _show(f"round {number + 1}: {part} of {engine.name}: {value:.1f} {_UNITS[part]}")
@@ -285,7 +285,7 @@ def _print(record: dict[str, Any], names: list[str], parts: list[str]) -> None:
 
 
 def _ratio(part: str, values: dict[str, list[float]], kind: str) -> str:
-    """The median over the rounds of ours to that round's best peer of the same class."""
+    """The median over the rounds of this engine's ratio to the best peer of its class."""
     own = _named(_OURS, kind)
     peers = [name for name in values if not name.startswith(_OURS) and _kind(name) == kind]
     if not peers:

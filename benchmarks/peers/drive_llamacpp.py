@@ -1,7 +1,7 @@
 """Drives llama.cpp's server on the loopback: `drive_llamacpp.py SERVER GGUF THREADS`.
 
-It divides its context among its slots, so it is started anew with as many as a part has requests:
-one for a single stream, which is its best there. Starting is not part of any figure but the first.
+The server divides its context among its slots. So it is restarted with as many slots as a part has
+requests; one slot is best for a single stream. The measured times do not include the starts.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Server:
 
 
 def load() -> Callable[[Requests], list[int]]:
-    """The engine, as a function from requests to the numbers of tokens that they got."""
+    """Load the engine; returns a function from requests to their numbers of output tokens."""
     server = Server(1, 2048)
     pool = ThreadPoolExecutor(64)
 

@@ -17,7 +17,7 @@ _HINTS = {"bfloat16": "bf16", "float32": "f32", "float16": "f16"}
 
 
 def load() -> Callable[[Requests], list[int]]:
-    """The engine, as a function from requests to the numbers of tokens that they got."""
+    """Load the engine; returns a function from requests to their numbers of output tokens."""
     import numpy as np
     import openvino  # type: ignore[import-not-found]
     import openvino_genai  # type: ignore[import-not-found]

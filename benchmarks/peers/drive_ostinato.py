@@ -11,7 +11,7 @@ __all__ = ("load",)
 
 
 def load() -> Callable[[Requests], list[int]]:
-    """The engine, as a function from requests to the numbers of tokens that they got."""
+    """Load the engine; returns a function from requests to their numbers of output tokens."""
     from ostinato.conf.compose import load_config
     from ostinato.runtime.startup.bundles import prepare_kernels
 

@@ -1,7 +1,7 @@
 """Drives transformers' generate, one padded batch: `drive_transformers.py MODEL DTYPE THREADS`.
 
-Requests of different lengths are padded to the longest prompt and run to the longest output, which
-is what generate does; eager mode, as its default is.
+It runs in eager mode, the default. Requests of different lengths are padded to the longest prompt
+and run to the longest output, as generate requires.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ("load",)
 
 
 def load() -> Callable[[Requests], list[int]]:
-    """The engine, as a function from requests to the numbers of tokens that they got."""
+    """Load the engine; returns a function from requests to their numbers of output tokens."""
     import torch
     from transformers import AutoModelForCausalLM, GenerationConfig
 

@@ -15,7 +15,7 @@ __all__ = ("load",)
 
 
 def load() -> Callable[[Requests], list[int]]:
-    """The engine, as a function from requests to the numbers of tokens that they got."""
+    """Load the engine; returns a function from requests to their numbers of output tokens."""
     model, dtype, _ = sys.argv[1:4]  # threads are in the environment
     from vllm import LLM, SamplingParams  # type: ignore[import-not-found]
 

@@ -1,11 +1,11 @@
 """The protocol between the benchmark and one engine's process: a line of JSON each way.
 
-A driver runs in its engine's own virtual environment, without ours, so this file needs Python's
-standard library only. It loads its engine, says that it is ready, and then answers each request
+A driver runs in its engine's own virtual environment, so this file needs only Python's standard
+library. It loads its engine, reports that it is ready, and then answers each request
 
     {"requests": [{"prompt": [ids], "max_tokens": n}, ...]}
 
-with `{"seconds": s}` once every token is there. Whatever the engine prints goes to standard error.
+with `{"seconds": s}` when all tokens are generated. The engine's own output goes to standard error.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ Requests = list[tuple[list[int], int]]
 
 
 def serve(load: Callable[[], Callable[[Requests], list[int]]]) -> None:
-    """Load an engine and run what is asked for until the input ends.
+    """Load an engine and run requests until the input ends.
 
     Args:
-        load: gives a function that runs requests, past any end-of-sequence token, and returns how
-            many tokens each got.
+        load: returns a function that runs requests, ignoring end-of-sequence tokens, and returns
+            the number of output tokens of each.
     """
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # engines print to standard output
@@ -40,7 +40,7 @@ def serve(load: Callable[[], Callable[[Requests], list[int]]]) -> None:
         asked = json.loads(line)
         requests = [(one["prompt"], one["max_tokens"]) for one in asked["requests"]]
         prepare = getattr(run, "prepare", None)
-        if prepare is not None:  # what an engine must do for requests of this form, untimed
+        if prepare is not None:  # untimed work of the engine before requests of this form
             prepare(requests)
         begin = time.perf_counter()
         counts = run(requests)

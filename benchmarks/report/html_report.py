@@ -26,7 +26,7 @@ def write_report(record: Record, path: Path) -> list[Path]:
     """Write `<path>.html` and a PNG for each plot beside the result at `path`.
 
     Returns:
-        The files; without matplotlib the HTML alone, and a line in the log that says so.
+        The paths of the files. Without matplotlib there are no plots, and a warning is logged.
     """
     try:
         plots = draw(record)
@@ -79,7 +79,7 @@ class _MetricsTable(NamedTuple):
 
 
 def _metrics(record: Record) -> _MetricsTable | None:
-    """A row for each metric; for many points a row for each point. None = nothing was measured."""
+    """A row for each metric, or for many points a row for each point. None = no measurements."""
     points = [point for point in record.points if point.metrics]
     if not points:
         return None
@@ -99,7 +99,7 @@ def _metrics(record: Record) -> _MetricsTable | None:
 
 
 def _svg(plot: Plot) -> str:
-    """A plot's SVG element from its first attribute on, in the colours of the page's theme."""
+    """A plot's SVG, without the tag's beginning, in the colours of the page's theme."""
     buffer = io.StringIO()
     metadata = {"Date": None}
     plot.figure.savefig(buffer, format="svg", dpi=_PNG_DPI, metadata=metadata, transparent=True)
@@ -114,7 +114,7 @@ def _is_empty(value: Any) -> bool:
 
 
 def _condition_name(name: str) -> str:
-    """A key in words, with its unit behind: "startup_s" is "startup (s)"."""
+    """A key in words, followed by its unit: "startup_s" is "startup (s)"."""
     head, _, tail = name.rpartition("_")
     unit = {"s": "s", "gib": "GiB", "mib": "MiB"}.get(tail)
     return name.replace("_", " ") if unit is None else f"{head.replace('_', ' ')} ({unit})"

@@ -25,7 +25,7 @@ __all__ = (
     "whole_ticks",
 )
 
-# Legible on white and on a dark ground; the other three a page replaces by its own (THEME).
+# Colours for light and dark backgrounds. A page replaces the other three by its own (THEME).
 COLOURS = ("#3a80b5", "#d1495b", "#3a9a60", "#dd9a2a", "#8a68bd", "#7b8790", "#2aa7a1", "#b8683f")
 INK, AXIS, GRID = "#2a3238", "#8a949d", "#e3e7eb"
 THEME = {INK: "--ink", AXIS: "--axis", GRID: "--grid"}
@@ -55,14 +55,14 @@ def make_axes(columns: int = 1, height: float = HEIGHT) -> tuple[Figure, list[Ax
 
 
 def dress(axes: Axes) -> None:
-    """Grid behind, no frame above and on the right."""
+    """Put the grid behind the data, and remove the frame at the top and on the right."""
     axes.grid(True, color=GRID, linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
 
 
 def plain_log(axis: Axis) -> None:
-    """Labels 0.1, 1, 10 instead of powers of ten on a logarithmic axis; 2 and 5 on a short one."""
+    """Label a logarithmic axis 0.1, 1, 10 instead of powers of ten; a short one also 2 and 5."""
     from matplotlib.ticker import FuncFormatter, LogFormatter
 
     class Minor(LogFormatter):
@@ -74,7 +74,7 @@ def plain_log(axis: Axis) -> None:
 
 
 def whole_ticks(axis: Axis) -> None:
-    """Ticks at whole numbers, for counts."""
+    """Put ticks at whole numbers, for counts."""
     from matplotlib.ticker import MaxNLocator
 
     axis.set_major_locator(MaxNLocator(integer=True, nbins=6))

@@ -35,7 +35,7 @@ _MAX_SERIES = 6  # lines or histograms in one plot
 class Plot:
     """A figure and the words around it."""
 
-    name: str  # of its file
+    name: str  # name of its file
     title: str
     text: str  # how to read it
     figure: Figure
@@ -56,7 +56,7 @@ def _measured(record: Record, *names: str) -> list[Point]:
 
 
 def pareto_front(costs: Sequence[float], gains: Sequence[float]) -> list[int]:
-    """Places that no other one beats: nothing costs less and gains as much. By ascending cost."""
+    """Indices of the Pareto front (lower cost, higher gain), by ascending cost."""
     order = sorted(range(len(costs)), key=lambda place: (costs[place], -gains[place]))
     front: list[int] = []
     best = float("-inf")
@@ -92,7 +92,7 @@ def latency_against_load(record: Record) -> Figure | None:
 
 
 def itl_histogram(record: Record) -> Figure | None:
-    """How long the gaps between pieces of output are."""
+    """A histogram of the gaps between pieces of output."""
     found = [
         (point.label, point.details["itl_histogram"])
         for point in record.points
@@ -123,7 +123,7 @@ def pareto(record: Record) -> Figure | None:
     }
     cost = next((name for name in words if len(_measured(record, name)) > 1), None)
     if cost is None or record.kind not in ("serve", "compare", "latency"):
-        return None  # elsewhere points are different requests, not ways to serve the same ones
+        return None  # in other kinds, points have different requests
     points = _measured(record, cost, "output_throughput")
     if len(points) < 2:
         return None
@@ -156,7 +156,7 @@ def pareto(record: Record) -> Figure | None:
 
 
 def step_timeline(record: Record) -> Figure | None:
-    """Each engine step: how long it took, and what it computed."""
+    """The time of each engine step, and its tokens."""
     found = [p for p in record.points if p.details.get("steps", {}).get("seconds")]
     if not found:
         return None
@@ -168,7 +168,7 @@ def step_timeline(record: Record) -> Figure | None:
     )
     steps = point.details["steps"]
     total, there = int(_value(point, "steps") or 0), len(steps["seconds"])
-    # The counter has the warm-up too; much less than that was lost on the way.
+    # The counter includes the warm-up, so a smaller difference is not mentioned.
     kept = f", {there:,} of {total:,}" if there < 0.8 * total else ""
     begin = steps["begin_s"]
     from matplotlib.figure import Figure
@@ -201,7 +201,7 @@ def step_timeline(record: Record) -> Figure | None:
 
 
 def server_timeline(record: Record) -> Figure | None:
-    """The server's batch, queue and cache over time, of the point with the most to see."""
+    """The server's batch, queue and cache over time, for the busiest point."""
     found = [p for p in record.points if len(p.details.get("server", {}).get("at_s", ())) > 1]
     if not found:
         return None
@@ -248,7 +248,7 @@ def request_timeline(record: Record) -> Figure | None:
 
 
 def roofline(record: Record) -> Figure | None:
-    """Kernels: share of what this machine can do."""
+    """The kernels' shares of the roofline."""
     points = _measured(record, "roofline_share")
     if record.kind != "ops" or not points:
         return None
@@ -328,7 +328,7 @@ def parameter_effect(record: Record) -> Figure | None:
 
 
 def prefix_gain(record: Record) -> Figure | None:
-    """The first token of a prompt that is new, and of one that is cached."""
+    """The TTFT of a new prompt, and of a prompt with a cached prefix."""
     points = _measured(record, "ttft_cold", "ttft_cached")
     if record.kind != "prefix" or not points:
         return None
@@ -348,51 +348,51 @@ _PLOTS: tuple[tuple[str, str, str, Callable[[Record], Any]], ...] = (
     (
         "load",
         "Latency against load",
-        "Medians and 99th percentiles over the rate at which requests were answered. Where the "
-        "lines turn up, the server is full.",
+        "Medians and 99th percentiles over the rate at which requests were answered. The server is "
+        "at its limit where the lines rise.",
         latency_against_load,
     ),
     (
         "pareto",
         "Throughput against latency",
-        "Up is more tokens a second, left is sooner. No point beats one on the front in both.",
+        "Up is higher throughput, left is less latency. No point beats one of the front in both.",
         pareto,
     ),
     ("points", "All points", "Bars are medians, whiskers the range of the runs.", parameter_effect),
     (
         "ratios",
         "Ratios to the reference",
-        "Dots are geometric means over rounds, lines 95 % bootstrap intervals. A line across 1 is "
-        "no difference that these rounds could show.",
+        "Dots are geometric means over rounds, lines 95 % bootstrap intervals. If a line crosses "
+        "1, these rounds show no difference.",
         ratio_intervals,
     ),
     (
         "itl",
         "Gaps between tokens",
-        "What a reader of a stream sees. A second hump to the right are steps that also computed "
+        "The gaps in a stream. A second hump on the right comes from steps that also computed "
         "prompts.",
         itl_histogram,
     ),
     (
         "requests",
         "Requests over time",
-        "One line a request, from when it should have been sent to its end.",
+        "One line for each request, from its intended sending to its end.",
         request_timeline,
     ),
     (
         "server",
-        "The server meanwhile",
-        "Its own figures, four times a second.",
+        "The server's state",
+        "The server's metrics, read four times a second.",
         server_timeline,
     ),
     (
         "steps",
         "Steps and what they computed",
-        "Above the time of each engine step, below its tokens: one for each sequence that decodes, "
-        "more where prompts are computed.",
+        "Top: the time of each engine step. Bottom: its tokens, one for each decoding sequence, "
+        "more if prompts are computed.",
         step_timeline,
     ),
-    ("roofline", "Kernels against the machine", "100 % is what was measured on it.", roofline),
+    ("roofline", "Kernels and the roofline", "100 % is the machine's measured rate.", roofline),
     (
         "prefix",
         "First token with and without the cache",
@@ -404,7 +404,7 @@ _PLOTS: tuple[tuple[str, str, str, Callable[[Record], Any]], ...] = (
 
 
 def draw(record: Record) -> list[Plot]:
-    """Every plot that this record has the figures for.
+    """Draw every plot for which this record has the data.
 
     Raises:
         ImportError: matplotlib is not installed.

@@ -1,8 +1,8 @@
-"""One result: points of figures with the conditions they were taken under.
+"""`Record`: the result of a benchmark, with points, metrics and conditions.
 
-Every kind of `run bench` writes the same form, which `benchmarks/schema.json` describes: a list of
-points, each with its parameters and its metrics; a metric has one value, its unit, which direction
-is better, and every single measurement. What only one kind has is under a point's `details`.
+Every kind of `run bench` writes the form that `benchmarks/schema.json` describes: a list of points,
+each with its parameters and its metrics. A metric has one value, its unit, the better direction and
+every single measurement. Data that only one kind has are in a point's `details`.
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ class Metric:
 
 @dataclass(slots=True, kw_only=True)
 class Point:
-    """What was measured at one setting."""
+    """The measurements at one setting."""
 
     label: str
-    parameters: dict[str, Any]  # what tells this point from the others
+    parameters: dict[str, Any]  # the settings of this point
     metrics: dict[str, Metric]
     details: dict[str, Any] = field(default_factory=dict)
     error: str | None = None  # why there are no metrics, in one line
@@ -129,9 +129,9 @@ class Record:
 
 
 def conditions_of(config: RunConfig, **more: Any) -> dict[str, Any]:
-    """Where, when, with what: configuration, commit, versions, machine, threads, clock.
+    """The conditions of a measurement: configuration, commit, versions, machine, threads, time.
 
-    HTTP headers are left out: they hold keys.
+    HTTP headers are left out, because they may hold API keys.
     """
     resolved = dataclasses.asdict(config)
     resolved["load"]["headers"] = dict.fromkeys(resolved["load"]["headers"], "(not kept)")
@@ -163,15 +163,15 @@ def _affinity() -> list[int]:
 
 
 def output_path(output: str, kind: str, key: str = "bench.output") -> Path:
-    """The result file, in a folder that can be written.
+    """The path of the result file; its folder is created.
 
     Args:
-        output: as configured; empty = a new file in `outputs/bench`.
-        kind: the beginning of that file's name.
-        key: the setting that `output` came from, for messages.
+        output: the configured path; empty = a new file in `outputs/bench`.
+        kind: the beginning of the new file's name.
+        key: the setting that has `output`, for messages.
 
     Raises:
-        ConfigError: it is a directory, or can not be written.
+        ConfigError: the path is a directory, or can not be written.
     """
     name = f"{kind}-{datetime.now(UTC):%Y%m%d-%H%M%S}.json"
     path = expand_user(output) if output else Path("outputs/bench") / name
@@ -182,7 +182,7 @@ def output_path(output: str, kind: str, key: str = "bench.output") -> Path:
 
 
 def write_record(record: Record, path: Path) -> None:
-    """Write the file whole or not at all."""
+    """Write the file atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.part")
     part.write_text(json.dumps(record.to_dict(), indent=1) + "\n", encoding="utf-8")
@@ -200,7 +200,7 @@ def read_records(path: Path) -> list[Record]:
     """Every result of a JSON or JSON-lines file.
 
     Raises:
-        ConfigError: it is missing, not JSON, or does not fit benchmarks/schema.json.
+        ConfigError: the file is missing, not JSON, or does not fit benchmarks/schema.json.
     """
     import jsonschema
 
@@ -223,6 +223,6 @@ def read_records(path: Path) -> list[Record]:
             jsonschema.validate(data, schema)
         except jsonschema.ValidationError as error:
             raise ConfigError(
-                f"{path} is no result of run bench: {error.json_path}: {error.message:.200}"
+                f"{path} is not a result of run bench: {error.json_path}: {error.message:.200}"
             ) from error
     return [Record.from_dict(data) for data in found]

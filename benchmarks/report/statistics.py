@@ -56,8 +56,8 @@ def bootstrap_ratio(
 
     Args:
         ours: one figure of each round.
-        reference: the other's, of the same rounds: what a round's machine state does to both
-            cancels.
+        reference: the reference's figures of the same rounds. Effects of the machine's state in a
+            round cancel in the ratio.
         level: share of the resamples within the interval.
 
     Raises:

@@ -1,7 +1,7 @@
 """Prints a result as a table, 80 to 100 columns wide.
 
-A few points stand side by side, one metric a row. Many points stand one below the other, with the
-most important metrics only.
+A few points are printed side by side, with one metric in a row. Many points are printed one below
+the other, with the most important metrics only.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ __all__ = (
 )
 
 _NARROWEST, _WIDEST = 80, 100
-_MAX_COLUMNS, _MAX_LABEL = 4, 36  # points side by side, characters over each
-_MAX_NAME = 50  # characters of a point's name, of many
+_MAX_COLUMNS, _MAX_LABEL = 4, 36  # points side by side, characters of their headings
+_MAX_NAME = 50  # characters of a point's name in a row
 
-# The figures of each kind in their order; other kinds show all that they have.
+# The metrics of each kind, in order. Kinds that are not listed show all their metrics.
 HEADLINES: dict[str, Sequence[str]] = {
     "serve": (
         *("completed", "failed", "duration", "input_tokens", "output_tokens"),
@@ -110,7 +110,7 @@ def median_and_range(values: Sequence[float]) -> str:
 
 
 def title_of(record: Record) -> str:
-    """What was measured on what, in one line."""
+    """The kind of measurement, the model and the machine, in one line."""
     conditions: dict[str, Any] = record.conditions
     machine = conditions["machine"]
     commit, *changes = (conditions["commit"] or "unknown").split("-")
@@ -122,7 +122,7 @@ def title_of(record: Record) -> str:
 
 
 def print_record(record: Record, file: Path | None = None, others: Sequence[Path] = ()) -> None:
-    """The table, the notes, and where the result and what was drawn of it were written."""
+    """Print the table, the notes, and the paths of the result and its plots."""
     console = Console(highlight=False)
     width = console.width if console.is_terminal else _WIDEST
     console.width = max(_NARROWEST, min(_WIDEST, width))
@@ -146,7 +146,7 @@ def print_record(record: Record, file: Path | None = None, others: Sequence[Path
 def _tables(
     record: Record, measured: Sequence[Point], names: Sequence[str], console: Console
 ) -> list[Table]:
-    """Points side by side, in more than one table where one is too wide; or a row each."""
+    """Tables with points side by side, several if one is too wide; or one with a row each."""
     if len(measured) <= _MAX_COLUMNS and all(len(p.label) <= _MAX_LABEL for p in measured):
         for count in range(len(measured), 0, -1):
             parts = [measured[k : k + count] for k in range(0, len(measured), count)]
@@ -190,7 +190,7 @@ def _cell(point: Point, name: str) -> str:
 
 
 def _changed(point: Point, name: str) -> str:
-    """A figure of a history, with how it differs from the first of its line."""
+    """A figure of a history, with its change from the first."""
     if name not in point.metrics:
         return ""
     change = point.details["change"].get(name)

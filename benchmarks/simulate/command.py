@@ -1,4 +1,4 @@
-"""`run simulate`: what would happen, without a device: days of traffic in minutes.
+"""`run simulate`: predicts the metrics of servers under load, without a device.
 
     run simulate load.rates=[2,4,8]
     run simulate model=llama-8b simulate.device=h100 simulate.replicas=8 load.rates=[40] \
@@ -6,8 +6,8 @@
     run simulate workload=trace workload.path=trace.jsonl simulate.rounds=24
     run simulate --validate
 
-Each rate and each concurrency of `load` is one point, as for `run bench serve`; the result is in
-the same form.
+Each rate and each concurrency of `load` is one point, as for `run bench serve`, and the result has
+the same form. Days of traffic take minutes.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def simulate(config: RunConfig) -> int:
     """Predict every point of `load`.
 
     Raises:
-        ConfigError: the workload, the load or the fleet can not be.
-        StartupError: such an engine could not start.
+        ConfigError: the workload, the load or the fleet is not valid.
+        StartupError: an engine with this configuration could not start.
     """
     section = config.simulate
     if section.validate:
@@ -93,7 +93,7 @@ def simulated_job(load: LoadSection, part: Part, point: LoadPoint, seed: int) ->
 
 
 def describe(spec: EngineSpec) -> dict[str, object]:
-    """An engine's facts for a record."""
+    """Facts about an engine, for a record."""
     return {
         "max_num_seqs": spec.limits.max_num_seqs,
         "max_num_batched_tokens": spec.limits.max_num_batched_tokens,
@@ -110,7 +110,7 @@ def describe(spec: EngineSpec) -> dict[str, object]:
 def _notes(config: RunConfig) -> list[str]:
     section, load = config.simulate, config.load
     source = section.costs or (f"data sheet of {section.device}" if section.device else "measured")
-    notes = [f"simulated: step costs {source}; what serving costs besides steps is not included"]
+    notes = [f"simulated: step costs {source}; other overheads of serving are not included"]
     if load.endpoint is RequestEndpoint.chat or load.prompt_format is PromptFormat.text:
         notes.append("prompts are the workload's token ids, without a chat template")
     return notes

@@ -1,10 +1,9 @@
 """The engine's scheduler with fast-forward: many equal decode steps in one call.
 
 Between two changes (an arrival, an end, a shortage of blocks) every step gives each running
-sequence one token. The effect of `count` such steps on sequences and blocks follows without
-planning them one by one; `fast_forward` applies it. The state after it is the state after as many
-calls of `schedule` and `update` (tests/benchmarks/simulate/test_simulate.py compares them, block by
-block).
+sequence one token. `fast_forward` applies the effect of `count` such steps without planning each.
+The state is then the same as after `count` calls of `schedule` and `update`
+(tests/benchmarks/simulate/test_simulate.py compares them, block by block).
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class FastForwardScheduler(Scheduler):
         )
 
     def num_equal_steps(self, most: int) -> int:
-        """How many steps equal to the last one are certain to follow, at most `most`.
+        """The number of steps equal to the last one that are certain to follow, at most `most`.
 
         The step in which a sequence ends, or in which blocks run short, is left to `schedule`.
         """
@@ -68,11 +67,11 @@ class FastForwardScheduler(Scheduler):
 
         Args:
             count: at least 1, at most `num_equal_steps`.
-            token_id: in place of what would be sampled.
+            token_id: the token instead of a sampled one.
         """
         running, cache = self.queues.running, self.queues.cache
         size = cache.block_size
-        # Blocks are handed out in the order of steps, then of sequences, as schedule() would.
+        # Blocks are allocated in the order of steps, then of sequences, as by schedule().
         crossings = sorted(
             (position - sequence.num_computed_tokens, index, position)
             for index, sequence in enumerate(running)

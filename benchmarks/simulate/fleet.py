@@ -21,8 +21,8 @@ from ostinato.benchmarks.simulate.simulated_replica import Arrival, Replica
 __all__ = ("Traffic", "simulate_open")
 
 Traffic = Callable[[], Iterator[Arrival]]
-"""Makes the same requests, in the order of their times, each time that it is called; must cross a
-process border when several processes are used."""
+"""Returns the same requests at each call, in the order of their times. With several processes it
+must be picklable."""
 
 
 def simulate_open(
@@ -35,16 +35,16 @@ def simulate_open(
     fast_forward: bool = True,
     on_request: Callable[[int], None] = lambda number: None,
 ) -> SimulationResults:
-    """Send requests at their times, whatever the replicas do, and run all to their ends.
+    """Send requests at given times (an open loop), and run all to their ends.
 
     Args:
-        spec: every replica.
+        spec: the engine of every replica.
         traffic: the requests.
         num_replicas: engines behind the router.
         router: a key of `ROUTERS`.
-        num_processes: that may be used; a router that looks at the replicas needs them in one.
-        fast_forward: whether equal decode steps are taken at once.
-        on_request: called now and then with the number of requests that were sent so far.
+        num_processes: processes at most; a router that reads loads needs all replicas in one.
+        fast_forward: whether equal decode steps are simulated at once.
+        on_request: called repeatedly with the number of requests sent so far.
     """
     chosen = make_router(router, num_replicas, spec.block_size)
     num_processes = min(num_processes, num_replicas)
@@ -62,7 +62,7 @@ def simulate_open(
 
 
 def _ignore(number: int) -> None:
-    """Does nothing: the callback of a replica whose load no router watches."""
+    """Does nothing; the callback of a replica whose load is not watched."""
 
 
 def _run(
@@ -73,7 +73,7 @@ def _run(
     fast_forward: bool,
     on_request: Callable[[int], None] = _ignore,
 ) -> SimulationResults:
-    """The replicas `mine` of the fleet; requests of others are only counted."""
+    """Simulate the replicas `mine` of the fleet; requests for others are only counted."""
     results = SimulationResults()
     replicas = {index: Replica(spec, results, fast_forward=fast_forward) for index in mine}
     watch = _Watch(replicas) if router.looks else None
@@ -100,10 +100,10 @@ def _run(
 
 
 class _Watch:
-    """Keeps a router's view of the loads up to date, running no replica that can not have changed.
+    """Keeps a router's loads up to date, and runs only replicas whose load may have changed.
 
-    A replica whose running requests all need more tokens can not finish one for a while. It is not
-    run until then.
+    A replica can not finish a request before one of its running requests has all its tokens. So it
+    is not run until then.
     """
 
     def __init__(self, replicas: dict[int, Replica]) -> None:
@@ -112,24 +112,24 @@ class _Watch:
         self._when: dict[int, float] = {}
 
     def note(self, index: int) -> None:
-        """A replica was run or got a request."""
+        """Note that a replica was run or got a request."""
         when = self._replicas[index].quiet_until
         if not math.isinf(when):
             self._when[index] = when
             heapq.heappush(self._due, (when, index))
 
     def advance(self, time_s: float, router: Router) -> None:
-        """Run those whose load may have fallen before `time_s`."""
+        """Run the replicas whose load may have fallen before `time_s`."""
         due = self._due
         while due and due[0][0] < time_s:
             when, index = heapq.heappop(due)
             if self._when.get(index) != when:
-                continue  # it was run since
+                continue  # an older entry of a replica that has been run
             del self._when[index]
             replica = self._replicas[index]
             replica.advance(time_s)
             router.note(index, replica.num_live)
             if replica.has_work:
-                # It stands at or after `time_s`, so it is looked at again only for a later request.
+                # Its clock is at or after `time_s`, so it is checked again for a later request.
                 self._when[index] = max(replica.quiet_until, time_s)
                 heapq.heappush(due, (self._when[index], index))

@@ -2,7 +2,7 @@
 
 A request may wait for the end of another one (turns of a conversation, a closed loop, a limit of
 concurrency), so its time is not known beforehand. Replicas are then run in the order of their
-clocks, never past the next moment at which a request may come.
+clocks, and not past the next time at which a request may arrive.
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ def _ids(request: JobRequest) -> list[int]:
 
 
 class JobTraffic:
-    """Requests that depend on nothing, again and again: with other ids each time, so that nothing
-    but what the requests share within one round is found in a cache.
+    """Independent requests, repeated in rounds with other token ids in each.
+
+    So the prefix cache finds only prefixes that requests share within one round.
 
     Args:
-        requests: each with its time.
-        rounds: how often.
+        requests: requests with their times.
+        rounds: number of rounds.
         period_s: seconds from the beginning of a round to that of the next.
-        vocab_size: ids lie below it.
+        vocab_size: token ids are below it.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class JobTraffic:
     def __call__(self) -> Iterator[Arrival]:
         for number in range(self._rounds):
             begin = number * self._period_s
-            # Ids are 32 bits wide in a block's digest; a long run comes back to the first ones.
+            # Ids have 32 bits in a block's digest, so a long run repeats the first ones.
             offset = number * self._vocab_size % ((1 << 31) - self._vocab_size)
             for request in self._requests:
                 ids = _ids(request)
@@ -68,12 +69,12 @@ def simulate_job(
     """Run a job on simulated replicas.
 
     Args:
-        spec: every replica.
-        job: its prompts are token ids.
+        spec: the engine of every replica.
+        job: a job with prompts of token ids.
         num_replicas: engines behind the router.
         router: a key of `ROUTERS`.
-        fast_forward: whether equal decode steps are taken at once.
-        on_request: called now and then with the number of requests that were sent so far.
+        fast_forward: whether equal decode steps are simulated at once.
+        on_request: called repeatedly with the number of requests sent so far.
     """
     depends = any(request.after is not None for request in job.requests)
     if depends or job.concurrency or job.max_concurrency:
@@ -102,7 +103,7 @@ class _Dependent:
             for _ in range(num_replicas)
         ]
         self._due: list[tuple[float, int]] = []  # heap: when a request is sent
-        self._held: deque[tuple[float, int]] = deque()  # sent, but too many are under way
+        self._held: deque[tuple[float, int]] = deque()  # wait for the limit of concurrency
         self._num_live = 0
         self._num_sent = 0
         self._prompts: dict[int, list[int]] = {}  # of turns that were sent
@@ -128,7 +129,7 @@ class _Dependent:
                 first = min(busy, key=lambda one: one.now)
                 others = (one.quiet_until for one in busy if one is not first)
                 until = min(time_s, min(others, default=math.inf))
-                # One step at least, whatever the others do in the same moment.
+                # At least one step, even if another replica's clock shows the same time.
                 first.advance(max(until, math.nextafter(first.now, math.inf)), num_ends=1)
             elif self._due:
                 self._arrive(*heapq.heappop(self._due))
@@ -140,7 +141,7 @@ class _Dependent:
         return self._results
 
     def _begin(self, now: float) -> None:
-        """The next conversation of a closed loop."""
+        """Start the next conversation of a closed loop."""
         limit = self._job.stop_after_s
         place = None if limit is not None and now > limit else next(self._heads, None)
         if place is not None:

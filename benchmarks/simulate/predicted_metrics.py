@@ -18,13 +18,13 @@ __all__ = ("predicted_metrics",)
 def predicted_metrics(
     results: SimulationResults, spec: EngineSpec, slo: SloSection, percentiles: Sequence[float]
 ) -> dict[str, Metric]:
-    """Every figure; latencies in milliseconds.
+    """All metrics; latencies in milliseconds.
 
     Args:
-        results: of a whole simulation.
-        spec: its engines.
-        slo: goals; the one for gaps is taken against a request's longest.
-        percentiles: in (0, 100].
+        results: the results of a whole simulation.
+        spec: the simulated engine.
+        slo: the goals; the ITL goal is compared with a request's longest gap.
+        percentiles: percentiles in (0, 100].
     """
     last = np.asarray(results.last_s)
     seconds = max(float(last.max()) if len(last) else 0.0, 1e-9)

@@ -1,7 +1,7 @@
-"""What a simulation measured: times of requests, gaps between tokens, steps.
+"""The results of a simulation: times of requests, gaps between tokens, steps.
 
-The columns are arrays of numbers: days of traffic fit into memory, and another process receives
-them quickly.
+The columns are arrays of numbers, so that days of traffic fit into memory and can be sent to
+another process quickly.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class SimulationResults:
     )
 
     def __init__(self) -> None:
-        # One entry a request, in the order in which they end.
+        # One entry per request, in the order in which they ended.
         self.keys = array("q")
         self.sent_s = array("d")  # seconds since the beginning of the simulation
         self.first_s = array("d")  # the same: its first token
@@ -46,11 +46,11 @@ class SimulationResults:
     def add_request(
         self, key: int, times: tuple[float, float, float, float], counts: tuple[int, int, int]
     ) -> None:
-        """A request that has ended.
+        """Add a request that has ended.
 
         Args:
-            key: the caller's.
-            times: seconds at which it was sent, had its first token and its last; its longest gap.
+            key: the caller's key of the request.
+            times: seconds of its sending, first token and last token, and its longest gap.
             counts: prompt, output and cached tokens.
         """
         self.keys.append(key)
@@ -62,14 +62,14 @@ class SimulationResults:
             column.append(value)
 
     def add_gaps(self, seconds: float, count: int) -> None:
-        """So many gaps between tokens."""
+        """Add `count` gaps of `seconds` between tokens."""
         self._gap_s.append(seconds)
         self._gap_count.append(count)
 
     def add_step(
         self, seconds: float, num_seqs: int, used_blocks: float, *, count: int = 1
     ) -> None:
-        """Steps of `seconds` in all, with so many sequences and used blocks."""
+        """Add `count` steps that took `seconds` together."""
         self.num_steps += count
         self.busy_s += seconds
         self._seq_seconds += seconds * num_seqs
@@ -82,7 +82,7 @@ class SimulationResults:
             self.counters[name] = self.counters.get(name, 0) + value
 
     def merge(self, others: Iterable[SimulationResults]) -> None:
-        """Add what other parts of the fleet gave."""
+        """Add the results of other parts of the fleet."""
         for other in others:
             for name in (*self._COLUMNS, "_gap_s", "_gap_count"):
                 getattr(self, name).extend(getattr(other, name))
@@ -100,12 +100,12 @@ class SimulationResults:
 
     @property
     def mean_seqs(self) -> float:
-        """Of a step, weighted by its time."""
+        """Mean sequences of a step, weighted by its time."""
         return self._seq_seconds / self.busy_s if self.busy_s else 0.0
 
     @property
     def mean_blocks(self) -> float:
-        """Used by a replica while it works."""
+        """Mean blocks that a replica uses while it works."""
         return self._block_seconds / self.busy_s if self.busy_s else 0.0
 
     @property

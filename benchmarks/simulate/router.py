@@ -14,19 +14,19 @@ __all__ = ("ROUTERS", "LeastLoad", "PrefixAware", "RoundRobin", "Router", "make_
 class Router(Protocol):
     """Chooses a replica for each request."""
 
-    looks: bool  # at the replicas' loads, which must then be up to date
+    looks: bool  # whether it reads the replicas' loads, which must be up to date then
 
     def choose(self, arrival: Arrival) -> int:
         """The replica's number."""
         ...
 
     def note(self, replica: int, num_live: int) -> None:
-        """A replica now has so many requests that have not ended."""
+        """Note that a replica now has `num_live` unfinished requests."""
         ...
 
 
 class RoundRobin:
-    """One after the other."""
+    """Chooses the replicas one after the other."""
 
     looks = False
 
@@ -40,16 +40,16 @@ class RoundRobin:
         return chosen
 
     def note(self, replica: int, num_live: int) -> None:
-        """Loads do not matter."""
+        """Does nothing, because loads are not read."""
 
 
 class LeastLoad:
-    """The one with the fewest requests; of equals the one that was chosen longest ago."""
+    """Chooses the replica with the fewest requests; of equals, the least recently chosen."""
 
     looks = True
 
     def __init__(self, num_replicas: int) -> None:
-        # For every load the replicas that have it, in the order in which they came to it.
+        # {load: replicas with this load, in the order in which they reached it}.
         self._by_load: list[OrderedDict[int, None]] = [OrderedDict.fromkeys(range(num_replicas))]
         self.loads = [0] * num_replicas
 
@@ -65,12 +65,11 @@ class LeastLoad:
 
 
 class PrefixAware:
-    """The one that was sent the longest common prefix, unless it is much busier than the others.
+    """Chooses the replica that got the longest common prefix, unless it is much busier.
 
-    The router remembers which replica it sent each block of a prompt to, most recent last, as many
-    as `_MEMORY` a replica; it does not see the replicas' caches. It falls back to the least loaded
-    one when no block is known, or when the known one has more than `_SLACK` requests above twice
-    the least load.
+    The router remembers the replica of each block of a prompt, up to `_MEMORY` blocks for each
+    replica. It does not see the replicas' caches. It chooses the least loaded replica if no block
+    is known, or if the known replica has more than twice the least load plus `_SLACK` requests.
     """
 
     looks = True
@@ -80,7 +79,7 @@ class PrefixAware:
     def __init__(self, num_replicas: int, block_size: int) -> None:
         self._least = LeastLoad(num_replicas)
         self._block_size = block_size
-        self._sent: OrderedDict[BlockHash, int] = OrderedDict()  # the replica that had it last
+        self._sent: OrderedDict[BlockHash, int] = OrderedDict()  # block -> its last replica
         self._most = self._MEMORY * num_replicas
 
     def choose(self, arrival: Arrival) -> int:
@@ -112,10 +111,10 @@ ROUTERS = ("round_robin", "least_load", "prefix_aware")
 
 
 def make_router(name: str, num_replicas: int, block_size: int) -> Router:
-    """The router of that name.
+    """The router with this name.
 
     Raises:
-        ValueError: there is none; the text lists them.
+        ValueError: there is no such router; the text lists them.
     """
     if name == "round_robin":
         return RoundRobin(num_replicas)

@@ -1,6 +1,6 @@
-"""The description of a simulated engine: limits, memory, and how long its steps take.
+"""`EngineSpec`: the description of a simulated engine: limits, memory and step costs.
 
-Plain data without torch, so that a simulation can run in other processes.
+It is plain data without torch, so that a simulation can run in other processes.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ __all__ = ("EngineSpec",)
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSpec:
-    """One engine as the simulator builds it; all replicas of a fleet are alike."""
+    """The engine of every replica of a fleet."""
 
     scheduler: SchedulerConfig
-    upper: StepLimits  # what buffers are made for; the costs may lower what is used of it
-    num_blocks: int  # of the KV cache, the null block included
+    upper: StepLimits  # the limits that buffers are sized for; the step costs may lower them
+    num_blocks: int  # blocks of the KV cache, the null block included
     block_size: int  # tokens
     max_model_len: int  # tokens
     costs: CostTable
     prefix_caching: bool = True
     overlap: bool = False  # one step is scheduled while another one runs
-    overheads: ServingOverheads | None = None  # what a real server adds; None = nothing
-    seed: int = 0  # of what is drawn from `overheads`
+    overheads: ServingOverheads | None = None  # overheads of a real server; None = none
+    seed: int = 0  # for draws from `overheads`
 
     @cached_property
     def limits(self) -> StepLimits:
-        """The largest step, decided as a start of the engine would."""
+        """The largest step, chosen as at the start of an engine."""
         return decide_limits(self.scheduler, self.upper, self.costs).limits
 
     def cache(self) -> KVCacheManager:
@@ -45,7 +45,7 @@ class EngineSpec:
         )
 
     def bound(self) -> ItlBound | None:
-        """The target for inter-token latency, when there is one."""
+        """The inter-token-latency bound; None without a target."""
         target_ms = self.scheduler.itl_target_ms
         if target_ms is None:
             return None

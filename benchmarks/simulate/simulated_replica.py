@@ -18,7 +18,7 @@ from ostinato.runtime.types.step import SchedulerOutput, StepResult
 
 __all__ = ("OUTPUT_TOKEN_ID", "Arrival", "Replica")
 
-# What every simulated step samples. Contents matter for prefix hits only.
+# The token that every simulated step samples. Only prefix hits depend on it.
 OUTPUT_TOKEN_ID = (1 << 32) - 1
 _MAX_STEPS = 1 << 20
 # Tokens that reach a client within this time count as one piece.
@@ -26,7 +26,7 @@ _ONE_PIECE_S = 20e-6
 
 
 class Arrival(NamedTuple):
-    """A request as the simulator sees it."""
+    """A simulated request."""
 
     time_s: float  # when the client sends it
     prompt: Sequence[int]  # token ids, in [0, 2**32)
@@ -43,18 +43,19 @@ class _Live:
         self.key = key
         self.arrival = arrival
         self.first_s = self.last_s = math.nan
-        self.longest_s = 0.0  # gap between two tokens
+        self.longest_s = 0.0  # the longest gap between two tokens
         self.num_cached = 0
 
 
 class Replica:
-    """An engine's loop in simulated time.
+    """Runs an engine's loop in simulated time.
 
     Args:
         spec: the engine.
-        results: gets every figure; may be shared between replicas.
-        fast_forward: whether equal decode steps are taken at once; never if their times are drawn.
-        on_end: called with a request's key and the time when its client has the end of it.
+        results: gets the results; may be shared between replicas.
+        fast_forward: whether equal decode steps are simulated at once; not if their times are
+            drawn at random.
+        on_end: called with a request's key and the time when its client has its end.
     """
 
     def __init__(
@@ -65,8 +66,8 @@ class Replica:
         fast_forward: bool = True,
         on_end: Callable[[int, float], None] | None = None,
     ) -> None:
-        self.now = 0.0  # seconds; the engine's loop stands here
-        self.quiet_until = 0.0  # no request ends before, unless one is added
+        self.now = 0.0  # simulated seconds of the engine's loop
+        self.quiet_until = 0.0  # no request ends before this, unless one is added
         self._spec = spec
         self._results = results
         self._on_end = on_end
@@ -81,11 +82,11 @@ class Replica:
             bound=spec.bound(),
         )
         self._live: dict[str, _Live] = {}
-        self._pending: deque[tuple[float, Request]] = deque()  # not with the engine yet
-        self._in_flight: deque[tuple[SchedulerOutput, float]] = deque()  # and when it is done
+        self._pending: deque[tuple[float, Request]] = deque()  # on their way to the engine
+        self._in_flight: deque[tuple[SchedulerOutput, float]] = deque()  # with their ends
         self._max_in_flight = 2 if spec.overlap else 1
         self._device_free = 0.0
-        self._num_equal_steps = 0  # steps like the last one, up to it
+        self._num_equal_steps = 0  # equal steps so far, the last one included
 
     @property
     def has_work(self) -> bool:
@@ -98,11 +99,13 @@ class Replica:
         return len(self._live)
 
     def add(self, key: int, arrival: Arrival, now: float) -> bool:
-        """Take a request that comes at `now`: not before any other that was added, and not before
-        steps that have begun. Its time of sending may be earlier, when it waited elsewhere.
+        """Add a request that arrives at `now`.
+
+        `now` must not be before the arrival of another added request or the start of a simulated
+        step. The request's time of sending may be earlier if it waited elsewhere.
 
         Returns:
-            False when the engine refuses it: its prompt leaves no room for output.
+            False if the engine refuses it because its prompt leaves no room for output.
         """
         if not 1 <= len(arrival.prompt) < self._spec.max_model_len:
             return False
@@ -118,7 +121,7 @@ class Replica:
         self._live[request_id] = _Live(key, arrival)
         at = now + self._clock.request(len(self._live) - 1)
         if self._pending:
-            at = max(at, self._pending[-1][0])  # they come in order
+            at = max(at, self._pending[-1][0])  # requests arrive in order
         self._pending.append((at, request))
         self.quiet_until = self.now
         return True
@@ -128,7 +131,7 @@ class Replica:
 
         Args:
             until: seconds; infinite to run all requests to their ends.
-            num_ends: return after the step in which so many requests have ended, too.
+            num_ends: return also after the step in which so many requests have ended.
         """
         enough = None if num_ends is None else len(self._live) - num_ends
         while self._live and self.now < until:
@@ -146,7 +149,7 @@ class Replica:
         self.quiet_until = self._next_end() if self._live else math.inf
 
     def finish(self) -> None:
-        """Give the counters of the whole run to the results; nothing may follow."""
+        """Add the counters of the whole run to the results. No step may follow."""
         self._results.count(
             preemptions=self._scheduler.num_preemptions,
             prefix_queries=self._cache.prefix_queries,
@@ -157,13 +160,13 @@ class Replica:
     def _admit(self) -> None:
         pending = self._pending
         if not self._in_flight and not self._scheduler.has_work and pending:
-            self.now = max(self.now, pending[0][0])  # an idle engine waits for it
+            self.now = max(self.now, pending[0][0])  # an idle engine waits for the next request
         while pending and pending[0][0] <= self.now:
             self._scheduler.add(pending.popleft()[1])
             self._num_equal_steps = 0
 
     def _step(self) -> None:
-        """What Engine.step does: schedule, launch, update with the oldest step that is due."""
+        """Do as Engine.step: schedule, launch, update with the oldest step that is due."""
         output = self._scheduler.schedule()
         if output is not None:
             begin = max(self.now, self._device_free)
@@ -181,8 +184,8 @@ class Replica:
         outputs = self._scheduler.update(oldest, StepResult([OUTPUT_TOKEN_ID] * num_samples))
         self._results.add_step(self.now - begin, len(oldest.scheduled), self._used_blocks())
         self._deliver(outputs)
-        # With a step in flight, rows and blocks that come back with it are seen one step late: what
-        # was planned before that says nothing of who may join after.
+        # With a step in flight, its rows and blocks become free one step late. A step that was
+        # planned before does not tell whether a waiting sequence can be admitted after it.
         is_alike = output is not None and len(oldest.scheduled) == len(output.scheduled)
         if output is not None and is_alike and self._scheduler.repeats_last_step(output):
             self._num_equal_steps += 1
@@ -190,18 +193,18 @@ class Replica:
             self._num_equal_steps = 0
 
     def _deliver(self, outputs: list[SequenceOutput]) -> None:
-        """What a step gave reaches the clients."""
+        """Deliver the outputs of a step to the clients."""
         gaps: dict[float, int] = {}
         for one, delay in zip(outputs, self._clock.deliveries(len(outputs)), strict=True):
             live = self._live[one.request_id]
             at = self.now + delay
-            if live.first_s != live.first_s:  # not a number: this is its first token
+            if live.first_s != live.first_s:  # not a number, so this is its first token
                 live.first_s = at
                 live.num_cached = one.num_cached_tokens
             else:
                 at = max(at, live.last_s)
                 gap = at - live.last_s
-                # What comes with the token before it is one piece with that.
+                # A token that arrives with the one before it is part of the same piece.
                 if gap > _ONE_PIECE_S:
                     gaps[gap] = gaps.get(gap, 0) + 1
                     live.longest_s = max(live.longest_s, gap)
@@ -212,7 +215,7 @@ class Replica:
             self._results.add_gaps(gap, count)
 
     def _fast_forward(self, until: float) -> None:
-        """Take as many alike steps as are certain to come and begin before `until`."""
+        """Simulate at once the equal steps that are certain to follow and begin before `until`."""
         scheduler, clock = self._scheduler, self._clock
         if self._pending:
             until = min(until, self._pending[0][0])
@@ -222,7 +225,7 @@ class Replica:
         most = scheduler.num_equal_steps(_MAX_STEPS if room > _MAX_STEPS else math.ceil(room))
         if most < 2:
             return
-        # Within them a step's seconds grow linearly with the context, by `growth` a step.
+        # The seconds of these steps grow linearly with the context, by `growth` per step.
         last_s = clock.decodes(num_seqs, contexts / num_seqs + most - 1)
         growth = (last_s - first_s) / (most - 1)
 

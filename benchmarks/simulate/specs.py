@@ -1,4 +1,4 @@
-"""Makes the description of a simulated engine from a configuration."""
+"""Makes the `EngineSpec` of a simulation from a configuration."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ __all__ = (
 )
 
 _GIB = 1 << 30
-_FREE_SHARE = 0.97  # of a device's memory, before anything is loaded: its driver needs some
+_FREE_SHARE = 0.97  # free share of a device's memory; its driver uses the rest
 
 
 def engine_spec(config: RunConfig) -> EngineSpec:
@@ -44,7 +44,7 @@ def engine_spec(config: RunConfig) -> EngineSpec:
 
     Raises:
         ConfigError: there is no such device, or the table can not be read.
-        StartupError: such an engine could not start.
+        StartupError: an engine with this configuration could not start.
     """
     section = config.simulate
     if section.costs:
@@ -55,10 +55,10 @@ def engine_spec(config: RunConfig) -> EngineSpec:
 
 
 def measured_spec(config: RunConfig) -> EngineSpec:
-    """Start the engine in this process, as `run serve` would, and take its table.
+    """Start the engine in this process as `run serve` does, and use its step-cost table.
 
     Raises:
-        StartupError: it can not start, or measures nothing.
+        StartupError: the engine can not start, or step costs are not measured.
     """
     if config.graphs.cost_table_budget_s == 0:
         raise StartupError(
@@ -88,13 +88,13 @@ def planned_spec(config: RunConfig, costs: CostTable | None, device_name: str) -
     """An engine from its memory plan alone.
 
     Args:
-        config: the engine's.
-        costs: of its steps; None = the named device's roofline.
-        device_name: a key of `ACCELERATORS`, whose memory is planned with; empty = this machine.
+        config: the configuration.
+        costs: the step-cost table; None = a roofline of the named device.
+        device_name: a key of `ACCELERATORS` to plan the memory for; empty = this machine.
 
     Raises:
         ConfigError: there is no such device.
-        StartupError: the model is not there, or does not fit.
+        StartupError: the model does not exist or does not fit.
     """
     accelerator = None
     if device_name:
@@ -127,16 +127,16 @@ def planned_spec(config: RunConfig, costs: CostTable | None, device_name: str) -
 
 
 def without_weights(config: RunConfig) -> RunConfig:
-    """For what needs nothing of a model but its configuration: no weights are downloaded."""
+    """The configuration with dummy weights, so that no weights are downloaded."""
     section = dataclasses.replace(config.model, load_format=LoadFormat.dummy)
     return dataclasses.replace(config, model=section)
 
 
 def read_costs(path: str) -> CostTable:
-    """The table of a file.
+    """Read a step-cost table from a file.
 
     Raises:
-        ConfigError: it is missing or something else.
+        ConfigError: the file does not exist or is not a table.
     """
     try:
         return CostTable.from_bytes(expand_user(path).read_bytes())
@@ -149,7 +149,7 @@ def read_costs(path: str) -> CostTable:
 
 
 def save_costs(costs: CostTable, path: str) -> None:
-    """Write a table that `simulate.costs` reads."""
+    """Write a table to a file for `simulate.costs`."""
     file = expand_user(path)
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_bytes(costs.to_bytes())

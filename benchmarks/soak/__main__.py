@@ -45,20 +45,20 @@ __all__ = ("run_soak",)
 # The KV cache is so small that sequences wait and are preempted.
 _OVERRIDES = ("server.port=0", "cache.memory_gib=0.004")
 _QUIET_S = 60.0
-_FDS_KEPT = 16  # more than before the traffic: pipes of the processes that check grammars
-_WARM_SHARE = 0.3  # of the time, before memory is expected to stand still
-_GROWTH_MIB = 32.0  # that a process may grow by after that: the allocator's, not a request's
-_GROWTH_FROM_S = 120.0  # shorter runs have no time to stand still
-# What the log says, as an error, of an engine that was killed on purpose.
+_FDS_KEPT = 16  # allowed growth of open files: pipes of the processes that check grammars
+_WARM_SHARE = 0.3  # share of the time after which memory is expected to be constant
+_GROWTH_MIB = 32.0  # allowed growth of a process after that, by its allocator
+_GROWTH_FROM_S = 120.0  # in shorter runs memory growth is not checked
+# Beginnings of the log's errors about an engine that was killed on purpose.
 _SAID_OF_KILLS = ("the engine died: its process was killed", "flight recorder: the last")
-_MOST_SLOWER = 2.0  # p99 of good requests among bad clients, against good ones alone
+_MOST_SLOWER = 2.0  # allowed ratio of the p99 of good requests with and without bad clients
 
 
 def _latency(counts: ClientCounts, seconds: float, calm_s: float) -> dict[str, dict[str, float]]:
     """Seconds to whole answers of good clients, alone and among bad ones; {} = nothing to compare.
 
-    The first and last tenth of the calm time do not count: clients begin all at once, and what is
-    sent late meets the bad ones.
+    The first and last tenth of the calm time do not count, because all clients begin at once, and
+    late requests overlap with bad clients.
     """
     calm = [took for sent, took in counts.answered if 0.1 * calm_s <= sent <= 0.9 * calm_s]
     storm = [took for sent, took in counts.answered if calm_s <= sent <= seconds]
@@ -72,7 +72,7 @@ def _latency(counts: ClientCounts, seconds: float, calm_s: float) -> dict[str, d
 
 
 def _quiet_metrics(url: str) -> dict[str, float]:
-    """`/metrics` by name and labels, as soon as nothing runs; whatever there is after a minute."""
+    """`/metrics` by name and labels, when no request runs, or after a minute."""
     deadline = time.monotonic() + _QUIET_S
     while True:
         text = httpx.get(f"{url}/metrics", timeout=REPLY_S).text
@@ -88,7 +88,7 @@ def _quiet_metrics(url: str) -> dict[str, float]:
 
 
 def _quiet_fds(server: SoakServer, enough: int) -> int:
-    """Descriptors once connections had time to be closed: as soon as there are so few."""
+    """Open descriptors, when there are at most `enough`, or after a time for closing."""
     deadline = time.monotonic() + _QUIET_S
     while (count := server.num_fds()) > enough and time.monotonic() < deadline:
         time.sleep(0.2)
@@ -96,7 +96,7 @@ def _quiet_fds(server: SoakServer, enough: int) -> int:
 
 
 def _growth(memory: list[dict[str, float]], seconds: float) -> dict[str, dict[str, float]]:
-    """MiB after the warm-up and at the end, medians of a tenth of the time each."""
+    """Memory in MiB after the warm-up and at the end, each the median of a tenth of the time."""
     growth = {}
     for name in ("api", "engine"):
         series = [(row["at"], row[name]) for row in memory if name in row]
@@ -147,11 +147,11 @@ def run_soak(
     """One soak test.
 
     Args:
-        seconds: how long requests are sent.
-        seed: of all requests. Their order at the server depends on timing.
-        num_clients: clients that send one request after the other.
-        overrides: configuration of the server.
-        faults: what goes wrong on purpose.
+        seconds: duration of the traffic.
+        seed: seed of all requests. Their order at the server depends on timing.
+        num_clients: clients, each of which sends one request after the other.
+        overrides: overrides of the server's configuration.
+        faults: the faults to inject.
 
     Returns:
         A record with `checks` (name → whether it holds), the figures behind them and the
@@ -193,7 +193,7 @@ def run_soak(
             "good answers in time": not latency
             or latency["storm"]["p99_s"] <= _MOST_SLOWER * latency["calm"]["p99_s"],
             "every answer as expected": not counts.wrong,
-            # The engine checks its block accounting when it ends, and logs what is broken.
+            # The engine checks its block accounting when it ends, and logs errors.
             "no error in the log, exit code 0": not errors and code == 0,
         },
         "late_compiles": late,
@@ -264,7 +264,7 @@ def _print(record: dict[str, Any]) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Run, print the table; the exit code."""
+    """Run the soak test and print the table; returns the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--minutes", type=float, default=5.0, help="how long requests are sent")
     parser.add_argument("--seed", type=int, default=0)

@@ -23,13 +23,13 @@ _SAMPLE_S = 1.0
 
 @dataclass(slots=True)
 class ClientCounts:
-    """What the clients saw."""
+    """Counts and errors of all clients."""
 
     exchanges: Counter[str] = field(default_factory=Counter)  # answered, refused, hung up
     statuses: Counter[int] = field(default_factory=Counter)
     options: Counter[str] = field(default_factory=Counter)
     faults: Counter[str] = field(default_factory=Counter)  # of soak.faults
-    wrong: list[str] = field(default_factory=list)  # answers that are not what was to come
+    wrong: list[str] = field(default_factory=list)  # unexpected answers
     answered: list[tuple[float, float]] = field(default_factory=list)  # when sent, seconds it took
 
     def blame(self, exchange: Exchange, what: str) -> None:
@@ -99,20 +99,20 @@ def _check_ends(reasons: list[str], exchange: Exchange, counts: ClientCounts) ->
 
 
 class Faults(NamedTuple):
-    """What goes wrong besides the clients' own requests."""
+    """The faults to inject."""
 
-    num_bad_clients: int = 0  # connections of soak.faults.misbehave
-    calm_s: float = 0.0  # before these come: good clients alone, to compare with
-    kill_every_s: float = 0.0  # an engine, again and again; 0 = never
+    num_bad_clients: int = 0  # clients of soak.faults.misbehave
+    calm_s: float = 0.0  # seconds with good clients alone, before the bad ones start
+    kill_every_s: float = 0.0  # seconds between kills of the engine; 0 = no kills
 
 
 async def drive(
     url: str, seconds: float, seed: int, num_clients: int, server: SoakServer, faults: Faults
 ) -> tuple[ClientCounts, list[dict[str, float]]]:
-    """Send traffic for that long, then wait until all clients have their last answers.
+    """Send traffic for `seconds`, then wait until all clients have their last answers.
 
     Returns:
-        What they saw, and the server's memory once a second: `at` seconds, MiB by process.
+        The counts, and the server's memory once a second: `at` seconds, MiB by process.
     """
     counts, memory = ClientCounts(), []
     begin = time.monotonic()

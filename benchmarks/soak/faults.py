@@ -24,14 +24,14 @@ _Stage = Callable[[asyncio.StreamReader, asyncio.StreamWriter, bytes], Awaitable
 async def misbehave(
     url: str, token_ids: Sequence[int], *, seed: str, until: float, counts: Counter[str]
 ) -> None:
-    """One bad client after the other, until `until` (time.monotonic).
+    """Run one bad client after the other.
 
     Args:
-        url: of the server.
-        token_ids: that prompts are made of.
-        seed: of the choices.
-        until: when to stop.
-        counts: of what was done, by name.
+        url: URL of the server.
+        token_ids: the token ids for prompts.
+        seed: seed of the choices.
+        until: the end, in seconds of time.monotonic().
+        counts: gets the number of bad clients by name.
     """
     address = urlsplit(url)
     numbers = random.Random(seed)
@@ -45,13 +45,13 @@ async def misbehave(
             try:
                 await _STAGES[name](reader, writer, request)
             finally:
-                writer.transport.abort()  # no farewell
+                writer.transport.abort()  # without closing the connection properly
         counts[name] += 1
         await asyncio.sleep(numbers.uniform(0, 0.2))
 
 
 async def kill_engines(server: psutil.Process, every_s: float, counts: Counter[str]) -> None:
-    """Kill the server's engine process every so many seconds, until cancelled."""
+    """Kill the server's engine process every `every_s` seconds, until cancelled."""
     while True:
         await asyncio.sleep(every_s)
         for child in server.children():

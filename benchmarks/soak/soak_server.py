@@ -1,4 +1,4 @@
-"""The `run serve` process that the soak test loads: its start, its memory, its log and its end."""
+"""Starts and stops the `run serve` process of the soak test; reads its memory and its log."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _STOP_S = 60.0
 
 
 class SoakServer:
-    """`run serve` in a process of its own, with the lines that it and its engine write."""
+    """A `run serve` process, and the log lines of it and its engine."""
 
     def __init__(self, overrides: Sequence[str]) -> None:
         self.process = psutil.Popen(
@@ -34,10 +34,10 @@ class SoakServer:
         self._reader.start()
 
     def wait_until_ready(self) -> str:
-        """Its URL.
+        """Wait until the server is ready; returns its URL.
 
         Raises:
-            RuntimeError: it ended, or took too long.
+            RuntimeError: the server ended or took too long.
         """
 
         def ended() -> bool:
@@ -63,7 +63,7 @@ class SoakServer:
         return {name: round(size / 2**20, 1) for name, size in sizes.items()}
 
     def stop(self) -> int:
-        """Ask it to end; its exit code, -9 when it had to be killed."""
+        """Ask the server to end; returns its exit code, -9 if it had to be killed."""
         self.process.send_signal(signal.SIGTERM)
         try:
             code = self.process.wait(_STOP_S)
@@ -74,7 +74,7 @@ class SoakServer:
         return code
 
     def kill(self) -> None:
-        """End it however it is; nothing when it has ended."""
+        """Kill the server, if it has not ended."""
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait()

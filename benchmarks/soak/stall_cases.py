@@ -1,8 +1,7 @@
-"""The requests of the measurement of stalls: each is as large as a server takes, or hostile.
+"""The requests for the measurement of stalls: requests of the largest allowed size, and attacks.
 
-A case is one or several HTTP requests as bytes, sent one after the other on connections of their
-own. Those of `generation_cases` are for a model that generates, those of `pooling_cases` for one
-that gives vectors.
+A case is one or several HTTP requests as bytes, each sent on a new connection, one after the other.
+`generation_cases` are for a model that generates, `pooling_cases` for an embedding model.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ class StallCase:
     """A hostile client.
 
     Attributes:
-        name: for the table.
-        requests: makes its requests; called when they are sent, as they are large.
-        num_at_once: how many clients do the same at the same time.
+        name: the name in the table.
+        requests: makes its requests; called when they are sent, because they are large.
+        num_at_once: clients that send the same requests at the same time.
     """
 
     name: str
@@ -69,7 +68,7 @@ def generation_cases(max_model_len: int) -> list[StallCase]:
     """The cases for a model that generates.
 
     Args:
-        max_model_len: of the server; prompts that it takes have nearly as many tokens.
+        max_model_len: context length of the server; accepted prompts have nearly as many tokens.
     """
     return [
         *_long_texts(),
@@ -308,7 +307,7 @@ def _connections() -> list[StallCase]:
 
 
 def pooling_cases() -> list[StallCase]:
-    """The cases for a model that gives vectors."""
+    """The cases for an embedding model."""
     long = "a " * (7 * _MB // 2)
     embed, rerank, score = "/v1/embeddings", "/v1/rerank", "/v1/score"
     return [

@@ -1,13 +1,13 @@
-"""How long everybody else waits while one client sends a request that is as large as it may be.
+"""Measures how long other clients wait while one client sends a very large request.
 
     python -m ostinato.benchmarks.soak.stalls
     python -m ostinato.benchmarks.soak.stalls --only 'chat' --json FILE scheduler.itl_target_ms=50
     python -m ostinato.benchmarks.soak.stalls model.path=DIRECTORY          # an embedding model
 
-A real `run serve` has a plain stream, a poll of `/health` and an ordinary request of 12 kB beside
+A real `run serve` answers a plain stream, polls of `/health` and ordinary requests of 12 kB during
 each case of `stall_cases`. The table shows, for each case, its status, the longest gap between two
-tokens of the stream, the longest answer of `/health` and of the ordinary request, and the memory of
-the API process afterwards. The first row is the server without a hostile client.
+tokens of the stream, the longest time of an answer to `/health` and to an ordinary request, and the
+memory of the API process afterwards. The first row is the server without a large request.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from ostinato.runtime.startup.machine_info import cpu_name, package_versions
 
 __all__ = ("measure_stalls",)
 
-_POLL_S = 0.01  # between two polls of /health
-_ORDINARY_S = 0.2  # between two ordinary requests
-_IDLE_S = 6.0  # of the first row
+_POLL_S = 0.01  # seconds between two polls of /health
+_ORDINARY_S = 0.2  # seconds between two ordinary requests
+_IDLE_S = 6.0  # duration of the first row
 _BEFORE_S, _AFTER_S = 0.3, 0.7  # measured before a case begins and after its end
 _ANSWER_S = 300.0  # the longest wait for the answer to a case
 _TEXT = "A melody that is learned once can be repeated under everything. "
@@ -51,7 +51,7 @@ _OVERRIDES = ("server.port=0",)
 
 @dataclass(slots=True)
 class _Waits:
-    """What the others waited during one case, seconds."""
+    """The waits of the other clients during one case, in seconds."""
 
     gaps: list[float] = field(default_factory=list)
     health: list[float] = field(default_factory=list)
@@ -63,7 +63,7 @@ class _Waits:
 
 
 class _Others:
-    """The clients beside the hostile one; `waits` collects what they see."""
+    """The clients beside the hostile one; `waits` collects their waits."""
 
     def __init__(self, url: str, *, generates: bool) -> None:
         self.waits = _Waits()
@@ -85,13 +85,13 @@ class _Others:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def check(self) -> None:
-        """Raise what has ended one of them."""
+        """Raise the error that has ended one of the clients."""
         for task in self._tasks:
             if task.done():
                 task.result()
 
     async def _stream(self) -> None:
-        """One stream after the other; the wait for the first token counts as a gap."""
+        """Read one stream after the other; the wait for the first token counts as a gap."""
         fields = {"prompt": "Once upon a time", "max_tokens": 400, "ignore_eos": True}
         body = json.dumps({**fields, "temperature": 0.7, "stream": True}).encode()
         head = (
@@ -121,7 +121,7 @@ class _Others:
                 await asyncio.sleep(_POLL_S)
 
     async def _ask(self) -> None:
-        """Ordinary requests that are too long to be handled at once."""
+        """Send ordinary requests, which are too long to be handled on the event loop."""
         body = {"prompt": _TEXT * (12_000 // len(_TEXT))}
         async with httpx.AsyncClient(base_url=self._url, timeout=_ANSWER_S) as client:
             while True:
@@ -133,7 +133,7 @@ class _Others:
 
 
 def _send(address: tuple[str, int], requests: Sequence[bytes]) -> str:
-    """Send requests, each on a connection of its own; the statuses that came back.
+    """Send requests, each on a new connection; returns the statuses of the answers.
 
     Runs in a thread; sending and receiving release the interpreter's lock.
     """
@@ -172,7 +172,7 @@ async def _run_case(case: StallCase, address: tuple[str, int], others: _Others) 
 
 
 def _longest(waits: _Waits) -> dict[str, float | None]:
-    """Milliseconds; None where nothing was measured."""
+    """The longest waits in milliseconds; None if nothing was measured."""
     return {
         name: round(1e3 * max(series), 1) if series else None
         for name, series in (
@@ -206,10 +206,10 @@ async def _measure(url: str, server: SoakServer, only: str) -> list[dict[str, An
 
 
 def measure_stalls(overrides: Sequence[str] = (), only: str = "") -> dict[str, Any]:
-    """One run of all cases.
+    """Run all cases once.
 
     Args:
-        overrides: configuration of the server.
+        overrides: overrides of the server's configuration.
         only: a regular expression; cases whose name does not match are left out.
 
     Returns:
@@ -259,7 +259,7 @@ def _print(record: dict[str, Any]) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Run, print the table; the exit code."""
+    """Run the measurement and print the table; returns the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--only", default="", help="a regular expression for names of cases")
     parser.add_argument("--json", type=Path, help="write the record to this file")

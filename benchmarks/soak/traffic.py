@@ -34,10 +34,10 @@ class Exchange:
 
     path: str
     body: dict[str, Any]
-    status: int  # what it must be answered with
+    status: int  # the expected HTTP status
     num_choices: int
-    chunks_read: int | None = None  # of a stream, then the client goes away; None = all
-    patience_s: float | None = None  # for a whole answer, then it goes away; None = without end
+    chunks_read: int | None = None  # chunks after which the client disconnects; None = all
+    patience_s: float | None = None  # seconds after which the client disconnects; None = never
 
 
 def _some(numbers: Numbers, items: Sequence[Any], most: int) -> list[Any]:
@@ -50,8 +50,8 @@ _CONSTRAINTS: tuple[dict[str, Any], ...] = (
     {"json": {"type": "object", "properties": {"count": {"type": "integer"}}}},
 )
 
-# Every field of a request that changes how its tokens are picked, where they end or what is told
-# of them; by (the random numbers, token ids of TEXT, max_tokens).
+# Values of every field that changes how tokens are picked, where they end or what is reported; each
+# is a function of (random numbers, token ids of TEXT, max_tokens).
 OPTIONS: dict[str, Callable[[Numbers, Sequence[int], int], Any]] = {
     "temperature": lambda r, ids, most: r.choice([0, 0.3, 0.8, 1.5, 2]),
     "top_p": lambda r, ids, most: r.choice([0.05, 0.5, 0.95]),
@@ -64,7 +64,7 @@ OPTIONS: dict[str, Callable[[Numbers, Sequence[int], int], Any]] = {
     "logit_bias": lambda r, ids, most: {
         str(token_id): r.uniform(-100, 100) for token_id in _some(r, ids, 8)
     },
-    # More than there are stop tokens: something must be left for `min_tokens`.
+    # More than the number of stop tokens, so that `min_tokens` leaves an allowed token.
     "allowed_token_ids": lambda r, ids, most: r.sample(sorted(set(ids)), r.randint(5, 40)),
     "bad_words": lambda r, ids, most: _some(r, _WORDS, 6),
     "min_tokens": lambda r, ids, most: r.randint(0, most),
@@ -91,7 +91,7 @@ OPTIONS: dict[str, Callable[[Numbers, Sequence[int], int], Any]] = {
     "n": lambda r, ids, most: r.randint(2, 5),
     "structured_outputs": lambda r, ids, most: r.choice(_CONSTRAINTS),
 }
-# What may leave a grammar without a token that it can go on with.
+# Fields that may leave no token that a grammar allows.
 _AGAINST_GRAMMARS = (
     "allowed_token_ids",
     "bad_words",
@@ -115,10 +115,10 @@ class Traffic:
     """The requests of one client.
 
     Args:
-        seed: of the whole run.
+        seed: seed of the whole run.
         client: this client's number.
-        token_ids: ids of TEXT, of which prompts are made.
-        max_model_len: tokens that prompt and answer may have together.
+        token_ids: ids of TEXT, for prompts.
+        max_model_len: tokens of prompt and answer together, at most.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class Traffic:
         self._token_ids = token_ids
         self._longest_output = max(_SHORT_OUTPUT, max_model_len // 3)
         self._max_prompt = max_model_len - self._longest_output - _MARGIN
-        # The same prefixes for all clients: what they share is found in the prefix cache.
+        # All clients have the same prefixes, so that the prefix cache is used.
         prefixes = random.Random(seed)
         self._prefixes = [
             self._random_ids(prefixes, prefixes.randint(1, self._max_prompt // 2)) for _ in range(4)
@@ -150,7 +150,7 @@ class Traffic:
             body = {name: value for name, value in body.items() if name not in _AGAINST_GRAMMARS}
         body |= {"max_tokens": max_tokens, "stream": stream}
         if stream:
-            body.pop("prompt_logprobs", None)  # has no place in a chunk
+            body.pop("prompt_logprobs", None)  # chunks can not carry them
         else:
             body.pop("stream_interval", None)
         num_prompts = 1 if is_chat else self._add_prompts(body)
@@ -206,7 +206,7 @@ class Traffic:
             ]
 
     def _prompt(self) -> list[int]:
-        """Token ids; short ones are as likely as long ones are in all."""
+        """Token ids of a prompt, with a log-uniform length."""
         numbers = self._numbers
         length = int(self._max_prompt ** numbers.uniform(0, 1))
         start = numbers.choice(self._prefixes) if numbers.random() < 0.4 else []

@@ -3,10 +3,9 @@
     run bench --multirun cache.block_size=16,32 scheduler.max_num_batched_tokens=512,1024,2048
     run bench serve --multirun 'load.rates=[1],[2],[4]' scheduler.max_num_seqs=range(8,33,8)
 
-Points run in processes of their own, so that one that dies is one failed point. Points with the
-same model, device and graphs share a process, and a process keeps its loaded model and compiled
-program from engine to engine. Each finished point is a file: the same command again goes on where
-it was interrupted, and runs again what had failed.
+Points run in child processes, so that a crash fails one point only. Points with the same model,
+device and graphs share a process, which keeps its loaded model and compiled program. Each finished
+point is a file, so the same command continues after an interruption and repeats failed points.
 """
 
 from __future__ import annotations
@@ -40,13 +39,13 @@ from ostinato.conf.root import RunConfig
 __all__ = ("sweep",)
 
 SweepPoint = tuple[dict[str, str], list[str]]
-# Conditions that each point has of its own.
+# Conditions that differ between points.
 _OWN = ("time", "commit", "load_average", "model_reused", "startup_s", "startup_phases_s", "limits")
 
 
 @dataclass(slots=True)
 class _Task:
-    """One point: what tells it from the others, its configuration, its file."""
+    """One point: its values of the varied keys, its configuration, its file."""
 
     chosen: dict[str, str]
     words: list[str]
@@ -55,17 +54,17 @@ class _Task:
 
     @property
     def label(self) -> str:
-        """The last parts of the keys, where they are enough to tell which."""
+        """The point's values, with the last parts of the keys if these are unique."""
         last = [key.rpartition(".")[2] for key in self.chosen]
         names = last if len(set(last)) == len(last) else list(self.chosen)
         return " ".join(f"{k}={v}" for k, v in zip(names, self.chosen.values(), strict=True))
 
 
 def sweep(points: Sequence[SweepPoint], config_dir: str | None = None) -> int:
-    """Measure every point that has no result yet; then one table and one report of all.
+    """Measure every point that has no result yet; then print and write one report of all.
 
     Raises:
-        ConfigError: the place for results is a file.
+        ConfigError: `bench.output` is a file.
     """
     configs = [load_config(words, config_dir=config_dir) for _, words in points]
     folder = _folder(points, configs[0])
@@ -118,7 +117,7 @@ def _finished(task: _Task, commit: str | None) -> Record | None:
     try:
         [record] = read_records(task.path)
     except (ConfigError, ValueError):
-        return None  # half of a file, or of an older form: measured again
+        return None  # an incomplete file or an older format: the point is measured again
     failed = any(point.error is not None for point in record.points)
     return None if failed or record.conditions["commit"] != commit else record
 
@@ -126,7 +125,7 @@ def _finished(task: _Task, commit: str | None) -> Record | None:
 def _run(
     tasks: Sequence[_Task], config_dir: str | None, on_begin: Callable[[str], None]
 ) -> Iterator[tuple[_Task, Record]]:
-    """Results as they come; a process for each group of points that can share a loaded model."""
+    """Yield results as they arrive; points that can share a loaded model run in one process."""
     groups: dict[str, list[_Task]] = {}
     for task in tasks:
         config = task.config
@@ -161,7 +160,7 @@ class _Worker:
         )
 
     def measure(self, words: Sequence[str]) -> Mapping[str, Any]:
-        """`{"record": ...}`, or `{"error": text}`, with `died` when the process is gone."""
+        """`{"record": ...}` or `{"error": text}`, with `died` if the process ended."""
         process = self._process
         assert process.stdin is not None and process.stdout is not None, "both are pipes"  # noqa: PT018
         try:
@@ -189,7 +188,7 @@ def _failed(task: _Task, error: str) -> Record:
 
 
 def _merged(tasks: Sequence[_Task], records: Sequence[Record], notes: list[str]) -> Record:
-    """All points under the conditions of the first; labels begin with what was varied."""
+    """One record of all points, with the conditions of the first; labels name the varied keys."""
     points: list[Point] = []
     for task, record in zip(tasks, records, strict=True):
         for point in record.points:

@@ -22,10 +22,10 @@ __all__ = ("main",)
 
 
 def main(config_dir: str) -> None:
-    """Measure until the input ends; the loaded model stays from point to point."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the sweep, and its end this
+    """Measure points until the input ends; the loaded model is kept between them."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the sweep, which ends this process
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever prints goes to standard error
+    os.dup2(2, 1)  # output of libraries goes to standard error
     model_cache = LoadedModelCache()
     lines: queue.Queue[str] = queue.Queue()
     idle = threading.Event()
@@ -43,18 +43,18 @@ def main(config_dir: str) -> None:
             answer = {"record": record.to_dict()}
         except (ConfigError, EngineError) as error:
             answer = {"error": " ".join(str(error).split())}
-        except Exception as error:  # one point's fault must not end the sweep
+        except Exception as error:  # an error of one point must not end the sweep
             traceback.print_exc()
             answer = {"error": f"{type(error).__name__}: {error}"}
-        idle.set()  # before the answer: the next line comes after it
+        idle.set()  # before the answer, after which the next line arrives
         answers.write(json.dumps(answer) + "\n")
         answers.flush()
 
 
 def _read(lines: queue.Queue[str], idle: threading.Event) -> None:
-    """Pass lines on, and an empty one at their end; an end while a point runs ends the process.
+    """Put input lines into the queue, and an empty one at the end of the input.
 
-    The input ends when the parent process has ended. The result of the point is then not needed.
+    If the input ends while a point runs, the parent process has ended, and this process exits.
     """
     while line := sys.stdin.readline():
         idle.clear()

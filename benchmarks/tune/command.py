@@ -1,12 +1,12 @@
-"""`run tune`: searches the configuration that meets latency goals under a given workload.
+"""`run tune`: searches for the configuration that meets latency goals under a given workload.
 
     run tune workload=random load.rates=[3] slo.ttft_ms=1500 slo.itl_ms=40
     run tune model=llama-45m workload=trace workload.path=trace.jsonl slo.itl_ms=30 tune.name=chat
 
-The configuration as it is runs first on a real server. This run shows which goals it misses, and it
-calibrates the serving overheads. Then the step costs of every variant are measured, an Optuna study
-searches with the simulator, and the best few candidates run on a real server. Their measurements
-correct the predictions by which the next candidate is chosen.
+First, the given configuration runs on a real server. This run shows which goals it misses, and it
+calibrates the serving overheads. Then the step costs of every variant are measured, and an Optuna
+study searches with the simulator. At last the best few candidates run on a real server. The
+measurement of each corrects the predictions by which the next one is chosen.
 """
 
 from __future__ import annotations
@@ -62,25 +62,25 @@ __all__ = ("tune",)
 
 _GIB = 1 << 30
 _WIDTH = 100
-_TRIAL_FORMAT = 2  # of what a study keeps of a trial; a study in another format is not resumed
+_TRIAL_FORMAT = 2  # format of a stored trial; a study in another format is not resumed
 _BLOCK_SIZES = (16, 32, 64)
-# Shares of the budget by which each part is done.
+# The share of the budget at which each part ends.
 _VARIANTS_BY, _SEARCH_BY = 0.4, 0.6
 _MIN_RUN_S = 4.0
 
 
 def tune(config: RunConfig) -> int:
-    """Search, verify, write; 0 when the goals are met, 1 when they are not.
+    """Search, verify, write; returns 0 if the goals are met, else 1.
 
     Raises:
-        ConfigError: the workload, the load, the goals or the files can not be.
+        ConfigError: the workload, the load, the goals or the files are not valid.
         StartupError: the engine can not start as configured.
     """
     return _Tuning(config).run()
 
 
 class _Tuning:
-    """One tuning: what is known so far, and when to be done."""
+    """The state of one tuning."""
 
     def __init__(self, config: RunConfig) -> None:
         section = config.tune
@@ -134,7 +134,7 @@ class _Tuning:
             print(f"tune: {spent:.0f} s: {text}", file=sys.stderr, flush=True)
 
     def _prepare(self) -> None:
-        """Step costs of the configuration as it is, and a run's length that the budget allows."""
+        """Measure step costs of the given configuration, and choose the length of real runs."""
         own = measured_spec(_unlimited(self.config))
         self.spec = dataclasses.replace(own, scheduler=self.config.scheduler)
         self.default = Variant(
@@ -163,7 +163,7 @@ class _Tuning:
         *,
         fit: bool = False,
     ) -> None:
-        """Run a configuration for real."""
+        """Run a configuration on a real server."""
         self._tell(f"real run: {label}")
         config = apply_values(self.config, values)
         run = self.real.run(config, self.forecast.spec(config) if fit else None)
@@ -198,11 +198,11 @@ class _Tuning:
         self.search.run(section.trials, until, show)
 
     def _measure_variants(self) -> None:
-        """Step costs of the other numbers of threads and block sizes, while there is time."""
+        """Measure step costs of other numbers of threads and block sizes, while there is time."""
         keys, default = searched_keys(self.config), self.default
         threads = range(1, default.threads + 1) if "device.threads" in keys else [default.threads]
         sizes = _BLOCK_SIZES if "cache.block_size" in keys else [default.block_size]
-        # Those that differ in one thing first.
+        # Variants that differ in one value come first.
         wanted = sorted(
             (Variant(count, size) for count in threads for size in sizes),
             key=lambda one: (
@@ -229,7 +229,7 @@ class _Tuning:
                 self.notes.append(f"{variant.block_size} tokens a block left out: {error}")
 
     def _verify(self) -> None:
-        """Run the most promising for real; each measurement corrects the next choice."""
+        """Run the best candidates on a real server; each measurement corrects the next choice."""
         tried = [one.values for one in self.verified]
         current = self.search.current_values()
         tried.append(current)
@@ -248,7 +248,7 @@ class _Tuning:
             last_s = time.monotonic() - begin
 
     def _factors(self, runs: Sequence[Verified] | None = None) -> dict[str, float]:
-        """Measured over predicted, the median over `runs`, or all that was run for real."""
+        """{figure: measured over predicted}, the median over `runs` or over all real runs."""
         factors: dict[str, float] = {}
         runs = self.verified if runs is None else runs
         for name in ("ttft_ms", "itl_ms", "tpot_ms", "e2e_ms", "throughput"):
@@ -271,7 +271,7 @@ class _Tuning:
         return self.spec.num_blocks * per_block / _GIB
 
     def _study_name(self, space: Space) -> str:
-        """The same for the same search."""
+        """The name of the study, which is the same for the same search."""
         parts = (
             _TRIAL_FORMAT,
             dataclasses.replace(self.config.tune, trials=1, verify=1, budget_s=10.0, storage=""),
@@ -284,7 +284,7 @@ class _Tuning:
         return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
     def _report(self, impossible: list[str]) -> int:
-        """Print, write, and the exit code."""
+        """Print and write the results; returns the exit code."""
         section, goals = self.config.tune, self.goals
         best = min(self.verified, key=lambda one: goals.rank(one.measured))
         met = goals.violation(best.measured) <= 0.0
@@ -309,7 +309,7 @@ class _Tuning:
         text = option_text(tuned, provenance(self.config, goals, facts, best))
         path = write_option(directory, section.name, text)
         if goals.limits:
-            # What a configuration measured beside its prediction says most of its other loads.
+            # A configuration's own ratio of measured to predicted fits its other loads best.
             loads = [
                 highest_load(config, self.forecast, goals, self._factors([run]))
                 for config, run in ((self.config, self.verified[0]), (tuned, best))
@@ -334,8 +334,8 @@ class _Tuning:
             load = highest_load(config, self.forecast, self.goals, self._factors([best]))
             if load is not None and load < 1.0:
                 lines.append(
-                    f"the goals are predicted to hold up to {load:.2g}x this load: more is what "
-                    "this machine can not do within them"
+                    f"the goals are predicted to hold up to {load:.2g}x this load, the limit of "
+                    "this machine"
                 )
         self.console.print(
             "the goals are not met; nothing was written for run serve:", markup=False
@@ -424,7 +424,7 @@ def _beside(one: Verified, name: str, form: str) -> str:
 
 
 def _unlimited(config: RunConfig) -> RunConfig:
-    """Without limits on steps, so that step costs are measured as far as an engine would go."""
+    """The configuration without limits on steps, so that step costs of all sizes are measured."""
     section = dataclasses.replace(
         config.scheduler, max_num_seqs=None, max_num_batched_tokens=None, itl_target_ms=None
     )

@@ -21,13 +21,13 @@ __all__ = ("Forecast",)
 
 
 class Forecast:
-    """Predictions for one job.
+    """Predicts the metrics of configurations for one job.
 
     Args:
-        job: its prompts are token ids.
-        costs: of each variant.
-        default: the variant of a configuration that says nothing of it.
-        percentile: of latencies, in (0, 100).
+        job: a job with prompts of token ids.
+        costs: the step-cost table of each variant.
+        default: the variant of a configuration that does not set one.
+        percentile: percentile of latencies, in (0, 100).
     """
 
     def __init__(
@@ -37,14 +37,14 @@ class Forecast:
         self._costs = costs
         self._default = default
         self._percentile = percentile
-        self.overheads: ServingOverheads | None = None  # what a real server adds, once it is known
+        self.overheads: ServingOverheads | None = None  # of a real server, once measured
         self._plans: dict[str, EngineSpec] = {}
 
     def spec(self, config: RunConfig) -> EngineSpec:
         """The simulated engine of a configuration.
 
         Raises:
-            StartupError: it could not start.
+            StartupError: the engine could not start.
         """
         variant = Variant(config.device.threads or self._default.threads, config.cache.block_size)
         key = repr((config.scheduler, config.cache, config.device))
@@ -53,9 +53,7 @@ class Forecast:
         return dataclasses.replace(self._plans[key], overheads=self.overheads)
 
     def predict(self, config: RunConfig, *, job: LoadJob | None = None) -> ServingMetrics | None:
-        """The metrics of a configuration under the job, or another one; None when no such engine
-        can start.
-        """
+        """The metrics of a configuration under this job or another; None if it can not start."""
         try:
             spec = self.spec(config)
         except (StartupError, ValueError):
@@ -65,12 +63,12 @@ class Forecast:
         return ServingMetrics.of(metrics, self._percentile)
 
     def part_of_job(self, share: float) -> LoadJob:
-        """The first requests; turns keep the ones before them."""
+        """A job of the first requests, with the turns before them."""
         count = max(1, round(share * len(self._job.requests)))
         return _with_requests(self._job, self._job.requests[:count])
 
     def at_load(self, factor: float) -> LoadJob:
-        """The job with arrivals, or concurrency, of so many times the load."""
+        """The job with its arrival rate or concurrency multiplied by `factor`."""
         if self._job.concurrency is not None:
             return _with_requests(
                 self._job,
@@ -90,7 +88,7 @@ class Forecast:
         return _with_requests(self._job, requests)
 
     def one_at_a_time(self) -> LoadJob:
-        """The job in a closed loop of one: what no schedule can be faster than."""
+        """The job with one request at a time, whose latency is a lower bound."""
         return _with_requests(self._job, self._job.requests, concurrency=1)
 
 

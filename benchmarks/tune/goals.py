@@ -18,18 +18,18 @@ _NAMES = ("ttft", "itl", "tpot", "e2e")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ServingMetrics:
-    """What a configuration gives, measured or predicted; latencies in ms at the percentile."""
+    """Metrics of a configuration, measured or predicted; latencies in ms at the percentile."""
 
     ttft_ms: float
     itl_ms: float
     tpot_ms: float
     e2e_ms: float
     throughput: float  # output tokens per second
-    completed_share: float = 1.0  # of requests that were sent
+    completed_share: float = 1.0  # completed requests over sent ones
 
     @classmethod
     def of(cls, metrics: Mapping[str, Metric], percentile: float) -> Self:
-        """From a result's metrics; a latency that nothing was measured of is 0."""
+        """Make it from a result's metrics; a latency without measurements is 0."""
 
         def value(name: str) -> float:
             return metrics[name].value if name in metrics else 0.0
@@ -43,14 +43,14 @@ class ServingMetrics:
         )
 
     def scaled(self, factors: Mapping[str, float]) -> ServingMetrics:
-        """Each figure times its factor; those without one stay."""
+        """A copy with each figure multiplied by its factor, if it has one."""
         changes = {name: getattr(self, name) * factor for name, factor in factors.items()}
         return dataclasses.replace(self, **changes)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Goals:
-    """Limits in ms, None where there is none, and what to prefer among those that keep them."""
+    """Limits in ms (None = no limit), and the objective among configurations that meet them."""
 
     ttft_ms: float | None
     itl_ms: float | None
@@ -66,38 +66,39 @@ class Goals:
 
     @property
     def limits(self) -> dict[str, float]:
-        """name of a latency -> its limit, of those that are set."""
+        """{name of a latency: its limit}, for the limits that are set."""
         pairs = ((name, getattr(self, f"{name}_ms")) for name in _NAMES)
         return {name: limit for name, limit in pairs if limit is not None}
 
     def ratios(self, metrics: ServingMetrics) -> dict[str, float]:
-        """name -> the figure over its limit; at most 1 is met."""
+        """{name: figure over its limit}; a ratio of at most 1 meets the goal."""
         found = {
             name: getattr(metrics, f"{name}_ms") / limit for name, limit in self.limits.items()
         }
         if metrics.completed_share < 1.0:
-            found["completed"] = math.inf  # a request that failed meets nothing
+            found["completed"] = math.inf  # a failed request meets no goal
         return found
 
     def violation(self, metrics: ServingMetrics) -> float:
-        """The worst ratio less 1; at most 0 when all goals are met."""
+        """The worst ratio minus 1; at most 0 if all goals are met."""
         return max(self.ratios(metrics).values(), default=0.0) - 1.0
 
     def rank(self, metrics: ServingMetrics) -> tuple[float, float]:
-        """A key that sorts what is preferred first: those that meet the goals, by the objective;
-        then the others, the nearest first.
+        """A sort key. Configurations that meet the goals come first, the best by the objective.
+
+        The others follow, the nearest to the goals first.
         """
         violation = self.violation(metrics)
         if violation > 0.0:
             return (1.0 + violation, 0.0)
-        # Throughputs within two percent are equal: then the one with more room is preferred.
+        # Throughputs within two percent count as equal; then the margin to the goals decides.
         worst = violation if self.limits else metrics.ttft_ms + metrics.e2e_ms
         if self.objective is TuneObjective.latency:
             return (0.0, worst)
         return (-round(math.log(max(metrics.throughput, 1e-9)) / 0.02), worst)
 
     def describe(self) -> str:
-        """In words: "TTFT p95 <= 300 ms, ITL p95 <= 25 ms"."""
+        """As text: "TTFT p95 <= 300 ms, ITL p95 <= 25 ms"."""
         return ", ".join(
             f"{name.upper()} p{self.percentile:g} <= {limit:g} ms"
             for name, limit in self.limits.items()

@@ -1,4 +1,4 @@
-"""Explains why a goal cannot be met: the machine, the traffic or another goal forbids it."""
+"""Explains why a goal can not be met: because of the machine, the traffic or another goal."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ from ostinato.conf.root import RunConfig
 
 __all__ = ("highest_load", "impossible_goals", "why_missed")
 
-# A prediction has to miss by more than this to be a proof.
+# A goal counts as impossible if the prediction misses it by more than this factor.
 _MARGIN = 1.2
 _LOADS = (0.02, 8.0)
 _BISECTIONS = 7
 
 
 def impossible_goals(config: RunConfig, forecast: Forecast, goals: Goals) -> list[str]:
-    """Goals that even a server with one request at a time misses, in words. No schedule can help:
-    a request does not wait for others there.
+    """Messages about goals that are missed even with one request at a time.
+
+    No schedule can meet these, because a request does not wait for others there.
     """
     overheads = forecast.overheads
-    # Disturbances by other programs are no proof.
+    # Disturbances by other programs must not count, so overheads are their medians.
     forecast.overheads = overheads and overheads.typical()
     alone = forecast.predict(config, job=forecast.one_at_a_time())
     forecast.overheads = overheads
@@ -42,7 +43,7 @@ def impossible_goals(config: RunConfig, forecast: Forecast, goals: Goals) -> lis
 
 
 def why_missed(candidates: list[Candidate], goals: Goals, factors: dict[str, float]) -> list[str]:
-    """What each goal alone costs the others, by corrected predictions."""
+    """Messages about how meeting each goal affects the others, by corrected predictions."""
     corrected = [one.predicted.scaled(factors) for one in candidates]
     lines: list[str] = []
     for name, limit in goals.limits.items():
@@ -69,7 +70,7 @@ def why_missed(candidates: list[Candidate], goals: Goals, factors: dict[str, flo
 def highest_load(
     config: RunConfig, forecast: Forecast, goals: Goals, factors: dict[str, float]
 ) -> float | None:
-    """The most times the load at which the goals are predicted to hold; None when at no load."""
+    """The highest multiple of the load that meets the goals by prediction; None = none does."""
 
     def holds(load: float) -> bool:
         metrics: ServingMetrics | None = forecast.predict(config, job=forecast.at_load(load))

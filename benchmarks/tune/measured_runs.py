@@ -1,4 +1,4 @@
-"""Measured runs of `run tune`: a real server, the load client, the fitted overheads."""
+"""Runs configurations for `run tune` on a real server with the load client; fits the overheads."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ _CALIBRATIONS = 2  # before a run, and after it
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RealRun:
-    """One configuration under the workload."""
+    """The result of one configuration under the workload."""
 
     metrics: ServingMetrics
     point: Point
-    overheads: ServingOverheads | None  # when it was calibrated
+    overheads: ServingOverheads | None  # None = the run was not calibrated
 
 
 @dataclasses.dataclass(slots=True)
 class RealRuns:
-    """Runs the same traffic, each time with other ids.
+    """Runs the same traffic, each time with other token ids.
 
     Args:
-        config: its `load` says how requests are sent.
-        facts: of the model.
+        config: its `load` section says how requests are sent.
+        facts: facts about the model.
         part: the requests.
         point: rate or concurrency.
-        duration_s: later requests are left out; None = all are sent.
+        duration_s: requests after this are left out; None = all are sent.
     """
 
     config: RunConfig
@@ -69,11 +69,12 @@ class RealRuns:
         )
 
     def run(self, config: RunConfig, spec: EngineSpec | None = None) -> RealRun:
-        """Start a server of `config` and measure; with `spec`, what serving adds to its step
-        costs too, before and after.
+        """Start a server with `config` and measure it.
+
+        With `spec`, the overheads of serving are measured too, before and after.
 
         Raises:
-            StartupError: it can not start.
+            StartupError: the server can not start.
             EngineError: the load client ended without a report.
         """
         percentile = self.config.tune.percentile

@@ -32,7 +32,7 @@ _ENGINE = ("model", "device", "cache", "scheduler", "graphs", "sampling")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Verified:
-    """A configuration that was run for real."""
+    """A configuration that was run on a real server."""
 
     label: str
     values: dict[str, Any]
@@ -41,11 +41,11 @@ class Verified:
 
 
 def option_text(config: RunConfig, provenance: Sequence[str]) -> str:
-    """The YAML of an option: what differs from the defaults in the sections of an engine.
+    """The YAML of an option: the engine's settings that differ from the defaults.
 
     Args:
-        config: what is to be served.
-        provenance: lines of comment: where, when, for what.
+        config: the configuration to serve.
+        provenance: lines of a comment that say how it was found.
     """
     changes: dict[str, dict[str, Any]] = {}
     for name in _ENGINE:
@@ -61,7 +61,7 @@ def option_text(config: RunConfig, provenance: Sequence[str]) -> str:
 
 
 def write_option(config_dir: Path, name: str, text: str) -> Path:
-    """Write `<config_dir>/tuned/<name>.yaml` whole or not at all."""
+    """Write `<config_dir>/tuned/<name>.yaml` atomically."""
     path = config_dir / "tuned" / f"{name}.yaml"
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.part")
@@ -104,15 +104,15 @@ def plot_front(
     verified: Sequence[Verified],
     title: str,
 ) -> None:
-    """TTFT against ITL of everything that was tried, with the goals, as PNG.
+    """Plot TTFT against ITL of all configurations that were tried, with the goals, as PNG.
 
     Args:
-        path: the file.
-        goals: drawn as lines; what meets them is shaded.
+        path: the file to write.
+        goals: drawn as lines; the region that meets them is shaded.
         simulated: every configuration of the search.
-        front: those that no other is better than.
-        verified: real runs, joined with their predictions.
-        title: what was tuned.
+        front: the Pareto front.
+        verified: real runs, connected with their predictions.
+        title: the title of the plot.
     """
     from matplotlib.figure import Figure
 
@@ -172,7 +172,7 @@ def plot_front(
 
 
 def _lower_left(points: Sequence[ServingMetrics]) -> list[ServingMetrics]:
-    """Of all points those that no other is below and left of."""
+    """The points of the front towards lower TTFT and lower ITL."""
     return [
         one
         for one in points

@@ -2,7 +2,7 @@
 
 Three objectives (TTFT, ITL, throughput) with the goals as constraints, by the multi-objective
 tree-structured Parzen estimator (Ozaki et al., GECCO 2020). A trial is pruned if its first third is
-already far from the goals. Optuna's own pruners support one objective only, so the rule is ours.
+far from the goals. Optuna's pruners support one objective only, so this rule is implemented here.
 """
 
 from __future__ import annotations
@@ -33,31 +33,31 @@ __all__ = ("Candidate", "Search", "open_storage")
 _LOG = logging.getLogger(__name__)
 _BOUNDED = "bounded"  # whether there is a target for inter-token latency
 _TARGET = "scheduler.itl_target_ms"
-_PART = 1 / 3  # of the requests, after which a trial may be pruned
-_NUM_STARTUP = 24  # trials that are drawn at random
+_PART = 1 / 3  # share of the requests after which a trial may be pruned
+_NUM_STARTUP = 24  # first trials, which are random
 _MOST = 1e9  # violation of a configuration with failed requests
-_HOPELESS = 2.0  # times the violation of the best one so far
+_HOPELESS = 2.0  # a trial is pruned above this multiple of the best violation so far
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Candidate:
-    """A configuration of the search and what it is predicted to give."""
+    """A configuration of the search and its predicted metrics."""
 
     values: dict[str, Value]
     predicted: ServingMetrics
 
 
 def open_storage(path: Path) -> JournalStorage:
-    """The study file; made when it is not there.
+    """Open the study file; it is created if it does not exist.
 
     Raises:
-        ConfigError: it can not be written, or is no study.
+        ConfigError: the file can not be written, or is not a study.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists() and not _is_journal(path):
             raise ConfigError(
-                f"tune.storage={path} is no study file; name another one or delete it"
+                f"tune.storage={path} is not a study file; name another one or delete it"
             )
         return JournalStorage(JournalFileBackend(str(path)))
     except OSError as error:
@@ -65,7 +65,7 @@ def open_storage(path: Path) -> JournalStorage:
 
 
 def _is_journal(path: Path) -> bool:
-    """Whether the file begins like one; Optuna itself skips lines that it does not understand."""
+    """Whether the file begins like a study. Optuna itself skips lines that it can not read."""
     with path.open(encoding="utf-8", errors="replace") as file:
         line = file.readline()
     try:
@@ -78,12 +78,12 @@ class Search:
     """One study.
 
     Args:
-        config: the configuration as it is; everything outside the space stays.
-        space: what is searched.
-        forecast: predicts.
+        config: the given configuration; settings outside the space are not changed.
+        space: the search space.
+        forecast: predicts metrics.
         goals: the constraints.
-        storage: keeps the study.
-        study_name: of the same search; another traffic, machine or goal has another name.
+        storage: stores the study.
+        study_name: the name of the study, the same for equal traffic, machine and goals.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class Search:
         )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ExperimentalWarning)
-            # A resumed study draws on from where it stopped, not the same again.
+            # A resumed study must not draw the same trials again.
             self.study.sampler = optuna.samplers.TPESampler(
                 seed=seed + self.num_done, multivariate=True, n_startup_trials=_NUM_STARTUP
             )
@@ -122,11 +122,11 @@ class Search:
     def run(
         self, num_trials: int, until: float, on_trial: Callable[[int], None] = lambda done: None
     ) -> None:
-        """Search until so many trials have ended, or the time has come.
+        """Search until `num_trials` trials have ended, or until a time.
 
         Args:
-            num_trials: those of earlier runs included.
-            until: by `time.monotonic`.
+            num_trials: trials, those of earlier runs included.
+            until: seconds of time.monotonic().
             on_trial: called with the number of trials that have ended.
         """
         if not self.num_done:
@@ -136,10 +136,10 @@ class Search:
             on_trial(self.num_done)
 
     def candidates(self, factors: dict[str, float] | None = None) -> list[Candidate]:
-        """Distinct configurations, the preferred first.
+        """Distinct configurations, the best first.
 
         Args:
-            factors: by which predictions are corrected, figure -> factor.
+            factors: {figure: factor that corrects its predictions}.
         """
         found: dict[str, Candidate] = {}
         for trial in self._completed():
@@ -151,7 +151,7 @@ class Search:
         )
 
     def front(self) -> list[Candidate]:
-        """Those that no other one is better than in every objective."""
+        """The Pareto front: candidates that no other one beats in every objective."""
         return [
             Candidate(
                 dict(trial.user_attrs["values"]), ServingMetrics(**trial.user_attrs["metrics"])
@@ -168,7 +168,7 @@ class Search:
         return self.study.get_trials(deepcopy=False, states=[TrialState.COMPLETE])
 
     def _enqueue(self) -> None:
-        """Begin with what is configured, and with targets that aim at the goal."""
+        """Enqueue the given configuration and some ITL targets near the goal as first trials."""
         current = self.current_values()
         current |= {
             key: self._space.choices[key][0]
@@ -210,7 +210,7 @@ class Search:
         if first is None:
             raise optuna.TrialPruned("such an engine can not start")
         best = min((_violation(one) for one in self._completed()), default=None)
-        # The queue of the first third only grows, so what is far from the goals stays so.
+        # The queue only grows, so a trial that is far from the goals stays so.
         if best is not None and self._goals.violation(first) > _HOPELESS * max(best, 0.5):
             raise optuna.TrialPruned("far from the goals after a third of the requests")
         metrics = self._forecast.predict(config)

@@ -24,11 +24,11 @@ _USUAL_KEYS = (
 _SEQS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 _TOKENS = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 _MEMORY_SHARES = (0.25, 0.5, 1.0)
-_ALIKE = 0.1  # targets that differ by less are one
+_ALIKE = 0.1  # targets whose relative difference is smaller count as equal
 
 
 class Variant(NamedTuple):
-    """What step costs depend on besides the machine: each has a table of its own."""
+    """The settings that step costs depend on. Each variant has a step-cost table of its own."""
 
     threads: int
     block_size: int
@@ -36,12 +36,12 @@ class Variant(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Space:
-    """The values that each key may take; None among them leaves it to the engine.
+    """The values that each key may have. The value None leaves the choice to the engine.
 
     Args:
-        choices: key -> values, in the order of the configuration's `tune.keys`.
+        choices: {key: values}, in the order of `tune.keys`.
         targets_ms: lowest and highest scheduler.itl_target_ms; None = it is not searched.
-        variants: those whose step costs are known.
+        variants: the variants with known step costs.
     """
 
     choices: dict[str, tuple[Value, ...]]
@@ -61,11 +61,11 @@ class Space:
         """The space of a configuration.
 
         Args:
-            config: `tune.keys` names what may change.
-            goals: an upper end for the target of inter-token latency.
-            variants: those whose step costs are known.
-            floor_ms: a decode step of one sequence.
-            cache_gib: the KV cache's memory as the engine would plan it.
+            config: `tune.keys` names the keys to search.
+            goals: the ITL goal is the upper end of the ITL target.
+            variants: the variants with known step costs.
+            floor_ms: milliseconds of a decode step of one sequence.
+            cache_gib: the KV cache's memory in the engine's memory plan.
         """
         keys = searched_keys(config)
         known: dict[str, tuple[Value, ...]] = {
@@ -87,7 +87,7 @@ class Space:
         )
 
     def is_legal(self, values: Mapping[str, Value]) -> bool:
-        """Whether an engine takes these together, and the step costs of it are known."""
+        """Whether these values are valid together and their step costs are known."""
         seqs = values.get("scheduler.max_num_seqs")
         tokens = values.get("scheduler.max_num_batched_tokens")
         if seqs is not None and tokens is not None and cast(int, tokens) < cast(int, seqs):
@@ -100,7 +100,7 @@ class Space:
 
 
 def searched_keys(config: RunConfig) -> list[str]:
-    """What may be changed."""
+    """The keys to search."""
     return config.tune.keys or list(_USUAL_KEYS)
 
 
@@ -114,7 +114,7 @@ def apply_values(config: RunConfig, values: Mapping[str, Value]) -> RunConfig:
     """The configuration with these values.
 
     Raises:
-        ConfigError: they are not legal together.
+        ConfigError: the values are not valid together.
     """
     changes: dict[str, dict[str, Any]] = {}
     for key, value in values.items():
@@ -131,8 +131,9 @@ def apply_values(config: RunConfig, values: Mapping[str, Value]) -> RunConfig:
 
 
 def is_alike(values: Mapping[str, Value], others: Mapping[str, Value]) -> bool:
-    """Whether a real run would tell the two apart only by chance: all the same, but for a target
-    within a tenth.
+    """Whether two configurations are too similar for a real run to distinguish them.
+
+    All values are equal, and ITL targets differ by less than a tenth.
     """
     one, other = (dict(its) for its in (values, others))
     targets = [its.pop("scheduler.itl_target_ms", None) for its in (one, other)]

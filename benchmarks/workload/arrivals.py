@@ -19,10 +19,10 @@ __all__ = ("LoadPoint", "arrival_times", "load_points", "rate_at")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadPoint:
-    """One way to send a workload; neither rate nor concurrency = as recorded, or all at once."""
+    """A way to send a workload. Without rate and concurrency: as recorded, or all at once."""
 
     rate: float | None = None  # open loop: requests per second
-    concurrency: int | None = None  # closed loop: requests under way
+    concurrency: int | None = None  # closed loop: requests in progress
 
     @property
     def label(self) -> str:
@@ -34,7 +34,7 @@ class LoadPoint:
 
 
 def load_points(load: LoadSection) -> list[LoadPoint]:
-    """The points of a load section; one without rate and concurrency when it names none.
+    """The points of a load section; one without rate and concurrency if it has neither.
 
     Raises:
         ConfigError: a ramp without a rate to begin or end with.
@@ -54,7 +54,7 @@ def load_points(load: LoadSection) -> list[LoadPoint]:
 
 
 def rate_at(share: float, rate: float, load: LoadSection) -> float:
-    """Requests per second when this share of the requests, 0 to 1, has arrived."""
+    """Requests per second after `share` (0 to 1) of the requests have arrived."""
     if load.ramp is Ramp.none or load.ramp_to is None:
         return rate
     if load.ramp is Ramp.linear:
@@ -73,11 +73,11 @@ def arrival_times(
     Args:
         point: which rate or concurrency.
         load: burstiness and ramp.
-        recorded: each request's own arrival; None = it has none.
-        seed: same seed, same times.
+        recorded: each request's recorded arrival in seconds, or None.
+        seed: the same seed gives the same times.
 
     Returns:
-        None for a closed loop, where a request arrives when another one has ended.
+        The times; None for a closed loop, where a request arrives when another one has ended.
     """
     if point.concurrency is not None:
         return None

@@ -1,14 +1,15 @@
-"""Workloads from files that others wrote: conversations of ShareGPT, and timed traces.
+"""Reads workloads from files of other projects: conversations of ShareGPT, and timed traces.
 
-| trace | told by | fields |
+| trace | recognised by | fields |
 |---|---|---|
 | Azure LLM inference | CSV with `TIMESTAMP` | `ContextTokens`, `GeneratedTokens` |
 | BurstGPT | CSV with `Timestamp` | `Request tokens`, `Response tokens` |
 | Mooncake, and ours | JSON lines | `timestamp` (ms), `input_length`, `output_length`, `hash_ids` |
 
-Traces have no text. A prompt of a trace with `hash_ids` is made of one block of ids for each hash,
-drawn from that number, so that what shared a beginning then shares it now; ours state their
-`block_size`, Mooncake's is 512. Other prompts have nothing in common.
+Traces have no text. A prompt of a trace with `hash_ids` has one block of random ids for each hash,
+with the hash as the seed. So prompts with a common beginning have one here too. A line with
+`block_size` (as `server.record_trace` writes) has blocks of that size, others of 512 as Mooncake's.
+Other prompts have nothing in common.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ from ostinato.conf.errors import ConfigError
 __all__ = ("MOONCAKE_BLOCK", "sharegpt_part", "trace_part")
 
 MOONCAKE_BLOCK = 512  # tokens that one entry of Mooncake's hash_ids stands for
-_MAX_TOKENS = 100_000_000  # of one request; more is a mistake in the file
-_MIN_TOKENS = 4  # shorter conversations say nothing about a server
+_MAX_TOKENS = 100_000_000  # of one request; more is an error in the file
+_MIN_TOKENS = 4  # shorter questions and answers are left out
 
 
 class _Arrival(NamedTuple):
@@ -92,7 +93,7 @@ def _turns(entry: Any, where: str) -> list[str]:
 
 
 def trace_part(section: WorkloadSection, vocab_size: int) -> Part:
-    """Requests with the lengths, the arrivals and the shared beginnings of recorded traffic.
+    """Requests with the lengths, arrivals and common prefixes of recorded traffic.
 
     Raises:
         ConfigError: the file is missing, empty or of no known format, or a line is malformed.
@@ -125,7 +126,7 @@ def trace_part(section: WorkloadSection, vocab_size: int) -> Part:
 
 
 class _PromptMaker:
-    """Prompts of a trace: the same hash always gives the same ids."""
+    """Makes prompts of a trace; the same hash always gives the same ids."""
 
     def __init__(self, seed: int, vocab_size: int) -> None:
         self._seed = seed
@@ -196,9 +197,9 @@ def _csv(text: str, where: str) -> Iterator[_Arrival]:
 
 
 def _seconds(value: str | None, name: str, place: str) -> float:
-    """Of a number of seconds, or of a date and time, without an offset in UTC.
+    """Unix seconds of a text: a number of seconds, or a date and time (UTC without an offset).
 
-    Azure's of 2023 have seven decimals and no offset, those of 2024 up to six and "+00:00".
+    Azure's times of 2023 have seven decimals and no offset, those of 2024 up to six and "+00:00".
     """
     text = (value or "").strip()
     try:

@@ -14,7 +14,7 @@ __all__ = ("ModelFacts", "model_facts")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """Of the model that the configuration names."""
+    """Facts about the configured model."""
 
     name: str
     vocab_size: int
@@ -26,14 +26,14 @@ def model_facts(config: RunConfig) -> ModelFacts:
     """Read the model's small files.
 
     Raises:
-        StartupError: they can not be found or read.
+        StartupError: the files do not exist or can not be read.
     """
     from ostinato.runtime.startup.planning import open_model
 
     source = open_model(config)
     section, directory = config.model, source.checkpoint.directory
     try:
-        # Dummy weights without a directory borrow the demo model's tokenizer, as the engine does.
+        # With dummy weights and no directory, the engine uses the demo model's tokenizer too.
         if section.tokenizer or directory is None:
             directory = resolve_directory(
                 section.tokenizer, section.revision, weights=False, key="model.tokenizer"

@@ -31,16 +31,17 @@ def read_parts(
     encode: Encode | None = None,
     parts: Sequence[str] = ("single", "ttft", "offline", "prefix"),
 ) -> list[Part]:
-    """The workload's parts; every kind but the standard one has one.
+    """The workload's parts. Every kind has one part, except for the standard kind.
 
     Args:
-        section: which workload.
-        vocab_size: drawn ids lie below it.
+        section: the workload.
+        vocab_size: random ids are below it.
         encode: text to token ids, for ShareGPT files.
-        parts: of the standard kind, those that are wanted.
+        parts: the wanted parts of the standard kind.
 
     Raises:
-        ConfigError: the file is missing, malformed or empty; or texts without a tokenizer.
+        ConfigError: the file is missing, malformed or empty, or has texts and there is no
+            tokenizer.
     """
     kind = section.kind
     if section.path and kind not in _FROM_FILE:
@@ -75,10 +76,10 @@ def read_parts(
 def fit_parts(
     parts: Sequence[Part], *, model: str, max_model_len: int, vocab_size: int
 ) -> tuple[list[Part], list[str]]:
-    """The parts that the model can serve, and in words what was changed for it.
+    """The parts that the model can serve, and notes on requests that were changed or left out.
 
     Raises:
-        ConfigError: nothing is left, or a file has ids that the model does not.
+        ConfigError: no request is left, or a file has ids outside the vocabulary.
     """
     notes: list[str] = []
     fitting: list[Part] = []
@@ -108,9 +109,9 @@ def fit_parts(
 
 
 def _within(part: Part, max_model_len: int) -> tuple[Part, int]:
-    """Without the requests that are too long, and without the turns that follow them.
+    """The part without requests that are too long and turns that follow them, and their number.
 
-    The standard parts are compared between engines: they are kept as a whole or not at all.
+    The standard parts are compared between engines, so they are kept as a whole or left out.
     """
     if part.longest() <= max_model_len:
         return part, 0
@@ -132,7 +133,7 @@ def _within(part: Part, max_model_len: int) -> tuple[Part, int]:
 
 
 def one_part(parts: Sequence[Part]) -> Part:
-    """The part to load a server with: the only one, or of the standard ones `offline`."""
+    """The part for a load measurement: the only one, or `offline` of the standard ones."""
     if len(parts) == 1:
         return parts[0]
     for part in parts:

@@ -11,7 +11,7 @@ __all__ = ("conversations_part", "prefix_part", "random_part")
 
 
 class _Source:
-    """Draws of one seed, in one vocabulary."""
+    """Random lengths and token ids from one seed."""
 
     def __init__(self, section: WorkloadSection, vocab_size: int) -> None:
         self._draw = random.Random(section.seed)
@@ -45,7 +45,7 @@ def random_part(section: WorkloadSection, vocab_size: int) -> Part:
 
 
 def prefix_part(section: WorkloadSection, vocab_size: int) -> Part:
-    """Each prompt is one of a few beginnings and then ids of its own."""
+    """Each prompt is one of a few prefixes, followed by random ids."""
     source = _Source(section, vocab_size)
     prefixes = [source.ids(section.prefix_len) for _ in range(section.num_prefixes)]
     items = [

@@ -1,12 +1,12 @@
-"""Workloads of token ids: what a request is, the standard requests, and those of a JSON file.
+"""Workloads of token ids: the request type, the standard requests, and those of a JSON file.
 
 A file holds either a list of requests
 
     [{"prompt": [1, 2, 3], "max_tokens": 16}, ...]
 
 or an object with some of the standard workload's parts: `single` and `ttft` are one request each,
-`offline` and `prefix` are lists. Everything is generated greedily, past any end-of-sequence token,
-so that the number of tokens is known.
+`offline` and `prefix` are lists. Requests are greedy and ignore end-of-sequence tokens, so that the
+number of output tokens is known.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ _SEED = 20_240_607
 class WorkItem:
     """One request."""
 
-    prompt: list[int]  # token ids; of a later turn those after the answer before it
-    max_tokens: int  # generated in full
-    arrival_s: float | None = None  # after the first, of recorded traffic
-    after: int | None = None  # the place in the list of the turn that comes before this one
+    prompt: list[int]  # token ids; for a later turn, those after the previous answer
+    max_tokens: int  # the number of output tokens
+    arrival_s: float | None = None  # seconds after the first request, for recorded traffic
+    after: int | None = None  # index in the list of the previous turn
     think_s: float = 0.0  # seconds between that turn's answer and this one
 
     @property
@@ -52,11 +52,11 @@ class WorkItem:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Requests that are measured together; later turns wait for the answer before them."""
+    """Requests that are measured together. A later turn waits for the previous answer."""
 
     name: str
     items: list[WorkItem]
-    shifts: bool = False  # repetitions may use other ids, so that no cache carries over
+    shifts: bool = False  # whether repetitions use other ids, so that no cache helps them
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -71,14 +71,14 @@ class Part:
         return max(max(item.prompt) for item in self.items)
 
     def repetition(self, number: int) -> Part:
-        """The same lengths with other ids, the same for every engine that is compared."""
+        """The same lengths with other ids, which depend on `number` only."""
         if not self.shifts:
             return self
         items = [replace(item, prompt=shift(item.prompt, number)) for item in self.items]
         return Part(self.name, items, shifts=True)
 
     def rotated(self, number: int, vocab_size: int) -> Part:
-        """The same lengths and the same shared beginnings with other ids, for any workload."""
+        """The same lengths and common prefixes with other ids, for any workload."""
         items = [
             replace(item, prompt=[(i + 7919 * number) % vocab_size for i in item.prompt])
             for item in self.items
@@ -86,7 +86,7 @@ class Part:
         return Part(self.name, items, self.shifts)
 
     def waves(self) -> list[list[int]]:
-        """Places of the first turns, of the second ones, and so on: what can run side by side."""
+        """Indices of the first turns, of the second turns, and so on. Each can run as a batch."""
         depth: list[int] = []
         for item in self.items:
             depth.append(0 if item.after is None else depth[item.after] + 1)
@@ -134,7 +134,7 @@ def standard_workload() -> list[Part]:
 
     single = [WorkItem(ids(128), 128)]
     ttft = [WorkItem(ids(512), 1)]
-    # The order of the draws is the format: the prompt's length, its ids, then the output's length.
+    # The order of the draws must stay: the prompt's length, its ids, the output's length.
     offline = [WorkItem(ids(source.randint(64, 512)), source.randint(32, 128)) for _ in range(32)]
     common = ids(1024)
     prefix = [WorkItem(common + ids(64), 32) for _ in range(16)]
@@ -146,7 +146,8 @@ def load_tokens(path: str) -> list[Part]:
     """The parts of a JSON file.
 
     Raises:
-        ConfigError: it is missing, not JSON or empty, or an entry is no request; the line names it.
+        ConfigError: the file is missing, not JSON or empty, or an entry is not a request; the text
+            names it.
     """
     file = expand_user(path)
     try:

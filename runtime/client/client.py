@@ -1,6 +1,6 @@
-"""The client of one or more engine processes, with a stream of text for each request.
+"""`EngineClient`: sends requests to one or more engine processes and streams text back.
 
-Imports no torch: this is the API process's side. Detokenisation and stop strings happen here, so
+It runs in the API process and imports no torch. Detokenisation and stop strings happen here, so
 that they never delay a step.
 """
 
@@ -47,11 +47,11 @@ DEADLINE_REASON = "deadline_exceeded"
 class EngineClient:
     """Generates text and vectors with the replicas of one model.
 
-    All methods run on one event loop. `model`, `tokenizer` are set once `start` has returned. A
+    All methods run on one event loop. `model` and `tokenizer` are set once `start` has returned. A
     request stays with the replica that it was sent to.
 
     Args:
-        config: of every replica, and of the server.
+        config: the configuration of the server and of every replica's engine.
         num_replicas: engine processes, at least 1.
 
     Raises:
@@ -66,7 +66,7 @@ class EngineClient:
         self._config = config
         ensure_cache()
         self._directory = make_socket_directory()
-        # Also when the program ends before `close`.
+        # The directory is also removed when the program ends before `close`.
         self._remove_directory = weakref.finalize(
             self, shutil.rmtree, self._directory, ignore_errors=True
         )
@@ -97,7 +97,7 @@ class EngineClient:
 
     @property
     def restart_reason(self) -> str | None:
-        """What a replica died of while its next engine starts; None when one serves."""
+        """Why a replica's engine died while the next one starts; None while a replica serves."""
         if self.is_alive:
             return None
         reasons = (replica.restart_reason for replica in self.replicas)
@@ -140,21 +140,21 @@ class EngineClient:
 
     @property
     def seconds_overdue(self) -> float:
-        """Of `seconds_since_step`, those that the predicted time of its step does not explain."""
+        """The part of `seconds_since_step` that exceeds the predicted time of the step."""
         return min(replica.seconds_overdue for replica in self.replicas)
 
     async def start(
         self, on_phase: Callable[[str, float], None] = lambda name, seconds: None
     ) -> None:
-        """`spawn` and `wait_until_ready`."""
+        """Call `spawn`, then `wait_until_ready`."""
         await self.spawn()
         await self.wait_until_ready(on_phase)
 
     async def spawn(self) -> None:
-        """Start the engine processes; they load the model while the caller does something else.
+        """Start the engine processes. It returns at once; they load the model meanwhile.
 
         Raises:
-            StartupError: the system has no room for another process or its sockets.
+            StartupError: the system can not start another process or open its socket.
         """
         for replica in self.replicas:
             await replica.spawn()
@@ -212,21 +212,19 @@ class EngineClient:
         deadline: float | None = None,
         prepared: PreparedParts | None = None,
     ) -> AsyncIterator[RequestOutput]:
-        """Outputs of all `sampling.n` completions until each has ended.
+        """Yield outputs of all `sampling.n` completions until each has ended.
 
-        Closing the iterator aborts. With `best_of` and beam search each completion has one output,
-        at the end. While the engine is started again no outputs come. At the deadline (seconds,
-        time.monotonic) completions that have not ended end with the reason length and the stop
-        reason `deadline_exceeded`.
+        Closing the iterator aborts the request. With `best_of` and beam search each completion has
+        one output, at its end. No outputs arrive while a dead engine is started again.
 
         Args:
             prepared: parts of the request; then the prompt and the parameters are results of
                 `requests.resolve`. None = they are made here.
 
         Raises:
-            DeadlineError: at the deadline, when there was no output before it.
-            InvalidRequestError: before the first output, when the request can not be served.
-            EngineDeadError: the engine ended and is not started again; nothing more will come.
+            DeadlineError: the deadline came before the first output.
+            InvalidRequestError: the request can not be served; raised before the first output.
+            EngineDeadError: the engine ended and is not started again.
         """
         if prepared is None:
             prompt_token_ids, sampling = resolve(prompt_token_ids, sampling, self.model)
@@ -260,7 +258,7 @@ class EngineClient:
                 else:
                     outputs = completions.process(event)
                 has_outputs = has_outputs or bool(outputs)
-                # Ended by a stop string, or because all end with this one: the engine goes on.
+                # These ended on the client's side; the engine would go on with them.
                 await replica.remove(set(unfinished).difference(completions.unfinished_ids))
                 for output in outputs:
                     output.request_id = request_id
@@ -281,7 +279,7 @@ class EngineClient:
         cache_salt: str = "",
         trace: bool = False,
     ) -> PooledOutput:
-        """The vector of one text; a cancelled call aborts it.
+        """Compute the vector of one text. Cancelling the call aborts the request.
 
         Raises:
             InvalidRequestError: the request can not be served.
@@ -325,16 +323,16 @@ class EngineClient:
             await replica.abort([one for one in ids if one.rsplit("#", 1)[0] == request_id])
 
     async def reset_prefix_cache(self) -> None:
-        """Forget cached blocks.
+        """Forget the cached blocks of all replicas.
 
         Raises:
-            InvalidRequestError: sequences use some.
+            InvalidRequestError: sequences use cached blocks.
             EngineDeadError: the engine does not run.
         """
         await self._call(UtilityName.reset_prefix_cache)
 
     async def start_profile(self) -> str:
-        """Let the engines record their steps; the directory of the traces.
+        """Let the engines record their steps; returns the directory of the traces.
 
         Raises:
             InvalidRequestError: there is no such directory, or an engine records already.
@@ -343,7 +341,7 @@ class EngineClient:
         return (await self._call(UtilityName.start_profile))[0]
 
     async def stop_profile(self) -> str:
-        """End the recording; the traces' files on the engines' machine, one a line.
+        """End the recording; returns the paths of the traces, one a line.
 
         Raises:
             InvalidRequestError: nothing is recorded.
@@ -352,20 +350,20 @@ class EngineClient:
         return "\n".join(await self._call(UtilityName.stop_profile))
 
     async def inspect(self, timeout_s: float = 2.0) -> EngineState:
-        """What the first replica's engine is doing; concurrent callers share one answer.
+        """The state of the first replica's engine. Concurrent callers share one answer.
 
         Raises:
-            TimeoutError: the engine is in a step that takes longer, or it is frozen.
-            EngineDeadError: it does not run.
+            TimeoutError: no answer within `timeout_s`: a long step runs, or the engine hangs.
+            EngineDeadError: the engine does not run.
         """
         return await self.replicas[0].inspect(timeout_s)
 
     def flight_records(self) -> list[StepRecord]:
-        """The first replica's last steps, read from its file: also those of a frozen engine."""
+        """The last steps of the first replica, read from its file, even if its engine hangs."""
         return self.replicas[0].flight_records()
 
     async def drain(self, timeout_s: float) -> bool:
-        """Wait until nothing is unfinished; False when `timeout_s` was not enough."""
+        """Wait until no request is unfinished; False when that takes more than `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         while self.num_unfinished and self.death_reason is None:
             if time.monotonic() >= deadline:
@@ -387,7 +385,7 @@ class EngineClient:
         return f"{request_id}#{next(self._counter)}"
 
     def _choose_replica(self) -> Replica:
-        """The replica with the least work: one that serves, else one that is started again."""
+        """The serving replica with the least work, else one whose engine is started again."""
         if len(self.replicas) == 1:
             return self.replicas[0]
         return min(
@@ -405,7 +403,7 @@ class EngineClient:
         return PreparedParts(grammar, bad_words_token_ids(sampling.bad_words, self.tokenizer))
 
     async def _call(self, name: UtilityName) -> list[str]:
-        """The answers of all replicas that have not ended for good."""
+        """The answers of all replicas that serve or are started again."""
         replicas = [one for one in self.replicas if one.death_reason is None]
         return await asyncio.gather(*(one.call(name) for one in replicas or self.replicas))
 

@@ -1,4 +1,4 @@
-"""Completions on the client's side: tokens from the engine become text for the caller."""
+"""Turns the engine's outputs into text completions, ends them at stop strings, picks the best."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ class CompletionStream:
         self.is_finished = False
 
     def process(self, engine_output: SequenceOutput) -> RequestOutput:
-        """The client's view of `engine_output`.
+        """Turn an output of the engine into one for the caller.
 
-        When a stop string ends the completion the output says so before the engine knows: the
-        caller then aborts the request in the engine and ignores later outputs.
+        A stop string ends the completion here, while the engine still runs the request. The caller
+        then aborts the request in the engine and ignores later outputs.
         """
         new_token_ids, finish = engine_output.new_token_ids, engine_output.finish_reason
         logprobs = engine_output.logprobs
@@ -81,7 +81,7 @@ class CompletionStream:
 
 
 class PromptCompletions:
-    """All completions of one prompt: each as it comes, or the n best when all have ended.
+    """All completions of one prompt: each is streamed, or the n best are returned at the end.
 
     Args:
         requests: what `make_requests` made of the prompt.
@@ -99,7 +99,7 @@ class PromptCompletions:
             request.request_id: CompletionStream(request, index, tokenizer)
             for index, request in enumerate(requests)
         }
-        # With more candidates than answers, the answers are known only at the end.
+        # With more candidates than `n`, the best are known when all have ended.
         self._candidates: dict[str, _Candidate] | None = (
             {request.request_id: _Candidate() for request in requests}
             if len(requests) > sampling.n
@@ -112,10 +112,10 @@ class PromptCompletions:
         return list(self._streams)
 
     def process(self, engine_output: SequenceOutput) -> list[RequestOutput]:
-        """The client's view of an output of one of the requests.
+        """Turn an output of one of the requests into outputs for the caller.
 
-        When a request is not in `unfinished_ids` any more and `engine_output` has no finish
-        reason, a stop string ended it: the caller aborts it in the engine.
+        A request that a stop string ended leaves `unfinished_ids` although `engine_output` has no
+        finish reason. The caller aborts it in the engine.
         """
         stream = self._streams.get(engine_output.request_id)
         if stream is None:  # ended by a stop string a moment ago

@@ -1,4 +1,4 @@
-"""Requests in flight: what a client keeps of each one, so that it survives the engine's death.
+"""Keeps unfinished requests, so that they continue in a new engine when the engine process dies.
 
 The client keeps a request with the tokens that it has returned. When an engine process dies, its
 requests are held until the next process serves. They are then submitted again with their tokens, as
@@ -8,11 +8,11 @@ the scheduler resumes a preempted sequence.
       ^        |                                |
       +--------+--------------------------------+ the engine died
 
-A request that was running when an engine died may have caused the death: it is quarantined.
-Quarantined requests are submitted one at a time, before all others. The next one follows when the
-one before is cleared: it has ended, has returned a token, or (a prompt in chunks, a beam search)
-has come further than it was at the death. A request that kills every engine therefore does so alone
-the second time, and the other requests continue.
+A request that was running when an engine died may have caused the death, so it is quarantined.
+Quarantined requests are submitted one at a time, before all others. The next one is submitted when
+the one before is cleared: it has ended, has returned a token, or (a prompt in chunks, a beam
+search) has computed more positions than at the death. So when a request kills the engine a second
+time, it runs alone, and the other requests continue.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class InFlightRequest(Generic[Q]):
     def __init__(self, request: Request, reader: Q) -> None:
         self.request = request
         self.reader = reader
-        self.output_token_ids: list[int] = []  # all that were given to the reader
+        self.output_token_ids: list[int] = []  # all tokens that the reader has received
         self.is_submitted = False  # the engine process that runs now has it
         self.is_running = False  # it has been part of that engine's steps
         self.num_crashes = 0  # deaths while it was running, since it was last cleared
@@ -105,7 +105,7 @@ class InFlightRequests(Generic[Q]):
         They count as submitted from now on.
 
         Args:
-            most: at most so many; the next call returns others.
+            most: the number of requests at most; the next call returns others.
         """
         if self._quarantined is not None or not self._held:
             return []
@@ -133,7 +133,7 @@ class InFlightRequests(Generic[Q]):
                 one.is_running = True
 
     def take(self, output: SequenceOutput) -> InFlightRequest[Q] | None:
-        """Record an engine's output; the request it belongs to, or None when that has ended."""
+        """Record an engine's output; returns its request, or None if that has ended."""
         one = self._requests.get(output.request_id)
         if one is None:
             return None
@@ -155,12 +155,12 @@ class InFlightRequests(Generic[Q]):
             one = self._requests.get(request_id)
             if one is not None:
                 one.progress = max(one.progress, position)
-                # At the position of the death, the step that kills engines may come next.
+                # At the position of the death the next step may kill the engine again.
                 if position > one.crashed_at:
                     self._clear(one)
 
     def remove(self, request_ids: Iterable[str]) -> list[str]:
-        """Forget requests whose reader is gone; returns those that the engine must abort."""
+        """Forget requests whose outputs are not read any more; returns those to abort."""
         submitted: list[str] = []
         for request_id in request_ids:
             one = self._requests.get(request_id)
@@ -216,7 +216,7 @@ class InFlightRequests(Generic[Q]):
 
 
 def given_up_output(request: Request, num_crashes: int, reason: str) -> SequenceOutput:
-    """The last output of a request that was running at too many deaths; its text names it."""
+    """The error output of a request that was running when engines died too often in a row."""
     name = request.request_id.rpartition("#")[0]
     return SequenceOutput(
         request.request_id,

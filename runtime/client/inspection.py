@@ -1,4 +1,4 @@
-"""Asks the engine for its state for the page: one question at a time, shared by all viewers."""
+"""Asks the engine for its state, for `/debug` and the page; concurrent callers share an answer."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Inspector:
     """Shares answers between concurrent callers, and keeps one for 0.2 s.
 
     Args:
-        send: asks the engine; the receiver of the reply calls `answer`.
-        clock: seconds.
+        send: asks the engine. `answer` must be called with the reply.
+        clock: a monotonic clock in seconds.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Inspector:
         try:
             return await asyncio.wait_for(asyncio.shield(asked), timeout_s)
         except TimeoutError:
-            # The engine process may be another one by now: the next caller asks again.
+            # The engine may have been restarted and not know the question: ask again next time.
             if self._asked is asked:
                 self._asked = None
             raise

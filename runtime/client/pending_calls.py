@@ -22,7 +22,7 @@ class PendingCalls:
         self._pending: dict[int, asyncio.Future[str]] = {}
 
     def begin(self, name: UtilityName) -> tuple[UtilityCall, asyncio.Future[str]]:
-        """What to send, and where the reply's text will be."""
+        """The call to send, and the future that gets the reply's text."""
         call = UtilityCall(next(self._ids), name)
         future: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._pending[call.call_id] = future

@@ -1,7 +1,7 @@
 """Checks pooling requests and builds them for the engine; decodes their vectors.
 
-A pooled request has no output tokens: its prompt becomes a vector (an embedding), or a
-classification head's answer to it.
+A pooling request has no output tokens. Its result is an embedding of the prompt, or the output of a
+classification head.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _WHERE = {
 
 
 def require_task(model: ServedModel, task: ServedTask) -> None:
-    """Raises InvalidRequestError when the model is not made for `task`, saying what it does."""
+    """Raises InvalidRequestError if the model can not do `task`; the text says what it can do."""
     if task in model.tasks:
         return
     verbs = {"generate": "generate text", "embed": "give embeddings", "classify": "classify"}
@@ -56,7 +56,7 @@ def check_pooling(
     """Check a text and its pooling parameters against the model.
 
     Raises:
-        InvalidRequestError: what can not be served, naming parameter, value, range and remedy.
+        InvalidRequestError: a value can not be served; names parameter, value, range and remedy.
     """
     require_task(model, ServedTask.classify if params.classify else ServedTask.embed)
     length = len(prompt_token_ids)
@@ -98,7 +98,7 @@ def make_pooling_request(
     """The engine's request for one text.
 
     Args:
-        prompt_token_ids: of an encoder's second segment with `vocab_size` added.
+        prompt_token_ids: token ids; an encoder's second segment has `vocab_size` added to each.
 
     Raises:
         InvalidRequestError: as `check_pooling`.
@@ -117,10 +117,10 @@ def make_pooling_request(
 
 
 def make_pairs(first: Sequence[T], second: Sequence[T]) -> list[tuple[T, T]]:
-    """One of `first` for all of `second`, or as many.
+    """Pair each of `second` with the only one of `first`, or with the one at the same index.
 
     Raises:
-        InvalidRequestError: neither.
+        InvalidRequestError: `first` has neither one element nor as many as `second`.
     """
     if not second or len(first) not in (1, len(second)):
         raise InvalidRequestError(
@@ -143,7 +143,7 @@ def check_score_head(model: ServedModel) -> None:
 
 
 def pair_token_ids(ids: Sequence[int], segments: Sequence[int], model: ServedModel) -> list[int]:
-    """A pair's tokens as an encoder takes them: those of segment 1 with `vocab_size` added."""
+    """A pair's token ids for an encoder: those of segment 1 have `vocab_size` added."""
     last = model.num_segments - 1  # a model with one kind of segment does not tell them apart
     return [
         token + min(segment, last) * model.vocab_size
@@ -152,7 +152,7 @@ def pair_token_ids(ids: Sequence[int], segments: Sequence[int], model: ServedMod
 
 
 def numbers(data: bytes) -> list[float]:
-    """The numbers of a vector, which are little-endian float32."""
+    """Decode a vector of little-endian float32."""
     values = array.array("f")
     values.frombytes(data)
     if sys.byteorder == "big":

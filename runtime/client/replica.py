@@ -1,7 +1,7 @@
 """One replica of the model: an engine process, the requests sent to it, and its restarts.
 
 When the engine process dies, a new one is started and the open requests continue in it
-(docs/reliability.md). Imports no torch: this is the API process's side.
+(docs/reliability.md). This module runs in the API process and imports no torch.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ Reader = asyncio.Queue[tuple[str, SequenceOutput | EngineDeadError | DeadlineErr
 
 
 class Replica:
-    """Starts, feeds and ends one engine process, and its successors when it dies.
+    """Starts one engine process, sends it requests, and starts another one when it dies.
 
     All methods run on one event loop. `model` is set once `wait_until_ready` has returned.
     """
@@ -83,10 +83,10 @@ class Replica:
     ) -> None:
         """
         Args:
-            config: the engine's.
-            server: how the process is watched, restarted and logged.
-            context: of the sockets; it outlives this object.
-            path: beginning of the names of the sockets' files.
+            config: the engine's configuration.
+            server: the settings for the watchdog, restarts and logs.
+            context: makes the sockets; it outlives this object.
+            path: the beginning of the paths of the sockets' files.
         """
         self._config = config
         self._server = server
@@ -121,7 +121,7 @@ class Replica:
 
     @property
     def restart_reason(self) -> str | None:
-        """What the last engine died of while the next one starts; None when none does."""
+        """Why the last engine died while the next one starts; None while none starts."""
         return self._restarting
 
     @property
@@ -146,14 +146,14 @@ class Replica:
 
     @property
     def seconds_overdue(self) -> float:
-        """Of `seconds_since_step`, those that the predicted time of its step does not explain."""
+        """The part of `seconds_since_step` that exceeds the predicted time of the step."""
         return self._watchdog.seconds_overdue
 
     async def spawn(self) -> None:
-        """Start the engine process; it loads the model while the caller does something else.
+        """Start the engine process. It returns at once; the process loads the model meanwhile.
 
         Raises:
-            StartupError: the system has no room for another process or its sockets.
+            StartupError: the system can not start another process or open its socket.
         """
         path = self._path.with_name(f"{self._path.name}-{next(self._processes)}")
         server = self._server
@@ -199,8 +199,8 @@ class Replica:
         """Send requests to the engine, now or when it serves again.
 
         Args:
-            requests: their ids are unique.
-            reader: gets their outputs, until each has ended or `remove` is called.
+            requests: requests with unique ids.
+            reader: a queue that gets their outputs until each has ended or `remove` is called.
 
         Raises:
             EngineDeadError: the engine ended and is not started again.
@@ -218,7 +218,7 @@ class Replica:
         await self._submit_held()
 
     async def abort(self, request_ids: list[str]) -> None:
-        """End requests; their readers get a last output."""
+        """End requests. Their readers get a last output."""
         submitted: list[str] = []
         for request_id in request_ids:
             one = self._requests.get(request_id)
@@ -230,11 +230,11 @@ class Replica:
             await self._send(AbortRequests(submitted))
 
     async def call(self, name: UtilityName) -> str:
-        """Have the engine do something between two steps; its answer.
+        """Have the engine execute a utility call between two steps; returns its answer.
 
         Raises:
-            InvalidRequestError: it refuses.
-            EngineDeadError: it does not run.
+            InvalidRequestError: the engine refuses the call.
+            EngineDeadError: the engine does not run.
         """
         self._check_alive()
         call, reply = self._calls.begin(name)
@@ -242,17 +242,17 @@ class Replica:
         return await reply
 
     async def inspect(self, timeout_s: float) -> EngineState:
-        """What the engine is doing; concurrent callers share one answer.
+        """The engine's state. Concurrent callers share one answer.
 
         Raises:
-            TimeoutError: the engine is in a step that takes longer, or it is frozen.
-            EngineDeadError: it does not run.
+            TimeoutError: no answer within `timeout_s`: a long step runs, or the engine hangs.
+            EngineDeadError: the engine does not run.
         """
         self._check_alive()
         return await self._inspector.ask(timeout_s)
 
     def flight_records(self) -> list[StepRecord]:
-        """The engine's last steps, read from its file: also those of a frozen engine."""
+        """The engine's last steps, read from its file, even if the engine hangs."""
         return [] if self._engine is None else read_flight(flight_path(self._engine.path))
 
     async def close(self) -> None:
@@ -275,7 +275,7 @@ class Replica:
             raise EngineDeadError(f"the engine does not run: {self._death or self._restarting}")
 
     async def _submit_held(self) -> None:
-        """Send the engine the requests that it may have now, some at a time."""
+        """Send held requests to the engine, a few at a time."""
         while self.is_alive and (requests := self._requests.submit(_SENT_AT_ONCE)):
             for request in requests:
                 await self._send(AddRequest(request))
@@ -283,7 +283,7 @@ class Replica:
                 await asyncio.sleep(0)  # a large request must not hold up the others' outputs
 
     async def _send(self, message: ClientMessage) -> None:
-        """Send to the engine; nothing happens when it has just died, which `_supervise` handles."""
+        """Send to the engine. If it has just died, `_supervise` handles the lost message."""
         if self._engine is not None:
             with contextlib.suppress(EngineDeadError):
                 await self._engine.send(message)
@@ -297,7 +297,7 @@ class Replica:
                 return
 
     async def _receive(self) -> Death:
-        """Handle the engine's messages until it ends; how it ended."""
+        """Handle the engine's messages until it ends; returns how it ended."""
         engine, last_words = self._engine, None
         assert engine is not None, "started"
         while (message := await engine.next_message()) is not None:
@@ -332,7 +332,7 @@ class Replica:
             self._inspector.answer(message.state)
 
     async def _watch_engine(self) -> None:
-        """Count the engine's silence; kill an engine that is silent for too long."""
+        """Kill the engine when it completes no step for `server.hang_timeout_s`."""
         limit_s = self._server.hang_timeout_s
         then, cpu_s = time.monotonic(), 0.0
         while True:
@@ -351,7 +351,7 @@ class Replica:
             then = now
 
     async def _restart(self, death: Death) -> bool:
-        """Start the engine again; whether one serves, with the open requests."""
+        """Start the engine again; returns whether it serves, with the open requests."""
         self._restarting, self._hang = death.text, None
         for one in self._requests.on_engine_death(death.num_allowed_crashes):
             output = given_up_output(one.request, one.num_crashes, death.text)
@@ -392,7 +392,7 @@ class Replica:
     def _limit_text(self) -> str:
         server = self._server
         if not server.max_restarts:
-            return "server.max_restarts=0 forbids to start it again"
+            return "it is not started again because of server.max_restarts=0"
         return (
             f"it was started again server.max_restarts={server.max_restarts} times within "
             f"server.restart_window_s={server.restart_window_s:g} s, which is the limit"

@@ -36,7 +36,7 @@ class PreparedParts(msgspec.Struct, frozen=True):
 
 
 class TextEncoder(Protocol):
-    """What the door needs of a tokenizer."""
+    """The part of a tokenizer that checking a request needs."""
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text."""
@@ -65,7 +65,7 @@ def truncate(
 
 
 def bad_words_token_ids(words: Sequence[str], tokenizer: TextEncoder | None) -> list[list[int]]:
-    """The tokens of each word as given, and at the beginning of and within a text.
+    """Token ids of each word, as tokenized alone and within a text (after a space).
 
     Raises:
         InvalidRequestError: a word has too many tokens, or there is no tokenizer.
@@ -101,7 +101,7 @@ def resolve_sampling(
     """Check a prompt and its parameters against the model; fill in `max_tokens`.
 
     Raises:
-        InvalidRequestError: what can not be served, naming parameter, value, range and remedy.
+        InvalidRequestError: a value can not be served; names parameter, value, range and remedy.
     """
     length = len(prompt_token_ids)
     if length == 0:
@@ -200,7 +200,7 @@ def make_requests(
     if sampling.use_beam_search:
         count, each = 1, msgspec.structs.replace(each, temperature=0.0)
     else:
-        # Candidates are chosen by their log-probabilities.
+        # The best candidates are those with the highest log-probabilities.
         ranked = sampling.logprobs is None and count > sampling.n
         logprobs = 0 if ranked else sampling.logprobs
         each = msgspec.structs.replace(each, n=1, best_of=None, logprobs=logprobs)

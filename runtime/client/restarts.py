@@ -1,8 +1,7 @@
 """The restart policy: when a dead engine is started again, and after how many deaths it is not.
 
-The caller has the clock.
-
-The first restart comes at once. Further ones within the window wait, twice as long each time.
+The first restart comes at once. Each further one within the window waits twice as long as the one
+before. The caller passes the time.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ _LONGEST_DELAY_S = 30.0
 class DeathReason(StrEnum):
     """Why an engine process ended; a label of the restart metric."""
 
-    killed = "killed"  # SIGKILL from outside: an operator, or the system out of memory
-    crash = "crash"  # another signal: a fault in native code
-    error = "error"  # an exception in a step
-    exit = "exit"  # it ended by itself
-    hang = "hang"  # it made no progress and was killed for that
-    start = "start"  # a restart that failed
+    killed = "killed"  # by SIGKILL: an operator, or the system out of memory
+    crash = "crash"  # by another signal: a fault in native code
+    error = "error"  # by an exception in a step
+    exit = "exit"  # the process exited by itself
+    hang = "hang"  # the watchdog killed it because it made no progress
+    start = "start"  # a restart failed
 
 
 class Death(NamedTuple):
@@ -36,20 +35,20 @@ class Death(NamedTuple):
 
     @property
     def num_allowed_crashes(self) -> int:
-        """Deaths in a row, this one the last, that a running request survives.
+        """Deaths in a row that a running request survives, this death included.
 
-        A kill from outside says less about the requests than a fault of the engine's own.
+        More after SIGKILL, because a request rarely is its cause.
         """
         return 2 if self.reason is DeathReason.killed else 1
 
 
 def death_of(return_code: int, last_words: str | None = None, hang: str | None = None) -> Death:
-    """The reason for the end of a process.
+    """The reason for the end of an engine process.
 
     Args:
-        return_code: as of subprocess: negative for a signal.
-        last_words: what the engine said when it ended itself; None = nothing.
-        hang: why it was killed by its own client; None = it was not.
+        return_code: of the process; negative for a signal, as `subprocess` has it.
+        last_words: the error that the engine reported before it ended; None = none.
+        hang: why the watchdog killed it; None = it did not.
     """
     if hang is not None:
         return Death(DeathReason.hang, hang)
@@ -72,7 +71,7 @@ class RestartPolicy:
     """Counts restarts.
 
     Args:
-        max_restarts: within the window; 0 = none.
+        max_restarts: restarts allowed within the window; 0 = none.
         window_s: seconds after which a restart is forgotten.
         backoff_s: seconds before the second restart within the window; doubled for each further.
     """
@@ -88,11 +87,11 @@ class RestartPolicy:
         """Count one more restart.
 
         Args:
-            reason: why it is needed.
-            now: seconds, of a clock that only rises.
+            reason: why the engine ended.
+            now: seconds of a monotonic clock.
 
         Returns:
-            Seconds to wait before it, or None when there were too many.
+            Seconds to wait before the restart, or None when there were too many.
         """
         while self._recent and now - self._recent[0] >= self._window_s:
             self._recent.popleft()

@@ -1,11 +1,11 @@
 """The hang watchdog: for how long an engine has made no progress, and how much of that is expected.
 
-It keeps no clock and sends nothing: its caller reports messages and elapsed time.
+It has no clock and sends nothing: its caller reports messages and elapsed time.
 
-Only time during which the caller runs counts. After the machine was suspended, or the caller's
-process was stopped, the engine could not have sent anything that the caller would have seen. Time
-during which the engine's process computes counts less: on shared cores a step may take many times
-its prediction, while a process that is stopped or waits uses no processor time.
+Time counts only while the caller runs. While the machine is suspended or the caller's process is
+stopped, no message can arrive. Time in which the engine's process computes counts less: on shared
+cores a step may take many times its prediction, whereas a process that hangs on a lock or is
+stopped uses no processor time.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from __future__ import annotations
 __all__ = ("TICK_S", "Watchdog")
 
 TICK_S = 0.25  # the caller ticks about this often
-_LONGEST_TICK_S = 1.0  # of a tick that came late, the rest is not counted
+_LONGEST_TICK_S = 1.0  # a longer tick counts as this long: the caller was suspended
 # Predictions are medians of a machine without other work. On shared cores a step takes several
-# times as long. A frozen engine is still noticed, only later.
+# times as long. An engine that hangs is still noticed, only later.
 _MARGIN = 5.0
-_COMPUTING_SHARE = 0.05  # of one core, over a tick: from there on a process computes
+_COMPUTING_SHARE = 0.05  # of one core; a process that used more during a tick was computing
 
 
 class Watchdog:
@@ -26,13 +26,13 @@ class Watchdog:
     def __init__(self) -> None:
         self._num_steps: int = 0
         self._stalled_s = 0.0
-        self._counted_s = 0.0  # of that, weighted by what the engine was seen to do
-        self._announced_s = 0.0  # by steps that began since the last progress
-        self._under_way_s = 0.0  # by earlier steps, of which one may still run
+        self._counted_s = 0.0  # the same with a lower weight for time in which the engine computed
+        self._announced_s = 0.0  # predicted for the steps that began since the last progress
+        self._under_way_s = 0.0  # predicted for earlier steps, of which one may still run
 
     @property
     def seconds_stalled(self) -> float:
-        """Since the engine completed a step or, without work, sent its last heartbeat."""
+        """Seconds since the engine completed a step or, without work, sent a heartbeat."""
         return self._stalled_s
 
     @property
@@ -45,7 +45,7 @@ class Watchdog:
         return max(0.0, self._counted_s - _MARGIN * expected_s)
 
     def tick(self, elapsed_s: float, cpu_s: float) -> None:
-        """Time has passed without a message.
+        """Count time that has passed without a message.
 
         Args:
             elapsed_s: seconds since the last tick.
@@ -57,16 +57,16 @@ class Watchdog:
         self._counted_s += seconds / _MARGIN if computes else seconds
 
     def on_step_started(self, seconds: float) -> None:
-        """The engine begins a step that should take that long."""
+        """Note that the engine begins a step with this predicted duration."""
         self._announced_s = max(self._announced_s, seconds)
 
     def on_message(self, num_steps: int | None, *, has_outputs: bool, has_work: bool) -> None:
-        """The engine sent outputs, or a heartbeat.
+        """Note that the engine sent outputs or a heartbeat.
 
         Args:
-            num_steps: that it has completed; None = the message does not say.
+            num_steps: steps that the engine has completed; None = the message does not say.
             has_outputs: whether requests advanced.
-            has_work: whether it has requests. Without any, every message counts as progress.
+            has_work: whether the engine has requests. Without any, each message is progress.
         """
         moved = False
         if num_steps is not None:

@@ -1,18 +1,18 @@
 """Measures the step-cost table: real steps through the runner, before the first request.
 
-A step is a `SchedulerOutput` like any other, so what is timed is all that a step of service does:
-filling the buffers, the model as it was captured or compiled, the sampler. New tokens go to the
-null block; contexts are read from blocks that no sequence holds yet.
+A measured step is a `SchedulerOutput` like any other. Its time includes filling the buffers, the
+captured or compiled model, and the sampler. New tokens go to the null block. Contexts are read from
+blocks that no sequence holds yet.
 
 Token ids are random: equal tokens would all go to the same experts, and their steps would read
 fewer weights than those of service.
 
 Log-probabilities of prompts are timed once: what a step with them takes more than one without.
 
-Lines of the grid are measured, the rest follows from them: prompts of one sequence, decodes of
-several, each without and with context. A line is walked up with one run a point, as far as the
-budget goes, then down with two, largest first; a point's cost is the median of its runs, so that a
-disturbance of some moments does not hit all of one point's.
+Only some lines of the grid are measured: prompts of one sequence and decodes of several, each
+without and with context. The other points are derived from them. A line is measured upwards with
+one run a point until the time budget ends, then downwards with two. A point's cost is the median of
+its runs. The runs lie apart in time, so a short disturbance hits at most one of them.
 """
 
 from __future__ import annotations
@@ -35,27 +35,27 @@ from ostinato.runtime.types.step import AdmittedSequence, ScheduledSequence, Sch
 __all__ = ("StepSpace", "measure_costs")
 
 _LEAST_BUDGET_S, _MOST_BUDGET_S = 0.5, 4.0
-_BUDGET_STEPS = 150  # of one token; what the budget is between those two
+_BUDGET_STEPS = 150  # the budget is the time of so many decode steps, between those two limits
 _CONTEXTS = (1024, 8192)
-# Shares of the budget by which each line is done: prompts, decodes; then both for each context.
+# The share of the budget at which each line ends: prompts, decodes, then both for each context.
 _SHARES = ((0.4, 0.65), (0.75, 0.9), (0.95, 1.0))
 _RUNS_UP, _RUNS_DOWN = 1, 2
-_SCORED_TOKENS = 64  # of the step whose log-probabilities are timed
+_SCORED_TOKENS = 64  # prompt tokens of the step whose log-probabilities are timed
 _SCORED_RUNS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSpace:
-    """Which steps there can be."""
+    """The limits of the steps that are measured, and the blocks that they may read."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int  # tokens of one sequence
     block_size: int  # tokens
     vocab_size: int  # ids are below it
-    decode_sizes: Sequence[int]  # numbers of sequences to measure decodes of, rising
-    context_block_ids: Sequence[int]  # blocks to read contexts from
-    sampling: SamplingParams  # of a usual request
+    decode_sizes: Sequence[int]  # numbers of sequences of the measured decodes, rising
+    context_block_ids: Sequence[int]  # blocks that contexts are read from
+    sampling: SamplingParams  # the parameters of a usual request
 
 
 class _Prober:
@@ -73,11 +73,11 @@ class _Prober:
         self._random = random.Random(0)
 
     def decodes(self, num_seqs: int, context: int, num_runs: int) -> list[float]:
-        """Seconds of steps in which sequences of that context decode."""
+        """Seconds of each of `num_runs` steps in which sequences of this context decode."""
         return self._times([Chunk(1, context)] * num_seqs, num_runs)
 
     def prompts(self, num_tokens: int, context: int, num_runs: int) -> list[float]:
-        """Seconds of steps with that many tokens behind a context, of few sequences."""
+        """Seconds of each of `num_runs` steps that compute `num_tokens` after a context."""
         most = self._space.max_model_len - context
         chunks = [Chunk(most, context)] * (num_tokens // most)
         if rest := num_tokens % most:
@@ -85,11 +85,11 @@ class _Prober:
         return self._times(chunks, num_runs)
 
     def scores(self, num_tokens: int, num_runs: int) -> list[float]:
-        """Seconds of steps of one prompt that report the log-probabilities of all its tokens."""
+        """Seconds of steps that report the log-probabilities of all tokens of one prompt."""
         return self._times([Chunk(num_tokens, 0, num_tokens)], num_runs)
 
     def _times(self, chunks: list[Chunk], num_runs: int) -> list[float]:
-        """The first run takes the rows, the others find them taken: the usual case."""
+        """Seconds of each run. Only the first run admits the sequences, as in service."""
         seconds: list[float] = []
         output = self._output(chunks, admits=True)
         again = self._output(chunks, admits=False) if num_runs > 1 else output
@@ -121,7 +121,7 @@ class _Prober:
                 )
                 admitted.append(AdmittedSequence(row, request, []))
                 num_written = -(-(start + num_tokens) // space.block_size)
-                num_read = start // space.block_size  # contexts are whole blocks
+                num_read = start // space.block_size  # a context consists of whole blocks
                 block_ids = [*islice(read, num_read), *[0] * (num_written - num_read)]
             # A decode's token is the row's last one.
             token_ids = [] if num_tokens == 1 else chosen[:num_tokens]
@@ -143,14 +143,14 @@ def measure_costs(
     budget_s: float | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> CostTable:
-    """Run steps and tabulate what they take.
+    """Run steps and tabulate their times.
 
     Args:
-        execute: runs a step to its end, tokens on the host; compiles nothing any more.
-        space: the steps there can be.
-        budget_s: stop in about this many seconds; None = half a second, or the time of 150 decode
-            steps up to 4 seconds when that is longer. A slow device is measured at few points.
-        clock: seconds.
+        execute: runs a step until its tokens are on the host; compiles nothing any more.
+        space: the limits of the steps.
+        budget_s: seconds that the measurement takes, about; None = the time of 150 decode steps,
+            at least half a second and at most 4. A slow device is measured at fewer points.
+        clock: a monotonic clock in seconds.
     """
     prober = _Prober(execute, space, clock)
     begin = clock()
@@ -166,7 +166,7 @@ def measure_costs(
     prompt_share, decode_share = _SHARES[0]
     prompts = {0: _line(prober.prompts, sizes, 0, one, until(prompt_share), clock)}
     decodes = {0: _line(prober.decodes, space.decode_sizes, 0, one, until(decode_share), clock)}
-    growth = 2.0  # what a context is guessed to make of a step's cost
+    growth = 2.0  # guess: the factor by which a context raises a step's cost
     for context, (prompt_share, decode_share) in zip(_contexts(space), _SHARES[1:], strict=False):
         sizes = [size for size in prompts[0] if size + context <= space.max_model_len]
         sizes = sizes[len(sizes) // 2 :: 2]
@@ -192,11 +192,11 @@ def _scored_seconds(
     """Seconds of one log-probability of a prompt; None when there is no time to measure it.
 
     Args:
-        prompts: seconds of prompts without a context, by tokens.
+        prompts: {number of tokens: seconds} of prompts without a context.
     """
     most = min(_SCORED_TOKENS, space.max_num_batched_tokens, space.max_model_len)
     num_tokens = max(size for size in prompts if size <= most)
-    # A score is guessed to take as long as a token.
+    # Guess: a log-probability takes as long as a token.
     if prober.clock() + 2 * _SCORED_RUNS * prompts[num_tokens] > until:
         return None
     with_scores = median(prober.scores(num_tokens, _SCORED_RUNS))
@@ -204,13 +204,13 @@ def _scored_seconds(
 
 
 def _prompt_sizes(most: int) -> list[int]:
-    """Powers of four up to 64, then of two up to the largest step, and that."""
+    """Powers of four up to 64, then powers of two up to `most`, and `most`."""
     sizes = [1, 4, 16, *(1 << power for power in range(6, most.bit_length()))]
     return [*(size for size in sizes if size < most), most]
 
 
 def _contexts(space: StepSpace) -> list[int]:
-    """Whole blocks, rising; at most half of the longest sequence."""
+    """The context lengths to measure, rising: whole blocks, up to half of the longest sequence."""
     most = space.max_model_len // 2 // space.block_size * space.block_size
     lengths = {min(c // space.block_size * space.block_size, most) for c in _CONTEXTS}
     return sorted(length for length in lengths if length > 0)
@@ -224,15 +224,15 @@ def _line(
     until: float,
     clock: Callable[[], float],
 ) -> dict[int, float]:
-    """Median seconds by size, for the sizes that can be measured in time.
+    """Median seconds by size, for the sizes that can be measured before `until`.
 
     Args:
-        times: (size, context, number of runs) -> seconds of each.
+        times: (size, context, number of runs) -> seconds of each run.
         sizes: rising.
         context: tokens.
-        guess: seconds of the first size.
-        until: when to be done, by `clock`.
-        clock: seconds.
+        guess: expected seconds of the first size.
+        until: the end of the measurement, by `clock`.
+        clock: a monotonic clock in seconds.
     """
     seconds: dict[int, list[float]] = {}
     total = 0.0  # of one run of each size
@@ -250,7 +250,10 @@ def _line(
 
 
 def _expected(seconds: dict[int, list[float]], size: int) -> float:
-    """Seconds of a larger step: by the last slope and some more, at most in proportion."""
+    """Expected seconds of a larger step.
+
+    The last slope is continued with a margin. The result is at most proportional to the size.
+    """
     last, *others = reversed(seconds)
     known = min(seconds[last])
     slope = known / last
@@ -266,8 +269,8 @@ def _tabulate(
 ) -> CostTable:
     """The grid from its measured lines, {context: {size: seconds}}.
 
-    A mixed step is taken to cost what its tokens cost as one sequence's, and what as many decodes
-    as it has sequences cost more than as many tokens of one.
+    The cost of a step of T tokens over S sequences is estimated as the cost of a prompt of T tokens
+    plus the difference between S decodes and a prompt of S tokens.
     """
     contexts, tokens, seqs = list(decodes), list(prompts[0]), list(decodes[0])
     prompt_lines: list[dict[int, float]] = []
@@ -297,7 +300,7 @@ def _tabulate(
 
 
 def _surcharges(lines: dict[int, dict[int, float]], context: int) -> dict[int, float]:
-    """What a context costs, by size."""
+    """Seconds that a context adds to a step, by size."""
     return {
         size: max(0.0, seconds - lines[0][size]) for size, seconds in lines.get(context, {}).items()
     }

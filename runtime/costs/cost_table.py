@@ -1,14 +1,14 @@
 """The step-cost table: how many seconds a step takes, by its tokens, sequences and context.
 
-Measured when the engine starts (runtime/costs/cost_probe.py); plain data that goes into a bundle
-as bytes and answers in microseconds without torch. A step is
+runtime/costs/cost_probe.py measures it when the engine starts. A bundle stores it as bytes. A
+lookup takes microseconds and needs no torch. A step is described by
 
     tokens    T, computed in the step, over all of its sequences
     seqs      S, sequences that take part
     context   C, tokens that a sequence has in the cache before the step
 
-Steps in which every sequence decodes (T = S, all sampled) have a line of their own: they may run as
-another program.
+Steps in which every sequence decodes (T = S, all sampled) have a table of their own, because they
+may run as another program.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ class Chunk(NamedTuple):
 
 
 class CostTable(msgspec.Struct, frozen=True, kw_only=True, dict=True):
-    """Seconds at the points of a grid, interpolated between them; see the module's text.
+    """Seconds at the points of a grid (see the module's text), and interpolation between them.
 
-    `seconds` and `decode` never fall when an argument grows. Between points they are multilinear.
-    Below the first point the first one counts; past the last, each axis adds its excess times a
-    slope: the last interval's, the steepest of those with smaller other arguments, so that nothing
-    falls there either.
+    `seconds` and `decode` never fall when an argument grows. Between points they are multilinear. A
+    value below the first point of an axis counts as the first point. Past the last point, each axis
+    adds its excess times a slope. The slope is the steepest last interval among all points whose
+    other arguments are not larger, so the result never falls there either.
 
     Raises:
-        ValueError: axes that do not rise, a wrong number of entries, entries that are negative, not
-            finite or fall along an axis.
+        ValueError: an axis does not rise, the number of entries is wrong, or an entry is negative,
+            not finite or smaller than one before it on an axis.
     """
 
     tokens: tuple[int, ...]  # T axis, rising
@@ -51,7 +51,7 @@ class CostTable(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     contexts: tuple[int, ...]  # C axis, rising
     seconds: tuple[float, ...]  # [T, S, C], contexts fastest
     decode: tuple[float, ...]  # [S, C], steps in which every sequence decodes
-    # Of one log-probability of a prompt, beside its step; None = not measured, as much as a token.
+    # Seconds that one log-probability of a prompt adds; None = not measured, then as a token.
     scored_seconds: float | None = None
 
     def __post_init__(self) -> None:
@@ -91,10 +91,10 @@ class CostTable(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         decode: Sequence[float],
         scored_seconds: float | None = None,
     ) -> Self:
-        """A table from measured values that may fall where they should not.
+        """A table from measured values, which need not rise along the axes.
 
-        Every entry becomes the least of those at or past it on all axes: what disturbs a
-        measurement only ever adds time, so of two that contradict each other the larger is wrong.
+        Every entry becomes the least of those at or past it on all axes. Disturbances only add
+        time, so of two contradicting measurements the larger is wrong.
         """
         shape = (len(tokens), len(seqs), len(contexts))
         return cls(
@@ -111,7 +111,7 @@ class CostTable(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         """The table that `to_bytes` wrote.
 
         Raises:
-            ValueError: `data` is something else.
+            ValueError: `data` is not such a table.
         """
         try:
             return msgspec.msgpack.decode(data, type=cls)
@@ -149,9 +149,9 @@ class CostTable(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     def mixed_seconds(self, num_decodes: int, context: float, chunks: Iterable[Chunk]) -> float:
         """Seconds of a step of decodes with `context` tokens each and of parts of prompts.
 
-        One mean context of such a step would say little, since a decode reads its context for one
-        token and a chunk for all of its own. So each part's context is charged by itself, on top of
-        the step's cost without any.
+        The result is the step's cost without contexts, plus a surcharge for each part's context. A
+        mean context would be wrong: a decode reads its context for one token, a chunk reads it for
+        all tokens of the chunk.
         """
         chunks = list(chunks)
         if not chunks:
@@ -167,7 +167,7 @@ class CostTable(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return self.decode_seconds(seqs, context) - self.decode_seconds(seqs, 0)
 
     def chunk_surcharge(self, chunk: Chunk) -> float:
-        """The part of a chunk's seconds that is due to the tokens before it, and to its scores."""
+        """The seconds that the tokens before a chunk and its log-probabilities add to it."""
         scores = chunk.num_scored * self.seconds_per_score if chunk.num_scored else 0.0
         if chunk.start <= self.contexts[0]:
             return scores
@@ -177,12 +177,12 @@ class CostTable(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def seconds_per_token(self) -> float:
-        """Of the largest step with one sequence: what a token of a long prompt takes."""
+        """Seconds of one token of a long prompt, from the largest step with one sequence."""
         return self.step_seconds(self.tokens[-1], 1, 0) / self.tokens[-1]
 
     @cached_property
     def seconds_per_score(self) -> float:
-        """Of one log-probability of a prompt, beside its step."""
+        """Seconds that one log-probability of a prompt adds to its step."""
         return self.seconds_per_token if self.scored_seconds is None else self.scored_seconds
 
     @property
@@ -191,7 +191,7 @@ class CostTable(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def _slopes(self) -> tuple[list[float], list[float], list[float]]:
-        """Seconds a unit past the end of each axis, over the grid of the other two."""
+        """Slopes past the end of each axis, in seconds a unit, over the grid of the other two."""
         axes = (self.tokens, self.seqs, self.contexts)
         t, s, c = (_end_slopes(self.seconds, axes, axis) for axis in range(3))
         return t, s, c
@@ -206,8 +206,8 @@ class _Place(NamedTuple):
     """Where a value lies on an axis: between points `below` and `below + 1`."""
 
     below: int
-    fraction: float  # of the way to the next point; 0 at and past the last one
-    excess: float  # past the last point, in units of the axis
+    fraction: float  # of the way from `below` to the next point; 0 at and past the last one
+    excess: float  # distance past the last point, in units of the axis
 
 
 def _at(axis: tuple[int, ...], value: float) -> _Place:
@@ -222,7 +222,7 @@ def _at(axis: tuple[int, ...], value: float) -> _Place:
 def _interpolate(
     values: Sequence[float], shape: Sequence[int], places: Sequence[_Place], offset: int = 0
 ) -> float:
-    """Multilinear; `values` has the given shape, its last axis fastest, and begins at `offset`."""
+    """Multilinear interpolation in `values[offset:]`, which has the given shape, row-major."""
     if not places:
         return values[offset]
     below, fraction, _ = places[0]
@@ -232,7 +232,7 @@ def _interpolate(
     if not fraction:
         return low
     high = _interpolate(values, shape[1:], places[1:], offset + stride)
-    # Rounding must not lead out of the interval.
+    # Rounding must not give a value outside the interval.
     return min(low + fraction * (high - low), high) if high > low else low
 
 
@@ -250,8 +250,8 @@ def _envelope(values: Sequence[float], shape: Sequence[int]) -> list[float]:
 def _end_slopes(values: Sequence[float], axes: Sequence[tuple[int, ...]], axis: int) -> list[float]:
     """The slope of the last interval of `axis` at every point of the other axes, made to rise.
 
-    An axis of one point has the slope of a line through the origin when that is a number of tokens
-    or sequences, and none when it is a context.
+    An axis of tokens or sequences with a single point has the slope of the line through the origin.
+    A context axis with a single point has slope 0.
     """
     shape = [len(points) for points in axes]
     points, stride = axes[axis], math.prod(shape[axis + 1 :])
@@ -263,5 +263,5 @@ def _end_slopes(values: Sequence[float], axes: Sequence[tuple[int, ...]], axis: 
     else:
         slopes = [values[i] / max(1, end) if axis != len(axes) - 1 else 0.0 for i in last]
     others = [size for index, size in enumerate(shape) if index != axis]
-    # The envelope of the negated, reversed slopes: each raised to the largest at or before it.
+    # The envelope of the negated, reversed slopes raises each slope to the largest before it.
     return [-value for value in reversed(_envelope([-v for v in reversed(slopes)], others))]

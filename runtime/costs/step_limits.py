@@ -1,8 +1,8 @@
 """Chooses max_num_seqs and max_num_batched_tokens: upper bounds first, limits after measuring.
 
-Step costs can only be measured when the static buffers, the memory plan and the captured buckets
-exist, and those need bounds. So a limit that the configuration leaves open starts as an upper
-bound, and buffers are sized for it. The measured table may then lower the limit of the scheduler.
+Step costs are measured with the static buffers, the memory plan and the captured buckets, whose
+sizes depend on the limits. So a limit that is not configured starts as an upper bound, and buffers
+are sized for that. The measured table may then lower the scheduler's limit.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from ostinato.runtime.costs.cost_table import CostTable
 
 __all__ = ("DecidedLimits", "StepLimits", "decide_limits", "redundant_sizes", "upper_limits")
 
-# Upper bounds of what is not set. A GPU gains from batches that would only make a CPU slower.
+# Upper bounds of limits that are not set. Batches that speed up a GPU may slow down a CPU.
 _MAX_NUM_SEQS = {"cpu": 64, "cuda": 256}
 _MAX_NUM_BATCHED_TOKENS = {"cpu": 2048, "cuda": 8192}
 
 # A larger step is worth its latency when it raises tokens a second by more than this share.
 _WORTH = 0.03
-# Decided limits are no lower than this: a disturbed measurement must not cripple a server.
+# Chosen limits are no lower than this, in case a measurement was disturbed.
 _LEAST_SEQS = 32
 _LEAST_TOKENS = 256
-# Tokens of context that the decodes are taken to have.
+# The context of each decode, in tokens, when the limits are chosen.
 _TYPICAL_CONTEXT = 512
 
 
@@ -53,7 +53,7 @@ class DecidedLimits(NamedTuple):
 def upper_limits(
     config: SchedulerConfig, *, is_cpu: bool = True, max_drafts: int = 0
 ) -> StepLimits:
-    """The limits that buffers, memory plan and buckets are sized for: as set, else upper bounds.
+    """The limits that buffers, memory plan and buckets are sized for: the set ones or upper bounds.
 
     Args:
         config: which limits are set.
@@ -72,16 +72,15 @@ def upper_limits(
 def decide_limits(
     config: SchedulerConfig, upper: StepLimits, costs: CostTable | None
 ) -> DecidedLimits:
-    """What the scheduler uses of the upper bounds.
+    """The scheduler's limits: as set, else chosen from the measured step costs.
 
-    The smallest measured number of sequences, and of tokens, past which a larger step hardly gives
-    more tokens a second and only takes longer. What was set stays; so does an upper bound up to
-    which throughput rises, or was not measured.
+    A chosen limit is the smallest measured size past which a larger step gives hardly more tokens a
+    second. If throughput rises up to the upper bound, the upper bound is the limit.
 
     Args:
-        config: which limits were set.
+        config: the limits that are set.
         upper: from `upper_limits`.
-        costs: the measured table; None = there is none, the upper bounds stay.
+        costs: the measured table; None = not measured, and the upper bounds are the limits.
     """
     context = _TYPICAL_CONTEXT
     seqs, seqs_origin = upper.max_num_seqs, "set"
@@ -96,7 +95,7 @@ def decide_limits(
         if costs is not None:
             rates = {size: _rate(size, costs.step_seconds(size, 1, 0)) for size in costs.tokens}
         tokens, tokens_origin = _decide(rates, tokens, _LEAST_TOKENS)
-        # Decodes come first. Prompts get the tokens that they leave.
+        # Decodes come first, and prompts get the remaining tokens.
         tokens = min(tokens + seqs, upper.max_num_batched_tokens)
     elif seqs > tokens:
         seqs = tokens
@@ -105,14 +104,14 @@ def decide_limits(
 
 
 def redundant_sizes(sizes: Sequence[int], costs: CostTable) -> list[int]:
-    """Decode buckets that are as slow as a larger one that stays: their steps can use that.
+    """Decode buckets that are not faster than a larger one, whose program their steps can use.
 
     Args:
         sizes: numbers of sequences, rising.
         costs: measured at those sizes.
     """
     redundant: list[int] = []
-    larger: float | None = None  # seconds of the next larger one that stays
+    larger: float | None = None  # seconds of the next larger bucket that is kept
     for size in reversed(sizes):
         seconds = costs.decode_seconds(size, 0)
         if larger is not None and seconds > (1.0 - _WORTH) * larger:
@@ -127,7 +126,7 @@ def _rate(size: int, seconds: float) -> float:
 
 
 def _decide(rates: dict[int, float], upper: int, least: int) -> tuple[int, str]:
-    """The smallest size with nearly the best rate, and why it is that."""
+    """The smallest size with nearly the best rate, and the reason in words."""
     rates = {size: rate for size, rate in rates.items() if size <= upper}
     if not rates:
         return upper, "upper bound, not measured"

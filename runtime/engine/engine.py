@@ -1,10 +1,9 @@
-"""The engine: `step()` schedules, executes and reports. The one loop of the whole system.
+"""The engine: each call of `step()` schedules one step, launches it and reports outputs.
 
     schedule -> launch -> read -> update
 
-It runs in its own process behind runtime/process/engine_main.py, or in-process behind
-runtime/llm.py; the code is the same. The model runs behind an `Executor`
-(runtime/execution/executor.py), so this module imports no torch.
+runtime/process/engine_main.py runs it in a process of its own, runtime/llm.py in the caller's. The
+model runs behind an `Executor` (runtime/execution/executor.py), so this module imports no torch.
 """
 
 from __future__ import annotations
@@ -50,12 +49,12 @@ class Engine:
     ) -> None:
         """
         Args:
-            scheduler: decides every step.
-            cache: the scheduler's.
+            scheduler: plans the steps.
+            cache: the scheduler's KV cache manager.
             executor: runs the steps; closed with the engine.
-            model: what is served.
-            cost_table: seconds of steps, as measured at the start; None = not measured.
-            observer: is told of every step; None = one that writes no file.
+            model: the served model's facts.
+            cost_table: the step-cost table; None = not measured.
+            observer: called with every step; None = one that writes no file.
         """
         self.model = model
         self.cost_table = cost_table
@@ -85,37 +84,36 @@ class Engine:
             self._scheduler.add(request)
 
     def abort(self, request_id: str) -> SequenceOutput | None:
-        """End a request now; its last output, or None when it had ended already."""
+        """End a request now; returns its last output, or None if it had ended already."""
         self._observer.forget(request_id)
         if self._grammars.release(request_id):
             return SequenceOutput(request_id, [], FinishReason.abort)
         return self._scheduler.abort(request_id)
 
     def abort_all(self) -> list[SequenceOutput]:
-        """End every request; their last outputs."""
+        """End every request; returns their last outputs."""
         request_ids = [*self._scheduler.requests(), *self._grammars.request_ids()]
         outputs = (self.abort(request_id) for request_id in request_ids)
         return [output for output in outputs if output is not None]
 
     def take_progress(self) -> dict[str, int]:
-        """How far requests have come that had no output since the last call.
+        """The progress of requests that had no output since the last call.
 
         Returns:
-            Positions computed, by request id: of prompts in chunks, and of beam searches.
+            Positions computed, by request id. These are prompts in chunks, and beam searches.
         """
         progress, self._observer.progress = self._observer.progress, {}
         return progress
 
     def step(self, announce: Announce | None = None) -> list[SequenceOutput]:
-        """Launch the next step, and read the oldest one that is due.
+        """Launch the next step, and read the oldest launched one if it is due.
 
         Args:
-            announce: called before a step that admits requests, or computes more than one token of
-                a sequence. Its seconds are 0 without step costs.
+            announce: called before a step that admits requests or computes more than one token of a
+                sequence. Its seconds are 0 without step costs.
 
         Returns:
-            The outputs of the step that was read; empty when nothing could run, or when the first
-            step was launched and is read later.
+            The outputs of the step that was read; empty when no step was read.
         """
         begin = time.perf_counter()
         outputs = self._take_grammars() if self._grammars.num_waiting else []
@@ -171,7 +169,7 @@ class Engine:
         self._observer.launch(pending.kind, pending.num_padded_tokens)
 
     def _read(self) -> list[SequenceOutput]:
-        """Take in the oldest launched step."""
+        """Wait for the oldest launched step and update the scheduler with its result."""
         output, pending = self._in_flight.popleft()
         outputs = self._scheduler.update(output, self._executor.read(pending))
         self._observer.end(output, outputs)
@@ -197,7 +195,7 @@ class Engine:
         self._executor.call(StartProfile(directory))
 
     def stop_profile(self) -> list[str]:
-        """End the recording and write it, which may take long; the trace of each rank.
+        """End the recording and write it, which may take seconds; returns the trace of each rank.
 
         Raises:
             InvalidRequestError: no profile is being recorded.
@@ -205,18 +203,18 @@ class Engine:
         return self._executor.call(StopProfile())
 
     def check_integrity(self) -> None:
-        """Raise AssertionError when rows, queues or blocks disagree. O(blocks), for idle times."""
+        """Raise AssertionError if rows, queues and blocks contradict each other. O(blocks)."""
         self._scheduler.check_integrity()
 
     def close(self) -> None:
-        """Free what the executor holds; no step may follow."""
+        """Free the executor's memory and threads; no step may follow."""
         self._in_flight.clear()
         self._executor.close()
 
     def predict_ttft(self, num_prompt_tokens: int) -> float | None:
         """Seconds until a request that is added now has its first token; None without step costs.
 
-        O(requests): for admission and statistics, not for every step.
+        O(requests), so it is not called in every step.
         """
         if self.cost_table is None:
             return None
@@ -242,7 +240,7 @@ class Engine:
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting + self._grammars.num_waiting,
             num_waiting_for_grammar=self._grammars.num_waiting,
-            # Without a KV cache the scheduler still counts blocks, which hold nothing.
+            # Without a KV cache the scheduler still counts blocks, although they hold nothing.
             num_blocks=cache.num_blocks if self.model.has_kv_cache else 0,
             num_free_blocks=cache.num_free_blocks if self.model.has_kv_cache else 0,
             num_steps=counters.num_steps,
@@ -273,7 +271,7 @@ class Engine:
         )
 
     def inspect(self) -> EngineState:
-        """A description of rows, queue, blocks and recent steps. O(blocks): only when asked for."""
+        """A description of rows, queue, blocks and recent steps. O(blocks)."""
         return describe_engine(
             self._scheduler.requests().values(),
             self._cache,

@@ -1,4 +1,4 @@
-"""Counters of an engine that neither its scheduler nor its executor keeps: steps, queue, time."""
+"""Counters of an engine for metrics: steps, time in steps, and the queue."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ __all__ = ("EngineCounters",)
 
 
 class EngineCounters:
-    """Grows from zero at the engine's start.
+    """Counters that start at zero with the engine.
 
     Attributes:
-        num_steps: whose results were read.
-        step_seconds: in `Engine.step`.
-        busy_seconds: in steps, and between steps while there was work.
+        num_steps: steps whose results were read.
+        step_seconds: seconds spent in `Engine.step`.
+        busy_seconds: seconds spent in steps, and between steps while there was work.
         num_admitted: sequences that left the queue for the first time.
-        queue_seconds: that those waited, summed.
+        queue_seconds: seconds that these waited in the queue, summed.
     """
 
     def __init__(self) -> None:
@@ -32,13 +32,13 @@ class EngineCounters:
         self._busy_until: float | None = None  # end of the last step; None = no work was left
 
     def add(self, request: Request) -> None:
-        """A request came."""
+        """Count a new request."""
         self._num_requests += 1
         self._num_prompt_tokens += len(request.prompt_token_ids)
 
     def admit(self, output: SchedulerOutput) -> None:
-        """Sequences take rows in this step."""
-        # `arrival_time` is of this machine's clock. A resumed sequence has waited before.
+        """Count the sequences that take rows in this step, and the time that they waited."""
+        # `arrival_time` is of this machine's clock. A resumed sequence was counted before.
         now = time.monotonic()
         for admitted in output.admitted:
             if not admitted.output_token_ids:
@@ -46,14 +46,17 @@ class EngineCounters:
                 self.queue_seconds += max(0.0, now - admitted.request.arrival_time)
 
     def end_step(self, begin: float, *, has_work: bool) -> None:
-        """`Engine.step` ends that began at `time.perf_counter() == begin`."""
+        """Count a call of `Engine.step` that ends now; `begin` is from time.perf_counter()."""
         end = time.perf_counter()
         self.step_seconds += end - begin
         self.busy_seconds += end - (self._busy_until or begin)
         self._busy_until = end if has_work else None
 
     def mean_prompt_tokens(self, max_model_len: int) -> int:
-        """Of the requests so far; before the first request 256, or what a prompt may have."""
+        """Mean prompt length of the requests so far, in tokens.
+
+        Before the first request it is 256, or less if `max_model_len` is.
+        """
         if not self._num_requests:
             return min(256, max_model_len - 1)
         return round(self._num_prompt_tokens / self._num_requests)

@@ -1,7 +1,7 @@
-"""A description of an engine's rows, queue, blocks and recent steps, for the page and /debug.
+"""Describes an engine's rows, queue, blocks and recent steps, for the page and `/debug`.
 
-Made only when a client asks (`ipc.GetState`), never as part of a step. It holds no text and no
-token ids.
+The description is made between two steps, when a client asks for it (`ipc.GetState`). It holds no
+text and no token ids.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class RowState(msgspec.Struct, frozen=True, array_like=True):
     num_prompt_tokens: int
     num_computed_tokens: int
     num_output_tokens: int
-    max_num_tokens: int  # of prompt and output
+    max_num_tokens: int  # prompt and output tokens that it may reach
     num_blocks: int
-    num_shared_blocks: int  # of which other sequences hold too
+    num_shared_blocks: int  # blocks that other sequences hold too
     group: int  # colour of its shared blocks; 0 = it shares none
     num_preemptions: int
     age_s: float  # since it arrived
@@ -46,7 +46,7 @@ class WaitingState(msgspec.Struct, frozen=True, array_like=True):
 
     request_id: str
     num_prompt_tokens: int
-    num_output_tokens: int  # not 0 after a preemption
+    num_output_tokens: int  # more than 0 after a preemption
     age_s: float  # since it arrived
     priority: int
 
@@ -57,9 +57,9 @@ class BlockMap(msgspec.Struct, frozen=True, array_like=True):
     num_blocks: int  # usable
     block_size: int  # tokens
     blocks_per_cell: int  # the last cell may have fewer
-    kinds: list[int]  # per cell, of most of its blocks: 0 free, 1 cached, 2 held, 3 shared
-    groups: list[int]  # per cell: 1 to 8 = which prefix its shared blocks belong to, 0 = none
-    counts: list[int]  # blocks of each kind
+    kinds: list[int]  # the commonest kind in each cell: 0 free, 1 cached, 2 held, 3 shared
+    groups: list[int]  # per cell, the colour of the prefix of its shared blocks, 1 to 8; 0 = none
+    counts: list[int]  # number of blocks of each kind
 
 
 class EngineState(msgspec.Struct, frozen=True, array_like=True):
@@ -67,12 +67,12 @@ class EngineState(msgspec.Struct, frozen=True, array_like=True):
 
     stats: EngineStats
     rows: list[RowState]  # at most 512
-    num_rows: int  # there are
-    waiting: list[WaitingState]  # the first, at most 100
+    num_rows: int  # rows in total, not only those in `rows`
+    waiting: list[WaitingState]  # the first 100
     blocks: BlockMap
     steps: list[StepRecord]  # the last 120, oldest first, without their sequences
     bucket_tokens: list[int]  # token counts of the captured buckets
-    seconds: float = 0.0  # that it took to make this
+    seconds: float = 0.0  # spent on making this description
 
 
 def describe_engine(
@@ -87,9 +87,9 @@ def describe_engine(
     Args:
         requests: those that have not ended, in order of arrival.
         cache: says which blocks are held.
-        stats: the engine's figures.
-        steps: the last ones.
-        bucket_tokens: sizes of the captured programs.
+        stats: the engine's counters.
+        steps: the last steps.
+        bucket_tokens: token counts of the captured programs.
     """
     begin, now = time.perf_counter(), time.monotonic()
     kinds = cache.block_kinds()
@@ -158,7 +158,7 @@ def _block_map(kinds: bytes, groups: dict[int, int], block_size: int) -> BlockMa
 
 
 def _most(kinds: bytes) -> int:
-    """The commonest kind, the largest of equals."""
+    """The commonest kind; the largest if several are equally common."""
     if len(kinds) == 1:
         return kinds[0]
     _, most = max((kinds.count(kind), kind) for kind in range(_SHARED + 1))

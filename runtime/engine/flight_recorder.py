@@ -1,9 +1,9 @@
-"""The flight recorder: the last steps of an engine, in a file that outlives its process.
+"""The flight recorder: writes the last steps of an engine to a file that outlives its process.
 
-Each step is written to a memory-mapped ring when it begins and again when it is done, so that the
-step that was under way when the process was killed is the one without an end. The kernel keeps the
-pages of a killed process. So the process need not write anything when it is killed, and the file of
-a hanging process can be read too. A record costs a few microseconds.
+The file is a memory-mapped ring of slots. A step is written when it begins and again when it is
+done. So a step without an end was running when the process died. The kernel writes the pages even
+if the process is killed, and another process can read them while the engine hangs. Writing a record
+takes a few microseconds.
 
     header  magic, number of slots, bytes a slot       16 bytes
     slot    length of the record (uint32), the record in msgpack, rest unused
@@ -38,12 +38,12 @@ _HEADER = struct.Struct("<8sII")
 _LENGTH = struct.Struct("<I")
 _SLOT_BYTES = 4096
 _MAX_ENTRIES = 24
-_MAX_ID = 72  # characters of a request id that are kept
+_MAX_ID = 72  # characters of a request id that are written
 _KEPT_DUMPS = 10
 
 
 class StepRecord(msgspec.Struct, array_like=True, gc=False):
-    """One step as the recorder keeps it."""
+    """One step, as the recorder writes it."""
 
     step: int
     began_at: float  # unix seconds
@@ -52,15 +52,15 @@ class StepRecord(msgspec.Struct, array_like=True, gc=False):
     num_running: int
     num_waiting: int
     num_free_blocks: int
-    num_decodes: int  # sequences that computed one token, that the step before had sampled
+    num_decodes: int  # sequences that decode one token
     entries: list[tuple[str, int, int]]  # (request id, start, tokens) of the first sequences
     kind: str = ""  # captured | compiled | eager; empty = its program was not started
-    num_padded_tokens: int = 0  # that the program computed, padding included
-    seconds: float = 0.0  # from its launch until its tokens were there; 0 = they never were
+    num_padded_tokens: int = 0  # tokens that the program computed, padding included
+    seconds: float = 0.0  # from the launch until the tokens arrived; 0 = they have not
 
     @property
     def is_done(self) -> bool:
-        """Whether its tokens came back."""
+        """Whether the step's tokens have arrived."""
         return self.seconds > 0.0
 
 
@@ -68,11 +68,12 @@ class FlightRecorder:
     """Writes steps into the ring; one writer, any number of readers.
 
     Args:
-        path: the file; one that is there is replaced.
-        num_steps: how many steps are kept.
+        path: the file to write; an existing one is replaced.
+        num_steps: number of slots, at least 1.
 
     Raises:
         OSError: the file can not be made, or the file system has no room for it.
+        ValueError: `num_steps` is less than 1.
     """
 
     def __init__(self, path: Path, num_steps: int) -> None:
@@ -82,8 +83,8 @@ class FlightRecorder:
         self._encode = msgspec.msgpack.Encoder().encode
         size = _HEADER.size + num_steps * _SLOT_BYTES
         with path.open("w+b") as file:
-            # All of it now: a store to a page for which the file system has no room would end the
-            # process.
+            # All pages are written now. If the file system had no room for a page later, storing to
+            # the mapping would end the process.
             for _ in range(num_steps):
                 file.write(bytes(_SLOT_BYTES))
             file.write(bytes(_HEADER.size))
@@ -94,31 +95,31 @@ class FlightRecorder:
     def write(self, record: StepRecord) -> None:
         """Write a step, or its new state, to its slot."""
         data = self._encode(record)
-        if len(data) > _SLOT_BYTES - _LENGTH.size:  # ids of four bytes a character
+        if len(data) > _SLOT_BYTES - _LENGTH.size:  # a character of an id may take four bytes
             data = self._encode(msgspec.structs.replace(record, entries=[]))
         begin = _HEADER.size + record.step % self._num_steps * _SLOT_BYTES
         self._map[begin : begin + _LENGTH.size + len(data)] = _LENGTH.pack(len(data)) + data
 
     def close(self) -> None:
-        """Let go of the file; it stays."""
+        """Unmap the file; it is not removed."""
         self._map.close()
 
     @staticmethod
     def entries(entries: Sequence[tuple[str, int, int]]) -> list[tuple[str, int, int]]:
-        """As many of a step's (request id, start, tokens) as a slot has room for."""
+        """The first of a step's (request id, start, tokens), as many as fit into a slot."""
         return [(name[:_MAX_ID], start, num) for name, start, num in entries[:_MAX_ENTRIES]]
 
 
 def flight_path(socket: str | Path) -> Path:
-    """Where the engine behind a socket keeps its flight recorder."""
+    """The path of the flight recorder's file of the engine at `socket`."""
     return Path(f"{socket}.flight")
 
 
 def read_flight(path: Path) -> list[StepRecord]:
-    """The steps in a recorder's file, oldest first; the process that wrote it may have ended.
+    """Read the steps from a recorder's file, oldest first. Its process may run or have ended.
 
-    A slot that is being written this moment may be left out. An unreadable or foreign file has no
-    steps.
+    A slot that is being written at the same time may be left out. The result is empty if the file
+    can not be read or is not a recorder's.
     """
     try:
         data = path.read_bytes()
@@ -144,15 +145,18 @@ def read_flight(path: Path) -> list[StepRecord]:
 
 
 def dump_flight(records: Sequence[StepRecord], directory: Path, reason: str) -> Path:
-    """Write steps to a new JSON file, for people; the oldest of more than ten files are removed.
+    """Write steps to a new JSON file in `directory`. The ten newest such files are kept.
 
     Args:
-        records: as `read_flight` gives them.
-        directory: made when it is not there.
-        reason: why, in words.
+        records: from `read_flight`.
+        directory: where to write; created if it does not exist.
+        reason: a sentence that is stored with the steps, for example why the engine ended.
 
     Returns:
-        The file.
+        The path of the file.
+
+    Raises:
+        OSError: the file can not be written.
     """
     directory.mkdir(parents=True, exist_ok=True)
     now = time.time()
@@ -165,15 +169,15 @@ def dump_flight(records: Sequence[StepRecord], directory: Path, reason: str) -> 
 
 
 def keep_flight(path: Path, directory: str, reason: str) -> Path | None:
-    """After an engine's end: write its last steps where people find them, and say so in the log.
+    """Write the last steps of an engine that ended as JSON, and log the path.
 
     Args:
         path: the recorder's file.
-        directory: where to; empty = `flight/` in the cache directory.
+        directory: where to write; empty = `flight/` in the cache directory.
         reason: why the engine ended.
 
     Returns:
-        The file; None when there were no steps, or it could not be written.
+        The path of the JSON file; None if there were no steps or it could not be written.
     """
     records = read_flight(path)
     if not records:
@@ -195,7 +199,7 @@ def keep_flight(path: Path, directory: str, reason: str) -> Path | None:
 
 
 def as_json(records: Sequence[StepRecord], reason: str | None = None) -> dict[str, object]:
-    """Steps with the names of their fields, oldest first."""
+    """Steps as JSON objects with the names of their fields, oldest first."""
     steps = [
         {name: getattr(record, name) for name in StepRecord.__struct_fields__}
         | {"state": "done" if record.is_done else "under way"}

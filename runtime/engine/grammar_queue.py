@@ -1,4 +1,4 @@
-"""Requests that wait until the executor has built their grammar, before the scheduler sees them."""
+"""Holds requests until the executor has built their grammars; the scheduler gets them then."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ("GrammarQueue",)
 
 
 class GrammarQueue:
-    """Knows which requests wait for a grammar, and for which of all the executor keeps one."""
+    """Requests that wait for their grammar, and the ids of all requests with a grammar."""
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
@@ -23,7 +23,7 @@ class GrammarQueue:
         return len(self._waiting)
 
     def request_ids(self) -> list[str]:
-        """Of the requests that wait."""
+        """Ids of the requests that wait."""
         return list(self._waiting)
 
     def add(self, request: Request) -> None:
@@ -33,7 +33,7 @@ class GrammarQueue:
         self._executor.prepare_grammar(request.request_id, request.grammar)
 
     def take_ready(self, timeout_s: float) -> tuple[list[Request], list[SequenceOutput]]:
-        """Requests whose grammar is built, and the ends of those whose grammar can not be built.
+        """Requests whose grammar is built, and error outputs for those whose grammar failed.
 
         Args:
             timeout_s: how long to wait for the oldest grammar.
@@ -60,7 +60,7 @@ class GrammarQueue:
         return ready, ended
 
     def release(self, request_id: str) -> bool:
-        """The request has ended; returns whether it was waiting for its grammar."""
+        """Release the grammar of a request that has ended; returns whether it still waited."""
         if request_id not in self._prepared:
             return False
         self._prepared.remove(request_id)

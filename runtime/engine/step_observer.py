@@ -1,4 +1,4 @@
-"""Observes steps for metrics, request timelines and the flight recorder; decides nothing.
+"""Records steps for metrics, request timelines and the flight recorder; changes no step.
 
 The observer reads the scheduler's output and the results of steps. It takes a few microseconds a
 step when no request is traced.
@@ -30,8 +30,8 @@ class _Progress:
 
     def __init__(self, scheduled_at: float) -> None:
         self.scheduled_at = scheduled_at
-        self.is_reported = False  # whether an output has said so
-        self.is_preempted = False  # known for traced requests only
+        self.is_reported = False  # whether an output has carried `scheduled_at`
+        self.is_preempted = False  # set for traced requests only
         self.num_preemptions = 0
 
 
@@ -40,16 +40,16 @@ class StepObserver:
 
     Args:
         step_log: a file that also gets every step; None = no file.
-        clock: seconds; the one of `Request.arrival_time`.
+        clock: the monotonic clock of `Request.arrival_time`, in seconds.
         on_step: called with each step that has ended and the seconds since its launch.
 
     Attributes:
         recent: the last steps, oldest first, without their sequences.
-        num_scheduled_tokens: that steps were asked for.
-        progress: positions that requests had computed after the last step that was done, of those
+        num_scheduled_tokens: tokens of all launched steps, without padding.
+        progress: {request id: positions computed} after the last finished step, for the requests
             that had no output in it.
-        iteration_tokens: steps by their tokens: one count per bound of ITERATION_TOKENS, then those
-            above the last.
+        iteration_tokens: a histogram of tokens per step: one count per bound of ITERATION_TOKENS,
+            and one for the steps above the last bound.
     """
 
     def __init__(
@@ -73,28 +73,28 @@ class StepObserver:
 
     @property
     def traced(self) -> Iterable[str]:
-        """Requests whose timeline is wanted."""
+        """Ids of the requests whose timeline is recorded."""
         return self._traces.keys()
 
     def add(self, request: Request) -> None:
-        """A request was queued."""
+        """Record that a request was queued."""
         if request.trace:
             self._traces[request.request_id] = []
 
     def grammar_built(self, request: Request) -> None:
-        """A request leaves the queue of those that wait for their grammar."""
+        """Record that a request's grammar is built."""
         if request.trace:
             seconds = max(0.0, self._clock() - request.arrival_time)
             event = TimelineEvent("grammar_built", request.arrival_time, seconds)
             self._traces[request.request_id].append(event)
 
     def forget(self, request_id: str) -> None:
-        """A request was aborted."""
+        """Drop the state of a request that was aborted."""
         self._live.pop(request_id, None)
         self._traces.pop(request_id, None)
 
     def preempted(self, request_ids: Iterable[str]) -> None:
-        """These of the traced requests lost their rows."""
+        """Record that these traced requests were preempted."""
         now = self._clock()
         for request_id in request_ids:
             progress = self._live.get(request_id)
@@ -105,7 +105,7 @@ class StepObserver:
     def begin(
         self, output: SchedulerOutput, *, num_running: int, num_waiting: int, num_free_blocks: int
     ) -> None:
-        """A step is about to be launched."""
+        """Record that a step is about to be launched."""
         now = self._clock()
         for admitted in output.admitted:
             self._admit(admitted.row, admitted.request, now)
@@ -130,7 +130,7 @@ class StepObserver:
         self._launched.append((now, record))
 
     def launch(self, kind: str, num_padded_tokens: int) -> None:
-        """The step that began last runs."""
+        """Record how the step that began last is run."""
         _, record = self._launched[-1]
         record.kind, record.num_padded_tokens = kind, num_padded_tokens
         self.num_scheduled_tokens += record.num_tokens
@@ -139,7 +139,7 @@ class StepObserver:
             self._recorder.write(record)
 
     def end(self, output: SchedulerOutput, outputs: Iterable[SequenceOutput]) -> None:
-        """The oldest launched step is done: complete its outputs."""
+        """Record that the oldest launched step is done, and add timings to its outputs."""
         began, record = self._launched.popleft()
         now = self._clock()
         record.seconds = max(now - began, 1e-9)
@@ -177,7 +177,7 @@ class StepObserver:
             self._live[request_id] = _Progress(now)
             if events is not None:
                 events.append(TimelineEvent("scheduled", now))
-        elif not request.sampling.use_beam_search:  # whose beams take several rows, and move
+        elif not request.sampling.use_beam_search:  # the beams of a search take and change rows
             progress.num_preemptions += 1
             if events is not None:
                 if not progress.is_preempted:
@@ -198,7 +198,7 @@ class StepObserver:
     def _trace_chunks(
         self, output: SchedulerOutput, began: float, now: float, record: StepRecord
     ) -> None:
-        """Note the parts of prompts that a step computed of traced requests."""
+        """Record the prompt chunks of traced requests that a step computed."""
         for entry in output.scheduled:
             if entry.is_decode:
                 continue

@@ -1,4 +1,4 @@
-"""Fills the static buffers with the step that the scheduler has decided.
+"""Writes a scheduled step into the static host buffers.
 
 A row is the index of a running sequence in arrays that persist between steps (block table, last
 token). The batch of a step is compact: entry i of the scheduler's output is sequence i of the step
@@ -18,7 +18,7 @@ from ostinato.runtime.types.step import ScheduledSequence, SchedulerOutput
 
 __all__ = ("BatchBuilder", "StepShape")
 
-_FEW_SEQUENCES = 4  # a decode of up to so many sequences is written number by number
+_FEW_SEQUENCES = 4  # up to so many decoding sequences, entries are written one by one
 
 
 class StepShape(NamedTuple):
@@ -26,20 +26,20 @@ class StepShape(NamedTuple):
 
     num_tokens: int
     num_seqs: int
-    # [R]; the row of each token whose logits are wanted, in the scheduler's order. A row with k
-    # drafts occurs 1 + k times.
+    # [R]; the row of each position whose logits are computed, in the scheduler's order. A row with
+    # k drafts occurs 1 + k times.
     sampled_rows: list[int]
-    sampled_positions: list[int]  # [R]; where in its sequence the token goes that is drawn there
-    # Of every sequence, when all have as many and each of them is sampled; 0 for other steps.
+    sampled_positions: list[int]  # [R]; the position in its sequence of the token that is drawn
+    # Tokens of every sequence, if all have the same number and all are sampled; 0 = other steps.
     tokens_per_seq: int
-    # Of each sequence that samples, the guesses for its positions but the last; None = no guesses.
+    # The draft tokens of each sequence that samples; None = no sequence has any.
     drafts: list[list[int]] | None = None
 
 
 class _GroupTensor:
     """One step tensor of a KV cache group after the first, and its values by row.
 
-    The values are fixed from a sequence's admission on.
+    The values do not change after a sequence's admission.
     """
 
     def __init__(self, group: int, host: np.ndarray) -> None:
@@ -86,7 +86,7 @@ class BatchBuilder:
         self._num_blocks[row] = 0
 
     def build(self, output: SchedulerOutput) -> StepShape:
-        """Write the step into the host buffers, after the last upload has left them."""
+        """Write the step into the host buffers, once the last upload has finished."""
         self._buffers.wait_for_upload()
         for tensor in self._group_tensors:
             tensor.write(output)
@@ -132,9 +132,9 @@ class BatchBuilder:
         return StepShape(count, count, row_list, positions, tokens_per_seq=1)
 
     def _build_few(self, scheduled: list[ScheduledSequence]) -> StepShape:
-        """Does what `_build_decode` does, number by number.
+        """Does what `_build_decode` does, with single writes.
 
-        An array operation takes as long as ten single writes.
+        One array operation takes as long as ten of them.
         """
         host, size, async_tokens = self._buffers.host, self._block_size, self._buffers.async_tokens
         for index, entry in enumerate(scheduled):
@@ -200,6 +200,6 @@ class BatchBuilder:
 
 
 def _tokens_per_seq(scheduled: list[ScheduledSequence]) -> int:
-    """How many tokens every sequence has, when all have as many and each is sampled; else 0."""
+    """Tokens of every sequence, if all have the same number and all are sampled; else 0."""
     counts = {entry.num_new_tokens if entry.is_decode else 0 for entry in scheduled}
     return counts.pop() if len(counts) == 1 else 0

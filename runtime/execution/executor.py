@@ -1,7 +1,7 @@
-"""The executor: the engine's only way to the devices that run the model.
+"""The `Executor` protocol, through which the engine runs steps on one or more ranks.
 
-The engine and its scheduler live in one process; the model may be spread over several ranks (worker
-processes). Everything in this interface is plain data, so an implementation may send it to other
+The engine and its scheduler run in one process. The model may be spread over several ranks (worker
+processes). All arguments and results are plain data, so an implementation may send them to other
 processes. `InlineExecutor` (inline_executor.py) runs one rank in the engine's own process.
 
 Imports no torch.
@@ -31,7 +31,7 @@ __all__ = (
 
 
 class Pending(NamedTuple):
-    """A step that was launched and whose result was not read."""
+    """A launched step whose result has not been read."""
 
     number: int  # steps of this executor are numbered from 1
     kind: str  # how it runs: captured | compiled | eager
@@ -43,9 +43,9 @@ class ExecutorStats(msgspec.Struct, array_like=True, gc=False):
 
     steps_by_kind: dict[str, int]  # captured | compiled | eager
     layers_by_program: dict[str, int]  # of small steps: captured | fx | inductor | eager
-    num_padding_tokens: int  # computed to fill captured buckets up
+    num_padding_tokens: int  # computed to fill captured buckets
     model_seconds: float  # in the model and the sampler, waiting for the device included
-    device_seconds_by_kind: dict[str, float]  # of finished steps, by the device's clock
+    device_seconds_by_kind: dict[str, float]  # seconds of finished steps on the device's clock
     grammar_seconds: float  # making the masks of grammars, within steps
     grammar_build_seconds: float  # building grammars, beside the steps
     late_compiles: list[LateCompile]  # of all ranks
@@ -64,7 +64,7 @@ class StopProfile(msgspec.Struct, frozen=True, tag=2):
 
 
 class ResetCounters(msgspec.Struct, frozen=True, tag=3):
-    """Count from zero again, after steps that served no request."""
+    """Reset the counters, after steps that served no request."""
 
 
 class DropDecodeBuckets(msgspec.Struct, frozen=True, tag=4):
@@ -74,10 +74,10 @@ class DropDecodeBuckets(msgspec.Struct, frozen=True, tag=4):
 
 
 class TouchBlocks(msgspec.Struct, frozen=True, tag=5):
-    """Write zeros to KV cache blocks 0 to `num_blocks`, where memory is mapped at its first use.
+    """Write zeros to KV cache blocks 0 to `num_blocks`, so that their memory is mapped.
 
-    On a CPU all unmapped pages are one page of zeros, which stays in the processor's cache: a
-    measured step would read its context too fast.
+    On a CPU all unmapped pages are the same page of zeros, which stays in the processor's cache. A
+    measured step would read such a context too fast.
     """
 
     num_blocks: int
@@ -95,7 +95,7 @@ class Executor(Protocol):
         ...
 
     def launch(self, output: SchedulerOutput) -> Pending:
-        """Start a step. A request with a grammar may be admitted once that has been built."""
+        """Start a step. The grammars of the requests that it admits must have been built."""
         ...
 
     def read(self, pending: Pending) -> StepResult:
@@ -103,7 +103,7 @@ class Executor(Protocol):
         ...
 
     def idle(self) -> None:
-        """No step will follow at once: background work may use the processors until `launch`."""
+        """Allow background work to use the processors until the next `launch`."""
         ...
 
     def prepare_grammar(self, request_id: str, grammar: str) -> None:
@@ -124,11 +124,11 @@ class Executor(Protocol):
         ...
 
     def release_grammar(self, request_id: str) -> None:
-        """The request has ended, or is not wanted any more."""
+        """Free the grammar of a request that has ended or was aborted."""
         ...
 
     def call(self, call: RankCall) -> list[str]:
-        """Have every rank do something between two steps; their answers in rank order."""
+        """Execute a call on every rank between two steps; returns the answers in rank order."""
         ...
 
     def stats(self) -> ExecutorStats:
@@ -136,5 +136,5 @@ class Executor(Protocol):
         ...
 
     def close(self) -> None:
-        """Free what the ranks hold. No step may follow."""
+        """Free the ranks' memory and threads. No step may follow."""
         ...

@@ -1,4 +1,4 @@
-"""The executor of one rank in the engine's own process: a call is a function call."""
+"""The executor that runs one rank in the engine's own process, by function calls."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ class InlineExecutor:
         """
         Args:
             runner: executes the steps.
-            kv_cache: the runner's.
-            grammars: builds the grammars; the runner's sampler takes its matchers from it.
+            kv_cache: the KV cache that the runner uses.
+            grammars: builds the grammars; the runner's sampler gets its matchers from it.
             monitor: counts compilations after the start; closed with the executor.
-            pages: maps the KV cache's memory before its first use; None = it is all mapped.
+            pages: maps the KV cache's memory before its first use; None = not needed.
             overlap: a step may be launched before the one before it is read.
         """
         self._runner = runner
@@ -154,7 +154,7 @@ class InlineExecutor:
         self._runner.graphs.close()
 
     def _map_pages(self, pages: CachePages, output: SchedulerOutput) -> None:
-        """Have the memory of the next blocks mapped, when the steps allow it."""
+        """Ask for the memory of the next blocks to be mapped while no step runs."""
         for entry in output.scheduled:
             if entry.new_block_ids:
                 self._highest_block_id = max(self._highest_block_id, *entry.new_block_ids)

@@ -22,12 +22,13 @@ from ostinato.runtime.types.step import SchedulerOutput, StepResult
 __all__ = ("ModelRunner", "PendingStep")
 
 
-# Rows of logits made at once to score prompts: fewer take longer, more than a draw's take memory.
+# Rows of logits that are computed at once for prompt log-probabilities. More would take more memory
+# than a draw; fewer would take longer.
 _SCORED_ROWS = 16
 
 
 class PendingStep:
-    """A step that was launched and not read."""
+    """A launched step whose result has not been read."""
 
     __slots__ = ("logits", "prompt_logprobs", "tokens", "vectors")
 
@@ -35,16 +36,16 @@ class PendingStep:
         self, prompt_logprobs: list[list[TokenLogprobs]] | None, vectors: PendingVectors | None
     ) -> None:
         self.prompt_logprobs = prompt_logprobs
-        self.vectors = vectors  # none when nothing is pooled
-        self.tokens: PendingTokens | VerifiedTokens | None = None  # none when no sequence samples
-        self.logits: Tensor | None = None  # while the draw waits for the step before
+        self.vectors = vectors  # None when no prompt is pooled
+        self.tokens: PendingTokens | VerifiedTokens | None = None  # None when no sequence samples
+        self.logits: Tensor | None = None  # set while the draw waits for the step before
 
 
 class ModelRunner:
-    """One device's executor of steps.
+    """Runs steps on one device.
 
-    `model_seconds` sums the time between a step's inputs being ready and its tokens being on the
-    host, without what the caller does between launching and reading it.
+    `model_seconds` sums the seconds from a step's inputs being ready until its tokens are on the
+    host, without the caller's work between `launch` and `read`.
     """
 
     def __init__(
@@ -57,10 +58,10 @@ class ModelRunner:
     ) -> None:
         """
         Args:
-            graphs: the programs.
-            buffers: those that `graphs` reads.
+            graphs: runs the model's programs.
+            buffers: the static buffers that `graphs` reads.
             sampler: picks the tokens.
-            threads: switches CPU threads around a step; None = leave them alone.
+            threads: switches the CPU thread pools around a step; None = no switching.
             pooler: makes vectors; None = one for a model without a classification head.
         """
         self.graphs = graphs
@@ -86,18 +87,18 @@ class ModelRunner:
 
     @property
     def grammar_seconds(self) -> float:
-        """Spent on the masks of grammars."""
+        """Seconds spent on the masks of grammars."""
         return self._sampler.grammars.seconds
 
     @property
     def device_seconds_by_kind(self) -> dict[str, float]:
-        """Of finished steps, by the device's own clock where it has one, by how they were run."""
+        """Seconds of finished steps by kind: on the device's clock, or on the host's for a CPU."""
         before = self._device_seconds_before
         sums = self.graphs.timer.seconds_by_kind
         return {str(kind): seconds - before.get(kind, 0.0) for kind, seconds in sums.items()}
 
     def reset_counters(self) -> None:
-        """Count from zero again, after steps that were no service."""
+        """Reset the counters, after steps that served no request."""
         self.model_seconds = 0.0
         self._device_seconds_before = dict(self.graphs.timer.seconds_by_kind)
         self.graphs.steps_by_kind = dict.fromkeys(self.graphs.steps_by_kind, 0)
@@ -105,9 +106,10 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, output: SchedulerOutput) -> PendingStep:
-        """Start a step. The next one may be launched before this one is read: what it needs of this
-        one's tokens stays on the device. Only the draw of a step whose rows have grammars waits,
-        until the step before is read.
+        """Start a step. The next one may be launched before this one is read.
+
+        The next step reads this one's tokens on the device. If its rows have grammars, its draw
+        waits until this step has been read.
         """
         for admitted in output.admitted:
             for state in self._row_states:
@@ -152,9 +154,10 @@ class ModelRunner:
         return pending
 
     def read(self, pending: PendingStep) -> StepResult:
-        """A launched step's tokens, in the order of its sampling rows; waits for the device. Steps
-        are read in the order in which they were launched. If the draw of the next one waits for
-        these tokens, it follows at once.
+        """Wait for a launched step and return its tokens, in the order of its sampling rows.
+
+        Steps are read in the order in which they were launched. If the draw of the next step waits
+        for these tokens, it starts here.
         """
         begin = time.perf_counter()
         result = StepResult([]) if pending.tokens is None else pending.tokens.read()
@@ -180,7 +183,8 @@ class ModelRunner:
         self, num_tokens: int, *, pools: bool = False
     ) -> AbstractContextManager[None]:
         has_loops = self.graphs.has_loops
-        # Pooling sums, and a sum's bits depend on the threads: they must not on the step's size.
+        # The bits of a pooled sum depend on the number of threads, which is therefore the same for
+        # steps of all sizes.
         if self._threads is None or (pools and has_loops):
             return nullcontext()
         return self._threads.for_step(num_tokens, has_loops=has_loops)

@@ -1,4 +1,4 @@
-"""From hidden states to a text's vector: mean, last token or first token, chunk by chunk."""
+"""Pools hidden states into one vector per prompt: mean, last token or first token, by chunks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class PendingVectors:
         self._numbers = torch.cat(vectors) if vectors else None
 
     def read(self) -> list[bytes]:
-        """Each as little-endian float32; waits for the device."""
+        """Wait for the device; returns each vector as little-endian float32."""
         if self._numbers is None:
             return []
         parts = self._numbers.cpu().split(self._sizes)
@@ -42,15 +42,15 @@ class _Row:
     def __init__(self, params: PoolingParams, num_tokens: int) -> None:
         self.params = params
         self.num_tokens = num_tokens
-        self.state: Tensor | None = None  # [D]: float64 sum so far, or the first token's
+        self.state: Tensor | None = None  # [D]: float64 sum so far, or the first hidden state
 
 
 class Pooler:
-    """Keeps what a prompt's chunks have given so far, by row.
+    """Pools the prompts of all rows; keeps the partial result of each row between chunks.
 
     Args:
-        classify: [P, D] first tokens' states -> [P, num_labels] float32 logits; None = the model
-            has no classification head.
+        classify: [P, D] hidden states of first tokens -> [P, num_labels] float32 logits; None =
+            the model has no classification head.
     """
 
     def __init__(self, classify: Callable[[Tensor], Tensor] | None = None) -> None:
@@ -58,13 +58,13 @@ class Pooler:
         self._rows: dict[int, _Row] = {}
 
     def admit(self, row: int, request: Request, output_token_ids: list[int]) -> None:
-        """A sequence takes the row; what was there before is forgotten."""
+        """Start pooling for a sequence that takes the row."""
         self._rows.pop(row, None)
         if request.pooling is not None:
             self._rows[row] = _Row(request.pooling, len(request.prompt_token_ids))
 
     def pool(self, hidden: Tensor, scheduled: list[ScheduledSequence]) -> PendingVectors:
-        """Take in a step; the vectors of the prompts that end in it, in order.
+        """Add a step's hidden states; returns the vectors of the prompts that end in it, in order.
 
         Args:
             hidden: [T, D], the final hidden states of the step.
@@ -88,7 +88,7 @@ class Pooler:
     def _take(row: _Row, hidden: Tensor, start: int, *, is_end: bool) -> None:
         kind = row.params.kind
         if kind is PoolingKind.mean:
-            # In float64: the mean hardly depends on how the prompt was cut into chunks.
+            # In float64 the mean hardly depends on how the prompt was cut into chunks.
             part = hidden.sum(0, dtype=torch.float64)
             row.state = part if row.state is None else row.state + part
         elif kind is PoolingKind.cls and start == 0:

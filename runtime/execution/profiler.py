@@ -16,10 +16,10 @@ __all__ = ("Profiler",)
 
 
 class Profiler:
-    """Records from now on, on the calling thread and on the device.
+    """Records the calling thread and the device, from its construction until `stop`.
 
     Args:
-        directory: where the trace will be; made when it is not there.
+        directory: where the trace is written; created if it does not exist.
 
     Raises:
         InvalidRequestError: the directory can not be written.
@@ -44,15 +44,15 @@ class Profiler:
         self._profile.start()
 
     def stop(self) -> str:
-        """End the recording and write it; the trace's path. Steps wait meanwhile.
+        """End the recording and write it; returns the trace's path. Steps wait meanwhile.
 
         Raises:
-            InvalidRequestError: the trace can not be written; what was recorded is lost.
+            InvalidRequestError: the trace can not be written; the recording is lost.
         """
         self._profile.stop()
         try:
             self._profile.export_chrome_trace(str(self._file))
-        except (OSError, RuntimeError) as error:  # torch's own type where its C++ part can not
+        except (OSError, RuntimeError) as error:  # the C++ part of torch raises RuntimeError
             raise InvalidRequestError(
                 f"the profile {self._file} can not be written: {first_line(error)}"
             ) from error

@@ -1,4 +1,4 @@
-"""Log-probabilities of a prompt's own tokens, from the hidden states of its steps."""
+"""Computes the log-probabilities of prompt tokens (`prompt_logprobs`) from hidden states."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class PromptScorer:
 
     Args:
         compute_logits: [R, D] hidden states -> [R, V] float32 logits.
-        max_rows: rows of logits that may exist at once, beside those of the step itself.
-        hold_threads: called with the size of the logits; held while they are worked on.
+        max_rows: rows of logits computed at once, beside those of the step itself.
+        hold_threads: called with the number of logits; the context lasts while they are processed.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class PromptScorer:
         self._rows: dict[int, _Row] = {}
 
     def admit(self, row: int, request: Request, output_token_ids: list[int]) -> None:
-        """A sequence takes the row."""
+        """Note which prompt tokens of the sequence in this row are to be scored."""
         self._rows.pop(row, None)
         if request.sampling.prompt_logprobs is not None:
             self._rows[row] = _Row(request.prompt_token_ids, request.sampling.prompt_logprobs)
@@ -52,7 +52,7 @@ class PromptScorer:
     def score(
         self, hidden: Tensor, scheduled: list[ScheduledSequence]
     ) -> list[list[TokenLogprobs]]:
-        """One list for each entry that has prompt tokens to score.
+        """Score the step's prompt tokens; returns one list for each entry that has any.
 
         Args:
             hidden: [T, D], the final hidden states of the step.

@@ -1,9 +1,9 @@
 """Allocation of fixed-size KV cache blocks: reference counts, free list, lookup by content hash.
 
-A block is free when its reference count is 0. Free blocks keep their contents and their hash until
-they are handed out again, so that a later request with the same prefix takes them back: the free
-list is the cache. Its head is reused first. Block 0 is the null block: padding writes there, no
-sequence reads it, and it is never handed out.
+A block is free when its reference count is 0. A free block keeps its contents and its hash until it
+is allocated again, so a later request with the same prefix can reuse it. Blocks are allocated from
+the head of the free list. Block 0 is the null block: padding tokens write to it, no sequence reads
+it, and it is never allocated.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ def hash_root(cache_salt: str = "", extra_keys: Sequence[str] = ()) -> BlockHash
 
     Args:
         cache_salt: chosen by the client.
-        extra_keys: what else keys and values depend on: an adapter, media, the KV cache group.
+        extra_keys: other things that keys and values depend on: adapter, media, KV cache group.
     """
     digest = blake2b(cache_salt.encode(), digest_size=_DIGEST_BYTES).digest()
     for key in extra_keys:
-        # The personalisation tells a key from a salt and from a block's tokens.
+        # The personalisation keeps keys, salts and blocks' tokens from having equal digests.
         keyed = blake2b(digest + key.encode(), digest_size=_DIGEST_BYTES, person=_KEY_PERSON)
         digest = keyed.digest()
     return BlockHash(digest)
@@ -53,7 +53,7 @@ def hash_blocks(
         parent: the digest of the block before, or `hash_root` at a sequence's beginning.
         token_ids: [n * block_size], each in [0, 2**32).
         block_size: tokens per block.
-        extras: [n], what each block depends on besides its tokens; an empty one changes nothing.
+        extras: [n], bytes that each block's contents depend on besides its tokens; may be empty.
 
     Raises:
         OverflowError: a token id is not a 32-bit unsigned integer.
@@ -63,7 +63,7 @@ def hash_blocks(
     hashes: list[BlockHash] = []
     digest: bytes = parent
     for index, begin in enumerate(range(0, len(packed), width)):
-        # The parent and the tokens have fixed lengths, so what follows them is the extra alone.
+        # The parent and the tokens have fixed lengths, so no separator is needed before the extra.
         data = digest + packed[begin : begin + width]
         if extras is not None:
             data += extras[index]
@@ -73,7 +73,7 @@ def hash_blocks(
 
 
 class Block:
-    """One block's bookkeeping; outside the free list `prev_free` and `next_free` are itself."""
+    """One block's record. Outside the free list `prev_free` and `next_free` are the block."""
 
     __slots__ = ("block_hash", "block_id", "next_free", "prev_free", "ref_count")
 
@@ -94,8 +94,8 @@ class BlockPool:
 
     Args:
         total_blocks: blocks in the cache tensors, the null block included.
-        on_evict: called with a block's id and hash before the block is handed out for other
-            contents; the old contents are there until the next step writes.
+        on_evict: called with a block's id and hash before the block is allocated for other
+            contents. The old contents stay in the block until the next step writes.
 
     Raises:
         ValueError: there is no usable block.
@@ -117,8 +117,8 @@ class BlockPool:
             _insert_free(self._free_ends.prev_free, block)
         self.num_blocks = total_blocks - 1  # usable, the null block excluded
         self.num_free = self.num_blocks
-        self.num_evictions = 0  # hashed blocks that were handed out for other contents
-        self.highest_block_id = NULL_BLOCK_ID  # of those that were ever handed out
+        self.num_evictions = 0  # hashed blocks that were allocated for other contents
+        self.highest_block_id = NULL_BLOCK_ID  # the highest id that was ever allocated
 
     @property
     def num_cached(self) -> int:
@@ -165,9 +165,9 @@ class BlockPool:
     def free(self, block_ids: Sequence[int]) -> None:
         """Drop one reference of each block of a table, last block first.
 
-        Blocks that no table holds any more join the free list: hashed ones at its tail, so that the
-        end of a prefix is reused before its beginning, the others at its head, where nothing is
-        lost.
+        Blocks that no table holds any more join the free list. Hashed blocks join at the tail, the
+        last block of a prefix first, so that the end of a prefix is evicted before its beginning.
+        Blocks without a hash join at the head.
 
         Raises:
             RuntimeError: a block is freed more often than it was taken.
@@ -188,10 +188,10 @@ class BlockPool:
         return None if block is None else block.block_id
 
     def register(self, block_id: int, block_hash: BlockHash) -> bool:
-        """Make a held, full block findable. False when another block has the same contents already.
+        """Make a held, full block findable. False if another block has the same contents already.
 
-        The first block with some contents keeps the hash. Tables are append-only, so a duplicate
-        stays where it is, without a hash, and is the first to be reused once it is freed.
+        The first block with these contents keeps the hash. A duplicate stays in its table without a
+        hash, and is allocated first once it is freed.
         """
         block = self._blocks[block_id]
         assert block.ref_count > 0, f"{block!r} gets a hash while no table holds it"
@@ -207,7 +207,7 @@ class BlockPool:
         return self._blocks[block_id].ref_count
 
     def num_held_once(self, block_ids: Iterable[int]) -> int:
-        """How many of these blocks become free when their holder lets go."""
+        """How many of these blocks are held by one table alone."""
         blocks = self._blocks
         return sum(1 for block_id in block_ids if blocks[block_id].ref_count == 1)
 

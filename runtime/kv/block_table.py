@@ -25,9 +25,9 @@ class BlockTable:
     Attributes:
         block_ids: block ids by position // block_size. Blocks are only appended, or replaced by a
             copy; they are given up all at once.
-        hashes: of the leading full blocks, as far as they were needed yet. They stay when the
-            blocks are given up, because the tokens stay.
-        num_registered: leading blocks that are findable by their hash, or duplicates of such.
+        hashes: hashes of the leading full blocks, as many as were computed so far. They are kept
+            when the blocks are given up, because the tokens stay the same.
+        num_registered: number of leading blocks that were registered by their hash.
     """
 
     __slots__ = ("block_ids", "extras", "hashes", "num_registered", "root")

@@ -1,11 +1,11 @@
-"""Which blocks hold which sequence's keys and values, and which prefixes can be reused.
+"""The KV cache manager: fills the block tables of sequences and finds cached prefixes.
 
-A block is findable as soon as the step that fills it is scheduled, because the attention op writes
-all keys and values of a step before any row attends: sequences of the same or of a later step may
-share it at once. So every scheduled step must be executed; when one was not, the cache is reset.
+A block is findable as soon as the step that fills it is scheduled. The attention op writes all keys
+and values of a step before any row attends, so sequences of the same step may share the block too.
+Therefore every scheduled step must be executed. If one was not, the cache must be reset.
 
-The manager fills `BlockTable`s. It takes token ids and counts as plain arguments and keeps no
-record of sequences: how far a sequence is computed is the scheduler's business alone.
+The manager takes token ids and counts as plain arguments and keeps no record of sequences. The
+scheduler alone keeps the number of computed tokens of each sequence.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class PrefixMatch(NamedTuple):
 
     Attributes:
         block_ids: device blocks with its first tokens.
-        places: of the blocks that follow those, in a slower tier.
+        places: where the blocks that follow those lie in a slower tier.
     """
 
     block_ids: list[int]
@@ -39,8 +39,8 @@ class KVGroup(NamedTuple):
 
     Attributes:
         name: for example "self" or "cross".
-        grows: each token of the sequence adds an entry; False = as many entries as its encoder has
-            tokens, from admission on.
+        grows: each token of the sequence adds an entry; False = the number of entries is the number
+            of the encoder's tokens, from admission on.
     """
 
     name: str
@@ -54,13 +54,14 @@ class KVCacheManager:
         total_blocks: blocks in the cache tensors; block 0 is the null block, the others are used.
         block_size: tokens per block.
         enable_prefix_caching: whether full blocks are shared between sequences with equal prefixes.
-        groups: block tables that each sequence has. All draw on one pool. The first grows with the
-            sequence, and prefixes are shared in it alone; the others have a fixed size.
+        groups: the KV cache groups; each sequence has a block table in each. All tables use one
+            pool. The first grows with the sequence, and only its prefixes are shared. The others
+            have a fixed size.
         tier: a slower memory with copies of blocks; None = there is none.
 
     Attributes:
         prefix_queries: prompt tokens that were looked up at a sequence's first admission.
-        prefix_hits: of which were found.
+        prefix_hits: tokens of these lookups that were found.
 
     Raises:
         ValueError: fewer than 2 blocks, an empty block, or more than one group that grows.
@@ -97,7 +98,7 @@ class KVCacheManager:
 
     @property
     def highest_block_id(self) -> int:
-        """Of the blocks that were ever handed out; blocks beyond it were never written to."""
+        """The highest id that was ever allocated. Blocks beyond it were never written to."""
         return self._pool.highest_block_id
 
     @property
@@ -127,7 +128,7 @@ class KVCacheManager:
         """Find the longest known prefix of a sequence. Takes nothing.
 
         Args:
-            table: the sequence's, empty.
+            table: the sequence's empty block table.
             token_ids: the sequence's known tokens.
             max_tokens: leading tokens that may come from the cache.
         """
@@ -151,19 +152,19 @@ class KVCacheManager:
         return PrefixMatch(block_ids, places)
 
     def num_missing_blocks(self, num_tokens: int, match: PrefixMatch) -> int:
-        """Free blocks it takes to hold `num_tokens` that begin with a matched prefix."""
+        """Free blocks needed for `num_tokens` that begin with a matched prefix."""
         in_free_list = self._pool.num_unheld(match.block_ids)
         return -(-num_tokens // self.block_size) - len(match.block_ids) + in_free_list
 
     def admit(self, table: BlockTable, match: PrefixMatch, num_tokens: int) -> bool:
         """Fill an empty table for `num_tokens` tokens, beginning with the matched blocks.
 
-        Blocks for the whole of a prompt are taken at once, whatever the size of its first chunk:
-        what was admitted can not run short of memory before its first output token.
+        All blocks of a prompt are taken at once, whatever the size of its first chunk. So an
+        admitted sequence has enough blocks until its first output token.
 
         Args:
             table: holds no blocks yet.
-            match: what `match_prefix` just found.
+            match: the result of `match_prefix` for this table.
             num_tokens: the sequence's known tokens.
 
         Returns:
@@ -207,19 +208,19 @@ class KVCacheManager:
         return [] if self._tier is None else self._tier.take_stores()
 
     def hold_places(self, places: Sequence[int]) -> None:
-        """A load from these places of the slower tier begins."""
+        """Keep the contents of these places of the slower tier while they are loaded."""
         assert self._tier is not None, "places are in a tier"
         self._tier.hold(places)
 
     def release_places(self, places: Sequence[int]) -> None:
-        """The load from these places of the slower tier has ended."""
+        """End `hold_places`, after the load."""
         assert self._tier is not None, "places are in a tier"
         self._tier.release(places)
 
     def fork(self, parent: BlockTable, child: BlockTable) -> None:
-        """Let a sequence with the same tokens hold the same blocks, a partly filled one included.
+        """Let a sequence with the same tokens share the same blocks, a partly filled one included.
 
-        Before either writes on, `make_writable` gives it a block of its own.
+        Before either sequence writes to that block, `make_writable` gives it a copy.
         """
         assert not child.block_ids, f"{child!r} is forked while it holds blocks"
         self._pool.touch(parent.block_ids)
@@ -230,8 +231,8 @@ class KVCacheManager:
         """Make sure that `position`, the next to be computed, lies in a block of this table alone.
 
         Returns:
-            The copy (from, to) that must be made before anything is written, if any; None with
-            nothing changed when it takes a block and none is free.
+            At most one copy (from, to), which must be made before the step writes. None, with
+            nothing changed, if a block is needed and none is free.
         """
         index, offset = divmod(position, self.block_size)
         ids = table.block_ids
@@ -254,7 +255,7 @@ class KVCacheManager:
             table: the sequence's.
             token_ids: its known tokens.
             num_computed: leading positions that are computed, or will be by a scheduled step.
-                Those beyond the known tokens do not count: their token has not arrived.
+                Positions beyond the known tokens are ignored, because their token has not arrived.
         """
         if not self.enable_prefix_caching:
             return
@@ -287,7 +288,7 @@ class KVCacheManager:
         """Check the pool and, given all tables that hold blocks, that tables and references agree.
 
         Raises:
-            AssertionError: they do not; the text names the block.
+            AssertionError: they contradict each other; the text names the block.
         """
         self._pool.check_integrity()
         if tables is None:

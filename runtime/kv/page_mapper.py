@@ -1,11 +1,11 @@
 """Maps the memory pages of a CPU's KV cache shortly before they are used.
 
-The cache is allocated whole, but the system gives a page when it is first written to, zeroed:
-within a step, at 2 GB/s, while the threads of a kernel wait for one another. The block pool hands
-out blocks that were never used before it gives up cached ones, so a busy engine pays for it at
-every prompt until the whole cache was used. A thread asks for the pages of the next blocks instead,
-while the engine starts and when it has nothing to do: zeroing beside a step would hold it up just
-so. Memory that no request comes near is never taken.
+The whole cache is allocated at the start, but the system maps and zeroes a page only when it is
+first written to. That happens within a step, at about 2 GB/s, while the threads of a kernel wait
+for each other. The block pool allocates unused blocks before it evicts cached ones, so every prompt
+would pay for this until the whole cache has been used. Therefore a thread maps the pages of the
+next blocks while the engine starts and while it is idle. It does not run during a step, which it
+would slow down as much. Pages far beyond the blocks in use are never mapped.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from ostinato.models.kv_cache import KVCache, KVCacheSpec
 __all__ = ("CachePages", "map_ahead")
 
 _LOG = logging.getLogger(__name__)
-_AHEAD_BYTES = 256 << 20  # of the whole cache: a few of the largest steps' prompts
-_PIECE_BYTES = 2 << 20  # of one tensor at a time: a huge page
+_AHEAD_BYTES = 256 << 20  # mapped beyond the blocks in use: the prompts of a few large steps
+_PIECE_BYTES = 2 << 20  # mapped at a time: one huge page of one tensor
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
 
 
 def map_ahead(kv_cache: KVCache, spec: KVCacheSpec) -> CachePages | None:
-    """Begin with it, where there is something to map: a cache of a decoder on a CPU."""
+    """Start mapping if the cache is on a CPU and holds keys and values; else None."""
     if not spec.bytes_per_block or kv_cache[0][0].device.type != "cpu":
         return None
     return CachePages(kv_cache, spec.bytes_per_block)
 
 
 class CachePages:
-    """Keeps the pages of the next blocks mapped; for one engine, from any thread.
+    """Keeps the pages of the next blocks mapped. Methods may be called from any thread.
 
     Args:
-        kv_cache: on the CPU.
-        bytes_per_block: over all its tensors.
+        kv_cache: a KV cache on the CPU.
+        bytes_per_block: bytes of a block in all tensors of the cache.
     """
 
     def __init__(self, kv_cache: KVCache, bytes_per_block: int) -> None:
@@ -58,7 +58,7 @@ class CachePages:
         self.use(0)
 
     def use(self, block_id: int) -> None:
-        """Blocks up to this one are in use. Returns at once."""
+        """Note that blocks up to this one are in use. Returns at once."""
         wanted = min(block_id + 1 + self._ahead, self._num_blocks)
         # a quarter late, so that a decoding engine does not wake the thread at every block
         if wanted - self._wanted <= self._ahead // 4 and wanted < self._num_blocks:
@@ -69,19 +69,19 @@ class CachePages:
                 self._changed.notify_all()
 
     def set_busy(self, busy: bool) -> None:
-        """Whether steps are being run; while they are nothing is mapped."""
+        """Note whether steps are run. Nothing is mapped while they are."""
         if busy != self._busy:
             with self._changed:
                 self._busy = busy
                 self._changed.notify_all()
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether all pages that are wanted by now are mapped, or given up, within this time."""
+        """Wait until all requested pages are mapped or given up; False after `timeout_s`."""
         with self._changed:
             return self._changed.wait_for(lambda: self._mapped >= self._wanted, timeout_s)
 
     def close(self) -> None:
-        """End the thread; before the cache is freed."""
+        """End the thread. Must be called before the cache is freed."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -91,8 +91,8 @@ class CachePages:
         if sys.platform != "linux":
             self._give_up(f"madvise of {sys.platform} has no such request")
             return
-        # At the priority of all: a thread that the system seldom runs would keep the others waiting
-        # for the interpreter's lock.
+        # The thread keeps the usual priority. A thread that the system seldom runs would hold the
+        # interpreter's lock for long.
         row_bytes = self._tensors[0][0].nbytes
         piece = max(1, _PIECE_BYTES // max(1, row_bytes))
         while True:
@@ -123,7 +123,7 @@ class CachePages:
 
 
 def _map(tensor: Tensor, begin: int, end: int) -> str | None:
-    """Have these bytes' pages mapped for writing, contents kept; why that failed, or None."""
+    """Map the pages of these bytes for writing, contents kept; returns the error, or None."""
     page = mmap.PAGESIZE
     first = (tensor.data_ptr() + begin) // page * page
     last = -(-(tensor.data_ptr() + end) // page) * page

@@ -1,7 +1,7 @@
-"""The seam for slower memories (host memory, disk) that keep copies of KV blocks.
+"""The protocol of slower memories (host memory, disk) that keep copies of KV blocks.
 
-The scheduling side sees a tier as an index from block hashes to places. The copies are made by the
-executor, as the `BlockTransfer`s of a step say. No tier is part of the engine yet.
+To the scheduler a tier is an index from block hashes to places. The executor makes the copies that
+the `BlockTransfer`s of a step name. No tier is part of the engine yet.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class BlockTier(Protocol):
     def on_evict(self, block_id: int, block_hash: BlockHash) -> None:
         """A device block with these contents is about to be reused.
 
-        The tier may plan a store: the next `take_stores` returns it, and the executor makes it
-        before anything writes to the block.
+        The tier may plan a store. The next `take_stores` returns it, and the executor copies the
+        block before a step writes to it.
         """
         ...
 
@@ -35,11 +35,11 @@ class BlockTier(Protocol):
         ...
 
     def hold(self, places: Sequence[int]) -> None:
-        """A load from these places begins: they keep their contents until `release`."""
+        """Keep the contents of these places until `release`, because a load begins."""
         ...
 
     def release(self, places: Sequence[int]) -> None:
-        """The load from these places has ended."""
+        """End `hold`, because the load from these places has ended."""
         ...
 
     def clear(self) -> None:

@@ -38,15 +38,15 @@ __all__ = (
 
 
 class StartEngine(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine process is started with: one line of JSON on its standard input.
+    """The configuration of an engine process, sent as one line of JSON to its standard input.
 
-    Of the server's settings it has those that concern the process, and no secret.
+    It has only the server's settings that the process needs, and no secret.
     """
 
     config: EngineConfig
     log_level: str
     log_format: str  # text | json
-    flight_recorder_steps: int  # last steps that are kept in a file; 0 = none
+    flight_recorder_steps: int  # steps that the flight recorder keeps; 0 = no recorder
     profile_dir: str  # where profiles are written; empty = profiling is refused
 
 
@@ -89,7 +89,7 @@ class AbortRequests(msgspec.Struct, frozen=True, array_like=True, tag=2, gc=Fals
 
 
 class UtilityName(StrEnum):
-    """What an engine can be told to do besides serving requests."""
+    """The names of utility calls."""
 
     reset_prefix_cache = "reset_prefix_cache"  # refused while sequences use cached blocks
     start_profile = "start_profile"
@@ -97,18 +97,18 @@ class UtilityName(StrEnum):
 
 
 class UtilityCall(msgspec.Struct, frozen=True, array_like=True, tag=3, gc=False):
-    """Do something between two steps and answer with a `UtilityReply`."""
+    """Asks the engine to execute a utility between two steps and to send a `UtilityReply`."""
 
     call_id: int
     name: UtilityName
 
 
 class Shutdown(msgspec.Struct, frozen=True, array_like=True, tag=4, gc=False):
-    """End the process; what is running is aborted."""
+    """Asks the engine to abort all requests and end its process."""
 
 
 class GetState(msgspec.Struct, frozen=True, array_like=True, tag=20, gc=False):
-    """Answer with `State` between two steps."""
+    """Asks the engine to send a `State` between two steps."""
 
 
 ClientMessage = AddRequest | AbortRequests | UtilityCall | Shutdown | GetState
@@ -131,7 +131,7 @@ class EngineOutputs(msgspec.Struct, frozen=True, array_like=True, tag=3, gc=Fals
 
     outputs: list[SequenceOutput]
     stats: EngineStats | None
-    # Positions computed of requests without an output: chunks of a prompt, a beam search.
+    # Positions computed, by id, of requests without an output: prompts in chunks, beam searches.
     progress: dict[str, int] = {}
 
 
@@ -139,7 +139,7 @@ class EngineFailed(msgspec.Struct, frozen=True, array_like=True, tag=4, gc=False
     """The engine process ends because of an error."""
 
     message: str  # one line
-    at_start: bool  # before the engine was ready: a mistake of configuration or environment
+    at_start: bool  # the engine was not ready yet
 
 
 class StepStarted(msgspec.Struct, frozen=True, array_like=True, tag=5, gc=False):

@@ -13,7 +13,7 @@ FIELDS = "fields_of_line"
 
 
 class JsonFormatter(logging.Formatter):
-    """Time, level, process, logger and message; a record's FIELDS beside them.
+    """Formats a record as JSON: time, level, process, logger, message and the record's FIELDS.
 
     Args:
         process: `api` or `engine`.
@@ -41,8 +41,8 @@ def configure_logging(level: str, log_format: str, process: str) -> None:
     """Send this process's log to standard error.
 
     Args:
-        level: as `server.log_level`.
-        log_format: as `server.log_format`.
+        level: a value of `server.log_level`.
+        log_format: a value of `server.log_format`.
         process: `api` or `engine`.
     """
     handler = logging.StreamHandler()

@@ -1,4 +1,4 @@
-"""The engine's side of utility calls between two steps: reset the prefix cache, profile."""
+"""Executes utility calls in the engine process: reset the prefix cache, start or stop a profile."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class UtilityCalls:
     """Executes utility calls.
 
     Args:
-        engine: executes them.
+        engine: the engine that the calls are for.
         profile_dir: where traces are written; empty = profiling is refused.
     """
 
@@ -26,7 +26,7 @@ class UtilityCalls:
         self._profile_dir = profile_dir
 
     def answer(self, call: UtilityCall) -> UtilityReply:
-        """Execute a call; a refusal is a reply too."""
+        """Execute a call; returns its result or the reason for a refusal."""
         try:
             return UtilityReply(call.call_id, self._do(call.name))
         except InvalidRequestError as error:
@@ -36,7 +36,7 @@ class UtilityCalls:
         if name is UtilityName.reset_prefix_cache:
             if not self._engine.reset_prefix_cache():
                 raise InvalidRequestError(
-                    "sequences use blocks of the prefix cache: try again when nothing runs"
+                    "sequences use blocks of the prefix cache: try again when no request runs"
                 )
             return ""
         if not self._profile_dir:

@@ -1,7 +1,7 @@
-"""The token masks of a step: what grammars and thinking budgets allow, one bit a token.
+"""Makes the token masks of a step from grammars and thinking budgets, one bit a token.
 
-A row's mask depends on the token that it sampled last. So a step's draw waits until the step
-before it was read, if it has such a row in both; its model runs in the meantime.
+A row's mask depends on the token that it sampled last. If two successive steps both have such a
+row, the second step's draw waits until the first step has been read. Its model runs meanwhile.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class GrammarRow:
     """The state of a running sequence's grammar and thinking budget.
 
     Attributes:
-        matcher: of its grammar; None = it has none.
-        num_unread: tokens that were drawn for the row and are not known here.
-        ending: None while it goes on; then empty when the grammar is complete, or the error.
+        matcher: the grammar's matcher; None = the row has no grammar.
+        num_unread: tokens that were drawn for the row and have not been read yet.
+        ending: None while the answer continues; "" = the grammar is complete; else the error.
     """
 
     __slots__ = (
@@ -66,7 +66,7 @@ class GrammarRow:
         self._kept = None
         if params.allowed_token_ids is not None:
             self._kept = _bits(params.allowed_token_ids, vocab_size)
-        # With ignore_eos the answer goes on as long as the grammar does.
+        # With ignore_eos the answer continues until the grammar is complete.
         self._banned = ~_bits(request.eos_token_ids if params.ignore_eos else (), vocab_size)
         self.min_position = len(request.prompt_token_ids) + params.min_tokens
         eos_token_ids = () if params.ignore_eos else request.eos_token_ids
@@ -79,7 +79,7 @@ class GrammarRow:
             and output_token_ids
             and not matcher.consume_tokens(output_token_ids)
         ):
-            self.ending = problem(matcher) or "the grammar does not allow what was written"
+            self.ending = problem(matcher) or "the grammar does not allow the output so far"
 
     @property
     def is_free(self) -> bool:
@@ -95,24 +95,24 @@ class GrammarRow:
         if self._kept is not None:
             bits &= self._kept
         if position < self.min_position and (bits & self._early).any():
-            bits &= self._early  # a grammar that has no other way ends before min_tokens
+            bits &= self._early  # if this left no token, the answer would end before min_tokens
         if self._thinking is not None and self._thinking.is_spent:
             end = self._thinking.end_token_id
             word, bit = divmod(end, 32)
-            if bits[word] >> bit & 1:  # else something else forbids it
+            if bits[word] >> bit & 1:  # else another limit forbids it
                 bits[:] = 0
                 bits[word] = np.uint32(1 << bit).view(np.int32)
         if self.ending is None and not bits.any():
             self.ending = _NOTHING_LEFT
         if self.ending is not None:
-            bits[:] = -1  # its token is dropped
+            bits[:] = -1  # allow all; the drawn token is dropped
 
     def take(self, token_id: int) -> str | None:
-        """The row's next token is known.
+        """Take in the row's next token.
 
         Returns:
-            None when it goes on; empty when the grammar is complete with this token; or an error,
-            and the token is none of the answer's.
+            None if the answer continues; "" if the grammar is complete with this token; else an
+            error, and the token is not part of the answer.
         """
         self.num_unread -= 1
         if self.ending is not None:
@@ -122,7 +122,7 @@ class GrammarRow:
         if self.matcher is None:
             return None
         if not self.matcher.consume_token(token_id):
-            self.ending = problem(self.matcher) or "the grammar does not allow what was drawn"
+            self.ending = problem(self.matcher) or "the grammar does not allow the drawn token"
         elif self.matcher.is_stopped():
             self.ending = problem(self.matcher) or ""
         return self.ending
@@ -151,7 +151,7 @@ class GrammarMasks:
         self.seconds = 0.0
 
     def admit(self, request: Request, output_token_ids: list[int]) -> GrammarRow | None:
-        """The state of a sequence that takes a row; None when nothing is masked."""
+        """The mask state of a sequence that takes a row; None without a grammar or budget."""
         if not request.grammar and request.sampling.thinking is None:
             return None
         matcher = None
@@ -163,12 +163,12 @@ class GrammarMasks:
     def apply(
         self, logits: Tensor, rows: Sequence[GrammarRow | None], positions: Sequence[int]
     ) -> None:
-        """Make what the grammars do not allow impossible, in place.
+        """Set the logits of tokens that are not allowed to minus infinity, in place.
 
         Args:
             logits: [R, V] float32.
-            rows: of the R rows; those that are not None have all their tokens read.
-            positions: where in its sequence each row's new token goes.
+            rows: [R], the mask state of each row or None. All their drawn tokens have been read.
+            positions: [R], the position of each row's new token in its sequence.
         """
         begin = time.perf_counter()
         where = [index for index, row in enumerate(rows) if row is not None]
@@ -182,14 +182,14 @@ class GrammarMasks:
         indices = torch.tensor(where, dtype=torch.int64, pin_memory=bits.is_pinned())
         indices = indices.to(self._device, non_blocking=True)
         bits = bits.to(self._device, non_blocking=True)
-        at_once = rows_at_once(logits.shape[-1])  # it takes memory as a draw does, and before it
+        at_once = rows_at_once(logits.shape[-1])  # masking takes as much memory a row as a draw
         for some, their_bits in zip(indices.split(at_once), bits.split(at_once), strict=True):
             apply_token_bitmask(logits, some, their_bits)
 
     def _fill(self, states: Sequence[GrammarRow]) -> Tensor:
         """[C, W] int32: the masks of the rows that have grammars; all bits of the others."""
         words = -(-self._vocab_size // 32)
-        # New memory every step: what the last step copies from may still be read by the device.
+        # New memory in every step: the device may still copy from that of the last step.
         bits = torch.empty(
             (len(states), words), dtype=torch.int32, pin_memory=self._device.type == "cuda"
         )

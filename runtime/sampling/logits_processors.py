@@ -1,6 +1,6 @@
-"""What sampling parameters do to a row's logits before the draw: one processor for each family.
+"""Logits processors: apply logit bias, penalties and minimum length to logits before the draw.
 
-A processor keeps its own state by row. The sampler only knows the protocol, so a parameter that
+A processor keeps its own state by row. The sampler uses the protocol only, so a new parameter that
 changes logits is a class here and an entry of `make_processors`.
 """
 
@@ -28,7 +28,7 @@ class LogitsProcessor(RowState, Protocol):
         ...
 
     def depends_on_output(self, row: int) -> bool:
-        """Whether what it does to the row depends on the tokens drawn before."""
+        """Whether its effect on the row depends on the tokens drawn before."""
         ...
 
     def apply(self, logits: Tensor, rows: Sequence[int], positions: Sequence[int]) -> None:
@@ -36,8 +36,8 @@ class LogitsProcessor(RowState, Protocol):
 
         Args:
             logits: [R, V] float32.
-            rows: of the R rows of logits; a row may occur again with a later position.
-            positions: where in its sequence each row's new token goes.
+            rows: [R], the row of each row of logits; one may occur again with a later position.
+            positions: [R], the position of each new token in its sequence.
         """
         ...
 
@@ -152,7 +152,7 @@ class _Early(NamedTuple):
 class MinTokens:
     """`min_tokens`: no end-of-sequence or stop token before so many output tokens.
 
-    A row with a grammar is left to the grammar's mask, which knows whether there is another way.
+    `GrammarMasks` does this for a row with a grammar, which may allow no other token.
     """
 
     def __init__(self, device: torch.device) -> None:

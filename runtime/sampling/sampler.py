@@ -1,13 +1,12 @@
-"""From logits to tokens, for the rows of a step: the per-row sampling state and the order of
-operations.
+"""The sampler: from a step's logits to tokens, with the sampling state of every row.
 
 Order: log-probabilities from the raw logits; logits processors (logit bias, penalties, minimum
     length, allowed tokens and bad words); grammar; temperature; top-k, top-p, min-p; one draw keyed
     by (seed, position).
 
-A sequence with drafts has one row of logits per guess and one more. Each of its tokens is drawn as
-without drafts, from the state that the tokens before left, up to the first that is not the guess.
-So drafts change neither tokens nor log-probabilities.
+A sequence with k drafts has 1 + k rows of logits. Its tokens are drawn one after the other, each as
+without drafts, up to the first that differs from its draft. So drafts change neither tokens nor
+log-probabilities.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class _Row:
         params = request.sampling
         self.params = params
         self.seed = params.seed or 0
-        # 0 means that top-k is off; the draws want it as a number of tokens.
+        # 0 means that top-k is off, which the draw expresses as V tokens.
         self.top_k = params.top_k if 0 < params.top_k < vocab_size else vocab_size
         self.path = sample_path(
             temperature=params.temperature,
@@ -61,16 +60,16 @@ class _Row:
 
     @property
     def mask(self) -> GrammarRow | None:
-        """What masks its next token, if anything does."""
+        """The state that masks the next token; None if nothing does."""
         return None if self.grammar is None or self.grammar.is_free else self.grammar
 
     def draw(self, position: int) -> RowSampling:
-        """What the draw of the token at `position` depends on."""
+        """The parameters of the draw of the token at `position`."""
         params = self.params
-        # A greedy row draws nothing, so its number is not worth its hash.
+        # A greedy row needs no random number, so the hash is not computed.
         greedy = self.path is SamplePath.greedy
         uniform = 0.0 if greedy else uniform_number(self.seed, position)
-        # Smaller temperatures would overflow to infinity; they are greedy for all purposes.
+        # Smaller temperatures would overflow to infinity, so they count as greedy.
         temperature = max(params.temperature, 1e-3)
         return RowSampling(self.path, temperature, self.top_k, params.top_p, params.min_p, uniform)
 
@@ -90,7 +89,7 @@ class PendingTokens:
     ) -> None:
         self.last_tokens = token_ids
         self._logprobs = logprobs
-        self._grammars = grammars  # of the step's rows; empty = none has one
+        self._grammars = grammars  # mask state of each row of the step; empty = no row has one
         self._copied: torch.cuda.Event | None = None
         if token_ids.device.type == "cpu":
             self._host = token_ids.clone()
@@ -101,7 +100,7 @@ class PendingTokens:
             self._copied.record()
 
     def read(self) -> StepResult:
-        """The tokens; waits for the device, and tells the rows' grammars."""
+        """Wait for the device; returns the tokens after passing them to the rows' grammars."""
         if self._copied is not None:
             self._copied.synchronize()
         logprobs = None if self._logprobs is None else self._logprobs.read()
@@ -114,12 +113,12 @@ class PendingTokens:
 
 
 class VerifiedTokens(NamedTuple):
-    """The tokens of a step that verifies drafts: on the host already, several for some sequences.
+    """The tokens of a step that verifies drafts. They are on the host already.
 
     Attributes:
         last_tokens: [N] int64 on the device, the last token of each sequence that samples.
-        token_ids: of all sequences, flat.
-        counts: tokens of each sequence.
+        token_ids: the tokens of all sequences, flat.
+        counts: the number of tokens of each sequence.
         endings: as in `StepResult`.
         logprobs: of the tokens; None = no row reports any.
     """
@@ -131,7 +130,7 @@ class VerifiedTokens(NamedTuple):
     logprobs: PendingLogprobs | None
 
     def read(self) -> StepResult:
-        """The step's result; waits for the log-probabilities alone."""
+        """Wait for the log-probabilities; returns the step's result."""
         logprobs = None if self.logprobs is None else self.logprobs.read()
         return StepResult(self.token_ids, logprobs, endings=self.endings, counts=self.counts)
 
@@ -139,7 +138,7 @@ class VerifiedTokens(NamedTuple):
 class Sampler:
     """Owns the sampling state of every row.
 
-    A step goes through it twice: `stage` before the model runs, `launch` with its logits.
+    A step calls `stage` before the model runs and `launch` with its logits.
     """
 
     def __init__(
@@ -153,10 +152,10 @@ class Sampler:
     ) -> None:
         """
         Args:
-            max_num_seqs: rows.
+            max_num_seqs: number of rows.
             vocab_size: V.
             device: of the logits.
-            token_sampler: samples the tokens; None = row by row, which suits a CPU.
+            token_sampler: samples the tokens; None = row by row, as is faster on a CPU.
             matchers: gives a request's grammar matcher; None = no request has a grammar.
         """
         self._states: list[_Row | None] = [None] * max_num_seqs
@@ -185,13 +184,12 @@ class Sampler:
     def stage(
         self, rows: list[int], positions: list[int], drafts: list[list[int]] | None = None
     ) -> None:
-        """Take a step's rows, and their parameters to the device.
+        """Copy the parameters of a step's rows to the device.
 
         Args:
-            rows: [R], the row of each token whose logits are wanted.
-            positions: [R], where in its sequence the token goes that is drawn there.
-            drafts: of each sequence that samples, the guesses for its positions but the last; None
-                = no sequence has any.
+            rows: [R], the row of each row of logits.
+            positions: [R], the position in its sequence of the token drawn there.
+            drafts: the draft tokens of each sequence that samples; None = no sequence has any.
         """
         self._staged = states = [self._state(row) for row in rows]
         self._reporting = [
@@ -226,7 +224,7 @@ class Sampler:
         raw = logits.clone() if any(map(self._reports_before, self._reporting)) else logits
         token_ids, masks = self._pick(logits, self._rows, states, self._positions)
         if raw is not logits:
-            # A beam search continues with what is likeliest after the edits.
+            # A beam search needs the likeliest tokens after the edits.
             for index, state in enumerate(states):
                 if state.is_beam:
                     raw[index] = logits[index]
@@ -236,15 +234,15 @@ class Sampler:
         return PendingTokens(token_ids, logprobs, masks)
 
     def sample(self, logits: Tensor, rows: list[int], positions: list[int]) -> StepResult:
-        """`stage`, `launch` and `read` in one."""
+        """Call `stage`, `launch` and `read`."""
         self.stage(rows, positions)
         return self.launch(logits).read()
 
     def _verify(self, logits: Tensor, drafts: list[list[int]]) -> VerifiedTokens:
-        """Draw every sequence's tokens until one is not the guess.
+        """Draw every sequence's tokens until one differs from its draft.
 
-        In each round a sequence draws its next token. One whose draws do not depend on its output
-        draws all its tokens in the first round.
+        In each round, every unfinished sequence draws its next token. A sequence whose draws do not
+        depend on its output draws all its tokens in the first round.
         """
         starts = [0]
         for guesses in drafts:
@@ -254,7 +252,7 @@ class Sampler:
         open_seqs = list(range(len(drafts)))
         while open_seqs:
             chosen: list[int] = []  # rows of logits of this round
-            counts: list[int] = []  # of which each sequence has so many
+            counts: list[int] = []  # rows of each sequence among `chosen`
             for seq in open_seqs:
                 first = starts[seq] + len(tokens[seq])
                 end = first + 1 if self._depends_on_output(first) else starts[seq + 1]
@@ -287,7 +285,7 @@ class Sampler:
         tokens: list[list[int]],
         endings: dict[tuple[int, int], str],
     ) -> VerifiedTokens:
-        """What became of each sequence; `logits` are raw but for the rows of beams."""
+        """The result of the verification. `logits` are raw, except in the rows of beams."""
         flat = [token for some in tokens for token in some]
         kept = [
             start + i for start, some in zip(starts, tokens, strict=False) for i in range(len(some))
@@ -312,7 +310,7 @@ class Sampler:
     def _pick_some(
         self, logits: Tensor, chosen: list[int]
     ) -> tuple[list[int], Sequence[GrammarRow | None]]:
-        """Draw for some rows of the logits, which stay as they are but for those of beams."""
+        """Draw for some rows of the logits. Only the rows of beams are changed."""
         states = [self._staged[index] for index in chosen]
         positions = [self._positions[index] for index in chosen]
         part = logits[torch.tensor(chosen, device=self._device)]
@@ -331,7 +329,7 @@ class Sampler:
         """Change the logits as the rows' parameters ask, draw, and take in the tokens.
 
         Returns:
-            [R] int64 token ids, and what masked each row; empty when nothing was masked.
+            [R] int64 token ids, and the mask state of each row; empty when no row was masked.
         """
         processors = self._processors if any(state.is_edited for state in states) else ()
         for processor in processors:
@@ -358,7 +356,7 @@ class Sampler:
         return any(processor.depends_on_output(row) for processor in self._processors)
 
     def _reports_before(self, index: int) -> bool:
-        """Whether a staged row's logits are changed, and reported as they were before that."""
+        """Whether a staged row reports log-probabilities from before its logits are changed."""
         state = self._staged[index]
         return not state.is_beam and (state.is_edited or state.mask is not None)
 
@@ -369,11 +367,11 @@ class Sampler:
 
 
 def sampling_bytes(max_num_rows: int, max_num_seqs: int, vocab_size: int) -> int:
-    """The most bytes that logits and sampling take at once, when every row asks for everything.
+    """The most bytes that logits and sampling take at once, if every row uses every parameter.
 
-    Per logit: as the head computes it (2), as float32 (4), where sampling reads it (4), as it was
-    before the edits (4), and allowed tokens at work (2). Per sequence and token of the vocabulary:
-    counts (4) and prompt (1) of penalties, allowed tokens (1). Besides these, what a draw works on.
+    Bytes per logit: the head's output (2), float32 (4), the sampling input (4), the copy from
+    before the edits (4), temporaries of allowed tokens (2). Bytes per sequence and vocabulary
+    entry: counts (4) and prompt (1) for penalties, allowed tokens (1). The draw's memory is added.
 
     Args:
         max_num_rows: R, rows of logits of the largest step.

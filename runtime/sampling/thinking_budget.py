@@ -1,6 +1,6 @@
-"""Thinking budgets: ends the reasoning of a row after so many tokens.
+"""Thinking budgets: decide when the reasoning of an answer must end.
 
-Pure: token ids in, a yes or no out. The mask is made where grammars' masks are.
+grammar_masks.py makes the mask that allows only the end token then.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ class ThinkingBudget:
     """Counts the reasoning tokens of one answer.
 
     Args:
-        limit: of its reasoning.
-        token_ids: that it has already, when it resumes.
+        limit: the limit of the reasoning.
+        token_ids: output tokens so far, when a sequence resumes.
 
     Attributes:
-        is_over: the reasoning has ended, or there was none.
+        is_over: whether the reasoning has ended, or there was none.
     """
 
     __slots__ = ("_has_begun", "_limit", "_num_tokens", "is_over")
@@ -35,7 +35,7 @@ class ThinkingBudget:
 
     @property
     def end_token_id(self) -> int:
-        """What ends the reasoning."""
+        """The token that ends the reasoning."""
         return self._limit.end_token_id
 
     @property
@@ -44,7 +44,7 @@ class ThinkingBudget:
         return self._has_begun and not self.is_over and self._num_tokens >= self._limit.max_tokens
 
     def take(self, token_id: int) -> None:
-        """The answer's next token."""
+        """Count the answer's next token."""
         if self.is_over:
             return
         if not self._has_begun:

@@ -1,8 +1,8 @@
-"""Which tokens a row may pick next: allowed token ids and bad words, for all rows of a step.
+"""Applies allowed token ids and bad words to the logits of all rows of a step.
 
-The state of every row lies in tensors on the device, and `apply` and `advance` are tensor
-operations whose shapes depend on the number of rows alone: no loop over rows, no wait for the
-device, nothing that a captured graph could not hold.
+The state of every row lies in tensors on the device. `apply` and `advance` are tensor operations
+whose shapes depend on the number of rows alone. They do not wait for the device and could be part
+of a captured graph.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from ostinato.runtime.types.request import Request
 
 __all__ = ("TokenLimits", "limits_tokens")
 
-# What a bad word's last token weighs. Finite, so that a row which may pick nothing else still has a
-# distribution; lower than any logit, so that it is picked in that case only.
+# The logit of a bad word's last token. It is lower than any other logit, and finite, so that it is
+# drawn only if no other token is allowed.
 BAD_WORD_LOGIT = -1e30
 _ANY = -1  # matches every token: fills up words that are shorter than the longest
 _NONE = -2  # matches no token: the history before the first output token
@@ -41,7 +41,8 @@ class TokenLimits:
         self._device = device
         self._limited: set[int] = set()  # rows whose state is not neutral
         self._allowed: Tensor | None = None  # [S, V] bool
-        # A word is a beginning, which the latest output must match, and the token to forbid then.
+        # A word is a beginning and an end. The end is forbidden when the output ends with the
+        # beginning.
         self._beginnings = self._full((max_num_seqs, 0, 0), _ANY)  # [S, W, L - 1]
         self._ends = self._full((max_num_seqs, 0), 0)  # [S, W]
         self._is_word = torch.zeros((max_num_seqs, 0), dtype=torch.bool, device=device)  # [S, W]
@@ -76,12 +77,12 @@ class TokenLimits:
         return row in self._limited and self._latest.shape[1] > 0
 
     def apply(self, logits: Tensor, rows: Sequence[int], positions: Sequence[int]) -> None:
-        """Make what the rows may not pick impossible, in place.
+        """Lower the logits of tokens that the rows may not pick, in place.
 
         Args:
             logits: [R, V] float32.
-            rows: the rows of `logits`; rows without limits stay as they are.
-            positions: where in its sequence each row's new token goes; not used.
+            rows: [R], the row of each row of logits; rows without limits are not changed.
+            positions: [R], the position of each new token in its sequence; not used.
         """
         if not self._limited or self._limited.isdisjoint(rows):
             return
@@ -94,7 +95,7 @@ class TokenLimits:
             latest = self._latest[rows][:, None, :]
             beginnings = self._beginnings[rows]
             matches = ((beginnings == latest) | (beginnings == _ANY)).all(-1) & self._is_word[rows]
-            # The least of all words' values: one token may end several words.
+            # The minimum over all words, because one token may end several.
             values = torch.where(matches, BAD_WORD_LOGIT, float("inf")).to(logits.dtype)
             logits.scatter_reduce_(1, self._ends[rows].long(), values, "amin")
 
@@ -130,7 +131,7 @@ class TokenLimits:
         ends[:, :old_words] = self._ends
         is_word = torch.zeros((rows, new_words), dtype=torch.bool, device=self._device)
         is_word[:, :old_words] = self._is_word
-        # Running rows keep what they know; the words they have are no longer than that.
+        # Running rows keep their shorter history, which is long enough for their words.
         latest = self._full((rows, new_length), _NONE)
         latest[:, new_length - old_length :] = self._latest
         self._beginnings, self._ends = beginnings, ends

@@ -1,7 +1,7 @@
 """Log-probabilities of sampled tokens: `logprobs`, `logprob_token_ids` and the candidates of beams.
 
-They come from the raw logits, as the model gave them; those of beams from the logits that the
-search may choose from.
+They are computed from the model's raw logits. Those of beams are computed after the logits
+processors and masks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class LogprobRequest:
 
     Attributes:
         num_top: how many of the likeliest tokens; None = the row reports nothing.
-        token_ids: reported instead of the likeliest; None = they are not.
+        token_ids: tokens to report instead of the likeliest; None = report the likeliest.
     """
 
     __slots__ = ("num_top", "on_device", "token_ids")
@@ -45,14 +45,14 @@ class LogprobRequest:
 class PendingLogprobs(NamedTuple):
     """Log-probabilities on their way to the host."""
 
-    columns: list[Tensor]  # the four of `token_logprobs`, for the rows that ask
-    asking: list[int]  # those rows, of the step's
-    wanted: list[int | None]  # how many of the likeliest each of the step's rows asks for
-    chosen: dict[int, Sequence[int]]  # tokens that rows ask for instead
-    chosen_values: Tensor | None  # [C, W], of those rows in order, as far as each has tokens
+    columns: list[Tensor]  # the four tensors of `token_logprobs`, for the rows in `asking`
+    asking: list[int]  # indices of the rows that report log-probabilities
+    wanted: list[int | None]  # per row of the step, the number of likeliest tokens to report
+    chosen: dict[int, Sequence[int]]  # by row, the tokens to report instead of the likeliest
+    chosen_values: Tensor | None  # [C, W], log-probabilities of `chosen`, padded to W tokens
 
     def read(self) -> list[TokenLogprobs | None]:
-        """One per row, None for those that report nothing; waits for the device."""
+        """Wait for the device; returns one entry per row, None for rows that report nothing."""
         values, ranks, ids, tops = (column.tolist() for column in self.columns)
         result: list[TokenLogprobs | None] = [None] * len(self.wanted)
         for place, index in enumerate(self.asking):
@@ -74,12 +74,12 @@ class PendingLogprobs(NamedTuple):
 def start_logprobs(
     raw: Tensor, token_ids: Tensor, requests: Sequence[LogprobRequest]
 ) -> PendingLogprobs | None:
-    """Compute what rows report, without waiting for the device.
+    """Compute the reported log-probabilities, without waiting for the device.
 
     Args:
         raw: [R, V] float32 logits.
         token_ids: [R] int64, the tokens that were drawn.
-        requests: of the R rows.
+        requests: [R], one per row.
 
     Returns:
         None when no row reports anything.
@@ -104,7 +104,7 @@ def start_logprobs(
 
 
 def _chosen(raw: Tensor, requests: Sequence[LogprobRequest]) -> Tensor | None:
-    """[C, W] log-probabilities of the tokens that C of the rows ask for."""
+    """[C, W] log-probabilities of chosen tokens, for the C rows that choose some."""
     asking = [(i, one.on_device) for i, one in enumerate(requests) if one.on_device is not None]
     if not asking:
         return None

@@ -1,7 +1,7 @@
 """The sequences of the beam searches: one per beam, forked and dropped as the searches advance.
 
-A beam whose candidates have come waits for those of the others of its search. While it waits it
-keeps its row and blocks unless another sequence needs them; what it computed can be computed again.
+A beam whose candidates have arrived waits for the other beams of its search. Meanwhile it keeps its
+row and blocks, unless another sequence needs them. Its keys and values are then computed again.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ("BeamGroups", "is_parked")
 
 
 def is_parked(sequence: Sequence) -> bool:
-    """Whether it is a beam with nothing to compute before the others of its search have."""
+    """Whether it is a beam that waits for the other beams of its search."""
     return sequence.beam is not None and sequence.beam.candidates is not None
 
 
@@ -41,8 +41,8 @@ class BeamGroups:
     """All beam searches of a scheduler.
 
     Args:
-        cache: the blocks.
-        place: gives a fork a row or lets it wait; does nothing for a sequence that runs.
+        cache: the KV cache manager.
+        place: gives a forked sequence a row or queues it; does nothing for a running sequence.
         drop: ends a sequence without an output.
     """
 
@@ -66,11 +66,11 @@ class BeamGroups:
         self._groups[request.request_id] = _Group(search, sequence, max_model_len)
 
     def end(self, request_id: str) -> list[Sequence]:
-        """Forget a search; its sequences, which the caller ends."""
+        """Forget a search; returns its sequences, which the caller must end."""
         return self._groups.pop(request_id).sequences
 
     def take(self, sequence: Sequence, candidates: TokenLogprobs | None) -> None:
-        """Keep what a step found to continue a beam with."""
+        """Store the candidates that a step found for a beam."""
         assert sequence.beam is not None, "a sequence of a beam search"
         assert candidates is not None, "the sampler reports the candidates of every beam"
         group = self._groups[sequence.request.request_id]
@@ -78,12 +78,12 @@ class BeamGroups:
         if sequence.prompt_logprobs is not None:
             group.prompt_logprobs, sequence.prompt_logprobs = sequence.prompt_logprobs, None
         if sequence.status is SequenceStatus.preempted:
-            sequence.status = SequenceStatus.parked  # there is nothing to compute again
+            sequence.status = SequenceStatus.parked  # its candidates need not be computed again
         if group.search.is_ready:
             self._ready.append(group)
 
     def advance(self) -> list[SequenceOutput]:
-        """Advance every search whose candidates are complete; the outputs of those that end."""
+        """Advance every search whose candidates are complete; returns outputs of ended searches."""
         ready, self._ready = self._ready, []
         outputs = []
         for group in ready:
@@ -98,7 +98,7 @@ class BeamGroups:
             for move in moves:
                 parent = by_beam[id(move.beam)]
                 child = parent
-                if parent in children:  # it goes on with its first move already
+                if parent in children:  # the parent's sequence continues as its first child
                     child = group.fork(parent)
                     for held, empty in zip(parent.block_tables, child.block_tables, strict=True):
                         self._cache.fork(held, empty)

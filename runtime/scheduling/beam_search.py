@@ -1,10 +1,10 @@
-"""Beam search: which beams go on with which tokens, and which finished sequences are the best.
+"""Beam search: which beams continue with which tokens, and which finished sequences are the best.
 
-Pure bookkeeping of one request, without blocks, rows or steps: candidates in, moves out. The rules
-are those of `transformers` (`GenerationMixin._beam_search`): the W * (1 + stop tokens) likeliest
-continuations of all beams together are looked at; those that stop and are among the first W are
-kept as finished; the first W others live on. Early stopping as in Wu et al. 2016 and its two
-neighbours, `early_stopping`.
+This is the search of one request, without blocks, rows or steps. The rules are those of
+`transformers` (`GenerationMixin._beam_search`). Of all beams' continuations, the W * (1 + number of
+stop tokens) likeliest are candidates. A candidate that ends with a stop token is kept as finished
+if it is among the first W. The first W other candidates are the next beams. `early_stopping` has
+the values of transformers: False is the heuristic of Wu et al. 2016.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from ostinato.runtime.types.request import Request
 
 __all__ = ("Beam", "BeamSearch", "Move", "num_candidates")
 
-# Below it a continuation is one that only a last resort makes possible: a bad word.
+# A continuation with a lower log-probability is a bad word, allowed only as a last resort.
 _LEAST_LOGPROB = -1e20
 
 
 def num_candidates(request: Request) -> int:
-    """How many of a beam's likeliest continuations the search has to see."""
+    """The number of a beam's likeliest continuations that the search needs."""
     sampling = request.sampling
     stop_token_ids = set(sampling.stop_token_ids)
     if not sampling.ignore_eos:
@@ -37,8 +37,8 @@ class Beam:
         cumulative_logprob: of its output tokens.
         token_ids: its output tokens.
         logprobs: one per output token.
-        candidates: its likeliest continuations; None while the step that finds them is not back.
-        is_moved: its last token, or its block table, is not known to the runner.
+        candidates: its likeliest continuations; None until the step that finds them is read.
+        is_moved: the runner does not have its last token or its block table yet.
     """
 
     __slots__ = (
@@ -81,12 +81,12 @@ class BeamSearch:
     """One request's search.
 
     Args:
-        request: with `sampling.use_beam_search`.
-        max_new_tokens: its longest output.
+        request: a request with `sampling.use_beam_search`.
+        max_new_tokens: the length of its longest output.
 
     Attributes:
-        beams: those that live, best first; one at the beginning.
-        is_done: no beam lives on.
+        beams: the current beams, best first; one at the beginning.
+        is_done: whether the search has ended.
     """
 
     def __init__(self, request: Request, max_new_tokens: int) -> None:
@@ -112,7 +112,8 @@ class BeamSearch:
         """Decide the next token of every beam, once `is_ready`.
 
         Returns:
-            What lives on, best first; `beams` are still the old ones. Empty = `is_done`.
+            The moves that make the next beams, best first; empty = the search is done. `beams`
+            are not replaced here.
         """
         self._length += 1
         moves = self._best_moves()
@@ -122,7 +123,7 @@ class BeamSearch:
         is_full = len(self._finished) == self._width
         if self._can_improve and not (is_full and self._sampling.early_stopping is True):
             self._finished += map(self._finish, ended)
-            # Stable: of equals the one that was found first stays before the other.
+            # The sort is stable: of equal scores, the one found first stays first.
             self._finished.sort(key=lambda one: one.score, reverse=True)
             del self._finished[self._width :]
         self._can_improve = self._can_improve and self._may_improve(alive)
@@ -161,7 +162,7 @@ class BeamSearch:
         if len(self._finished) < self._width or not alive:
             return True
         penalty = self._sampling.length_penalty
-        # What the best one would score now, or "never": at the length that suits it best.
+        # Its best possible score: now, or with "never" at the most favourable length.
         hopes = self._sampling.early_stopping == "never" and penalty > 0.0
         length = self._max_new_tokens if hopes else self._length
         return alive[0].cumulative_logprob / length**penalty > self._finished[-1].score

@@ -1,7 +1,7 @@
 """The inter-token-latency target: how many prompt tokens fit into a step that has decodes.
 
-Every decoding sequence waits for the whole step, so what a long prompt gets of a step is bounded by
-the step's cost, not by its tokens alone.
+Every decoding sequence waits for the whole step. So the tokens of a prompt in such a step are
+limited by the predicted seconds of the step.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ __all__ = ("ItlBound", "StepAllowance")
 
 
 class StepAllowance:
-    """What one step's decodes leave for prompts. Chunks are asked for, then taken.
+    """The prompt tokens that fit into one step beside its decodes.
+
+    `largest` says how long a chunk may be, `take` adds it to the step.
 
     Args:
-        costs: seconds of steps.
-        target_s: what the step may take.
-        least_chunk: tokens for the first chunk when not even one fits.
+        costs: the step-cost table.
+        target_s: seconds that the step may take.
+        least_chunk: tokens of the first chunk if not even one token fits.
         num_decodes: decoding sequences of the step, at least 1.
         context: their mean number of cached tokens.
     """
@@ -58,8 +60,8 @@ class StepAllowance:
             has_scores: the tokens' log-probabilities are wanted.
 
         Returns:
-            At most `limit`; 0 when none fit. The first chunk of a step always gets some: where the
-            decodes alone miss the target, prompts would wait for ever.
+            At most `limit`; 0 if none fit. The first chunk of a step always gets some tokens.
+            Otherwise prompts would never advance when the decodes alone miss the target.
         """
         if limit < 1 or self._fits(limit, start, has_scores=has_scores):
             return max(limit, 0)
@@ -79,7 +81,7 @@ class StepAllowance:
         return self._fits(num_tokens, start)
 
     def take(self, chunk: Chunk) -> None:
-        """A chunk becomes part of the step."""
+        """Add a chunk to the step."""
         self._num_tokens += chunk.num_tokens
         self._num_seqs += 1
         self._num_chunks += 1
@@ -94,12 +96,12 @@ class StepAllowance:
 
 
 class ItlBound:
-    """The target of an engine.
+    """The inter-token-latency target of an engine.
 
     Args:
-        costs: seconds of steps.
-        target_s: what a step with decodes may take.
-        least_chunk: tokens that a prompt gets of a step when the decodes alone miss the target.
+        costs: the step-cost table.
+        target_s: seconds that a step with decodes may take.
+        least_chunk: prompt tokens of a step whose decodes alone miss the target.
     """
 
     def __init__(self, costs: CostTable, target_s: float, *, least_chunk: int) -> None:
@@ -115,7 +117,7 @@ class ItlBound:
         return self.allowance(len(contexts), sum(contexts) / len(contexts))
 
     def allowance(self, num_decodes: int, context: float) -> StepAllowance:
-        """The allowance of a step with so many decodes of a mean context."""
+        """The allowance of a step with `num_decodes` decodes, whose mean context is `context`."""
         return StepAllowance(
             self._costs,
             self._target_s,

@@ -1,9 +1,9 @@
 """Sequences that wait until the next blocks of their prefix are loaded from a slower tier.
 
-A load fills device blocks of its own. When it ends they become cached blocks like any others, and
-the sequences that waited for it go back to the waiting queue, where admission finds the longer
-prefix. What could not be loaded is computed. Each sequence begins at most one load, so blocks that
-are evicted before it is admitted can not make it load for ever.
+A load fills newly allocated device blocks. When it ends, these become cached blocks, and the
+sequences that waited for it go back to the waiting queue. Admission then finds the longer prefix.
+Blocks that could not be loaded are computed. Each sequence starts at most one load, so that it does
+not load the same blocks again and again when they are evicted before its admission.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class BlockLoads:
     """All loads of a scheduler that have not ended.
 
     Args:
-        cache: the blocks.
+        cache: the KV cache manager.
     """
 
     def __init__(self, cache: KVCacheManager) -> None:
@@ -60,7 +60,7 @@ class BlockLoads:
         return (load.table for load in self._loads.values())
 
     def sequences(self) -> list[Sequence]:
-        """Those that wait for a load."""
+        """Sequences that wait for a load."""
         return [
             sequence
             for load in self._loads.values()
@@ -71,15 +71,16 @@ class BlockLoads:
     def begin(self, sequence: Sequence, match: PrefixMatch, num_spare: int) -> BlockTransfer | None:
         """Let a waiting sequence wait for the blocks that `match` names in the tier.
 
-        Its status is `loading` then. If another load fetches the same blocks, it waits for that.
+        Its status becomes `loading`. If another load already fetches the same blocks, it waits for
+        that one. Nothing happens if too few blocks are free.
 
         Args:
-            sequence: waiting; the caller takes it out of the waiting queue when it is `loading`.
-            match: the sequence's; some blocks are in the tier.
-            num_spare: free blocks that are kept for others.
+            sequence: a waiting sequence. The caller removes it from the queue if it is `loading`.
+            match: its prefix match, with some blocks in the tier.
+            num_spare: free blocks that must be left for other sequences.
 
         Returns:
-            The transfer to be made, if this began one.
+            The transfer to make, if a new load was started.
         """
         cache, table = self._cache, sequence.block_table
         first_hash = table.hashes[len(match.block_ids)]
@@ -93,7 +94,7 @@ class BlockLoads:
             cache.num_missing_blocks(num_tokens, match) + num_spare > cache.num_free_blocks
         ):
             return None
-        cache.hold_places(match.places)  # before blocks are taken, which may store others
+        cache.hold_places(match.places)  # first: allocating blocks may replace places
         blocks = table.fork()
         admitted = cache.admit(blocks, match, num_tokens)
         assert admitted, "blocks that were counted free can not be allocated"
@@ -108,10 +109,10 @@ class BlockLoads:
         return transfer
 
     def finish(self, transfer_id: int, num_blocks: int) -> list[Sequence]:
-        """A load has ended: its first `num_blocks` blocks are there, the others failed.
+        """End a load: its first `num_blocks` blocks have their contents, the others failed.
 
         Returns:
-            The sequences that waited for it and have not ended; they wait for admission again.
+            The unfinished sequences that waited for it. The caller queues them again.
 
         Raises:
             KeyError: there is no such load.

@@ -1,9 +1,9 @@
 """Draft tokens for running sequences: the protocol of a drafter, and how drafts enter a step.
 
-A draft is a guess of the tokens that follow a sequence's last one. The step computes the guesses
-beside the last token; sampling draws each position as plain decoding would and keeps the tokens up
-to the first that differs from its guess. So drafts change how many tokens a step gives, and never
-which. The engine has no drafter of its own yet; `build_engine(proposer=...)` takes one.
+Drafts are guesses of the tokens that follow a sequence's last one. The step computes them beside
+the last token. Sampling draws each position as plain decoding does, and keeps the tokens up to the
+first that differs from its draft. So drafts do not change the output. The engine has no drafter of
+its own yet; `build_engine(proposer=...)` takes one.
 """
 
 from __future__ import annotations
@@ -25,43 +25,44 @@ class Proposer(Protocol):
 
     @property
     def max_drafts(self) -> int:
-        """The most guesses for one sequence in one step, at least 1. The engine plans its rows of
-        logits for them.
+        """The most draft tokens for one sequence in one step, at least 1.
+
+        The engine plans memory for as many rows of logits.
         """
         ...
 
     def propose(self, request: Request, token_ids: Many[int], most: int) -> Many[int]:
-        """Guess what follows.
+        """Guess the next tokens of a sequence.
 
         Args:
-            request: what the sequence is computed for.
-            token_ids: its prompt and the output that has arrived; not to be changed.
-            most: guesses that can be used, at least 1.
+            request: the sequence's request.
+            token_ids: its prompt and the output so far; must not be changed.
+            most: draft tokens that can be used, at least 1.
 
         Returns:
-            Up to `most` token ids of the vocabulary; those beyond `most` are ignored.
+            Up to `most` token ids of the vocabulary; further ones are ignored.
         """
         ...
 
     def forget(self, request_id: str) -> None:
-        """The request has ended."""
+        """Drop the state of a request that has ended."""
         ...
 
 
 class DraftPlanner:
-    """Adds drafts to a planned step, with what tokens and blocks the step leaves over.
+    """Adds drafts to a planned step, within its remaining tokens and blocks.
 
-    Nothing is preempted for a draft, no waiting sequence loses its turn, and a drafted token is no
-    known token: no block is registered with a guess in it.
+    A draft preempts no sequence and delays no waiting one. Blocks with draft tokens are not
+    registered, because the tokens are not known yet.
 
     Args:
         proposer: the drafter.
-        cache: the blocks.
-        max_drafts: guesses for one sequence in one step.
+        cache: the KV cache manager.
+        max_drafts: draft tokens of one sequence in one step, at most.
 
     Attributes:
-        num_draft_tokens: guesses that were scheduled.
-        num_accepted_tokens: of which were right.
+        num_draft_tokens: draft tokens that were scheduled.
+        num_accepted_tokens: draft tokens that were right.
     """
 
     def __init__(self, proposer: Proposer, cache: KVCacheManager, max_drafts: int) -> None:
@@ -74,11 +75,11 @@ class DraftPlanner:
     def add(self, step: StepPlan, num_running: int) -> None:
         """Extend the step's decode entries by drafts.
 
-        Only a sequence without another step in flight gets one: its last token is on the host.
+        Only sequences without another step in flight get drafts, because their last token is known.
 
         Args:
-            step: all else is planned.
-            num_running: sequences that run; so many free blocks are left for them.
+            step: a step in which everything else is planned.
+            num_running: number of running sequences. One free block is left for each.
         """
         for index, sequence in enumerate(step.sequences):
             if step.budget_left < 1:

@@ -5,8 +5,8 @@
              |  loading  | preempt: row and blocks are given up, everything is computed again
              +-----------+
 
-A sequence that leaves `running` while a step in flight still uses its row and blocks is draining:
-both come back when that step has been read (`settle`).
+A sequence is draining if it left `running` while a step in flight uses its row and blocks. Both
+become free when that step has been read (`settle`).
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ class SequenceQueues:
     """The sequences of a scheduler by status, and the rows.
 
     Args:
-        cache: the blocks that sequences hold.
+        cache: the KV cache manager.
         num_rows: sequences that may run at once.
 
     Attributes:
-        waiting: in the policy's order; they hold neither rows nor blocks.
-        running: in the policy's order; each holds a row and blocks.
-        draining: preempted, parked or finished, but part of a step in flight.
-        num_preemptions: since the start.
+        waiting: sequences without rows and blocks, in the policy's order.
+        running: sequences with a row and blocks, in the policy's order.
+        draining: preempted, parked or finished sequences that are part of a step in flight.
+        num_preemptions: preemptions since the start.
     """
 
     def __init__(self, cache: KVCacheManager, num_rows: int) -> None:
@@ -59,31 +59,32 @@ class SequenceQueues:
         return len(self._free_rows)
 
     def all_waiting(self) -> list[Sequence]:
-        """Those that wait for a row, preempted ones that are draining included."""
+        """Sequences that wait for a row, preempted ones that are draining included."""
         return [*self.waiting, *(s for s in self.draining if s.status is _PREEMPTED)]
 
     @property
     def num_waiting(self) -> int:
-        """How many wait for a row, preempted ones that are draining included."""
+        """Number of sequences that wait for a row, preempted ones that are draining included."""
         count = len(self.waiting)
         if self.draining:
             count += sum(sequence.status is _PREEMPTED for sequence in self.draining)
         return count
 
     def wait(self, sequence: Sequence) -> None:
-        """Queue a sequence that holds nothing, in its place in the policy's order."""
+        """Queue a sequence without row and blocks, at its place in the policy's order."""
         sequence.status = SequenceStatus.waiting
         insort(self.waiting, sequence, key=by_order)
 
     def start(self, sequence: Sequence, index: int) -> None:
-        """Give a sequence that has blocks a row; it becomes number `index` of those that run."""
+        """Give a sequence with blocks a row, and insert it into `running` at `index`."""
         sequence.row = heappop(self._free_rows)
         sequence.status = _RUNNING
         self.running.insert(index, sequence)
 
     def place(self, sequence: Sequence) -> None:
-        """Continue a beam: it runs when it has blocks and there is a row, else it waits and is
-        computed again. Does nothing for one that runs.
+        """Continue a beam that does not run.
+
+        It runs if it has blocks and there is a row. Otherwise it waits and is computed again.
         """
         if sequence.status is _RUNNING:
             return
@@ -105,7 +106,7 @@ class SequenceQueues:
         sequence.status = _FINISHED
 
     def preempt_last(self) -> Sequence:
-        """Take the row and blocks of the last running sequence; it waits again."""
+        """Preempt the last running sequence: take its row and blocks and queue it."""
         sequence = self.running.pop()
         sequence.num_preemptions += 1
         self.num_preemptions += 1
@@ -113,7 +114,7 @@ class SequenceQueues:
         return sequence
 
     def release_parked(self) -> bool:
-        """Take the rows and blocks of beams that wait for others, which may wait for those.
+        """Take the rows and blocks of parked beams, so that the beams they wait for can run.
 
         Returns:
             Whether there were any.
@@ -125,8 +126,9 @@ class SequenceQueues:
         return bool(parked)
 
     def settle(self, sequence: Sequence) -> None:
-        """Take back the row and blocks of a sequence that left `running`, once no step in flight
-        uses them; a preempted one then waits.
+        """Free the row and blocks of a draining sequence, if no step in flight uses them any more.
+
+        A preempted sequence is queued then.
         """
         if sequence.num_in_flight:
             self.draining.add(sequence)
@@ -138,11 +140,11 @@ class SequenceQueues:
             self.wait(sequence)
 
     def remove_ended(self) -> None:
-        """Take those that no longer run out of `running`."""
+        """Remove the sequences that no longer run from `running`."""
         self.running = [s for s in self.running if s.status is _RUNNING]
 
     def free_blocks(self, sequence: Sequence) -> None:
-        """Give up all blocks of a sequence; nothing of it is computed then."""
+        """Free all blocks of a sequence and set its computed tokens to 0."""
         for table in sequence.block_tables:
             self.cache.free(table)
         sequence.num_computed_tokens = 0
@@ -152,7 +154,7 @@ class SequenceQueues:
         return sum(map(self.cache.num_reclaimable_blocks, sequence.block_tables))
 
     def num_draining_blocks(self) -> int:
-        """Blocks that come back with the steps in flight."""
+        """Blocks that become free when the steps in flight are read."""
         return sum(map(self.num_reclaimable_blocks, self.draining))
 
     def tables(self) -> Iterator[BlockTable]:

@@ -15,17 +15,18 @@ REPETITION_REASON = "repetition_detected"
 
 
 class RepetitionDetector:
-    """Reads one output token by token; how they were grouped into steps makes no difference.
+    """Reads one output token by token. The result does not depend on the grouping into steps.
 
-    An output ends with `count` copies of a pattern of `size` tokens exactly when each of its last
-    `size * (count - 1)` tokens is equal to the one `size` before it. So for every size it is enough
-    to know how many of the last tokens are. Only sizes at whose distance the new token occurs can
-    have any: a token costs as many dictionary entries as it occurs in the last `max_pattern_size`
-    tokens, whatever `min_count` is: less than a microsecond in ordinary text.
+    An output ends with `count` copies of a pattern of `size` tokens exactly if each of its last
+    `size * (count - 1)` tokens equals the token `size` positions before it. So the detector counts,
+    for each size, how many of the last tokens do. A new token can extend the count only of sizes at
+    whose distance the same token occurs. The cost of a token is therefore one dictionary entry for
+    each of its occurrences in the last `max_pattern_size` tokens: less than a microsecond in
+    ordinary text, whatever `min_count` is.
 
     Args:
-        params: with a largest pattern.
-        token_ids: an output so far, of which only the end that can matter is read.
+        params: parameters with `max_pattern_size` above 0.
+        token_ids: an output so far; only the part at its end that can matter is read.
     """
 
     __slots__ = ("_max_size", "_min_count", "_min_size", "_num_tokens", "_places", "_runs", "found")
@@ -35,8 +36,8 @@ class RepetitionDetector:
         self._min_size = max(1, params.min_pattern_size)
         self._min_count = params.min_count
         self._num_tokens = 0
-        self._places: dict[int, list[int]] = {}  # token id -> where it stands, ascending
-        self._runs: dict[int, int] = {}  # size -> last tokens that repeat those so far before them
+        self._places: dict[int, list[int]] = {}  # token id -> its positions, ascending
+        self._runs: dict[int, int] = {}  # size -> last tokens equal to those `size` before them
         self.found = False  # whether the last tokens are a repetition
         for token_id in list(token_ids)[-self._max_size * self._min_count :]:
             self.append(token_id)

@@ -1,14 +1,14 @@
-"""Which tokens are computed next: one token budget a step, no phases, plain data in and out.
+"""The scheduler: decides which tokens each step computes, within one token budget a step.
 
     schedule() -> SchedulerOutput -> (the executor) -> StepResult -> update() -> [SequenceOutput]
 
-`schedule` may run one step ahead: while step N is on the device, step N+1 is planned as if every
-sequence of N goes on, and its decode rows read N's tokens on the device. `update(N)` finds what N
-ends; the entry of an ended sequence in N+1 is dropped when N+1 comes back. Rows and blocks that a
-step in flight uses are not given away.
+`schedule` may run one step ahead. While step N is on the device, step N+1 is planned as if every
+sequence of N continues, and its decode rows read N's tokens on the device. `update(N)` finds the
+sequences that N ends. Their entries in N+1 are dropped when N+1 is read. Rows and blocks that a
+step in flight uses are not reused.
 
-Sequences that decode get their token of every step, so a long prompt never stalls a stream; with a
-target for inter-token latency, prompts get no more of a step than that leaves them.
+Every decoding sequence gets one token of every step, so a long prompt does not stall a stream. With
+a target for inter-token latency, the prompt tokens of a step are limited further.
 """
 
 from __future__ import annotations
@@ -47,24 +47,24 @@ _POLICY_RANKS = {
 class Scheduler:
     """Continuous batching with chunked prefill, prefix sharing and preemption by recomputation.
 
-    Running sequences are kept in the policy's order. The first can always go on: on a shortage of
-    blocks the last gives up its own and waits again, in its old place in the queue.
+    Running sequences are kept in the policy's order. If blocks run short, the last one is preempted
+    and waits again at its old place in the queue. So the first sequence can always continue.
 
     Args:
         config: row and token limits, policy.
-        cache: the blocks; not shared with another scheduler.
+        cache: the KV cache manager; not shared with another scheduler.
         max_model_len: tokens of prompt plus output that one sequence may have.
-        limits: the largest step; None = what the configuration has, or its upper bounds. A sequence
-            gets at most `rows_per_seq - 1` guesses in one step.
-        bound: keeps steps with decodes within a target; None = there is none.
-        whole_prompts: a prompt is never computed in chunks, as encoders need it.
-        max_in_flight: steps that may be scheduled and not taken in yet, as the executor allows.
-        proposer: guesses tokens that a step computes beside the sampled ones; None = no guesses.
+        limits: the largest step; None = the configured limits or their upper bounds. A sequence
+            gets at most `rows_per_seq - 1` draft tokens in one step.
+        bound: limits the prompt tokens of steps with decodes; None = no limit.
+        whole_prompts: compute each prompt in one step, as encoders need it.
+        max_in_flight: steps that may be scheduled before `update` is called for the oldest.
+        proposer: the drafter; None = no drafts.
         score_tokens: tokens of a step's budget that one log-probability of a prompt takes.
 
     Attributes:
         queues: the sequences by status.
-        num_output_tokens: sampled and given out.
+        num_output_tokens: sampled tokens that were returned.
 
     Raises:
         ValueError: one sequence of `max_model_len` tokens does not fit into the cache.
@@ -106,8 +106,8 @@ class Scheduler:
         self._has_tier = cache.has_tier
         self._rank = _POLICY_RANKS[config.policy]
         self._num_arrivals = 0
-        self._num_ended = 0  # by themselves, not aborted
-        self._num_ended_tokens = 0  # output tokens of those
+        self._num_ended = 0  # sequences that ended without an abort
+        self._num_ended_tokens = 0  # output tokens of these
         self._sequences: dict[str, Sequence] = {}  # those without a terminal output yet
         self._in_flight: deque[StepPlan] = deque()
         self._beams = BeamGroups(cache, self.queues.place, self.queues.drop)
@@ -124,7 +124,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether a request has not ended, or a step or a load has not come back."""
+        """Whether a request, a step in flight or a load is unfinished."""
         return bool(self._sequences or self._in_flight or self._loads)
 
     @property
@@ -148,13 +148,13 @@ class Scheduler:
         return self.queues.num_preemptions
 
     def load(self) -> QueueLoad:
-        """What a request that comes now finds ahead of it. O(sequences)."""
+        """The work ahead of a request that would be added now. O(sequences)."""
         queues = self.queues
         mean_output = self._num_ended_tokens / self._num_ended if self._num_ended else None
         return queue_load(queues.running, queues.all_waiting(), queues.num_free_rows, mean_output)
 
     def requests(self) -> dict[str, Sequence]:
-        """Requests that have not ended, by id, in order of arrival; of a beam search its first."""
+        """Unfinished requests by id, in order of arrival; a beam search has its first sequence."""
         return dict(self._sequences)
 
     def add(self, request: Request) -> None:
@@ -180,7 +180,7 @@ class Scheduler:
         self.queues.wait(sequence)
 
     def abort(self, request_id: str) -> SequenceOutput | None:
-        """End a request now. Its terminal output, or None when it has ended or was never added."""
+        """End a request now; returns its last output, or None if it has ended or is unknown."""
         sequence = self._sequences.get(request_id)
         if sequence is None:
             return None
@@ -190,10 +190,10 @@ class Scheduler:
         return SequenceOutput(request_id, [], FinishReason.abort)
 
     def schedule(self) -> SchedulerOutput | None:
-        """Plan the next step; it must be executed, and `update` called with its result.
+        """Plan the next step. It must be executed, and `update` called with its result.
 
         Returns:
-            None when nothing can run: there is no work, or all of it waits for a step in flight or
+            None if nothing can run: there is no work, or all sequences wait for a step in flight or
             for a load.
 
         Raises:
@@ -214,14 +214,14 @@ class Scheduler:
         return output
 
     def update(self, output: SchedulerOutput, result: StepResult) -> list[SequenceOutput]:
-        """Take in a step's tokens, in the order in which steps were scheduled.
+        """Process the result of the oldest step in flight.
 
         Returns:
-            One entry per sequence with new tokens; with a finish reason for those that end.
+            One entry per sequence with new tokens, with a finish reason if the sequence ends.
 
         Raises:
-            ValueError: `output` is not the oldest step in flight, or `result` has not the tokens
-                that its entries sample.
+            ValueError: `output` is not the oldest step in flight, or the number of tokens in
+                `result` is wrong.
         """
         step = self._in_flight[0] if self._in_flight else None
         if step is None or step.output is not output:
@@ -272,11 +272,11 @@ class Scheduler:
         return outputs
 
     def finish_load(self, transfer_id: int, num_blocks: int) -> None:
-        """A load that a step began has ended; what waited for it can be admitted again.
+        """End a load that a step began, and queue the sequences that waited for it.
 
         Args:
-            transfer_id: of the `BlockTransfer`.
-            num_blocks: of its blocks, from the first on, have their contents; the others failed.
+            transfer_id: the id of the `BlockTransfer`.
+            num_blocks: number of its leading blocks that were loaded; the others failed.
 
         Raises:
             KeyError: there is no such load.
@@ -285,7 +285,7 @@ class Scheduler:
             self.queues.wait(sequence)
 
     def check_integrity(self) -> None:
-        """Check rows, queues, tables and blocks against each other. O(blocks): for idle moments.
+        """Check rows, queues, tables and blocks against each other. O(blocks).
 
         Raises:
             AssertionError: they disagree; the text names the part at fault.
@@ -312,7 +312,7 @@ class Scheduler:
             )
 
     def _settle_drafts(self, sequence: Sequence, num_accepted: int) -> None:
-        """Take back the positions of refused drafts; a later step computes them again."""
+        """Count the positions of refused drafts as not computed; a later step computes them."""
         if not sequence.num_drafts:
             return
         assert self.drafts is not None, "a sequence has drafts"
@@ -323,7 +323,7 @@ class Scheduler:
     def _append_tokens(
         self, sequence: Sequence, index: int, count: int, result: StepResult
     ) -> SequenceOutput:
-        """Take in `count` tokens of one step; those behind the one that ends it are dropped."""
+        """Append `count` tokens of one step; drop those after the one that ends the output."""
         output = self._append_token(sequence, index, result)
         for following in range(index + 1, index + count):
             if output.finish_reason is not None:
@@ -338,7 +338,7 @@ class Scheduler:
         return output
 
     def _append_token(self, sequence: Sequence, index: int, result: StepResult) -> SequenceOutput:
-        """Take in a sampled token and decide whether it is the last."""
+        """Append a sampled token and decide whether it is the last."""
         request_id, token_id = sequence.request.request_id, result.token_ids[index]
         logprob = result.logprobs[index] if result.logprobs else None
         grammar = result.endings.get(index) if result.endings else None
@@ -375,7 +375,7 @@ class Scheduler:
         )
 
     def _forget(self, request_id: str) -> None:
-        """The request has its terminal output."""
+        """Drop the state of a request that has its last output."""
         del self._sequences[request_id]
         if self.drafts is not None:
             self.drafts.proposer.forget(request_id)

@@ -1,7 +1,7 @@
-"""A request while the engine works on it: the scheduler's mutable record, never sent anywhere.
+"""`Sequence`: the scheduler's mutable record of a request. It is not sent to other processes.
 
-A sequence has no phases. `num_computed_tokens` catches up with its tokens; a chunk of a prompt, a
-prefix hit, recomputation after preemption and decoding are the same case.
+A sequence has no phases. Each step raises `num_computed_tokens` towards the number of its tokens.
+Chunks of a prompt, prefix hits, recomputation after preemption and decoding are the same case.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ __all__ = ("Sequence", "SequenceStatus", "check_prompt_length")
 class SequenceStatus(Enum):
     """Where a sequence is.
 
-    A preempted, parked or finished one that is part of a step in flight is *draining*: it keeps
-    its row and blocks until that step has been read. A preempted one waits after that.
+    A preempted, parked or finished sequence that is part of a step in flight is *draining*: it
+    keeps its row and blocks until that step has been read. A preempted one waits afterwards.
     """
 
     waiting = "waiting"  # for a row and blocks; it holds neither
@@ -50,10 +50,10 @@ class Sequence:
     """One request's progress.
 
     Args:
-        request: what to generate; `sampling.n` is ignored, each completion is a request of its own.
-        order: the policy's key; a smaller one runs first. Unique.
-        max_model_len: tokens of prompt plus output that the model can hold.
-        block_tables: empty ones, one per KV cache group; None = one that shares with no other salt.
+        request: the request; `sampling.n` is ignored, as each completion is a request of its own.
+        order: the policy's unique key; a smaller one runs first.
+        max_model_len: tokens of prompt plus output that one sequence may have.
+        block_tables: empty block tables, one per KV cache group; None = one without a cache salt.
     """
 
     __slots__ = (
@@ -92,23 +92,23 @@ class Sequence:
         self.request = request
         self.order = order
         self.status = SequenceStatus.waiting
-        # Prompt, then the output that has arrived.
+        # The prompt, then the output so far.
         self.token_ids = [*request.prompt_token_ids, *request.output_token_ids]
         self.num_prompt_tokens = len(request.prompt_token_ids)
         self.row = -1  # index into the runner's buffers; set while it is part of steps
 
-        # Positions below are computed, or will be by a step that is in flight. Only the scheduler
+        # Positions below this are computed, or will be by a step in flight. Only the scheduler
         # writes it.
         self.num_computed_tokens = 0
-        # Tokens known when it took its row: the host supplies them. Later positions read the row's
-        # last sampled token, on the device.
+        # Tokens known when the sequence took its row. The host supplies these. Later positions read
+        # the row's last sampled token on the device.
         self.num_prefill_tokens = 0
-        self.num_drafts = 0  # guesses in the step in flight; it is in no other step then
-        self.has_loaded = False  # blocks from a slower tier; at most once
-        self.num_in_flight = 0  # steps that include it and have not come back
+        self.num_drafts = 0  # draft tokens in its step in flight, of which there is one then
+        self.has_loaded = False  # whether it has loaded blocks from a slower tier
+        self.num_in_flight = 0  # steps in flight that include it
         self.num_cached_tokens: int | None = None  # prefix hits at first admission; None before it
         self.num_preemptions = 0
-        # Of prompt tokens 1, 2, ... as far as they have come back; None = not wanted, or given out.
+        # Log-probabilities of prompt tokens 1, 2, ... so far; None = not requested, or returned.
         self.prompt_logprobs: list[TokenLogprobs] | None = (
             None if sampling.prompt_logprobs is None or request.output_token_ids else []
         )
@@ -128,7 +128,7 @@ class Sequence:
             if detection is not None and detection.is_on
             else None
         )
-        self.beam: Beam | None = None  # which one of a beam search it computes
+        self.beam: Beam | None = None  # the beam that it computes, if it is part of a beam search
 
     def fork(self, order: tuple[int, ...], max_model_len: int) -> Sequence:
         """A waiting sequence with the same tokens; it holds no blocks yet."""
@@ -151,36 +151,36 @@ class Sequence:
 
     @property
     def max_cached_tokens(self) -> int:
-        """Leading tokens that need no computing when their keys and values are there."""
+        """Leading tokens that may come from the prefix cache."""
         if self.prompt_logprobs is not None:
             return min(len(self.prompt_logprobs), self.num_tokens - 1)
         pooling = self.request.pooling
         if pooling is not None and pooling.needs_all_tokens:
             return 0
-        return self.num_tokens - 1  # the last one must be computed to get logits
+        return self.num_tokens - 1  # the last token must be computed to get its logits
 
     def num_prompt_logits(self, start: int, end: int) -> int:
-        """How many of the positions [start, end) predict a prompt token that is to be scored."""
+        """Number of positions in [start, end) that predict a prompt token to be scored."""
         if self.prompt_logprobs is None:
             return 0
         return max(0, min(end, self.num_prompt_tokens - 1) - start)
 
     @property
     def is_decoding(self) -> bool:
-        """Whether the next step computes one token of it, that the step before samples."""
+        """Whether the next step computes the token that the step before samples."""
         known, computed = self.num_prefill_tokens, self.num_computed_tokens
-        if self.beam is not None:  # the search gives it its last token; none is left while it waits
+        if self.beam is not None:  # the search sets its last token, which is missing while it waits
             return self.num_output_tokens > 0 and known - computed == 1
         return known <= computed and computed + 1 < self.max_num_tokens
 
     def append(self, token_id: int) -> None:
-        """Take in a sampled token."""
+        """Append a sampled token."""
         self.token_ids.append(token_id)
         if self.repetition is not None:
             self.repetition.append(token_id)
 
     def ending(self) -> tuple[FinishReason, int | str | None] | None:
-        """Why it ends with its last token, and what ends it besides; None if it goes on."""
+        """The finish reason and the stop reason if the last token ends the output; else None."""
         token_id = self.token_ids[-1]
         may_end = self.num_tokens >= self.min_num_tokens
         if may_end:
@@ -201,7 +201,7 @@ class Sequence:
 
     @property
     def is_finished(self) -> bool:
-        """Whether its terminal output was given."""
+        """Whether its last output was returned."""
         return self.status is SequenceStatus.finished
 
     def __repr__(self) -> str:

@@ -1,7 +1,7 @@
-"""Which waiting sequence starts next, and what running ones give up for it.
+"""Admits waiting sequences, and preempts running ones that come after them in the policy's order.
 
-Nothing is admitted whose known tokens do not fit as a whole, with a block to spare for each
-sequence ahead of it: without the spare blocks those would soon preempt it again.
+A sequence is admitted only if there are blocks for all its known tokens, and one spare block for
+each running sequence ahead of it. Without the spare blocks, those would soon preempt it again.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ class Admission:
     """Gives waiting sequences rows and blocks, the first in the policy's order first.
 
     Args:
-        queues: the sequences.
-        loads: of blocks from a slower tier.
-        whole_prompts: a prompt is never computed in chunks, as encoders need it.
+        queues: the sequences by status.
+        loads: the loads of blocks from a slower tier.
+        whole_prompts: compute each prompt in one step, as encoders need it.
     """
 
     def __init__(self, queues: SequenceQueues, loads: BlockLoads, *, whole_prompts: bool) -> None:
@@ -29,20 +29,20 @@ class Admission:
         self._cache = queues.cache
         self._loads = loads
         self._whole_prompts = whole_prompts
-        self._blocked: Sequence | None = None  # the first waiting one when it last lacked blocks
-        self._blocked_room = 0  # free blocks, less the spare ones, that were not enough for it
+        self._blocked: Sequence | None = None  # the first waiting sequence, if it lacks blocks
+        self._blocked_room = 0  # free blocks without the spare ones when it lacked blocks
 
     def start_next(self, step: StepPlan) -> tuple[Sequence, int] | None:
-        """Start the first waiting sequence, behind the running ones that have had their turn.
+        """Start the first waiting sequence: give it a row and blocks for all its known tokens.
 
-        It has a row, blocks for all its known tokens, and counts as running.
+        In `running` it is inserted after the sequences that are planned already.
 
         Args:
-            step: what is planned already; closed when the sequence has to wait.
+            step: the step that is being planned; closed if the sequence has to wait.
 
         Returns:
-            The sequence and how many of its tokens fit into the step; None when it has to wait, or
-            left the queue to load the blocks of its prefix from a slower tier.
+            The sequence and the number of its tokens that fit into the step. None if it has to
+            wait, or left the queue to load blocks of its prefix from a slower tier.
         """
         queues = self._queues
         sequence = queues.waiting[0]
@@ -80,10 +80,10 @@ class Admission:
         step.num_grown += 1
 
     def _make_room(self, sequence: Sequence, step: StepPlan) -> PrefixMatch | None:
-        """A row and blocks for a waiting sequence, if need be from running ones behind it.
+        """Make sure of a row and blocks for a waiting sequence, by preemption if necessary.
 
         Returns:
-            Its cached prefix, or None when it has to wait or has begun to load.
+            Its cached prefix; None if it has to wait or has started a load.
         """
         queues, cache = self._queues, self._cache
         behind = queues.running[step.num_grown :]
@@ -91,7 +91,7 @@ class Admission:
             return None
         room = cache.num_free_blocks - step.num_grown
         if sequence is self._blocked and room <= self._blocked_room and not behind:
-            return None  # a long prompt is not looked up again in every step that it waits
+            return None  # the prefix of a long prompt is not looked up in every step
         match = cache.match_prefix(
             sequence.block_table, sequence.token_ids, sequence.max_cached_tokens
         )
@@ -109,7 +109,7 @@ class Admission:
         return None
 
     def _load(self, sequence: Sequence, match: PrefixMatch, step: StepPlan) -> bool:
-        """Whether the sequence, taken from the queue, now waits for blocks from the tier."""
+        """Let the sequence wait for a load if possible; returns whether it left the queue."""
         transfer = self._loads.begin(sequence, match, len(self._queues.running))
         if transfer is not None:
             step.transfers.append(transfer)
@@ -119,7 +119,7 @@ class Admission:
         return True
 
     def _num_missing_blocks(self, sequence: Sequence, match: PrefixMatch, step: StepPlan) -> int:
-        """Free blocks that its admission lacks, with one to spare for each sequence ahead of it."""
+        """Blocks missing for its admission, with a spare block for each sequence ahead of it."""
         cache = self._cache
         needed = cache.num_missing_blocks(sequence.num_tokens, match) + step.num_grown
         if len(cache.groups) > 1:
@@ -128,9 +128,9 @@ class Admission:
         return needed - cache.num_free_blocks
 
     def _preempt_behind(self, behind: list[Sequence], missing: int) -> None:
-        """Preempt as many of the last of `behind` as it takes to get a row and the missing blocks.
+        """Preempt the last sequences of `behind`, until there are a row and the missing blocks.
 
-        None of them when even all would not suffice, or when what is draining will.
+        None is preempted if even all would not suffice, or if the draining ones will.
         """
         queues = self._queues
         missing -= queues.num_draining_blocks() + self._loads.num_blocks

@@ -1,4 +1,4 @@
-"""One step while it is planned, and while it is out: what the scheduler spends its budget on."""
+"""`StepPlan`: one step of the scheduler, from its planning until its result is processed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ("StepPlan",)
 
 
 class StepPlan:
-    """One step while it is planned: what is left of its budget, its entries and their sequences."""
+    """A step's entries, their sequences and the remaining token budget."""
 
     __slots__ = (
         "admitted",
@@ -46,16 +46,16 @@ class StepPlan:
         self, num_tokens: int, allowance: StepAllowance | None, score_tokens: float = 1.0
     ) -> None:
         self.num_tokens_left = num_tokens
-        self.score_tokens = score_tokens  # of the budget, for one log-probability of a prompt
-        self.num_score_tokens = 0.0  # of the budget, for all log-probabilities so far
-        self.allowance = allowance  # of prompts, next to decodes; None = the tokens alone count
-        self.num_grown = 0  # leading running sequences that have had their turn
+        self.score_tokens = score_tokens  # budget tokens for one log-probability of a prompt
+        self.num_score_tokens = 0.0  # budget tokens for all log-probabilities of prompts so far
+        self.allowance = allowance  # limits prompt tokens beside decodes; None = no such limit
+        self.num_grown = 0  # leading running sequences that are planned
         self.num_samples = 0  # entries that sample
         self.num_drafts = 0
         self.num_prompt_logits = 0
         self.num_pooled = 0
-        self.is_closed = False  # no other sequence is admitted
-        self.is_stalled = False  # what lacks a block waits for those that come back by themselves
+        self.is_closed = False  # no further sequence is admitted
+        self.is_stalled = False  # a sequence waits for blocks that a step in flight will free
         self.scheduled: list[ScheduledSequence] = []
         self.sequences: list[Sequence] = []  # of `scheduled`, in its order
         self.admitted: list[AdmittedSequence] = []
@@ -65,24 +65,26 @@ class StepPlan:
 
     @property
     def takes_prompts(self) -> bool:
-        """Whether there is room for a token of a prompt."""
+        """Whether there is room for a prompt token."""
         if self.allowance is not None and self.allowance.largest(1, 0) < 1:
             return False
         return self.budget_left > 0
 
     @property
     def budget_left(self) -> int:
-        """Tokens that the step may still compute; at most 0 when scores have taken the rest."""
+        """Tokens left in the budget; may be negative, because scores count as tokens."""
         return math.floor(self.num_tokens_left - self.num_score_tokens)
 
     def chunk_limit(
         self, num_reserved: int, num_tokens: int, start: int, *, has_scores: bool = False
     ) -> int:
-        """Tokens that a sequence may get from position `start` on, of `num_tokens` that it has
-        left, with `num_reserved` kept for others; less than 1 when it must wait.
+        """The number of tokens that a sequence may compute; less than 1 if it must wait.
 
         Args:
-            has_scores: the log-probabilities of the tokens are wanted, which take time as well.
+            num_reserved: budget tokens that are kept for other sequences.
+            num_tokens: tokens that the sequence has left.
+            start: its first position.
+            has_scores: the tokens' log-probabilities are computed too, which takes time.
         """
         room = self.budget_left - num_reserved
         if has_scores and room >= 1:
@@ -93,30 +95,30 @@ class StepPlan:
         return self.allowance.largest(limit, start, has_scores=has_scores)
 
     def take_chunk(self, chunk: Chunk) -> None:
-        """Count a part of a prompt against what the decodes leave, and its scores as tokens."""
+        """Subtract a chunk from the allowance, and its log-probabilities from the budget."""
         self.num_score_tokens += chunk.num_scored * self.score_tokens
         if self.allowance is not None:
             self.allowance.take(chunk)
 
     def fitting_drafts(self, num_drafts: int, start: int) -> int:
-        """How many of so many guesses from position `start` on keep the step within its target."""
+        """The number of drafts from position `start` on that keep the step within its target."""
         if self.allowance is not None:
             while num_drafts and not self.allowance.fits(num_drafts, start):
                 num_drafts -= 1
         return num_drafts
 
     def take_drafts(self, num_drafts: int, start: int) -> None:
-        """Count guesses of a sequence that has its token of the step already."""
+        """Subtract the drafts of a decoding sequence from the allowance."""
         self.num_drafts += num_drafts
         self.num_tokens_left -= num_drafts
         if self.allowance is not None:
             self.allowance.take(Chunk(num_drafts, start))
 
     def close(self, max_num_tokens: int) -> SchedulerOutput | None:
-        """The plan as the runner gets it; None when there is nothing to run.
+        """The plan as a `SchedulerOutput`; None if there is nothing to run.
 
         Args:
-            max_num_tokens: what the step began with.
+            max_num_tokens: the step's token budget at the beginning.
         """
         if self.scheduled or self.transfers:
             self.output = SchedulerOutput(
@@ -132,7 +134,7 @@ class StepPlan:
         return self.output
 
     def check_tokens(self, result: StepResult) -> None:
-        """Raises ValueError unless the result has the tokens that the entries sample."""
+        """Raises ValueError unless the result has one token for each sample of the entries."""
         num_tokens, counts = len(result.token_ids), result.counts
         if counts is None:
             is_right = not self.num_drafts and num_tokens == self.num_samples
@@ -148,10 +150,10 @@ class StepPlan:
             )
 
     def take_pooled(self, result: StepResult) -> list[SequenceOutput]:
-        """End the sequences whose vectors are there; their terminal outputs.
+        """End the pooled sequences whose prompts end in this step; returns their last outputs.
 
         Raises:
-            ValueError: `result` has not one for each prompt that ends in this step.
+            ValueError: a vector is missing in `result`.
         """
         vectors = iter(result.pooled or ())
         outputs: list[SequenceOutput] = []
@@ -179,7 +181,7 @@ class StepPlan:
         """Hand log-probabilities of prompt tokens to their sequences.
 
         Raises:
-            ValueError: `result` has not one for each that was to be scored.
+            ValueError: `result` has a wrong number of them.
         """
         lists = iter(result.prompt_logprobs or ())
         for entry, sequence in zip(self.scheduled, self.sequences, strict=True):
@@ -191,5 +193,5 @@ class StepPlan:
                         f"the step's result {len(scores)}"
                     )
                 if sequence.prompt_logprobs is not None:
-                    # From `start` on: after a preemption some may come a second time.
+                    # After a preemption some arrive a second time and replace the first.
                     sequence.prompt_logprobs[entry.start :] = scores

@@ -1,7 +1,7 @@
 """Plans one step: spends its tokens on running sequences, then on waiting ones, then on drafts.
 
-Running sequences come first in the policy's order. A waiting one that precedes some of them in that
-order is looked at before those, and may take their rows and blocks.
+Running sequences are planned in the policy's order. A waiting sequence that precedes some of them
+in that order is planned before them, and may take their rows and blocks.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ class StepPlanner:
     """Decides what each step of a scheduler computes, and takes the rows and blocks for it.
 
     Args:
-        queues: the sequences.
-        loads: of blocks from a slower tier.
-        max_num_tokens: of one step.
-        bound: keeps steps with decodes within a target; None = there is none.
-        drafts: adds guesses to decodes; None = no guesses.
-        whole_prompts: a prompt is never computed in chunks.
+        queues: the sequences by status.
+        loads: the loads of blocks from a slower tier.
+        max_num_tokens: the token budget of one step.
+        bound: limits the prompt tokens of steps with decodes; None = no limit.
+        drafts: adds draft tokens to decodes; None = no drafts.
+        whole_prompts: compute each prompt in one step.
         score_tokens: tokens of the budget that one log-probability of a prompt takes.
 
     Attributes:
-        num_prompt_tokens: planned, prefix hits excluded, recomputation included.
+        num_prompt_tokens: prompt tokens planned, prefix hits excluded, recomputation included.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class StepPlanner:
         self._admission = Admission(queues, loads, whole_prompts=whole_prompts)
 
     def plan(self) -> StepPlan:
-        """The next step; the counts of its sequences are those after it."""
+        """Plan the next step and count its tokens as computed."""
         queues = self._queues
         allowance = None if self._bound is None else self._bound.open(queues.running)
         step = StepPlan(self._max_num_tokens, allowance, self._score_tokens)
@@ -85,7 +85,7 @@ class StepPlanner:
         scheduled, sequences = step.scheduled, step.sequences
         for index, sequence in enumerate(running[begin:end], begin):
             if sequence.status is not _RUNNING:
-                break  # it and all behind it gave up their blocks for those before
+                break  # it and all after it were preempted
             start = sequence.num_computed_tokens
             if start < sequence.num_prefill_tokens:
                 num_left = sequence.num_prefill_tokens - start
@@ -95,11 +95,11 @@ class StepPlanner:
                 self._grow_prefill(sequence, 1 if sequence.is_decoding else limit, step)
                 continue
             if sequence.beam is not None:
-                continue  # its candidates wait for those of the others
+                continue  # a beam that waits for the other beams of its search
             if start + 1 >= sequence.max_num_tokens:
-                continue  # its last token is on its way
+                continue  # its last token has not arrived
             if has_drafts and sequence.num_drafts:
-                continue  # which of them are right is not known yet
+                continue  # its drafts have not been verified
             new_block_ids: list[int] | None = []
             if not start % block_size and start == block_size * len(sequence.block_table.block_ids):
                 new_block_ids = self._take_room(sequence, step, self._next_block)
@@ -114,7 +114,7 @@ class StepPlanner:
         step.num_grown = min(end, len(running))
 
     def _grow_prefill(self, sequence: Sequence, limit: int, step: StepPlan) -> None:
-        """Plan the next `limit` of the known tokens that a running sequence has left."""
+        """Plan the next `limit` known tokens of a running sequence."""
         if limit < 1:
             return
         new_block_ids: list[int] = []
@@ -124,7 +124,7 @@ class StepPlanner:
                 return
             step.block_copies += copies
             if beam.is_moved:
-                # Its tokens and table are other ones than the row's last: the row begins anew.
+                # The row has the tokens and the block table of another beam, so it starts anew.
                 beam.is_moved = False
                 new_block_ids = sequence.block_table.block_ids[:]
                 self._announce(sequence, step)
@@ -141,11 +141,11 @@ class StepPlanner:
     def _take_room(
         self, sequence: Sequence, step: StepPlan, take: Callable[[Sequence], T | None]
     ) -> T | None:
-        """What `take` gives a running sequence; None when it has to wait, or was preempted itself.
+        """The result of `take` for a running sequence; None if it has to wait or was preempted.
 
-        Sequences behind it are preempted, the last first, until there is one. With a step in flight
-        their blocks come back with its update, so the sequence then sits out this step; so it does
-        while blocks are loaded, which are free when the load ends.
+        While `take` finds no block, sequences behind this one are preempted, the last first. With a
+        step in flight their blocks become free later, so the sequence skips this step. It also
+        waits while a load is running, whose blocks become free when it ends.
         """
         queues = self._queues
         while not step.is_stalled:
@@ -162,8 +162,8 @@ class StepPlanner:
         """Start waiting sequences while rows, tokens and blocks last.
 
         Returns:
-            Whether running sequences have not had their turn: those that come before the next
-            waiting one, or all that are left when no other is admitted.
+            Whether running sequences are left to plan before the next waiting one, or at all if no
+            other sequence is admitted.
         """
         running, waiting = self._queues.running, self._queues.waiting
         if waiting and not step.is_closed:
@@ -191,7 +191,7 @@ class StepPlanner:
 
     @staticmethod
     def _announce(sequence: Sequence, step: StepPlan) -> None:
-        """Tell the runner which sequence has the row from this step on."""
+        """Add the sequence to the step's admitted ones, so that the runner sets up its row."""
         step.admitted.append(
             AdmittedSequence(
                 sequence.row,
@@ -204,7 +204,7 @@ class StepPlanner:
     def _plan_chunk(
         self, sequence: Sequence, limit: int, new_block_ids: list[int], step: StepPlan
     ) -> None:
-        """Plan the next `limit` of the tokens that the sequence was admitted with."""
+        """Plan the next `limit` tokens of those that the sequence was admitted with."""
         start = sequence.num_computed_tokens
         end = start + limit
         is_pooled = sequence.request.pooling is not None

@@ -1,4 +1,4 @@
-"""When a request that is queued now would get its first token, from the step-cost table."""
+"""Predicts the time to first token of a request that is queued now, from the step-cost table."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ __all__ = ("QueueLoad", "predict_ttft", "queue_load")
 
 
 class QueueLoad(NamedTuple):
-    """What is ahead of a request that comes now."""
+    """The work ahead of a request that is added now."""
 
     num_decodes: int  # running sequences that decode
     context: float  # their mean number of cached tokens
-    num_prefill_tokens: int  # that running sequences still have to compute of what they were given
+    num_prefill_tokens: int  # known tokens that running sequences have not computed yet
     num_waiting: int  # sequences without a row
-    num_waiting_tokens: int  # of those
+    num_waiting_tokens: int  # tokens of these
     num_free_rows: int
     expected_steps: list[int]  # of each running sequence until it ends
 
@@ -32,11 +32,11 @@ def queue_load(
     """Sums over a scheduler's sequences.
 
     Args:
-        running: those with a row.
-        waiting: those without.
+        running: sequences with a row.
+        waiting: sequences without a row.
         num_free_rows: rows that no sequence has.
-        mean_output: tokens that ended requests have given; None = none has ended, so each is taken
-            to give all that it may.
+        mean_output: mean number of output tokens of ended requests. None = no request has ended;
+            then each sequence is expected to generate its `max_tokens`.
     """
     contexts = [s.num_computed_tokens for s in running if s.is_decoding]
     mean = math.inf if mean_output is None else mean_output
@@ -66,17 +66,17 @@ def predict_ttft(
 ) -> float:
     """Seconds until the first token of a request that is queued behind all others.
 
-    The prompts ahead and its own are computed in parts beside the decodes that run now; when no row
-    is left, it also waits until enough sequences have ended. Prefix hits, which shorten it, and a
-    shortage of blocks, which lengthens it, are not foreseen. It never falls when the queue or the
-    prompt grows.
+    The prompts ahead and its own are computed in chunks beside the current decodes. If no row is
+    free, the request also waits until enough sequences have ended. Prefix hits, which shorten the
+    time, and a shortage of blocks, which lengthens it, are not predicted. The result never falls
+    when the queue or the prompt grows.
 
     Args:
-        load: the scheduler's state.
-        num_prompt_tokens: of the request.
-        costs: seconds of steps.
+        load: the work ahead.
+        num_prompt_tokens: prompt tokens of the request.
+        costs: the step-cost table.
         limits: the largest step.
-        bound: the target for inter-token latency, when there is one.
+        bound: the inter-token-latency target; None = no target.
     """
     num_decodes = load.num_decodes
     context = load.context if num_decodes else 0.0
@@ -88,7 +88,7 @@ def predict_ttft(
 
     def seconds(num_tokens: int) -> float:
         mixed_s = costs.mixed_seconds(num_decodes, context, [Chunk(num_tokens, 0)])
-        return max(mixed_s, decode_s)  # measured apart, so they may contradict each other
+        return max(mixed_s, decode_s)  # a separate measurement of decodes may be larger
 
     num_full, rest = divmod(num_tokens, part)
     num_steps = _steps_until_row(load) - num_full - bool(rest)
@@ -97,11 +97,11 @@ def predict_ttft(
 
 
 def _steps_until_row(load: QueueLoad) -> int:
-    """Steps until there is a row for one more than those that wait."""
+    """Steps until there is a row for a request behind all waiting ones."""
     num_missing = load.num_waiting + 1 - load.num_free_rows
     if num_missing <= 0 or not load.expected_steps:
         return 0
     steps = sorted(load.expected_steps)
     rounds, index = divmod(num_missing - 1, len(steps))
-    # Those that take the rows first are taken to run as long as the longest of now.
+    # Waiting sequences that take rows first are expected to run as long as the longest running one.
     return rounds * steps[-1] + steps[index]

@@ -1,9 +1,8 @@
-"""From a configuration to a ready engine: the composition root of the leader.
+"""Builds an engine from a configuration: the composition root of the leader.
 
     plan -> rank (rank.py) -> step costs -> scheduler -> engine
 
-Every mistake of configuration or environment that is found on the way is a `StartupError` of one
-line.
+A mistake in the configuration or the environment is reported as a `StartupError` of one line.
 """
 
 from __future__ import annotations
@@ -45,14 +44,14 @@ def build_engine(
     model_cache: LoadedModelCache | None = None,
     proposer: Proposer | None = None,
 ) -> Engine:
-    """Build everything and return an engine that compiles nothing any more.
+    """Build an engine. Everything that it needs is compiled when this returns.
 
     Args:
-        config: each component is handed its section.
+        config: the engine's configuration; each component gets its section.
         report: called at the end of each phase of the start.
-        observer: is told of every step; None = one that writes no file.
-        model_cache: may hold the model of an earlier engine, and gets this one's; None = load it.
-        proposer: a drafter, whose guesses steps verify; None = there is none.
+        observer: called with every step; None = one that writes no file.
+        model_cache: keeps the loaded model for later engines; None = load the model.
+        proposer: the drafter; None = no drafts.
 
     Raises:
         StartupError: the engine can not start as configured; one line with the remedy.
@@ -61,14 +60,14 @@ def build_engine(
 
 
 def compile_bundle(config: EngineConfig, report: Report) -> Bundle | None:
-    """Build an engine for the bundle that its start compiles and saves.
+    """Build an engine and close it, so that the bundle of its compiled programs is saved.
 
     Args:
-        config: the engine's.
+        config: the engine's configuration.
         report: called at the end of each phase of the start.
 
     Returns:
-        The bundle; None when the configuration keeps none.
+        The bundle; None if the configuration saves none.
 
     Raises:
         StartupError: the engine can not start as configured; one line with the remedy.
@@ -119,7 +118,7 @@ def _lead(
     observer: StepObserver | None,
     proposer: Proposer | None,
 ) -> Engine:
-    """What the leader alone does: measure step costs, save the bundle, schedule."""
+    """Do the leader's part: measure step costs, save the bundle, make the scheduler."""
     plan, costs = rank.plan, rank.costs
     if costs is None and rank.cost_store.is_wanted and plan.source.config.kind.generates:
         with phase("cost table"):
@@ -141,7 +140,7 @@ def _lead(
 def _make_scheduler(
     plan: EnginePlan, costs: CostTable | None, max_in_flight: int, proposer: Proposer | None
 ) -> tuple[KVCacheManager, Scheduler]:
-    """The scheduler and the blocks that it allocates from."""
+    """The KV cache manager and the scheduler."""
     config, kind = plan.config, plan.source.config.kind
     cache = KVCacheManager(
         plan.memory.num_blocks,

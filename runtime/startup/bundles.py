@@ -1,7 +1,6 @@
 """Finds the compiled bundle of a configuration, and prepares the CPU kernels from it.
 
-Imports no torch: the engine process looks for kernels here, and builds them, while it imports
-torch.
+Imports no torch, because the engine process prepares the kernels while another thread imports it.
 """
 
 from __future__ import annotations
@@ -54,10 +53,10 @@ def planned_isa(device: DeviceConfig) -> str:
 
 
 def prepare_kernels(model: ModelSection, device: DeviceConfig, graphs: GraphConfig) -> None:
-    """Have the CPU's kernels ready soon: from a bundle, or compiled on threads meanwhile.
+    """Take the CPU kernels from a bundle, or start to compile them on threads.
 
-    A first start spends most of its time in the C++ compiler, so the build starts early.
-    `ops/native/library.py` waits for it when it loads the kernels, and reports its errors.
+    The first start spends most of its time in the C++ compiler, so the build starts early.
+    `ops/native/library.py` waits for the build when it loads the kernels, and reports its errors.
 
     Raises:
         StartupError: neither the cache nor a temporary directory can be written, or the
@@ -85,7 +84,7 @@ def add_kernels(bundle: Bundle, model: ModelSection, isa: str) -> None:
 
 
 def _adopt(library: str, isa: str, root: Path | None) -> bool:
-    """Take a library from any bundle below `root` that has it; False when none has."""
+    """Copy a library from any bundle below `root` that has it; False if none has."""
     for directory in () if root is None else trusted_directories(root):
         for path in directory.glob(f"{_kernels_name(library, isa)}*"):
             native.adopt(library, isa, path.read_bytes())

@@ -1,6 +1,6 @@
-"""Turns measured step costs into decisions: the cost table, buckets, limits and the ITL bound.
+"""Measures step costs at the start and derives decode buckets, limits and the ITL bound from them.
 
-Called once, between capture and the first request, with everything in place that a step needs.
+It runs once, between the capture of graphs and the first request.
 """
 
 from __future__ import annotations
@@ -36,29 +36,29 @@ __all__ = ("CostStore", "calibrate", "make_scheduler")
 
 _LOG = logging.getLogger(__name__)
 
-# Of cache memory that the contexts of measured steps are read from: more than a processor caches.
+# Bytes of KV cache that measured steps read contexts from: more than a processor's caches hold.
 _CONTEXT_BYTES = 32 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class CostStore:
-    """Where a start finds the step costs that an earlier one has measured.
+    """Step-cost tables in a bundle, so that a later start need not measure again.
 
-    One bundle may serve several machines and configurations; each kind has a table of its own.
+    A bundle may be used by several machines and configurations. Each has a table of its own.
     """
 
     graphs: GraphConfig
-    limits: StepLimits  # that buffers are made for
-    threads: int  # of the model on a CPU
-    bundle: Bundle | None  # saved by its owner; None = tables are not kept
+    limits: StepLimits  # the limits that buffers are sized for
+    threads: int  # threads of the model on a CPU
+    bundle: Bundle | None  # the caller saves it; None = tables are not stored
 
     @property
     def is_wanted(self) -> bool:
-        """Whether there is to be a table."""
+        """Whether step costs are to be measured."""
         return self.graphs.cost_table_budget_s != 0
 
     def load(self) -> CostTable | None:
-        """The stored table for such a machine and such step sizes, or None."""
+        """The stored table for this machine and these limits, or None."""
         if self.bundle is None or not self.is_wanted:
             return None
         data = self.bundle.get(self._name())
@@ -71,7 +71,7 @@ class CostStore:
             return None
 
     def put(self, costs: CostTable) -> None:
-        """Keep a table for the next start."""
+        """Store a table for the next start."""
         if self.bundle is not None:
             self.bundle.put(self._name(), costs.to_bytes())
 
@@ -88,15 +88,14 @@ class CostStore:
 def calibrate(
     store: CostStore, executor: Executor, plan: MemoryPlan, model: ServedModel, *, is_cpu: bool
 ) -> CostTable:
-    """Time steps before the first request, and drop the decode buckets that save no time.
+    """Measure steps before the first request, and drop the decode buckets that save no time.
 
     Args:
-        store: keeps the table; knows the limits and how long it may take.
-        executor: everything is captured, and no block of its cache is in use; its counters begin
-            anew.
+        store: gets the table; has the limits and the time budget.
+        executor: all graphs are captured and no block is in use. Its counters are reset.
         plan: the engine's memory plan.
-        model: its sampling defaults are those of a usual request.
-        is_cpu: the executor's device is a CPU.
+        model: gives the default sampling parameters.
+        is_cpu: whether the executor's device is a CPU.
     """
     limits = store.limits
     num_blocks = max(1, min(plan.num_blocks - 1, _CONTEXT_BYTES // plan.bytes_per_block))
@@ -124,11 +123,11 @@ def calibrate(
     executor.call(ResetCounters())
     executor.idle()
     store.put(costs)
-    # On a CPU a bucket is a bound call, which costs nothing, and a padded row is computed.
+    # On a CPU a bucket costs nothing, whereas padding to a larger one costs time.
     redundant = [] if is_cpu else redundant_sizes(buckets, costs)
     if redundant:
         executor.call(DropDecodeBuckets(redundant))
-        _LOG.info("decode buckets as slow as the next larger one are given up: %s", redundant)
+        _LOG.info("decode buckets as slow as the next larger one are dropped: %s", redundant)
     return costs
 
 
@@ -143,20 +142,20 @@ def make_scheduler(
     max_in_flight: int,
     proposer: Proposer | None = None,
 ) -> Scheduler:
-    """The scheduler with the limits and the bound that the step costs give.
+    """Make the scheduler, with limits and an ITL bound from the step costs.
 
     Args:
-        config: what was set.
-        cache: the blocks.
-        max_model_len: tokens of one sequence.
-        upper: what buffers were made for.
-        costs: seconds of steps; None = not measured.
-        whole_prompts: a prompt is never computed in chunks.
-        max_in_flight: steps that the executor takes before one is read.
-        proposer: the drafter that `upper` was made for; None = there is none.
+        config: the scheduler's settings.
+        cache: the KV cache manager.
+        max_model_len: tokens of one sequence, at most.
+        upper: the limits that buffers are sized for.
+        costs: the step-cost table; None = not measured.
+        whole_prompts: compute each prompt in one step.
+        max_in_flight: steps that may be launched before one is read.
+        proposer: the drafter that `upper` was made for; None = no drafts.
 
     Raises:
-        StartupError: a target for inter-token latency without step costs.
+        StartupError: scheduler.itl_target_ms is set and step costs were not measured.
     """
     decided = decide_limits(config, upper, costs)
     _LOG.info(
@@ -166,7 +165,7 @@ def make_scheduler(
         decided.limits.max_num_batched_tokens,
         decided.tokens_origin,
     )
-    # A log-probability takes as much of a step's budget as the tokens that take as long.
+    # A log-probability counts as the number of tokens that take as long as it.
     score_tokens = 1.0
     if costs is not None:
         score_tokens = costs.seconds_per_score / max(costs.seconds_per_token, 1e-9)

@@ -17,7 +17,7 @@ _CGROUP_CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
 
 
 def available_cores() -> int:
-    """CPU cores that this process may use: its affinity mask, cut down to its cgroup's quota."""
+    """CPU cores that this process may use: the smaller of its affinity mask and cgroup quota."""
     cores = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )
@@ -31,7 +31,7 @@ def available_cores() -> int:
 
 
 def set_threads(config: DeviceConfig) -> int:
-    """Give the model its threads; returns how many."""
+    """Set the number of torch threads for the model; returns it."""
     threads = config.threads or available_cores()
     torch.set_num_threads(threads)
     return threads
@@ -59,7 +59,7 @@ def resolve_device(name: DeviceName) -> torch.device:
     """The device to run on.
 
     Raises:
-        StartupError: CUDA was asked for and there is none.
+        StartupError: device.name=cuda, but torch sees no CUDA device.
     """
     has_cuda = torch.cuda.is_available()
     if name is DeviceName.cuda and not has_cuda:

@@ -1,4 +1,4 @@
-"""The plan of an engine: everything that is decided before weights are read.
+"""The engine plan: model, device, memory, attention backend and buckets, before weights are read.
 
 Every rank makes the same plan from the same configuration. Nothing is allocated.
 """
@@ -24,15 +24,15 @@ __all__ = ("EnginePlan", "make_plan")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnginePlan:
-    """What an engine will be."""
+    """The decisions about an engine before it is built."""
 
     config: EngineConfig
     source: ModelSource
     memory: MemoryPlan
-    backend: str  # of attention; empty for a model without a KV cache
-    buckets: BucketTable  # to capture, as far as they follow from the configuration
-    overlap: bool  # a step is launched before the one before it is read
-    threads: int  # of the model on a CPU
+    backend: str  # attention backend; empty for a model without a KV cache
+    buckets: BucketTable  # the buckets to capture; step costs may leave out some
+    overlap: bool  # whether a step is launched before the one before it is read
+    threads: int  # threads of the model on a CPU
 
     @property
     def is_cpu(self) -> bool:
@@ -41,7 +41,7 @@ class EnginePlan:
 
     @property
     def attention_spec(self) -> AttentionSpec:
-        """What the model asks of its attention backend."""
+        """The requirements of the model on its attention backend."""
         return self.source.attention_spec(self.config.cache.block_size)
 
     @property
@@ -60,8 +60,9 @@ class EnginePlan:
 
     @property
     def why_batch_dependent(self) -> str | None:
-        """Why a token's logits can have other bits in another batch, and what helps on a CPU; None
-        when they have the same bits in every batch.
+        """Why the bits of a token's logits may depend on the batch, and the remedy on a CPU.
+
+        None if they do not.
         """
         graphs, dtype = self.config.graphs, str(self.source.dtype).removeprefix("torch.")
         if not self.is_cpu:
@@ -83,17 +84,17 @@ def make_plan(config: EngineConfig, threads: int, *, max_drafts: int = 0) -> Eng
 
     Args:
         config: the engine's configuration.
-        threads: of the model on a CPU.
-        max_drafts: guesses that a step verifies for one sequence; 0 = there is no drafter.
+        threads: threads of the model on a CPU.
+        max_drafts: draft tokens of one sequence in one step, at most; 0 = no drafter.
 
     Raises:
-        StartupError: there is no such model, it does not fit, or the settings contradict it.
+        StartupError: there is no such model, it does not fit, or it does not support a setting.
     """
     source = open_model(config, max_drafts=max_drafts)
     memory = plan_engine(config, source)
     backend = _select_backend(config, source)
     _check_graphs(config, source, backend)
-    # On a CPU the step runs on the thread that would schedule meanwhile.
+    # On a CPU the step runs on the scheduler's thread, so there is nothing to overlap.
     overlap = config.scheduler.overlap
     return EnginePlan(
         config=config,
@@ -108,7 +109,7 @@ def make_plan(config: EngineConfig, threads: int, *, max_drafts: int = 0) -> Eng
 
 def _select_backend(config: EngineConfig, source: ModelSource) -> str:
     if not source.config.kind.needs_kv_cache:
-        return ""  # its attention is another op, with one kernel
+        return ""  # an encoder's attention is another op, with one kernel
     spec = source.attention_spec(config.cache.block_size)
     try:
         return select_backend(config.graphs.attention.value, spec)
@@ -131,7 +132,7 @@ def _check_graphs(config: EngineConfig, source: ModelSource, backend: str) -> No
             f"{model.architecture} has experts, which are multiplied by CPU kernels or step by "
             "step; set device.name=cpu, or graphs.mode=eager"
         )
-    # Compiled GPU kernels index with 32 bits; programs run without the guard that would notice.
+    # Compiled GPU kernels index with 32 bits, and no guard checks the sizes when they run.
     qkv_size = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
     most = ((1 << 31) - 1) // max(model.hidden_size, 2 * model.widest_mlp, qkv_size)
     if source.limits.max_num_batched_tokens > most:

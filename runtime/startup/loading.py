@@ -1,7 +1,7 @@
-"""Builds the model of an engine, loads it on a thread of its own, and compiles it meanwhile.
+"""Builds the model of an engine; one thread loads the weights while the main thread compiles.
 
-Part of the composition root (build_engine.py): the loading thread waits for disk and the C++
-compiler, the main thread traces Python.
+The loading thread mostly waits for the disk and the C++ compiler, and the main thread traces
+Python.
 """
 
 from __future__ import annotations
@@ -40,11 +40,13 @@ def begin_model(
     phase: PhaseTimer,
     model_cache: LoadedModelCache | None,
 ) -> tuple[LanguageModel, Callable[[KVCache, StaticBuffers, Bundle | None], Binder | None]]:
-    """A model that is being loaded, and what compiles its program and waits for the weights; an
-    earlier engine's from the model_cache needs neither.
+    """Start to load a model, or take it from `model_cache`.
+
+    Returns:
+        The model, and a function that compiles its program and waits for the weights.
     """
     config, memory = plan.config, plan.memory
-    # Everything that a loaded model depends on: not the scheduler, not the size of the cache.
+    # The key holds everything that a loaded model depends on.
     sections = (config.model, config.device, config.graphs)
     cache = (config.cache.block_size, config.cache.dtype)
     key = repr((*sections, *cache, plan.backend, memory.max_model_len))
@@ -66,11 +68,11 @@ def begin_model(
 
 
 def _prototype(plan: EnginePlan, model: LanguageModel) -> LanguageModel:
-    """The model that is traced while the other one is loaded; its weights may hold anything.
+    """The model that is traced while `model` is loaded. Its weights have no defined contents.
 
-    On a CPU, loading replaces a weight's memory, so a second model is traced, whose memory is
-    never touched. A GPU's memory is taken as soon as it is reserved: there the model itself is
-    traced while it is filled.
+    On a CPU, loading replaces the memory of weights, so a second model is traced. The memory of
+    that one is never touched and costs nothing. On a GPU a second model would take memory, so
+    `model` itself is traced while it is loaded.
     """
     return _build(plan) if plan.is_cpu else model
 
@@ -97,7 +99,7 @@ def _load(plan: EnginePlan, model: LanguageModel, phase: PhaseTimer) -> None:
                     native.load(library)
         with phase("weights"), torch.inference_mode():
             if config.model.load_format is LoadFormat.dummy:
-                # Random numbers take no time worth a bar, quantising them does.
+                # Making random weights is fast, but quantising them needs a progress bar.
                 is_quantized = config.model.quantization is not Quantization.none
                 progress = _progress_of(config) if is_quantized else ""
                 init_dummy_weights(model, config.model.seed, progress=progress)
@@ -108,7 +110,7 @@ def _load(plan: EnginePlan, model: LanguageModel, phase: PhaseTimer) -> None:
 
 
 def _progress_of(config: EngineConfig) -> str:
-    """What the progress bar says."""
+    """The text of the progress bar."""
     kind = config.model.quantization
     return "weights" if kind is Quantization.none else f"weights, quantised to {kind}"
 
@@ -121,11 +123,11 @@ def _compile(
     bundle: Bundle | None,
     phase: PhaseTimer,
 ) -> Binder | None:
-    """The compiled program, from a model whose weights may hold anything."""
+    """The compiled program. The contents of the prototype's weights do not matter."""
     if config.graphs.mode is GraphMode.eager:
         return None
     with phase("load programs" if bundle is not None and bundle.entries else "compile"):
-        # Any shape of at least 2 will do: the traced program takes every one.
+        # Any sizes of at least 2 will do, because the traced program accepts all sizes.
         tokens = min(16, buffers.host.token_ids.size)
         seqs = min(2, buffers.host.seq_lens.size)
         example = buffers.batch(tokens, seqs, seqs)
@@ -133,7 +135,7 @@ def _compile(
 
 
 def open_bundle(plan: EnginePlan) -> Bundle | None:
-    """What earlier starts compiled for this model, device and shape; empty when there is none."""
+    """The bundle of programs for this model, device and shape; empty at the first start."""
     config, source = plan.config, plan.source
     graphs = config.graphs
     if not graphs.bundle or graphs.mode is GraphMode.eager:

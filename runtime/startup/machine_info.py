@@ -24,7 +24,7 @@ def cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
             line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")
         )
     except (OSError, StopIteration):
-        pass  # not Linux, or a processor family that states none: the platform's name stays
+        pass  # not Linux, or a processor without a name there: the platform's name is used
     cores = (
         len(psutil.Process().cpu_affinity()) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     )
@@ -32,7 +32,7 @@ def cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 
 
 def gpu_names() -> list[str]:
-    """Name, memory and driver of every NVIDIA GPU; initialises no CUDA, [] without a driver."""
+    """Name, memory and driver of every NVIDIA GPU; empty without a driver. Does not start CUDA."""
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:

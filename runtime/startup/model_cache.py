@@ -1,7 +1,7 @@
 """A cache of one loaded model, for engines that are built one after the other in one process.
 
-A sweep over scheduler settings builds one engine after the other around the same weights. Parts
-that depend on those settings (buffers, KV cache, captured buckets, step costs) are made anew.
+A sweep over scheduler settings builds several engines with the same weights. Parts that depend on
+these settings (buffers, KV cache, captured buckets, step costs) are built for each engine.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class LoadedModel:
     """A model with its weights in their final form."""
 
     model: LanguageModel
-    bind: Binder | None  # of its compiled program; None = it runs eagerly
+    bind: Binder | None  # binds its compiled program to buffers; None = it runs eagerly
 
 
 class LoadedModelCache:

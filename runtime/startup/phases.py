@@ -1,4 +1,4 @@
-"""Names and times of the parts of an engine's start."""
+"""Times the phases of an engine's start."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 __all__ = ("PhaseTimer", "Report")
 
 Report = Callable[[str, float], None]
-"""Called with a finished phase's name and its seconds; from two threads, one at a time each."""
+"""Called with a finished phase's name and its seconds, possibly from two threads."""
 
 
 class PhaseTimer:
@@ -19,7 +19,7 @@ class PhaseTimer:
         report: called at the end of each phase.
 
     Attributes:
-        seconds: of the finished phases, by name.
+        seconds: seconds of the finished phases, by name.
     """
 
     def __init__(self, report: Report) -> None:

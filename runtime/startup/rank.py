@@ -1,9 +1,9 @@
-"""What every rank of an engine builds: the model, its KV cache, its programs and its executor.
+"""Builds the parts that every rank of an engine has: model, KV cache, programs and executor.
 
     weights | compile -> cache -> warm-up -> capture
 
-A thread of its own loads the weights while the main thread traces and compiles. The scheduler, the
-measurement of step costs and the engine belong to the leader alone (build_engine.py).
+One thread loads the weights while the main thread traces and compiles. Only the leader has a
+scheduler and measures step costs (build_engine.py).
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ _LOG = logging.getLogger(__name__)
 class RankParts:
     """A rank that is ready to run steps."""
 
-    plan: EnginePlan  # with the memory as it was measured
+    plan: EnginePlan  # on CUDA with measured memory
     executor: InlineExecutor
     model: ServedModel
-    bundle: Bundle | None  # what was compiled, to be saved; None = nothing is kept
+    bundle: Bundle | None  # the compiled programs, not saved yet; None = they are not saved
     cost_store: CostStore
-    costs: CostTable | None  # measured by an earlier start
+    costs: CostTable | None  # from an earlier start
 
 
 def build_rank(
@@ -74,14 +74,14 @@ def build_rank(
     """Load the model, compile and capture its programs.
 
     Args:
-        plan: made by `make_plan`.
-        phase: times the parts.
+        plan: from `make_plan`.
+        phase: times the phases.
         monitor: counts compilations; closed with the executor.
-        undo: gets what must be released if the start fails.
-        model_cache: may hold the model of an earlier engine, and gets this one's; None = load it.
+        undo: gets the callbacks that release resources if the start fails.
+        model_cache: keeps the loaded model for later engines; None = load the model.
 
     Raises:
-        StartupError: the weights can not be loaded, or do not fit.
+        StartupError: the weights can not be loaded, or do not fit into the memory.
     """
     config, source = plan.config, plan.source
     with torch.inference_mode(), ThreadPoolExecutor(1, "load") as loader:
@@ -162,7 +162,7 @@ def _make_buffers(plan: EnginePlan, model: LanguageModel) -> StaticBuffers:
 def _make_planner(
     plan: EnginePlan, buffers: StaticBuffers, undo: ExitStack
 ) -> AttentionPlanner | None:
-    """The host side of a backend that plans its steps; None for those that do not."""
+    """The planner of an attention backend that plans steps on the host; None for other backends."""
     if not plan.backend:
         return None
     planned = load_backend(plan.backend)
@@ -179,7 +179,7 @@ def _make_planner(
 
 
 def _make_cuda_recorder(plan: EnginePlan) -> tuple[CudaRecorder | None, GraphSampler | None]:
-    """What captures a GPU's programs, and its sampler, whose inputs captured programs write.
+    """The recorder of CUDA graphs, and the sampler that reads the captured programs' outputs.
 
     Both are None on a CPU, and for an encoder, whose steps are not captured.
     """
@@ -209,7 +209,7 @@ def _make_runner(
         token_sampler=token_sampler,
         matchers=grammars.matcher,
     )
-    # Where several threads help a small step only in the CPU's own kernels, they are switched.
+    # Small steps may use several threads in the CPU kernels, but one in torch.
     switches = plan.config.graphs.mode is not GraphMode.eager and source.weights.uses_cpu_kernels
     threads = StepThreads(plan.threads) if switches else None
     pooler = Pooler(model.classify if isinstance(model, EncoderModel) else None)
@@ -219,10 +219,10 @@ def _make_runner(
 def _prepare_graphs(
     plan: EnginePlan, graphs: GraphRunner, token_sampler: GraphSampler | None, phase: PhaseTimer
 ) -> None:
-    """Run every kind of step once, and capture the buckets that there is memory for."""
+    """Run every kind of step once, and capture the buckets that fit into the memory."""
     config, limits = plan.config.graphs, plan.source.limits
     with phase("warm-up"):
-        # The larger one first: GPU kernels are tuned for the first shape that they see.
+        # The larger step runs first, because GPU kernels are tuned for the first shape.
         graphs.warm_up(
             [StepSizes(min(64, limits.max_num_batched_tokens), 1, 1), StepSizes(1, 1, 1)]
         )
@@ -243,13 +243,13 @@ def _prepare_graphs(
 
 
 def _count_layers(graphs: GraphRunner) -> str:
-    """How the layers run in small steps: "8 captured"."""
+    """How many layers run how in small steps, for example "8 captured"."""
     counts = graphs.layers_by_program.items()
     return ", ".join(f"{count} {program}" for program, count in counts if count)
 
 
 def _capture_warning(left_out: list[GraphKey], num_draws: int) -> str:
-    """Which buckets were not captured for lack of memory, and what helps."""
+    """A warning that names the buckets that did not fit into the memory, and the remedies."""
     parts = [name_buckets(left_out)] if left_out else []
     parts += [f"{num_draws} of the sampler's"] if num_draws else []
     return (

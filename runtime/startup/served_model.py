@@ -26,7 +26,7 @@ def describe_model(
     phases: dict[str, float],
     isa: str,
 ) -> ServedModel:
-    """The description of the model that the API shows and checks requests against.
+    """The facts about the model that the API shows, and checks requests against.
 
     Args:
         section: the configuration of the model.
@@ -45,7 +45,7 @@ def describe_model(
     }
     if generation.get("do_sample") is False:
         defaults = {"temperature": 0.0}
-    # Dummy weights without a directory borrow the demo model's tokenizer: resolve_directory("").
+    # Dummy weights without a directory use the demo model's tokenizer: resolve_directory("").
     tokenizer = directory
     if section.tokenizer or directory is None:
         tokenizer = resolve_directory(
@@ -82,7 +82,7 @@ def _tasks(source: ModelSource) -> tuple[ServedTask, ...]:
 def _pooling(section: ModelSection, source: ModelSource) -> PoolingKind:
     """The pooling mode: as configured, else the checkpoint's, else the usual one."""
     if source.config.num_labels:
-        return PoolingKind.cls  # what its head reads
+        return PoolingKind.cls  # the hidden state that the classification head reads
     stated = source.pooling.mode
     if section.pooling is not PoolingChoice.auto:
         stated = section.pooling.value

@@ -1,8 +1,7 @@
 """Renders chat templates: from a conversation to the prompt text.
 
-Templates are Jinja from the model's author, so they run in a sandbox. The environment (filters,
-globals, white space rules, the `generation` tag) is the one that Hugging Face templates are written
-for.
+Templates are Jinja code from the model's author, so they run in Jinja's sandbox. The environment
+(filters, globals, white space rules, the `generation` tag) is that of Hugging Face templates.
 """
 
 from __future__ import annotations
@@ -100,7 +99,7 @@ class ChatTemplate:
         variables: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
-        """The text to continue.
+        """Render the prompt text of a conversation.
 
         Args:
             messages: `{"role": ..., "content": text}`, oldest first; None values are left out.
@@ -110,8 +109,8 @@ class ChatTemplate:
             tools: the functions that may be called, `{"type": "function", "function": ...}`.
 
         Raises:
-            InvalidRequestError: the template refuses the messages, or both modes of ending are
-            asked for.
+            InvalidRequestError: the template refuses the messages, or both
+                `add_generation_prompt` and `continue_final_message` are set.
         """
         if add_generation_prompt and continue_final_message:
             raise InvalidRequestError(
@@ -165,7 +164,7 @@ def _mark_end(conversation: list[dict[str, Any]]) -> None:
 
 
 def _cut_at_end(text: str) -> str:
-    """The text up to the mark; a template that trims messages has trimmed its space as well."""
+    """The text up to the mark. A template that trims messages has also removed the mark's space."""
     end = text.rfind(_END_OF_MESSAGE.rstrip())
     if end < 0:
         raise InvalidRequestError(

@@ -1,9 +1,8 @@
-"""Incremental detokenization: from the tokens of a completion to text that is safe to show.
+"""Incremental detokenization: from the tokens of a completion to text that can be streamed.
 
-Three things are held back: the bytes of a character that is not complete yet, text that may still
-become a stop string, and (in the window method) text whose last character a further token may
-change. The text does not depend on how the tokens were grouped into calls. Imports neither torch
-nor transformers.
+Three things are held back: the bytes of an incomplete character, text that may become a stop
+string, and (in the window method) text whose last character a further token may change. The result
+does not depend on how the tokens are grouped into calls. Imports neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ __all__ = ("IncrementalDetokenizer", "PieceText", "TextDecoder", "WindowText")
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _PROMPT_WINDOW = 6  # prompt tokens that the first output tokens are decoded after
-_MAX_SILENT = 16  # ids unknown to the tokenizer add nothing; the window must not fill up with them
+_MAX_SILENT = 16  # tokens without text in the window, such as ids that the tokenizer does not know
 _LONGEST_CHARACTER = 4  # bytes, so also tokens, of one UTF-8 character
 
 
@@ -29,7 +28,7 @@ class TextDecoder(Protocol):
 
     @property
     def pieces(self) -> TokenPieces | None:
-        """Bytes per token where a text is its tokens' bytes joined, else None."""
+        """The bytes of each token, if a text is the joined bytes of its tokens; else None."""
         ...
 
     @property
@@ -57,8 +56,7 @@ class IncrementalDetokenizer:
 
     Attributes:
         stop_reason: the stop string that ended the text, else None. Later tokens are ignored.
-        num_tokens: output tokens taken so far, up to and with the one that completed the stop
-            string.
+        num_tokens: output tokens so far, up to the one that completed the stop string.
     """
 
     def __init__(
@@ -109,7 +107,7 @@ class IncrementalDetokenizer:
         return "".join(released)
 
     def flush(self) -> str:
-        """The text still held back; call once, when the completion has ended."""
+        """Return the text that was held back. Called once, when the completion has ended."""
         text = self._text.flush()
         if self._matcher is None:
             return text
@@ -121,10 +119,9 @@ class IncrementalDetokenizer:
 
 
 class PieceText:
-    """Text of tokens whose bytes are joined: a look-up and an incremental UTF-8 decoder.
+    """Decodes tokens whose bytes are joined, with a table and an incremental UTF-8 decoder.
 
-    Invalid bytes become one replacement character per maximal invalid part, the practice of the
-    Unicode standard (section 3.9).
+    Each maximal invalid part becomes one replacement character (Unicode standard, section 3.9).
     """
 
     def __init__(
@@ -135,7 +132,7 @@ class PieceText:
         self._at_beginning = pieces.strips_leading_space and not any(
             map(self._piece, reversed(prompt_token_ids))
         )
-        # A prompt given as token ids may end within a character, which the output then completes.
+        # A prompt of token ids may end within a character, which the output then completes.
         self._decoder.decode(b"".join(map(self._piece, prompt_token_ids[-_LONGEST_CHARACTER:])))
 
     def append(self, token_ids: Sequence[int]) -> str:
@@ -152,10 +149,10 @@ class PieceText:
 
 
 class WindowText:
-    """Text for any decoder: decodes a short window of tokens and takes the new part.
+    """Decodes with any tokenizer: decodes a short window of tokens and returns the new part.
 
-    The window begins at tokens whose text is already out, so that what a decoder does at the
-    beginning of a text (dropping a space, say) falls on them.
+    The window begins with tokens whose text was returned already. So a change that a decoder makes
+    at the beginning of a text, such as dropping a space, does not affect new tokens.
     """
 
     def __init__(
@@ -169,7 +166,7 @@ class WindowText:
         self._skip_special_tokens = skip_special_tokens
         self._skipped = tokenizer.special_token_ids if skip_special_tokens else frozenset()
         self._window = list(prompt_token_ids[-_PROMPT_WINDOW:])
-        self._num_read = len(self._window)  # tokens of the window whose text is out
+        self._num_read = len(self._window)  # tokens of the window whose text was returned
         self._read_text = self._decode(self._window)
 
     def append(self, token_ids: Sequence[int]) -> str:

@@ -27,7 +27,7 @@ Prompts = Prompt | TextPrompt | TokensPrompt | Sequence[Prompt | TextPrompt | To
 
 
 def prompt_list(prompts: Prompts) -> list[Prompt]:
-    """The prompts as texts or lists of token ids; one that stands alone becomes a list of one.
+    """The prompts as a list of texts or token ids; a single prompt becomes a list of one.
 
     Raises:
         InvalidRequestError: a dictionary is neither `{"prompt": ...}` nor
@@ -49,10 +49,10 @@ def prompt_list(prompts: Prompts) -> list[Prompt]:
 
 
 def prompt_text(prompt: str | TextPrompt) -> str:
-    """The text of a prompt for which only text will do.
+    """The text of a prompt that must not be token ids.
 
     Raises:
-        InvalidRequestError: it has token ids, or no text.
+        InvalidRequestError: the prompt has token ids, or no text.
     """
     text = _unwrap(cast(Mapping[str, object], prompt)) if isinstance(prompt, Mapping) else prompt
     if not isinstance(text, str):
@@ -65,7 +65,7 @@ def _unwrap(prompt: Mapping[str, object]) -> Prompt:
     if names == {"prompt"} and isinstance(prompt["prompt"], str):
         return prompt["prompt"]
     ids = prompt.get("prompt_token_ids")
-    # vLLM's own dictionaries carry the text beside the ids; the ids count.
+    # A dictionary from vLLM may have both the text and the ids. The ids are used.
     if names <= {"prompt", "prompt_token_ids"} and isinstance(ids, list | tuple):
         return cast(Sequence[int], ids)
     raise InvalidRequestError(

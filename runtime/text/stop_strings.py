@@ -1,9 +1,9 @@
 """Stop strings on a growing text: holds back only text that may still become a stop string.
 
-Only the longest suffix that is a proper prefix of some stop string is held, so text without such a
-suffix is never delayed. The stop that *completes* first wins (on a tie the longer one), which makes
-the result independent of how the text was cut into pieces. The parsers of reasoning and tool calls
-(`api/parsing`) work in the same way, on the text that leaves here.
+Only the longest suffix that is a proper prefix of a stop string is held back. The stop string that
+is complete first ends the text; of two that are complete at the same character, the longer one. So
+the result does not depend on how the text is cut into pieces. The parsers of reasoning and tool
+calls (`api/parsing`) work in the same way on the released text.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class StopStringMatcher:
         return buffer[:released]
 
     def flush(self) -> str:
-        """The text that was still held back when generation ended for another reason."""
+        """The text that is held back when generation ends for another reason."""
         held, self._held = self._held, ""
         return held
 

@@ -1,15 +1,15 @@
-"""What can be said of a text's tokens before it is tokenised: how few they are, and where to cut.
+"""Bounds the number of tokens of a text, and cuts long texts, before they are tokenised.
 
-Tokenising takes about a microsecond a character. A text that can not fit into the context is
-refused by its length alone, and of a text that is truncated only the part that matters is
-tokenised. Both are exact, for tokenizers of a known kind; of others nothing is said.
+Tokenising takes about a microsecond a character. With these bounds, a text that can not fit into
+the context is refused by its length alone, and only a part of a text that is truncated is
+tokenised. Both results are exact. They exist only for the kinds of tokenizers that are known here.
 
-- `max_token_characters`: no token stands for more characters of a text. It is known where the
-  tokenizer drops no text and an unknown character becomes tokens of its own.
-- `TextCutter`: tokens never span the place between an ASCII letter and a space that an ASCII letter
-  follows, and the tokens on each side do not depend on the other side. That holds where the
-  pre-tokenizer splits there, or no token of the vocabulary spans the place. So each such word is at
-  least one token.
+- `max_token_characters` is the most characters that a token stands for. It exists if the tokenizer
+  drops no text, and turns each unknown character into tokens of its own.
+- `TextCutter` cuts a text between an ASCII letter and a space that an ASCII letter follows. No
+  token spans such a place, and the tokens on each side do not depend on the other side. This holds
+  if the pre-tokenizer splits there, or no token of the vocabulary spans the place. So each word
+  between two such places is at least one token.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ __all__ = ("TextCutter", "Window", "max_token_characters")
 # Unicode normalisation composes at most so many code points into one.
 _MOST_COMPOSED = 4
 _NORMAL_FORMS = {"NFC": _MOST_COMPOSED, "NFKC": _MOST_COMPOSED, "NFD": 1, "NFKD": 1}
-# Before a cut a letter, after it a space or what follows the space.
+# A place to cut: a letter, a space and a letter.
 _PLACE = re.compile(r"[A-Za-z](?= [A-Za-z])")
 _STRETCH = 1 << 16  # characters that are searched at a time from the end of a text
 
-# Parts of pre-tokenizers' patterns that take letters, and with them no space but one before them.
+# Parts of pre-tokenizers' patterns that match letters, with at most one space before them.
 _WORDS = frozenset(
     (
         r" ?\p{L}+",
@@ -44,7 +44,7 @@ _WORDS = frozenset(
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
     )
 )
-# Parts that never take a letter and a space after it, and look at nothing before them.
+# Parts that never match a letter and a space after it, and have no look-behind.
 _OTHERS = frozenset(
     (
         *("'s", "'t", "'re", "'ve", "'m", "'ll", "'d"),
@@ -75,19 +75,20 @@ class TextCutter:
     """
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
-        # Whether the part after a cut begins with the space; None = no cut is safe.
+        # Whether the part after a cut begins with the space; None = the text can not be cut.
         self._keeps_space = _keeps_space(backend)
 
     def window(self, text: str, num_tokens: int, side: Literal["left", "right"]) -> Window:
-        """A part of `text` whose tokens have those that truncation keeps.
+        """A part of `text` whose tokens include those that truncation keeps.
 
         Args:
-            num_tokens: how many are kept.
-            side: where tokens are cut off: with `right` the part is a beginning of the text and its
-                first `num_tokens` tokens are those of the text, with `left` an end and its last.
+            num_tokens: tokens that are kept.
+            side: where tokens are cut off. With `right` the part is a beginning of the text, and
+                its first `num_tokens` tokens are those of the text. With `left` it is an end of
+                the text, and its last `num_tokens` tokens are those of the text.
 
         Returns:
-            All of the text where no shorter part is known to be right.
+            The part; the whole text if no shorter part is known to be right.
         """
         whole = Window(0, len(text))
         if self._keeps_space is None:
@@ -106,7 +107,7 @@ class TextCutter:
         end = len(text)
         while end > 0:
             begin = max(0, end - _STRETCH)
-            stretch = text[begin : end + 2]  # with what must follow its last letter
+            stretch = text[begin : end + 2]  # with the two characters that follow its last letter
             places = [
                 match.end() for match in _PLACE.finditer(stretch) if match.end() <= end - begin
             ]
@@ -118,14 +119,14 @@ class TextCutter:
 
 
 def max_token_characters(backend: tokenizers.Tokenizer) -> int | None:
-    """The most characters of a text that one token stands for; None = there is no such number."""
+    """The most characters of a text that one token stands for; None = not bounded."""
     normalizer, pre_tokenizer = _state(backend.normalizer), _state(backend.pre_tokenizer)
     shrinkage = _shrinkage(normalizer)
     if shrinkage is None or not all(map(_keeps_text, _flat(pre_tokenizer, "pretokenizers"))):
         return None
     added = backend.get_added_tokens_decoder().values()
     if any(token.lstrip or token.rstrip for token in added):
-        return None  # these take the white space around them, however much it is
+        return None  # such tokens also match any amount of white space around them
     vocabulary = backend.get_vocab(with_added_tokens=True)
     if not _knows_every_character(backend, vocabulary):
         return None
@@ -167,7 +168,7 @@ def _knows_every_character(backend: tokenizers.Tokenizer, vocabulary: dict[str, 
 
 
 def _knows_every_byte(backend: tokenizers.Tokenizer, vocabulary: dict[str, int]) -> bool:
-    """Whether a BPE makes tokens of the bytes of what it does not know."""
+    """Whether a BPE turns an unknown character into tokens of its bytes."""
     if backend.model.byte_fallback:
         return all(f"<0x{byte:02X}>" in vocabulary for byte in range(256))
     alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
@@ -186,7 +187,7 @@ def _keeps_space(backend: tokenizers.Tokenizer) -> bool | None:
         text = token.content
         if re.search(r"\s", text) or not text:
             return None
-        # These take spaces around them, which a cut would give to the other side.
+        # Such tokens match spaces around them, which a cut would assign to the other side.
         if (token.lstrip and text[0].isalpha()) or (token.rstrip and text[-1].isalpha()):
             return None
     model = backend.model

@@ -18,7 +18,7 @@ __all__ = ("TokenPieces",)
 
 
 def _byte_of_unicode() -> dict[str, int]:
-    """GPT-2's printable stand-ins for the 256 bytes, inverted: character -> byte."""
+    """{character: byte}, the inverse of GPT-2's table of printable characters for bytes."""
     kept = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     moved = [byte for byte in range(256) if byte not in set(kept)]
     return {chr(byte): byte for byte in kept} | {
@@ -27,7 +27,7 @@ def _byte_of_unicode() -> dict[str, int]:
 
 
 class TokenPieces:
-    """Token id -> bytes, filled as tokens are met; make it with `from_tokenizer`.
+    """The bytes of each token id, computed at first use; made by `from_tokenizer`.
 
     Attributes:
         strips_leading_space: whether decoding drops one space at the very beginning of a text.
@@ -51,7 +51,7 @@ class TokenPieces:
     def from_tokenizer(
         cls, tokenizer: tokenizers.Tokenizer, special_token_ids: frozenset[int]
     ) -> TokenPieces | None:
-        """The table for `tokenizer`, or None where its decoder does not simply join bytes."""
+        """The table for `tokenizer`, or None if its decoder does more than join bytes."""
         if tokenizer.decoder is None:
             return None
         steps = _flatten(json.loads(tokenizer.decoder.__getstate__()))

@@ -1,7 +1,7 @@
 """The tokenizer of a model, read from its `tokenizer.json`, with its chat template.
 
-Uses the `tokenizers` library: importing transformers costs seconds and is only done for a directory
-without `tokenizer.json`.
+Uses the `tokenizers` library. transformers takes seconds to import, so it is imported only for a
+directory without `tokenizer.json`.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Tokenizer:
 
     Args:
         backend: the loaded `tokenizers` tokenizer.
-        special_tokens: the named ones (`bos_token`, `eos_token`, ...) that exist.
-        chat_template: None for a model without one.
+        special_tokens: the named special tokens (`bos_token`, `eos_token`, ...) that exist.
+        chat_template: the chat template; None = the model has none.
     """
 
     def __init__(
@@ -103,22 +103,22 @@ class Tokenizer:
         """Token ids of `text`; special tokens written in it are recognised.
 
         Args:
-            add_special_tokens: add what the model expects around a text (usually bos); off for the
-                output of a chat template, which contains them already.
+            add_special_tokens: add the tokens that the model expects around a text (usually bos).
+                False for the output of a chat template, which contains them already.
         """
         return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def token_offsets(self, text: str, *, add_special_tokens: bool = True) -> list[tuple[int, int]]:
-        """Of each token of `encode`, the characters [begin, end) of `text` that it stands for.
+        """The characters [begin, end) of `text` that each token of `encode` stands for.
 
-        Tokens that are parts of one character have it in common; those that are added around the
-        text have none, (0, 0).
+        Tokens that are parts of one character have the same range. Tokens that are added around the
+        text have the range (0, 0).
         """
         return self._backend.encode(text, add_special_tokens=add_special_tokens).offsets
 
     @cached_property
     def max_token_characters(self) -> int | None:
-        """The most characters of a text that a token stands for; None = there is no such number."""
+        """The most characters of a text that a token stands for; None = not bounded."""
         return max_token_characters(self._backend)
 
     def measure(self) -> None:
@@ -128,10 +128,10 @@ class Tokenizer:
     def encode_truncated(
         self, text: str, limit: int, *, side: Literal["left", "right"], add_special_tokens: bool
     ) -> list[int]:
-        """The tokens of `encode` cut to `limit`, those around the text included.
+        """The tokens of `encode`, special tokens included, cut to `limit`.
 
         Args:
-            limit: at least 1.
+            limit: tokens to keep, at least 1.
             side: where tokens are cut off.
         """
         encoding, _ = self._encode_part(text, limit, side, add_special_tokens=add_special_tokens)
@@ -141,7 +141,7 @@ class Tokenizer:
     def offsets_truncated(
         self, text: str, limit: int, *, side: Literal["left", "right"], add_special_tokens: bool
     ) -> list[tuple[int, int]]:
-        """Of each token of `encode_truncated`, as `token_offsets`."""
+        """The `token_offsets` of the tokens of `encode_truncated`."""
         encoding, begin = self._encode_part(
             text, limit, side, add_special_tokens=add_special_tokens
         )
@@ -156,7 +156,7 @@ class Tokenizer:
     def _encode_part(
         self, text: str, limit: int, side: Literal["left", "right"], *, add_special_tokens: bool
     ) -> tuple[tokenizers.Encoding, int]:
-        """The encoding of the part of a text that has `limit` tokens to keep, and its begin."""
+        """The encoding of a part of a text that has the `limit` tokens to keep, and its begin."""
         begin, end = self._cutter.window(text, limit, side)
         part = text if end - begin == len(text) else text[begin:end]
         return self._backend.encode(part, add_special_tokens=add_special_tokens), begin
@@ -173,14 +173,14 @@ class Tokenizer:
         limit: int | None = None,
         side: Literal["left", "right"] = "right",
     ) -> tuple[list[int], list[int]]:
-        """Two texts as one input, with the special tokens that go around and between them.
+        """Encode two texts as one input, with special tokens around and between them.
 
         Args:
-            limit: tokens of both; the second is cut for it. None = all of both.
+            limit: tokens of the whole input. The second text is cut to fit. None = no limit.
             side: where tokens are cut off.
 
         Returns:
-            Token ids, and of each the segment that it belongs to: 0 or 1.
+            Token ids, and the segment of each: 0 or 1.
         """
         one = self._backend.encode(first, add_special_tokens=False)
         if limit is None:
@@ -195,7 +195,7 @@ class Tokenizer:
     def encode_at_most(
         self, text: str, limit: int, *, side: Literal["left", "right"], add_special_tokens: bool
     ) -> list[int]:
-        """As `encode`, cut to `limit` tokens; the special tokens around the text stay.
+        """The tokens of `encode` cut to `limit`; special tokens around the text are kept.
 
         Args:
             side: where tokens are cut off.
@@ -230,7 +230,7 @@ class Tokenizer:
         variables: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
-        """The conversation as text; see `ChatTemplate.render`. Encode it without special tokens.
+        """Render a conversation; see `ChatTemplate.render`. Encode it without special tokens.
 
         Raises:
             InvalidRequestError: the model has no chat template, or it refuses the messages.
@@ -255,7 +255,7 @@ def tokenizer_facts(directory: str | Path, tokenizer: Tokenizer) -> dict[str, An
     """The configuration of a tokenizer for clients: its tokenizer_config.json, completed.
 
     Raises:
-        StartupError: the file can not be read any more.
+        StartupError: the file can not be read.
     """
     config = _read_json(Path(directory) / "tokenizer_config.json")
     template = tokenizer.chat_template
@@ -278,14 +278,14 @@ def _load_backend(directory: Path) -> tokenizers.Tokenizer:
 
 
 def _convert_with_transformers(directory: Path) -> tokenizers.Tokenizer:
-    """For older directories: vocab.json + merges.txt, or a SentencePiece model."""
+    """The tokenizer of an older directory: vocab.json and merges.txt, or a SentencePiece model."""
     if not directory.is_dir():
         raise StartupError(f"{directory} is not a directory: give model.tokenizer=DIRECTORY")
     from transformers import AutoTokenizer  # seconds to import, so only here
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(directory)
-    except Exception as error:  # whatever the conversion trips over, the remedy is the same
+    except Exception as error:  # transformers raises many types; the remedy is the same for all
         raise StartupError(
             f"{directory} has no tokenizer.json and no tokenizer that can be converted"
             f" ({str(error).splitlines()[0]}): give model.tokenizer=DIRECTORY"
@@ -300,7 +300,7 @@ def _convert_with_transformers(directory: Path) -> tokenizers.Tokenizer:
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    """The file's object, {} when there is no such file."""
+    """The JSON object in a file; {} if there is no such file."""
     text = _read_text(file)
     if text is None:
         return {}
@@ -314,7 +314,7 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 def _read_text(file: Path) -> str | None:
-    """None when there is no such file."""
+    """The text of a file; None if there is no such file."""
     try:
         return file.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -344,7 +344,7 @@ def _template_source(directory: Path, config: Mapping[str, Any], user_file: str)
         if user_file:
             raise StartupError(f"model.chat_template: there is no file {user_file}")
     template = config.get("chat_template")
-    if isinstance(template, list):  # named templates; the others are for tools or retrieval
+    if isinstance(template, list):  # named templates for several uses, such as tools
         named = {entry["name"]: entry["template"] for entry in template}
         template = named.get("default")
     if template is None:

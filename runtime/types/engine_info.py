@@ -1,4 +1,4 @@
-"""What an engine says about itself: the model that it serves, and its counters."""
+"""The served model's facts and the engine's counters, as sent to the API process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ITERATION_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 819
 
 
 class ServedTask(StrEnum):
-    """What a model can do."""
+    """The tasks of models."""
 
     generate = "generate"
     embed = "embed"
@@ -26,7 +26,7 @@ class ServedTask(StrEnum):
 
 
 class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
-    """What clients may know about the model that an engine serves."""
+    """Facts about the model that an engine serves."""
 
     name: str
     max_model_len: int  # tokens, prompt plus output
@@ -39,11 +39,11 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     isa: str = ""  # instruction set of the CPU kernels; empty = none are used
     tasks: tuple[ServedTask, ...] = (ServedTask.generate,)
     embedding_size: int = 0  # numbers of a vector
-    pooling: PoolingKind = PoolingKind.last  # of a request that names none
-    normalize: bool = True  # the same
-    num_labels: int = 0  # of the classification head; 0 = there is none
-    has_kv_cache: bool = True  # False: no keys and values are kept between steps
-    num_segments: int = 0  # that an encoder tells apart; 0 = not an encoder
+    pooling: PoolingKind = PoolingKind.last  # of requests that name none
+    normalize: bool = True  # of requests that do not say
+    num_labels: int = 0  # labels of the classification head; 0 = no head
+    has_kv_cache: bool = True  # False = no keys and values are kept between steps
+    num_segments: int = 0  # token types of an encoder; 0 = not an encoder
 
 
 class EngineStats(msgspec.Struct, array_like=True, gc=False):
@@ -58,38 +58,38 @@ class EngineStats(msgspec.Struct, array_like=True, gc=False):
     num_prompt_tokens: int = 0  # computed, cache hits excluded
     num_output_tokens: int = 0
     prefix_queries: int = 0  # prompt tokens looked up in the prefix cache
-    prefix_hits: int = 0  # of which found
+    prefix_hits: int = 0  # of these, tokens that were found
     num_preemptions: int = 0
-    late_compiles: list[LateCompile] = []  # empty when all is well
+    late_compiles: list[LateCompile] = []  # compilations after the start; should be empty
     step_seconds: float = 0.0  # summed over steps
-    model_seconds: float = 0.0  # of which in the model's graph and sampler
-    # Of finished steps, by the device's own clock where it has one, by how they were run.
+    model_seconds: float = 0.0  # the part of it in the model's graph and the sampler
+    # Seconds of finished steps by kind, on the device's clock if it has one.
     device_seconds_by_kind: dict[str, float] = {}
-    max_num_seqs: int = 0  # as set, or as decided from measured step costs
-    max_num_batched_tokens: int = 0  # the same
-    predicted_step_seconds: float = 0.0  # of decoding what runs now; 0 = no step costs
-    predicted_ttft_seconds: float = 0.0  # of a request of mean length that comes now
+    max_num_seqs: int = 0  # as set, or as chosen from measured step costs
+    max_num_batched_tokens: int = 0  # as set, or as chosen from measured step costs
+    predicted_step_seconds: float = 0.0  # of a decode of all running sequences; 0 = not known
+    predicted_ttft_seconds: float = 0.0  # of a request of mean length that is added now
     num_evictions: int = 0  # cached blocks that were reused for other contents
     num_admitted: int = 0  # sequences that left the queue for the first time
-    queue_seconds: float = 0.0  # that those waited, summed
-    num_waiting_for_grammar: int = 0  # of `num_waiting`
-    grammar_seconds: float = 0.0  # of steps, in which grammars' masks were made
-    grammar_build_seconds: float = 0.0  # beside the steps
-    num_padding_tokens: int = 0  # computed to fill captured buckets up
-    host_gap_seconds: float = 0.0  # with work, but neither in the model nor waiting for it
-    num_scheduled_tokens: int = 0  # that steps were asked for
-    # Steps by their tokens: one count per bound of ITERATION_TOKENS, then those above the last.
+    queue_seconds: float = 0.0  # time that these waited in the queue, summed
+    num_waiting_for_grammar: int = 0  # the part of `num_waiting` that waits for a grammar
+    grammar_seconds: float = 0.0  # spent on masks of grammars, within steps
+    grammar_build_seconds: float = 0.0  # spent on building grammars, beside the steps
+    num_padding_tokens: int = 0  # computed to fill captured buckets
+    host_gap_seconds: float = 0.0  # time with work, but not in the model or waiting for it
+    num_scheduled_tokens: int = 0  # tokens of all steps, without padding
+    # Histogram of tokens per step: a count per bound of ITERATION_TOKENS, and one above the last.
     iteration_tokens: list[int] = []
     # Layers by how they run in a small step: captured | fx | inductor | eager.
     layers_by_program: dict[str, int] = {}
 
     @property
     def device_seconds(self) -> float:
-        """Of all finished steps."""
+        """Device seconds of all finished steps."""
         return sum(self.device_seconds_by_kind.values())
 
 
-# Sums of these over replicas mean nothing: a request goes to the replica with the smallest.
+# Over replicas these are not summed: a request goes to the replica with the smallest value.
 _LEAST = ("predicted_step_seconds", "predicted_ttft_seconds")
 
 

@@ -1,4 +1,4 @@
-"""The outputs of requests: per step from the engine, per delta to the API, whole from `LLM`."""
+"""The outputs of requests: those of the engine per step, of the client per delta, and of `LLM`."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class FinishReason(StrEnum):
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Natural-log probabilities at one position, from the raw logits."""
 
-    logprob: float  # of the token that stands there
-    rank: int  # 1 = it was the likeliest
+    logprob: float  # of the token at that position
+    rank: int  # 1 = the likeliest token
     top_ids: list[int]
     top_logprobs: list[float]
 
@@ -47,7 +47,7 @@ class BeamOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     score: float
     finish_reason: FinishReason
     stop_reason: int | None = None  # the stop token's id when one ended it
-    logprobs: list[TokenLogprobs] | None = None  # one per token: those that the search compared
+    logprobs: list[TokenLogprobs] | None = None  # one per token; the values that the search uses
 
 
 class TimelineEvent(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -77,15 +77,15 @@ class SequenceOutput(msgspec.Struct, array_like=True, gc=False):
     prompt_logprobs: list[TokenLogprobs] | None = None
     beams: list[BeamOutput] | None = None  # at the end of a beam search: the n best, best first
     pooled: bytes | None = None  # little-endian float32, of a pooled request
-    is_complete: bool = False  # its grammar ended it: the last token is no stop token
-    is_refusal: bool = False  # the error is the request's own: its grammar can not go on
+    is_complete: bool = False  # its grammar ended it; the last token is not a stop token
+    is_refusal: bool = False  # the request caused the error: its grammar can not continue
     scheduled_time: float = 0.0  # when it first had a row, monotonic; with its first output
     num_preemptions: int = 0  # with its finish reason
     events: list[TimelineEvent] | None = None  # since the last output, of a traced request
 
 
 class RequestOutput(msgspec.Struct, kw_only=True):
-    """One completion's output, client -> API: text that is safe to show, only whole characters."""
+    """One completion's output, client -> API, with text that can be streamed."""
 
     request_id: str
     index: int  # which of the n completions
@@ -98,10 +98,10 @@ class RequestOutput(msgspec.Struct, kw_only=True):
     num_cached_tokens: int = 0
     num_output_tokens: int = 0  # so far
     error: str | None = None
-    is_refusal: bool = False  # the error is the request's own, a 400
+    is_refusal: bool = False  # the request caused the error: a 400
     prompt_logprobs: list[TokenLogprobs] | None = None  # with the first token, if asked for
-    num_discarded_tokens: int = 0  # of candidates that were not among the n best
-    score: float | None = None  # what the n best were chosen by, with `best_of` and beam search
+    num_discarded_tokens: int = 0  # tokens of candidates that were not among the n best
+    score: float | None = None  # the score of the n best, with `best_of` and beam search
     scheduled_time: float = 0.0  # when it first had a row, monotonic; with its first output
     num_preemptions: int = 0  # with the finish reason
     events: list[TimelineEvent] | None = None  # since the last output, of a traced request
@@ -138,7 +138,7 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
     finish_reason: FinishReason
     stop_reason: int | str | None = None
     logprobs: list[TokenLogprobs] | None = None
-    score: float | None = None  # by which it was chosen, with `best_of` and beam search
+    score: float | None = None  # its score, with `best_of` and beam search
 
 
 class GenerationOutput(msgspec.Struct, kw_only=True):

@@ -51,7 +51,7 @@ def _is_word(text: str) -> bool:
 class RepetitionDetectionParams(
     msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
 ):
-    """Which repeated patterns end an output; with `max_pattern_size` 0 none does.
+    """Which repeated patterns end an output.
 
     Raises:
         ValueError: a value is out of range; the text names the parameter, the value and the range.
@@ -59,7 +59,7 @@ class RepetitionDetectionParams(
 
     max_pattern_size: PatternSize = 0  # tokens; 0 = off
     min_pattern_size: PatternSize = 0  # tokens; 0 means 1
-    # How many times in a row the pattern must stand at the output's end.
+    # Copies of the pattern at the output's end that end it.
     min_count: Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNT)] = 0
 
     def __post_init__(self) -> None:
@@ -83,31 +83,30 @@ class RepetitionDetectionParams(
 class ThinkingLimit(msgspec.Struct, frozen=True, kw_only=True):
     """A limit on the reasoning at the beginning of an answer, between two marker tokens."""
 
-    max_tokens: int  # between the two
+    max_tokens: int  # tokens between the markers
     begin_token_id: int
     end_token_id: int
-    is_open: bool = False  # the prompt ends with the first one
+    is_open: bool = False  # the prompt ends with the first marker
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How to pick tokens and when to stop. The same names and meanings as in the OpenAI and vLLM
-    APIs.
+    """How to pick tokens and when to stop, with the names and meanings of the OpenAI and vLLM APIs.
 
     Raises:
         ValueError: a value is out of range; the text names the parameter, the value and the range.
     """
 
     n: int = 1  # completions per prompt; they share the prompt's blocks
-    best_of: int | None = None  # candidates, of which the n likeliest per token are given; null = n
-    # The n best of as many beams as `best_of`: the likeliest sequences as a whole, no sampling.
+    best_of: int | None = None  # candidates, of which the n likeliest per token are returned
+    # Beam search instead of sampling, with `best_of` beams: the n likeliest sequences.
     use_beam_search: bool = False
     length_penalty: float = 1.0  # a beam's score is its log-probability / length ** this
-    early_stopping: bool | Literal["never"] = False  # True = as soon as there are enough beams
+    early_stopping: bool | Literal["never"] = False  # True = when `best_of` beams are finished
     temperature: float = 1.0  # 0 = greedy
     top_p: float = 1.0
     top_k: int = 0  # 0 or -1 = off
     min_p: float = 0.0
-    seed: int | None = None  # same seed, same tokens, whatever else is in the batch
+    seed: int | None = None  # the same seed gives the same tokens; null = a random one
     max_tokens: int | None = 16  # null = up to the end of the context
     min_tokens: int = 0  # no end-of-sequence or stop token before this many
     stop: tuple[str, ...] = ()
@@ -115,11 +114,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     logprobs: int | None = None  # null = none; k = the sampled token's and the k likeliest
-    logprob_token_ids: tuple[int, ...] | None = None  # reported instead of the likeliest
-    prompt_logprobs: int | None = None  # as logprobs, of the prompt's tokens after the first
-    allowed_token_ids: tuple[int, ...] | None = None  # nothing else is picked; null = all
-    # Never generated, as their tokens with and without a space before them; only when nothing else
-    # is possible.
+    logprob_token_ids: tuple[int, ...] | None = None  # tokens reported instead of the likeliest
+    prompt_logprobs: int | None = None  # as logprobs, for the prompt's tokens after the first
+    allowed_token_ids: tuple[int, ...] | None = None  # only these are picked; null = all
+    # Words that are not generated, with or without a space before them, unless no other token is
+    # possible.
     bad_words: tuple[str, ...] = ()
     truncate_prompt_tokens: int | None = None  # keep that many; -1 = as many as fit; null = all
     truncation_side: Literal["left", "right"] = "left"  # where tokens are cut off
@@ -128,9 +127,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     repetition_penalty: float = 1.0
     logit_bias: dict[int, float] = {}
     skip_special_tokens: bool = True
-    # What the answer must look like; it ends when that is complete.
+    # A constraint on the answer, which ends when the constraint is complete.
     structured_outputs: StructuredOutputsParams | None = None
-    thinking: ThinkingLimit | None = None  # of a model that reasons; chat sets it
+    thinking: ThinkingLimit | None = None  # set for chats with a model that reasons
     repetition_detection: RepetitionDetectionParams | None = None  # ends an output that repeats
 
     def __post_init__(self) -> None:
@@ -196,7 +195,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     @property
     def num_candidates(self) -> int:
-        """The number of completions that are generated, of which `n` are given."""
+        """The number of completions that are generated, of which `n` are returned."""
         return self.best_of or self.n
 
     def _check_tokens(self) -> None:
@@ -302,21 +301,21 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 
 class PoolingKind(StrEnum):
-    """The hidden states of a text that make its vector."""
+    """Which hidden states of a text become its vector."""
 
-    mean = "mean"  # all, averaged
+    mean = "mean"  # the mean of all
     last = "last"
     cls = "cls"  # the first
 
 
 class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How the vector of a pooled prompt is made."""
+    """How the vector of a pooled prompt is computed."""
 
     kind: PoolingKind = PoolingKind.last
     normalize: bool = True  # to length 1
-    dimensions: int | None = None  # the vector's first so many, before it is normalised; null = all
-    # Instead of the vector itself the classification head's answer to it: a sigmoid for one label,
-    # a softmax for several, or with `raw_scores` the logits.
+    dimensions: int | None = None  # cut the vector to so many, before it is normalised; null = all
+    # Return the output of the classification head instead: a sigmoid for one label, a softmax for
+    # several, or with `raw_scores` the logits.
     classify: bool = False
     raw_scores: bool = False
 

@@ -1,7 +1,7 @@
-"""One engine step as data: what the scheduler hands to the executor and what comes back.
+"""One engine step as data: the scheduler's output and the executor's result.
 
-A step has S sequences, T tokens and R rows of logits. R is the number of sequences that sample when
-no tokens are guessed, and more with drafts.
+A step has S sequences, T tokens and R rows of logits. Without drafts, R is the number of sequences
+that sample. With drafts it is larger.
 """
 
 from __future__ import annotations
@@ -25,45 +25,45 @@ class AdmittedSequence(msgspec.Struct, frozen=True, array_like=True):
 
     row: int  # index into the runner's persistent buffers
     request: Request
-    output_token_ids: list[int]  # not empty when it resumes
+    output_token_ids: list[int]  # not empty if it resumes after a preemption
     # The whole block table of each KV cache group after the first; the first one's blocks come with
     # the row's `ScheduledSequence`.
     other_block_ids: list[list[int]] = []
 
 
 class ScheduledSequence(msgspec.Struct, frozen=True, array_like=True):
-    """What one row computes this step: positions [start, start + num_new_tokens)."""
+    """The work of one row in this step: positions [start, start + num_new_tokens)."""
 
     row: int
     start: int
     num_new_tokens: int
-    # Those positions' tokens; empty = one position, with the row's last sampled token. With drafts:
-    # the last sampled token, then the guesses.
+    # The tokens at those positions; empty = one position, with the row's last sampled token. With
+    # drafts: the last sampled token, then the drafts.
     token_ids: list[int]
     new_block_ids: list[int]  # appended to the row's block table
-    # Last positions whose logits give a token: 0 = none (a chunk inside a prompt), 1 = one token,
-    # 1 + k = k guesses are verified and 1 to 1 + k tokens come back.
+    # The number of last positions with logits: 0 = no token is sampled (a chunk inside a prompt),
+    # 1 = one token, 1 + k = k drafts are verified and 1 to 1 + k tokens are returned.
     num_logits: int
-    num_prompt_logits: int = 0  # leading positions whose next token, the prompt's, is scored
+    num_prompt_logits: int = 0  # leading positions whose next prompt token is scored
     is_pooled: bool = False  # the positions' hidden states go into a vector
 
     @property
     def num_drafts(self) -> int:
-        """Trailing entries of `token_ids` that are guesses."""
+        """Number of trailing entries of `token_ids` that are drafts."""
         return max(0, self.num_logits - 1)
 
     @property
     def is_decode(self) -> bool:
-        """Whether it continues an output that a step before sampled."""
+        """Whether it decodes, not computes a chunk of known tokens."""
         return not self.token_ids or self.num_logits > 1
 
 
 class BlockTransfer(msgspec.Struct, frozen=True, array_like=True):
     """Copies of whole KV blocks between the device and a slower tier.
 
-    The executor makes the transfers of a step in their order, before its `block_copies` and before
-    it writes any key or value: a store reads a block that the same step may reuse. A load may end
-    later, up to whenever `StepResult.finished_loads` names it; no step uses its blocks before.
+    The executor starts the transfers of a step in their order, before its `block_copies` and before
+    it writes keys and values, because the same step may reuse a block that is stored. A load may
+    last longer than its step. No step uses its blocks before `StepResult.finished_loads` names it.
     """
 
     transfer_id: int  # unique among loads; 0 for a store
@@ -73,16 +73,16 @@ class BlockTransfer(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True):
-    """The only message from scheduler to executor: plain integers, replayable in a test."""
+    """A planned step, which the engine sends from the scheduler to the executor."""
 
     scheduled: list[ScheduledSequence]
     admitted: list[AdmittedSequence]
     num_tokens: int
-    num_prompt_logits: int = 0  # of all entries
-    # (from, to): blocks whose contents are copied before anything is written, all at once.
+    num_prompt_logits: int = 0  # summed over the entries
+    # (from, to): blocks whose contents are copied before keys and values are written, all at once.
     block_copies: list[tuple[int, int]] = []
     num_pooled: int = 0  # entries with `is_pooled`
-    num_drafts: int = 0  # of all entries
+    num_drafts: int = 0  # summed over the entries
     transfers: list[BlockTransfer] = []  # an executor without tiers refuses a step that has some
 
     @property
@@ -91,20 +91,20 @@ class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepResult(msgspec.Struct, array_like=True):
-    """What the executor gives back, in the order of the entries that sample.
+    """The result of a step, in the order of the entries that sample.
 
     The tokens of all entries are one flat list. `logprobs` and the keys of `endings` follow it.
     """
 
     token_ids: list[int]
-    logprobs: list[TokenLogprobs | None] | None = None  # None = no request asks
+    logprobs: list[TokenLogprobs | None] | None = None  # None = no request reports any
     # One list per entry with `num_prompt_logits`, in that order.
     prompt_logprobs: list[list[TokenLogprobs]] | None = None
     pooled: list[bytes] | None = None  # one per entry that is the end of a pooled prompt
-    # Tokens after which a sequence's grammar ended, by index: "" = it matched completely and the
-    # token is kept, else the error, and the token is dropped.
+    # By index of a token after which a sequence's grammar ended: "" = the grammar is complete and
+    # the token is kept; else the error, and the token is dropped.
     endings: dict[int, str] = {}
     # Tokens of each entry that samples, 1 to `num_logits`; None = one each.
     counts: list[int] | None = None
-    # (transfer_id, blocks that have their contents, from the first on) of loads that have ended.
+    # (transfer_id, number of leading blocks that were loaded) of each load that has ended.
     finished_loads: list[tuple[int, int]] = []

@@ -1,7 +1,7 @@
-"""The constraint of a structured output as data, and constraints for tool calls.
+"""The constraint of a structured output as data, in vLLM's spelling, and that of tool calls.
 
-Exactly one kind a request, in vLLM's spelling. The constraint becomes a grammar in
-`runtime/grammar/process.py`; here is nothing that needs a grammar library.
+A request has exactly one kind of constraint. `runtime/grammar/process.py` turns it into a grammar.
+This module needs no grammar library.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Preamble(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     begin: str
     end: str
-    is_open: bool = False  # the prompt ends with `begin`, so the answer begins within the text
+    is_open: bool = False  # the prompt ends with `begin`, so the answer begins with reasoning
 
 
 class StructuredOutputsParams(
@@ -38,7 +38,7 @@ class StructuredOutputsParams(
     """Exactly one constraint.
 
     Raises:
-        ValueError: there is none, or more than one; an option does not fit the kind.
+        ValueError: there is no constraint or more than one, or an option does not fit its kind.
     """
 
     json: dict[str, Any] | str | bool | None = None  # a JSON schema, as it is or as text
@@ -46,15 +46,15 @@ class StructuredOutputsParams(
     choice: tuple[str, ...] | None = None  # the answer is one of them
     grammar: str | None = None  # Lark or GBNF (EBNF), recognised by its form
     json_object: bool | None = None  # any JSON object
-    # Free text with parts that are constrained once a trigger occurs, or xgrammar's `format`.
+    # Free text in which a trigger begins a constrained part, or xgrammar's `format`.
     structural_tag: dict[str, Any] | str | None = None
 
     disable_any_whitespace: bool = False  # JSON without optional white space
-    disable_additional_properties: bool = False  # objects have the properties that are listed
+    disable_additional_properties: bool = False  # objects have only the listed properties
     whitespace_pattern: str | None = None  # a regex: the optional white space of JSON
-    # False: keywords of a JSON schema that can not be enforced are left to the model.
+    # False = keywords of a JSON schema that can not be enforced are ignored.
     strict: bool = True
-    preamble: Preamble | None = None  # of a model that reasons; chat sets it
+    preamble: Preamble | None = None  # set for chats with a model that reasons
 
     def __post_init__(self) -> None:
         given = [kind for kind in KINDS if getattr(self, kind) not in (None, False)]
@@ -85,12 +85,12 @@ class StructuredOutputsParams(
 
     @property
     def kind(self) -> str:
-        """Which constraint it is, one of KINDS."""
+        """The kind of constraint, one of KINDS."""
         return next((kind for kind in KINDS if getattr(self, kind) not in (None, False)), "json")
 
 
 class ToolCallFormat(msgspec.Struct, frozen=True, kw_only=True):
-    """How a model writes a call of a tool: `begin` NAME `middle` ARGUMENTS `end`.
+    """How a model writes a tool call: `begin` NAME `middle` ARGUMENTS `end`.
 
     The arguments are JSON. Special tokens are written as their text. docs/structured-output.md has
     the form of Hermes and Qwen3.
@@ -111,13 +111,13 @@ def constrain_tool_calls(
     only_calls: bool = False,
     parallel: bool = True,
 ) -> StructuredOutputsParams:
-    """The constraint under which an answer's calls are valid.
+    """A constraint that makes all tool calls of an answer valid.
 
     Args:
         tools: each tool's name and the JSON schema of its arguments; True = any JSON.
         form: how the model writes calls.
-        at_least_one: `tool_choice` is `required` or names a tool (then `tools` is that one): the
-            answer may not end before a call.
+        at_least_one: the answer may not end before a call, as `tool_choice` is `required` or names
+            a tool. `tools` has only that tool then.
         only_calls: no text before, between and after calls.
         parallel: more than one call.
 

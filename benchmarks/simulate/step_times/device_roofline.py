@@ -1,11 +1,11 @@
-"""Step costs from a device's data sheet, for hardware that is not at hand.
+"""Estimates step costs from a device's data sheet, for hardware that is not available.
 
-    seconds = max(operations / rate, bytes / bandwidth) of the layers, + attention, + a step's own
+    seconds = max(operations / rate, bytes / bandwidth) of layers + attention + fixed cost of a step
 
-with the share of the peak that well-made kernels reach. A measured step-cost table replaces it. The
-roofline model: Williams, Waterman and Patterson, "Roofline: an insightful visual performance model
-for multicore architectures", CACM 2009. Peak rates are those of the vendors' data sheets (dense,
-without sparsity).
+Rates and bandwidth are the shares of the peak that good kernels reach. A measured step-cost table
+is better. The roofline model is that of Williams, Waterman and Patterson, "Roofline: an insightful
+visual performance model for multicore architectures", CACM 2009. Peak rates are those of the
+vendors' data sheets (dense, without sparsity).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ostinato.runtime.costs.step_limits import StepLimits
 __all__ = ("ACCELERATORS", "Accelerator", "ModelShape", "roofline_table")
 
 _GIB = 1 << 30
-_COMPUTE_SHARE, _MEMORY_SHARE = 0.7, 0.85  # of the peaks, that large kernels reach
+_COMPUTE_SHARE, _MEMORY_SHARE = 0.7, 0.85  # shares of the peaks that large kernels reach
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +26,7 @@ class Accelerator:
     """One device."""
 
     tflops: float  # dense, 16-bit
-    bandwidth_gb_s: float  # of its memory
+    bandwidth_gb_s: float  # memory bandwidth
     memory_gib: float
     step_us: float = 250.0  # launching a captured graph, sampling, reading the tokens
 
@@ -46,11 +46,11 @@ ACCELERATORS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """What a step's work follows from."""
+    """The sizes of a model that determine a step's work."""
 
-    num_parameters: int  # that every token is multiplied with, the output layer excluded
-    num_logit_parameters: int  # of the output layer, which only rows that sample go through
-    weight_bytes: int  # of all of them
+    num_parameters: int  # multiplied with every token, the output layer excluded
+    num_logit_parameters: int  # of the output layer, multiplied with every row that samples
+    weight_bytes: int  # bytes of all these parameters
     kv_bytes_per_token: int  # keys and values of all layers
     attention_width: int  # layers x query heads x head dimension
 
@@ -61,10 +61,10 @@ def roofline_table(
     """The step costs of a model on a device.
 
     Args:
-        device: its peaks.
-        model: its sizes.
+        device: the device's peak rates.
+        model: the model's sizes.
         limits: the largest step.
-        max_model_len: tokens of a sequence.
+        max_model_len: tokens of a sequence, at most.
     """
     rate = device.tflops * 1e12 * _COMPUTE_SHARE
     bandwidth = device.bandwidth_gb_s * 1e9 * _MEMORY_SHARE
@@ -72,7 +72,7 @@ def roofline_table(
     def seconds(tokens: int, seqs: int, context: int) -> float:
         operations = 2.0 * (tokens * model.num_parameters + seqs * model.num_logit_parameters)
         layers = max(operations / rate, model.weight_bytes / bandwidth)
-        # Each new token attends to its context and to half of the new ones of its sequence.
+        # Each new token attends to its context and on average to half of the new tokens.
         length = context + tokens / seqs / 2
         read = seqs * (context + tokens / seqs) * model.kv_bytes_per_token
         attention = max(4.0 * tokens * length * model.attention_width / rate, read / bandwidth)

@@ -1,9 +1,9 @@
 """Fits the overheads of serving to the engine's flight recorder and the client's times.
 
-A server receives calibration traffic. Its flight recorder says when each step began, how long it
-took and which sequences were in it. Together with the client's times this gives, without a model of
-any of it, the ratio of step times to the table, the pauses between steps, the time from a request's
-sending to its first step, and the time from a token's step to the client.
+A server receives calibration traffic. Its flight recorder has the beginning, the duration and the
+sequences of each step. Together with the client's times, this gives the distributions of four
+values: step time over the table's, pause between steps, time from a request's sending to its first
+step, and time from a token's step to its arrival at the client.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from ostinato.runtime.costs.cost_table import Chunk, CostTable
 
 __all__ = ("EngineStep", "Recording", "fit_overheads")
 
-_NUM_KEPT = 400  # values of one distribution
-_LEAST_REQUESTS = 24  # that a group of one size has at least
+_NUM_KEPT = 400  # values that are kept of one distribution
+_LEAST_REQUESTS = 24  # requests of a group of one size, at least
 _LEAST_STEPS = 20
-_GRID = 160  # of delays that are told apart where only bounds are known
+_GRID = 160  # grid points of delays of which only bounds are known
 _ROUNDS = 200
 
 T = TypeVar("T")
@@ -53,7 +53,7 @@ class EngineStep(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """Traffic, what the client saw of it, and the engine's steps meanwhile, in order."""
+    """Traffic with the client's times, and the engine's steps meanwhile, in order."""
 
     job: LoadJob
     report: LoadReport
@@ -61,14 +61,14 @@ class Recording:
 
 
 def fit_overheads(costs: CostTable, recordings: Sequence[Recording]) -> ServingOverheads:
-    """What was seen.
+    """Fit the overheads.
 
     Args:
-        costs: the table that steps are compared with.
-        recordings: of one server, in the order of their times.
+        costs: the step-cost table that steps are compared with.
+        recordings: recordings of one server, in the order of their times.
 
     Raises:
-        ValueError: there are too few steps or requests to say anything.
+        ValueError: there are too few steps or requests.
     """
     seen = _Seen()
     steps: list[SeenStep] = []
@@ -102,7 +102,7 @@ class _Seen:
     def __init__(self) -> None:
         self.pauses: list[float] = []
         self.idle: list[float] = []
-        # By a power of two of sequences that had tokens to be delivered: bounds of a delay.
+        # {power of two of the number of sequences with a token: bounds of delays}.
         self.busy: dict[int, list[tuple[float, float]]] = defaultdict(list)
         self.deliveries: list[tuple[float, ...]] = []
         self.ends: list[float] = []
@@ -112,7 +112,7 @@ def _compare(costs: CostTable, steps: Sequence[EngineStep], first: int) -> list[
     rows: list[SeenStep] = []
     ended_at = -math.inf
     for step in steps:
-        # With overlap a step is launched while the one before it runs.
+        # With overlap, a step is launched while the one before it runs.
         seconds = step.ended_at - max(step.began_at, ended_at)
         ended_at = step.ended_at
         table_s = _table_seconds(costs, step)
@@ -124,7 +124,7 @@ def _compare(costs: CostTable, steps: Sequence[EngineStep], first: int) -> list[
 
 
 def _pauses(steps: Sequence[EngineStep]) -> list[float]:
-    """Seconds between steps that had work in common."""
+    """Seconds between successive steps without an idle time between them."""
     return [
         max(0.0, late.began_at - early.ended_at)
         for early, late in pairwise(steps)
@@ -143,7 +143,7 @@ def _was_idle(before: EngineStep, step: EngineStep) -> bool:
 def _table_seconds(costs: CostTable, step: EngineStep) -> float:
     chunks = [Chunk(tokens, start) for _, start, tokens in step.entries if tokens > 1]
     contexts = [start for _, start, tokens in step.entries if tokens == 1]
-    # Sequences past those that the record names: the same contexts, prompts from their start.
+    # Sequences that the record does not name are assumed to have the same contexts on average.
     unknown = step.num_tokens - step.num_decodes - sum(chunk.num_tokens for chunk in chunks)
     if unknown > 0:
         chunks.append(Chunk(unknown, 0))
@@ -156,7 +156,7 @@ def _add_requests(seen: _Seen, recording: Recording) -> None:
     entries: dict[str, list[tuple[int, int]]] = defaultdict(list)  # id -> (step, end of positions)
     for number, step in enumerate(steps):
         for request_id, start, tokens in step.entries:
-            # The engine adds a number to what the client was told.
+            # The engine's id is the client's with a number appended.
             entries[request_id.partition("#")[0]].append((number, start + tokens))
     delays: dict[int, list[float]] = defaultdict(list)  # of each step's tokens
     pairs = zip(recording.job.requests, report.requests, strict=False)
@@ -164,7 +164,7 @@ def _add_requests(seen: _Seen, recording: Recording) -> None:
         found = entries.get(times.request_id, [])
         if times.status != "ok" or not found or not times.chunk_s:
             continue
-        # A closed loop's first requests are sent in one moment: together one measurement.
+        # The first requests of a closed loop are sent at once, so they are one measurement.
         if place >= (recording.job.concurrency or 0):
             _add_admission(seen, steps, found[0][0], report.began_at + times.intended_s)
         num_prompt = len(request.prompt)
@@ -176,18 +176,18 @@ def _add_requests(seen: _Seen, recording: Recording) -> None:
 
 
 def _add_admission(seen: _Seen, steps: Sequence[EngineStep], number: int, sent_at: float) -> None:
-    """What is known of a request's way to the step `number`, its first."""
+    """Add the delay of a request until step `number`, its first, or bounds of the delay."""
     step = steps[number]
     wait_s = step.began_at - sent_at
     if not number:
-        seen.idle.append(max(0.0, wait_s))  # nothing else was sent before it
+        seen.idle.append(max(0.0, wait_s))  # the engine was idle
         return
     before = steps[number - 1]
     if _was_idle(before, step):
         if sent_at > before.ended_at:
             seen.idle.append(max(0.0, wait_s))
-    elif not before.num_waiting:  # else it may have waited for a place, not been on its way
-        # It was not there when the step before began, or that one would have taken it in.
+    elif not before.num_waiting:  # otherwise it may have waited for a row
+        # It had not arrived when the step before began, which would have admitted it.
         bounds = (max(0.0, before.began_at - sent_at), max(0.0, wait_s))
         seen.busy[before.num_seqs.bit_length() - 1].append(bounds)
 
@@ -195,7 +195,7 @@ def _add_admission(seen: _Seen, steps: Sequence[EngineStep], number: int, sent_a
 def _token_delays(
     steps: Sequence[EngineStep], sampled: Sequence[int], began_at: float, times: RequestTimes
 ) -> Iterable[tuple[int, float]]:
-    """(step, seconds until its token was with the client). One piece may bring several tokens."""
+    """(step, seconds until its token reached the client). One piece may have several tokens."""
     if len(sampled) != times.num_output_tokens:
         return
     arrivals = [began_at + at for at in times.chunk_s]
@@ -203,8 +203,8 @@ def _token_delays(
         for number, at in zip(sampled, arrivals, strict=True):
             yield number, max(0.0, at - steps[number].ended_at)
         return
-    # Tokens come in order; each in the first piece after its step, or in a later one where so many
-    # pieces are left that each has a token.
+    # Tokens arrive in order. A token is in the first piece after its step, or in a later one if
+    # every remaining piece must have a token.
     place = 0
     for number in sampled:
         while place < len(arrivals) - 1 and arrivals[place] < steps[number].ended_at:
@@ -220,7 +220,7 @@ def _busy(seen: _Seen) -> tuple[SizedValues, ...]:
 
 
 def _gather(found: dict[int, list[T]], least: int) -> list[tuple[int, list[T]]]:
-    """Neighbours put together until each group has so many; what is left joins the last one."""
+    """Merge neighbouring groups until each has `least` values; a rest joins the last group."""
     groups: list[tuple[int, list[T]]] = []
     gathered: list[T] = []
     for key in sorted(found):
@@ -234,7 +234,7 @@ def _gather(found: dict[int, list[T]], least: int) -> list[tuple[int, list[T]]]:
 
 
 def _kept(values: Iterable[float]) -> tuple[float, ...]:
-    """Ascending; at most so many, at evenly spread shares."""
+    """The values in ascending order; at most `_NUM_KEPT`, at evenly spaced quantiles."""
     found = sorted(values)
     if len(found) <= _NUM_KEPT:
         return tuple(found)
@@ -243,8 +243,9 @@ def _kept(values: Iterable[float]) -> tuple[float, ...]:
 
 
 def _from_bounds(bounds: Sequence[tuple[float, float]]) -> tuple[float, ...]:
-    """The distribution of values of which only bounds are known, by expectation-maximisation
-    (Turnbull, 1976), at evenly spread shares.
+    """Evenly spaced quantiles of a distribution of which only bounds of the values are known.
+
+    The distribution is estimated by expectation-maximisation (Turnbull, 1976).
     """
     lows, highs = (np.array(column) for column in zip(*bounds, strict=True))
     grid = np.unique(np.quantile(np.concatenate([lows, highs]), np.linspace(0, 1, _GRID)))

@@ -1,9 +1,9 @@
-"""What a real server adds to the step-cost table: step times, pauses and delivery delays.
+"""The overheads of a real server over the step-cost table: step times, pauses, delivery delays.
 
-The table is measured with an engine that runs alone. In a server the same step takes another time:
-the API process, the clients and other programs use the same cores and caches. The added times vary,
-so each is kept as the measured distribution (benchmarks/simulate/step_times/fit.py). A simulation
-draws from it with a seed.
+The table is measured with an engine that runs alone. In a server the same step takes longer,
+because the API process, the clients and other programs use the same cores and caches. The overheads
+vary, so each is a distribution of measured values (benchmarks/simulate/step_times/fit.py). A
+simulation draws from it with a seed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ("ServingOverheads", "SizedValues", "StepClock")
 
 
 class SizedValues(NamedTuple):
-    """What was measured of steps of about one size."""
+    """Measured values of steps of about the same size."""
 
     size: int  # sequences
     values: tuple[float, ...]  # at least one, ascending
@@ -32,21 +32,21 @@ class SizedValues(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingOverheads:
-    """Distributions, each as its measured values; seconds where nothing else is said."""
+    """Distributions of overheads, each as its measured values."""
 
-    decode: StepRatios  # what steps in which all decode took over what the table says
-    prompt: StepRatios  # the same of steps with prompts
+    decode: StepRatios  # seconds of steps in which all decode, over the table's
+    prompt: StepRatios  # seconds of steps with prompts, over the table's
     pause_s: tuple[float, ...]  # between two steps: messages, scheduling
-    idle_request_s: tuple[float, ...]  # from the client's send to the step, of an idle engine
-    # From the client's send until a step can take it in, by the sequences that run.
+    idle_request_s: tuple[float, ...]  # from the client's sending to the step of an idle engine
+    # Seconds from the client's sending until a step can admit it, by running sequences.
     busy_request_s: tuple[SizedValues, ...]
-    # From a step's end until its tokens are with their clients: for each measured step one value a
-    # sequence, in the step's order.
+    # Seconds from a step's end until its tokens reach their clients: for each measured step, one
+    # value per sequence, in the step's order.
     delivery_s: tuple[tuple[float, ...], ...]
-    end_s: tuple[float, ...]  # from the last token until the client has the end of the answer
+    end_s: tuple[float, ...]  # from the last token to the end of the answer at the client
 
     def typical(self) -> ServingOverheads:
-        """The same without what varies: every distribution is its median."""
+        """The same overheads without variation: every distribution is replaced by its median."""
 
         def typical(groups: tuple[SizedValues, ...]) -> tuple[SizedValues, ...]:
             return tuple(SizedValues(size, (median(values),)) for size, values in groups)
@@ -63,12 +63,12 @@ class ServingOverheads:
 
 
 class StepClock:
-    """Seconds of steps and of what is between them and the client.
+    """Simulated seconds of steps, and of messages between the engine and clients.
 
     Args:
-        costs: the table.
-        overheads: on top of it; None = steps cost what the table says, and nothing else takes time.
-        seed: of the draws.
+        costs: the step-cost table.
+        overheads: the overheads; None = steps take the table's seconds, all else takes no time.
+        seed: seed of the draws.
     """
 
     def __init__(self, costs: CostTable, overheads: ServingOverheads | None, seed: int = 0) -> None:
@@ -105,7 +105,7 @@ class StepClock:
         return seconds * usual * self._noise.next(kind)
 
     def decodes(self, num_seqs: int, context: float) -> float:
-        """Seconds by the table of a step in which sequences of a mean context decode."""
+        """The table's seconds of a decode of sequences with a mean context."""
         return self._costs.decode_seconds(num_seqs, context)
 
     def pause(self) -> float:
@@ -113,7 +113,7 @@ class StepClock:
         return 0.0 if self._overheads is None else self._random.choice(self._overheads.pause_s)
 
     def request(self, num_running: int) -> float:
-        """Seconds from a client's send until the engine, which runs so many, has the request."""
+        """Seconds from a client's sending until an engine with `num_running` sequences has it."""
         overheads = self._overheads
         if overheads is None:
             return 0.0
@@ -122,7 +122,7 @@ class StepClock:
         return self._busy.draw(num_running, self._random)
 
     def deliveries(self, num_seqs: int) -> Sequence[float]:
-        """Seconds from a step's end until each of its tokens is with its client."""
+        """Seconds from a step's end until each of its tokens reaches its client."""
         if self._overheads is None:
             return [0.0] * num_seqs
         wanted = _power(num_seqs)
@@ -131,17 +131,17 @@ class StepClock:
         return [delays[place * len(delays) // num_seqs] for place in range(num_seqs)]
 
     def end(self) -> float:
-        """Seconds from the last token until the client knows that it is the last."""
+        """Seconds from the last token to the end of the answer at the client."""
         return 0.0 if self._overheads is None else self._random.choice(self._overheads.end_s)
 
 
 def _power(number: int) -> int:
-    """Of two, at most `number`: its exponent."""
+    """The exponent of the largest power of two that is at most `number`."""
     return number.bit_length() - 1
 
 
 class _Groups:
-    """Draws from groups by size. Between two sizes either is drawn from, the nearer one more."""
+    """Draws from groups by size. Between two sizes, the nearer group is drawn more often."""
 
     def __init__(self, groups: tuple[SizedValues, ...]) -> None:
         self._sizes = [math.log(one.size) for one in groups]

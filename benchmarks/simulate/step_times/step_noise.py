@@ -1,11 +1,11 @@
-"""How the step times of a server differ from the step-cost table: the usual ratio, and its noise.
+"""Models a server's step times relative to the step-cost table: the usual ratio, and its noise.
 
-The table is measured in a few seconds by an engine that runs alone; single entries may be off by a
-third. The usual ratio is therefore a curve, fitted to measured steps by the number of prompt tokens
-and of decoding sequences. Each step's ratio over the usual one is kept in the order of time,
-because it is correlated: neighbouring steps were seen with a correlation of 0.5, and for whole
-seconds every prompt took 1.4 times as long. If steps were drawn one by one, every simulated run
-would contain such moments, and its tail latency would be that of the worst measured run.
+The table is measured in a few seconds by an engine that runs alone, and single entries may be wrong
+by a third. So the usual ratio is a curve over prompt tokens and decoding sequences, fitted to
+measured steps. The noise is each step's ratio over the usual one, in the order of time. It is
+correlated: neighbouring steps had a correlation of 0.5, and in some seconds every prompt took 1.4
+times as long. If noise were drawn independently for each step, every simulated run would contain
+such slow steps, and its tail latency would be that of the worst measured run.
 """
 
 from __future__ import annotations
@@ -22,38 +22,40 @@ __all__ = ("Curve", "NoiseSampler", "SeenStep", "StepRatios", "fit_ratios")
 
 Curve = tuple[tuple[int, float], ...]  # (number, logarithm of a ratio), numbers rising
 
-# Weights of a curve's jumps beside that of one step. The table knows prompts of few sizes only.
+# Weights of the differences between neighbouring points, where a step has weight 1.
 _SMOOTH_TOKENS, _SMOOTH_SEQS = 2.0, 10.0
 _ROUNDS = 30
-_LEAST_RESIDUAL = 0.02  # below it a step's distance from the curve counts as a square
-_MEAN_RUN = 256  # steps that are drawn in succession, about a second of them
+_LEAST_RESIDUAL = 0.02  # a smaller distance from the curve counts squared
+_MEAN_RUN = 256  # mean number of steps drawn in succession, about a second
 
 
 class SeenStep(NamedTuple):
-    """A step beside the table."""
+    """A measured step."""
 
-    number: int  # of all steps that were seen
+    number: int  # among all measured steps
     num_prompt_tokens: int
     num_decodes: int  # sequences
-    ratio: float  # its seconds over those of the table
+    ratio: float  # its seconds over the table's
 
 
 class StepRatios(NamedTuple):
-    """What steps take over the table: the curves' sum, exponentiated, times one of `spread`."""
+    """The ratio of step times to the table: exp(sum of the curves) times one of `spread`."""
 
-    tokens: Curve  # by the tokens of prompts; empty = none
-    seqs: Curve  # by the sequences that decode, and one
-    spread: tuple[float, ...]  # at least one, in the order of time; about 1
-    order: tuple[int, ...]  # the number of each among all steps that were seen, rising
+    tokens: Curve  # by prompt tokens; empty = none
+    seqs: Curve  # by 1 + decoding sequences
+    spread: tuple[float, ...]  # noise factors near 1, in the order of time; at least one
+    order: tuple[int, ...]  # the numbers of these steps among all measured steps, rising
 
     def usual(self, num_prompt_tokens: int, num_decodes: int) -> float:
-        """The ratio without what varies."""
+        """The ratio without noise."""
         return math.exp(_at(self.tokens, num_prompt_tokens) + _at(self.seqs, 1 + num_decodes))
 
 
 class NoiseSampler:
-    """Draws from the spreads of several kinds of steps: goes along them together, and begins anew
-    at some other time now and then (the stationary bootstrap of Politis and Romano, 1994).
+    """Draws noise for several kinds of steps by the stationary bootstrap.
+
+    The method is that of Politis and Romano (1994). It moves through the measured noise of all
+    kinds in the order of time, and sometimes jumps to another time.
     """
 
     def __init__(self, kinds: Sequence[StepRatios], numbers: random.Random) -> None:
@@ -62,7 +64,7 @@ class NoiseSampler:
         self._jump()
 
     def next(self, kind: int) -> float:
-        """One more of the kind with this place."""
+        """The next noise factor of the kind with this index."""
         if self._numbers.random() * _MEAN_RUN < 1.0:
             self._jump()
         spread = self._kinds[kind].spread
@@ -76,19 +78,19 @@ class NoiseSampler:
 
 
 def fit_ratios(steps: Sequence[SeenStep]) -> StepRatios:
-    """Curves through the medians of steps of one kind: all have prompts, or none has.
+    """Fit curves through the medians of steps of one kind: all have prompts, or none has.
 
-    Least absolute distances of logarithms, by weighted squares; neighbouring points of a curve are
-    held together where there are few steps.
+    It minimises the absolute distances of logarithms, by iteratively reweighted least squares.
+    Differences between neighbouring points of a curve are penalised, for points with few steps.
 
     Args:
-        steps: at least one, in the order of time.
+        steps: at least one step, in the order of time.
     """
     tokens = _points([one.num_prompt_tokens for one in steps])
     seqs = _points([1 + one.num_decodes for one in steps])
     parts = [_shares(seqs, [1 + one.num_decodes for one in steps])]
     if tokens:
-        # One of the curves begins at 0, or only their sum would be known.
+        # One of the curves begins at 0, because only their sum is determined.
         parts = [_shares(tokens, [one.num_prompt_tokens for one in steps]), parts[0][:, 1:]]
     shares = np.concatenate(parts, axis=1)
     wanted = np.log([one.ratio for one in steps])
@@ -96,7 +98,7 @@ def fit_ratios(steps: Sequence[SeenStep]) -> StepRatios:
     weights = np.ones(len(steps))
     values = np.zeros(shares.shape[1])
     for _ in range(_ROUNDS):
-        # A whisper of weight on everything, for points that no step is near.
+        # A small weight on all values, for points without steps near them.
         square = (shares.T * weights) @ shares + jumps.T @ jumps + 1e-9 * np.eye(len(values))
         values = np.linalg.solve(square, shares.T @ (weights * wanted))
         weights = 1.0 / np.maximum(np.abs(wanted - shares @ values), _LEAST_RESIDUAL)
@@ -111,7 +113,7 @@ def fit_ratios(steps: Sequence[SeenStep]) -> StepRatios:
 
 
 def _points(numbers: Sequence[int]) -> list[int]:
-    """Powers of two between the least and the largest; none when there is nothing but 0."""
+    """Powers of two between the smallest and the largest number; empty if all are 0."""
     low, high = max(1, min(numbers)), max(numbers)
     if not high:
         return []
@@ -119,14 +121,14 @@ def _points(numbers: Sequence[int]) -> list[int]:
 
 
 def _shares(points: Sequence[int], numbers: Sequence[int]) -> np.ndarray:
-    """[numbers, points]: how much of each point's value is in a curve there, linear in log2."""
+    """[numbers, points]: weights of linear interpolation in log2 between the points."""
     places = np.log2(np.maximum(numbers, 1))
     units = np.eye(len(points))
     return np.stack([np.interp(places, np.log2(points), unit) for unit in units], axis=1)
 
 
 def _jumps(num_tokens: int, num_seqs: int) -> np.ndarray:
-    """[jumps, values]: weighted differences of neighbouring points of each curve."""
+    """[differences, values]: weighted differences of neighbouring points of each curve."""
     of_tokens = math.sqrt(_SMOOTH_TOKENS) * np.diff(np.eye(num_tokens), axis=0)
     of_seqs = math.sqrt(_SMOOTH_SEQS) * np.diff(np.eye(num_seqs), axis=0)
     if not num_tokens:
@@ -142,7 +144,7 @@ def _curve(points: Sequence[int], values: Sequence[float]) -> Curve:
 
 
 def _at(curve: Curve, number: int) -> float:
-    """Linear in log2 of the number, and constant past the ends."""
+    """The curve's value: linear in log2 of the number, constant beyond the ends."""
     if not curve:
         return 0.0
     index = bisect_right(curve, number, key=lambda one: one[0])

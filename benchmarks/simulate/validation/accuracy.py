@@ -1,4 +1,4 @@
-"""Compares predicted with measured metrics, given how much the measured ones vary."""
+"""Compares predicted with measured metrics, considering the spread of the measured ones."""
 
 from __future__ import annotations
 
@@ -23,20 +23,22 @@ __all__ = (
 )
 
 COMPARED = ("output_throughput", "ttft_p50", "ttft_p99", "itl_p50", "itl_p99")
-_SURE = 0.9  # that the median lies where the rounds say
+_SURE = 0.9  # confidence of the interval of the median
 
 
 class Accuracy(StrEnum):
-    """What can be said of a prediction."""
+    """The accuracy of a prediction."""
 
-    within = ""  # the tolerance
+    within = ""  # within the tolerance
     missed = "missed"
-    unknown = "unknown"  # the real figure itself is not known to the tolerance
+    unknown = "unknown"  # the measured figure varies by more than the tolerance
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Where the median of what `values` are drawn from lies, nine times of ten: as many values at
-    either end are left out as that allows. With too few values it is less sure.
+    """A 90 % confidence interval of the median of the distribution of `values`.
+
+    It is the narrowest interval between two order statistics with that confidence. With too few
+    values it is the whole range, and the confidence is lower.
     """
     ordered, count = sorted(values), len(values)
     outside, left_out = 0.5 ** (count - 1), 0
@@ -46,10 +48,10 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def classify(point: Point, figure: str, tolerance: float) -> Accuracy:
-    """Compare the prediction of a figure with what the rounds measured.
+    """Compare the prediction of a figure with the measurements of the rounds.
 
-    A figure whose rounds do not say it to within the tolerance can not confirm a prediction. It can
-    refute one that lies further from all that the figure may be.
+    If the interval of the measured median is wider than the tolerance, it can not confirm a
+    prediction. It still refutes a prediction that is too far from the whole interval.
     """
     measured = point.metrics[figure]
     low, high = interval(measured.runs)
@@ -61,7 +63,7 @@ def classify(point: Point, figure: str, tolerance: float) -> Accuracy:
 
 
 def compare(points: Sequence[Point], tolerance: float) -> list[str]:
-    """Figures whose prediction misses by more than `tolerance`, in words."""
+    """Descriptions of the figures whose prediction misses by more than `tolerance`."""
     return _with_accuracy(points, tolerance, Accuracy.missed)
 
 
@@ -75,24 +77,24 @@ def _with_accuracy(points: Sequence[Point], tolerance: float, wanted: Accuracy) 
 
 
 def accuracy_notes(points: Sequence[Point], tolerance: float) -> list[str]:
-    """How many figures each accuracy has, and which, in words."""
+    """Sentences with the number of figures of each accuracy, and their names."""
     found = {one: _with_accuracy(points, tolerance, one) for one in Accuracy}
     count = sum(len(texts) for texts in found.values())
     near = sum(abs(_error(point, one)) <= tolerance for point in points for one in COMPARED)
     lines = [
-        f"{near} of {count} predictions are within {tolerance:.0%} of what was measured; for "
-        f"{len(found[Accuracy.within])} of them that is known to {tolerance:.0%}"
+        f"{near} of {count} predictions are within {tolerance:.0%} of the measured median; for "
+        f"{len(found[Accuracy.within])} of them the median itself is known to {tolerance:.0%}"
     ]
     if missed := found[Accuracy.missed]:
         lines.append(f"missed: {', '.join(missed)}")
     if unknown := found[Accuracy.unknown]:
         lines.append(
-            f"unknown: {', '.join(unknown)}; rounds of the real server differ too much on this "
-            f"machine to say what their median is to within {tolerance:.0%}"
+            f"unknown: {', '.join(unknown)}; the rounds of the real server differ too much on this "
+            f"machine to know their median to within {tolerance:.0%}"
         )
     lines.append(
-        "measured: median of the rounds; known to: where that median may lie, nine times of ten; "
-        "rounds: the least and the largest of them"
+        "measured: median of the rounds; known to: 90 % confidence interval of that median; "
+        "rounds: the smallest and the largest"
     )
     return lines
 

@@ -1,8 +1,8 @@
 """Sends calibration traffic to a running server and records step times and client times.
 
-Two kinds of traffic take turns: a closed loop, which is as fast as the server can be, and requests
-whose rate rises from a little to almost that. Batches of all sizes occur, with and without prompts
-among them, and request lengths span several magnitudes. Nothing is taken from the workload that is
+Two kinds of traffic take turns: a closed loop, which is as fast as the server, and requests with a
+rate that rises from a small one to almost that. So there are batches of all sizes, with and without
+prompts, and requests of very different lengths. The traffic does not depend on the workload that is
 to be predicted.
 """
 
@@ -25,18 +25,18 @@ from ostinato.runtime.errors import EngineError
 
 __all__ = ("Calibration", "read_steps", "recording_server")
 
-_NUM_STEPS = 4096  # that the server keeps; those of one calibration are wanted
+_NUM_STEPS = 4096  # steps in the server's recorder: enough for one calibration
 _CLOSED_S, _RISING_S = 2.0, 2.0
-_BATCHES = (12, 6, 16, 4, 8)  # of the closed loops, in turns
-_PROMPTS, _OUTPUTS = (16, 448), (4, 64)  # tokens, at least and at most
-_SHARES = (0.15, 0.9)  # of the closed loop's rate, at the beginning and at the end
+_BATCHES = (12, 6, 16, 4, 8)  # concurrency of the closed loops, in turns
+_PROMPTS, _OUTPUTS = (16, 448), (4, 64)  # least and most tokens
+_SHARES = (0.15, 0.9)  # shares of the closed loop's rate at the beginning and at the end
 _LONGEST_S = 1.5  # a slow server gets shorter outputs
 _SAMPLE = 24
 _TIMEOUT_S = 60.0
 
 
 def recording_server(config: RunConfig) -> RunConfig:
-    """The configuration with a flight recorder that is long enough, and can be asked."""
+    """The configuration with a long flight recorder that can be read over HTTP."""
     section = dataclasses.replace(config.server, flight_recorder_steps=_NUM_STEPS, page=True)
     return dataclasses.replace(config, server=section)
 
@@ -46,8 +46,8 @@ class Calibration:
 
     Args:
         target: a server of `recording_server`.
-        vocab_size: ids lie below it.
-        spec: the server's engine; how much traffic it needs is estimated with it.
+        vocab_size: token ids are below it.
+        spec: the server's engine, for an estimate of the traffic that is needed.
     """
 
     def __init__(self, target: Target, vocab_size: int, spec: EngineSpec) -> None:
@@ -62,13 +62,13 @@ class Calibration:
         self._batches = cycle([min(one, spec.limits.max_num_seqs) for one in _BATCHES])
         sample = self._closed(_SAMPLE, _SAMPLE)
         takes_s = max(simulate_job(spec, sample).last_s)
-        # Twice as many as should be needed: the time ends it.
+        # Twice as many as are expected, because the measurement ends by time.
         self._rate: float | None = None  # requests a second of the last closed loop
         self._num_runs = 0
         self._num_closed = max(_BATCHES) + round(2 * _SAMPLE / takes_s * _CLOSED_S)
 
     def run(self) -> Recording:
-        """Measure once, some seconds: a closed loop the first time, then rising rates, in turns.
+        """Measure for some seconds: a closed loop the first time, then rising rates, in turns.
 
         Raises:
             EngineError: the load client ended without a report, or the server without an answer.
@@ -127,10 +127,10 @@ class Calibration:
 
 
 def read_steps(url: str) -> list[EngineStep]:
-    """What a server's flight recorder has, oldest first; steps under way are left out.
+    """The finished steps in a server's flight recorder, oldest first.
 
     Raises:
-        EngineError: there is no answer.
+        EngineError: the server does not answer.
     """
     try:
         with urllib.request.urlopen(f"{url}/debug/flight", timeout=_TIMEOUT_S) as reply:

@@ -1,11 +1,10 @@
-"""`run simulate --validate`: three workloads, predicted by the simulator and run on a real server.
+"""`run simulate --validate`: compares predictions for three workloads with a real server.
 
 The server and the load client are those of `run bench serve`. The overheads of serving are fitted
-to requests of their own (benchmarks/simulate/validation/calibration_traffic.py), sent in turns with
-the workloads, so that both see the same states of the machine. No measurement of a workload goes
-into its prediction. A workload runs in several short rounds, and the median over the rounds counts,
-so that one disturbed round does not decide. The spread of the rounds says how well the measured
-value is known.
+to other requests (benchmarks/simulate/validation/calibration_traffic.py). These are sent in turns
+with the workloads, so that both meet the same states of the machine. No measurement of a workload
+is used for its prediction. A workload runs in several short rounds. The result is the median over
+the rounds, and their spread tells how well it is known.
 """
 
 from __future__ import annotations
@@ -77,12 +76,12 @@ class _Workload:
     name: str
     section: WorkloadSection
     load: LoadSection
-    share: float | None  # of what the engine can take, as simulated; None = a closed loop
+    share: float | None  # load as a share of the simulated capacity; None = a closed loop
     concurrency: int | None = None
 
 
 def validation_workloads() -> list[_Workload]:
-    """Steady traffic; a closed loop; bursts of prompts with common prefixes."""
+    """The workloads: steady traffic, a closed loop, bursts of prompts with common prefixes."""
     return [
         _Workload(
             name="steady",
@@ -119,7 +118,7 @@ def validation_workloads() -> list[_Workload]:
 
 @dataclass(frozen=True, slots=True)
 class _Runs:
-    """What was measured of one workload, a round each."""
+    """The measurements of one workload, one per round."""
 
     workload: _Workload
     point: LoadPoint
@@ -128,14 +127,15 @@ class _Runs:
 
     @property
     def num_first(self) -> int:
-        """Requests of each round that TTFT leaves out: those with which a closed loop begins. They
-        come in one moment, and the 99th percentile would be the longest of a few such moments.
+        """Requests of each round without a TTFT: those with which a closed loop begins.
+
+        They are sent at the same time, and would determine the 99th percentile.
         """
         return self.point.concurrency or 0
 
 
 def validate(config: RunConfig) -> int:
-    """Predict, measure, compare; 1 when a figure misses by more than `simulate.tolerance`.
+    """Predict, measure, compare; returns 1 if a figure misses by more than `simulate.tolerance`.
 
     Raises:
         StartupError: the engine can not start.
@@ -146,7 +146,7 @@ def validate(config: RunConfig) -> int:
     facts = model_facts(config)
     others = LoadMeter()
     with tempfile.TemporaryDirectory() as bundles:
-        # A table of this machine as it is now, not of an earlier start.
+        # The step-cost table is measured now, not taken from an earlier start.
         graphs = dataclasses.replace(
             config.graphs, bundle_dir=bundles, cost_table_budget_s=_COST_BUDGET_S
         )
@@ -181,19 +181,19 @@ def validate(config: RunConfig) -> int:
 def run_rounds(
     target: Target, facts: ModelFacts, spec: EngineSpec, seconds: float, context: BenchContext
 ) -> tuple[list[Recording], list[_Runs]]:
-    """Calibrations and workloads in turns.
+    """Run calibrations and workloads in turns.
 
     Args:
-        target: a server that records.
-        facts: of its model.
-        spec: of its engine.
-        seconds: of traffic of each workload, all rounds together.
+        target: a server with a flight recorder.
+        facts: facts about its model.
+        spec: its engine.
+        seconds: seconds of traffic of each workload, all rounds together.
         context: shows progress.
     """
     calibration = Calibration(target, facts.vocab_size, spec)
     context.show("calibration")
     calibrated = [calibration.run() for _ in range(3)]
-    # Rates are shares of what the server can take, so that no queue grows without end.
+    # Rates are shares of the server's capacity, so that no queue grows without end.
     served = dataclasses.replace(spec, overheads=fit_overheads(spec.costs, calibrated))
     runs: list[_Runs] = []
     parts: list[Part] = []
@@ -217,7 +217,7 @@ def run_rounds(
 def _sized(
     workload: _Workload, facts: ModelFacts, spec: EngineSpec, seconds: float
 ) -> tuple[Part, LoadPoint]:
-    """As many requests as take so long, and how they are sent."""
+    """Requests that take about `seconds`, and how they are sent."""
     few = dataclasses.replace(workload.section, num_requests=_MIN_REQUESTS)
     rate = _capacity(spec, _fitting(few, facts), workload.concurrency) * (workload.share or 1.0)
     count = max(_MIN_REQUESTS, round(rate * seconds))
@@ -247,7 +247,7 @@ def _capacity(spec: EngineSpec, part: Part, concurrency: int | None) -> float:
 
 
 def _compared(runs: _Runs, spec: EngineSpec) -> Point:
-    """A point with `<figure>_predicted` beside each measured figure: medians of rounds."""
+    """A point with the median over the rounds of each figure, measured and `<figure>_predicted`."""
     rounds = [_measured(one, runs.num_first) for one in runs.reports]
     predicted = [
         _predicted(dataclasses.replace(spec, seed=number * _NUM_SEEDS + seed), job, runs.num_first)
@@ -290,7 +290,7 @@ def _predicted(spec: EngineSpec, job: LoadJob, num_first: int) -> dict[str, Metr
 
 
 def _described(overheads: ServingOverheads) -> dict[str, Any]:
-    """What was calibrated, by medians and tails."""
+    """The fitted overheads, as medians and tails."""
 
     def shares(values: Sequence[float], factor: float) -> list[float]:
         values = [*values, *values]  # at least two
