@@ -220,7 +220,7 @@ def test_completion_offers_no_setting_that_is_refused(
 def test_installed_completion_works_in_bash():
     script = (
         'export PATH="$1:$PATH"; eval "$(run -sc install=bash)"; '
-        'COMP_LINE="run plan model=gp"; COMP_POINT=${#COMP_LINE}; COMP_CWORD=2; '
+        'COMP_LINE="run plan model=gpt2"; COMP_POINT=${#COMP_LINE}; COMP_CWORD=2; '
         'hydra_bash_completion; echo "${COMPREPLY[@]}"'
     )
     done = subprocess.run(
