@@ -142,8 +142,10 @@ class Tokenizer:
         self, text: str, limit: int, *, side: Literal["left", "right"], add_special_tokens: bool
     ) -> list[tuple[int, int]]:
         """The `token_offsets` of the tokens of `encode_truncated`."""
+        # One token more: where a cut drops a space, as the tokenizer adds one, the first token's
+        # offset lacks it.
         encoding, begin = self._encode_part(
-            text, limit, side, add_special_tokens=add_special_tokens
+            text, limit + 1, side, add_special_tokens=add_special_tokens
         )
         offsets = [
             (first, last) if is_around else (first + begin, last + begin)
