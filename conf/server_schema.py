@@ -73,7 +73,8 @@ class ServerConfig(Section):
     )
     max_requests_per_key: int | None = setting(
         None,
-        "requests of one key at a time; more are refused with 429; null = no limit",
+        "POST requests of one key at a time, replies in the background too; more are refused with "
+        "429; null = no limit",
         at_least=1,
     )
     max_queued_requests: int | None = setting(

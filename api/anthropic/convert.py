@@ -38,6 +38,7 @@ from ostinato.api.chat.content_blocks import BlockDelta, BlockKind, ContentBlock
 from ostinato.api.schemas.chat_completions import ChatCompletionRequest
 from ostinato.api.schemas.conversation import (
     CalledFunction,
+    CustomToolEntry,
     FunctionTool,
     Message,
     MessageToolCall,
@@ -78,9 +79,9 @@ def to_chat(body: CountTokensRequest) -> ChatCompletionRequest:
     for index, turn in enumerate(body.messages):
         messages += _messages(turn, f"messages[{index}]")
     choice = body.tool_choice
-    tools = None
+    tools: list[Tool | CustomToolEntry] | None = None
     if body.tools:
-        tools = [Tool(type="function", function=_function(tool)) for tool in body.tools]
+        tools = [Tool(function=_function(tool)) for tool in body.tools]
     fields = _thinking_fields(body)
     if isinstance(body, MessagesRequest):
         fields |= {
@@ -133,7 +134,7 @@ def _thinking_fields(body: CountTokensRequest) -> dict[str, Any]:
 
 def _choice(choice: object) -> Any:
     if isinstance(choice, ToolChoice):
-        return NamedToolChoice("function", NamedFunction(choice.name))
+        return NamedToolChoice(NamedFunction(choice.name))
     if isinstance(choice, AnyChoice):
         return "required"
     return "none" if isinstance(choice, NoChoice) else None

@@ -193,7 +193,12 @@ def exception_handlers(max_body_mib: float) -> dict[int | type[Exception], Handl
         if error.status_code >= 500:
             return on_error(request, error)
         message, code = _explain(request, error, max_body_mib)
-        refusal = InvalidRequestError(message, code=code, status=error.status_code)
+        param = None
+        # A query parameter of the wrong type.
+        if error.status_code == 400 and isinstance(error.extra, list) and error.extra:
+            param = error.extra[0].get("key")
+            message = f"{param}: {error.extra[0].get('message')}"
+        refusal = InvalidRequestError(message, param=param, code=code, status=error.status_code)
         response = error_response(refusal, request)
         response.headers.update(error.headers or {})
         return response

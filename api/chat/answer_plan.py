@@ -44,6 +44,7 @@ def plan_answer(
         shows_reasoning=body.include_reasoning,
         call_format=found.calls.name if use.tools and found.calls is not None else "",
         tool_names=use.names,
+        custom_names=use.custom_names,
         max_calls=None if use.parallel else 1,
         only_calls=use.must_call,
     )

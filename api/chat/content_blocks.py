@@ -27,7 +27,8 @@ class ContentBlock(msgspec.Struct, kw_only=True):
     index: int
     kind: BlockKind
     text: str = ""
-    name: str = ""  # the name of the called function
+    name: str = ""  # of the function that is called
+    is_custom: bool = False  # a custom tool is called, and the text is its input
     call_id: str = ""
     is_cut: bool = False  # the answer ended within this call
 
@@ -53,7 +54,7 @@ class ContentBlocks:
         changes: list[BlockDelta] = []
         for event in events:
             if isinstance(event, CallBegins):
-                changes += self._begin(BlockKind.call, event.name, event.id or "")
+                changes += self._begin(BlockKind.call, event)
                 continue
             kind = BlockKind.reasoning if isinstance(event, Reasoning) else BlockKind.text
             if isinstance(event, CallArguments):
@@ -77,10 +78,11 @@ class ContentBlocks:
         self._is_open = False
         return [BlockDelta(self.blocks[-1], ends=True)]
 
-    def _begin(self, kind: BlockKind, name: str = "", call_id: str = "") -> list[BlockDelta]:
+    def _begin(self, kind: BlockKind, call: CallBegins | None = None) -> list[BlockDelta]:
         changes = self.finish()
-        self.blocks.append(
-            ContentBlock(index=len(self.blocks), kind=kind, name=name, call_id=call_id)
-        )
+        block = ContentBlock(index=len(self.blocks), kind=kind)
+        if call is not None:
+            block.name, block.call_id, block.is_custom = call.name, call.id or "", call.is_custom
+        self.blocks.append(block)
         self._is_open = True
         return [*changes, BlockDelta(self.blocks[-1], begins=True)]

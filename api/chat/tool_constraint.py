@@ -9,6 +9,7 @@ from typing import Any
 
 from ostinato.api.chat.tools import ToolUse
 from ostinato.api.parsing.answer_parser import AnswerForm
+from ostinato.api.parsing.custom_tools import RAW_BEGIN, RAW_END
 from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.types.structured_outputs import (
     StructuredOutputsParams,
@@ -31,7 +32,7 @@ def tool_constraint(
     Raises:
         InvalidRequestError: `wanted` can not be combined with calls.
     """
-    if form.calls is None or not (use.must_call or use.is_strict or wanted is not None):
+    if form.calls is None or not (use.must_call or use.needs_grammar or wanted is not None):
         return None
     calls = _calls(use, form.calls.shape, only_calls=use.must_call or wanted is not None)
     if wanted is not None:
@@ -58,7 +59,24 @@ def _calls(use: ToolUse, shape: ToolCallFormat, *, only_calls: bool) -> dict[str
     )
     tag = constraint.structural_tag
     assert isinstance(tag, dict), "constrain_tool_calls gives a tag as an object"
-    return tag["format"]
+    part = tag["format"]
+    tags = [
+        _with_raw_input(one, use.lark_grammars.get(tool.name))
+        for one, tool in zip(part["tags"], use.callable_tools, strict=True)
+    ]
+    return {**part, "tags": tags}
+
+
+def _with_raw_input(tag: dict[str, Any], grammar: str | None) -> dict[str, Any]:
+    """The tag of a custom tool with a Lark grammar, whose text stands as it is."""
+    if grammar is None:
+        return tag
+    return {
+        **tag,
+        "begin": tag["begin"] + RAW_BEGIN,
+        "content": {"type": "grammar", "grammar": grammar},
+        "end": RAW_END + tag["end"],
+    }
 
 
 def _schema(parameters: dict[str, Any] | None) -> dict[str, Any]:

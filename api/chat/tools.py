@@ -10,8 +10,21 @@ from typing import Any
 
 import msgspec
 
+from ostinato.api.parsing.custom_tools import INPUT_SCHEMA, as_arguments
 from ostinato.api.parsing.formats import CallFormat
-from ostinato.api.schemas.conversation import FunctionTool, Message, NamedToolChoice, Tool
+from ostinato.api.schemas.conversation import (
+    AllowedToolsChoice,
+    CustomTool,
+    CustomToolEntry,
+    FunctionTool,
+    GrammarInput,
+    Message,
+    MessageToolCall,
+    NamedCustomToolChoice,
+    NamedToolChoice,
+    Tool,
+    ToolChoice,
+)
 from ostinato.runtime.errors import InvalidRequestError
 
 __all__ = ("ToolUse", "explained", "new_call_id", "template_messages", "tool_use")
@@ -21,17 +34,22 @@ _ALPHANUMERIC = string.ascii_letters + string.digits
 
 
 class ToolUse(msgspec.Struct, frozen=True, kw_only=True):
-    """The functions that the model may call; the default is none."""
+    """The functions that the model may call; the default is none.
 
-    tools: tuple[Tool, ...] = ()
+    For the model a custom tool is a function with one text, `input`.
+    """
+
+    tools: tuple[FunctionTool, ...] = ()
+    custom_names: frozenset[str] = frozenset()
+    lark_grammars: dict[str, str] = {}  # of the inputs of custom tools, by their names
     parallel: bool = True  # an answer may have several calls
     must_call: bool = False  # the answer has calls and no text
-    only_name: str | None = None  # the only function that may be called; None = all
+    only_names: frozenset[str] | None = None  # of the tools that may be called; None = all
 
     @property
     def callable_tools(self) -> list[FunctionTool]:
-        functions = [tool.function for tool in self.tools]
-        return [one for one in functions if self.only_name in (None, one.name)]
+        names = self.only_names
+        return [one for one in self.tools if names is None or one.name in names]
 
     @property
     def names(self) -> frozenset[str]:
@@ -43,19 +61,24 @@ class ToolUse(msgspec.Struct, frozen=True, kw_only=True):
         return any(one.strict for one in self.callable_tools)
 
     @property
+    def needs_grammar(self) -> bool:
+        """Whether calls that the model makes by itself are constrained."""
+        return self.is_strict or self.only_names is not None or bool(self.names & self.custom_names)
+
+    @property
     def for_template(self) -> list[dict[str, Any]]:
         """The tools as chat templates expect them."""
         shown = []
         for tool in self.tools:
-            function = {"name": tool.function.name, "description": tool.function.description or ""}
-            parameters = tool.function.parameters or {"type": "object", "properties": {}}
+            function = {"name": tool.name, "description": tool.description or ""}
+            parameters = tool.parameters or {"type": "object", "properties": {}}
             shown.append({"type": "function", "function": {**function, "parameters": parameters}})
         return shown
 
 
 def tool_use(
-    tools: Sequence[Tool] | None,
-    choice: str | NamedToolChoice | None,
+    tools: Sequence[Tool | CustomToolEntry] | None,
+    choice: str | ToolChoice | None,
     parallel_tool_calls: bool | None,
 ) -> ToolUse:
     """The functions that the request's fields offer.
@@ -64,31 +87,85 @@ def tool_use(
         InvalidRequestError: the fields contradict each other, or name an unknown function.
     """
     offered = tuple(tools or ())
-    names = [tool.function.name for tool in offered]
+    custom = {one.custom.name: one.custom for one in offered if isinstance(one, CustomToolEntry)}
+    functions = tuple(
+        one.function if isinstance(one, Tool) else _as_function(one.custom) for one in offered
+    )
+    names = [one.name for one in functions]
     repeated = next((name for name in names if names.count(name) > 1), None)
     if repeated is not None:
         raise _invalid("tools", f"tools has two functions named {repeated!r}; rename one")
-    only_name = choice.function.name if isinstance(choice, NamedToolChoice) else None
     if choice not in (None, "none", "auto") and not offered:
         raise _invalid("tool_choice", "tool_choice needs tools: there is nothing to call")
-    if only_name is not None and only_name not in names:
-        raise _invalid(
-            "tool_choice", f"tool_choice names {only_name!r}, tools has {', '.join(names)}"
-        )
-    for index, tool in enumerate(offered):
-        kind = (tool.function.parameters or {}).get("type", "object")
+    only_names = _only_names(choice, names, custom)
+    for index, one in enumerate(functions):
+        kind = (one.parameters or {}).get("type", "object")
         if kind != "object":
             place = f"tools[{index}].function.parameters"
             raise _invalid(place, f"{place}.type must be 'object', got {kind!r:.60}")
     if choice == "none":
         return ToolUse()
-    return ToolUse(
-        tools=offered,
-        # `tool_choice` with a name asks for one call.
-        parallel=parallel_tool_calls is not False and only_name is None,
-        must_call=choice == "required" or only_name is not None,
-        only_name=only_name,
+    is_named = isinstance(choice, NamedToolChoice | NamedCustomToolChoice)
+    asks_for_call = isinstance(choice, AllowedToolsChoice) and (
+        choice.allowed_tools.mode == "required"
     )
+    return ToolUse(
+        tools=functions,
+        custom_names=frozenset(custom),
+        lark_grammars={
+            name: one.format.grammar.definition
+            for name, one in custom.items()
+            if isinstance(one.format, GrammarInput) and one.format.grammar.syntax == "lark"
+        },
+        # `tool_choice` with a name asks for one call.
+        parallel=parallel_tool_calls is not False and not is_named,
+        must_call=choice == "required" or is_named or asks_for_call,
+        only_names=only_names,
+    )
+
+
+def _as_function(tool: CustomTool) -> FunctionTool:
+    """The function that stands for a custom tool."""
+    description, parameters, strict = tool.description, INPUT_SCHEMA, None
+    if isinstance(tool.format, GrammarInput):
+        grammar = tool.format.grammar
+        kind = "regular expression" if grammar.syntax == "regex" else "Lark grammar"
+        text = f"The input matches this {kind}:\n{grammar.definition}"
+        description = "\n".join(filter(None, [description, text]))
+        if grammar.syntax == "regex":
+            value = {"type": "string", "pattern": f"^(?:{grammar.definition})$"}
+            parameters, strict = {**INPUT_SCHEMA, "properties": {"input": value}}, True
+    return FunctionTool(
+        name=tool.name, description=description, parameters=parameters, strict=strict
+    )
+
+
+def _only_names(
+    choice: str | ToolChoice | None, names: Sequence[str], custom: Mapping[str, CustomTool]
+) -> frozenset[str] | None:
+    """The names that `tool_choice` allows; None = all.
+
+    Raises:
+        InvalidRequestError: there is no such tool.
+    """
+    if choice is None or isinstance(choice, str):
+        return None
+    allowed = choice.allowed_tools.tools if isinstance(choice, AllowedToolsChoice) else [choice]
+    for one in allowed:
+        name, is_custom = _named(one)
+        kind = "custom tool" if is_custom else "function"
+        known = [known for known in names if (known in custom) == is_custom]
+        if name not in known:
+            has = f"tools has {', '.join(known)}" if known else f"tools has no {kind}"
+            raise _invalid("tool_choice", f"tool_choice names the {kind} {name!r}, {has}")
+    return frozenset(_named(one)[0] for one in allowed)
+
+
+def _named(choice: NamedToolChoice | NamedCustomToolChoice) -> tuple[str, bool]:
+    """The name of a tool, and whether it is a custom one."""
+    if isinstance(choice, NamedCustomToolChoice):
+        return choice.custom.name, True
+    return choice.function.name, False
 
 
 def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
@@ -131,21 +208,21 @@ def _template_message(message: Message, index: int) -> dict[str, Any]:
         "tool_call_id": message.tool_call_id,
         "reasoning_content": message.reasoning_content or message.reasoning,
         "tool_calls": [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {
-                    "name": call.function.name,
-                    "arguments": _object(
-                        call.function.arguments, f"{place}.tool_calls[{position}].function"
-                    ),
-                },
-            }
+            _template_call(call, f"{place}.tool_calls[{position}].function")
             for position, call in enumerate(message.tool_calls or ())
         ]
         or None,
     }
     return {name: value for name, value in shown.items() if value is not None}
+
+
+def _template_call(call: MessageToolCall, place: str) -> dict[str, Any]:
+    if call.custom is not None:
+        name, arguments = call.custom.name, as_arguments(call.custom.input)
+    else:
+        assert call.function is not None, "a call has one of them"
+        name, arguments = call.function.name, _object(call.function.arguments, place)
+    return {"id": call.id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def _object(text: str, place: str) -> dict[str, Any]:

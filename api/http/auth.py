@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 
 from litestar.types import ASGIApp, Receive, Scope, Send
 
@@ -10,14 +11,17 @@ from ostinato.api.base.errors import OverloadedError
 from ostinato.api.http.api_keys import KeyRing
 from ostinato.runtime.errors import InvalidRequestError
 
-__all__ = ("OPEN", "AccessControl")
+__all__ = ("OPEN", "AccessControl", "keep_counted")
 
 # A route handler with this option in its `opt` is reached without a key.
 OPEN = "open_without_key"
+_USE = "ostinato.key_use"  # in the scope of a request
 
 
 class AccessControl:
     """Passes requests that have a valid key, and a limited number of requests per key at once.
+
+    A reply that is made in the background counts until it ends.
 
     Args:
         app: the protected application.
@@ -48,7 +52,7 @@ class AccessControl:
                 code="invalid_api_key",
                 status=401,
             )
-        if scope["path"].startswith("/debug/"):  # the page polls these: they do not count
+        if not _is_counted(scope["method"], scope["path"]):
             await self._app(scope, receive, send)
             return
         if self._max_requests is not None and self._running[key] >= self._max_requests:
@@ -58,12 +62,47 @@ class AccessControl:
                 code="too_many_requests",
                 retry_after_s=1,
             )
-        self._running[key] += 1
+        use = _KeyUse(self._running, key)
+        scope[_USE] = use  # type: ignore[typeddict-unknown-key]
         try:
             # A stream is sent within this call, so its request counts until the end of the stream.
             await self._app(scope, receive, send)
         finally:
-            self._running[key] -= 1
+            if not use.is_kept:
+                use.end()
+
+
+class _KeyUse:
+    """One running request of a key."""
+
+    def __init__(self, running: Counter[int], key: int) -> None:
+        self._running = running
+        self._key = key
+        self.is_kept = False
+        running[key] += 1
+
+    def end(self) -> None:
+        self._running[self._key] -= 1
+
+
+def keep_counted(scope: Scope) -> Callable[[], None]:
+    """Count the request as one of its key until the returned function is called.
+
+    For work that goes on after the answer. Does nothing where there are no keys.
+    """
+    use: _KeyUse | None = scope.get(_USE)  # type: ignore[assignment]
+    if use is None:
+        return lambda: None
+    use.is_kept = True
+    return use.end
+
+
+def _is_counted(method: str, path: str) -> bool:
+    """Whether a request counts against the limit of its key.
+
+    What only reads or ends a reply does not: the reply itself counts, and its client polls it.
+    """
+    return method not in ("GET", "HEAD", "DELETE") and not path.endswith("/cancel")
 
 
 def _key_of(headers: dict[bytes, bytes]) -> str:

@@ -16,7 +16,7 @@ from ostinato.api.openai.logprobs import (
     chat_logprobs,
     prompt_logprobs,
 )
-from ostinato.api.parsing.events import CallBegins, Content, Event, Reasoning
+from ostinato.api.parsing.events import CallArguments, CallBegins, Content, Event, Reasoning
 from ostinato.api.preparation.generation import Generation, check_fields
 from ostinato.api.schemas.chat_completions import (
     ChatChoice,
@@ -24,8 +24,10 @@ from ostinato.api.schemas.chat_completions import (
     ChatChunkChoice,
     ChatCompletionRequest,
     ChatResponse,
+    CustomToolDelta,
     DeltaMessage,
     FunctionDelta,
+    ReplyCustomTool,
     ReplyFunction,
     ReplyMessage,
     ReplyToolCall,
@@ -161,23 +163,31 @@ def to_delta(events: Sequence[Event]) -> DeltaMessage:
             calls[event.index] = ToolCallDelta(
                 index=event.index,
                 id=event.id,
-                type="function",
-                function=FunctionDelta(event.name, ""),
+                type="custom" if event.is_custom else "function",
+                function=None if event.is_custom else FunctionDelta(event.name, ""),
+                custom=CustomToolDelta(event.name, "") if event.is_custom else None,
             )
-        elif not isinstance(event, Content | Reasoning):
-            before = calls.get(event.index)
-            if before is None:
-                before = ToolCallDelta(index=event.index, function=FunctionDelta())
-            text = (before.function.arguments or "") + event.text
-            calls[event.index] = msgspec.structs.replace(
-                before, function=FunctionDelta(before.function.name, text)
-            )
+        elif isinstance(event, CallArguments):
+            calls[event.index] = _with_arguments(calls.get(event.index), event)
     return DeltaMessage(
         content=content or None,
         reasoning=reasoning,
         reasoning_content=reasoning,
         tool_calls=list(calls.values()) or None,
     )
+
+
+def _with_arguments(before: ToolCallDelta | None, event: CallArguments) -> ToolCallDelta:
+    """The piece of a call with more of its arguments; None = it has no piece yet."""
+    if before is None:
+        before = ToolCallDelta(index=event.index)
+    if event.is_custom:
+        known = before.custom or CustomToolDelta()
+        custom = CustomToolDelta(known.name, (known.input or "") + event.text)
+        return msgspec.structs.replace(before, custom=custom)
+    known = before.function or FunctionDelta()
+    function = FunctionDelta(known.name, (known.arguments or "") + event.text)
+    return msgspec.structs.replace(before, function=function)
 
 
 def usage_chunk(head: ReplyHead, usage: Usage) -> ChatChunk:
@@ -256,7 +266,11 @@ def _reply_message(answer: CollectedAnswer, echo: str, *, only_calls: bool) -> R
     message = answer.message
     content = echo + message.content
     calls = [
-        ReplyToolCall(id=call.id or "", function=ReplyFunction(call.name, call.arguments))
+        ReplyToolCall(
+            id=call.id or "", type="custom", custom=ReplyCustomTool(call.name, call.arguments)
+        )
+        if call.is_custom
+        else ReplyToolCall(id=call.id or "", function=ReplyFunction(call.name, call.arguments))
         for call in message.calls
     ]
     return ReplyMessage(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
+from ostinato.api.parsing.custom_tools import CustomInputs
 from ostinato.api.parsing.events import Content, Event, Reasoning
 from ostinato.api.parsing.formats import FORMATS, CallFormat
 from ostinato.api.parsing.reasoning import ReasoningMarkers, ReasoningSplitter
@@ -25,6 +26,7 @@ class AnswerForm(msgspec.Struct, frozen=True, kw_only=True):
     call_format: str = ""  # the name of one of FORMATS; empty = there are no calls
     is_constrained: bool = False  # a grammar enforces the shape of calls
     tool_names: frozenset[str] = frozenset()
+    custom_names: frozenset[str] = frozenset()  # those of them that are custom tools
     max_calls: int | None = None
     only_calls: bool = False  # no content; the text of a call that was cut is dropped
 
@@ -51,6 +53,7 @@ class AnswerParser:
     def __init__(self, form: AnswerForm) -> None:
         self._shows_reasoning = form.shows_reasoning
         self._only_calls = form.only_calls
+        self._inputs = CustomInputs(form.custom_names)
         self._reasoning = (
             None
             if form.reasoning is None
@@ -107,7 +110,8 @@ class AnswerParser:
         return self._without_content(self._calls.feed(text))
 
     def _without_content(self, events: list[Event]) -> list[Event]:
-        """The events without content, if the answer must not have any."""
+        """The events with the texts of custom tools, without content where an answer has none."""
+        events = self._inputs.feed(events)
         if not self._only_calls:
             return events
         return [event for event in events if not isinstance(event, Content)]

@@ -31,16 +31,21 @@ class Content(msgspec.Struct, frozen=True, gc=False):
 
 
 class CallBegins(msgspec.Struct, frozen=True, gc=False):
-    """A tool call; its arguments follow, as JSON text in one or several pieces."""
+    """A tool call; its arguments follow in one or several pieces.
+
+    Those of a function are JSON text, those of a custom tool the text that it is called with.
+    """
 
     index: int  # of the call within the answer, from 0
     name: str
     id: str | None = None  # when the model wrote one
+    is_custom: bool = False
 
 
 class CallArguments(msgspec.Struct, frozen=True, gc=False):
     index: int
     text: str
+    is_custom: bool = False
 
 
 Event = Reasoning | Content | CallBegins | CallArguments
@@ -52,6 +57,7 @@ class ToolCall(msgspec.Struct, kw_only=True):
     name: str
     arguments: str
     id: str | None = None
+    is_custom: bool = False
 
 
 class Message(msgspec.Struct, kw_only=True):
@@ -68,7 +74,9 @@ class Message(msgspec.Struct, kw_only=True):
             elif isinstance(event, Reasoning):
                 self.reasoning += event.text
             elif isinstance(event, CallBegins):
-                self.calls.append(ToolCall(name=event.name, arguments="", id=event.id))
+                self.calls.append(
+                    ToolCall(name=event.name, arguments="", id=event.id, is_custom=event.is_custom)
+                )
             else:
                 self.calls[event.index].arguments += event.text
 
@@ -85,7 +93,7 @@ def merge(events: Iterable[Event]) -> list[Event]:
             and isinstance(last, CallArguments)
             and last.index == event.index
         ):
-            merged[-1] = CallArguments(event.index, last.text + event.text)
+            merged[-1] = CallArguments(event.index, last.text + event.text, event.is_custom)
         else:
             merged.append(event)
     return merged

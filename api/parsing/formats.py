@@ -14,8 +14,10 @@ from typing import Any, NoReturn, Protocol
 
 import msgspec
 
+from ostinato.api.parsing.custom_tools import RAW_BEGIN, RAW_END, raw_arguments
 from ostinato.api.parsing.events import ToolCall
 from ostinato.api.parsing.json_scanner import JsonScanner, JsonState
+from ostinato.runtime.text.stop_strings import num_held
 from ostinato.runtime.types.structured_outputs import ToolCallFormat
 
 __all__ = ("FORMATS", "Begun", "BodyReader", "CallFormat", "Calls", "NotACall")
@@ -164,6 +166,8 @@ class ShapedBody:
             too_long = len(body) > len(head) + _MAX_NAME + len(middle)
             return NotACall.malformed if too_long else NotACall.unfinished
         name, text = body[len(head) : position], body[position + len(middle) :]
+        if text.startswith(RAW_BEGIN):
+            return self._raw(name, text.removeprefix(RAW_BEGIN), len(body))
         state = self._scanner.scan(text)
         arguments, rest = text[: self._scanner.known_end], text[self._scanner.known_end :]
         if state is JsonState.open:
@@ -173,6 +177,17 @@ class ShapedBody:
         behind = len(end) if rest.startswith(end) else 0
         done = len(body) - len(rest) + behind
         return Calls([ToolCall(name=name, arguments=arguments.lstrip())], done)
+
+    def _raw(self, name: str, text: str, length: int) -> Begun | Calls:
+        """The call of a custom tool whose text stands as it is; `length` of the body."""
+        end = RAW_END + self._shape.end
+        position = text.find(end)
+        if position < 0:
+            known = text[: len(text) - num_held(text, (end,))]
+            return Begun(name, raw_arguments(known, is_whole=False))
+        arguments = raw_arguments(text[:position], is_whole=True)
+        done = length - len(text) + position + len(end)
+        return Calls([ToolCall(name=name, arguments=arguments)], done)
 
 
 FORMATS: Mapping[str, CallFormat] = {

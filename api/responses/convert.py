@@ -10,22 +10,38 @@ import msgspec
 
 from ostinato.api.responses.schemas import (
     UNSUPPORTED,
+    AllowedToolsChoice,
     CallItem,
     CallOutputItem,
+    CustomCallItem,
+    CustomCallOutputItem,
+    CustomToolDefinition,
+    GrammarFormat,
     InputItem,
+    NamedCustomTool,
     NamedTool,
     PromptFields,
     ReasoningItem,
     ResponsesRequest,
     SchemaFormat,
+    ToolChoice,
+    ToolDefinition,
 )
+from ostinato.api.schemas import conversation
 from ostinato.api.schemas.body_decoding import refusal
 from ostinato.api.schemas.chat_completions import ChatCompletionRequest
 from ostinato.api.schemas.conversation import (
+    AllowedTools,
+    CalledCustomTool,
     CalledFunction,
+    CustomTool,
+    CustomToolEntry,
     FunctionTool,
+    Grammar,
+    GrammarInput,
     Message,
     MessageToolCall,
+    NamedCustomToolChoice,
     NamedFunction,
     NamedToolChoice,
     Tool,
@@ -60,33 +76,49 @@ def to_chat(body: PromptFields, messages: Sequence[Message]) -> ChatCompletionRe
         InvalidRequestError: there is no message, or two fields contradict each other.
     """
     first = [] if body.instructions is None else [Message(role="system", content=body.instructions)]
-    choice = body.tool_choice
-    if isinstance(choice, NamedTool):
-        choice = NamedToolChoice("function", NamedFunction(choice.name))
     if not first and not messages:
         raise InvalidRequestError("input is required", param="input", code="missing_field")
     fields = _fields_of_the_answer(body) if isinstance(body, ResponsesRequest) else {}
     return ChatCompletionRequest(
         messages=[*first, *messages],
-        tools=[
-            Tool(
-                type="function",
-                function=FunctionTool(
-                    name=tool.name,
-                    description=tool.description,
-                    parameters=tool.parameters,
-                    strict=tool.strict,
-                ),
-            )
-            for tool in body.tools or ()
-        ],
-        tool_choice=choice,
+        tools=[_tool(tool) for tool in body.tools or ()],
+        tool_choice=_choice(body.tool_choice),
         parallel_tool_calls=body.parallel_tool_calls,
         response_format=_format(body),
         reasoning_effort=None if body.reasoning is None else body.reasoning.effort,
         verbosity=None if body.text is None else body.text.verbosity,
         **fields,
     )
+
+
+def _tool(tool: ToolDefinition | CustomToolDefinition) -> Tool | CustomToolEntry:
+    if isinstance(tool, ToolDefinition):
+        return Tool(
+            function=FunctionTool(
+                name=tool.name,
+                description=tool.description,
+                parameters=tool.parameters,
+                strict=tool.strict,
+            )
+        )
+    wanted = tool.format
+    if isinstance(wanted, GrammarFormat):
+        wanted = GrammarInput(Grammar(syntax=wanted.syntax, definition=wanted.definition))
+    return CustomToolEntry(
+        custom=CustomTool(name=tool.name, description=tool.description, format=wanted)
+    )
+
+
+def _choice(choice: str | ToolChoice | None) -> Any:
+    """`tool_choice` of chat."""
+    if isinstance(choice, AllowedToolsChoice):
+        tools = [_choice(one) for one in choice.tools]
+        return conversation.AllowedToolsChoice(AllowedTools(mode=choice.mode, tools=tools))
+    if isinstance(choice, NamedTool):
+        return NamedToolChoice(NamedFunction(choice.name))
+    if isinstance(choice, NamedCustomTool):
+        return NamedCustomToolChoice(NamedFunction(choice.name))
+    return choice
 
 
 def _fields_of_the_answer(body: ResponsesRequest) -> dict[str, Any]:
@@ -195,7 +227,10 @@ class _Conversation:
         elif isinstance(item, CallItem):
             function = CalledFunction(name=item.name, arguments=item.arguments)
             self._calls.append(MessageToolCall(id=item.call_id, function=function))
-        elif isinstance(item, CallOutputItem):
+        elif isinstance(item, CustomCallItem):
+            custom = CalledCustomTool(name=item.name, input=item.input)
+            self._calls.append(MessageToolCall(id=item.call_id, type="custom", custom=custom))
+        elif isinstance(item, CallOutputItem | CustomCallOutputItem):
             self.end()
             self._messages.append(
                 Message(role="tool", tool_call_id=item.call_id, content=_text(item.output))

@@ -13,6 +13,8 @@ from ostinato.api.responses.response_events import (
     CallArgumentsDone,
     ContentPartAdded,
     ContentPartDone,
+    CustomCallInputDelta,
+    CustomCallInputDone,
     OutputItemAdded,
     OutputItemDone,
     OutputTextDelta,
@@ -29,6 +31,7 @@ from ostinato.api.responses.response_events import (
 )
 from ostinato.api.responses.response_object import (
     OutputCall,
+    OutputCustomCall,
     OutputItem,
     OutputMessage,
     OutputReasoning,
@@ -94,6 +97,8 @@ class EventWriter:
             return [OutputTextDelta(**place, delta=change.delta, logprobs=entries)]
         if block.kind is BlockKind.reasoning:
             return [ReasoningTextDelta(**place, delta=change.delta)]
+        if block.is_custom:
+            return [CustomCallInputDelta(**place, delta=change.delta)]
         return [CallArgumentsDelta(**place, delta=change.delta)]
 
     def item(
@@ -105,6 +110,10 @@ class EventWriter:
             is_empty: without its text, as it begins.
         """
         item_id, text = self._item_id(block), "" if is_empty else block.text
+        if block.is_custom:
+            return OutputCustomCall(
+                id=item_id, status=status, call_id=block.call_id, name=block.name, input=text
+            )
         if block.kind is BlockKind.call:
             return OutputCall(
                 id=item_id, status=status, call_id=block.call_id, name=block.name, arguments=text
@@ -138,7 +147,9 @@ class EventWriter:
 
     def _end(self, block: ContentBlock, status: ItemStatus) -> list[ResponseEvent]:
         events: list[ResponseEvent] = []
-        if block.kind is BlockKind.call:
+        if block.is_custom:
+            events.append(CustomCallInputDone(**self._place(block), input=block.text))
+        elif block.kind is BlockKind.call:
             events.append(
                 CallArgumentsDone(**self._place(block), name=block.name, arguments=block.text)
             )
@@ -173,7 +184,8 @@ class EventWriter:
         }
 
     def _item_id(self, block: ContentBlock) -> str:
-        return f"{_PREFIXES[block.kind]}_{self._stem}_{block.index}"
+        prefix = "ctc" if block.is_custom else _PREFIXES[block.kind]
+        return f"{prefix}_{self._stem}_{block.index}"
 
     def _next(self) -> int:
         self._num_events += 1

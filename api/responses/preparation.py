@@ -11,6 +11,7 @@ from ostinato.api.chat.chat_generation import ChatGeneration, count_chat, prepar
 from ostinato.api.preparation.generation import check_fields
 from ostinato.api.preparation.preparation import Arrival, Preparation, renamed
 from ostinato.api.responses.convert import FIELD_NAMES, input_messages, shows_logprobs, to_chat
+from ostinato.api.responses.input_items import listed_items
 from ostinato.api.responses.response_object import InputTokens
 from ostinato.api.responses.schemas import UNSUPPORTED, InputTokensRequest, ResponsesRequest
 from ostinato.api.schemas.conversation import Message
@@ -25,6 +26,7 @@ class PreparedResponse(msgspec.Struct, frozen=True, kw_only=True):
     body: ResponsesRequest  # without its input
     ready: ChatGeneration
     messages: msgspec.Raw  # the conversation without instructions, for the store
+    input_items: msgspec.Raw  # a JSON list, for the store
     num_top_logprobs: int | None  # alternatives per token; None = no log-probabilities
 
 
@@ -40,11 +42,13 @@ def prepare_response(preparation: Preparation, data: bytes, arrival: Arrival) ->
         chat = to_chat(body, messages)
         check_fields(chat)
         ready = prepare_chat(preparation, chat, request_id=arrival.request_id)
+    items = [] if body.store is False else listed_items(body.input, arrival.request_id)
     num_top = len(body.logprob_token_ids or ()) or body.top_logprobs or 0
     return PreparedResponse(
         body=msgspec.structs.replace(body, input=""),
         ready=ready,
         messages=msgspec.Raw(msgspec.json.encode(messages)),
+        input_items=msgspec.Raw(msgspec.json.encode(items)),
         num_top_logprobs=num_top if shows_logprobs(body) else None,
     )
 

@@ -36,7 +36,12 @@ from ostinato.api.responses.schemas import (
     TextConfig,
 )
 from ostinato.api.responses.text_logprobs import TextLogprobs
-from ostinato.api.schemas.conversation import CalledFunction, Message, MessageToolCall
+from ostinato.api.schemas.conversation import (
+    CalledCustomTool,
+    CalledFunction,
+    Message,
+    MessageToolCall,
+)
 from ostinato.api.service.background import BackgroundReply
 from ostinato.api.service.reply_state import Tally
 from ostinato.api.service.service import Service
@@ -59,6 +64,9 @@ class ResponsesReply:
     Args:
         prepared: the request, whose id is the reply's; `runner.prepare` has let it pass.
         stores: whether the reply is stored, under the request's id.
+
+    Attributes:
+        input_items: of the request, a JSON list; empty unless it is stored.
     """
 
     def __init__(
@@ -88,6 +96,7 @@ class ResponsesReply:
             encodes_reasoning="reasoning.encrypted_content" in (body.include or ()),
         )
         self._begun = _begun(service, body, ready, stores=stores)
+        self.input_items = bytes(prepared.input_items) if stores else b"[]"
         self._end: Response | None = None
 
     async def whole(self) -> Response:
@@ -209,6 +218,7 @@ class ResponsesReply:
                 self._messages,
                 _answer(self._blocks.blocks),
                 events,
+                input_items=self.input_items,
             )
 
     def _usage(self) -> Usage:
@@ -276,6 +286,12 @@ def _answer(blocks: list[ContentBlock]) -> Message:
 
     calls = [
         MessageToolCall(
+            id=block.call_id,
+            type="custom",
+            custom=CalledCustomTool(name=block.name, input=block.text),
+        )
+        if block.is_custom
+        else MessageToolCall(
             id=block.call_id, function=CalledFunction(name=block.name, arguments=block.text)
         )
         for block in blocks

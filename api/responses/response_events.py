@@ -17,6 +17,8 @@ __all__ = (
     "CallArgumentsDone",
     "ContentPartAdded",
     "ContentPartDone",
+    "CustomCallInputDelta",
+    "CustomCallInputDone",
     "OutputItemAdded",
     "OutputItemDone",
     "OutputTextDelta",
@@ -134,6 +136,18 @@ class CallArgumentsDone(
     arguments: str
 
 
+class CustomCallInputDelta(
+    _WithinItem, frozen=True, kw_only=True, tag="response.custom_tool_call_input.delta"
+):
+    delta: str
+
+
+class CustomCallInputDone(
+    _WithinItem, frozen=True, kw_only=True, tag="response.custom_tool_call_input.done"
+):
+    input: str
+
+
 ResponseEvent = (
     ResponseCreated
     | ResponseQueued
@@ -151,4 +165,6 @@ ResponseEvent = (
     | ReasoningTextDone
     | CallArgumentsDelta
     | CallArgumentsDone
+    | CustomCallInputDelta
+    | CustomCallInputDone
 )

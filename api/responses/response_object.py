@@ -9,10 +9,11 @@ from msgspec import UNSET, UnsetType
 
 from ostinato.api.base.timeline import Timeline
 from ostinato.api.responses.schemas import (
+    CustomToolDefinition,
     ItemStatus,
-    NamedTool,
     SummaryKind,
     TextConfig,
+    ToolChoice,
     ToolDefinition,
 )
 from ostinato.api.schemas.chat_completions import ChatTokenLogprob
@@ -26,7 +27,9 @@ __all__ = (
     "IncompleteDetails",
     "InputTokens",
     "InputUsage",
+    "ItemList",
     "OutputCall",
+    "OutputCustomCall",
     "OutputItem",
     "OutputMessage",
     "OutputReasoning",
@@ -79,7 +82,17 @@ class OutputCall(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", ta
     arguments: str
 
 
-OutputItem = OutputMessage | OutputReasoning | OutputCall
+class OutputCustomCall(
+    msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="custom_tool_call"
+):
+    id: str
+    status: ItemStatus
+    call_id: str
+    name: str
+    input: str
+
+
+OutputItem = OutputMessage | OutputReasoning | OutputCall | OutputCustomCall
 
 
 class InputUsage(msgspec.Struct, frozen=True, kw_only=True):
@@ -130,8 +143,8 @@ class Response(msgspec.Struct, frozen=True, kw_only=True):
     store: bool
     temperature: float
     text: TextConfig
-    tool_choice: str | NamedTool
-    tools: list[ToolDefinition]
+    tool_choice: str | ToolChoice
+    tools: list[ToolDefinition | CustomToolDefinition]
     top_p: float
     truncation: Literal["auto", "disabled"] = "disabled"
     usage: Usage | None = None
@@ -152,6 +165,16 @@ class InputTokens(msgspec.Struct, frozen=True):
 
     input_tokens: int
     object: Literal["response.input_tokens"] = "response.input_tokens"
+
+
+class ItemList(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer of `input_items`: a page of the items that a reply was made from."""
+
+    object: Literal["list"] = "list"
+    data: list[msgspec.Raw]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
 
 
 class Deleted(msgspec.Struct, frozen=True):

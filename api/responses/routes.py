@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 from collections.abc import Callable
+from typing import Literal
 
 import msgspec
 from litestar import Response
@@ -13,6 +14,7 @@ from litestar.response import Stream
 
 from ostinato.api.base.errors import ErrorBody
 from ostinato.api.base.request_context import context_of
+from ostinato.api.http.auth import keep_counted
 from ostinato.api.http.endpoints import delete_endpoint, get_endpoint, post_endpoint
 from ostinato.api.http.handlers import (
     HttpRequest,
@@ -26,10 +28,11 @@ from ostinato.api.http.handlers import (
 from ostinato.api.http.sse import NAMED_EVENTS
 from ostinato.api.preparation.preparation import Arrival, renamed
 from ostinato.api.responses.convert import FIELD_NAMES
+from ostinato.api.responses.input_items import conversation_items, item_page
 from ostinato.api.responses.preparation import prepare_input_tokens, prepare_response
 from ostinato.api.responses.reply import ResponsesReply
 from ostinato.api.responses.response_events import ResponseEvent
-from ostinato.api.responses.response_object import Deleted, InputTokens
+from ostinato.api.responses.response_object import Deleted, InputTokens, ItemList
 from ostinato.api.responses.response_object import Response as ResponseObject
 from ostinato.api.responses.schemas import InputTokensRequest, ResponsesRequest
 from ostinato.api.service.background import BackgroundReply
@@ -61,7 +64,10 @@ async def create_response(request: HttpRequest, service: SharedService) -> Respo
         await service.runner.prepare(ready.constraint_field, [ready.generation], context)
     reply = ResponsesReply(service, prepared, stores=stores, context=context)
     if body.background:
-        return await _in_background(service, reply, response_id, streams=bool(body.stream))
+        release = keep_counted(request.scope)
+        return await _in_background(
+            service, reply, response_id, streams=bool(body.stream), release=release
+        )
     return await respond(request, reply, stream=body.stream, form=NAMED_EVENTS)
 
 
@@ -101,6 +107,23 @@ async def retrieve_response(
     return event_stream(reply.follow(starting_after))
 
 
+@get_endpoint(
+    "/v1/responses/{response_id:str}/input_items",
+    answer=ItemList,
+    errors={400: ErrorBody, 404: ErrorBody},
+)
+async def list_input_items(
+    service: SharedService,
+    response_id: FromPath[str],
+    limit: FromQuery[int] = 20,
+    order: FromQuery[Literal["asc", "desc"]] = "desc",
+    after: FromQuery[str | None] = None,
+) -> Response[bytes]:
+    """What a reply was made from: its input, and the stored conversation before it."""
+    items = await conversation_items(service, response_id)
+    return json_response(item_page(items, limit=limit, order=order, after=after))
+
+
 @post_endpoint(
     "/v1/responses/{response_id:str}/cancel",
     answer=ResponseObject,
@@ -132,6 +155,7 @@ HANDLERS = [
     create_response,
     count_input_tokens,
     retrieve_response,
+    list_input_items,
     cancel_response,
     delete_response,
 ]
@@ -150,12 +174,31 @@ class _Background(msgspec.Struct):
 
 
 async def _in_background(
-    service: Service, reply: ResponsesReply, response_id: str, *, streams: bool
+    service: Service,
+    reply: ResponsesReply,
+    response_id: str,
+    *,
+    streams: bool,
+    release: Callable[[], None],
 ) -> Response[bytes] | Stream:
-    """Start a reply in the background; answer with its events or its present state."""
-    record = BackgroundReply(lambda: msgspec.json.encode(reply.present()), has_stream=streams)
-    work = reply.in_background(record, streams=streams)
-    await service.background.start(response_id, record, work)
+    """Start the reply, and answer with its events or with its present state.
+
+    Args:
+        release: called when the reply ends.
+    """
+    record = BackgroundReply(
+        lambda: msgspec.json.encode(reply.present()),
+        has_stream=streams,
+        input_items=reply.input_items,
+    )
+
+    async def work() -> None:
+        try:
+            await reply.in_background(record, streams=streams)
+        finally:
+            release()
+
+    await service.background.start(response_id, record, work())
     return event_stream(record.follow()) if streams else json_response(reply.present())
 
 

@@ -20,20 +20,26 @@ from ostinato.api.schemas.client_fields import (
     ServiceTier,
     Verbosity,
 )
-from ostinato.api.schemas.conversation import FunctionName, ReasoningEffort
+from ostinato.api.schemas.conversation import FunctionName, ReasoningEffort, TextInput
 from ostinato.api.schemas.generation_fields import Int32
 from ostinato.api.schemas.response_format import JsonObjectFormat, TextFormat
 from ostinato.runtime.types.params import MAX_LOGPROBS, RepetitionDetectionParams
 
 __all__ = (
     "UNSUPPORTED",
+    "AllowedToolsChoice",
     "CallItem",
     "CallOutputItem",
+    "CustomCallItem",
+    "CustomCallOutputItem",
+    "CustomToolDefinition",
+    "GrammarFormat",
     "InputItem",
     "InputTextPart",
     "InputTokensRequest",
     "ItemStatus",
     "MessageItem",
+    "NamedCustomTool",
     "NamedTool",
     "OutputTextPart",
     "PromptFields",
@@ -44,6 +50,7 @@ __all__ = (
     "StreamOptions",
     "SummaryKind",
     "TextConfig",
+    "ToolChoice",
     "ToolDefinition",
 )
 
@@ -136,6 +143,22 @@ class CallOutputItem(
     caller: DirectCaller | None = None
 
 
+class CustomCallItem(_Item, frozen=True, kw_only=True, tag_field="type", tag="custom_tool_call"):
+    call_id: NotEmpty
+    name: NotEmpty
+    input: str
+    caller: DirectCaller | None = None
+    is_async: Literal[False] | None = msgspec.field(default=None, name="async")
+
+
+class CustomCallOutputItem(
+    _Item, frozen=True, kw_only=True, tag_field="type", tag="custom_tool_call_output"
+):
+    call_id: NotEmpty
+    output: str | list[InputTextPart]
+    caller: DirectCaller | None = None
+
+
 class ReasoningTextPart(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="reasoning_text"
 ):
@@ -149,13 +172,21 @@ class ReasoningItem(_Item, frozen=True, kw_only=True, tag_field="type", tag="rea
     encrypted_content: str | None = None
 
 
-InputItem = MessageItem | CallItem | CallOutputItem | ReasoningItem
+InputItem = (
+    MessageItem | CallItem | CallOutputItem | CustomCallItem | CustomCallOutputItem | ReasoningItem
+)
 
 
-class ToolDefinition(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ToolDefinition(
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    forbid_unknown_fields=True,
+    tag_field="type",
+    tag="function",
+):
     """A function that the model may call."""
 
-    type: Literal["function"]
     name: FunctionName
     description: str | None = None
     parameters: dict[str, Any] | None = None
@@ -165,11 +196,69 @@ class ToolDefinition(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     is_async: Literal[False] | None = msgspec.field(default=None, name="async")
 
 
-class NamedTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class GrammarFormat(
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    forbid_unknown_fields=True,
+    tag_field="type",
+    tag="grammar",
+):
+    """A text of the grammar's language."""
+
+    syntax: Literal["lark", "regex"]
+    definition: str
+
+
+class CustomToolDefinition(
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    forbid_unknown_fields=True,
+    tag_field="type",
+    tag="custom",
+):
+    """A tool that is called with a text instead of JSON."""
+
+    name: FunctionName
+    description: str | None = None
+    format: TextInput | GrammarFormat = TextInput()
+    allowed_callers: list[Literal["direct"]] | None = None
+    defer_loading: Literal[False] | None = None
+    is_async: Literal[False] | None = msgspec.field(default=None, name="async")
+
+
+class NamedTool(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="function"
+):
     """The one function that must be called."""
 
-    type: Literal["function"]
-    name: str
+    name: FunctionName
+
+
+class NamedCustomTool(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="custom"
+):
+    """The one custom tool that must be called."""
+
+    name: FunctionName
+
+
+class AllowedToolsChoice(
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    forbid_unknown_fields=True,
+    tag_field="type",
+    tag="allowed_tools",
+):
+    """The tools that may be called; the model is shown the others too."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool | NamedCustomTool], msgspec.Meta(min_length=1)]
+
+
+ToolChoice = NamedTool | NamedCustomTool | AllowedToolsChoice
 
 
 class SchemaFormat(
@@ -232,8 +321,8 @@ class PromptFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     model: str | None = None
     instructions: str | None = None  # of this answer only; those of the stored reply are not used
     previous_response_id: str | None = None
-    tools: list[ToolDefinition] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tools: list[ToolDefinition | CustomToolDefinition] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None

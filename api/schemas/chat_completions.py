@@ -15,7 +15,13 @@ from ostinato.api.schemas.client_fields import (
     ServiceTier,
     Verbosity,
 )
-from ostinato.api.schemas.conversation import Message, NamedToolChoice, ReasoningEffort, Tool
+from ostinato.api.schemas.conversation import (
+    CustomToolEntry,
+    Message,
+    ReasoningEffort,
+    Tool,
+    ToolChoice,
+)
 from ostinato.api.schemas.generation_fields import GenerationFields
 from ostinato.api.schemas.usage import PromptLogprobs, TokenOffsets, Usage
 
@@ -27,8 +33,10 @@ __all__ = (
     "ChatLogprobs",
     "ChatResponse",
     "ChatTokenLogprob",
+    "CustomToolDelta",
     "DeltaMessage",
     "FunctionDelta",
+    "ReplyCustomTool",
     "ReplyFunction",
     "ReplyMessage",
     "ReplyToolCall",
@@ -54,8 +62,8 @@ class ChatCompletionRequest(
     chat_template: str | None = None  # instead of the model's own
     chat_template_kwargs: dict[str, Any] | None = None  # variables of the template
     documents: list[dict[str, Any]] | None = None  # for templates that show them to the model
-    tools: list[Tool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
+    tools: list[Tool | CustomToolEntry] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None  # false = at most one call in an answer
     reasoning_effort: ReasoningEffort | None = None  # passed to the template, as verbosity
     # The end of reasoning is forced after so many tokens; absent = no limit.
@@ -93,10 +101,18 @@ class ReplyFunction(msgspec.Struct, frozen=True):
     arguments: str
 
 
+class ReplyCustomTool(msgspec.Struct, frozen=True):
+    name: str
+    input: str
+
+
 class ReplyToolCall(msgspec.Struct, frozen=True, kw_only=True):
+    """A call; it has the field that its type names."""
+
     id: str
-    type: Literal["function"] = "function"
-    function: ReplyFunction
+    type: Literal["function", "custom"] = "function"
+    function: ReplyFunction | msgspec.UnsetType = msgspec.UNSET
+    custom: ReplyCustomTool | msgspec.UnsetType = msgspec.UNSET
 
 
 class ReplyMessage(msgspec.Struct, frozen=True):
@@ -138,11 +154,19 @@ class FunctionDelta(msgspec.Struct, frozen=True, omit_defaults=True):
     arguments: str | None = None
 
 
+class CustomToolDelta(msgspec.Struct, frozen=True, omit_defaults=True):
+    name: str | None = None
+    input: str | None = None
+
+
 class ToolCallDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A piece of a call: of a function, or of a custom tool."""
+
     index: int
     id: str | None = None  # with the first piece of a call
     type: str | None = None
-    function: FunctionDelta
+    function: FunctionDelta | None = None
+    custom: CustomToolDelta | None = None
 
 
 class DeltaMessage(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -10,18 +10,28 @@ import msgspec
 from ostinato.api.schemas.client_fields import CacheControl, PromptCacheBreakpoint
 
 __all__ = (
+    "AllowedTools",
+    "AllowedToolsChoice",
+    "CalledCustomTool",
     "CalledFunction",
+    "CustomTool",
+    "CustomToolEntry",
     "FunctionName",
     "FunctionTool",
+    "Grammar",
+    "GrammarInput",
     "Message",
     "MessageToolCall",
+    "NamedCustomToolChoice",
     "NamedFunction",
     "NamedToolChoice",
     "ReasoningEffort",
     "RefusalPart",
     "Role",
+    "TextInput",
     "TextPart",
     "Tool",
+    "ToolChoice",
     "with_gathered_keys",
 )
 
@@ -55,13 +65,30 @@ class CalledFunction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     arguments: str  # a JSON object, as text
 
 
+class CalledCustomTool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    name: str
+    input: str
+
+
 class MessageToolCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A tool call in a message of the assistant."""
+    """A tool call in a message of the assistant; it has the field that its type names.
+
+    Raises:
+        ValueError: it has another one.
+    """
 
     id: str
-    type: Literal["function"] = "function"
-    function: CalledFunction
+    type: Literal["function", "custom"] = "function"
+    function: CalledFunction | None = None
+    custom: CalledCustomTool | None = None
     index: int | None = None  # clients that join a stream send it back; not used
+
+    def __post_init__(self) -> None:
+        other = "custom" if self.type == "function" else "function"
+        if getattr(self, self.type) is None:
+            raise ValueError(f"Object missing required field `{self.type}`")
+        if getattr(self, other) is not None:
+            raise ValueError(f"a call of type {self.type!r} has no field {other!r}")
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -116,17 +143,86 @@ class FunctionTool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     strict: bool | None = None  # the arguments always keep to the schema
 
 
-class Tool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    type: Literal["function"]
+class Tool(
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    forbid_unknown_fields=True,
+    tag_field="type",
+    tag="function",
+):
     function: FunctionTool
+
+
+class Grammar(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    syntax: Literal["lark", "regex"]
+    definition: str
+
+
+class TextInput(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="text"
+):
+    """Any text."""
+
+
+class GrammarInput(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="grammar"
+):
+    """A text of the grammar's language."""
+
+    grammar: Grammar
+
+
+class CustomTool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A tool that is called with a text instead of JSON."""
+
+    name: FunctionName
+    description: str | None = None
+    format: TextInput | GrammarInput = TextInput()
+
+
+class CustomToolEntry(
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    forbid_unknown_fields=True,
+    tag_field="type",
+    tag="custom",
+):
+    custom: CustomTool
 
 
 class NamedFunction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: FunctionName
 
 
-class NamedToolChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class NamedToolChoice(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="function"
+):
     """The one function that must be called."""
 
-    type: Literal["function"]
     function: NamedFunction
+
+
+class NamedCustomToolChoice(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="custom"
+):
+    """The one custom tool that must be called."""
+
+    custom: NamedFunction
+
+
+class AllowedTools(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The tools that may be called; the model is shown the others too."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedToolChoice | NamedCustomToolChoice], msgspec.Meta(min_length=1)]
+
+
+class AllowedToolsChoice(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="allowed_tools"
+):
+    allowed_tools: AllowedTools
+
+
+ToolChoice = NamedToolChoice | NamedCustomToolChoice | AllowedToolsChoice

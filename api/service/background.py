@@ -19,16 +19,21 @@ class BackgroundReply:
     Args:
         present: returns the current body of the reply.
         has_stream: whether there are events.
+        input_items: of its request, a JSON list.
 
     Attributes:
         present: as given.
         has_stream: as given.
-        events: the encoded events of its stream so far; empty for a reply without a stream.
+        input_items: as given.
+        events: of its stream so far, as they are sent; empty for a reply without a stream.
     """
 
-    def __init__(self, present: Callable[[], bytes], *, has_stream: bool) -> None:
+    def __init__(
+        self, present: Callable[[], bytes], *, has_stream: bool, input_items: bytes = b"[]"
+    ) -> None:
         self.present = present
         self.has_stream = has_stream
+        self.input_items = input_items
         self.events: list[bytes] = []
         self._is_done = False
         self._changed = asyncio.Event()

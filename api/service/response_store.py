@@ -17,10 +17,12 @@ class _Stored(msgspec.Struct, frozen=True):
     response: bytes
     messages: bytes
     events: tuple[bytes, ...]
+    input_items: bytes
 
     @property
     def size(self) -> int:
-        return len(self.response) + len(self.messages) + sum(map(len, self.events))
+        texts = (self.response, self.messages, self.input_items, *self.events)
+        return sum(map(len, texts))
 
 
 class ResponseStore:
@@ -46,6 +48,8 @@ class ResponseStore:
         messages: msgspec.Raw,
         answer: Message,
         events: Sequence[bytes] = (),
+        *,
+        input_items: bytes = b"[]",
     ) -> None:
         """Store a reply; a reply larger than the limit is not stored.
 
@@ -54,11 +58,12 @@ class ResponseStore:
             messages: the conversation that it answers, without instructions.
             answer: the reply as a message.
             events: of its stream, as they were sent, where they can be asked for again.
+            input_items: of its request, a JSON list.
         """
         # As text: a long conversation is not read here.
         before = bytes(messages).rstrip()[1:-1]
         parts = [part for part in (before, msgspec.json.encode(answer)) if part.strip()]
-        one = _Stored(response, b"[" + b",".join(parts) + b"]", tuple(events))
+        one = _Stored(response, b"[" + b",".join(parts) + b"]", tuple(events), input_items)
         self._stored[response_id] = one
         self._size += one.size
         while self._size > self._limit:
@@ -77,6 +82,11 @@ class ResponseStore:
         """The conversation up to and with the reply, a JSON list; None for an unknown id."""
         one = self._stored.get(response_id)
         return None if one is None else one.messages
+
+    def input_items(self, response_id: str) -> bytes | None:
+        """The items of its request, a JSON list; None for an unknown id."""
+        one = self._stored.get(response_id)
+        return None if one is None else one.input_items
 
     def delete(self, response_id: str) -> None:
         """Remove a reply; raises InvalidRequestError (404) for an unknown id."""

@@ -15,6 +15,10 @@ import pytest
 from anthropic import types as claude
 from anthropic.types import message_create_params, output_config_param
 from openai.types import chat, completion_create_params, embedding_create_params, responses
+from openai.types.chat import (
+    chat_completion_custom_tool_param,
+    chat_completion_message_custom_tool_call_param,
+)
 from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import (
     easy_input_message_param,
@@ -27,7 +31,12 @@ from openai.types.responses import (
     response_output_text_param,
     response_reasoning_item_param,
 )
-from openai.types.shared_params import FunctionDefinition, Reasoning, response_format_json_schema
+from openai.types.shared_params import (
+    FunctionDefinition,
+    Reasoning,
+    custom_tool_input_format,
+    response_format_json_schema,
+)
 
 from ostinato.api.anthropic import schemas as messages
 from ostinato.api.base.unsupported_fields import (
@@ -147,6 +156,14 @@ PARTS = [
     Pair(FunctionDefinition, conversation.FunctionTool),
     Pair(chat.ChatCompletionMessageFunctionToolCallParam, conversation.MessageToolCall),
     Pair(chat.ChatCompletionNamedToolChoiceParam, conversation.NamedToolChoice),
+    Pair(chat.ChatCompletionCustomToolParam, conversation.CustomToolEntry),
+    Pair(chat_completion_custom_tool_param.Custom, conversation.CustomTool),
+    Pair(chat_completion_custom_tool_param.CustomFormatGrammar, conversation.GrammarInput),
+    Pair(chat.ChatCompletionMessageCustomToolCallParam, conversation.MessageToolCall),
+    Pair(chat_completion_message_custom_tool_call_param.Custom, conversation.CalledCustomTool),
+    Pair(chat.ChatCompletionNamedToolChoiceCustomParam, conversation.NamedCustomToolChoice),
+    Pair(chat.ChatCompletionAllowedToolChoiceParam, conversation.AllowedToolsChoice),
+    Pair(chat.ChatCompletionAllowedToolsParam, conversation.AllowedTools),
     Pair(response_format_json_schema.ResponseFormatJSONSchema, response_format.JsonSchemaFormat),
     Pair(response_format_json_schema.JSONSchema, response_format.NamedSchema),
     Pair(
@@ -166,6 +183,12 @@ PARTS = [
     ),
     Pair(responses.FunctionToolParam, responding.ToolDefinition, responding.UNSUPPORTED),
     Pair(responses.ToolChoiceFunctionParam, responding.NamedTool),
+    Pair(responses.CustomToolParam, responding.CustomToolDefinition),
+    Pair(custom_tool_input_format.Grammar, responding.GrammarFormat),
+    Pair(responses.ToolChoiceCustomParam, responding.NamedCustomTool),
+    Pair(responses.ToolChoiceAllowedParam, responding.AllowedToolsChoice),
+    Pair(responses.ResponseCustomToolCallParam, responding.CustomCallItem, responding.UNSUPPORTED),
+    Pair(responses.ResponseCustomToolCallOutputParam, responding.CustomCallOutputItem),
     Pair(easy_input_message_param.EasyInputMessageParam, responding.MessageItem),
     Pair(response_output_message_param.ResponseOutputMessageParam, responding.MessageItem),
     Pair(responses.ResponseInputTextParam, responding.InputTextPart),

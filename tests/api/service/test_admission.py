@@ -111,6 +111,31 @@ class TestKeys:
             assert running.result(30).status_code == 200
         assert app.http.get("/v1/models", headers=bearer(KEYS[0])).status_code == 200
 
+    def test_a_reply_in_the_background_counts_until_it_ends(self, make_app):
+        server = ServerConfig(api_keys=KEYS, max_requests_per_key=1)
+        app = make_app([None, *HELLO], server=server)  # waits until it is released
+
+        def ask(**fields: object):
+            body = {"input": "Hi", **fields}
+            return app.http.post("/v1/responses", json=body, headers=bearer(KEYS[0]))
+
+        first = ask(background=True)
+        assert first.status_code == 200
+        path = f"/v1/responses/{first.json()['id']}"
+        for fields in ({}, {"background": True}):
+            assert error_of(ask(**fields))["code"] == "too_many_requests"
+        assert app.http.get(path, headers=bearer(KEYS[0])).json()["status"] == "queued"
+        app.engine.released.set()
+        while app.http.get(path, headers=bearer(KEYS[0])).json()["status"] != "completed":
+            time.sleep(0.01)
+        app.engine.released.clear()
+        second = ask(background=True)
+        assert second.status_code == 200
+        ended = f"/v1/responses/{second.json()['id']}/cancel"
+        assert app.http.post(ended, headers=bearer(KEYS[0])).json()["status"] == "cancelled"
+        app.engine.released.set()
+        assert ask().status_code == 200
+
 
 class TestQueue:
     def test_too_many_that_wait(self, make_app):
