@@ -1,36 +1,34 @@
-"""The clients of the soak test: they send generated requests, check every answer, and count."""
+"""The good clients of the soak test: they send generated requests, and check every answer."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import random
 import time
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import httpx
 
-from ostinato.benchmarks.soak.faults import kill_engines, misbehave
-from ostinato.benchmarks.soak.soak_server import SoakServer
 from ostinato.benchmarks.soak.traffic import TEXT, Exchange, Traffic
 
-__all__ = ("REPLY_S", "ClientCounts", "Faults", "drive")
+__all__ = ("REPLY_S", "ClientCounts", "send_traffic")
 
 REPLY_S = 120.0  # the longest wait for a response
-_SAMPLE_S = 1.0
 
 
 @dataclass(slots=True)
 class ClientCounts:
-    """Counts and errors of all clients."""
+    """What the clients saw."""
 
-    exchanges: Counter[str] = field(default_factory=Counter)  # answered, refused, hung up
+    # answered, refused, hung up, told to come again
+    exchanges: Counter[str] = field(default_factory=Counter)
     statuses: Counter[int] = field(default_factory=Counter)
     options: Counter[str] = field(default_factory=Counter)
-    faults: Counter[str] = field(default_factory=Counter)  # of soak.faults
-    wrong: list[str] = field(default_factory=list)  # unexpected answers
-    answered: list[tuple[float, float]] = field(default_factory=list)  # when sent, seconds it took
+    wrong: list[str] = field(default_factory=list)  # answers that are not what was to come
+    answered: list[tuple[float, float]] = field(default_factory=list)  # time.time(), seconds
 
     def blame(self, exchange: Exchange, what: str) -> None:
         self.wrong.append(f"{exchange.path} {what[:500]}: {json.dumps(exchange.body)[:2000]}")
@@ -38,13 +36,15 @@ class ClientCounts:
 
 async def _exchange(client: httpx.AsyncClient, exchange: Exchange, counts: ClientCounts) -> None:
     counts.options.update(exchange.body.keys())
-    sent = time.monotonic()
+    sent, begin = time.time(), time.perf_counter()
     is_whole = False
     try:
         async with asyncio.timeout(exchange.patience_s):
             async with client.stream("POST", exchange.path, json=exchange.body) as response:
                 counts.statuses[response.status_code] += 1
-                if response.status_code != exchange.status:
+                if response.status_code == 503 and "retry-after" in response.headers:
+                    counts.exchanges["told to come again"] += 1
+                elif response.status_code != exchange.status:
                     await response.aread()
                     counts.blame(exchange, f"gave {response.status_code}: {response.text}")
                 elif response.status_code != 200:
@@ -61,7 +61,7 @@ async def _exchange(client: httpx.AsyncClient, exchange: Exchange, counts: Clien
     except httpx.HTTPError as error:
         counts.blame(exchange, f"broke: {type(error).__name__}: {error}")
     if is_whole:
-        counts.answered.append((sent, time.monotonic() - sent))
+        counts.answered.append((sent, time.perf_counter() - begin))
 
 
 async def _read_stream(response: httpx.Response, exchange: Exchange, counts: ClientCounts) -> bool:
@@ -98,57 +98,35 @@ def _check_ends(reasons: list[str], exchange: Exchange, counts: ClientCounts) ->
         counts.blame(exchange, f"{exchange.num_choices} choices ended as {reasons}")
 
 
-class Faults(NamedTuple):
-    """The faults to inject."""
+async def send_traffic(
+    url: str, seconds: float, *, seed: int, num_clients: int, rate: float
+) -> ClientCounts:
+    """Send traffic for that long, then wait until all clients have their last answers.
 
-    num_bad_clients: int = 0  # clients of soak.faults.misbehave
-    calm_s: float = 0.0  # seconds with good clients alone, before the bad ones start
-    kill_every_s: float = 0.0  # seconds between kills of the engine; 0 = no kills
-
-
-async def drive(
-    url: str, seconds: float, seed: int, num_clients: int, server: SoakServer, faults: Faults
-) -> tuple[ClientCounts, list[dict[str, float]]]:
-    """Send traffic for `seconds`, then wait until all clients have their last answers.
-
-    Returns:
-        The counts, and the server's memory once a second: `at` seconds, MiB by process.
+    Args:
+        url: of the server.
+        seconds: how long requests are sent.
+        seed: of all requests.
+        num_clients: each has a connection of its own, and one request at a time.
+        rate: requests per second of all clients together; 0 = each sends as soon as it can.
     """
-    counts, memory = ClientCounts(), []
-    begin = time.monotonic()
-    limits = httpx.Limits(max_connections=num_clients)
+    counts = ClientCounts()
+    until = time.monotonic() + seconds
+    limits = httpx.Limits(max_connections=num_clients, max_keepalive_connections=num_clients)
     async with httpx.AsyncClient(base_url=url, timeout=REPLY_S, limits=limits) as client:
         model = (await client.get("/v1/models")).json()["data"][0]
         token_ids = (await client.post("/tokenize", json={"prompt": TEXT})).json()["tokens"]
 
         async def send(number: int) -> None:
             traffic = Traffic(seed, number, token_ids, model["max_model_len"])
-            while time.monotonic() - begin < seconds:
+            rests = random.Random(f"{seed}/rest/{number}")
+            while True:
+                if rate:
+                    rest = rests.expovariate(rate / num_clients)
+                    await asyncio.sleep(min(rest, max(0.0, until - time.monotonic())))
+                if time.monotonic() >= until:
+                    return
                 await _exchange(client, traffic.next(), counts)
 
-        async def sample() -> None:
-            while True:
-                memory.append({"at": round(time.monotonic() - begin, 1), **server.rss_mib()})
-                await asyncio.sleep(_SAMPLE_S)
-
-        others = [asyncio.create_task(sample())]
-        if faults.kill_every_s:
-            killing = kill_engines(server.process, faults.kill_every_s, counts.faults)
-            others.append(asyncio.create_task(killing))
-
-        async def send_bad(number: int) -> None:
-            await asyncio.sleep(faults.calm_s)
-            await misbehave(
-                url,
-                token_ids,
-                seed=f"{seed}/bad/{number}",
-                until=begin + seconds,
-                counts=counts.faults,
-            )
-
-        bad = (send_bad(number) for number in range(faults.num_bad_clients))
-        await asyncio.gather(*(send(number) for number in range(num_clients)), *bad)
-        for task in others:
-            task.cancel()
-    counts.answered = [(sent - begin, took) for sent, took in counts.answered]
-    return counts, memory
+        await asyncio.gather(*(send(number) for number in range(num_clients)))
+    return counts

@@ -1,0 +1,59 @@
+"""How long `/health` takes to answer, measured by a process that does nothing else.
+
+    python -m ostinato.benchmarks.soak.health_poll URL
+
+Writes `ready`, polls until its stdin is closed, then writes what it saw as one line of JSON. Times
+are those of `time.time()`.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import select
+import sys
+import time
+from contextlib import suppress
+from typing import Any
+from urllib.parse import urlsplit
+
+__all__ = ("main",)
+
+_POLL_S = 0.02
+_ANSWER_S = 60.0
+
+
+def _poll(address: tuple[str, int]) -> list[tuple[float, float, int]]:
+    """(when, seconds, status) of each poll; the status is 0 where there was no answer."""
+    polls: list[tuple[float, float, int]] = []
+    connection = http.client.HTTPConnection(*address, timeout=_ANSWER_S)
+    while not select.select([sys.stdin], [], [], _POLL_S)[0]:
+        at, begin = time.time(), time.perf_counter()
+        try:
+            connection.request("GET", "/health")
+            response = connection.getresponse()
+            response.read()
+            status = response.status
+        except (OSError, http.client.HTTPException):
+            connection.close()
+            status = 0
+        polls.append((at, time.perf_counter() - begin, status))
+    connection.close()
+    return polls
+
+
+def main(arguments: list[str]) -> int:
+    """Run; 0 as the exit code."""
+    with suppress(PermissionError):
+        os.nice(-5)  # it measures the server, not how long this process waits for a processor
+    address = urlsplit(arguments[0])
+    print("ready", flush=True)
+    polls = _poll((address.hostname or "127.0.0.1", address.port or 80))
+    result: dict[str, Any] = {"polls": polls}
+    print(json.dumps(result), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

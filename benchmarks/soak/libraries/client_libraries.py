@@ -1,0 +1,94 @@
+"""Client libraries as traffic of the soak test: which can run here, and how they are installed."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+__all__ = ("LIBRARIES", "command", "install")
+
+_HERE = Path(__file__).parent
+
+
+class _Library(NamedTuple):
+    """A client library.
+
+    Attributes:
+        argument: its name for the script.
+        packages: of PyPI or npm.
+        module: that a Python library is imported as; empty = it is one of npm.
+    """
+
+    argument: str
+    packages: tuple[str, ...]
+    module: str = ""
+
+
+LIBRARIES: Mapping[str, _Library] = {
+    "openai": _Library("openai", ("openai",), "openai"),
+    "anthropic": _Library("anthropic", ("anthropic",), "anthropic"),
+    "langchain": _Library("langchain-openai", ("langchain-openai",), "langchain_openai"),
+    "litellm": _Library("litellm", ("litellm",), "litellm"),
+    "openai for Node": _Library("openai", ("openai",)),
+    "AI SDK": _Library("ai-sdk", ("ai", "@ai-sdk/openai-compatible")),
+}
+
+
+def install(directory: Path) -> None:
+    """Install every library below a directory: a virtual environment and npm's `node_modules`.
+
+    Nothing happens for what is there already. Without npm, its libraries are left out.
+
+    Raises:
+        subprocess.CalledProcessError: pip or npm failed.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    python = directory / "venv" / "bin" / "python"
+    if not python.exists():
+        subprocess.run([sys.executable, "-m", "venv", str(directory / "venv")], check=True)
+        wanted = [
+            one for library in LIBRARIES.values() if library.module for one in library.packages
+        ]
+        subprocess.run([str(python), "-m", "pip", "install", "-q", *wanted], check=True)
+    npm = shutil.which("npm")
+    if npm is not None and not (directory / "node_modules").exists():
+        (directory / "package.json").write_text(json.dumps({"private": True}), encoding="utf-8")
+        wanted = [
+            one for library in LIBRARIES.values() if not library.module for one in library.packages
+        ]
+        subprocess.run(
+            [npm, "install", "--silent", "--no-fund", *wanted], cwd=directory, check=True
+        )
+
+
+def command(name: str, url: str, seconds: float, directory: Path | None) -> list[str] | str:
+    """The command that makes a library's traffic, or why it can not run.
+
+    Args:
+        name: of LIBRARIES.
+        url: of the server.
+        seconds: how long it runs.
+        directory: of `install`, which is also the working directory of the command; None = only
+            what this interpreter can import.
+    """
+    library = LIBRARIES[name]
+    arguments = [library.argument, url, str(seconds)]
+    if library.module:
+        script = str(_HERE / "calls.py")
+        if directory is not None:
+            return [str(directory / "venv" / "bin" / "python"), script, *arguments]
+        if importlib.util.find_spec(library.module) is None:
+            return f"{library.packages[0]} is not installed beside this package"
+        return [sys.executable, script, *arguments]
+    node = shutil.which("node")
+    if node is None:
+        return "there is no node on the PATH"
+    if directory is None or not (directory / "node_modules").exists():
+        return "there is no directory with npm's packages (--libraries DIR, and npm on the PATH)"
+    return [node, str(_HERE / "calls.mjs"), *arguments]

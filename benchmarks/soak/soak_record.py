@@ -1,0 +1,224 @@
+"""The checks of a soak test, and its record: the figures behind them and the conditions."""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import ostinato
+from ostinato.benchmarks.machine.probes import commit_of
+from ostinato.benchmarks.soak.soak_run import KEPT, OVERRIDES, Sightings, SoakPlan
+from ostinato.benchmarks.soak.soak_server import Resources
+from ostinato.runtime.startup.machine_info import cpu_name, gpu_names, package_versions
+
+__all__ = ("record_of",)
+
+_GROWTH_MIB = 32.0  # that a process may grow by: the allocator's, not a request's
+_LONG_S = 100.0  # shorter runs are no measurement: their times and growth are not checked
+_MOST_SLOWER = 2.0  # p99 of good requests among hostile clients, against good ones alone
+_HEALTH_S = 0.1
+# What the log says, as an error, of an engine that was killed on purpose.
+_SAID_OF_KILLS = ("the engine died: its process was killed", "flight recorder: the last")
+
+
+def record_of(plan: SoakPlan, seen: Sightings) -> dict[str, Any]:
+    """`checks` (name -> whether it holds), the figures behind them and the conditions."""
+    late = _late_compiles(seen.metrics)
+    errors = [
+        line.rstrip()
+        for line in seen.lines
+        if (" ERROR " in line or "Traceback" in line)
+        and not (seen.kills and any(text in line for text in _SAID_OF_KILLS))
+    ]
+    growth = _growth(seen.memory, plan)
+    latency, health = _latency(plan, seen), _health(plan, seen)
+    leaked = (
+        seen.metrics["ostinato_kv_cache_usage_ratio"] * seen.metrics["ostinato_kv_cache_blocks"]
+    )
+    assert seen.before is not None, "measured"
+    assert seen.after is not None, "measured"
+    kept = {
+        name: [before, after]
+        for name, before, after in zip(Resources._fields, seen.before, seen.after, strict=True)
+    }
+    wrong_of_libraries = [
+        text for result in seen.libraries.values() for text in result.get("wrong", ())
+    ]
+    counts, is_long = seen.counts, plan.seconds >= _LONG_S
+    wrong = [*counts.wrong, *seen.hostile.get("wrong", ()), *wrong_of_libraries]
+    return {
+        "checks": {
+            "nothing compiled late": not late,
+            "no block leaked": leaked == 0 and seen.metrics["ostinato_requests_running"] == 0,
+            "no 5xx but the announced 503": _num_faults(seen) == 0,
+            "nothing else leaked": all(
+                after <= before + more
+                for (before, after), more in zip(kept.values(), KEPT, strict=True)
+            ),
+            "memory stands still": not is_long
+            or all(sizes["growth_mib"] <= _GROWTH_MIB for sizes in growth.values()),
+            "good answers in time": not (is_long and latency)
+            or latency["storm"]["p99_s"] <= _MOST_SLOWER * latency["calm"]["p99_s"],
+            "/health in time": not is_long or health["storm"]["max_ms"] <= 1e3 * _HEALTH_S,
+            "every answer as expected": not wrong,
+            # The engine checks its block accounting when it ends, and logs what is broken.
+            "no error in the log, exit code 0": not errors and seen.exit_code == 0,
+        },
+        "late_compiles": late,
+        "leaked_blocks": leaked,
+        "statuses": {str(status): count for status, count in sorted(counts.statuses.items())},
+        "exchanges": dict(counts.exchanges),
+        "hostile": {key: seen.hostile.get(key, {}) for key in ("acts", "statuses")},
+        "libraries": {
+            name: {key: value for key, value in result.items() if key != "wrong"}
+            for name, result in seen.libraries.items()
+        },
+        "resources": kept,
+        "wrong": wrong[:20],
+        "errors": errors[:20],
+        "exit_code": seen.exit_code,
+        "kills": [round(at - seen.begin, 1) for at in seen.kills],
+        "restarts_s": [round(end - begin, 2) for begin, end in seen.restarts],
+        "engine": _engine_figures(seen.metrics),
+        "requests_by_field": dict(sorted(counts.options.items())),
+        "memory": growth,
+        "latency": latency,
+        "health": health,
+        "memory_mib": seen.memory[:: max(1, len(seen.memory) // 60)],
+        "conditions": _conditions(plan),
+    }
+
+
+def _num_faults(seen: Sightings) -> int:
+    """Answers with a 5xx; not counted are those that say when to try again, or come from /health
+    while an engine that was killed starts.
+    """
+    counts = seen.counts
+    good = sum(count for status, count in counts.statuses.items() if status >= 500)
+    hostile = sum(
+        count
+        for status, count in seen.hostile.get("statuses", {}).items()
+        if status.startswith("5") and status != "503"
+    )
+    polls = [at for at, _, status in seen.polls if status != 200]
+    unexpected = [at for at in polls if not any(begin <= at <= end for begin, end in seen.restarts)]
+    return good - counts.exchanges["told to come again"] + hostile + len(unexpected)
+
+
+def _quantiles(series: Sequence[float]) -> dict[str, float]:
+    cuts = statistics.quantiles(series, n=100, method="inclusive")
+    return {
+        "answers": len(series),
+        "p50_s": round(cuts[49], 3),
+        "p99_s": round(cuts[98], 3),
+        "max_s": round(max(series), 3),
+    }
+
+
+def _latency(plan: SoakPlan, seen: Sightings) -> dict[str, dict[str, float]]:
+    """Seconds to whole answers of good clients, alone and among hostile ones; {} = no calm time.
+
+    `storm` leaves out answers that were being made while a killed engine started again; `restarts`
+    has these. The first and last tenth of the calm time do not count: clients begin all at once,
+    and what is sent late meets the hostile ones.
+    """
+    calm_end = seen.begin + plan.calm_s
+    margin = 0.1 * plan.calm_s
+    found: dict[str, list[float]] = {"calm": [], "storm": [], "restarts": []}
+    for sent, took in seen.counts.answered:
+        if seen.begin + margin <= sent <= calm_end - margin:
+            found["calm"].append(took)
+        elif sent >= calm_end:
+            waited = any(sent <= end and sent + took >= begin for begin, end in seen.restarts)
+            found["restarts" if waited else "storm"].append(took)
+    if len(found["calm"]) < 2 or len(found["storm"]) < 2:
+        return {}
+    found["storm and restarts"] = found["storm"] + found["restarts"]
+    return {name: _quantiles(series) for name, series in found.items() if len(series) > 1}
+
+
+def _health(plan: SoakPlan, seen: Sightings) -> dict[str, dict[str, float]]:
+    """Milliseconds that `/health` took, with and without hostile clients."""
+    calm_end = seen.begin + plan.calm_s
+    parts = {
+        "calm": [took for at, took, _ in seen.polls if at < calm_end],
+        "storm": [took for at, took, _ in seen.polls if at >= calm_end],
+    }
+    return {
+        name: {
+            "polls": len(series),
+            "p99_ms": round(1e3 * sorted(series)[int(0.99 * len(series))], 2),
+            "max_ms": round(1e3 * max(series), 1),
+            "above_100_ms": sum(took > _HEALTH_S for took in series),
+        }
+        for name, series in parts.items()
+        if series
+    }
+
+
+def _growth(memory: Sequence[dict[str, float]], plan: SoakPlan) -> dict[str, dict[str, float]]:
+    """MiB in the second and in the last quarter of the time with hostile clients.
+
+    The least of a quarter counts: what large requests leave is garbage until Python collects it.
+    """
+    growth = {}
+    quarter = (plan.seconds - plan.calm_s) / 4
+    for name in ("api", "engine"):
+        series = [(row["at"] - plan.calm_s, row[name]) for row in memory if name in row]
+        early = [mib for at, mib in series if quarter <= at <= 2 * quarter]
+        late = [mib for at, mib in series if at >= 3 * quarter]
+        if early and late:
+            growth[name] = {
+                "second_quarter_mib": min(early),
+                "last_quarter_mib": min(late),
+                "growth_mib": round(min(late) - min(early), 1),
+                "most_mib": max(mib for _, mib in series),
+            }
+    return growth
+
+
+def _late_compiles(metrics: dict[str, float]) -> dict[str, int]:
+    name = "ostinato_late_compiles_total "
+    return {
+        key.removeprefix(name): int(value)
+        for key, value in metrics.items()
+        if key.startswith(name) and value
+    }
+
+
+def _engine_figures(metrics: dict[str, float]) -> dict[str, float]:
+    counters = ("preemptions", "prefix_cache_hits", "prompt_tokens", "generation_tokens")
+    short = {
+        name.removeprefix("ostinato_").removesuffix("_total"): value
+        for name, value in metrics.items()
+        if name.startswith("ostinato_")
+    }
+    return {
+        name: value
+        for name, value in short.items()
+        if name.startswith(("steps", "completions_total")) or name in counters
+    }
+
+
+def _conditions(plan: SoakPlan) -> dict[str, Any]:
+    given = {
+        name: value
+        for name, value in asdict(plan).items()
+        if name not in ("library_directory", "overrides")
+    }
+    return {
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": commit_of(Path(ostinato.__file__).parent),
+        **given,
+        "overrides": [*OVERRIDES, *plan.overrides],
+        "cpu": cpu_name(),
+        "num_cpus": os.cpu_count(),
+        "load_of_the_machine": [round(one, 1) for one in os.getloadavg()],
+        "gpus": gpu_names(),
+        "versions": package_versions(),
+    }
