@@ -1,8 +1,8 @@
-"""What a request is prepared with: the model, its tokenizer and the settings of the server.
+"""`Preparation`: the model, its tokenizer and the server's settings, for preparing requests.
 
-Preparing a request is to decode its body, render its template, tokenise its prompts and check its
-parameters: pure functions of a `Preparation` and the bytes of the body, without a wait. They run on
-the event loop for a small body and in a fork for another one (`preparer`).
+To prepare a request is to decode its body, render its template, tokenise its prompts and check its
+parameters. These are functions of a `Preparation` and the bytes of the body, and never wait. They
+run on the event loop for a small body and in a fork for a large one (`preparer`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _TEMPLATE_S = 2.0  # a template of the client's
 
 
 class ForkNeededError(Exception):
-    """The request has a template of its own, which is rendered in a fork only."""
+    """The request has its own template, which must be rendered in a fork."""
 
 
 class PreparationSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,7 +47,7 @@ class PreparationSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Arrival(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of a request besides its body."""
+    """Facts about a request besides its body."""
 
     request_id: str = ""  # that the client has given in a header, or that the reply gets
     # The conversation that `previous_response_id` names, as JSON; None = it is not stored.
@@ -129,11 +129,11 @@ class Preparation:
         return body
 
     def begin_prompt(self, param: str) -> None:
-        """Tokenising the texts of a field begins."""
+        """Note that tokenising the texts of a field begins."""
         self._begin_part(param, _PROMPT_S)
 
     def encode_bad_words(self, words: tuple[str, ...]) -> list[list[int]]:
-        """The tokens of words in every form; those of the words before are remembered.
+        """Token ids of words in every form. The result is cached.
 
         Raises:
             InvalidRequestError: a word has too many tokens, or the model has no tokenizer.
@@ -145,7 +145,7 @@ class Preparation:
         return self._bad_words[1]
 
     def begin_template(self) -> None:
-        """Rendering a template of the client's begins.
+        """Note that rendering the client's template begins.
 
         Raises:
             ForkNeededError: this process can not be ended if the template takes too much.
