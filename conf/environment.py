@@ -7,7 +7,7 @@
 
 The default follows `XDG_CACHE_HOME` when that is set. `TMPDIR` has its usual meaning. Shells that
 complete a command line pass it in `COMP_LINE`. The caches of torch, Triton and FlashInfer are
-folders of ours, unless their own variables (`_LIBRARY_CACHES`) are set.
+folders in this cache directory, unless their own variables (`_LIBRARY_CACHES`) are set.
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ def prepare_cache() -> str | None:
     """Make sure that `cache_dir` can be written, in this process and in those that it starts.
 
     If it can not, `cache_dir` becomes a temporary directory, which is removed when this process
-    ends. The bundles of the directory that can not be written are still found there. Called before
-    torch is imported, and again without effect.
+    ends. Links in it lead to the bundles of the directory that can not be written. Called before
+    torch is imported; a second call has no effect.
 
     Returns:
         A line for the log if the temporary directory was made, else None.

@@ -1,12 +1,12 @@
 """Runs jobs on texts of clients in forks of one warm process, each with limits of time and memory.
 
-A job that takes long must not hold up the event loop, nor another job, and what it has allocated
-must go back. So each job has a process of its own: a fork of a server process that has loaded what
-all jobs need (a tokenizer). A fork takes milliseconds, and shares the memory of what was loaded.
+A slow job must not delay the event loop or another job, and its memory must return to the system.
+So each job has a process of its own: a fork of a server process that has loaded what all jobs need
+(a tokenizer). A fork takes milliseconds, and shares the memory of what was loaded.
 
 The parent owns a `ForkServer`, the child's main calls `serve_forks`. A job has a pair of sockets of
-its own: the parent keeps one end and sends the other to the server process, which forks. Over it go
-the job, then frames of the answer. When the parent closes its end, the fork ends.
+its own. The parent keeps one end and sends the other to the server process, which forks. The
+sockets carry the job, then frames of the answer. When the parent closes its end, the fork ends.
 """
 
 from __future__ import annotations
@@ -47,19 +47,19 @@ _FRAME = struct.Struct("<BQ")  # kind, length
 # process a fork may have by the limit that the system sets, -1 = there is none.
 _END = struct.Struct("<iq")
 _CPU = struct.Struct("<d")
-_READY = b"r"  # sent by the server process when it takes jobs
-_NO_MEMORY, _NO_FORK = 3, 4  # exit codes; with the second one there never was a fork
+_READY = b"r"  # sent by the server process when it is ready for jobs
+_NO_MEMORY, _NO_FORK = 3, 4  # exit codes; _NO_FORK: the call of fork failed
 _READ = 1 << 20  # bytes that are read at a time
 
 BeginPart = Callable[[str, float], None]
-"""Begins a part of a job: its name, and the seconds of processor time that it may take."""
+"""Called by a job when a part of it begins: the part's name, its limit of processor seconds."""
 
 Job = Callable[[bytes, BeginPart], bytes]
-"""Called with what the parent sent, in a fork; the answer."""
+"""Does one job in a fork: gets the bytes that the parent sent, returns the answer."""
 
 
 class JobLimits(NamedTuple):
-    """What one job may take, beside the processor time of its parts.
+    """Limits of one job, besides the processor time of its parts.
 
     `memory_bytes` counts the address space beyond what the server process has. A `niceness` above 0
     gives way to other processes.
@@ -70,17 +70,17 @@ class JobLimits(NamedTuple):
 
 
 class Fault(StrEnum):
-    """What is at fault when a job has no answer."""
+    """The cause of a job without an answer."""
 
-    job = "job"  # it takes more than it may, and would do so again
+    job = "job"  # the job exceeds a limit, and would do so again
     start = "start"  # no process could be started for it
-    unknown = "unknown"  # its process ended; another try may succeed
+    unknown = "unknown"  # the process ended; another try may succeed
 
 
 class FailureReason(NamedTuple):
     """Why a job has no answer."""
 
-    text: str  # of the job: "more than 2 s of processor time"; else a sentence without its subject
+    text: str  # for Fault.job "more than 2 s of processor time"; else what the process did
     fault: Fault
 
 
@@ -88,8 +88,8 @@ class JobError(Exception):
     """A job has ended without an answer.
 
     Args:
-        reason: why.
-        part: the part that it was in; empty = it had not begun.
+        reason: the cause of the end.
+        part: name of the part that had begun last; empty = none.
     """
 
     def __init__(self, reason: FailureReason, part: str) -> None:
@@ -99,7 +99,7 @@ class JobError(Exception):
 
 
 class _Kind(IntEnum):
-    """Of a frame from a fork; `ended` comes from the server process."""
+    """The kind of a frame from a fork; the server process sends `ended`."""
 
     part = 0
     answer = 1
@@ -124,7 +124,7 @@ class ForkServer:
 
     @property
     def pid(self) -> int | None:
-        """Of the server process, or None when there is none."""
+        """The id of the server process, or None when there is none."""
         return None if self._process is None else self._process.pid
 
     async def call(self, job: bytes, limits: JobLimits) -> bytes:
@@ -140,7 +140,7 @@ class ForkServer:
                 self._hand_over(theirs)
             loop = asyncio.get_running_loop()
             head = _JOB.pack(len(job), limits.memory_bytes, limits.niceness)
-            with contextlib.suppress(OSError):  # it has ended; a frame says why
+            with contextlib.suppress(OSError):  # the fork has ended; a frame says why
                 await loop.sock_sendall(ours, head)
                 await loop.sock_sendall(ours, job)
             return await self._answer(ours, limits)
@@ -189,19 +189,19 @@ class ForkServer:
                     [sys.executable, "-m", self._module],
                     stdin=theirs.fileno(),
                     stdout=subprocess.DEVNULL,
-                    start_new_session=True,  # a Ctrl-C in the terminal is not for it
+                    start_new_session=True,  # a Ctrl-C in the terminal must not end it
                 )
             except OSError as error:
                 ours.close()
                 text = f"can not be started ({error.strerror})"
                 raise JobError(FailureReason(text, Fault.start), "") from error
         self._control = ours
-        with contextlib.suppress(OSError):  # it has ended at once, which the job will show
+        with contextlib.suppress(OSError):  # the process has ended; the job's `call` raises
             ours.sendall(_SIZE.pack(len(self._first)) + self._first)
         ours.setblocking(False)
 
     def _own_end(self) -> FailureReason:
-        """Why the server process did not answer; the next job gets a new one."""
+        """Why the server process did not answer; closes it, so the next job starts a new one."""
         was_ready = False
         if self._control is not None:
             with contextlib.suppress(OSError):
@@ -217,7 +217,7 @@ def _reason(code: int, room: int, cpu_s: float, limits: JobLimits) -> FailureRea
     if code == -signal.SIGPROF:
         return FailureReason(f"more than {cpu_s:g} s of processor time", Fault.job)
     if code == _NO_FORK:
-        text = "can not be forked: the system takes no more processes"
+        text = "can not be forked: the system allows no more processes"
         return FailureReason(text, Fault.start)
     if code in (-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS, _NO_MEMORY):
         if 0 <= room < limits.memory_bytes:
@@ -230,7 +230,7 @@ def _reason(code: int, room: int, cpu_s: float, limits: JobLimits) -> FailureRea
 
 
 async def _receive(source: socket.socket, size: int) -> bytes:
-    """So many bytes; raises EOFError when fewer come."""
+    """Exactly `size` bytes; raises EOFError when the source ends before."""
     loop = asyncio.get_running_loop()
     data = bytearray(size)
     view = memoryview(data)
@@ -244,11 +244,11 @@ async def _receive(source: socket.socket, size: int) -> bytes:
 
 
 def serve_forks(begin: Callable[[bytes], Job]) -> int:
-    """The server process: fork for each job until the parent is gone. Returns the exit code.
+    """The server process: fork for each job until the parent ends. Returns the exit code.
 
     Args:
-        begin: called with the parent's first message; gives the function that does a job. It may
-            start no thread.
+        begin: called with the parent's first message; gives the function that does a job. It must
+            not start a thread.
     """
     control = socket.socket(fileno=os.dup(0))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -256,22 +256,22 @@ def serve_forks(begin: Callable[[bytes], Job]) -> int:
     try:
         (size,) = _SIZE.unpack(_read(control, _SIZE.size))
         first = _read(control, size)
-    except (EOFError, ConnectionError):  # the parent has gone
+    except (EOFError, ConnectionError):  # the parent has ended
         return 0
     job = begin(first)
     gc.collect()
-    gc.freeze()  # collections in the forks need not touch, and so copy, what they share
+    gc.freeze()  # collections in the forks do not write to, and so copy, the shared memory
     awake, wake = socket.socketpair()
     awake.setblocking(False)
     wake.setblocking(False)
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
     signal.set_wakeup_fd(wake.fileno())
-    with contextlib.suppress(ConnectionError):  # the end of the parent is seen below
+    with contextlib.suppress(ConnectionError):  # if the parent has ended, the loop below returns
         control.sendall(_READY)
     selector = selectors.DefaultSelector()
     selector.register(control, selectors.EVENT_READ)
     selector.register(awake, selectors.EVENT_READ)
-    connections: dict[int, socket.socket] = {}  # of the forks that work, by process id
+    connections: dict[int, socket.socket] = {}  # of the running forks, by process id
     while True:
         sources = [key.fileobj for key, _ in selector.select()]
         if awake in sources:
@@ -281,7 +281,7 @@ def serve_forks(begin: Callable[[bytes], Job]) -> int:
             continue
         try:
             message, fds, _, _ = socket.recv_fds(control, 1, 1)
-        except ConnectionError:  # the parent has gone, and had not read that this process is ready
+        except ConnectionError:  # the parent ended before it read _READY
             return 0
         if not message:
             return 0
@@ -301,7 +301,7 @@ def serve_forks(begin: Callable[[bytes], Job]) -> int:
 
 
 def _bury(connections: dict[int, socket.socket]) -> None:
-    """Take note of the forks that have ended, and tell the clients of those without an answer."""
+    """Reap the forks that have ended, and report those without an answer to the parent."""
     while connections:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if not pid:
@@ -315,7 +315,7 @@ def _bury(connections: dict[int, socket.socket]) -> None:
 
 
 def _report_end(connection: socket.socket, code: int) -> None:
-    """Tell a client that its job has no answer."""
+    """Report to the parent that a job has no answer."""
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     room = -1 if hard == resource.RLIM_INFINITY else max(0, hard - _address_space())
     with connection, contextlib.suppress(OSError):
@@ -328,7 +328,7 @@ def _work(connection: socket.socket, job: Job) -> None:
     code = 1
     try:
         size, memory_bytes, niceness = _JOB.unpack(_read(connection, _JOB.size))
-        gc.disable()  # the process ends before garbage matters
+        gc.disable()  # the process ends soon and frees all its memory
         os.nice(niceness)
         data = _read(connection, size)
         _limit_memory(memory_bytes)
@@ -344,7 +344,7 @@ def _work(connection: socket.socket, job: Job) -> None:
     except MemoryError:
         code = _NO_MEMORY
     except (EOFError, ConnectionError):
-        code = 0  # the client has gone
+        code = 0  # the parent has closed the connection
     except BaseException:
         traceback.print_exc()
     finally:
@@ -353,7 +353,7 @@ def _work(connection: socket.socket, job: Job) -> None:
 
 def _end_with_client(connection: socket.socket) -> None:
     with contextlib.suppress(OSError):
-        connection.recv(1)  # nothing comes but the end
+        connection.recv(1)  # returns when the parent closes its end
     os._exit(0)
 
 
@@ -365,7 +365,7 @@ def _limit_memory(memory_bytes: int) -> None:
 
 
 def _address_space() -> int:
-    """Bytes of this process."""
+    """The size of this process's address space in bytes."""
     return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 
 

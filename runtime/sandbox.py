@@ -1,9 +1,9 @@
 """Runs a job on untrusted text in a child process with limits of time and memory.
 
-The child calls `serve`, the parent owns a `SandboxProcess`. Frames of bytes, each after its
-length, cross standard input and output. The child's first frame is empty and says that it is ready.
-The child sets its own limits of processor time and memory, so that a busy machine does not count as
-an endless job; the parent's clock is the last resort.
+The child calls `serve`, the parent owns a `SandboxProcess`. They exchange frames of bytes, each
+after its length, over standard input and output. The child's first frame is empty and says that it
+is ready. The child limits its own processor time and memory, so that a busy machine does not make a
+job fail. The parent also ends a job after `Limits.wall_s` seconds.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _LENGTH = struct.Struct("<I")
 
 
 class Limits(NamedTuple):
-    """What one job may take."""
+    """Limits of one job."""
 
     cpu_s: int
     wall_s: float  # a busy machine gives a process its processor time late
@@ -38,17 +38,17 @@ class Limits(NamedTuple):
 
 
 class Fault(StrEnum):
-    """What is at fault when a job has no answer."""
+    """The cause of a job without an answer."""
 
-    job = "job"  # it takes more than it may, and would do so again
+    job = "job"  # the job exceeds a limit, and would do so again
     start = "start"  # no process could be started for it
-    unknown = "unknown"  # its process ended; another try may succeed
+    unknown = "unknown"  # the process ended; another try may succeed
 
 
 class FailureReason(NamedTuple):
     """Why a job has no answer."""
 
-    text: str  # of the job: "more than 2 s of processor time"; else a sentence without its subject
+    text: str  # for Fault.job "more than 2 s of processor time"; else what the process did
     fault: Fault
 
 
@@ -61,13 +61,13 @@ class SandboxError(Exception):
 
 
 class SandboxProcess:
-    """One child; started by the first job, and again by the first after its end.
+    """One child process. A job starts it when it does not run.
 
-    One job at a time; `kill` and `close` may come from another thread.
+    It takes one job at a time. `kill` and `close` may be called on another thread.
 
     Args:
         module: run as `python -m`; its main calls `serve`.
-        limits: per job; the child is told them.
+        limits: of each job; passed to the child as arguments.
         first: a frame that every new child gets before its first job.
     """
 
@@ -86,7 +86,7 @@ class SandboxProcess:
         """The answer to a job; blocks.
 
         Raises:
-            SandboxError: the process ended, or was killed for a limit; the next job gets a new one.
+            SandboxError: the process ended or exceeded a limit; the next job starts a new one.
         """
         process = self._process
         deadline = time.monotonic() + self._limits.wall_s
@@ -107,14 +107,14 @@ class SandboxProcess:
             raise SandboxError(reason) from None
 
     def kill(self) -> None:
-        """End the child at once; a job that it works on fails."""
+        """End the child at once; its present job fails."""
         process = self._process
         if process is not None:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
 
     def close(self) -> None:
-        """`kill`, and free everything."""
+        """End the child, wait for its end, and close its pipes."""
         process, self._process = self._process, None
         if process is not None:
             with contextlib.suppress(ProcessLookupError):
@@ -128,7 +128,7 @@ class SandboxProcess:
         """A new child that is ready for jobs.
 
         Raises:
-            SandboxError: there is none.
+            SandboxError: the child could not be started, or was not ready in time.
         """
         try:
             process = self._process = subprocess.Popen(
@@ -137,7 +137,7 @@ class SandboxProcess:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 bufsize=0,
-                start_new_session=True,  # a Ctrl-C in the terminal is not for it
+                start_new_session=True,  # a Ctrl-C in the terminal must not end it
             )
         except OSError as error:
             text = f"can not be started ({error.strerror})"
@@ -174,7 +174,7 @@ class SandboxProcess:
 
 
 async def call(process: SandboxProcess, job: bytes) -> bytes:
-    """`process.call` for an event loop; a caller that goes away kills the job."""
+    """`process.call` for an event loop; cancelling the call kills the child."""
     task = asyncio.create_task(asyncio.to_thread(process.call, job))
     try:
         return await asyncio.shield(task)
@@ -189,7 +189,7 @@ _NO_MEMORY, _TOO_LONG = 3, 4
 
 
 def _exit_code(process: subprocess.Popen[bytes]) -> int | None:
-    """None when it closed its output and lives on."""
+    """The child's exit code; None if it closed its output and still runs."""
     try:
         return process.wait(5.0)
     except subprocess.TimeoutExpired:
@@ -250,7 +250,7 @@ def serve(arguments: list[str], begin: Callable[[bytes], Callable[[bytes], bytes
     cpu_s, _, memory_bytes, answer_bytes = map(float, arguments)
     _limit(resource.RLIMIT_AS, int(memory_bytes))
     _limit(resource.RLIMIT_CORE, 0)
-    # Not even to standard error may a print of the job's reach the parent's frames.
+    # What a job prints must not mix with the frames to the parent.
     jobs, answers = os.dup(0), os.dup(1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     code = 1  # of a thread that ends with an error
@@ -281,13 +281,13 @@ def serve(arguments: list[str], begin: Callable[[bytes], Callable[[bytes], bytes
 
 
 def _allow(cpu_s: int) -> None:
-    """So much processor time from now on."""
+    """Let this process use this many more seconds of processor time."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     _limit(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime) + 1 + cpu_s)
 
 
 def _limit(what: int, value: int) -> None:
-    """Lower a limit of this process, as far as it was not started with a lower one."""
+    """Set a limit of this process, at most to the hard limit that it was started with."""
     _, hard = resource.getrlimit(what)
     soft = value if hard == resource.RLIM_INFINITY else min(value, hard)
     resource.setrlimit(what, (soft, hard))

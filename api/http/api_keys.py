@@ -39,8 +39,8 @@ def with_keys(server: ServerConfig) -> ServerConfig:
             continue
         if not is_api_key(key):
             raise StartupError(
-                f"server.api_key_file={server.api_key_file!r}: line {number} is no key, which has "
-                "no spaces and is ASCII (the line is not shown)"
+                f"server.api_key_file={server.api_key_file!r}: line {number} is not a key; keys "
+                "are ASCII without spaces (the line is not shown)"
             )
         keys.append(key)
     if not keys:

@@ -19,7 +19,7 @@ _USE = "ostinato.key_use"  # in the scope of a request
 
 
 class AccessControl:
-    """Passes requests that have a valid key, and a limited number of requests per key at once.
+    """Refuses requests without a valid key, and more than `max_requests` at once with one key.
 
     A reply that is made in the background counts until it ends.
 
@@ -47,7 +47,7 @@ class AccessControl:
         key = self._keys.find(_key_of(dict(scope["headers"])))
         if key is None:
             raise InvalidRequestError(
-                "the API key is missing or wrong: send one that this server knows as"
+                "the API key is missing or wrong: send a key of this server as"
                 " `Authorization: Bearer KEY` or `x-api-key: KEY`",
                 code="invalid_api_key",
                 status=401,
@@ -86,9 +86,9 @@ class _KeyUse:
 
 
 def keep_counted(scope: Scope) -> Callable[[], None]:
-    """Count the request as one of its key until the returned function is called.
+    """Count the request for its key until the returned function is called.
 
-    For work that goes on after the answer. Does nothing where there are no keys.
+    For work that continues after the answer. Does nothing on a server without keys.
     """
     use: _KeyUse | None = scope.get(_USE)  # type: ignore[assignment]
     if use is None:
@@ -100,7 +100,7 @@ def keep_counted(scope: Scope) -> Callable[[], None]:
 def _is_counted(method: str, path: str) -> bool:
     """Whether a request counts against the limit of its key.
 
-    What only reads or ends a reply does not: the reply itself counts, and its client polls it.
+    Requests that read, delete or cancel a stored reply do not count. The reply itself counts.
     """
     return method not in ("GET", "HEAD", "DELETE") and not path.endswith("/cancel")
 

@@ -54,9 +54,9 @@ def post_endpoint(
     """A POST handler that answers 200.
 
     Args:
-        paths: of the endpoint; the document describes the first.
-        body: schema of the JSON body, or several of which it has one; None = there is no body.
-        answer: type of the whole answer; None = some JSON object.
+        paths: of the endpoint; the OpenAPI document describes the first.
+        body: type of the JSON body, or the types that it can have; None = there is no body.
+        answer: type of the whole answer; None = any JSON object.
         events: the types that the data of a server-sent event can have; () = there is no stream.
         form: how the dialect encodes its events.
         error: type of the body of every error of an endpoint with a body.
@@ -92,7 +92,7 @@ def get_endpoint(
     """A GET handler.
 
     Args:
-        answer: type of the answer; None = some JSON object.
+        answer: type of the answer; None = any JSON object.
         events: as in `post_endpoint`, like `form`.
         errors: status -> type of its body; beside 401 and 500.
         media_type: of the answer.
@@ -153,7 +153,7 @@ def _add_events(
     events: Sequence[object],
     form: EventForm,
 ) -> None:
-    """Describe the stream that the answer can be; none where there are no events.
+    """Describe the stream of events, if there are any, as another form of the answer.
 
     As in OpenAPI, the schema is that of one event, whose data is a text with a schema of its own.
     """

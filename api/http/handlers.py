@@ -1,4 +1,4 @@
-"""What all endpoint handlers share: read a JSON body, answer with JSON or a stream of events."""
+"""Functions of all endpoint handlers: read a JSON body, send JSON or server-sent events."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SharedService = NamedDependency[Service]
 
 
 class Reply(Protocol):
-    """The reply to one request that can be streamed; one of the two is called, once.
+    """The reply to a request that can be streamed; one of the two methods is called, once.
 
     Implemented by the `reply` module of each dialect.
     """
@@ -69,17 +69,17 @@ async def prepare(
     *,
     arrival: Callable[[bytes], Arrival] | None = None,
 ) -> T:
-    """The result of `function` for the body of a request that is admitted.
+    """Check that the server admits a request, and return `function`'s result for its body.
 
-    A client that disconnects ends the work.
+    A disconnect of the client ends the work.
 
     Args:
-        context: of the request; None = it makes no reply with a name.
-        arrival: gives what the preparation needs besides the body.
+        context: of the request; None = its reply has no request id.
+        arrival: called with the body; gives the other inputs of the preparation.
 
     Raises:
-        InvalidRequestError: the body is not JSON, or as `function`.
-        UnavailableError: the server takes no requests now, or could not start a process for it.
+        InvalidRequestError: the body is not declared as JSON, or `function` raises it.
+        UnavailableError: the server takes no requests now, or could not start a process.
         OverloadedError: the queue is full.
         ClientGoneError: the connection closed before the end of the body, or of the work.
     """
@@ -124,7 +124,7 @@ async def respond(
 
 
 def event_stream(events: AsyncGenerator[bytes, None]) -> Stream:
-    """Send server-sent events that are encoded already."""
+    """A response that streams encoded server-sent events."""
     # The headers keep proxies from buffering the events.
     headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
     return Stream(events, media_type="text/event-stream", headers=headers)
@@ -133,7 +133,7 @@ def event_stream(events: AsyncGenerator[bytes, None]) -> Stream:
 async def respond_whole(
     request: HttpRequest, work: Coroutine[Any, Any, msgspec.Struct]
 ) -> Response[bytes]:
-    """Send the result of `work` as JSON; a client that disconnects cancels the work."""
+    """Send the result of `work` as JSON; a disconnect of the client cancels the work."""
     try:
         return json_response(await until_disconnect(request.receive, work))
     finally:

@@ -2,8 +2,8 @@
 
 uvicorn and httptools take headers, trailers and chunk extensions of any length, wait for them for
 ever, and parse all requests of a read at once. Here a connection is refused as soon as one of the
-limits of `ReceiveLimits` is passed, and nothing of what is too long is stored. A request that is
-refused here never reaches the application, so its answer is written here.
+limits of `ReceiveLimits` is passed, and bytes beyond a limit are not stored. A request that is
+refused here never reaches the application, so this module writes its answer.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ostinato.runtime.errors import InvalidRequestError
 
 __all__ = ("HttpProtocol", "ReceiveLimits")
 
-# Bytes that are parsed without giving other connections a turn: 2 ms of the smallest chunks.
+# Bytes that are parsed before other connections get a turn: 2 ms of the smallest chunks.
 _SLICE = 16 << 10
 # A refused client may still be sending. Closing at once would reset the connection before the
 # client has read the answer.
@@ -32,7 +32,7 @@ _LINGER_S = 2.0
 
 
 class ReceiveLimits(NamedTuple):
-    """What a client may send.
+    """Limits of what a client sends.
 
     `header_bytes` counts the request line, the headers, trailers and what stands between the chunks
     of a body. The seconds count from the first byte that the server waits for to the last.
@@ -48,8 +48,8 @@ class ReceiveLimits(NamedTuple):
         """The limits of a configuration.
 
         Args:
-            server: has the other limits.
-            num_connections: that may be open at once.
+            server: has the limits of bytes and seconds.
+            num_connections: how many may be open at once.
         """
         return cls(
             int(server.max_header_kib * 1024),
@@ -60,7 +60,7 @@ class ReceiveLimits(NamedTuple):
 
 
 class _Flow(FlowControl):
-    """uvicorn's wish to read or to pause; the protocol decides when to read on."""
+    """Records whether uvicorn pauses reading; the protocol resumes the transport."""
 
     def __init__(self, transport: asyncio.Transport, on_resume: Callable[[], None]) -> None:
         super().__init__(transport)
@@ -77,8 +77,8 @@ class HttpProtocol(HttpToolsProtocol):
 
     Args:
         limits: of what the client may send.
-        count_refusal: called with the status of a request that no handler saw.
-        uvicorn: arguments of uvicorn's protocol.
+        count_refusal: called with the HTTP status of each request that is refused here.
+        uvicorn: keyword arguments of uvicorn's protocol.
     """
 
     def __init__(
@@ -120,8 +120,8 @@ class HttpProtocol(HttpToolsProtocol):
     def _feed(self) -> None:
         """Parse the next part of what was received; the loop calls it again for the rest.
 
-        While an earlier request has no answer, or the handler has not taken what came of the body,
-        the rest is left unparsed.
+        The rest stays unparsed while an earlier request has no answer, or while the handler has not
+        read the received part of the body.
         """
         self._feeding = None
         if self._is_refused or self.transport.is_closing():
@@ -189,11 +189,11 @@ class HttpProtocol(HttpToolsProtocol):
     def send_400_response(self, msg: str) -> None:
         """Called by uvicorn for bytes that are not a valid request."""
         self._refuse(
-            400, "this is not a valid HTTP/1.1 request; the server can not read on", "invalid_http"
+            400, "this is not a valid HTTP/1.1 request; the connection is closed", "invalid_http"
         )
 
     def _unsupported_upgrade_warning(self) -> None:
-        """A request for a WebSocket is answered as one without it, so nothing is logged."""
+        """Log nothing: a request for a WebSocket is answered as a plain request."""
 
     def _start_timer(self, seconds: float) -> None:
         self._timer = self.loop.call_later(seconds, self._on_timeout, seconds)
@@ -217,12 +217,12 @@ class HttpProtocol(HttpToolsProtocol):
             self.transport.close()  # a connection without a request
 
     def _refuse_connection(self) -> None:
-        """Answer before anything is read, and close at once: open files are what is scarce."""
+        """Send a 503 before anything is read, and close at once to free the open file."""
         self._is_refused = True
         self._count_refusal(503)
         text = (
             f"the server has {self._limits.num_connections} open connections, which is its limit "
-            "of open files less those that it needs itself (ulimit -n); try again later"
+            "(ulimit -n less the files that the server needs itself); try again later"
         )
         error = InvalidRequestError(text, code="too_many_connections", status=503)
         self.transport.write(_answer(error))
@@ -231,7 +231,7 @@ class HttpProtocol(HttpToolsProtocol):
     def _refuse(self, status: int, message: str, code: str) -> None:
         """Answer in place of a handler, and close the connection.
 
-        A handler that waits for the rest of a body sees a client that has gone. A response to an
+        A handler that waits for the rest of a body sees a disconnect. A response to an
         earlier request is completed, and the connection is closed without a further answer.
         """
         self._is_refused = True
@@ -255,7 +255,7 @@ class HttpProtocol(HttpToolsProtocol):
 
 
 def _answer(error: InvalidRequestError) -> bytes:
-    """The bytes of an answer after which the connection is closed."""
+    """The bytes of an error response with `Connection: close`."""
     body = msgspec.json.encode(error_body(error))
     status = HTTPStatus(error.status)
     headers = [

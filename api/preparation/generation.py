@@ -32,7 +32,7 @@ _COPIED = tuple(
     if name in GenerationFields.__struct_fields__
     and name not in ("max_tokens", "structured_outputs")
 )
-# Lists whose order and repetitions mean nothing.
+# Lists in which order and repetitions have no meaning.
 _SETS = tuple(
     name for name in _COPIED if name.endswith("_token_ids") and name != "logprob_token_ids"
 )
@@ -41,7 +41,7 @@ _NOT_IN_BEAM_SEARCH = ("temperature", "top_p", "top_k", "min_p")
 
 
 class GenerationDefaults(Protocol):
-    """What the parameters of a request depend on besides its body."""
+    """The model and the server's settings that complete the parameters of a request."""
 
     @property
     def model(self) -> ServedModel: ...
@@ -94,7 +94,7 @@ def check_fields(fields: GenerationFields) -> None:
         )
     if fields.prompt_logprobs is not None and fields.stream:
         raise InvalidRequestError(
-            "prompt_logprobs needs stream=false: chunks have no place for them",
+            "prompt_logprobs needs stream=false: chunks have no field for them",
             param="prompt_logprobs",
             code="invalid_value",
         )
@@ -113,7 +113,7 @@ def make_generation(
     """One prompt with its parameters: the request's, else the model's, else the server's.
 
     Args:
-        defaults: what the model and the server say.
+        defaults: of the model and the server.
         max_tokens: the limit that the request sets; None = `default_max_tokens`.
         reports: `logprobs` and `prompt_logprobs`: number of alternatives per position; None = no
             log-probabilities.
@@ -167,9 +167,9 @@ def sampling_params(
     defaults = msgspec.convert(model_defaults, SamplingParams, strict=False)
     given: dict[str, Any] = {name: getattr(fields, name) for name in _COPIED}
     given["stop"] = [fields.stop] if isinstance(fields.stop, str) else fields.stop
-    given["logprob_token_ids"] = fields.logprob_token_ids or None  # an empty list asks for nothing
+    given["logprob_token_ids"] = fields.logprob_token_ids or None  # an empty list counts as none
     for name in _SETS:
-        if given[name] is not None:  # a list may have a token a million times
+        if given[name] is not None:  # a request may repeat one id a million times
             given[name] = list(dict.fromkeys(given[name]))
     values = {
         name: tuple(value) if isinstance(value, list) else value

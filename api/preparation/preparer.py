@@ -1,9 +1,9 @@
 """Prepares requests: small ones on the event loop, others in forks of a process with the tokenizer.
 
-The event loop does only what takes a few milliseconds, so no request waits for the preparation of
-another. A fork has limits of processor time and memory and ends when its client disconnects. What
-it has allocated goes back to the system. Of large requests fewer are prepared at a time, and they
-give way to other processes.
+The event loop prepares only what takes a few milliseconds, so no request waits for the preparation
+of another. A fork has limits of processor time and memory, ends when its client disconnects, and
+returns its memory to the system. At most 8 forks work at a time for small requests, and 2 for large
+ones. Forks for large requests have a lower priority.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ FORK_MODULE = "ostinato.api.server.preparation_main"
 # A body up to this size is prepared on the event loop: at most some 5 ms, whatever it has.
 _INLINE_BYTES = 4096
 _LARGE_BYTES = 256 << 10
-_NICENESS = 10  # of large ones
+_NICENESS = 10  # of forks for large requests
 _NUM_TRIES = 2  # of a job whose process was killed from outside
 # What a body may need: its values, its text in several forms, and its tokens.
 _LEAST_MEMORY = 512 << 20
@@ -79,7 +79,7 @@ class ForkAnswer(NamedTuple):
 
 
 class Preparer:
-    """Runs preparations; all methods on one event loop.
+    """Prepares requests; all methods run on one event loop.
 
     Args:
         source: the model and its tokenizer, once the engine has started.
@@ -158,13 +158,13 @@ def _size(data: bytes, arrival: Arrival) -> int:
 
 
 def read_job(job: bytes) -> tuple[ForkJob, bytes]:
-    """What `Preparer` has sent: the job and the body."""
+    """Decode the bytes that `Preparer` sends to a fork: the job and the body."""
     head, _, data = job.partition(b"\n")
     return msgspec.json.decode(head, type=ForkJob), data
 
 
 def _raise_for(error: JobError, *, is_last: bool) -> None:
-    """Raise what a client is told; nothing when the job is tried again."""
+    """Raise the client's error; return when the job is to be tried again."""
     if error.reason.fault is Fault.job:
         part = error.part or "the body"
         param = None if part == "the body" else part
@@ -195,7 +195,7 @@ def _read_answer(prepare: Prepare[T], answer: bytes) -> T:
 
 
 class _BytesDecoder:
-    """Gives the bytes themselves."""
+    """Returns the bytes unchanged."""
 
     @staticmethod
     def decode(view: memoryview) -> bytes:

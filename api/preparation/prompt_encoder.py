@@ -1,4 +1,4 @@
-"""Tokenisation of prompts for all endpoints, with the limits that a text's length alone shows."""
+"""Tokenizes the prompts of all endpoints; refuses texts that are too long for the context."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class TextSource(Protocol):
 
 
 class TruncationFields(Protocol):
-    """The fields of a request that say how its prompts are cut."""
+    """The fields of a request that say how its prompts are truncated."""
 
     @property
     def truncate_prompt_tokens(self) -> int | None: ...
@@ -58,7 +58,7 @@ class PromptEncoder:
     def encode(
         self, text: str, fields: TruncationFields, *, param: str, add_special_tokens: bool
     ) -> list[int]:
-        """Token ids of a prompt; of one that is truncated, those that may be kept.
+        """Token ids of a prompt; with truncation, at least the ones that are kept.
 
         Args:
             fields: of the request; their range is checked later.

@@ -20,7 +20,7 @@ T = TypeVar("T", ChatChunk, ChatResponse, CompletionChoice)
 
 
 class PromptReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The parts that the request asks for; UNSET for the others."""
+    """The parts of the prompt that the reply shows; UNSET = not requested."""
 
     token_ids: list[int] | UnsetType = UNSET
     text: str | UnsetType = UNSET

@@ -1,7 +1,7 @@
 """The process whose forks prepare requests: `python -m ostinato.api.server.preparation_main`.
 
-It has the model's tokenizer and template, and nothing secret of the server's configuration: the
-templates of clients are rendered in its forks.
+The process has the model's tokenizer and chat template. It gets no secrets of the server's
+configuration, because its forks render the templates of clients.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class _Source:
         if start.model.tokenizer:
             self.tokenizer = Tokenizer.from_directory(start.model.tokenizer)
             if start.chat_template is not None:
-                # The one that the server uses, which may not be the model's own.
+                # The template that the server uses, which may differ from the model's own.
                 self.tokenizer.chat_template = ChatTemplate(
                     start.chat_template, self.tokenizer.special_tokens
                 )
@@ -50,7 +50,7 @@ class _Source:
 
 
 def begin(first: bytes) -> Job:
-    """Load what the preparations need; the function that does one."""
+    """Load the tokenizer and template; returns the function that prepares one request."""
     start = msgspec.json.decode(first, type=ForkStart)
     source = _Source(start)
 

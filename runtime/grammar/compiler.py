@@ -1,4 +1,4 @@
-"""The client of the grammar processes: caches checked grammars, restarts a process that died."""
+"""Sends constraints to the grammar processes, caches checked grammars, restarts processes."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ LIMITS = Limits(cpu_s=3, wall_s=30.0, memory_bytes=1 << 30, answer_bytes=8 << 20
 MAX_BYTES = 4 << 20  # of a constraint, as JSON
 MAX_CACHED = 1024
 MAX_CACHED_BYTES = 64 << 20
-_NUM_PROCESSES = 2  # so that a hostile grammar does not hold up the next one
+_NUM_PROCESSES = 2  # so that a slow grammar does not delay the next one
 _NUM_TRIES = 2  # of a job whose process was killed from outside
 
 
 class GrammarModel(msgspec.Struct, frozen=True, kw_only=True):
-    """What grammars are made for: the first frame that the process gets."""
+    """The model of the grammars; the first frame that a grammar process receives."""
 
     tokenizer: str
     vocab_size: int
@@ -34,7 +34,7 @@ class GrammarModel(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GrammarAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """A grammar, or why there is none; the error is a sentence about `structured_outputs`."""
+    """A grammar, or the error of `structured_outputs` as a sentence."""
 
     grammar: str = ""
     error: str = ""
@@ -42,13 +42,13 @@ class GrammarAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GrammarCompiler:
-    """Makes and checks grammars for one model; remembers the latest, refusals too.
+    """Builds and checks grammars for one model; caches the latest results, refusals included.
 
-    `compile` for threads, `compile_async` for one event loop; not both of one compiler.
+    Use `compile` on threads or `compile_async` on one event loop, not both of one compiler.
 
     Attributes:
-        num_hits: of the cache.
-        num_misses: the others, each a job for a process.
+        num_hits: constraints that the cache had.
+        num_misses: constraints that the cache did not have.
     """
 
     def __init__(self, model: ServedModel) -> None:
@@ -71,11 +71,12 @@ class GrammarCompiler:
         self.num_misses = 0
 
     def compile(self, params: StructuredOutputsParams) -> str:
-        """The grammar; blocks for the time that it takes.
+        """The checked grammar of a constraint; blocks.
 
         Raises:
-            InvalidRequestError: it is not valid, can not be enforced, or takes too much.
-            HelperProcessError: no process could check it.
+            InvalidRequestError: the constraint is not valid, can not be enforced, or exceeds a
+                limit.
+            HelperProcessError: no process could check the constraint.
         """
         job = _job(params)
         answer = self._cached(job)
@@ -91,7 +92,7 @@ class GrammarCompiler:
         return _grammar(answer)
 
     async def compile_async(self, params: StructuredOutputsParams) -> str:
-        """As `compile`; equal constraints at a time are one job."""
+        """`compile` for an event loop; looks into the cache again after a wait for a process."""
         job = _job(params)
         answer = self._cached(job)
         if answer is not None:
@@ -99,7 +100,7 @@ class GrammarCompiler:
         for number in range(_NUM_TRIES):
             async with self._turn:
                 answer = self._cache.get(job)
-                if answer is not None:  # another request had the same constraint built meanwhile
+                if answer is not None:  # another request compiled the same constraint
                     break
                 process = self._idle.pop()
                 try:
@@ -142,7 +143,7 @@ class GrammarCompiler:
         """The error of a job without an answer; None = try again.
 
         Raises:
-            HelperProcessError: it is not the job's fault, and this was the last try.
+            HelperProcessError: the job is not the cause, and this was the last try.
         """
         if error.reason.fault is not Fault.job:
             _LOG.warning("the process that checks structured_outputs %s", error.reason.text)
@@ -153,7 +154,7 @@ class GrammarCompiler:
                 f"{error.reason.text}; try again later"
             )
         answer = GrammarAnswer(
-            error="structured_outputs can not be used: to check it takes "
+            error="structured_outputs can not be used: checking it takes "
             f"{error.reason.text}; make it simpler",
             code="constraint_too_complex",
         )
@@ -163,8 +164,8 @@ class GrammarCompiler:
 
 def _job(params: StructuredOutputsParams) -> bytes:
     try:
-        job = msgspec.json.encode(params)  # not msgpack, which ends at 64 bits
-    except ValueError as error:  # from Python: a number of more than 4300 digits
+        job = msgspec.json.encode(params)  # msgpack has at most 64 bits
+    except ValueError as error:  # Python writes numbers of at most 4300 digits
         raise InvalidRequestError(
             f"structured_outputs can not be written as JSON: {error}", param="structured_outputs"
         ) from error

@@ -1,8 +1,8 @@
 """Translates the patterns of JSON schemas, which are ECMA-262, into the syntax of Rust's `regex`.
 
 The two agree in most of their syntax. They differ in what `.`, `\\d`, `\\w` and `\\s` match, in the
-escapes of characters, and in what `[`, `&`, `-` and `~` mean within a class. A pattern that was
-taken over unchanged would match other texts than those that the schema means.
+escapes of characters, and in what `[`, `&`, `-` and `~` mean within a class. An unchanged pattern
+would match other strings than the schema means.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _PROPERTY = re.compile(r"[pP]\{[^}]*\}")
 
 
 def to_rust(pattern: str) -> str:
-    """The pattern for Rust's `regex`. What neither has, such as look-around, stays as it is.
+    """The pattern for Rust's `regex`. Syntax that Rust lacks, such as look-around, is unchanged.
 
     Raises:
         ValueError: an escape or a class is not ECMA-262.
@@ -54,7 +54,7 @@ class _Translator:
         return self._pattern[self._at - 1]
 
     def _escape(self) -> str:
-        """Of an escape outside of a class, what follows its backslash."""
+        """Translate an escape outside of a class; its backslash has been read."""
         place = self._at
         named = self._named_class()
         if named is not None:
@@ -71,7 +71,7 @@ class _Translator:
         return self._identity(char)
 
     def _named_class(self) -> str | None:
-        """Of `\\d` and its like: what stands within the brackets of the class."""
+        """Translate `\\d` and the like, without brackets; None for another escape."""
         char = self._take()
         if char.lower() in _CLASSES:
             inner = _CLASSES[char.lower()]
@@ -83,7 +83,7 @@ class _Translator:
         return None
 
     def _code(self) -> int | None:
-        """Of an escape that names a character: its code point."""
+        """The code point of an escape that names a character; None for another escape."""
         found = _CODE.match(self._pattern, self._at)
         if found is None:
             char = self._take()

@@ -1,8 +1,8 @@
 """Prepares the JSON schema of a request for llguidance.
 
-llguidance differs from the standard where it matters for the answer. What it would enforce wrongly
-is rewritten here, or refused by name: numbers that are not exact, patterns of ECMA-262, formats,
-codes of characters in the names of properties, and the keywords beside `$ref` in old drafts.
+llguidance enforces some keywords otherwise than the standard says. These are rewritten here, or
+refused with their name: inexact numbers, ECMA-262 patterns, formats, character codes in the names
+of properties, and the keywords beside `$ref` in old drafts.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from ostinato.runtime.grammar.schema_numbers import (
 __all__ = ("MAX_OPTIONAL_OF_SOME", "MAX_OPTIONAL_PROPERTIES", "JsonForm", "prepare")
 
 MAX_OPTIONAL_PROPERTIES = 1000  # of an object; the time of a mask grows with their number
-MAX_OPTIONAL_OF_SOME = 64  # where minProperties asks for one of them; it grows with the square
+MAX_OPTIONAL_OF_SOME = 64  # where minProperties needs one of them; the time grows with the square
 
-# What well kept JSON has: a space, or the next line and its indentation. More is valid, but a model
-# that is not sure writes white space for ever.
+# A space, or a line end and indentation. JSON allows any amount, and an unsure model would then
+# write white space until max_tokens.
 _WHITE_SPACE = r" |\n[ \t]{0,40}"
 _OLD_DRAFTS = ("draft-04", "draft-06", "draft-07")
 _KEPT_BESIDE_REF = ("$ref", "$schema", "$defs", "definitions")
@@ -77,14 +77,14 @@ def prepare(schema: object, form: JsonForm) -> dict[str, Any]:
     """The schema for llguidance, with its options in `x-guidance`.
 
     Raises:
-        ValueError: it is no schema, or has something that can not be enforced.
+        ValueError: the value is not a schema, or has a keyword that can not be enforced.
     """
     if schema is False:
         raise ValueError("the schema false allows no answer")
     if schema is True:
         schema = {}
     if not isinstance(schema, dict):
-        raise ValueError(f"a schema is an object or a boolean, got {shown(schema)}")  # noqa: TRY004
+        raise ValueError(f"a schema must be an object or a boolean, got {shown(schema)}")  # noqa: TRY004
     options: dict[str, Any] = {"whitespace_flexible": form.white_space is not None}
     if form.white_space is not None:
         options["whitespace_pattern"] = form.white_space
@@ -98,7 +98,7 @@ def prepare(schema: object, form: JsonForm) -> dict[str, Any]:
 
 
 class _Preparation:
-    """Rewrites the parts of one schema and collects what concerns it as a whole."""
+    """Rewrites the parts of one schema and collects the facts that concern the whole schema."""
 
     def __init__(self, root: dict[str, Any], form: JsonForm) -> None:
         draft = root.get("$schema")
@@ -108,7 +108,7 @@ class _Preparation:
         self._refused = () if form.strict else (NotEnforcedError,)
         self._multiples = Multiples()
         self._has_open_names = False
-        self._control = ""  # where a control character is asked for
+        self._control = ""  # place of the first keyword that has a control character
         self._keywords: dict[str, Callable[[Any, str], Any]] = {
             **dict.fromkeys(_MAPS_OF_SCHEMAS, self._map),
             **dict.fromkeys(_LISTS_OF_SCHEMAS, self._list),
@@ -133,13 +133,13 @@ class _Preparation:
         }
 
     def forbids_codes(self) -> bool:
-        """Whether no character of a string may be written as its code, such as `\\u0066`.
+        """Whether strings must not contain character codes such as `\\u0066`.
 
-        llguidance tells the other properties of an object from the listed ones by their text. A
-        listed name that is written with codes would pass as another name.
+        llguidance compares the names of properties as text. A listed name with codes would pass as
+        another name.
 
         Raises:
-            ValueError: so it is, and the schema asks for a character that is always a code.
+            ValueError: codes are forbidden, and the schema has a character that needs one.
         """
         if self._has_open_names and self._control:
             raise ValueError(
@@ -153,10 +153,10 @@ class _Preparation:
         """A schema, rewritten.
 
         Args:
-            place: where it stands, as a JSON pointer.
+            place: its JSON pointer in the whole schema.
 
         Raises:
-            ValueError: a keyword's value is not what the keyword needs, or can not be enforced.
+            ValueError: the value of a keyword is wrong, or can not be enforced.
         """
         if isinstance(schema, bool):
             return schema
@@ -164,7 +164,7 @@ class _Preparation:
             raise ValueError(  # noqa: TRY004
                 f"{place} must be a schema, which is an object or a boolean; got {shown(schema)}"
             )
-        if self._is_old and "$ref" in schema:  # in these drafts nothing else beside it counts
+        if self._is_old and "$ref" in schema:  # these drafts ignore other keywords beside it
             schema = {key: schema[key] for key in _KEPT_BESIDE_REF if key in schema}
         prepared: dict[str, Any] = {}
         for keyword, value in schema.items():
@@ -217,7 +217,7 @@ class _Preparation:
         return to_rust(pattern)
 
     def _check_names(self, schema: dict[str, Any], place: str) -> None:
-        """Look at what an object's properties may be called, and close it if that is asked for."""
+        """Check the number of optional properties; close the object if the request says so."""
         listed, patterns = schema.get("properties") or {}, schema.get("patternProperties")
         if self._form.closed and "properties" in schema:
             schema.setdefault("additionalProperties", False)
@@ -234,7 +234,7 @@ class _Preparation:
             )
 
     def _check_fewest(self, schema: dict[str, Any], place: str) -> None:
-        """Check `minProperties`: no grammar sees that two names are equal, and those count once."""
+        """Check `minProperties`: equal names count once, and a grammar can not compare names."""
         fewest = schema.get("minProperties", 0)
         is_open = schema.get("additionalProperties") is not False or "patternProperties" in schema
         if is_open and fewest > len(set(schema.get("required", ()))) + 1:
@@ -244,7 +244,7 @@ class _Preparation:
             )
 
     def _format(self, schema: dict[str, Any], place: str) -> dict[str, Any]:
-        """The schema with patterns instead of its format. Only strings have one."""
+        """The schema with patterns in place of its `format`, which applies to strings only."""
         name, types = schema.get("format"), schema.get("type", "string")
         if name is None or "string" not in (types if isinstance(types, list) else [types]):
             return schema
@@ -266,7 +266,7 @@ class _Preparation:
 
 def _text(value: Any, place: str) -> str:
     if not isinstance(value, str):
-        raise ValueError(f"{place} must be a text, got {shown(value)}")  # noqa: TRY004
+        raise ValueError(f"{place} must be a string, got {shown(value)}")  # noqa: TRY004
     return value
 
 
@@ -279,7 +279,7 @@ def _list(value: Any, place: str) -> list[Any]:
 def _types(value: Any, place: str) -> Any:
     names = value if isinstance(value, list) else [value]
     if not names or not all(isinstance(name, str) and name in _TYPES for name in names):
-        raise ValueError(f"{place} must be of {', '.join(_TYPES)}, got {shown(value)}")
+        raise ValueError(f"{place} must be one of {', '.join(_TYPES)}, got {shown(value)}")
     return value
 
 
@@ -295,7 +295,7 @@ def _texts(value: Any) -> Iterator[str]:
 def _merge_enum(schema: dict[str, Any]) -> None:
     """Filter an `enum` by the `type` beside it, and leave `type` out.
 
-    llguidance would combine every value with the type, and ends at 50,000 combinations.
+    llguidance would combine every value with the type, and its limit is 50,000 combinations.
     """
     values, types = schema.get("enum"), schema.get("type")
     if values is None or types is None:

@@ -1,7 +1,7 @@
-"""Explains the errors of llguidance to the sender of a request.
+"""Rewrites the error texts of llguidance for the client that sent the constraint.
 
-Its texts name options of its own, positions in grammars that we wrote, and parts of its state. The
-sender needs what is wrong with the constraint, and what to change.
+llguidance's texts name its own options, positions in generated grammars, and its parser's state.
+The client needs the error in the constraint and what to change.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 __all__ = ("explain", "tokenizer_problem")
 
-_LONGEST = 300  # characters of the library's own text
+_LONGEST = 300  # characters of an explanation
 _TOO_LARGE = (
     "it is too large, or repeats too much within repetitions; make it smaller or split it into "
     "several requests"
@@ -23,7 +23,7 @@ _NO_TEXT = "no text matches it"
 class _Class(NamedTuple):
     """Errors with one cause."""
 
-    text: re.Pattern[str]  # in the library's words
+    text: re.Pattern[str]  # matches llguidance's text
     explanation: str | Callable[[re.Match[str]], str]
 
 
@@ -32,7 +32,7 @@ def _of(text: str, explanation: str | Callable[[re.Match[str]], str]) -> _Class:
 
 
 _CLASSES = (
-    # Of schemas.
+    # Errors in schemas.
     _of(
         r"Unimplemented keys: \[(.*?)\]",
         lambda found: (
@@ -110,7 +110,7 @@ _CLASSES = (
         r"Failed to generate regex for \w+ range",
         "the bounds of a number can not be enforced; give bounds with fewer digits",
     ),
-    # Of the work that it takes.
+    # Limits of work.
     _of(
         r"Current row has \d+ items; max is (\d+)|Too many items \(limit (\d+)",
         lambda found: (
@@ -124,7 +124,7 @@ _CLASSES = (
         _TOO_LARGE,
     ),
     _of(r"too deeply nested|recursion depth", "it is nested too deeply; make it flatter"),
-    # Of regular expressions.
+    # Errors in regular expressions.
     _of(
         r"lookarounds not supported yet; \w+ in regex /(.*?)/(?: 1 \||$)",
         lambda found: (
@@ -136,7 +136,7 @@ _CLASSES = (
         r"regex parse error: (.*?) +\^+ +error: ([^|]*?)(?: +\d+ \|.*)?$",
         lambda found: f"the regular expression {_short(found[1])} is not valid: {found[2]}",
     ),
-    # Of grammars.
+    # Errors in grammars.
     _of(
         r"Failed to convert the grammar from GBNF to Lark: (.*)",
         lambda found: f"it is neither Lark nor GBNF. As GBNF: {found[1]}",
@@ -149,11 +149,11 @@ _CLASSES = (
         r"^(?:at )?(\d+)\((\d+)\): (.*?)(?: 1 \|.*)?$",
         lambda found: f"line {found[1]}, column {found[2]}: {found[3]}",
     ),
-    # Of the state in which it ends.
+    # Errors of the parser.
     _of(r"NoExtensionBias|NoExtension\b|parser stopped", _NO_TEXT),
     _of(r"^panic: ", "the grammar library failed on it; change it"),
 )
-# The advice in a text that no class knows: how to call the library, or how it was called.
+# Removed from a text without a class: advice on how to call llguidance, and names of its options.
 _ADVICE = re.compile(
     r"\s*[;,.]?\s*(?:consider|try|either increase|increase|enable|use limits?|see|limit)\b.*$|"
     r"<[^<>]*>|\blimits?\.\w+|\b\w+_\w+\b|'\w+' option",
@@ -162,10 +162,10 @@ _ADVICE = re.compile(
 
 
 def explain(text: str) -> str:
-    """What is wrong with a constraint, in one line and without a subject.
+    """The error of a constraint: one line without a subject, cut after 300 characters.
 
     Args:
-        text: of llguidance's exception, or of a matcher in error.
+        text: the message of llguidance's exception, or of a matcher's error.
     """
     line = " ".join(re.split(r"<state>|<backtrace>|<non-verbose/>", text)[0].split())
     for cause in _CLASSES:
@@ -174,11 +174,11 @@ def explain(text: str) -> str:
             known = cause.explanation
             return _cut(known if isinstance(known, str) else known(found))
     unknown = " ".join(_ADVICE.sub("", line).split())
-    return _cut(f"it can not be made a grammar: {unknown or 'the reason is not known'}")
+    return _cut(f"no grammar can be built from it: {unknown or 'the reason is not known'}")
 
 
 def tokenizer_problem(text: str) -> str:
-    """What is wrong with a `tokenizer.json`, in a few words."""
+    """Why llguidance can not use a `tokenizer.json`: one line, cut after 80 characters."""
     if "decoder type" in text:
         return "its decoder has neither ByteLevel nor ByteFallback"
     return _short(" ".join(text.split()))

@@ -16,13 +16,13 @@ __all__ = ("grammar_text",)
 
 
 def grammar_text(params: StructuredOutputsParams, special_tokens: Mapping[str, int]) -> str:
-    """The grammar.
+    """The grammar of a constraint, as Lark or as llguidance's JSON.
 
     Args:
-        special_tokens: text -> id, of tokens that are no plain text to the grammar.
+        special_tokens: text -> id of the special tokens, which plain text does not match.
 
     Raises:
-        ValueError: it can not be a grammar; the text says why.
+        ValueError: the constraint can not be written as a grammar; the text says why.
     """
     text = _text(params, special_tokens)
     return text if params.preamble is None else behind(params.preamble, text, special_tokens)

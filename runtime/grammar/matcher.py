@@ -1,7 +1,7 @@
-"""The tokenizer and the limits of llguidance matchers, equal in the grammar process and the engine.
+"""Builds llguidance's tokenizer and matchers, for the grammar process and for the engine.
 
-What passes the check is what the engine builds: both make it from one text with one tokenizer.
-Imports llguidance only inside functions; it is needed by requests with a constraint.
+Both use the same text, tokenizer and limits, so the engine can build each checked grammar.
+llguidance is imported inside functions, because only requests with a constraint need it.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 __all__ = ("build_matcher", "load_grammar_tokenizer", "problem")
 
-# Per mask: what a mask may cost the step that waits for it. llguidance's own default is 4 times
-# as much. A grammar that needs more ends its request.
+# Limits of one mask, because a step waits for it; llguidance's defaults are 4 times as much. A
+# grammar that exceeds one ends its request with an error.
 _STEP_LEXER_FUEL = 50_000  # about 4 ms
 _STEP_ITEMS = 20_000  # about 1 ms
-# Of the whole grammar. An enum of 100,000 texts of 10 characters takes 1,100,000.
+# Limit of a whole grammar. An enum of 100,000 texts of 10 characters takes 1,100,000.
 _LEXER_FUEL = 8_000_000
 
 
@@ -59,7 +59,7 @@ def load_grammar_tokenizer(
 
 
 def build_matcher(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
-    """The grammar's matcher at its beginning; it may be in error, see `problem`."""
+    """A matcher at the beginning of the grammar; `problem` gives its error, if any."""
     from llguidance import LLMatcher, LLParserLimits
 
     limits = LLParserLimits(
@@ -73,7 +73,7 @@ def build_matcher(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
 
 
 def problem(matcher: LLMatcher) -> str | None:
-    """The error of a matcher in the words of a request; None without an error."""
+    """The error of a matcher as a text for the client; None without an error."""
     if not matcher.is_error():
         return None
     return explain(matcher.get_error())

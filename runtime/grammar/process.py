@@ -2,9 +2,9 @@
 
     python -m ostinato.runtime.grammar.process
 
-A regular expression, a schema or a grammar of a client may need unbounded time and memory. It is
-built here first, with the engine's tokenizer and limits, and tried on random tokens. A constraint
-that takes too much, or that can not be enforced, is refused before it reaches the engine.
+A client's regular expression, schema or grammar may need unbounded time and memory. This process
+builds it first, with the engine's tokenizer and limits, and tries it on random tokens. A constraint
+that exceeds a limit, or that can not be enforced, is refused before it reaches the engine.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ _MAX_GRAMMAR_CHARACTERS = 8 << 20
 
 
 class GrammarBuilder:
-    """Makes grammars for one model.
+    """Builds and checks grammars for one model.
 
     Args:
-        model: its tokenizer is loaded at once.
+        model: its tokenizer is loaded by the constructor.
     """
 
     def __init__(self, model: GrammarModel) -> None:
@@ -56,7 +56,7 @@ class GrammarBuilder:
             self._no_tokenizer = error
 
     def answer(self, params: StructuredOutputsParams) -> GrammarAnswer:
-        """The checked grammar of a constraint, or why there is none."""
+        """The checked grammar of a constraint, or the error for the client."""
         if self._no_tokenizer is not None:
             return GrammarAnswer(error=str(self._no_tokenizer), code=self._no_tokenizer.code or "")
         try:
@@ -73,7 +73,7 @@ class GrammarBuilder:
         grammar = grammar_text(params, self._special_tokens)
         if len(grammar) > _MAX_GRAMMAR_CHARACTERS:
             raise ValueError(
-                f"as a grammar it has {len(grammar)} characters, at most "
+                f"its grammar has {len(grammar)} characters, at most "
                 f"{_MAX_GRAMMAR_CHARACTERS} are allowed; make it smaller"
             )
         matcher = build_matcher(self.tokenizer, grammar)
@@ -84,10 +84,10 @@ class GrammarBuilder:
         return grammar
 
     def _try(self, matcher: LLMatcher) -> None:
-        """Write an answer of random tokens, for masks that fail or take long.
+        """Compute the masks of an answer of up to 48 random tokens.
 
         Raises:
-            ValueError: there are such.
+            ValueError: a mask fails, allows no text, or the masks take too long.
         """
         eos = np.array(self._model.eos_token_ids, dtype=np.int64)
         choose = random.Random(0)
@@ -107,31 +107,31 @@ class GrammarBuilder:
             allowed = np.setdiff1d(allowed, self._unknown)
             if not len(allowed):
                 if len(seconds) == 1:
-                    raise ValueError("the model has no tokens for the text that it begins with")
-                return  # a model that chose other tokens before can go on
+                    raise ValueError("the model has no tokens for the beginning of its text")
+                return  # other tokens before this one may allow more
             if not matcher.consume_token(int(choose.choice(allowed))):
-                raise ValueError(problem(matcher) or "a text that it allows can not be written")
+                raise ValueError(problem(matcher) or "a token that it allows is not accepted")
         mean = sum(seconds) / max(1, len(seconds))
         if len(seconds) > 8 and mean > _MEAN_MASK_S:
             raise ValueError(
-                f"to find the tokens that may come next takes {mean * 1e3:.1f} ms, at most "
+                f"computing the next tokens takes {mean * 1e3:.1f} ms, at most "
                 f"{_MEAN_MASK_S * 1e3:.0f} ms are allowed; make it simpler"
             )
 
 
 def _special_tokens(file: dict[str, Any]) -> dict[str, int]:
-    """Text -> id of the tokens that a grammar's text does not match."""
+    """Text -> id of the special tokens, which plain text in a grammar does not match."""
     added = file.get("added_tokens") or ()
     return {token["content"]: token["id"] for token in added if token.get("special")}
 
 
 def _unknown_tokens(file: dict[str, Any]) -> list[int]:
-    """The id of the token that stands for text of which the vocabulary has no tokens, if any.
+    """The id of the unknown token, in a list; empty for a tokenizer without one.
 
-    Where one text alone can follow, llguidance allows what the tokenizer makes of it.
+    Where only one text can follow, llguidance allows the tokens that the tokenizer gives for it.
     """
     model = file.get("model") or {}
-    token_id = model.get("unk_id")  # of Unigram; the others give a text
+    token_id = model.get("unk_id")  # Unigram gives the id, other models give the text
     if token_id is None and isinstance(model.get("vocab"), dict):
         token_id = model["vocab"].get(model.get("unk_token"))
     return [] if token_id is None else [token_id]
@@ -148,7 +148,7 @@ def _begin(first: bytes) -> Callable[[bytes], bytes]:
 
 
 def main() -> int:
-    """Answer jobs from standard input."""
+    """Answer jobs from standard input until it ends. Returns the exit code."""
     return serve(sys.argv[1:], _begin)
 
 

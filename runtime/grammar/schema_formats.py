@@ -1,8 +1,8 @@
-"""The values of `format` that are enforced, as patterns in the syntax of Rust's `regex`.
+"""Patterns that enforce `format` in JSON schemas, in the syntax of Rust's `regex`.
 
-A text has a format if it matches all patterns of the format as a whole. Sources: RFC 3339 (dates,
-times, durations), RFC 5321 (email), RFC 1123 (hostname), RFC 2673 (ipv4), RFC 4291 (ipv6), RFC 3986
-(uri), RFC 4122 (uuid), RFC 6901 (json-pointer).
+A string has a format if each pattern of the format matches the whole string. Sources: RFC 3339
+(dates, times, durations), RFC 5321 (email), RFC 1123 (hostname), RFC 2673 (ipv4), RFC 4291 (ipv6),
+RFC 3986 (uri), RFC 4122 (uuid), RFC 6901 (json-pointer).
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _TIME = f"{_HOUR}:{_MINUTE}:{_any('[0-5][0-9]', '60')}{_FRACTION}{_ZONE}"
 
 
 def _leap_second(hours: list[str], minutes: list[str]) -> list[str]:
-    """Patterns under which a 60th second is 23:59 in UTC.
+    """Patterns that allow the second 60 only at 23:59 UTC.
 
     Args:
-        hours: texts `..:..:60` with every hour and the hours of the zones in which it may be so.
-        minutes: the same of the minutes.
+        hours: patterns of times with second 60, one for each zone whose hour is 23 in UTC.
+        minutes: the same for minutes, which are 59 in UTC.
     """
     other = f"..:..:[0-5][0-9]{_FRACTION}.*"
     return [_any(other, *hours), _any(other, *minutes)]

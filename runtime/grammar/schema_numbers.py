@@ -1,7 +1,7 @@
-"""The numbers of a JSON schema as llguidance can enforce them.
+"""Checks the numbers in a JSON schema before llguidance enforces them.
 
-llguidance computes with floats, and rounds long decimals twice when it reads them. So numbers that
-would change are refused. Sizes that no answer reaches are dropped.
+llguidance computes with floats, and rounds long decimals twice when it reads them. A number that
+would change is refused. A maximum that no answer reaches is dropped.
 """
 
 from __future__ import annotations
@@ -35,17 +35,19 @@ _MAX_MULTIPLE = 100_000
 
 
 class NotEnforcedError(ValueError):
-    """A keyword is valid, but no grammar for it can be made."""
+    """A keyword is valid, but a grammar can not enforce it."""
 
 
 def count(value: Any, place: str) -> int | None:
-    """The value of a keyword of COUNTS, where JSON may write 2 as 2.0; None = it limits nothing.
+    """The value of a keyword of COUNTS, as an int; None = it limits nothing.
+
+    JSON may write 2 as 2.0.
 
     Args:
-        place: ends with the keyword.
+        place: JSON pointer to the keyword, for the error.
 
     Raises:
-        ValueError: it is no such number, or no answer is as long.
+        ValueError: the value is not a whole number of at least 0, or is a minimum of 2^31 or more.
     """
     if not _is_number(value) or value < 0 or value != value // 1:
         raise ValueError(f"{place} must be a whole number of at least 0, got {shown(value)}")
@@ -54,7 +56,7 @@ def count(value: Any, place: str) -> int | None:
     if place.rpartition("/")[2].startswith("max"):
         return None
     raise ValueError(
-        f"{place} must be less than {_LONGEST}, because no answer is as long; got {shown(value)}"
+        f"{place} must be less than {_LONGEST}, because no answer can reach it; got {shown(value)}"
     )
 
 
@@ -62,26 +64,26 @@ def bound(value: Any, place: str) -> Any:
     """The value of a keyword of BOUNDS.
 
     Raises:
-        ValueError: it is no number.
-        NotEnforcedError: it is not exact.
+        ValueError: the value is not a number.
+        NotEnforcedError: the value is 2^53 or more away from 0, or a float does not hold it.
     """
-    if isinstance(value, bool):  # of draft 4
+    if isinstance(value, bool):  # draft 4 has `exclusiveMinimum: true`
         return value
     _check_number(value, place)
     if abs(value) >= MAX_EXACT:
         raise NotEnforcedError(
-            f"{place} must be less than {MAX_EXACT} away from 0, up to where whole numbers are "
-            f"exact as floats; got {shown(value)}"
+            f"{place} must be less than {MAX_EXACT} away from 0, because floats do not hold larger "
+            f"whole numbers exactly; got {shown(value)}"
         )
     return exact(value, place)
 
 
 def exact(value: Any, place: str) -> Any:
-    """A JSON value in which every number is read as it is meant.
+    """A JSON value whose numbers llguidance reads without a change.
 
     Raises:
-        ValueError: it has a number that JSON does not have.
-        NotEnforcedError: a number is not exact.
+        ValueError: a number is infinite or NaN.
+        NotEnforcedError: a float does not hold a number exactly.
     """
     if isinstance(value, list):
         return [exact(one, place) for one in value]
@@ -94,24 +96,24 @@ def exact(value: Any, place: str) -> Any:
         return value
     if not _is_exact(value):
         raise NotEnforcedError(
-            f"{place} has the number {shown(value)}, which is not exact as a float; numbers have "
-            f"at most 15 digits, and whole numbers are below {MAX_EXACT}"
+            f"{place} has the number {shown(value)}, which a float does not hold exactly; give "
+            f"at most 15 digits, or a whole number below {MAX_EXACT}"
         )
     return float(value)
 
 
 class Multiples:
-    """The values of `multipleOf` in a schema. llguidance combines them in one automaton."""
+    """Checks all `multipleOf` of one schema. llguidance combines them in one automaton."""
 
     def __init__(self) -> None:
-        self._found: dict[float, tuple[int, int]] = {}  # value -> digits, and those after the point
+        self._found: dict[float, tuple[int, int]] = {}  # value -> its digits, number of decimals
 
     def take(self, value: Any, place: str) -> float:
-        """One more value.
+        """Check and return one value, as an int where it is whole.
 
         Raises:
-            ValueError: it is no number that is greater than 0.
-            NotEnforcedError: with the others it has too many digits.
+            ValueError: the value is not a number above 0.
+            NotEnforcedError: the automaton of all values so far has more than 100,000 states.
         """
         _check_number(value, place)
         if value <= 0:
@@ -123,18 +125,20 @@ class Multiples:
         most = max(decimals for _, decimals in found.values())
         if math.prod(whole * 10 ** (most - few) for whole, few in found.values()) > _MAX_MULTIPLE:
             raise NotEnforcedError(
-                f"{place}: the digits of multipleOf must be at most {_MAX_MULTIPLE}, and so must "
-                f"those of all multipleOf of a schema multiplied; got {shown(value)}"
+                f"{place}: multipleOf without its decimal point must be at most {_MAX_MULTIPLE}, "
+                f"and so must the product of all multipleOf of a schema; got {shown(value)}"
             )
         self._found = found
         return int(value) if value == value // 1 else value
 
 
 def check_interval(schema: dict[str, Any], place: str) -> None:
-    """Check that no interval is like 0 < x < 0.5: llguidance would allow the 0.
+    """Refuse an exclusive whole bound that is less than 1 away from the other bound.
+
+    An example is 0 < x < 0.5, for which llguidance would allow 0.
 
     Raises:
-        NotEnforcedError: there is one.
+        NotEnforcedError: the schema has such bounds.
     """
     for sign, lower, upper in ((1, "Minimum", "maximum"), (-1, "Maximum", "minimum")):
         ends = [sign * value for value in _values(schema, [f"exclusive{lower}"])]
@@ -158,7 +162,7 @@ def shown(value: object) -> str:
 
 
 def _values(schema: Any, names: Iterable[str]) -> list[float]:
-    """The bounds that a number must keep, those of `allOf` too."""
+    """The values of the named bounds in a schema and in its `allOf`."""
     if not isinstance(schema, dict):
         return []
     found: list[float] = []
@@ -183,7 +187,7 @@ def _check_number(value: Any, place: str) -> None:
 
 
 def _is_exact(value: float) -> bool:
-    """Whether a float is this very number, and llguidance reads it without rounding twice."""
+    """Whether a float holds the number, and llguidance reads it without rounding twice."""
     try:
         decimal = Decimal(repr(float(value))).normalize()
     except OverflowError:

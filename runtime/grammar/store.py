@@ -1,9 +1,9 @@
-"""Compiled grammars of the requests in an engine: built on a thread, one matcher for each row.
+"""Builds the grammars of an engine's requests on a thread, and gives each row a matcher.
 
-A grammar comes here checked (`runtime/grammar/process.py`), so building it takes bounded time. The
-builder releases the interpreter's lock meanwhile, and steps go on. Loading the vocabulary does not
-release it: the first grammar of an engine delays steps once, by 0.7 s for 131,072 tokens. Loading
-it at the start would delay every start, also of engines that never get a grammar.
+Each grammar has been checked (`runtime/grammar/process.py`), so building it takes bounded time. The
+build releases the interpreter's lock, and steps go on. Loading the vocabulary does not release the
+lock: the first grammar of an engine delays steps once, by 0.7 s for 131,072 tokens. Loading it at
+the start would delay every start, also of engines that never get a grammar.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ _MAX_CACHED = 64  # grammars that no request uses
 
 
 class GrammarBuilt(msgspec.Struct, frozen=True, array_like=True):
-    """Building one request's grammar has ended."""
+    """The result of building one request's grammar."""
 
     request_id: str
-    error: str | None = None  # why it can not be built; None = it is ready
-    is_refusal: bool = False  # with an error: the request is at fault, not the engine
+    error: str | None = None  # why the build failed; None = the grammar is ready
+    is_refusal: bool = False  # with an error: the request caused it, not the engine
 
 
 class GrammarStore:
-    """Grammars of requests that have not ended, and of some that have.
+    """Grammars of running and waiting requests, and a cache of earlier ones.
 
-    One thread calls it; grammars are built on another.
+    One thread calls the methods; another one builds the grammars.
 
     Attributes:
-        build_seconds: summed over grammars.
+        build_seconds: time of the builds, summed over grammars.
     """
 
     def __init__(self, model: ServedModel) -> None:
         """
         Args:
-            model: its tokenizer and vocabulary are what grammars are built for.
+            model: grammars are built for its tokenizer and vocabulary.
         """
         self._model = model
         self._tokenizer: LLTokenizer | None = None
@@ -61,7 +61,7 @@ class GrammarStore:
         self.build_seconds = 0.0
 
     def prepare(self, request_id: str, grammar: str) -> None:
-        """Begin to build a request's grammar; `take_built` says when that is done."""
+        """Begin to build a request's grammar; `take_built` reports the end."""
         if self._builder is None:
             self._builder = ThreadPoolExecutor(1, thread_name_prefix="grammar")
         future = self._cache.get(grammar)
@@ -78,7 +78,7 @@ class GrammarStore:
         """Grammars that were finished since the last call, in the order of `prepare`.
 
         Args:
-            timeout_s: how long to wait for the oldest one.
+            timeout_s: seconds to wait for the oldest unreported grammar.
         """
         if timeout_s and self._unreported:
             wait([next(iter(self._unreported.values()))], timeout=timeout_s)
@@ -102,7 +102,7 @@ class GrammarStore:
         return self._used[request.request_id].result().deep_copy()
 
     def release(self, request_id: str) -> None:
-        """The request has ended, or is not wanted any more."""
+        """Drop the grammar of a request that has ended or was aborted."""
         self._used.pop(request_id, None)
         self._unreported.pop(request_id, None)
 

@@ -1,6 +1,6 @@
 """Translates structural tags into a Lark grammar: free text with constrained parts.
 
-Understands vLLM's form (`structures` and `triggers`) and the `format` trees of xgrammar:
+Accepts vLLM's form (`structures` and `triggers`) and the `format` trees of xgrammar:
 const_string, json_schema, regex, grammar, any_text, sequence, or, tag, triggered_tags,
 tags_with_separator.
 """
@@ -28,14 +28,14 @@ def tags_to_lark(tag: object, special_tokens: Mapping[str, int], form: JsonForm)
 
     Args:
         tag: `{"type": "structural_tag", ...}`.
-        special_tokens: text -> id, of tokens that are no plain text to the grammar.
-        form: of every JSON schema in it.
+        special_tokens: text -> id of the special tokens, which plain text does not match.
+        form: how the JSON of every schema in the tag is written and checked.
 
     Raises:
-        ValueError: it is not well formed, or has a part that is not supported.
+        ValueError: the tag is not well formed, or has a part that is not supported.
     """
     if not isinstance(tag, dict):
-        raise ValueError(f"structural_tag is an object, got {tag!r:.40}")  # noqa: TRY004
+        raise ValueError(f"structural_tag must be an object, got {tag!r:.40}")  # noqa: TRY004
     builder = _Builder(special_tokens, form)
     if "structures" in tag:
         body = builder.triggered_tags(
@@ -58,7 +58,13 @@ def tags_to_lark(tag: object, special_tokens: Mapping[str, int], form: JsonForm)
 
 
 def behind(preamble: Preamble, grammar: str, special_tokens: Mapping[str, int]) -> str:
-    """The grammar of an answer that may have free text between two markers before it."""
+    """The grammar of an answer after optional free text between two markers, such as reasoning.
+
+    Args:
+        preamble: the markers.
+        grammar: of the answer, as Lark or as llguidance's JSON.
+        special_tokens: as in `tags_to_lark`.
+    """
     is_lark = not grammar.startswith("{")
     grammars = [{"lark_grammar": grammar}] if is_lark else json.loads(grammar)["grammars"]
     first = {key: value for key, value in grammars[0].items() if value is not None}
@@ -82,7 +88,7 @@ def to_grammar(form: Literal["regex", "grammar"], text: str) -> str:
     """A regular expression, or a grammar in Lark or GBNF, as a Lark grammar.
 
     Raises:
-        ValueError: it is no GBNF. Errors in the other forms are found when the grammar is built.
+        ValueError: the text is not GBNF. Errors in the other forms appear at the build.
     """
     try:
         return grammar_from(form, text)
@@ -91,7 +97,7 @@ def to_grammar(form: Literal["regex", "grammar"], text: str) -> str:
 
 
 class _Builder:
-    """Collects rules; every method gives the expression that stands for its part."""
+    """Collects the rules of one grammar. A method for a part returns the part's expression."""
 
     def __init__(self, special_tokens: Mapping[str, int], form: JsonForm) -> None:
         self._special_tokens = special_tokens
@@ -122,20 +128,21 @@ class _Builder:
         return json.dumps({"grammars": grammars}, ensure_ascii=False)
 
     def part(self, part: object) -> str:
-        """Any part of a format tree."""
+        """The expression of one part of a format tree, of any type."""
         kind = part.get("type") if isinstance(part, dict) else None
         if not isinstance(part, dict) or kind not in self._parts:
             raise ValueError(
-                f"structural_tag: a part's type is one of {', '.join(self._parts)}, got {kind!r}"
+                f"structural_tag: a part's type must be one of {', '.join(self._parts)}, got "
+                f"{kind!r}"
             )
         return self._parts[kind](part)
 
     def triggered_tags(self, part: dict[str, Any]) -> str:
-        """Free text; a trigger begins one of its tags."""
+        """Free text in which a trigger begins one of the tags."""
         at_least_one, only_one = _flag(part, "at_least_one"), _flag(part, "stop_after_first")
         tags = _list(part, "tags")
         by_trigger = _by_trigger(tags, _list(part, "triggers"))
-        # The answer begins with it: a model that may write text first may never come to it.
+        # The answer begins with a tag. After free text, the model might never begin one.
         first = self._either([self._tag(tag) for tag in tags]) if at_least_one else ""
         if at_least_one and only_one:
             return first
@@ -173,7 +180,7 @@ class _Builder:
         given = ends if isinstance(ends, list) and ends else [ends]
         texts = [end for end in given if isinstance(end, str)]
         if len(texts) < len(given):
-            raise ValueError(f"structural_tag: end is a text or a list of texts, got {ends!r}")
+            raise ValueError(f"structural_tag: end must be a string or strings, got {ends!r}")
         if isinstance(content, dict) and content.get("type") == "any_text":
             inner = self._either([self._text_until(end) for end in texts])
         else:
@@ -192,8 +199,8 @@ class _Builder:
         for one in elements[:-1]:
             if isinstance(one, dict) and one.get("type") in ("any_text", "triggered_tags"):
                 raise ValueError(
-                    f"structural_tag: {one['type']} has no end, so it is the last of a sequence or"
-                    " the content of a tag"
+                    f"structural_tag: {one['type']} has no end, so it must be the last of a"
+                    " sequence or the content of a tag"
                 )
         return f"({' '.join(self.part(one) for one in elements)})"
 
@@ -223,7 +230,7 @@ class _Builder:
         return parts[0] if len(parts) == 1 else f"({' | '.join(parts)})"
 
     def _literal(self, text: str) -> str:
-        """The text, in which special tokens are themselves."""
+        """The expression of a text, in which special tokens are ids."""
         if self._special is None:
             return _quoted(text)
         pieces: list[str] = []
@@ -260,19 +267,19 @@ def _quoted(text: str) -> str:
 def _text(part: object, name: str) -> str:
     value = part.get(name) if isinstance(part, dict) else None
     if not isinstance(value, str):
-        raise ValueError(f"structural_tag: {name} is a text, got {value!r}")  # noqa: TRY004
+        raise ValueError(f"structural_tag: {name} must be a string, got {value!r}")  # noqa: TRY004
     return value
 
 
 def _list(part: dict[str, Any], name: str) -> list[Any]:
     value = part.get(name)
     if not isinstance(value, list) or not value:
-        raise ValueError(f"structural_tag: {name} is a list with something in it, got {value!r}")
+        raise ValueError(f"structural_tag: {name} must be a non-empty list, got {value!r}")
     return value
 
 
 def _flag(part: dict[str, Any], name: str) -> bool:
     value = part.get(name, False)
     if not isinstance(value, bool):
-        raise ValueError(f"structural_tag: {name} is true or false, got {value!r}")  # noqa: TRY004
+        raise ValueError(f"structural_tag: {name} must be true or false, got {value!r}")  # noqa: TRY004
     return value

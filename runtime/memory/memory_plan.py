@@ -83,7 +83,7 @@ class MemoryPlan:
     """The shares of the memory in bytes, and what fits in them."""
 
     free_bytes: int  # before the weights are loaded
-    budget_bytes: int  # the part of `free_bytes` that is planned with
+    budget_bytes: int  # the part of `free_bytes` that the plan may use
     weights_bytes: int
     activation_bytes: int
     graph_bytes: int

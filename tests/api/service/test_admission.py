@@ -64,7 +64,7 @@ class TestKeys:
         assert app.http.get("/v1/models", headers=bearer("third-key")).status_code == 200
 
     @pytest.mark.parametrize(
-        ("text", "said"), [("# none\n", "has no key"), ("ok\ntwo words\n", "line 2 is no key")]
+        ("text", "said"), [("# none\n", "has no key"), ("ok\ntwo words\n", "line 2 is not a key")]
     )
     def test_a_bad_file_is_named_without_its_contents(self, tmp_path, text, said):
         path = tmp_path / "keys"

@@ -88,9 +88,9 @@ def test_reasoning_before_it(constraint):
     ("tag", "part"),
     [
         ([], "an object"),
-        ({"format": {"type": "tag"}}, "begin is a text"),
-        ({"format": {"type": "what"}}, "type is one of"),
-        ({"format": {"type": "or", "elements": []}}, "elements is a list"),
+        ({"format": {"type": "tag"}}, "begin must be a string"),
+        ({"format": {"type": "what"}}, "type must be one of"),
+        ({"format": {"type": "or", "elements": []}}, "elements must be a non-empty list"),
         (
             {
                 "structures": [{"begin": "<a>", "schema": {}, "end": ""}],
