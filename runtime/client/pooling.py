@@ -136,7 +136,7 @@ def check_score_head(model: ServedModel) -> None:
     """Raises InvalidRequestError if the classification head gives no score."""
     if model.num_labels != 1:
         raise InvalidRequestError(
-            f"{model.name} tells {model.num_labels} labels apart; a score needs a head with one",
+            f"{model.name} has {model.num_labels} labels; a score needs a model with one label",
             param="model",
             code="unsupported_task",
         )

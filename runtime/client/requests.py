@@ -142,7 +142,7 @@ def resolve_sampling(
     if sampling.max_tokens > room:
         raise InvalidRequestError(
             f"max_tokens={sampling.max_tokens} with a prompt of {length} tokens exceeds the "
-            f"context of {model.name}, {model.max_model_len} tokens; ask for at most {room}",
+            f"context of {model.name}, {model.max_model_len} tokens; set it to at most {room}",
             param="max_tokens",
             code="context_length_exceeded",
         )

@@ -114,7 +114,7 @@ class GrammarBuilder:
         mean = sum(seconds) / max(1, len(seconds))
         if len(seconds) > 8 and mean > _MEAN_MASK_S:
             raise ValueError(
-                f"computing the next tokens takes {mean * 1e3:.1f} ms, at most "
+                f"computing which tokens may follow takes {mean * 1e3:.1f} ms, at most "
                 f"{_MEAN_MASK_S * 1e3:.0f} ms are allowed; make it simpler"
             )
 

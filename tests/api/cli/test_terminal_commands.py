@@ -63,7 +63,7 @@ def test_generate_beyond_the_context_is_one_line(capsys: pytest.CaptureFixture[s
     assert run(["generate", "Hello", "generate.max_tokens=1000", *TINY, *FAST]) == 1
     line = capsys.readouterr().err.splitlines()[-1]
     assert line.startswith("run: max_tokens=1000 with a prompt of ")
-    assert "256 tokens; ask for at most " in line
+    assert "256 tokens; set it to at most " in line
 
 
 @pytest.mark.parametrize(

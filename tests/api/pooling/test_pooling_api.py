@@ -162,7 +162,7 @@ def test_who_can_do_what(make_app):
     judge = make_app(DONE, tasks=(ServedTask.classify,), num_labels=3, num_segments=2)
     assert refusal(embed(judge)) == (400, "model", "unsupported_task")
     response = judge.http.post("/v1/rerank", json={"query": "a", "documents": ["b"]})
-    assert "tells 3 labels apart" in response.json()["error"]["message"]
+    assert "has 3 labels" in response.json()["error"]["message"]
 
 
 def test_failures_are_answers(make_app):

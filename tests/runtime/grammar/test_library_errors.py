@@ -14,7 +14,7 @@ from ostinato.runtime.grammar.library_errors import explain, tokenizer_problem
 from ostinato.runtime.types.structured_outputs import StructuredOutputsParams
 
 BUILDER = demo_builder()
-# What its texts name and a request does not have: options of the library, its states, its markers.
+# Names in llguidance's texts that mean nothing to a client: its options, states and markers.
 FOREIGN = re.compile(
     r"coerce_one_of|lenient|\blimits\.|_fuel|max_items|precompute|<[a-z-]+/?>|NoExtension|Lexeme|"
     r"Option\(|Some\(|json-schema:///|ff_tokens|backtrace|python|rust",
