@@ -260,7 +260,7 @@ def serve_forks(begin: Callable[[bytes], Job]) -> int:
         return 0
     job = begin(first)
     gc.collect()
-    gc.freeze()  # collections in the forks do not write to, and so copy, the shared memory
+    gc.freeze()  # else collections in the forks write to the shared memory and so copy it
     awake, wake = socket.socketpair()
     awake.setblocking(False)
     wake.setblocking(False)
