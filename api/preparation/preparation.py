@@ -116,7 +116,7 @@ class Preparation:
         """A body that names the served model.
 
         Args:
-            unsupported: the fields that the dialect knows and this server does not honour.
+            unsupported: the fields that the dialect has and this server does not honour.
 
         Raises:
             InvalidRequestError: it is not JSON of this schema, or names another model.
