@@ -1,9 +1,11 @@
-"""A server of the bundled model that several modules share."""
+"""A server of the bundled model, and the official clients of it, that several modules share."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+import anthropic
+import openai
 import pytest
 
 from tests.e2e.server_process import ServerProcess
@@ -18,3 +20,17 @@ def server() -> Iterator[ServerProcess]:
     """
     with ServerProcess("server.max_body_mib=4") as process:
         yield process
+
+
+@pytest.fixture(scope="session")
+def client(server: ServerProcess) -> Iterator[openai.OpenAI]:
+    """OpenAI's client of the shared server. A module with its own server defines its own client."""
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=200) as one:
+        yield one
+
+
+@pytest.fixture(scope="session")
+def claude(server: ServerProcess) -> Iterator[anthropic.Anthropic]:
+    """Anthropic's client of the shared server. A module with its own server defines its own client."""
+    with anthropic.Anthropic(base_url=server.url, api_key="none", timeout=200) as one:
+        yield one

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import anthropic
-import openai
 import pytest
 
+from tests.e2e.json_requests import CHAT, HI, MODEL, post, refused
 from tests.e2e.server_process import HTTP, ServerProcess
 
-HI: Any = [{"role": "user", "content": "What is a list?"}]
-CHAT = "/v1/chat/completions"
-# What changes no answer of a single server.
+# Fields that change no answer of a single server.
 SENT: dict[str, Any] = {
     "metadata": {"team": "a", "k" * 64: "v" * 512},
     "prompt_cache_key": "key",
@@ -40,39 +37,9 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[ServerProcess]:
-    with ServerProcess("model.name=demo") as process:
-        yield process
-
-
-@pytest.fixture(scope="module")
-def client(server: ServerProcess) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=200) as one:
-        yield one
-
-
-@pytest.fixture(scope="module")
-def claude(server: ServerProcess) -> Iterator[anthropic.Anthropic]:
-    with anthropic.Anthropic(base_url=server.url, api_key="none", timeout=200) as one:
-        yield one
-
-
-def post(server: ServerProcess, path: str, **body: object) -> dict[str, Any]:
-    response = HTTP.post(server.url + path, json=body, timeout=100)
-    assert response.status_code == 200, response.text
-    return response.json()
-
-
-def refused(server: ServerProcess, path: str, **body: object) -> dict[str, Any]:
-    response = HTTP.post(server.url + path, json=body, timeout=100)
-    assert response.status_code == 400, response.text
-    return response.json()["error"]
-
-
 class TestWithoutEffect:
     def test_chat(self, client):
-        fields: dict[str, Any] = {"model": "demo", "messages": HI, "max_tokens": 12}
+        fields: dict[str, Any] = {"model": MODEL, "messages": HI, "max_tokens": 12}
         fields["temperature"] = 0
         plain = client.chat.completions.create(**fields)
         sent = {**SENT, "store": True, "verbosity": "low", "reasoning_effort": "minimal"}
@@ -89,7 +56,7 @@ class TestWithoutEffect:
         assert text == answer.choices[0].message.content
 
     def test_responses(self, client):
-        fields: dict[str, Any] = {"model": "demo", "input": "What is a list?", "temperature": 0}
+        fields: dict[str, Any] = {"model": MODEL, "input": "What is a list?", "temperature": 0}
         fields["max_output_tokens"] = 12
         plain = client.responses.create(**fields)
         answer = client.responses.create(
@@ -152,7 +119,7 @@ class TestMessages:
         )
         same = {"role": "user", "content": "Hi", "template_fields": {"mood": "gay"}}
         assert self.text(server, same) == "[user|Hi|gay|]"
-        # What the server knows stays what it is.
+        # A known field keeps the value of the message.
         hidden = {
             "role": "user",
             "content": "Hi",
@@ -175,11 +142,11 @@ class TestMessages:
         assert "odd role" in error["message"]
 
     def test_what_the_clients_send_back(self, server, client):
-        answer = client.chat.completions.create(model="demo", messages=HI, max_tokens=3)
+        answer = client.chat.completions.create(model=MODEL, messages=HI, max_tokens=3)
         message = {**answer.choices[0].message.model_dump(), "annotations": []}
         assert "refusal" in message
         again = [*HI, message, {"role": "user", "content": "More."}]
-        assert client.chat.completions.create(model="demo", messages=again, max_tokens=2).choices
+        assert client.chat.completions.create(model=MODEL, messages=again, max_tokens=2).choices
         refusal = {"role": "assistant", "content": None, "refusal": "No."}
         part = {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]}
         assert self.text(server, refusal) == self.text(server, part) == "[assistant|No.||]"
@@ -222,10 +189,10 @@ class TestGuided:
     )  # fmt: skip
     def test_each_name_does_what_the_newer_does(self, client, fields, pattern):
         chat = client.chat.completions.create(
-            model="demo", messages=HI, max_tokens=60, extra_body=fields
+            model=MODEL, messages=HI, max_tokens=60, extra_body=fields
         )
         text = client.completions.create(
-            model="demo", prompt="Once", max_tokens=60, extra_body=fields
+            model=MODEL, prompt="Once", max_tokens=60, extra_body=fields
         )
         for found in (chat.choices[0].message.content, text.choices[0].text):
             assert re.fullmatch(pattern, found), found
@@ -256,7 +223,7 @@ class TestGuided:
 
 class TestMessagesDialect:
     def ask(self, claude: anthropic.Anthropic, messages: Any = HI, **fields: Any) -> Any:
-        fields = {"model": "demo", "max_tokens": 8, "extra_body": {"temperature": 0}} | fields
+        fields = {"model": MODEL, "max_tokens": 8, "extra_body": {"temperature": 0}} | fields
         return claude.messages.create(messages=messages, **fields)
 
     def test_redacted_thinking_and_system_messages(self, claude):
@@ -288,8 +255,8 @@ class TestMessagesDialect:
         plain = self.ask(claude)
         answer = self.ask(claude, thinking=thinking)
         assert answer.content == plain.content
-        counted = claude.messages.count_tokens(model="demo", messages=HI, thinking=thinking)
-        assert counted == claude.messages.count_tokens(model="demo", messages=HI)
+        counted = claude.messages.count_tokens(model=MODEL, messages=HI, thinking=thinking)
+        assert counted == claude.messages.count_tokens(model=MODEL, messages=HI)
 
     def test_output_config(self, claude, server):
         config = {"effort": "low", "format": {"type": "json_schema", "schema": TestGuided.SCHEMA}}
@@ -342,322 +309,3 @@ class TestMessagesDialect:
             timeout=60,
         )
         assert "chat_template_kwargs can not set messages" in error.json()["error"]["message"]
-
-
-class TestNewerFields:
-    """What vLLM added to chat, in the other two dialects."""
-
-    def test_repetition_detection(self, server):
-        schema = {"type": "array", "items": {"const": "la"}, "minItems": 300}
-        found = {"max_pattern_size": 40, "min_count": 3}
-        form = {"type": "json_schema", "schema": schema}
-        body = {"messages": HI, "max_tokens": 400, "output_config": {"format": form}}
-        reply = post(server, "/v1/messages", **body, repetition_detection=found)
-        assert reply["stop_reason"] == "repetition"
-        assert reply["usage"]["output_tokens"] < 200
-        text: dict[str, Any] = {"format": {**form, "name": "a"}}
-        body = {"input": "What is a list?", "max_output_tokens": 400, "text": text}
-        reply = post(server, "/v1/responses", **body, repetition_detection=found)
-        assert (reply["status"], reply["incomplete_details"]) == (
-            "incomplete",
-            {"reason": "repetition"},
-        )
-        assert reply["usage"]["output_tokens"] < 200
-        wrong = {"repetition_detection": {"max_pattern_size": 9}}
-        error = refused(server, "/v1/responses", input="a", **wrong)
-        assert error["param"] == "repetition_detection"
-        message = refused(server, "/v1/messages", messages=HI, max_tokens=5, **wrong)["message"]
-        assert message.startswith("repetition_detection")
-
-    @pytest.mark.parametrize(
-        ("path", "body", "kind"),
-        [
-            ("/v1/messages", {"messages": HI, "max_tokens": 24}, "content_block_delta"),
-            ("/v1/responses", {"input": "What is a list?", "max_output_tokens": 24}, "response.output_text.delta"),
-        ],
-    )  # fmt: skip
-    def test_stream_interval(self, server, path, body, kind):
-        def deltas(**fields: object) -> list[str]:
-            sent = {**body, "temperature": 0, "stream": True, **fields}
-            with HTTP.stream("POST", server.url + path, json=sent, timeout=100) as response:
-                events = [
-                    json.loads(line[6:]) for line in response.iter_lines() if line[:6] == "data: "
-                ]
-            found = [event["delta"] for event in events if event["type"] == kind]
-            return [one if isinstance(one, str) else one["text"] for one in found]
-
-        plain, wide = deltas(), deltas(stream_interval=8)
-        assert "".join(plain) == "".join(wide)
-        assert len(plain) > 10
-        assert len(wide) <= 4
-        error = refused(server, path, **body, stream_interval=8)
-        assert "stream_interval=8 needs stream=true" in error["message"]
-
-    @pytest.mark.parametrize(
-        ("path", "body"),
-        [
-            ("/v1/messages", {"messages": HI, "max_tokens": 2}),
-            ("/v1/responses", {"input": "What is a list?", "max_output_tokens": 2}),
-        ],
-    )
-    def test_what_a_reply_shows_of_its_prompt(self, server, path, body):
-        fields = {"return_prompt_text": True, "return_token_offsets": True}
-        chat = post(server, CHAT, messages=HI, max_tokens=2, **fields)
-        reply = post(server, path, **body, **fields)
-        assert reply["prompt_text"] == chat["prompt_text"]
-        assert reply["prompt_token_offsets"] == chat["prompt_token_offsets"]
-        plain = post(server, path, **body)
-        assert "prompt_text" not in plain
-        assert "prompt_token_offsets" not in plain
-
-    def test_log_probabilities_of_a_response(self, server, client):
-        fields: dict[str, Any] = {"model": "demo", "input": "What is a list?", "temperature": 0}
-        fields |= {"max_output_tokens": 6, "include": ["message.output_text.logprobs"]}
-        answer = client.responses.create(**fields, top_logprobs=3)
-        part = answer.output[0].content[0]
-        assert "".join(one.token for one in part.logprobs) == part.text
-        chat = client.chat.completions.create(
-            model="demo", messages=HI, temperature=0, max_tokens=6, logprobs=True, top_logprobs=3
-        )
-        content = chat.choices[0].logprobs.content
-        assert [one.logprob for one in part.logprobs] == [one.logprob for one in content]
-        assert all(len(one.top_logprobs) == 3 for one in part.logprobs)
-        assert answer.top_logprobs == 3
-        with client.responses.stream(**fields, top_logprobs=3) as stream:
-            events = list(stream)
-        deltas = [one for one in events if one.type == "response.output_text.delta"]
-        streamed = [entry.logprob for one in deltas for entry in one.logprobs]
-        assert streamed == [one.logprob for one in part.logprobs]
-        chosen = client.responses.create(**fields, extra_body={"logprob_token_ids": [300, 301]})
-        entries = chosen.output[0].content[0].logprobs
-        assert all(len(one.top_logprobs) == 2 for one in entries)
-        plain = client.responses.create(**{**fields, "include": []})
-        assert plain.output[0].content[0].logprobs == []
-
-    def test_refusals_of_log_probabilities(self, server):
-        error = refused(server, "/v1/responses", input="a", top_logprobs=2)
-        assert "'message.output_text.logprobs' in include" in error["message"]
-        for fields, param in (
-            ({"top_logprobs": 21}, "top_logprobs"),
-            ({"logprob_token_ids": [5]}, "logprob_token_ids"),
-            ({"include": ["everything"]}, "include[0]"),
-        ):
-            assert refused(server, "/v1/responses", input="a", **fields)["param"] == param
-        body = {"messages": HI, "max_tokens": 2, "logprob_token_ids": [5]}
-        assert (
-            "logprob_token_ids is not supported"
-            in refused(server, "/v1/messages", **body)["message"]
-        )
-
-    def test_an_input_that_is_too_long(self, server, client):
-        text = "one two three four " * 400
-        with pytest.raises(openai.BadRequestError, match="512"):
-            client.responses.create(model="demo", input=text)
-        answer = client.responses.create(
-            model="demo", input=text, truncation="auto", max_output_tokens=12
-        )
-        assert answer.usage.input_tokens == 500
-        assert answer.truncation == "auto"
-
-
-class TestBackground:
-    def until(self, client: openai.OpenAI, response_id: str, *statuses: str) -> Any:
-        while (answer := client.responses.retrieve(response_id)).status not in statuses:
-            assert answer.status in ("queued", "in_progress")
-        return answer
-
-    def test_polling(self, client):
-        fields: dict[str, Any] = {"model": "demo", "input": "What is a list?", "temperature": 0}
-        fields["max_output_tokens"] = 24
-        plain = client.responses.create(**fields)
-        answer = client.responses.create(**fields, background=True)
-        assert (answer.status, answer.background, answer.output) == ("queued", True, [])
-        whole = self.until(client, answer.id, "completed", "incomplete")
-        assert (whole.output_text, whole.status) == (plain.output_text, plain.status)
-        assert whole.usage.output_tokens == plain.usage.output_tokens
-
-    def test_cancel(self, server, client):
-        text: Any = {"format": {"type": "json_schema", "name": "a", "schema": self.LONG}}
-        answer = client.responses.create(
-            model="demo", input="a", background=True, text=text, max_output_tokens=450
-        )
-        cancelled = client.responses.cancel(answer.id)
-        assert cancelled.status == "cancelled"
-        assert client.responses.retrieve(answer.id).status == "cancelled"
-        assert client.responses.cancel(answer.id).status == "cancelled"
-        while server.metrics()["ostinato_requests_running"]:
-            pass
-        done = client.responses.create(model="demo", input="a", max_output_tokens=2)
-        with pytest.raises(openai.BadRequestError, match="background=true"):
-            client.responses.cancel(done.id)
-        with pytest.raises(openai.NotFoundError):
-            client.responses.cancel("resp_none")
-
-    LONG = {"type": "array", "items": {"const": "la"}, "minItems": 400}
-
-    def test_a_stream_that_is_taken_up_again(self, client):
-        fields: dict[str, Any] = {"model": "demo", "input": "What is a list?", "temperature": 0}
-        fields["max_output_tokens"] = 40
-        stream = client.responses.create(**fields, background=True, stream=True)
-        first = []
-        for event in stream:
-            first.append(event)
-            if event.type == "response.output_text.delta":
-                break
-        stream.close()  # the reply goes on
-        response_id = first[0].response.id
-        after = first[-1].sequence_number
-        rest = list(client.responses.retrieve(response_id, stream=True, starting_after=after))
-        numbers = [event.sequence_number for event in (*first, *rest)]
-        assert numbers == list(range(len(numbers)))
-        assert first[1].type == "response.queued"
-        deltas = [one for one in (*first, *rest) if one.type == "response.output_text.delta"]
-        text = "".join(one.delta for one in deltas)
-        assert rest[-1].response.output_text == text
-        assert client.responses.create(**fields).output_text == text
-
-    def test_input_tokens(self, client):
-        counted = client.responses.input_tokens.count(model="demo", input="What is a list?")
-        answer = client.responses.create(model="demo", input="What is a list?", max_output_tokens=1)
-        assert counted.input_tokens == answer.usage.input_tokens
-
-
-class TestInvocations:
-    @pytest.mark.parametrize(
-        ("path", "body", "kind"),
-        [
-            (CHAT, {"messages": HI, "max_tokens": 5}, "chat.completion"),
-            ("/v1/completions", {"prompt": "Once", "max_tokens": 5}, "text_completion"),
-            ("/v1/embeddings", {"input": "Once"}, "list"),
-        ],
-    )
-    def test_the_body_says_what_is_asked(self, server, path, body, kind):
-        body = {**body, "request_id": "same"}
-        if path != "/v1/embeddings":
-            body["temperature"] = 0
-        one, other = (post(server, place, **body) for place in ("/invocations", path))
-        assert one.pop("object") == other.pop("object") == kind
-        for reply in (one, other):
-            reply.pop("created")
-            reply.pop("usage")
-        assert one == other
-
-    def test_rankings_and_scores(self, server):
-        pair = {"text_1": "a", "text_2": "b"}
-        assert len(post(server, "/invocations", **pair)["data"]) == 1
-        assert post(server, "/invocations", query="a", documents=["b", "c"])["results"]
-
-    def test_a_stream(self, server):
-        body = {"prompt": "Once", "max_tokens": 3, "stream": True}
-        text = HTTP.post(f"{server.url}/invocations", json=body, timeout=60).text
-        assert text.endswith("data: [DONE]\n\n")
-
-    def test_refusals(self, server):
-        error = refused(server, "/invocations", model="demo")
-        assert error["code"] == "missing_field"
-        assert "messages, prompt, input" in error["message"]
-        assert refused(server, "/invocations", messages=HI, temperature=9)["param"] == "temperature"
-        for body, code in ((b"{", "invalid_json"), (b"[]", "invalid_value")):
-            reply = HTTP.post(
-                f"{server.url}/invocations",
-                content=body,
-                headers={"Content-Type": "application/json"},
-                timeout=60,
-            )
-            assert (reply.status_code, reply.json()["error"]["code"]) == (400, code)
-
-    def test_ping(self, server):
-        for method in ("GET", "POST"):
-            assert HTTP.request(method, f"{server.url}/ping", timeout=60).json()["status"] == "ok"
-
-
-class TestACallThatIsCut:
-    """With `max_tokens` a call that must be made may end before its end; as in vLLM, it is no call."""
-
-    FUNCTION: Any = {
-        "name": "get_weather",
-        "parameters": {
-            "type": "object",
-            "properties": {"city": {"type": "string", "minLength": 4, "maxLength": 8}},
-            "required": ["city"],
-            "additionalProperties": False,
-        },
-    }
-    TOOL: Any = {"type": "function", "function": FUNCTION}
-    NAMED: Any = {"type": "function", "function": {"name": "get_weather"}}
-
-    @pytest.mark.parametrize("choice", ["required", NAMED], ids=["required", "named"])
-    def test_chat(self, client, choice):
-        fields: dict[str, Any] = {"model": "demo", "tools": [self.TOOL], "messages": HI}
-        fields |= {"tool_choice": choice, "temperature": 0, "parallel_tool_calls": False}
-        ended = client.chat.completions.create(**fields, max_tokens=100)
-        (call,) = ended.choices[0].message.tool_calls
-        assert ended.choices[0].finish_reason == "tool_calls"
-        num_tokens = ended.usage.completion_tokens
-        for max_tokens in (1, 3, num_tokens // 2, num_tokens - 4):
-            (one,) = client.chat.completions.create(**fields, max_tokens=max_tokens).choices
-            assert (one.finish_reason, one.message.content) == ("length", "")
-            assert one.message.tool_calls == []
-            chunks = list(
-                client.chat.completions.create(**fields, max_tokens=max_tokens, stream=True)
-            )
-            deltas = [chunk.choices[0].delta for chunk in chunks]
-            assert chunks[-1].choices[0].finish_reason == "length"
-            assert not any(delta.content for delta in deltas)
-            # A stream has given what there was.
-            pieces = [
-                part.function.arguments for delta in deltas for part in delta.tool_calls or ()
-            ]
-            assert call.function.arguments.startswith("".join(piece or "" for piece in pieces))
-
-    def test_the_other_dialects(self, client, claude):
-        tool: Any = {"type": "function", "strict": False, **self.FUNCTION}
-        messages: Any = {"messages": HI, "tool_choice": {"type": "any"}}
-        shape = {"name": "get_weather", "input_schema": self.FUNCTION["parameters"]}
-        for max_tokens in (1, 3, 12):
-            answer = client.responses.create(
-                model="demo",
-                input="What is a list?",
-                tools=[tool],
-                tool_choice="required",
-                max_output_tokens=max_tokens,
-            )
-            assert [one.type for one in answer.output] == ["message"]
-            assert (answer.status, answer.output_text) == ("incomplete", "")
-            again = client.responses.create(
-                model="demo", input="And?", previous_response_id=answer.id, max_output_tokens=3
-            )
-            assert again.output_text
-            whole = claude.messages.create(
-                model="demo", max_tokens=max_tokens, tools=[shape], **messages
-            )
-            assert (whole.content, whole.stop_reason) == ([], "max_tokens")
-
-    def test_a_complete_one_before_it_stays(self, client):
-        fields: dict[str, Any] = {"model": "demo", "tools": [self.TOOL], "messages": HI}
-        fields |= {"tool_choice": "required", "temperature": 1.5, "seed": 1, "max_tokens": 150}
-        seen = set()
-        for seed in range(12):
-            (one,) = client.chat.completions.create(**fields | {"seed": seed}).choices
-            for made in one.message.tool_calls:
-                city = json.loads(made.function.arguments)["city"]
-                assert 4 <= len(city) <= 8
-            seen.add((one.finish_reason, bool(one.message.tool_calls)))
-        assert seen <= {("length", True), ("tool_calls", True)}
-
-
-@pytest.mark.slow
-def test_a_reply_in_the_background_outlives_the_engine_process(server, client):
-    text: Any = {"format": {"type": "json_schema", "name": "a", "schema": TestBackground.LONG}}
-    fields: dict[str, Any] = {"model": "demo", "input": "a", "text": text, "temperature": 0}
-    fields["max_output_tokens"] = 440
-    plain = client.responses.create(**fields)
-    answer = client.responses.create(**fields, background=True)
-    while not client.responses.retrieve(answer.id).output_text:
-        pass
-    server.engine.kill()
-    while (done := client.responses.retrieve(answer.id)).status == "in_progress":
-        pass
-    assert (done.status, done.output_text) == (plain.status, plain.output_text)
-    restarts = [name for name in server.metrics() if "restarts_total" in name]
-    assert sum(server.metrics()[name] for name in restarts) == 1

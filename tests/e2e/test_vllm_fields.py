@@ -8,26 +8,12 @@ from typing import Any
 
 import pytest
 
+from tests.e2e.json_requests import CHAT, COMPLETIONS, HI, post, refused
 from tests.e2e.server_process import HTTP, ServerProcess
 
-CHAT = "/v1/chat/completions"
-COMPLETIONS = "/v1/completions"
-HI = [{"role": "user", "content": "What is a list?"}]
 GREEDY = {"temperature": 0, "max_tokens": 40, "ignore_eos": True, "return_token_ids": True}
 # One token over and over.
 ONE_TOKEN = {**GREEDY, "logit_bias": {"300": 100}}
-
-
-def post(server: ServerProcess, path: str, **body: object) -> dict[str, Any]:
-    response = HTTP.post(server.url + path, json=body, timeout=300)
-    assert response.status_code == 200, response.text
-    return response.json()
-
-
-def refused(server: ServerProcess, path: str, **body: object) -> dict[str, Any]:
-    response = HTTP.post(server.url + path, json=body, timeout=300)
-    assert response.status_code == 400, response.text
-    return response.json()["error"]
 
 
 def lines(server: ServerProcess, path: str, **body: object) -> Iterator[dict[str, Any]]:
@@ -62,7 +48,7 @@ class TestRepetitionDetection:
         plain = post(server, COMPLETIONS, prompt="Once upon", **{**GREEDY, "max_tokens": 160})
         (whole,) = plain["choices"]
         tokens = whole["token_ids"]
-        end = next(  # the model goes round in circles by itself
+        end = next(  # the model repeats itself without a bias
             end
             for end in range(len(tokens))
             for size in range(2, 33)
@@ -163,7 +149,7 @@ class TestStreamInterval:
         assert logprobs_of(wide) == logprobs_of(plain)
         assert wide[-2]["choices"][0]["finish_reason"] == "length"
         assert wide[-1]["usage"]["completion_tokens"] == 24
-        # The usage so far counts what was given.
+        # The usage of a chunk counts the tokens that the stream has sent.
         counts = [one["usage"]["completion_tokens"] for one in wide if len(token_lists([one]))]
         assert counts == [sum(sizes[: end + 1]) for end in range(len(sizes))]
 
@@ -218,7 +204,7 @@ class TestContinuousUsage:
             assert all(chunk["choices"] and "usage" not in chunk for chunk in chunks)
 
     def counts(self, chunks: list[dict[str, Any]], lengths: list[int]) -> list[list[int]]:
-        """Tokens that the chunks of each completion count, those without new text left out."""
+        """The token counts in the chunks of each completion. Chunks without new text are left out."""
         found: list[list[int]] = [[] for _ in lengths]
         for chunk in chunks:
             (choice,), usage = chunk["choices"], chunk["usage"]
@@ -292,7 +278,7 @@ class TestChosenTokens:
     def test_completions_report_them_at_every_position(self, server):
         fields = {**GREEDY, **self.NAMES, "max_tokens": 5}
         plain = self.logprobs(server, COMPLETIONS, prompt="Once upon", **fields, logprobs=20)
-        # What is likeliest at one position or another: known there, and not elsewhere.
+        # Tokens among the likeliest at one position. Their log probabilities are known there only.
         chosen = [int(name[9:]) for top in plain["top_logprobs"] for name in list(top)[2:9:3]]
         asked = {"logprobs": 1, "logprob_token_ids": chosen}
         found = self.logprobs(server, COMPLETIONS, prompt="Once upon", **fields, **asked)
@@ -320,7 +306,7 @@ class TestChosenTokens:
             names = [one["token"] for one in entry["top_logprobs"]]
             assert names == ["token_id:500", "token_id:7", "token_id:300"]
         assert logprobs_of(list(lines(server, CHAT, **body))) == content
-        # The token itself, chosen, is what it is.
+        # The request names the sampled token. Both places show the same log probability.
         itself = int(content[0]["token"][9:])
         body["logprob_token_ids"] = [itself]
         first = self.logprobs(server, CHAT, **body)["content"][0]
@@ -364,7 +350,7 @@ class TestChosenTokens:
 
 
 def check_offsets(server: ServerProcess, shown: dict[str, Any], text: str) -> None:
-    """Each token's characters are its text; together they are the whole text."""
+    """The offsets of each token give its characters, and all offsets cover the whole text."""
     ids, offsets = shown["prompt_token_ids"], shown["prompt_token_offsets"]
     assert len(ids) == len(offsets)
     covered = [pair for pair in offsets if pair != [0, 0]]

@@ -119,6 +119,6 @@ def test_buckets_as_slow_as_the_next_larger_one_are_redundant() -> None:
 
 
 def test_slowly_rising_costs_keep_some_buckets() -> None:
-    """Compared with the next one that stays, not with the neighbour: small steps add up."""
+    """A bucket is compared with the next one that stays, as small differences between neighbours add up."""
     costs = make_costs({size: 5.0 * 1.02**size for size in range(1, 11)}, {1: 5.0})
     assert redundant_sizes(range(1, 11), costs) == [1, 3, 5, 7, 9]
