@@ -44,9 +44,9 @@ def _ask(operation: Any, max_examples: int) -> set[int]:
     @given(case=operation.as_strategy())
     def ask(case: Any) -> None:
         if isinstance(case.body, dict) and len(case.body) > 2:
-            case.body.pop("model", None)  # a made-up name is a 404, which shows little
+            case.body.pop("model", None)  # a made-up name gives a 404, which tests little
         if isinstance(case.body, dict):
-            case.body.pop("deadline_ms", None)  # which may rightly be a 504
+            case.body.pop("deadline_ms", None)  # a short one correctly gives a 504
         response = case.call(timeout=120)
         statuses.add(response.status_code)
         case.validate_response(response, checks=CHECKS)

@@ -67,11 +67,11 @@ SCHEMAS: dict[str, dict[str, Any]] = {
 
 
 class Endpoint(NamedTuple):
-    """Where bodies of one schema go."""
+    """The path and the schema of an endpoint's bodies."""
 
     path: str
     schema: type[msgspec.Struct]
-    body: dict[str, Any]  # the least that is answered
+    body: dict[str, Any]  # the smallest body that the endpoint accepts
 
 
 class Place(NamedTuple):

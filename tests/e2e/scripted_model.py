@@ -1,4 +1,4 @@
-"""A model that says what it is told to: a checkpoint whose every token has one successor.
+"""A model that writes given texts: a checkpoint whose every token has one successor.
 
 The weights of attention and MLP are zero, so the hidden state is the last token's embedding, a unit
 vector, and `lm_head` maps it to the next token. The last word of the prompt picks the answer. Each
@@ -45,7 +45,7 @@ def write_scripted_model(
             successor[last] = last = len(tokens) - 1
         successor[last] = 1
     assert len(set(tokens)) == len(tokens), "two pieces are the same"
-    if in_pieces:  # and every byte, so that whatever a grammar asks for can be written
+    if in_pieces:  # and every byte, so that the model can write what a grammar needs
         bytes_ = sorted(pre_tokenizers.ByteLevel.alphabet())
         tokens += [byte for byte in bytes_ if byte not in tokens]
     successor |= {token: 1 for token in range(len(tokens)) if token not in successor}
@@ -63,7 +63,9 @@ def write_scripted_model(
 def _weights(size: int, successor: Mapping[int, int]) -> dict[str, torch.Tensor]:
     head = torch.zeros(size, size)
     for token, following in successor.items():
-        head[following, token] = 2.0  # times the norm's sqrt(size): nothing else has a chance
+        head[following, token] = (
+            2.0  # times the norm's sqrt(size): the probability of all other tokens is almost 0
+        )
     layer = "model.layers.0."
     shapes = {
         "self_attn.q_proj": (size, size),
@@ -105,7 +107,7 @@ def _config(size: int) -> dict[str, object]:
 
 
 def _as_bytes(piece: str) -> str:
-    """As a byte-level vocabulary writes it."""
+    """The text as a byte-level vocabulary writes it."""
     words = pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str(piece)
     return "".join(word for word, _ in words)
 

@@ -23,8 +23,8 @@ __all__ = ("HTTP", "SMALL", "ServerProcess")
 HTTP = httpx.Client(timeout=60, limits=httpx.Limits(max_connections=None))
 
 _ROOT = Path(__file__).resolve().parents[2]
-_START_S = 240  # as long as a machine may stand still, and as long again
-# The bundled model, as small and as quick to start as it goes. It runs on the CPU kernels, whose bits
+_START_S = 240  # twice the longest pause of a busy machine
+# The smallest settings of the bundled model, with the shortest start. It runs on the CPU kernels, whose bits
 # do not depend on the batch: tests compare tokens of requests that joined a batch at different steps.
 SMALL = (
     "server.port=0",
@@ -124,7 +124,7 @@ class ServerProcess:
         return code
 
     def metrics(self) -> dict[str, float]:
-        """All samples of `/metrics`; labels stand in the name as Prometheus writes them."""
+        """All samples of `/metrics`; a name includes its labels as Prometheus writes them."""
         text = HTTP.get(f"{self.url}/metrics", timeout=30).text
         return {
             sample.name

@@ -20,7 +20,7 @@ from tests.api.otlp_receiver import otlp_receiver
 from tests.e2e.server_process import HTTP, ServerProcess
 
 KEYS = ("sk-first-Zq83kd", "sk-second-Pw7720x")
-LISTED = "sk-listed-Rr41aa"  # on the command line, where everybody can see it
+LISTED = "sk-listed-Rr41aa"  # given on the command line, which every user of the system can read
 
 
 class Site(NamedTuple):
@@ -113,7 +113,7 @@ def test_plain_http_gets_no_answer(site: Site) -> None:
 
 
 def test_no_key_is_seen_anywhere(site: Site) -> None:
-    """Neither in answers, nor in the log at level debug, nor in the list of processes."""
+    """No key occurs in answers, in the log at level debug or in the list of processes."""
     seen: list[str] = []
     server = site.server
     with site.client() as client, site.client(LISTED) as listed, site.client(None) as keyless:
@@ -123,7 +123,7 @@ def test_no_key_is_seen_anywhere(site: Site) -> None:
             assert reply.status_code == 200
             seen.append(reply.text)
             server.wait_for_line(f"cmpl-{id(one)} done")
-        # What is refused is not repeated either: the key may be right, and the rest wrong.
+        # A refusal does not repeat the key either, as a refused request may have a right key.
         for wrong in (
             client.post("/v1/completions", json={"prompt": 1}),
             client.get("/no/such/path"),
@@ -142,7 +142,7 @@ def test_no_key_is_seen_anywhere(site: Site) -> None:
             assert reply.status_code == 200, path
             seen += [reply.text, str(reply.headers)]
         for process in (psutil.Process(server.pid), server.engine):
-            # The system shows what stands on a command line: so the docs say, and to use a file.
+            # The system shows the command line. The docs say so, and recommend a file.
             seen += [" ".join(process.cmdline()).replace(LISTED, ""), str(process.environ())]
         server.engine.kill()
         server.wait_for_line("flight recorder: the last")
@@ -152,7 +152,7 @@ def test_no_key_is_seen_anywhere(site: Site) -> None:
     while not site.traces:
         assert time.monotonic() < deadline, "no trace came"
         time.sleep(0.05)
-    assert any("prompt_token_ids" in line for line in server.output)  # the log does say much
+    assert any("prompt_token_ids" in line for line in server.output)  # level debug is on
     everything = "\n".join((*seen, *dumped, *server.output))
     for key in (*KEYS, LISTED):
         assert key not in everything

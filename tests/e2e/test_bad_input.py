@@ -1,4 +1,4 @@
-"""Everything wrong that a client can send: a 4xx with the OpenAI error object, never a 500 or a hang."""
+"""Wrong requests: the server answers a 4xx with the OpenAI error object, never a 500, and does not hang."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def server(server: ServerProcess) -> Iterator[ServerProcess]:
 
     before = num_5xx()
     yield server
-    # Whatever was sent, nothing is left and the server still works.
+    # After each test no request is left and the server still works.
     assert server.metrics()["ostinato_requests_running"] == 0
     reply = HTTP.post(server.url + COMPLETIONS, json={"prompt": "Hi", "max_tokens": 1}, timeout=30)
     assert reply.status_code == 200
@@ -311,7 +311,7 @@ class TestHttp:
         assert "application/json" in response.json()["error"]["message"]
 
     def test_a_body_that_never_comes(self, server):
-        """A client that promises a body and leaves does not tie anything up."""
+        """A client announces a body and disconnects. The server still answers other requests."""
         host, _, port = server.url.removeprefix("http://").partition(":")
         with socket.create_connection((host, int(port))) as connection:
             connection.sendall(
@@ -350,7 +350,7 @@ def raw(server: ServerProcess, request: bytes) -> tuple[int, dict[str, str], byt
 
 
 class TestRequestIds:
-    """Every answer names its request: with the id that came, else with one of the server."""
+    """Each answer has a request id: the one of the request, or one that the server made."""
 
     @pytest.mark.parametrize(
         ("method", "path", "body", "status"),
@@ -381,7 +381,7 @@ class TestRequestIds:
             reply = HTTP.request(
                 method, server.url + path, content=body, headers=headers, timeout=30
             )
-            if len(sent.get("X-Request-Id", "")) <= 128:  # a longer one is refused by some
+            if len(sent.get("X-Request-Id", "")) <= 128:  # some routes refuse a longer one
                 assert reply.status_code == status
             (name,) = reply.headers.get_list("x-request-id")
             names.add(name)

@@ -65,16 +65,16 @@ def cases(tmp_path_factory) -> Iterator[dict[str, Case]]:
 
 
 class End(NamedTuple):
-    """How a start ended."""
+    """The end of a start."""
 
     code: int
     text: str  # standard error
-    skipped: str = ""  # why it was not made
+    skipped: str = ""  # the reason for which there was no start
 
 
 @pytest.fixture(scope="module")
 def ends(cases: dict[str, Case]) -> Iterator[dict[str, End]]:
-    """All of them; they start together, since each imports for seconds."""
+    """The ends of all starts. They run at the same time, as each imports for seconds."""
     running: dict[str, subprocess.Popen[str]] = {}
     found: dict[str, End] = {}
     try:
@@ -116,7 +116,7 @@ def test_one_line(ends, name, words):
     if skipped:
         pytest.skip(skipped)
     assert code == 1
-    # The progress bar of the weights may stand before it.
+    # The line may follow the progress bar of the weights.
     (line,) = [one for one in text.splitlines() if one.startswith("run: ")]
     assert [word for word in words if word not in line] == []
     assert "Traceback" not in text
@@ -130,7 +130,7 @@ def short_path() -> Iterator[Path]:
 
 
 def test_a_signal_while_it_starts(short_path):
-    """Once the server has said that it is not ready; both signals at once, to two servers."""
+    """A signal ends a server that is not ready. Two servers get one signal each."""
     numbers = (signal.SIGTERM, signal.SIGINT)
     servers = {}
     for number in numbers:
@@ -150,7 +150,7 @@ def test_a_signal_while_it_starts(short_path):
             server.send_signal(number)
             _, text = server.communicate(timeout=120)
             assert server.returncode == 0
-            # The engine may have got far enough to report its first layers.
+            # The engine may already have reported its first layers.
             assert [line for line in text.splitlines() if " INFO engine: " not in line] == []
             psutil.wait_procs([engine], timeout=30)
             assert not engine.is_running()

@@ -28,7 +28,7 @@ CONNECTIONS = 40
 
 @pytest.fixture(scope="module")
 def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the server may have temporary files."""
+    """The directory for the server's temporary files."""
     return tmp_path_factory.mktemp("scratch")
 
 
@@ -58,7 +58,7 @@ def connect(server: ServerProcess) -> socket.socket:
 
 
 def answer_without_request(connection: socket.socket) -> bytes:
-    """What the server says by itself before it closes the connection."""
+    """The bytes that the server sends before it closes the connection."""
     data = b""
     while part := connection.recv(65536):
         data += part
@@ -78,7 +78,7 @@ def test_it_serves_from_a_temporary_cache_and_one_line_says_so(server, scratch):
 
 
 def test_connections_leave_files_for_a_new_engine(server):
-    """All connections are taken and stay open; the engine is killed; their requests are answered."""
+    """All connections are in use. The engine is killed, and the server still answers their requests."""
     body = json.dumps({"prompt": "Once", "max_tokens": 300, "ignore_eos": True, "stream": True})
     head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
     held = [connect(server) for _ in range(CONNECTIONS)]
@@ -104,7 +104,7 @@ def test_connections_leave_files_for_a_new_engine(server):
     finally:
         for connection in held:
             connection.close()
-    deadline = time.monotonic() + 30  # the server sees the ends in its own time
+    deadline = time.monotonic() + 30  # the server notices closed connections late
     while (status := try_health(server)) != 200:
         assert time.monotonic() < deadline, status
         time.sleep(0.05)
@@ -115,7 +115,7 @@ def try_health(server: ServerProcess) -> int:
 
 
 def health_check(server: ServerProcess) -> int:
-    """The exit code of the command that an image is checked with, for this server's port."""
+    """The exit code of the image's health check with this server's port."""
     text = (ROOT / "docker" / "Dockerfile").read_text().replace("\\\n", " ")
     (line,) = [one for one in text.splitlines() if one.startswith("HEALTHCHECK")]
     name, *arguments = json.loads(line.partition("CMD ")[2])

@@ -26,7 +26,7 @@ TEXTS = ("Once upon a time", "A block table is", "The scheduler", "Count to ten:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ServerProcess]:
-    # As it is served: native kernels, packed weights, captured programs.
+    # The default settings: native kernels, packed weights, captured programs.
     with ServerProcess(
         "graphs.mode=captured",
         "graphs.attention=auto",
@@ -40,7 +40,7 @@ def server() -> Iterator[ServerProcess]:
 
 
 def body(number: int) -> dict[str, Any]:
-    """One of many kinds of requests; each always gets the same answer."""
+    """A request of one of many kinds. The same request always gets the same answer."""
     options: list[dict[str, Any]] = [
         {"temperature": 0},
         {"temperature": 1.2, "seed": number},
@@ -82,7 +82,7 @@ TOOL = {"type": "function", "function": {"name": "feed", "parameters": CALL}}
 
 
 def constrained(number: int) -> tuple[str, dict[str, Any]]:
-    """The path and body of a request whose answer must have a form; each has a kind and a seed."""
+    """The path and body of a request with a constraint, of one kind and with its own seed."""
     fields: dict[str, Any] = {
         "max_tokens": 240,
         "stream": True,
@@ -105,7 +105,7 @@ def constrained(number: int) -> tuple[str, dict[str, Any]]:
 
 
 def check_form(number: int, told: list[Any]) -> None:
-    """The answer has the form that `constrained` asks for."""
+    """Checks that the answer obeys the constraint of `constrained`."""
     parts = told[1]
     assert parts[-1]["finish_reason"] == ("tool_calls" if number % 3 == 1 else "stop")
     if number % 3 == 2:
@@ -129,17 +129,17 @@ def what_was_said(lines: list[str]) -> list[Any]:
     for event in events:
         for choice in event["choices"]:
             for call in choice.get("delta", {}).get("tool_calls", ()):
-                call.pop("id", None)  # drawn anew for each answer
+                call.pop("id", None)  # each answer has new ids
     usage = events[-1]["usage"]
     told: list[Any] = [(usage["prompt_tokens"], usage["completion_tokens"])]
-    # Completions of one request come in any order; each has its own.
+    # Chunks of several completions arrive in any order.
     for index in range(max(c["index"] for e in events for c in e["choices"]) + 1):
         told.append([c for e in events for c in e["choices"] if c["index"] == index])
     return told
 
 
 class Streams:
-    """All streams at once, and how far they have come."""
+    """All streams at once, and the number of events of each."""
 
     def __init__(self, url: str, requests: list[tuple[str, dict[str, Any]]]) -> None:
         self._url = url
@@ -173,7 +173,7 @@ async def until(condition: Callable[[], bool], timeout_s: float = 200) -> None:
 
 
 def engine_of(server: ServerProcess) -> psutil.Process | None:
-    """The engine that runs now; None while there is none."""
+    """The engine process, or None while it restarts."""
     try:
         return server.engine
     except (ValueError, psutil.Error):
@@ -200,7 +200,7 @@ def test_many_streams_survive_three_kills(server: ServerProcess) -> None:
             await until(lambda: not engine.is_running())
 
         await kill_at(20)  # prompts are still computed, some streams wait
-        await kill_at(20)  # the next one while it starts
+        await kill_at(20)  # the next engine during its start
         await kill_at(NUM_STREAMS * 75)  # in the middle
         return await task
 
@@ -240,7 +240,7 @@ def test_answers_with_a_form_keep_it_over_a_kill(server: ServerProcess) -> None:
 
 
 def test_a_drain_waits_for_an_engine_that_is_started_again(server: ServerProcess) -> None:
-    """The last test of this server: it ends it."""
+    """This test ends the server, so it is the last one."""
     request = {**body(0), "max_tokens": 100}
     with HTTP.stream("POST", f"{server.url}/v1/completions", json=request, timeout=250) as reply:
         lines = reply.iter_lines()

@@ -123,7 +123,7 @@ class TestCustomTools:
             for chunk in ask(client, **fields, stream=True)
             for one in chunk.choices[0].delta.tool_calls or []
         ]
-        if choice.finish_reason == "length":  # of any text there is no end
+        if choice.finish_reason == "length":  # a text of any form may have no end
             assert tool["custom"].get("format") is None
             return
         (call,) = choice.message.tool_calls
@@ -206,7 +206,7 @@ class TestInputItems:
         assert [item.id for item in down.data] == [item.id for item in items[:0:-1]]
         assert (down.has_more, down.first_id, down.last_id) == (True, "mine", items[1].id)
         assert [item.id for item in down.get_next_page().data] == [items[0].id]
-        # What the list has is an input.
+        # The listed items are accepted as input.
         again = [json.loads(item.model_dump_json(exclude_none=True)) for item in items]
         client.responses.create(**fields, input=again)
 

@@ -49,7 +49,7 @@ def test_the_official_client_gets_the_vectors_of_transformers(encoder):
     model = transformers.AutoModel.from_pretrained(minilm_directory()).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(minilm_directory())
     client = openai.OpenAI(base_url=f"{encoder.url}/v1", api_key="none")
-    # The client asks for base64 by itself.
+    # The client asks for base64 by default.
     reply = client.embeddings.create(model="minilm", input=TEXTS)
     assert reply.usage.prompt_tokens == sum(len(tokenizer(text).input_ids) for text in TEXTS)
     for text, one in zip(TEXTS, reply.data, strict=True):
@@ -150,7 +150,7 @@ def test_the_tokenizer_and_the_cache(demo):
 
 @pytest.mark.slow
 def test_vectors_survive_their_engine(demo):
-    """The engine is killed while it works: the request waits for the next one."""
+    """The engine is killed during a request. The request waits for the restarted engine."""
     inputs = [[5 + n] + [7] * 500 for n in range(200)]
     body = {"input": inputs, "pooling": "mean", "encoding_format": "base64"}
     url = f"{demo.url}/v1/embeddings"

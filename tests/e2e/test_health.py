@@ -16,7 +16,7 @@ import pytest
 
 from tests.e2e.server_process import HTTP, ServerProcess
 
-HEALTH_S, HANG_S = 4.0, 6.0  # a machine that runs other tests too may be silent for two seconds
+HEALTH_S, HANG_S = 4.0, 6.0  # other tests on the machine may delay the engine by two seconds
 PATHS = ("/live", "/ready", "/health")
 
 
@@ -81,7 +81,7 @@ def test_a_frozen_engine_is_noticed_then_replaced(server: ServerProcess) -> None
                 if answer.status_code == 503:
                     seen.setdefault(path, answer.json()["status"])
         events = [line for line in lines if line]
-    # Started again counts as well: the last look may have come that late.
+    # A restarted engine is also correct: the last poll may come after the restart.
     assert seen["/live"] == "stuck"
     assert seen["/ready"] in ("engine_silent", "restarting")
     assert seen["/health"] == "unhealthy"

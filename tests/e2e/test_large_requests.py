@@ -34,7 +34,7 @@ def post(server: ServerProcess, path: str, body: dict) -> httpx.Response:
 def test_a_text_that_can_not_fit_is_refused_by_its_length(server, path, body, param):
     error = post(server, path, body).json()["error"]
     assert (error["param"], error["code"]) == (param, "context_length_exceeded")
-    assert "7000" in error["message"]  # the characters it has
+    assert "7000" in error["message"]  # the number of its characters
     assert "512 tokens of at most" in error["message"]
 
 

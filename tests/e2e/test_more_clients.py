@@ -86,7 +86,7 @@ class TestLiteLLM:
         assert "".join(pieces) == "Hello there."
 
     def test_a_call(self, ask):
-        pytest.importorskip("mcp")  # which litellm imports for tools and does not bring
+        pytest.importorskip("mcp")  # litellm imports it for tools but does not depend on it
         (call,) = ask("weather?", tools=[TOOL]).choices[0].message.tool_calls
         assert json.loads(call.function.arguments) == {"city": "Oslo"}
 

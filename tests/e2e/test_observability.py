@@ -79,7 +79,7 @@ def test_the_last_steps_of_a_killed_engine_are_kept(server: ServerProcess, dumps
         lines = response.iter_lines()
         next(lines)
         server.engine.kill()
-        assert "data: [DONE]" in list(lines)  # it goes on in the next engine
+        assert "data: [DONE]" in list(lines)  # the restarted engine completes it
     deadline = time.monotonic() + 100
     while not (files := list(dumps.glob("flight-*.json"))):
         assert time.monotonic() < deadline, "no dump was written"

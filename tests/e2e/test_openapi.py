@@ -15,7 +15,7 @@ from tests.e2e.made_up_requests import ask_all
 from tests.e2e.server_process import HTTP, ServerProcess
 from tests.models.minilm import minilm_directory
 
-# A made-up request rarely asks for little; a long answer would show nothing more.
+# Most made-up requests ask for long answers, which test nothing more.
 LIMITS = ("sampling.max_tokens=4", "model.max_model_len=256", "scheduler.max_num_seqs=8")
 ENCODER = (f"model.path={minilm_directory()}", "graphs.bundle=false")
 

@@ -42,7 +42,7 @@ FLAGS = (
 
 
 class Browser:
-    """A browser on the page; `errors` is what its console complained of."""
+    """A browser on the page; `errors` gives the errors of its console."""
 
     def __init__(self, profile: Path) -> None:
         options = webdriver.ChromeOptions()
@@ -130,7 +130,7 @@ def page(server: ServerProcess, browser: Browser) -> Iterator[Browser]:
 
 
 def test_a_chat_streams(page: Browser) -> None:
-    # Every state of the answer that the page has shown.
+    # All states of the answer that the page has shown.
     page.driver.execute_script(
         "window.seen = new Set(); new MutationObserver(() => {"
         " const body = document.querySelector('.assistant .body');"
@@ -165,11 +165,11 @@ def test_the_sampling_controls_reach_the_server(page: Browser) -> None:
     page.say("Hello")
     page.until(lambda: page.text(".assistant .problem"))
     assert "temperature must be in [0, 2]" in page.text(".assistant .problem")
-    page.until(page.errors)  # the browser reports the 400 on its own account
+    page.until(page.errors)  # the browser itself reports the 400
 
 
 def test_an_answer_is_stopped(server: ServerProcess, page: Browser) -> None:
-    # From within the page: an answer of this model takes less time than a driver's click.
+    # A script in the page clicks: the model answers faster than the driver can click.
     page.driver.execute_script(
         "const stop = document.getElementById('stop');"
         "const watcher = new MutationObserver(() => {"
@@ -291,5 +291,5 @@ def test_a_server_with_keys(browser: Browser) -> None:
         browser.say("What is an ostinato?")
         assert browser.wait_for_answer()
         assert browser.script("document.cookie + JSON.stringify(localStorage)") == "{}"
-        # What the browser reports of refused requests, and nothing else.
+        # The browser reports the refused requests only.
         assert all("401" in error for error in browser.errors())

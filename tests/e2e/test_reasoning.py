@@ -1,4 +1,4 @@
-"""Constraints of models that reason: what they think is free, what they answer is not."""
+"""Constraints of models that reason: the reasoning is free, the answer obeys the constraint."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ANSWERS = {
     "age?": ["<think>", "\n", THOUGHT, "\n\n", "</think>", "\n\n\n", '{"age":', " 7", " years", "}"],
     "yes?": ["no", ", maybe", "yes", " 1", "8", "{a}"],
 }  # fmt: skip
-TOKENS = ["<unk>", "</s>", *ANSWERS, *ANSWERS["age?"]]  # as the scripted model numbers them
+TOKENS = ["<unk>", "</s>", *ANSWERS, *ANSWERS["age?"]]  # in the order of the scripted model's ids
 TEMPLATE = (
     "{# tools <tool_call> </think> #}{% for m in messages %}"
     "{{ m.reasoning_content }} {{ m.content }} {% endfor %}"
@@ -147,7 +147,7 @@ def test_a_budget_where_nobody_thinks_is_refused(server):
 
 
 def test_reasoning_that_comes_back_encoded(server):
-    """As clients do that keep nothing on the server: `store` is false, and the items are sent again."""
+    """The client sets `store` to false and sends the items again."""
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=200) as client:
         fields: Any = {"model": "scripted", "temperature": 0, "store": False}
         fields["include"] = ["reasoning.encrypted_content"]

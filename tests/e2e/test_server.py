@@ -29,7 +29,7 @@ def sdk(server: ServerProcess) -> Iterator[openai.OpenAI]:
 
 
 def until(condition: Callable[[], bool], timeout_s: float = 30) -> None:
-    """Polls; fails when `condition` does not come true."""
+    """Polls until `condition` is true. Fails after a time limit."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "it did not come true in time"
@@ -281,7 +281,7 @@ def test_port_in_use_is_one_line_before_anything_loads(server):
 
 
 class TestTheWayDown:
-    """Each of these ends its server; signals first, since they leave nothing running."""
+    """Each test ends its own server. Tests with signals come first, as no process is left after them."""
 
     def test_sigterm_finishes_what_runs_and_exits_0(self):
         with ServerProcess() as server:

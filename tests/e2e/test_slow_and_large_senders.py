@@ -44,7 +44,7 @@ class Connection:
         self.socket.sendall(data)
 
     def read(self) -> bytes:
-        """All until the server closes the connection."""
+        """All bytes until the server closes the connection."""
         data = b""
         with suppress(ConnectionResetError):
             while part := self.socket.recv(1 << 16):
@@ -64,7 +64,7 @@ class Connection:
         return int(head.split()[1]), json.loads(body)
 
     def drip(self, data: bytes) -> None:
-        """Send a byte every 0.1 s until the server says something."""
+        """Send a byte every 0.1 s until the server answers."""
         for byte in data:
             if select.select([self.socket], [], [], 0.1)[0]:
                 return

@@ -249,7 +249,7 @@ class TestRefusals:
 
 
 class TestNumbers:
-    """Of any size, in every keyword of a schema."""
+    """Numbers of any size in every keyword of a schema."""
 
     def places(self) -> list[Place]:
         short = {"max_tokens": 3}

@@ -1,4 +1,4 @@
-"""Calls that a model makes by itself, its reasoning and its mistakes, over HTTP and both clients."""
+"""Tool calls without a constraint, reasoning and malformed calls, over HTTP and both clients."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def test_the_parsers_can_be_chosen(server, client):
         f"{server.url}/v1/chat/completions",
         json={
             "messages": user("weather?"),
-            "chat_template": "{{ messages[-1].content }}",  # knows neither tools nor reasoning
+            "chat_template": "{{ messages[-1].content }}",  # renders neither tools nor reasoning
         },
         timeout=200,
     ).json()

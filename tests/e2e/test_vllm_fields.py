@@ -1,4 +1,4 @@
-"""What the fields that vLLM adds to the OpenAI API do, seen from outside of a real server process."""
+"""Fields that vLLM adds to the OpenAI API, on a real server process."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from tests.e2e.json_requests import CHAT, COMPLETIONS, HI, post, refused
 from tests.e2e.server_process import HTTP, ServerProcess
 
 GREEDY = {"temperature": 0, "max_tokens": 40, "ignore_eos": True, "return_token_ids": True}
-# One token over and over.
+# The reply repeats one token.
 ONE_TOKEN = {**GREEDY, "logit_bias": {"300": 100}}
 
 
 def lines(server: ServerProcess, path: str, **body: object) -> Iterator[dict[str, Any]]:
-    """The chunks of a stream as they come."""
+    """The chunks of a stream, as they arrive."""
     body["stream"] = True
     with HTTP.stream("POST", server.url + path, json=body, timeout=300) as response:
         texts = (line[6:] for line in response.iter_lines() if line)

@@ -13,7 +13,7 @@ COMPILED = ("graphs.mode=captured", "graphs.attention=auto", "graphs.pack_weight
 
 
 class Start:
-    """What one start showed."""
+    """The results of one start."""
 
     def __init__(self, directory: Path) -> None:
         with ServerProcess(*COMPILED, f"graphs.bundle_dir={directory}") as server:
@@ -35,7 +35,7 @@ class Start:
 
 @pytest.fixture(scope="module")
 def starts(tmp_path_factory: pytest.TempPathFactory) -> list[Start]:
-    """Cold, warm, and after one byte of the compiled layer has changed."""
+    """A cold start, a warm one, and one after a changed byte in the compiled layer."""
     directory = tmp_path_factory.mktemp("bundles")
     cold, warm = Start(directory), Start(directory)
     (program,) = directory.glob("*/layer-0")
