@@ -30,7 +30,7 @@ TEMPLATE = (
 
 @pytest.fixture(scope="session")
 def tokenizer_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model's directory, for the processes that prepare requests."""
+    """A model's directory for the processes that prepare requests."""
     directory = tmp_path_factory.mktemp("model")
     tokenizer_builders.byte_level_bpe().save(str(directory / "tokenizer.json"))
     (directory / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""A scripted engine client: the same interface, outputs from a list, no process behind it."""
+"""A scripted engine client: the same interface, with outputs from a list and without a process."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ __all__ = ("FakeClient", "scripted")
 
 
 def scripted(text: str, token_ids: Sequence[int], **fields: object) -> RequestOutput:
-    """One scripted output; `num_output_tokens` is filled in when it is played."""
+    """One scripted output; `num_output_tokens` is set when the client gives the output."""
     return RequestOutput(
         request_id="", index=0, text_delta=text, new_token_ids=list(token_ids), **fields
     )
 
 
 class FakeClient:
-    """Plays `script` to every request, all completions in turn.
+    """Gives the outputs of `script` to each request, all completions in turn.
 
     An exception in the script is raised; None waits until the request is aborted, or `released` is set.
     """
@@ -146,7 +146,7 @@ class FakeClient:
         cache_salt: str = "",
         trace: bool = False,
     ) -> PooledOutput:
-        """A vector of length 1 that leans to one side by the prompt's first token."""
+        """A vector of length 1. Its direction depends on the prompt's first token."""
         if self.death_reason is not None:
             raise EngineDeadError(f"the engine does not run: {self.death_reason}")
         self.pooled.append((prompt_token_ids, params, priority, cache_salt))

@@ -1,4 +1,4 @@
-"""Where a server under test sends its traces."""
+"""A receiver for the traces of a server under test."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ("otlp_receiver",)
 
 @contextmanager
 def otlp_receiver() -> Iterator[tuple[str, list[bytes]]]:
-    """An OTLP receiver over HTTP: its address and the bodies that came."""
+    """An OTLP receiver over HTTP: its address and the bodies that it received."""
     bodies: list[bytes] = []
 
     class Handler(BaseHTTPRequestHandler):

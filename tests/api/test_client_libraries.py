@@ -56,7 +56,7 @@ HI = [{"role": "user", "content": "Hi"}]
 
 
 class Pair(NamedTuple):
-    """A type of a client library and what decodes it here."""
+    """A type of a client library and the project's type for it."""
 
     theirs: Any
     ours: type[msgspec.Struct]
@@ -137,7 +137,7 @@ BODIES = [
         {"messages": HI},
     ),
 ]
-# What a body consists of, where it is text and functions.
+# The types in a body of text and functions.
 PARTS = [
     Pair(chat.ChatCompletionStreamOptionsParam, StreamOptions),
     *(

@@ -1,4 +1,4 @@
-"""The documents list what there is: every field, endpoint and error code, every metric."""
+"""The documents list every field, endpoint, error code and metric."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_every_field(schema):
 def test_every_metric(app):
     families = text_string_to_metric_families(app.http.get("/metrics").text)
     names = {family.name + ("_total" if family.type == "counter" else "") for family in families}
-    # The library adds a `_created` time beside its own counters and histograms.
+    # The library adds a `_created` time to each counter and histogram.
     names = {name for name in names if not name.endswith("_created")}
     assert len(names) > 15
     assert [name for name in sorted(names) if f"`{name}" not in METRICS] == []

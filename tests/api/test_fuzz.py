@@ -1,4 +1,4 @@
-"""Whatever JSON a client sends, the answer is a reply or a 4xx with the OpenAI error object."""
+"""The answer to any JSON is a reply or a 4xx with the OpenAI error object."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ values = st.recursive(
 
 @cache
 def likely(name: str) -> st.SearchStrategy[Any]:
-    """A value that often is right, so that bodies get past the first check."""
+    """A value that is often valid, so that bodies pass the first check."""
     return {
         "messages": st.lists(
             st.fixed_dictionaries(

@@ -1,4 +1,4 @@
-"""Tools of the chat endpoint over a scripted engine: what the template sees, and the answers' shapes."""
+"""Tools of the chat endpoint over a scripted engine: the template's input and the shapes of the answers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ CALL = {"id": "call_1", "type": "function", "function": {"name": "add", "argumen
 CALL_OF_MESSAGE = MessageToolCall(
     id="call_1", function=CalledFunction(name="add", arguments='{"a": 1}')
 )
-# As Qwen3's: shows everything that a template can be given. Its calls are written in <tool_call> tags.
+# Like Qwen3's template: renders all input of a template. It writes calls in <tool_call> tags.
 TEMPLATE = (
     "{% if tools %}{{ tools | tojson }}{% endif %}"
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}"
@@ -54,7 +54,7 @@ def named(name: str) -> dict[str, Any]:
 
 
 def script(*pieces: str) -> list[Any]:
-    """An answer in these pieces; the tokens do not matter."""
+    """An answer in these pieces, with any tokens."""
     return [
         *(scripted(piece, [5]) for piece in pieces),
         scripted("", [7], finish_reason=FinishReason.stop),
@@ -172,7 +172,7 @@ class TestAnswers:
 
 
 class TestConstraints:
-    """What the engine is asked; that it keeps to it is tested with a real one."""
+    """The constraint that the engine gets. Tests with a real engine check that it obeys."""
 
     def format_of(self, app: Any, **fields: object) -> dict[str, Any]:
         response = app.chat(tools=[ADD], **fields)

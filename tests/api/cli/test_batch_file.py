@@ -1,4 +1,4 @@
-"""The files of `run batch`: what is read, what is refused, and what an interruption leaves behind."""
+"""The files of `run batch`: accepted lines, refused lines, and the files after an interruption."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command line as a user meets it: real processes for exit codes, streams and import cost."""
+"""The command line: real processes show exit codes, streams and import cost."""
 
 import os
 import re
@@ -137,7 +137,7 @@ def test_examples_in_help_are_legal(name: str, capsys: pytest.CaptureFixture[str
         words = shlex.split(example.partition(" < ")[0])
         assert words[:2] == ["run", name]
         assert run([*words[1:], "--cfg", "job"]) == 0
-        # Flags of vLLM are named with the overrides that they stand for; nothing else is said.
+        # The output names flags of vLLM with their overrides, and nothing else.
         said = capsys.readouterr().err.splitlines()
         assert [line for line in said if not line.startswith(f"run {name}: --")] == []
         assert bool(said) == any(word.startswith("--max-") for word in words)

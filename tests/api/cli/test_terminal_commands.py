@@ -17,7 +17,7 @@ from ostinato.runtime.errors import EngineError
 from ostinato.runtime.startup.device import available_cores
 from ostinato.runtime.types.outputs import RequestOutput
 
-# Eager, with the reference kernel: what is tested here is the commands, and they start at once.
+# Eager, with the reference kernel: the engine starts at once, and the tests are about the commands.
 FAST = ["graphs.mode=eager", "graphs.attention=reference", "graphs.pack_weights=false"]
 TINY = [
     "model=llama-45m",
@@ -94,7 +94,7 @@ def test_chat_through_a_pipe(capsys: pytest.CaptureFixture[str], monkeypatch: py
     text = capsys.readouterr().out
     answer = text.splitlines()[0]
     assert len(answer) > 5
-    assert text.count(answer) == 2  # forgotten in between, so answered alike
+    assert text.count(answer) == 2  # the history was cleared, so the answers are equal
     assert "there is no command /nonsense" in text
     assert "(the conversation is forgotten)" in text
     assert text.endswith("(system message: Be kind.)\n")
@@ -132,7 +132,7 @@ def test_the_first_interrupt_stops_between_two_steps(capsys: pytest.CaptureFixtu
         try:
             for delta in ("one ", "two ", "three "):
                 if delta == "two ":
-                    os.kill(os.getpid(), signal.SIGINT)  # as if in the middle of a step
+                    os.kill(os.getpid(), signal.SIGINT)  # like a signal during a step
                 yield RequestOutput(request_id="r", index=0, text_delta=delta, new_token_ids=[1])
         finally:
             ended.append("aborted")
@@ -165,7 +165,7 @@ def test_plan_as_json_counts_every_weight(capsys: pytest.CaptureFixture[str]):
     layer = 32 * (32 + 2 * 16) + 32 * 32 + 3 * 32 * 64 + 2 * 32
     weights = (2 * 3072 * 32 + 2 * layer + 32) * 2
     rotary = ledger["weights_bytes"] - weights
-    assert 0 <= rotary <= 2 * 256 * 8 * 4  # cosines and sines, whichever way they are kept
+    assert 0 <= rotary <= 2 * 256 * 8 * 4  # cosines and sines, in either layout
     assert ledger["kv_bytes_per_token"] == 2 * 2 * 2 * 8 * 2
     assert ledger["max_model_len"] == 256
     assert ledger["num_blocks"] == 64 * 16 + 1
@@ -206,7 +206,7 @@ def test_bench_writes_a_table_and_a_record(tmp_path: Path, capsys: pytest.Captur
     table = capsys.readouterr().out
     assert max(map(len, table.rstrip().splitlines()[:-2])) <= 100
     assert str(record_file) in table
-    [record] = read_records(record_file)  # it fits the schema
+    [record] = read_records(record_file)  # the record fits the schema
     [point] = record.points
     metrics = point.metrics
     assert len(metrics["output_throughput"].runs) == 2

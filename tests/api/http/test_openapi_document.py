@@ -1,4 +1,4 @@
-"""The OpenAPI document: whole in itself, and true of what is answered."""
+"""The OpenAPI document: its references resolve, and the answers match it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Server-sent events: exact bytes, and what a failure or a closed connection does."""
+"""Server-sent events: exact bytes, failures and closed connections."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Chunk(msgspec.Struct):
 
 
 class Source:
-    """Chunks from a list; an exception in it is raised, None waits for ever."""
+    """Yield the chunks of a list. An exception in it is raised; None waits without end."""
 
     def __init__(self, *items: Chunk | Exception | None) -> None:
         self.items = items

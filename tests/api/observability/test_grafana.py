@@ -1,4 +1,4 @@
-"""docs/grafana.json asks for metrics that exist, and leaves no panel empty or on another."""
+"""docs/grafana.json queries existing metrics. No panel is empty, and no panel covers another."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DASHBOARD: dict[str, Any] = json.loads(
     (Path(__file__).parents[3] / "docs" / "grafana.json").read_text(encoding="utf-8")
 )
 PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
-# Absent without a GPU; the names are checked against the collector's source below.
+# The collector omits these without a GPU. A test below finds their names in its source.
 GPU = {
     "ostinato_gpu_utilization_ratio",
     "ostinato_gpu_memory_used_bytes",
@@ -25,7 +25,7 @@ GPU = {
 
 def sample_names(app) -> set[str]:
     app.chat()
-    app.chat(temperature=9)  # a refusal, so that its counter has a sample
+    app.chat(temperature=9)  # a refused request, so that the counter of refusals has a sample
     families = text_string_to_metric_families(app.http.get("/metrics").text)
     return {sample.name for family in families for sample in family.samples}
 
@@ -49,7 +49,7 @@ def test_every_panel(panel: dict[str, Any]) -> None:
         query = target["expr"]
         assert '{instance=~"$instance"' in query
         assert query.count("(") == query.count(")")
-        # A counter only ever makes sense as a rate, or as the sum of what should stay 0.
+        # A panel shows a counter as a rate, or as a sum that should stay 0.
         for name in re.findall(r"ostinato_[a-z_]+_total\b", query):
             assert f"rate({name}" in query or name in (
                 "ostinato_late_compiles_total",

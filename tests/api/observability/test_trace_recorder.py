@@ -1,4 +1,4 @@
-"""A recorded trace has lengths, arrivals and what is shared; it has no text and no ids."""
+"""A recorded trace has lengths, arrival times and shared prefixes. It has no text and no ids."""
 
 import json
 from pathlib import Path

@@ -61,7 +61,7 @@ class TestToRequests:
         ]
         assert {one.sampling.logprobs for one in requests} == {2}
         assert [one.sampling.max_tokens for one in requests] == [19, 18, 19]
-        # What crosses a process border is the same.
+        # A request is the same after it was sent to another process.
         again = msgspec.json.decode(msgspec.json.encode(prepared), type=PreparedCompletion)
         assert again.generations == requests
 

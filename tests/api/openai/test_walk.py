@@ -1,4 +1,4 @@
-"""How many calls of the API lie between a route and the engine's client."""
+"""The number of API calls between a route and the engine's client."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAX_CALLS = 4
 
 
 class WatchingClient(FakeClient):
-    """Notes the functions of the API that are on the stack when the engine is asked."""
+    """Records the API functions on the stack when the engine gets a request."""
 
     def __init__(self, *args: Any, **fields: Any) -> None:
         super().__init__(*args, **fields)
@@ -70,7 +70,7 @@ def test_parameters_are_resolved_once_for_each_prompt(make_app, monkeypatch, pat
         monkeypatch.setattr(f"{module}.resolve_sampling", counted)
     app = make_app()
     assert app.http.post(path, json=body).status_code == 200
-    # The real client makes its requests so; the scripted one notes what it was given.
+    # The real client makes its requests in this way. The scripted one records them.
     for token_ids, sampling, *_ in app.engine.requests:
         make_requests("r", token_ids, sampling, app.engine.model)
     assert calls == [token_ids for token_ids, *_ in app.engine.requests]

@@ -1,4 +1,4 @@
-"""Tool calls in each format: what is a call, what is content, and that pieces do not matter."""
+"""Tool calls in each format: calls and content are told apart, in any pieces."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls of custom tools in an answer: their text, however it was escaped and cut."""
+"""Calls of custom tools in an answer: the text is independent of escapes and of the pieces."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The scanner agrees with the `json` module about where an object ends, however it comes."""
+"""The scanner and the `json` module find the same end of an object, in any pieces."""
 
 from __future__ import annotations
 

@@ -234,7 +234,7 @@ class TestIncluded:
     def test_log_probabilities_are_those_of_the_text(self, app):
         answer = post(app, **self.WITH, top_logprobs=1, tools=[TOOL]).json()
         thoughts, message, _ = answer["output"]
-        # The tokens of the reasoning and of the call have none.
+        # The reply has no log probabilities for the tokens of the reasoning and of the call.
         assert [len(one["top_logprobs"]) for one in message["content"][0]["logprobs"]] == [1]
         assert "logprobs" not in thoughts["content"][0]
         text = post(app, **self.WITH, top_logprobs=1, tools=[TOOL], stream=True).text
@@ -257,7 +257,7 @@ class TestIncluded:
         assert input_messages([item, end]) == [
             Message(role="assistant", content="A", reasoning="hm")
         ]
-        # What another server has written can not be read.
+        # A server can not read the encrypted reasoning of another server.
         for other in ("gAAAA", f"{content}é", content[:12] + "?"):
             unread = input_messages([{**item, "encrypted_content": other}, end])
             assert unread == [Message(role="assistant", content="A")]

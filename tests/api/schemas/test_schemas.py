@@ -1,4 +1,4 @@
-"""Bodies: what is accepted, and the refusals' words for what is not."""
+"""Request bodies: accepted ones, and the error messages for refused ones."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ class TestRefused:
         ),
     )
     def test_the_template_sees_each_key_of_a_message(self, role, others):
-        """Any role and any key are kept, except nulls and values without an effect."""
+        """A message keeps any role and any key, except nulls and values without an effect."""
         given_message = {"role": role, "content": "Hi", **others}
         body = msgspec.json.encode({"messages": [given_message]})
         (message,) = decode(body, ChatCompletionRequest).messages

@@ -167,7 +167,7 @@ class TestTheRequestsName:
             assert f"-{name}" in stream.text.partition("\n")[0]
             assert stream.headers["x-request-id"] == name
             named = app.http.post(path, json={**body, "request_id": "mine"}, headers=headers)
-            assert named.json()["id"].endswith("-mine")  # the body is nearer
+            assert named.json()["id"].endswith("-mine")  # the id in the body wins over the header
             assert named.headers["x-request-id"] == name
 
     def test_comes_back_with_refusals(self, app):

@@ -79,7 +79,7 @@ class TestChat:
             assert usage["prompt_tokens"] == last["usage"]["prompt_tokens"]
             assert usage["prompt_tokens_details"] == {"cached_tokens": 2}
             counts[chunk["choices"][0]["index"]].append(usage["completion_tokens"])
-        # Each completion for itself, and nothing of it in the chunk with the role.
+        # Each completion counts its own tokens. The chunk with the role counts 0.
         assert counts == {0: [0, 1, 3], 1: [0, 1, 3]}
         assert last["usage"]["completion_tokens"] == 6
 
@@ -203,7 +203,7 @@ class TestCompletions:
 
 
 async def asgi_post(app, path: str, body: dict, *, disconnect: asyncio.Event) -> list[dict]:
-    """One POST by hand; the client is gone as soon as `disconnect` is set."""
+    """Send one POST through ASGI. The client disconnects as soon as `disconnect` is set."""
     messages = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
     sent: list[dict] = []
 

@@ -41,7 +41,7 @@ class TestHealth:
             response = app.http.get(path)
             assert (response.status_code, response.json()["status"]) == (503, status)
             assert "SIGSEGV" in response.json()["reason"]
-        # It waits for the engine, which a script does not need.
+        # The real client waits for the engine here. The scripted one need not wait.
         assert app.chat().status_code == 200
 
     def test_restarts_are_counted(self, app):

@@ -1,4 +1,4 @@
-"""The page's files and what it reads, through the application with a scripted engine."""
+"""The files of the page and the routes that it reads, with a scripted engine."""
 
 from __future__ import annotations
 

@@ -159,7 +159,7 @@ class TestQueue:
         assert response.status_code == 429
         assert "8 prompt tokens wait and 3 would follow" in error_of(response)["message"]
         assert app.http.post("/v1/completions", json=body | {"prompt": [1, 2]}).status_code == 200
-        app.engine.num_queued_tokens = 0  # one that is alone is taken, however long
+        app.engine.num_queued_tokens = 0  # an empty queue takes a prompt of any length
         body["prompt"] = list(range(1, 21))
         assert app.http.post("/v1/completions", json=body).status_code == 200
 

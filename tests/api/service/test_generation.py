@@ -1,4 +1,4 @@
-"""What the dialects share: names of models and answers, usage, log-probabilities, tokenisation."""
+"""Parts that all dialects use: names of models and answers, usage, log probabilities, tokenisation."""
 
 from __future__ import annotations
 

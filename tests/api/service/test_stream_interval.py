@@ -1,4 +1,4 @@
-"""`stream_interval`: which outputs are sent in one chunk."""
+"""`stream_interval`: the outputs that one chunk carries."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from ostinato.runtime.client.completion import join_outputs
 from ostinato.runtime.types.outputs import FinishReason, RequestOutput, TokenLogprobs
 from tests.api.dialect_values import output
 
-# Of each output: which of three completions, and its tokens; some have none.
+# Each output: the index of one of three completions, and its tokens. Some have none.
 NEWS = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3)), max_size=30)
 
 
 def outputs_of(sizes: list[tuple[int, int]]) -> list[RequestOutput]:
-    """The same as the engine's client gives them: each completion ends."""
+    """The outputs as the engine's client gives them: each completion ends."""
     totals = {0: 0, 1: 0, 2: 0}
     result = []
     for index, count in [*sizes, *((index, 0) for index in totals)]:
@@ -43,6 +43,6 @@ def test_nothing_is_lost_and_the_sizes_are_right(sizes, num_tokens):
             assert given_out == came
             continue
         first = next((place for place, size in enumerate(sizes) if size), len(sizes) - 1)
-        # At once, as it came.
+        # The first output with tokens is sent at once and unchanged.
         assert given_out[first] in came
         assert all(num_tokens <= size < num_tokens + 3 for size in sizes[first + 1 : -1])
