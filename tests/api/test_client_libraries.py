@@ -1,7 +1,7 @@
 """Every field of a request that the installed `openai` and `anthropic` packages know.
 
-Each is taken, and then documented, or it is refused by name with a reason. A new version of a package that
-brings a new field fails here until the field is in one of the two lists.
+The server accepts a field, and the documents list it, or the server refuses it by name with a reason. These
+tests fail for a new field in a new version of a package until one of the two lists has it.
 """
 
 from __future__ import annotations

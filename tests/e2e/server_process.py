@@ -39,12 +39,12 @@ class ServerProcess:
     """One server; `with ServerProcess(...) as server:` waits until it is ready.
 
     Args:
-        overrides: more of the command line.
-        prefix: a command that replaces itself by the server's (tests.confinement.py).
+        overrides: more arguments of the command line.
+        prefix: a command that executes the server's command in its place (tests/confinement.py).
         environment: variables that differ from those of this process; None removes one.
 
     Attributes:
-        url: where it listens.
+        url: the address of the server.
         output: lines of standard output and standard error so far.
     """
 

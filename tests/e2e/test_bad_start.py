@@ -1,7 +1,7 @@
 """A server that can not start says why in one clear line, and its exit code is not 0.
 
-One that is told to end while it starts ends at once, and leaves nothing. Lines about models that
-can not be opened are those of other commands too: tests/api/cli/test_terminal_commands.py.
+A signal during a start ends the server at once, without leftovers. Other commands print the same
+lines about models that can not be opened: tests/api/cli/test_terminal_commands.py.
 """
 
 from __future__ import annotations

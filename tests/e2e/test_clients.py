@@ -1,6 +1,6 @@
 """The official clients against a real server process: tools, streams, parsed answers, errors.
 
-The bundled model does not know how to call tools; where a call must be made, a grammar makes it.
+The bundled model can not call tools by itself. A grammar writes the required calls.
 """
 
 from __future__ import annotations

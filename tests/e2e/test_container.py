@@ -1,6 +1,6 @@
 """A server in a container: a read-only cache, no home, a user without a name, few open files.
 
-One server has all of it at once. A server that can not start says why in one line: test_bad_start.py.
+One server has all these limits at once. test_bad_start.py tests servers that can not start.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Busy is told from frozen: a real engine in a step that is longer than every limit, and a stopped
-one.
+"""The server tells a busy engine from a frozen one.
+
+One engine is in a step longer than every limit; the other one is stopped.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ PATHS = ("/live", "/ready", "/health")
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ServerProcess]:
-    # The reference kernel over six long prompts: a step takes seconds. On one thread, so that other
-    # tests beside it make it two or three times slower and not ten times: predictions allow for five.
+    # The reference kernel over six long prompts: a step takes seconds. It has one thread: other
+    # tests then make it at most three times slower, not ten times. Predictions allow for five.
     with ServerProcess(
         "model.max_model_len=2048",
         "scheduler.max_num_seqs=6",

@@ -1,7 +1,7 @@
 """Clients of other projects against a real server process; each is skipped where it is not installed.
 
-`langchain-openai` is in the test extra. The others are not: they bring some fifty packages, and hold
-`openai` at an older version. docs/tools-and-reasoning.md says how to run them.
+`langchain-openai` is in the test extra. The others are not: they need some fifty packages and an
+older version of `openai`. docs/tools-and-reasoning.md says how to run them.
 """
 
 from __future__ import annotations
