@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from ostinato.ops.native.instruction_sets import runnable_levels
 
@@ -16,6 +17,12 @@ _MOST_WORKERS = 4  # each with its servers may take 2 GiB
 # Before anything imports torch, and for the servers that tests start: threads that wait for each
 # other at the end of a loop sleep, because other workers need the cores.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+# Every run draws the same examples, however slow the machine is; `--hypothesis-profile=search` draws
+# new ones, which is worth a long run now and then.
+settings.register_profile("repeat", derandomize=True, deadline=None)
+settings.register_profile("search", deadline=None)
+settings.load_profile("repeat")
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
