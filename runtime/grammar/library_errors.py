@@ -51,14 +51,14 @@ _CLASSES = (
         "lists are required; list them in required, or set strict to false",
     ),
     _of(
-        r"patternProperty regexes (.*) and (.*) are not disjoint",
+        r"patternProperty regexes (.*?) and (.*?) are not disjoint",
         lambda found: (
             f"the patternProperties {found[1]} and {found[2]} match a common name; they are "
             "enforced only where each name matches at most one"
         ),
     ),
     _of(
-        r"can't determine if patternProperty regexes (.*) and (.*) are disjoint",
+        r"can't determine if patternProperty regexes (.*?) and (.*?) are disjoint",
         lambda found: (
             f"the patternProperties {found[1]} and {found[2]} are too complex to see whether they "
             "match a common name; make them simpler"
