@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import errno
 import functools
 import gc
@@ -47,6 +48,8 @@ _LOG = logging.getLogger("ostinato.server")
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _FLUSH_S = 3  # time for connections to receive their last bytes
 _KEEP_ALIVE_S = 60
+_M_MMAP_THRESHOLD = -3  # of mallopt(3)
+_LARGE_BLOCK = 256 << 10  # bytes
 
 
 def serve(config: RunConfig) -> int:
@@ -57,6 +60,7 @@ def serve(config: RunConfig) -> int:
             not start; one line that says why.
     """
     num_connections = reserve_files()
+    _return_large_blocks()
     config = replace(config, server=with_keys(config.server))
     _check_tls(config.server)
     _configure_logging(config.server)
@@ -66,6 +70,18 @@ def serve(config: RunConfig) -> int:
         trace = TraceRecorder(config.server.record_trace, config.cache.block_size)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         return runner.run(_serve(config, listener, trace, num_connections))
+
+
+def _return_large_blocks() -> None:
+    """Memory of large request bodies goes back to the system when it is freed.
+
+    glibc maps large blocks and unmaps them, but raises the size from which it does so to that of
+    the largest block freed so far. Later bodies then share its heaps with small objects, and the
+    heaps grow with each.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:  # musl and macOS have none
+        mallopt(_M_MMAP_THRESHOLD, _LARGE_BLOCK)
 
 
 async def _serve(
