@@ -31,6 +31,7 @@ class BenchKind(StrEnum):
     startup = "startup"
     prefix = "prefix"
     determinism = "determinism"
+    speculation = "speculation"
     ops = "ops"
     compare = "compare"
     history = "history"

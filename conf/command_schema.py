@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ostinato.conf.schema import Section, setting
 
-__all__ = ("BatchSection", "ChatSection", "GenerateSection", "PlanSection")
+__all__ = ("BatchSection", "ChatSection", "GenerateSection", "PlanSection", "QuantizeSection")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,3 +69,25 @@ class PlanSection(Section):
     free_gib: float | None = setting(
         None, "plan for a device with this much free memory; null = this machine's", above=0
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantizeSection(Section):
+    """What `run quantize` writes."""
+
+    key = "quantize"
+    output: str = setting("", "a new directory for the quantised checkpoint")
+    format: str = setting(
+        "compressed-tensors",
+        "how the integers are stored",
+        one_of=("gptq", "awq", "compressed-tensors"),
+    )
+    bits: int = setting(4, "of an integer", one_of=(4, 8))
+    group_size: int = setting(128, "weights that share a scale", one_of=(32, 64, 128))
+    symmetric: bool = setting(True, "false = every group has a zero point too")
+    calibration: str = setting(
+        "", "a text file; weights are rounded for its activations; empty = each to the nearest"
+    )
+    evaluation: str = setting("", "a text file whose perplexity is reported; empty = none")
+    samples: int = setting(128, "rows of each text, at most", at_least=1)
+    length: int = setting(512, "tokens of a row", at_least=16, at_most=8192)

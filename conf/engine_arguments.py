@@ -14,6 +14,7 @@ from typing import cast
 
 from ostinato.conf.describe import describe_keys, nearest
 from ostinato.conf.errors import ConfigError
+from ostinato.conf.speculation.speculative_config import speculation_settings
 
 __all__ = ("ARGUMENTS", "Argument", "argument_settings", "unknown_argument")
 
@@ -24,6 +25,8 @@ class Argument:
 
     setting: str = ""  # the key that it sets; empty = there is no such setting
     read: Callable[[object], object] = lambda value: value  # ValueError = refused, with the reason
+    # All settings of a value that stands for several, `setting` among them.
+    expand: Callable[[object], Mapping[str, object]] | None = None
     # Values that mean what the engine does anyway. None, vLLM's "not given", is always one.
     default: tuple[object, ...] = ()
     reason: str = ""  # why other values are refused, and the remedy
@@ -57,7 +60,10 @@ def argument_settings(
         if not argument.setting:
             raise ConfigError(f"{name}={value}: {argument.reason}")
         try:
-            found[argument.setting] = argument.read(value)
+            if argument.expand is None:
+                found[argument.setting] = argument.read(value)
+            else:
+                found |= argument.expand(value)
         except ValueError as error:
             raise ConfigError(f"{name}={value}: {error}") from error
     return found
@@ -161,9 +167,9 @@ def _eager(value: object) -> object:
     return "eager" if _flag(value) else "captured"
 
 
-_ONE_DEVICE = "one device runs the model; there is no parallelism over devices yet, leave it out"
+_ONE_DEVICE = "one device runs the model; leave it out, or set parallel.data for more of them"
 _NO_LORA = "LoRA adapters are not served yet; merge the adapter into the checkpoint"
-_NO_SPECULATION = "speculative decoding is not there yet; leave it out"
+_SPECULATION = "it is a key of speculative_config"
 _NO_OFFLOAD = "weights are not offloaded to host memory; use model.quantization=int8 or int4"
 _NO_MEDIA = "images, video and audio are not served yet; leave it out"
 _TASKS = "the task follows from the checkpoint; leave it out"
@@ -205,6 +211,11 @@ ARGUMENTS: dict[str, Argument] = {
         setting="model.load_format",
         read=_one_of({"dummy": "dummy"}, "the format of a checkpoint is recognised"),
         default=("auto", "safetensors"),
+    ),
+    "model_impl": Argument(
+        setting="model.implementation",
+        read=_one_of({"vllm": "native", "transformers": "transformers"}, "they are the only two"),
+        default=("auto",),
     ),
     "quantization": Argument(
         setting="model.quantization",
@@ -271,10 +282,12 @@ ARGUMENTS: dict[str, Argument] = {
     ),
     "compilation_config": Argument(reason="set graphs.mode, graphs.form or graphs.capture_sizes"),
     "device": Argument(setting="device.name"),
-    # Parallelism, adapters, speculation, media: not supported yet.
+    # Drafts.
+    "speculative_config": Argument(setting="speculation.method", expand=speculation_settings),
+    # Parallelism, adapters, media.
     "tensor_parallel_size": Argument(default=(1,), reason=_ONE_DEVICE),
     "pipeline_parallel_size": Argument(default=(1,), reason=_ONE_DEVICE),
-    "data_parallel_size": Argument(default=(1,), reason=_ONE_DEVICE),
+    "data_parallel_size": Argument(setting="parallel.data"),
     "enable_expert_parallel": Argument(default=(False,), is_flag=True, reason=_ONE_DEVICE),
     "distributed_executor_backend": Argument(default=("mp", "uni"), reason=_ONE_DEVICE),
     "disable_custom_all_reduce": Argument(default=(False,), is_flag=True, reason=_ONE_DEVICE),
@@ -282,9 +295,8 @@ ARGUMENTS: dict[str, Argument] = {
     "lora_modules": Argument(reason=_NO_LORA, is_list=True),
     "max_loras": Argument(reason=_NO_LORA),
     "max_lora_rank": Argument(reason=_NO_LORA),
-    "speculative_config": Argument(reason=_NO_SPECULATION),
-    "speculative_model": Argument(reason=_NO_SPECULATION),
-    "num_speculative_tokens": Argument(default=(0,), reason=_NO_SPECULATION),
+    "speculative_model": Argument(reason=_SPECULATION),
+    "num_speculative_tokens": Argument(default=(0,), reason=_SPECULATION),
     "limit_mm_per_prompt": Argument(reason=_NO_MEDIA),
     "mm_processor_kwargs": Argument(reason=_NO_MEDIA),
     "allowed_local_media_path": Argument(default=("",), reason=_NO_MEDIA),

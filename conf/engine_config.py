@@ -9,9 +9,11 @@ from ostinato.conf.schema import (
     DeviceConfig,
     GraphConfig,
     ModelSection,
+    RuntimeSection,
     SamplingSection,
     SchedulerConfig,
 )
+from ostinato.conf.speculation.speculation_schema import SpeculationConfig
 
 __all__ = ("EngineConfig",)
 
@@ -24,5 +26,7 @@ class EngineConfig:
     device: DeviceConfig = field(default_factory=DeviceConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     graphs: GraphConfig = field(default_factory=GraphConfig)
+    runtime: RuntimeSection = field(default_factory=RuntimeSection)
     sampling: SamplingSection = field(default_factory=SamplingSection)

@@ -4,6 +4,7 @@
 |---|---|---|
 | `OSTINATO_CACHE_DIR` | where compiled kernels and graphs are kept | `~/.cache/ostinato` |
 | `CXX` | the C++ compiler for the CPU's kernels, as for torch's own | `g++`, `clang++` on macOS |
+| `CUDA_VISIBLE_DEVICES` | the GPUs that may be used, as for every CUDA program | all |
 
 The default follows `XDG_CACHE_HOME` when that is set. `TMPDIR` has its usual meaning. Shells that
 complete a command line pass it in `COMP_LINE`. The caches of torch, Triton and FlashInfer are
@@ -32,7 +33,9 @@ __all__ = (
     "prepare_cache",
     "prepare_compiler",
     "require_writable",
+    "visible_gpus",
     "with_own_caches",
+    "with_visible_gpu",
 )
 
 _LIBRARY_CACHES = {  # variable -> folder in our cache directory
@@ -179,6 +182,19 @@ def cxx() -> str:
 def environment_with(**changes: str) -> dict[str, str]:
     """This process's environment for a child, with these variables; what the user set is kept."""
     return {**changes, **os.environ}
+
+
+def visible_gpus() -> list[str] | None:
+    """The GPUs that the user allows, by index or UUID; None = all."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if named is None:
+        return None
+    return [name.strip() for name in named.split(",") if name.strip() not in ("", "-1")]
+
+
+def with_visible_gpu(gpu: str | None) -> dict[str, str]:
+    """This process's environment for a child that sees one GPU only; None = the same GPUs."""
+    return {**os.environ, **({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu})}
 
 
 def with_own_caches(directory: Path) -> dict[str, str]:

@@ -8,9 +8,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 
 from ostinato.conf.bench_schema import BenchSection, LoadSection, SloSection, WorkloadSection
-from ostinato.conf.command_schema import BatchSection, ChatSection, GenerateSection, PlanSection
+from ostinato.conf.command_schema import (
+    BatchSection,
+    ChatSection,
+    GenerateSection,
+    PlanSection,
+    QuantizeSection,
+)
 from ostinato.conf.engine_config import EngineConfig
-from ostinato.conf.server_schema import ServerConfig
+from ostinato.conf.server_schema import ParallelConfig, ServerConfig
 from ostinato.conf.tuning_schema import SimulateSection, TuneSection
 
 __all__ = ("RunConfig",)
@@ -18,13 +24,15 @@ __all__ = ("RunConfig",)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig(EngineConfig):
-    """The engine's sections and those of the server and of each command."""
+    """The engine's sections and those of the server, its replicas and each command."""
 
     server: ServerConfig = field(default_factory=ServerConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     generate: GenerateSection = field(default_factory=GenerateSection)
     chat: ChatSection = field(default_factory=ChatSection)
     batch: BatchSection = field(default_factory=BatchSection)
     plan: PlanSection = field(default_factory=PlanSection)
+    quantize: QuantizeSection = field(default_factory=QuantizeSection)
     bench: BenchSection = field(default_factory=BenchSection)
     workload: WorkloadSection = field(default_factory=WorkloadSection)
     load: LoadSection = field(default_factory=LoadSection)

@@ -19,6 +19,7 @@ __all__ = (
     "CacheConfig",
     "CacheDType",
     "DType",
+    "Determinism",
     "DeviceConfig",
     "DeviceName",
     "GraphConfig",
@@ -26,9 +27,11 @@ __all__ = (
     "GraphMode",
     "HeadQuantization",
     "LoadFormat",
+    "ModelImplementation",
     "ModelSection",
     "PoolingChoice",
     "Quantization",
+    "RuntimeSection",
     "SamplingSection",
     "SchedulerConfig",
     "SchedulingPolicy",
@@ -51,11 +54,20 @@ class DType(StrEnum):
 class CacheDType(StrEnum):
     auto = "auto"
     fp8_e4m3 = "fp8_e4m3"
+    int8 = "int8"
 
 
 class LoadFormat(StrEnum):
     auto = "auto"
     dummy = "dummy"
+
+
+class ModelImplementation(StrEnum):
+    """Whose code runs a model."""
+
+    auto = "auto"
+    native = "native"
+    transformers = "transformers"
 
 
 class Quantization(StrEnum):
@@ -107,6 +119,13 @@ class AttentionBackendName(StrEnum):
     cpu = "cpu"
     triton = "triton"
     flashinfer = "flashinfer"
+
+
+class Determinism(StrEnum):
+    """Whether an engine may start whose answers depend on the batch."""
+
+    auto = "auto"
+    bitwise = "bitwise"
 
 
 class SchedulingPolicy(StrEnum):
@@ -234,13 +253,19 @@ class ModelSection(Section):
     """Which model, from where, in which precision."""
 
     key = "model"
-    path: str = setting("", "a local directory or a hub id; empty = the bundled demo model")
+    path: str = setting(
+        "", "a local directory, a GGUF file or a hub id; empty = the bundled demo model"
+    )
     name: str = setting("", "the name that clients use; empty = the last part of the path")
-    tokenizer: str = setting("", "a local directory or a hub id; empty = same as path")
+    tokenizer: str = setting("", "a local directory, a GGUF file or a hub id; empty = same as path")
     revision: str = setting("", "a hub branch, tag or commit; empty = the default branch")
     dtype: DType = setting(DType.auto, "auto = the checkpoint's own")
     load_format: LoadFormat = setting(
         LoadFormat.auto, "dummy = random weights; nothing is read but the model's config"
+    )
+    implementation: ModelImplementation = setting(
+        ModelImplementation.auto,
+        "transformers = its code for the model, recorded; auto = that for unknown architectures",
     )
     quantization: Quantization = setting(
         Quantization.none,
@@ -294,10 +319,14 @@ class DeviceConfig(Section):
     )
     isa: InstructionSetName = setting(
         InstructionSetName.auto,
-        "instruction set of the CPU kernels; auto = the best that the machine runs",
+        "instruction set of the CPU kernels; auto = the best that the machine runs, or a timed "
+        "faster one",
     )
     memory_fraction: float = setting(
         0.9, "share of the device's free memory that the engine may plan with", above=0, at_most=1
+    )
+    memory_gib: float | None = setting(
+        None, "GiB that count as free at most; null = all of the device's free memory", above=0
     )
 
 
@@ -309,7 +338,8 @@ class CacheConfig(Section):
     block_size: int = setting(16, "tokens per block", one_of=(8, 16, 32, 64, 128))
     dtype: CacheDType = setting(
         CacheDType.auto,
-        "dtype of keys and values; auto = the model's own, fp8_e4m3 = half the memory",
+        "dtype of keys and values; auto = the model's own; half the memory: int8 on a CPU, "
+        "fp8_e4m3 on a GPU",
     )
     memory_gib: float | None = setting(
         None, "GiB for KV blocks; null = what the memory plan leaves", above=0
@@ -390,6 +420,18 @@ class GraphConfig(Section):
         "takes long",
         at_least=0,
         at_most=600,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RuntimeSection(Section):
+    """What the engine promises."""
+
+    key = "runtime"
+    determinism: Determinism = setting(
+        Determinism.auto,
+        "bitwise = do not start where the bits of an answer depend on other requests; "
+        "auto = start, and say so",
     )
 
 

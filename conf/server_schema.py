@@ -1,4 +1,4 @@
-"""The section `server`: addresses, limits, health, restarts, logs and traces of `run serve`."""
+"""The sections of `run serve`: `server` (addresses, limits, logs) and `parallel` (engines)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,14 @@ from enum import StrEnum
 
 from ostinato.conf.schema import Section, refuse, setting
 
-__all__ = ("ReasoningParserName", "ServerConfig", "ToolParserName", "is_api_key")
+__all__ = (
+    "ParallelConfig",
+    "ReasoningParserName",
+    "RouterName",
+    "ServerConfig",
+    "ToolParserName",
+    "is_api_key",
+)
 
 
 class ToolParserName(StrEnum):
@@ -30,6 +37,14 @@ class ReasoningParserName(StrEnum):
     none = "none"
     think = "think"
     mistral = "mistral"
+
+
+class RouterName(StrEnum):
+    """How a router chooses the replica for a request."""
+
+    round_robin = "round_robin"
+    least_load = "least_load"
+    prefix_aware = "prefix_aware"
 
 
 def is_api_key(text: str) -> bool:
@@ -131,6 +146,11 @@ class ServerConfig(Section):
         at_least=0,
         at_most=65536,
     )
+    admin: bool = setting(
+        False,
+        "serve the endpoints that drain an engine and reload the weights; clients that may send "
+        "requests may use them",
+    )
     profile_dir: str = setting(
         "", "where /start_profile and /stop_profile write traces; empty = they are refused"
     )
@@ -186,3 +206,21 @@ class ServerConfig(Section):
                 scheme in ("http", "https") and mark and host.strip("/") == host
             ):
                 refuse("server.cors_origins", "* or origins like https://example.org", origin)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelConfig(Section):
+    """Engine processes (replicas) of one server; each has the whole model."""
+
+    key = "parallel"
+    data: int = setting(
+        1,
+        "replicas; on a CPU they share cores and memory, on GPUs each has one of its own",
+        at_least=1,
+        at_most=1024,
+    )
+    router: RouterName = setting(
+        RouterName.prefix_aware,
+        "the replica of a request: round_robin = in turn, least_load = with the fewest requests, "
+        "prefix_aware = that got the longest common prefix, unless it is much busier",
+    )

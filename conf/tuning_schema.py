@@ -9,14 +9,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from ostinato.conf.schema import Section, setting
+from ostinato.conf.server_schema import RouterName
 
-__all__ = ("RouterName", "SimulateSection", "TuneObjective", "TuneSection")
-
-
-class RouterName(StrEnum):
-    round_robin = "round_robin"
-    least_load = "least_load"
-    prefix_aware = "prefix_aware"
+__all__ = ("SimulateSection", "TuneObjective", "TuneSection")
 
 
 class TuneObjective(StrEnum):

@@ -96,6 +96,52 @@ REFUSED: dict[str, tuple[Refused, ...]] = {
 }
 """Architecture -> what of its own keys is refused."""
 
+RECORDED = (
+    "AfmoeForCausalLM",
+    "ApertusForCausalLM",
+    "ArceeForCausalLM",
+    "BitNetForCausalLM",
+    "CwmForCausalLM",
+    "Dots1ForCausalLM",
+    "Ernie4_5ForCausalLM",
+    "Ernie4_5_MoeForCausalLM",
+    "Exaone4ForCausalLM",
+    "ExaoneMoeForCausalLM",
+    "FlexOlmoForCausalLM",
+    "GPTBigCodeForCausalLM",
+    "GlmForCausalLM",
+    "GraniteSWAForCausalLM",
+    "HeliumForCausalLM",
+    "HunYuanDenseV1ForCausalLM",
+    "HunYuanMoEV1ForCausalLM",
+    "HyperCLOVAXForCausalLM",
+    "Jais2ForCausalLM",
+    "MellumForCausalLM",
+    "MiniMaxM2ForCausalLM",
+    "MinistralForCausalLM",
+    "NanoChatForCausalLM",
+    "NemotronForCausalLM",
+    "OlmoForCausalLM",
+    "PersimmonForCausalLM",
+    "PhimoeForCausalLM",
+    "SeedOssForCausalLM",
+)
+"""Architectures that run through transformers and are tested (tests/models/recorded/)."""
+
+_OWN_ATTENTION = "its class has attention of its own, without an interface for another"
+NOT_RECORDED = {
+    "BambaForCausalLM": _OWN_ATTENTION,
+    "CodeGenForCausalLM": _OWN_ATTENTION,
+    "DiffLlamaForCausalLM": "its layers make two attention calls",
+    "GPTJForCausalLM": _OWN_ATTENTION,
+    "Gemma4ForCausalLM": "its layers differ in the size of heads",
+    "Llama4ForCausalLM": "its experts are no plain gated MLPs",
+    "Mamba2ForCausalLM": _OWN_ATTENTION,
+    "MiniCPM3ForCausalLM": "its keys and values have different sizes",
+    "T5ForConditionalGeneration": "it is an encoder-decoder",
+}
+"""Architectures that transformers has and that are refused, with the reason."""
+
 _HEADING = "| architecture | models | refused | why |\n|---|---|---|---|\n"
 
 
@@ -118,11 +164,25 @@ def table() -> str:
     return _HEADING + "".join(rows)
 
 
+_RECORDED_HEADING = "| architecture | through `transformers` |\n|---|---|\n"
+
+
+def recorded_table() -> str:
+    """The table of the architectures that run through transformers, and of those that do not."""
+    states = dict.fromkeys(RECORDED, "served") | {
+        name: f"refused: {why}" for name, why in NOT_RECORDED.items()
+    }
+    rows = [f"| `{name}` | {states[name]} |\n" for name in sorted(states, key=str.lower)]
+    return _RECORDED_HEADING + "".join(rows)
+
+
 def with_table(document: str) -> str:
-    """The page with the present table."""
-    before, after = document.split(_HEADING)
-    rest = after[after.index("\n\n") + 1 :]
-    return before + table() + rest
+    """The page with the present tables."""
+    for heading, written in ((_HEADING, table()), (_RECORDED_HEADING, recorded_table())):
+        before, after = document.split(heading)
+        rest = after[after.index("\n\n") + 1 :]
+        document = before + written + rest
+    return document
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ __all__ = (
     "default_decode_sizes",
     "default_mixed_sizes",
     "name_buckets",
+    "verified_tokens",
     "why_incomplete",
 )
 
@@ -58,6 +59,19 @@ def default_mixed_sizes(max_num_batched_tokens: int) -> list[int]:
         sizes.append(size)
         size *= 2
     return sizes
+
+
+def verified_tokens(rows_per_seq: int) -> list[int]:
+    """Tokens per sequence of the steps that verify drafts and have buckets.
+
+    Args:
+        rows_per_seq: the most tokens per sequence, 1 + drafts; 1 = no drafts.
+
+    Returns:
+        The powers of two from 2 on, and `rows_per_seq`.
+    """
+    sizes = {1 << power for power in range(1, rows_per_seq.bit_length())}
+    return sorted({*sizes, rows_per_seq} - {1})
 
 
 def why_incomplete(capture_sizes: Collection[int], max_num_seqs: int) -> str | None:

@@ -27,12 +27,14 @@ from importlib.metadata import version
 from pathlib import Path
 
 import msgspec
+from filelock import FileLock
 
 __all__ = ("Bundle", "BundleEntry", "made_by", "trusted_directories")
 
 _LOG = logging.getLogger(__name__)
 _MANIFEST = "manifest.json"
 _FORMAT = "1"
+_LONGEST_TURN_S = 600.0  # a start that takes longer is not waited for
 _PACKAGE = Path(__file__).parent.parent
 
 
@@ -93,6 +95,7 @@ class Bundle:
         self._files: dict[str, bytes] = {}
         self._is_changed = False
         self._is_refused = False
+        self._turn = FileLock(root / f".{self.directory.name}.lock")
         self._open()
 
     @property
@@ -120,11 +123,39 @@ class Bundle:
         """Whether the directory holds all entries."""
         return not (self._is_changed or self._is_refused)
 
+    def take_turn(self) -> None:
+        """Wait while another process makes this bundle, and read what that has saved.
+
+        If it is empty still, this process makes it, and others wait until it is saved or until
+        `end_turn`. Does nothing if it has files already, or where no file can be locked.
+        """
+        if self._files or self._is_refused:
+            return
+        try:
+            self.directory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._turn.acquire(timeout=_LONGEST_TURN_S)
+        except (OSError, NotImplementedError) as error:  # the time-out is an OSError too
+            _LOG.info("the start does not wait for another one: %s", error)
+            return
+        self._open()
+        if self._files:
+            self.end_turn()
+
+    def end_turn(self) -> None:
+        """Let processes that wait in `take_turn` go on; no-op without a turn."""
+        self._turn.release()
+
     def save(self) -> None:
-        """Write what has changed, in one rename.
+        """Write what has changed, in one rename, and end this process's turn.
 
         If the directory can not be written, this logs one line.
         """
+        try:
+            self._save()
+        finally:
+            self.end_turn()
+
+    def _save(self) -> None:
         if self._is_refused or not self._is_changed:
             return
         root = self.directory.parent

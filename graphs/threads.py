@@ -96,7 +96,7 @@ class _SerialLoops(AbstractContextManager[None]):
 
 
 class _SerialLogits(AbstractContextManager[None]):
-    """As `serial`, and MKL on one thread; not to be entered twice."""
+    """Enters `serial` and sets MKL to one thread; not reentrant."""
 
     __slots__ = ("_before", "_serial", "_set_mkl")
 

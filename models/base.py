@@ -73,6 +73,8 @@ class LanguageModel(nn.Module):
     """
 
     checkpoint_layout: CheckpointLayout = CheckpointLayout()  # may depend on the configuration
+    # Of GGUF files, once models/gguf/gguf_tensors.py has undone the conversion; None = the same.
+    gguf_layout: CheckpointLayout | None = None
     # The inputs of a step. A family with further tensors has a subclass of this table.
     step_tensors: type[StepTensors[Any]] = StepTensors
 

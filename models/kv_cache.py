@@ -11,9 +11,14 @@ from torch import Tensor
 
 __all__ = ("KVCache", "KVCacheSpec")
 
+_SCALE_BYTES = 4
+
 KVCache = list[tuple[Tensor, Tensor]]
 """Per layer (k_cache, v_cache), each its own base tensor [num_blocks, num_kv_heads, block_size,
-head_dim].
+place].
+
+A place holds the keys or values of one token and head: head_dim elements, in int8 also their scale,
+a float32 of 4 elements. Where in a block the scales lie is the backend's choice.
 """
 
 
@@ -28,14 +33,19 @@ class KVCacheSpec:
     dtype: torch.dtype
 
     @property
+    def place_size(self) -> int:
+        """Elements that the keys or values of one token and head take, scale included."""
+        return self.head_dim + (_SCALE_BYTES if self.dtype is torch.int8 else 0)
+
+    @property
     def bytes_per_block(self) -> int:
         """Bytes of one block over all layers, keys and values."""
-        elements = self.num_layers * 2 * self.num_kv_heads * self.block_size * self.head_dim
+        elements = self.num_layers * 2 * self.num_kv_heads * self.block_size * self.place_size
         return elements * self.dtype.itemsize
 
     def allocate(self, num_blocks: int, device: torch.device) -> KVCache:
         """The cache itself, zeroed; block 0 is the null block."""
-        shape = (num_blocks, self.num_kv_heads, self.block_size, self.head_dim)
+        shape = (num_blocks, self.num_kv_heads, self.block_size, self.place_size)
         return [
             (_zeros(shape, self.dtype, device), _zeros(shape, self.dtype, device))
             for _ in range(self.num_layers)

@@ -236,16 +236,19 @@ class Attention(nn.Module):
             q = self.q_norm(q).view(-1, num_heads, size)
             k = self.k_norm(k).view(-1, num_kv, size)
             if self.rope_kind is not None:
-                q = rotate_heads(q, *step.rope[self.rope_kind], num_heads)
-                k = rotate_heads(k, *step.rope[self.rope_kind], 0)
+                cos, sin = step.rope[self.rope_kind]
+                q = rotate_heads(q, cos, sin, num_heads)
+                k = rotate_heads(k, cos, sin, 0)
             return q, k, v.view(-1, num_kv, size)
         num_rotated = num_heads + num_kv
         heads = qkv.view(-1, num_rotated + num_kv, size)
         queries_keys, v = heads.split_with_sizes((num_rotated, num_kv), 1)
         if self.rope_kind is not None:
+            cos, sin = step.rope[self.rope_kind]
             queries_keys = rotate_heads(
                 queries_keys,
-                *step.rope[self.rope_kind],
+                cos,
+                sin,
                 num_heads,
                 q_weight=None if self.q_norm is None else self.q_norm.weight,
                 k_weight=None if self.k_norm is None else self.k_norm.weight,

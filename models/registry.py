@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib import import_module
 from typing import cast
 
 import torch
 
+from ostinato.conf.schema import ModelImplementation
 from ostinato.models.base import LanguageModel
 from ostinato.models.checkpoints.checkpoint import Checkpoint
+from ostinato.models.checkpoints.slots import stored_modules
+from ostinato.models.choose_weights import PLAIN, WeightPolicy
 from ostinato.models.config.hf_fields import architecture_of
 from ostinato.models.config.model_config import ModelConfig
 from ostinato.models.linear_layers import BuildOptions, LinearBase
 from ostinato.models.sharding import WHOLE, Shard
-from ostinato.models.weight_methods.choose import PLAIN, WeightPolicy
 
-__all__ = ("ARCHITECTURES", "build_model", "model_class", "read_model_config")
+__all__ = ("ARCHITECTURES", "build_model", "class_of", "model_class", "read_model_config")
 
 ARCHITECTURES = {
     "BertForMaskedLM": "ostinato.models.families.bert:BertModel",
@@ -63,31 +66,65 @@ def model_class(architecture: str) -> type[LanguageModel]:
         ValueError: the architecture is unknown; the text lists the known ones.
     """
     if architecture not in ARCHITECTURES:
-        raise ValueError(
-            f"architecture {architecture!r} is not supported; "
-            f"supported are {', '.join(ARCHITECTURES)}"
-        )
+        raise ValueError(_why_unknown(architecture))
     module, name = ARCHITECTURES[architecture].split(":")
     return cast(type[LanguageModel], getattr(import_module(module), name))
 
 
-def read_model_config(checkpoint: Checkpoint) -> ModelConfig:
+def _why_unknown(architecture: str) -> str:
+    known = ", ".join(ARCHITECTURES)
+    return f"architecture {architecture!r} is not supported; supported are {known}"
+
+
+def class_of(config: ModelConfig) -> type[LanguageModel]:
+    """The class of a model whose configuration was read."""
+    if config.recorded is None:
+        return model_class(config.architecture)
+    from ostinato.models.recorded.recorded_model import RecordedCausalLM
+
+    return RecordedCausalLM
+
+
+def read_model_config(
+    checkpoint: Checkpoint, implementation: ModelImplementation = ModelImplementation.auto
+) -> ModelConfig:
     """The configuration of a checkpoint's model.
+
+    Args:
+        checkpoint: it has the config.json.
+        implementation: whose code runs the model.
 
     Raises:
         ValueError: its architecture is unknown, or a value of its config is not supported.
     """
     architecture = architecture_of(checkpoint.hf_config)
-    own_code = checkpoint.hf_config.get("auto_map")
-    if architecture not in ARCHITECTURES and own_code:
-        code = own_code.get("AutoModelForCausalLM") if isinstance(own_code, dict) else None
+    if implementation is not ModelImplementation.transformers and architecture in ARCHITECTURES:
+        family = model_class(architecture)
+        return family.read_config(checkpoint.hf_config, checkpoint.generation_config)
+    if implementation is ModelImplementation.native:
+        raise ValueError(_why_unknown(architecture))
+    return _read_recorded(checkpoint, architecture)
+
+
+def _read_recorded(checkpoint: Checkpoint, architecture: str) -> ModelConfig:
+    """The configuration of a model that runs through transformers."""
+    from ostinato.models.recorded.recorded_model import RecordedCausalLM
+
+    try:
+        return RecordedCausalLM.read_config(checkpoint.hf_config, checkpoint.generation_config)
+    except ValueError as error:
+        if architecture in ARCHITECTURES:
+            raise ValueError(
+                f"model.implementation=transformers, but {architecture} is not served that way: "
+                f"{error}; leave it out"
+            ) from error
+        own_code = checkpoint.hf_config.get("auto_map")
+        code = own_code.get("AutoModelForCausalLM") if isinstance(own_code, dict) else own_code
+        brought = f"; the checkpoint's own code for it ({code}) is never run" if own_code else ""
         raise ValueError(
-            f"architecture {architecture!r} is not supported; the checkpoint's own code for it "
-            f"({code or 'auto_map in config.json'}) is never run; "
-            f"supported are {', '.join(ARCHITECTURES)}"
-        )
-    family = model_class(architecture)
-    return family.read_config(checkpoint.hf_config, checkpoint.generation_config)
+            f"architecture {architecture!r} is not supported: it has no implementation here, and "
+            f"through transformers it is not served: {error}{brought}"
+        ) from error
 
 
 def build_model(
@@ -112,8 +149,9 @@ def build_model(
         shard: the part of every layer that this rank holds; embeddings and output head are whole.
 
     Raises:
-        ValueError: the architecture is unknown, `max_model_len` is above what the model states, or
-            the model's sizes can not be divided among the ranks.
+        ValueError: the architecture is unknown, `max_model_len` is above what the model states,
+            the model's sizes can not be divided among the ranks, or matrices that the model
+            stacks are quantised differently.
     """
     length = max_model_len or config.max_model_len
     if length > config.max_model_len:
@@ -128,8 +166,11 @@ def build_model(
         max_model_len=length,
         shard=shard,
     )
-    model = model_class(config.architecture)(config, options)
+    model = class_of(config)(config, options)
+    layout = model.checkpoint_layout
+    model.checkpoint_layout = replace(layout, ignored=layout.ignored + weights.ignored)
     for name, module in model.named_modules():
         if isinstance(module, LinearBase):
-            module.use(weights.method_for(name, module.role, module.spec))
+            names = stored_modules(name, module, model.checkpoint_layout)
+            module.use(weights.method_for(names, module.role, module.spec))
     return model.eval()

@@ -29,6 +29,7 @@ __all__ = (
     "StepInputs",
     "StepSizes",
     "StepTensors",
+    "TableRows",
     "TensorSpec",
     "Upload",
     "num_kv_groups",
@@ -194,10 +195,17 @@ class RopeRows(NamedTuple):
     sin: Tensor  # [T, rotary_dim / 2] float32
 
 
+class TableRows(NamedTuple):
+    """The rows of another table at the positions of a step's tokens."""
+
+    rows: Tensor  # [T, width]
+
+
 class StepInputs(NamedTuple):
     """Inputs that all decoder layers of a step share; `LanguageModel.begin` computes them once."""
 
-    rope: Mapping[str, RopeRows]  # by kind of table; empty for models without rotary embedding
+    # RopeRows or TableRows, by kind of table; empty for models without rotary embedding.
+    rope: Mapping[str, tuple[Tensor, ...]]
     tensors: ForwardBatch
 
     @property

@@ -336,10 +336,11 @@ def paged_attention(
         q: [T, Hq, D], last dimension contiguous; rows past `query_start_loc[S]` are padding.
         k: [T, Hkv, D], last dimension contiguous.
         v: [T, Hkv, D], last dimension contiguous.
-        k_cache: [num_blocks, Hkv, block_size, D] in k's dtype or float8_e4m3fn, which saturates
-            at 448; written in place. Each backend has its own order of elements within a block, so
-            a cache belongs to one backend. It is a base tensor, because a view made inside a
-            compiled region loses its offset (see docs/attention.md).
+        k_cache: [num_blocks, Hkv, block_size, D] in k's dtype; or in float8_e4m3fn, which
+            saturates at 448; or [num_blocks, Hkv, block_size, D + 4] in int8, with a float32 scale
+            for each token and head; written in place. Each backend has its own order of elements
+            within a block, so a cache belongs to one backend. It is a base tensor, because a view
+            made inside a compiled region loses its offset (see docs/attention.md).
         v_cache: like `k_cache`.
         metadata: of the step.
         scale: factor on the logits, usually D ** -0.5.

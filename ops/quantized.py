@@ -10,8 +10,8 @@ stream of 4.25 to 9 bits a weight.
 order and on any instruction set. Groups are summed in float32, in ascending order. So the bits of a
 row depend neither on other rows nor on the number of threads.
 
-The kernels are ops/native/quantized/quantized.cpp and pack.cpp. Until they are loaded the same ops
-run as plain torch (ops/quantized_reference.py).
+The kernels are quantized.cpp, pack.cpp and repack.cpp in ops/native/quantized/. Until they are
+loaded the same ops run as plain torch (ops/quantized_reference.py).
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from ostinato.ops.linear import why_unpackable
 from ostinato.ops.native.library import load
 from ostinato.ops.quantized_reference import (
     QuantFormat,
+    pack_quantized_reference,
     quantize_linear_reference,
     quantized_linear_reference,
     quantized_rows_reference,
@@ -30,6 +31,7 @@ from ostinato.ops.quantized_reference import (
 from ostinato.ops.register import register_op
 
 __all__ = (
+    "pack_quantized_weight",
     "quantize_linear_weight",
     "quantized_linear",
     "quantized_rows",
@@ -57,6 +59,30 @@ def quantize_linear_weight(weight: Tensor, form: QuantFormat) -> Tensor:
     return _quantize_linear(weight.detach(), *form)
 
 
+def pack_quantized_weight(
+    values: Tensor, scales: Tensor, zeros: Tensor | None, form: QuantFormat
+) -> Tensor:
+    """The quantised form of a weight [N, K] whose integers are stored in a checkpoint.
+
+    Nothing is rounded, if the scales and zero points are numbers of the format's dtype.
+
+    Builds and loads the native library on first use.
+
+    Args:
+        values: [N, K] uint8, of any strides: the integers, from 0 to 2**bits - 1.
+        scales: [N, groups] float32.
+        zeros: [N, groups] float32, the values that stand for zero, or the minimums; None if the
+            format is symmetric. The value that stands for zero is then `form.offset`.
+        form: of the result.
+
+    Raises:
+        ValueError: a shape or dtype is not as above.
+        NativeBuildError: the kernels can not be built here.
+    """
+    load("quantized")
+    return _pack_quantized(values, scales, zeros, *form)
+
+
 def quantized_linear(
     x: Tensor,
     weight: Tensor,
@@ -65,18 +91,22 @@ def quantized_linear(
     form: QuantFormat,
     *,
     residual: Tensor | None = None,
+    order: Tensor | None = None,
     float32_output: bool = False,
 ) -> Tensor:
     """x @ W.T + bias + residual with a quantised W; x is quantised too, as described above.
 
     Args:
         x: [T, K] float32 or bfloat16, last dimension contiguous, any row stride.
-        weight: what `quantize_linear_weight` made of W [out_features, K].
+        weight: what `quantize_linear_weight` or `pack_quantized_weight` made of W
+            [out_features, K].
         bias: [out_features] in x's dtype, added in float32 before rounding, or None.
         out_features: N; the weight is padded beyond it.
         form: of the weight.
         residual: [T, out_features] in x's dtype, last dimension contiguous, added in float32 before
             rounding, or None.
+        order: [K] int32, the column of x that each column of the weight multiplies; None = the
+            same. x is gathered while it is quantised.
         float32_output: return the float32 sums themselves, for logits; without a residual.
 
     Returns:
@@ -86,7 +116,7 @@ def quantized_linear(
     Raises:
         ValueError: a shape, dtype or stride is not as above.
     """
-    return _quantized_linear(x, weight, bias, out_features, float32_output, residual, *form)
+    return _quantized_linear(x, weight, bias, out_features, float32_output, residual, order, *form)
 
 
 def quantized_rows(
@@ -118,9 +148,24 @@ def quantized_rows(
     return _quantized_rows(weight, ids, out_features, in_features, float32_output, *form)
 
 
-def _quantize_fake(weight: Tensor, bits: int, group_size: int, symmetric: bool) -> Tensor:
-    shape = QuantFormat(bits, group_size, symmetric).packed_shape(*weight.shape)
-    return weight.new_empty(shape, dtype=torch.uint8)
+def _quantize_fake(
+    weight: Tensor, bits: int, group_size: int, symmetric: bool, scales: str, kind: str
+) -> Tensor:
+    form = QuantFormat(bits, group_size, symmetric, scales, kind)
+    return weight.new_empty(form.packed_shape(*weight.shape), dtype=torch.uint8)
+
+
+def _pack_fake(
+    values: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    bits: int,
+    group_size: int,
+    symmetric: bool,
+    scale_dtype: str,
+    kind: str,
+) -> Tensor:
+    return _quantize_fake(values, bits, group_size, symmetric, scale_dtype, kind)
 
 
 def _linear_fake(
@@ -130,9 +175,12 @@ def _linear_fake(
     out_features: int,
     float32_output: bool,
     residual: Tensor | None,
+    order: Tensor | None,
     bits: int,
     group_size: int,
     symmetric: bool,
+    scales: str,
+    kind: str,
 ) -> Tensor:
     dtype = torch.float32 if float32_output else x.dtype
     return x.new_empty((x.shape[0], out_features), dtype=dtype)
@@ -147,6 +195,8 @@ def _rows_fake(
     bits: int,
     group_size: int,
     symmetric: bool,
+    scales: str,
+    kind: str,
 ) -> Tensor:
     dtype = torch.float32 if float32_output else torch.bfloat16
     return weight.new_empty((ids.shape[0], in_features), dtype=dtype)
@@ -154,6 +204,9 @@ def _rows_fake(
 
 _quantize_linear = register_op(
     "quantize_linear", {"CompositeExplicitAutograd": quantize_linear_reference}, fake=_quantize_fake
+)
+_pack_quantized = register_op(
+    "pack_quantized", {"CompositeExplicitAutograd": pack_quantized_reference}, fake=_pack_fake
 )
 _quantized_linear = register_op(
     "quantized_linear",

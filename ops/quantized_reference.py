@@ -13,6 +13,7 @@ from ostinato.ops.linear import PANEL
 __all__ = (
     "QuantFormat",
     "dequantize_linear_weight",
+    "pack_quantized_reference",
     "quantize_linear_reference",
     "quantize_rows",
     "quantized_linear_reference",
@@ -23,6 +24,9 @@ __all__ = (
 _SPANS = (8.0, 7.0, 7.5, 8.5, 9.0)
 _PARTS = (1.0, 0.95, 0.9, 0.85)
 _LEAST = 2.0**-100  # activations below this are zero
+# Twice the floats of 4 bits with 2 bits of exponent and 1 of mantissa, plus 12.
+_E2M1 = (12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0)
+_FACTORS = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 class QuantFormat(NamedTuple):
@@ -30,16 +34,34 @@ class QuantFormat(NamedTuple):
 
     bits: int  # 8 or 4
     group_size: int  # values of K that share a scale: 8 to 256, a multiple of 8
-    symmetric: bool
+    symmetric: bool  # no zero points
+    scales: str = "bfloat16"  # the dtype of scales, zero points and minimums: also float16, float32
+    kind: str = "steps"  # or "minimums", "e2m1", "e4m3"; what a value stands for:
+    #   steps     (value - zero point) * scale
+    #   minimums  value * scale - minimum
+    #   e2m1      (_E2M1[value] - 12) * scale: twice a float of 4 bits; scales are halved likewise
+    #   e4m3      value * scale; values are floats of 8 bits, and activations are not rounded
 
     @property
     def offset(self) -> int:
         """The stored value that means zero in a symmetric group."""
-        return 1 << (self.bits - 1)
+        return {"minimums": 0, "e2m1": 12, "e4m3": 0}.get(self.kind, 1 << (self.bits - 1))
+
+    @property
+    def factors(self) -> torch.dtype:
+        """Of scales, zero points and minimums."""
+        return _FACTORS[self.scales]
+
+    @property
+    def header_bytes(self) -> int:
+        """Bytes of a group of a panel before its values."""
+        return PANEL * self.factors.itemsize * (1 if self.symmetric else 2)
 
     @property
     def name(self) -> str:
         """`int8 in groups of 128`, for people."""
+        if self.kind in ("e2m1", "e4m3"):
+            return f"floats of {self.bits} bits in groups of {self.group_size}"
         kind = "" if self.symmetric else "asymmetric "
         return f"{kind}int{self.bits} in groups of {self.group_size}"
 
@@ -47,17 +69,17 @@ class QuantFormat(NamedTuple):
         """[panels, bytes of a panel] of a quantised weight."""
         columns = -(-in_features // 8) * 8
         groups = -(-columns // self.group_size)
-        header = PANEL * (2 if self.symmetric else 4)
-        return -(-out_features // PANEL), groups * header + columns * PANEL * self.bits // 8
+        values = columns * PANEL * self.bits // 8
+        return -(-out_features // PANEL), groups * self.header_bytes + values
 
 
 def dequantize_linear_weight(
     quantized: Tensor, form: QuantFormat, out_features: int, in_features: int
 ) -> Tensor:
     """The matrix [out_features, in_features] that a quantised weight stands for, in float32."""
-    values, scales, zeros = _unpack(quantized, form, out_features, in_features)
-    spread = [_spread(each, form, in_features) for each in (zeros, scales)]
-    return (values - spread[0]) * spread[1]
+    values, *factors = _unpack(quantized, form, out_features, in_features)
+    scales, zeros = [_spread(each, form, in_features) for each in factors]
+    return values * scales - zeros if form.kind == "minimums" else (values - zeros) * scales
 
 
 def quantized_rows_reference(
@@ -69,10 +91,12 @@ def quantized_rows_reference(
     bits: int,
     group_size: int,
     symmetric: bool,
+    scales: str,
+    kind: str,
 ) -> Tensor:
     if bool(((ids < 0) | (ids >= out_features)).any()):
         raise ValueError(f"ids must be rows of the weight, 0 to {out_features - 1}, got {ids}")
-    form = QuantFormat(bits, group_size, symmetric)
+    form = QuantFormat(bits, group_size, symmetric, scales, kind)
     rows = dequantize_linear_weight(weight, form, out_features, in_features)[ids]
     return rows if float32_output else rows.bfloat16()
 
@@ -84,21 +108,34 @@ def quantized_linear_reference(
     out_features: int,
     float32_output: bool,
     residual: Tensor | None,
+    order: Tensor | None,
     bits: int,
     group_size: int,
     symmetric: bool,
+    scales: str,
+    kind: str,
 ) -> Tensor:
     """`quantized_linear` in plain torch, group by group."""
-    form = QuantFormat(bits, group_size, symmetric)
+    form = QuantFormat(bits, group_size, symmetric, scales, kind)
     in_features = x.shape[1]
-    values, scales, zeros = _unpack(weight, form, out_features, in_features)
+    values, scale, zero = _unpack(weight, form, out_features, in_features)
+    ordered = x if order is None else x[:, order.long()]
     result = torch.zeros(x.shape[0], out_features)
     for group, begin in enumerate(range(0, in_features, group_size)):
-        part = x[:, begin : begin + group_size].float()
+        part = ordered[:, begin : begin + group_size].float()
+        if form.kind == "e4m3":
+            sums = part @ values[:, begin : begin + group_size].T
+            result = result + sums * scale[:, group]
+            continue
         whole, row_scale = quantize_rows(part)
-        steps = values[:, begin : begin + group_size] - zeros[:, group : group + 1]
+        steps = values[:, begin : begin + group_size]
+        if form.kind == "minimums":
+            least = zero[:, group] * row_scale * whole.sum(1, keepdim=True)
+            result = result - least
+        else:
+            steps = steps - zero[:, group : group + 1]
         sums = (whole.double() @ steps.double().T).float()  # exact
-        result = result + sums * (scales[:, group] * row_scale)
+        result = result + sums * (scale[:, group] * row_scale)
     if bias is not None:
         result = result + bias.float()
     if residual is not None:
@@ -124,13 +161,13 @@ def _unpack(
     quantized: Tensor, form: QuantFormat, out_features: int, in_features: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Values [N, K], scales and zero points [N, groups], all float32."""
-    header = PANEL * (2 if form.symmetric else 4)
+    header = form.header_bytes
     columns = -(-in_features // 8) * 8
     values, scales, zeros = [], [], []
     position = 0
     for begin in range(0, columns, form.group_size):
         size = min(form.group_size, columns - begin)
-        factors = quantized[:, position : position + header].contiguous().view(torch.bfloat16)
+        factors = quantized[:, position : position + header].contiguous().view(form.factors)
         position += header
         num_bytes = size * PANEL * form.bits // 8
         data = quantized[:, position : position + num_bytes]
@@ -138,15 +175,22 @@ def _unpack(
         if form.bits == 4:
             pairs = data.reshape(len(data), -1, 1, PANEL * 4)
             data = torch.cat((pairs & 15, pairs >> 4), 2)
-        steps = data.reshape(len(data), -1, PANEL, 4)
-        values.append(steps.transpose(1, 2).reshape(-1, size))
+        if form.kind == "e2m1":
+            data = torch.tensor(_E2M1, dtype=torch.uint8)[data.long()]
+        if form.kind == "e4m3":
+            data = data.contiguous().view(torch.float8_e4m3fn).float()
+            values.append(data.view(len(data), size, PANEL).transpose(1, 2).reshape(-1, size))
+        else:
+            steps = data.reshape(len(data), -1, PANEL, 4)
+            values.append(steps.transpose(1, 2).reshape(-1, size))
+        factors = factors.float()
         scales.append(factors[:, :PANEL].reshape(-1, 1))
         zero = torch.zeros_like(scales[-1]) if form.symmetric else factors[:, PANEL:].reshape(-1, 1)
         zeros.append(zero + form.offset)
     return (
         torch.cat(values, 1)[:out_features, :in_features].float(),
-        torch.cat(scales, 1)[:out_features].float(),
-        torch.cat(zeros, 1)[:out_features].float(),
+        torch.cat(scales, 1)[:out_features],
+        torch.cat(zeros, 1)[:out_features],
     )
 
 
@@ -200,20 +244,43 @@ def _quantize_group(values: Tensor, form: QuantFormat) -> tuple[Tensor, Tensor, 
 
 
 def quantize_linear_reference(
-    weight: Tensor, bits: int, group_size: int, symmetric: bool
+    weight: Tensor, bits: int, group_size: int, symmetric: bool, scales: str, kind: str
 ) -> Tensor:
-    form = QuantFormat(bits, group_size, symmetric)
-    rows, in_features = weight.shape
-    padded = pad(weight.float(), (0, 0, 0, -rows % PANEL))
+    form = QuantFormat(bits, group_size, symmetric, scales, kind)
+    padded = pad(weight.float(), (0, 0, 0, -weight.shape[0] % PANEL))
+    quantized = [_quantize_group(group, form) for group in padded.split(group_size, 1)]
+    whole, scale, zero = zip(*quantized, strict=True)
+    zeros = None if symmetric else torch.stack(zero, 1)
+    return pack_quantized_reference(
+        torch.cat(whole, 1).to(torch.uint8), torch.stack(scale, 1), zeros, *form
+    )
+
+
+def pack_quantized_reference(
+    values: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    bits: int,
+    group_size: int,
+    symmetric: bool,
+    scale_dtype: str,
+    kind: str,
+) -> Tensor:
+    """`pack_quantized` in plain torch, group by group."""
+    form = QuantFormat(bits, group_size, symmetric, scale_dtype, kind)
+    rows = -values.shape[0] % PANEL
+    padded = pad(values, (0, 0, 0, rows))
+    factors = [pad(scales, (0, 0, 0, rows))]
+    if zeros is not None:
+        factors.append(pad(zeros - form.offset, (0, 0, 0, rows)))
     panels = []
-    for begin in range(0, in_features, group_size):
-        group = padded[:, begin : begin + group_size]
-        whole, scale, zero = _quantize_group(group, form)
-        whole = pad(whole, (0, -whole.shape[1] % 8)).to(torch.uint8)
-        steps = whole.view(len(padded) // PANEL, PANEL, -1, 4).transpose(1, 2)
+    for group, part in enumerate(padded.split(group_size, 1)):
+        part = pad(part, (0, -part.shape[1] % 8))
+        elements = 1 if kind == "e4m3" else 4
+        steps = part.reshape(len(padded) // PANEL, PANEL, -1, elements).transpose(1, 2)
         if bits == 4:
             steps = steps[:, 0::2] | steps[:, 1::2] << 4
-        factors = [scale] if symmetric else [scale, zero - form.offset]
-        header = torch.cat([each.view(-1, PANEL) for each in factors], 1).bfloat16()
+        header = torch.cat([each[:, group].reshape(-1, PANEL) for each in factors], 1)
+        header = header.to(form.factors)
         panels += [header.view(torch.uint8), steps.reshape(len(header), -1)]
     return torch.cat(panels, 1)

@@ -1,4 +1,4 @@
-"""Sampling from logits in plain torch: penalties, bitmasks, top-k, top-p, min-p, log probabilities.
+"""Sampling from logits in plain torch: penalties, bitmasks, top-k, top-p, min-p.
 
 Functions take many rows and treat each by itself. The caller draws a row's random number from
 (seed, position). So a row's token depends on its own logits and request, not on the batch, and can
@@ -17,12 +17,10 @@ __all__ = (
     "MAX_CANDIDATES",
     "apply_penalties",
     "apply_token_bitmask",
-    "chosen_logprobs",
     "sample_candidates",
     "sample_filtered",
     "sample_full",
     "sample_sorted",
-    "token_logprobs",
     "uniform_number",
 )
 
@@ -184,38 +182,3 @@ def _invert(cumulative: Tensor, uniforms: Tensor) -> Tensor:
     index = torch.searchsorted(cumulative, target, right=True).squeeze(-1)
     last = (cumulative < cumulative[:, -1:]).sum(-1)
     return torch.minimum(index, last)
-
-
-def token_logprobs(
-    logits: Tensor, token_ids: Tensor, top: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Natural-log probabilities of the sampled tokens and the likeliest ones.
-
-    Args:
-        logits: [R, V] float32.
-        token_ids: [R] int64.
-        top: how many of the likeliest tokens; 0 = none.
-
-    Returns:
-        (logprob [R], rank [R] with 1 = likeliest, top ids [R, top], top logprobs [R, top]).
-    """
-    chosen = logits.gather(-1, token_ids[:, None])
-    total = logits.logsumexp(-1, keepdim=True)
-    rank = (logits > chosen).sum(-1) + 1
-    values, ids = (
-        logits.topk(top, sorted=True) if top else (logits[:, :0], token_ids[:, None][:, :0])
-    )
-    return (chosen - total).squeeze(-1), rank, ids, values - total
-
-
-def chosen_logprobs(logits: Tensor, token_ids: Tensor) -> Tensor:
-    """Natural-log probabilities of any tokens.
-
-    Args:
-        logits: [R, V] float32.
-        token_ids: [R, W] int64.
-
-    Returns:
-        [R, W] float32.
-    """
-    return logits.gather(-1, token_ids) - logits.logsumexp(-1, keepdim=True)

@@ -26,11 +26,12 @@ COMMANDS = {
     "serve": Command(
         target="ostinato.api.server.server:serve",
         summary="Serve a model over HTTP with the OpenAI API.",
-        sections=("server", *_ENGINE),
+        sections=("server", "parallel", *_ENGINE),
         examples=(
             "run serve",
             "run serve model=qwen3-0.6b cache.block_size=32 server.port=9000",
             "run serve model.path=/some/dir model.dtype=bfloat16",
+            "run serve parallel.data=4",
             "run serve some/model --max-model-len 4096 --dtype bfloat16 --port 9000",
         ),
         takes_engine_flags=True,
@@ -55,7 +56,7 @@ COMMANDS = {
     "batch": Command(
         target="ostinato.api.cli.batch_command:batch",
         summary="Answer a file of requests of the OpenAI batch API; continues after interruptions.",
-        sections=("batch", *_ENGINE),
+        sections=("batch", "parallel", *_ENGINE),
         examples=(
             "run batch in.jsonl out.jsonl",
             "run batch in.jsonl out.jsonl model=qwen3-0.6b batch.concurrency=64",
@@ -100,7 +101,7 @@ COMMANDS = {
     "compile": Command(
         target="ostinato.api.cli.compile_command:compile_bundle",
         summary="Compile a model ahead of time and save the bundle that run serve loads.",
-        sections=("model", "device", "cache", "scheduler", "graphs"),
+        sections=("model", "device", "cache", "scheduler", "graphs", "parallel"),
         examples=(
             "run compile model.path=/some/dir",
             "run compile model=qwen3-0.6b model.load_format=dummy graphs.bundle_dir=/some/bundles",
@@ -109,11 +110,21 @@ COMMANDS = {
     "plan": Command(
         target="ostinato.api.cli.plan_command:plan",
         summary="Show how memory would be divided; loads no weights.",
-        sections=("plan", "model", "device", "cache", "scheduler", "graphs"),
+        sections=("plan", "model", "device", "cache", "scheduler", "graphs", "parallel"),
         examples=(
             "run plan model=llama-8b",
             "run plan model=llama-8b device.name=cuda plan.free_gib=80",
+            "run plan model=llama-8b parallel.data=4",
             "run plan model.path=/some/dir plan.json=true",
+        ),
+    ),
+    "quantize": Command(
+        target="ostinato.api.cli.quantize_command:quantize",
+        summary="Write a checkpoint with 4- or 8-bit weights, for this and other servers.",
+        sections=("quantize", "model"),
+        examples=(
+            "run quantize model.path=/some/dir quantize.output=/new/dir",
+            "run quantize quantize.output=/new/dir quantize.calibration=a.txt quantize.bits=4",
         ),
     ),
 }

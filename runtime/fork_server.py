@@ -4,8 +4,11 @@ A slow job must not delay the event loop or another job, and its memory must ret
 So each job has a process of its own: a fork of a server process that has loaded what all jobs need
 (a tokenizer). A fork takes milliseconds, and shares the memory of what was loaded.
 
-The parent owns a `ForkServer`, the child's main calls `serve_forks`. A job has a pair of sockets of
-its own. The parent keeps one end and sends the other to the server process, which forks. The
+Most of the time of a short job is that of the fork and of its page faults. So short jobs that the
+parent marks as `is_shared` may follow each other in one fork.
+
+The parent owns a `ForkServer`, the child's main calls `serve_forks`. A fork has a pair of sockets
+of its own. The parent keeps one end and sends the other to the server process, which forks. The
 sockets carry the job, then frames of the answer. When the parent closes its end, the fork ends.
 """
 
@@ -16,6 +19,7 @@ import contextlib
 import gc
 import os
 import resource
+import select
 import selectors
 import signal
 import socket
@@ -41,7 +45,7 @@ __all__ = (
 )
 
 _SIZE = struct.Struct("<Q")
-_JOB = struct.Struct("<QQi")  # length, memory_bytes, niceness
+_JOB = struct.Struct("<QQi?")  # length, memory_bytes, niceness, is_shared
 _FRAME = struct.Struct("<BQ")  # kind, length
 # Exit code of a fork, or the negative number of a signal; and how many bytes more than the server
 # process a fork may have by the limit that the system sets, -1 = there is none.
@@ -50,6 +54,8 @@ _CPU = struct.Struct("<d")
 _READY = b"r"  # sent by the server process when it is ready for jobs
 _NO_MEMORY, _NO_FORK = 3, 4  # exit codes; _NO_FORK: the call of fork failed
 _READ = 1 << 20  # bytes that are read at a time
+_MOST_IDLE = 4  # forks that wait for a further job
+_MOST_JOBS = 256  # of one fork, so that its memory does not grow without end
 
 BeginPart = Callable[[str, float], None]
 """Called by a job when a part of it begins: the part's name, its limit of processor seconds."""
@@ -61,12 +67,16 @@ Job = Callable[[bytes, BeginPart], bytes]
 class JobLimits(NamedTuple):
     """Limits of one job, besides the processor time of its parts.
 
-    `memory_bytes` counts the address space beyond what the server process has. A `niceness` above 0
-    gives way to other processes.
+    Attributes:
+        memory_bytes: address space beyond what the process has before the job.
+        niceness: above 0, the job gives way to other processes and to other jobs.
+        is_shared: the job may run in a fork that has done other jobs, and further ones may follow.
+            It has no niceness, which they would have too, and leaves nothing that they could read.
     """
 
     memory_bytes: int
     niceness: int = 0
+    is_shared: bool = False
 
 
 class Fault(StrEnum):
@@ -98,6 +108,13 @@ class JobError(Exception):
         self.part = part
 
 
+class _Fork(NamedTuple):
+    """A fork that waits for a further job."""
+
+    connection: socket.socket
+    num_jobs: int  # that it has done
+
+
 class _Kind(IntEnum):
     """The kind of a frame from a fork; the server process sends `ended`."""
 
@@ -121,6 +138,7 @@ class ForkServer:
         self._first = first
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
+        self._idle: list[_Fork] = []  # the one that worked last is the last
 
     @property
     def pid(self) -> int | None:
@@ -133,20 +151,32 @@ class ForkServer:
         Raises:
             JobError: the job has ended without an answer.
         """
-        ours, theirs = socket.socketpair()
-        with ours:
-            ours.setblocking(False)
-            with theirs:
-                self._hand_over(theirs)
+        if limits.is_shared and self._idle:
+            connection, num_jobs = self._idle.pop()
+        else:
+            connection, num_jobs = self._fork(), 0
+        stays = False
+        try:
             loop = asyncio.get_running_loop()
-            head = _JOB.pack(len(job), limits.memory_bytes, limits.niceness)
+            head = _JOB.pack(len(job), *limits)
             with contextlib.suppress(OSError):  # the fork has ended; a frame says why
-                await loop.sock_sendall(ours, head)
-                await loop.sock_sendall(ours, job)
-            return await self._answer(ours, limits)
+                await loop.sock_sendall(connection, head)
+                await loop.sock_sendall(connection, job)
+            answer = await self._answer(connection, limits)
+            num_jobs += 1
+            stays = limits.is_shared and len(self._idle) < _MOST_IDLE and num_jobs < _MOST_JOBS
+            return answer
+        finally:
+            if stays:
+                self._idle.append(_Fork(connection, num_jobs))
+            else:
+                connection.close()
 
     def close(self) -> None:
         """End the server process; jobs that run end when their calls are cancelled."""
+        for fork in self._idle:
+            fork.connection.close()
+        self._idle.clear()
         if self._process is not None:
             self._process.kill()
             self._process.wait()
@@ -170,8 +200,20 @@ class ForkServer:
                 raise JobError(_reason(code, room, cpu_s, limits), part)
             (cpu_s,), part = _CPU.unpack_from(data), data[_CPU.size :].decode()
 
+    def _fork(self) -> socket.socket:
+        """The connection to a new fork."""
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        try:
+            with theirs:
+                self._hand_over(theirs)
+        except BaseException:
+            ours.close()
+            raise
+        return ours
+
     def _hand_over(self, theirs: socket.socket) -> None:
-        """Give a job's socket to the server process."""
+        """Give a fork's socket to the server process, which forks."""
         if self._process is None or self._process.poll() is not None:
             self.close()
             self._start()
@@ -324,22 +366,31 @@ def _report_end(connection: socket.socket, code: int) -> None:
 
 
 def _work(connection: socket.socket, job: Job) -> None:
-    """Do one job and end this process."""
+    """Do one job, or several that may share a process, and end this process."""
+
+    def begin_part(name: str, cpu_s: float) -> None:
+        _send(connection, _Kind.part, _CPU.pack(cpu_s) + name.encode())
+        # The signal ends the process at once, in native code too.
+        signal.setitimer(signal.ITIMER_PROF, cpu_s)
+
     code = 1
     try:
-        size, memory_bytes, niceness = _JOB.unpack(_read(connection, _JOB.size))
-        gc.disable()  # the process ends soon and frees all its memory
-        os.nice(niceness)
-        data = _read(connection, size)
-        _limit_memory(memory_bytes)
+        gc.disable()  # a collection would delay the answer
         threading.Thread(target=_end_with_client, args=(connection,), daemon=True).start()
-
-        def begin_part(name: str, cpu_s: float) -> None:
-            _send(connection, _Kind.part, _CPU.pack(cpu_s) + name.encode())
-            # The signal ends the process at once, in native code too.
-            signal.setitimer(signal.ITIMER_PROF, cpu_s)
-
-        _send(connection, _Kind.answer, job(data, begin_part))
+        is_shared = True
+        while is_shared:
+            head = _read(connection, _JOB.size)
+            size, memory_bytes, niceness, is_shared = _JOB.unpack(head)
+            if niceness:
+                _give_way(niceness)
+            data = _read(connection, size)
+            _limit_memory(memory_bytes)
+            answer = job(data, begin_part)
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            _send(connection, _Kind.answer, answer)
+            if is_shared:
+                del data, answer
+                gc.collect()
         code = 0
     except MemoryError:
         code = _NO_MEMORY
@@ -352,9 +403,22 @@ def _work(connection: socket.socket, job: Job) -> None:
 
 
 def _end_with_client(connection: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        connection.recv(1)  # returns when the parent closes its end
+    poll = select.poll()
+    poll.register(connection, select.POLLRDHUP)
+    poll.poll()  # returns when the parent closes its end
     os._exit(0)
+
+
+def _give_way(niceness: int) -> None:
+    """Lower the priority of this process, also against processes of other sessions.
+
+    Linux shares the processor among sessions first (sched_autogroup), and `nice` counts only within
+    one. So the process gets a session of its own, which has a nice value too.
+    """
+    os.nice(niceness)
+    with contextlib.suppress(OSError):  # there is no such file without autogroups
+        os.setsid()
+        Path("/proc/self/autogroup").write_text(str(niceness))
 
 
 def _limit_memory(memory_bytes: int) -> None:

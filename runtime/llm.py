@@ -45,6 +45,7 @@ from ostinato.runtime.client.requests import (
 from ostinato.runtime.engine.step_observer import StepObserver
 from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.grammar.compiler import GrammarCompiler
+from ostinato.runtime.speculation.proposer import Proposer
 from ostinato.runtime.startup.build_engine import build_engine
 from ostinato.runtime.startup.model_cache import LoadedModelCache
 from ostinato.runtime.text.offline_prompts import (
@@ -90,6 +91,7 @@ class LLM:
         report: Callable[[str, float], None] = lambda name, seconds: None,
         observer: StepObserver | None = None,
         model_cache: LoadedModelCache | None = None,
+        proposer: Proposer | None = None,
         seed: int | None = None,
         **arguments: Any,
     ) -> None:
@@ -102,6 +104,7 @@ class LLM:
             observer: called with every step; None = no observer.
             model_cache: keeps the loaded model for the next engine of this process; one engine at
                 a time uses it. None = the model is loaded and freed with the engine.
+            proposer: a drafter, instead of that of `speculation.method`; it changes no output.
             seed: seeds the generator from which requests without a seed get theirs; None = a random
                 seed for each request.
             arguments: vLLM's names of settings, such as `max_model_len=4096`
@@ -116,15 +119,18 @@ class LLM:
             config = load_config(overrides, values=settings)
         elif settings:
             raise ConfigError(f"LLM takes config=... or settings ({', '.join(settings)}), not both")
-        self._engine = build_engine(config, report, observer, model_cache)
+        if config.parallel.data > 1:
+            raise ConfigError(
+                f"parallel.data={config.parallel.data}: LLM runs one engine, in this process; use "
+                "run serve, run batch or AsyncEngine, which start engine processes"
+            )
+        self._engine = build_engine(config, report, observer, model_cache, proposer)
         self._counter = itertools.count()
         self._seeds = None if seed is None else random.Random(seed)
         self.model: ServedModel = self._engine.model
         self._grammars = GrammarCompiler(self.model)
         self.tokenizer: Tokenizer | None = (
-            Tokenizer.from_directory(
-                self.model.tokenizer, chat_template_file=config.model.chat_template
-            )
+            Tokenizer.from_path(self.model.tokenizer, chat_template_file=config.model.chat_template)
             if self.model.tokenizer
             else None
         )

@@ -35,7 +35,6 @@ UNSUPPORTED: Mapping[str, Unsupported] = {
     "mm_processor_kwargs": Unsupported(_MEDIA),
     "modalities": Unsupported("output other than text", (["text"],)),
     "moderation": Unsupported("moderation models"),
-    "prediction": Unsupported("predicted outputs"),
     "prompt_embeds": Unsupported(_MEDIA),
     "return_mm_kwargs": Unsupported(_MEDIA, (False,)),
     "routed_experts_prompt_start": Unsupported("reports of routed experts"),

@@ -12,9 +12,10 @@ from ostinato.api.parsing.answer_parser import AnswerForm
 from ostinato.api.preparation.generation import Generation, make_generation, with_thinking
 from ostinato.api.preparation.preparation import Preparation
 from ostinato.api.preparation.prompt_report import PromptReport, prompt_report
-from ostinato.api.schemas.chat_completions import ChatCompletionRequest
+from ostinato.api.schemas.chat_completions import ChatCompletionRequest, Prediction
 from ostinato.api.schemas.response_format import NO_CONSTRAINT, constraint_field
 from ostinato.runtime.client.pooling import require_task
+from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.types.engine_info import ServedTask
 
 __all__ = ("ChatGeneration", "count_chat", "prepare_chat", "to_generation")
@@ -66,6 +67,9 @@ def prepare_chat(
     generation = to_generation(preparation, body, prompt.token_ids, request_id=request_id)
     if plan.thinking is not None:
         generation = with_thinking(generation, plan.thinking)
+    if body.prediction is not None:
+        predicted = _encode_prediction(preparation, body, body.prediction)
+        generation = msgspec.structs.replace(generation, prediction_token_ids=predicted)
     return ChatGeneration(
         generation=generation,
         form=plan.form,
@@ -78,6 +82,31 @@ def prepare_chat(
             add_special_tokens=original.add_special_tokens,
         ),
     )
+
+
+def _encode_prediction(
+    preparation: Preparation, body: ChatCompletionRequest, prediction: Prediction
+) -> list[int]:
+    """The tokens of a predicted answer, at most as many as the context holds.
+
+    Raises:
+        InvalidRequestError: the server or the request has no drafts.
+    """
+    model, reason = preparation.model, ""
+    if not model.speculates:
+        reason = "needs drafts, and this server has none: start it with speculation.method=auto"
+    elif not body.speculation or body.use_beam_search:
+        name = "use_beam_search=true" if body.use_beam_search else "speculation=false"
+        reason = f"has no effect with {name}, which has no drafts; leave one of them out"
+    if reason:
+        raise InvalidRequestError(
+            f"prediction {reason}", param="prediction", code="unsupported_parameter"
+        )
+    preparation.begin_prompt("prediction")
+    token_ids = preparation.encoder.tokenizer("prediction").encode_truncated(
+        prediction.text, model.max_model_len, side="right", add_special_tokens=False
+    )
+    return [token_id for token_id in token_ids if token_id < model.vocab_size]
 
 
 def to_generation(

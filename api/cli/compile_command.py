@@ -13,6 +13,7 @@ from rich.table import Table
 
 from ostinato.runtime.directories import ensure_cache
 from ostinato.runtime.errors import StartupError
+from ostinato.runtime.replicas.placement import place_replicas
 from ostinato.runtime.startup.bundles import prepare_kernels
 
 if TYPE_CHECKING:
@@ -48,7 +49,9 @@ def compile_bundle(config: RunConfig) -> int:
         prepare_kernels(config.model, config.device, config.graphs)
         from ostinato.runtime.startup.build_engine import compile_bundle
 
-        bundle = compile_bundle(config, on_phase)
+        # Each of several replicas has a part of the cores and of the memory.
+        placement = place_replicas(config.engine, config.parallel.data)[0]
+        bundle = compile_bundle(placement.config, on_phase)
         progress.update(task, completed=_USUAL_PHASES, description="done")
     if bundle is None:
         raise StartupError(

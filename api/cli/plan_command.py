@@ -11,13 +11,15 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from ostinato.conf.schema import DeviceName, LoadFormat
+from ostinato.conf.schema import DeviceName, InstructionSetName, LoadFormat
+from ostinato.runtime.machine_info import cpu_name, gpu_names
 from ostinato.runtime.memory.memory_plan import MemoryPlan
+from ostinato.runtime.replicas.placement import place_replicas
 from ostinato.runtime.startup.bundles import planned_isa
-from ostinato.runtime.startup.machine_info import cpu_name, gpu_names
 
 if TYPE_CHECKING:
     from ostinato.conf.root import RunConfig
+    from ostinato.runtime.startup.planning import ModelSource
 
 __all__ = ("plan",)
 
@@ -39,13 +41,20 @@ def plan(config: RunConfig) -> int:
     section = dataclasses.replace(config.model, load_format=LoadFormat.dummy)
     config = dataclasses.replace(config, model=section)
     elsewhere = config.plan.free_gib is not None and config.device.name is DeviceName.cuda
+    count = config.parallel.data
     source = open_model(config, torch.device("cuda") if elsewhere else None)
+    is_cpu = source.device.type == "cpu"
     free = None if config.plan.free_gib is None else int(config.plan.free_gib * _GIB)
-    memory = plan_engine(config, source, free_bytes=free)
+    engine = config.engine
+    if free is None:
+        engine = place_replicas(engine, count)[0].config
+    elif is_cpu:
+        free //= count
+    memory = plan_engine(engine, source, free_bytes=free)
     if free is not None:
         device = f"{source.device.type} with {config.plan.free_gib:g} GiB free"
     else:
-        device = cpu_name() if source.device.type == "cpu" else "; ".join(gpu_names())
+        device = cpu_name() if is_cpu else "; ".join(gpu_names())
     facts = {
         "model": config.model.name or config.model.path or "bundled demo model",
         "architecture": source.config.architecture,
@@ -54,13 +63,28 @@ def plan(config: RunConfig) -> int:
         "cache_dtype": str(source.cache_dtype).removeprefix("torch."),
         "device": device,
     }
-    if source.device.type == "cpu" and free is None:
-        facts["isa"] = planned_isa(config.device)
+    if count > 1:
+        share = f"{memory.free_bytes / _GIB:.3f} GiB" if is_cpu else "a GPU of its own"
+        if is_cpu and engine.device.threads is not None:
+            share += f" and {engine.device.threads} of the cores"
+        facts["replicas"] = f"{count}, each with {share}; the table is of one"
+    if is_cpu and free is None:
+        facts["isa"] = _level(config, source)
     if config.plan.json:
         sys.stdout.write(json.dumps(facts | _as_json(memory), indent=2) + "\n")
     else:
         _print(facts, memory)
     return 0
+
+
+def _level(config: RunConfig, source: ModelSource) -> str:
+    """The instruction set of the CPU kernels, with the times that decided it if there are any."""
+    from ostinato.runtime.startup.isa_trial import describe_times, stored_trial
+
+    trial = stored_trial(config, source)
+    if trial is None or config.device.isa is not InstructionSetName.auto:
+        return planned_isa(config.device)
+    return describe_times(trial.isa, trial.microseconds)
 
 
 def _as_json(memory: MemoryPlan) -> dict[str, object]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from typing import Any, Protocol, TypeVar
 
 import msgspec
@@ -18,6 +18,7 @@ from ostinato.api.preparation.preparation import Arrival
 from ostinato.api.preparation.preparer import Prepare
 from ostinato.api.service.service import Service
 from ostinato.runtime.errors import InvalidRequestError
+from ostinato.runtime.types.engine_info import ReplicaStatus
 
 __all__ = (
     "HttpRequest",
@@ -59,6 +60,7 @@ class Status(msgspec.Struct, frozen=True):
 
     status: str
     reason: str | msgspec.UnsetType = msgspec.UNSET
+    engines: list[ReplicaStatus] | msgspec.UnsetType = msgspec.UNSET  # where there are several
 
 
 async def prepare(
@@ -150,8 +152,17 @@ def json_bytes(body: bytes) -> Response[bytes]:
     return Response(body, media_type="application/json")
 
 
-def status_response(status: str, reason: str | None) -> Response[bytes]:
-    """200 with a status; 503 where there is a reason why the server is not well."""
-    body = Status(status, msgspec.UNSET if reason is None else reason)
+def status_response(
+    status: str, reason: str | None, engines: Sequence[ReplicaStatus] = ()
+) -> Response[bytes]:
+    """200 with a status; 503 where there is a reason why the server is not well.
+
+    Args:
+        status: a word.
+        reason: why the server is not well.
+        engines: are listed if there are several.
+    """
+    listed = list(engines) if len(engines) > 1 else msgspec.UNSET
+    body = Status(status, msgspec.UNSET if reason is None else reason, listed)
     code = 200 if reason is None else 503
     return Response(msgspec.json.encode(body), media_type="application/json", status_code=code)

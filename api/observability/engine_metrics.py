@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Protocol
 
@@ -18,23 +18,21 @@ from prometheus_client.registry import Collector
 from ostinato import __version__
 from ostinato.api.observability.resource_usage import MachineProbe, MachineUse
 from ostinato.graphs.compile_monitor import IDLE, CompileKind
-from ostinato.runtime.client.restarts import DeathReason
-from ostinato.runtime.types.engine_info import ITERATION_TOKENS, EngineStats
+from ostinato.runtime.replicas.restarts import DeathReason
+from ostinato.runtime.types.engine_info import ITERATION_TOKENS, EngineStats, ReplicaStatus
+from ostinato.runtime.types.speculation import SpeculationStats
 
-__all__ = ("EngineCollector", "EngineView", "MachineCollector")
+__all__ = ("EngineCollector", "EngineView", "MachineCollector", "ReplicaView")
 
 _KINDS = ("captured", "compiled", "eager")
 _PROGRAMS = ("captured", "fx", "inductor", "eager")
 
 
-class EngineView(Protocol):
-    """The engine's latest statistics."""
+class EngineFigures(Protocol):
+    """The latest statistics of one engine, or of all together."""
 
     @property
     def stats(self) -> EngineStats: ...
-
-    @property
-    def startup_seconds(self) -> dict[str, float]: ...
 
     @property
     def is_alive(self) -> bool: ...
@@ -45,20 +43,53 @@ class EngineView(Protocol):
     @property
     def restarts(self) -> Mapping[str, int]: ...
 
+
+class ReplicaView(EngineFigures, Protocol):
+    """One of the engines."""
+
     @property
-    def engine_pid(self) -> int | None: ...
+    def pid(self) -> int | None: ...
+
+    @property
+    def status(self) -> ReplicaStatus: ...
+
+
+class EngineView(EngineFigures, Protocol):
+    """All engines of the server."""
+
+    @property
+    def replicas(self) -> Sequence[ReplicaView]: ...
+
+    @property
+    def startup_seconds(self) -> dict[str, float]: ...
+
+    @property
+    def determinism(self) -> dict[str, str]:
+        """Class, instruction set and fingerprint; empty until the engine has started."""
+        ...
 
 
 class EngineCollector(Collector):
-    """The engine's statistics as metrics; keeps no state of its own."""
+    """The engines' statistics as metrics; keeps no state of its own.
+
+    With several engines each sample has the label `engine`, the number of a replica.
+    """
 
     def __init__(self, engine: EngineView) -> None:
         self._engine = engine
 
     def collect(self) -> Iterator[Metric]:
-        stats = self._engine.stats
-        yield from self._gauges(stats)
+        replicas = self._engine.replicas
+        if len(replicas) == 1:
+            yield from _families(replicas[0])
+        else:
+            for same in zip(*map(_families, replicas), strict=True):
+                yield _labelled(same)
         yield InfoMetricFamily("ostinato_build", "What runs.", value={"version": __version__})
+        if promise := self._engine.determinism:
+            yield InfoMetricFamily(
+                "ostinato_determinism", "Whether answers depend on the batch.", value=promise
+            )
         yield _by_label(
             GaugeMetricFamily,
             "startup_seconds",
@@ -66,87 +97,21 @@ class EngineCollector(Collector):
             "phase",
             self._engine.startup_seconds,
         )
-        yield from _counters(stats)
-        yield _by_label(
-            CounterMetricFamily,
-            "steps",
-            "Engine steps by how the model was run.",
-            "kind",
-            {kind: stats.steps_by_kind.get(kind, 0) for kind in _KINDS},
-        )
-        yield _by_label(
-            GaugeMetricFamily,
-            "layers",
-            "Layers of the model by how they run in a small step.",
-            "program",
-            {program: stats.layers_by_program.get(program, 0) for program in _PROGRAMS},
-        )
-        yield _by_label(
-            CounterMetricFamily,
-            "device_seconds",
-            "Seconds of finished steps on the device, by how the model was run.",
-            "kind",
-            {kind: stats.device_seconds_by_kind.get(kind, 0.0) for kind in _KINDS},
-        )
-        yield _by_label(
-            CounterMetricFamily,
-            "engine_restarts",
-            "Restarts of the engine process, by why the last one ended.",
-            "reason",
-            {one.value: self._engine.restarts.get(one.value, 0) for one in DeathReason},
-        )
-        yield _iteration_tokens(stats)
-        yield _late_compiles(stats)
 
-    def _gauges(self, stats: EngineStats) -> Iterator[Metric]:
-        used = stats.num_blocks - stats.num_free_blocks
-        gauges = {
-            "requests_running": ("Sequences in the running batch.", stats.num_running),
-            "requests_waiting": (
-                "Sequences that wait for a row, blocks or a grammar.",
-                stats.num_waiting,
-            ),
-            "requests_waiting_for_grammar": (
-                "Sequences that wait for their grammar.",
-                stats.num_waiting_for_grammar,
-            ),
-            "kv_cache_usage_ratio": (
-                "Share of KV blocks in use, 0 to 1.",
-                used / stats.num_blocks if stats.num_blocks else 0.0,
-            ),
-            "kv_cache_blocks": ("Usable KV blocks.", stats.num_blocks),
-            "max_num_seqs": ("Sequences that may run at once.", stats.max_num_seqs),
-            "max_num_batched_tokens": (
-                "Tokens that one step may compute.",
-                stats.max_num_batched_tokens,
-            ),
-            "predicted_decode_step_seconds": (
-                "Predicted seconds of a decode of the running sequences; 0 = not measured.",
-                stats.predicted_step_seconds,
-            ),
-            "predicted_ttft_seconds": (
-                "Predicted TTFT of a new request of mean length; 0 = not measured.",
-                stats.predicted_ttft_seconds,
-            ),
-            "engine_up": ("1 while the engine process runs.", int(self._engine.is_alive)),
-            "engine_heartbeat_age_seconds": (
-                "Seconds since the engine's last step or idle heartbeat.",
-                self._engine.seconds_since_step,
-            ),
-        }
-        for name, (text, value) in gauges.items():
-            yield GaugeMetricFamily(f"ostinato_{name}", text, value=value)
+    def collect_sums(self) -> Iterator[Metric]:
+        """The same figures of all engines together."""
+        yield from _families(self._engine)
 
 
 class MachineCollector(Collector):
-    """Resource usage of the two processes and the GPUs as metrics."""
+    """Resource usage of the processes and the GPUs as metrics."""
 
     def __init__(self, engine: EngineView, probe: MachineProbe) -> None:
         self._engine = engine
         self._probe = probe
 
     def collect(self) -> Iterator[Metric]:
-        use = self._probe.read(self._engine.engine_pid)
+        use = self._probe.read([replica.pid for replica in self._engine.replicas])
         processes = use.processes
         yield _by_label(
             CounterMetricFamily,
@@ -166,6 +131,95 @@ class MachineCollector(Collector):
             "ostinato_cpus", "Processors that the server may use.", value=use.num_cpus
         )
         yield from _gpus(use)
+
+
+def _families(engine: EngineFigures) -> Iterator[Metric]:
+    """Every family of one engine's metrics, always the same ones in the same order."""
+    stats = engine.stats
+    yield from _gauges(engine)
+    yield from _counters(stats)
+    yield _by_label(
+        CounterMetricFamily,
+        "steps",
+        "Engine steps by how the model was run.",
+        "kind",
+        {kind: stats.steps_by_kind.get(kind, 0) for kind in _KINDS},
+    )
+    yield _by_label(
+        GaugeMetricFamily,
+        "layers",
+        "Layers of the model by how they run in a small step.",
+        "program",
+        {program: stats.layers_by_program.get(program, 0) for program in _PROGRAMS},
+    )
+    yield _by_label(
+        CounterMetricFamily,
+        "device_seconds",
+        "Seconds of finished steps on the device, by how the model was run.",
+        "kind",
+        {kind: stats.device_seconds_by_kind.get(kind, 0.0) for kind in _KINDS},
+    )
+    yield _by_label(
+        CounterMetricFamily,
+        "engine_restarts",
+        "Restarts of the engine process, by why the last one ended.",
+        "reason",
+        {one.value: engine.restarts.get(one.value, 0) for one in DeathReason},
+    )
+    yield _iteration_tokens(stats)
+    yield from _drafts(stats.speculation or SpeculationStats())
+    yield _late_compiles(stats)
+
+
+def _labelled(families: Sequence[Metric]) -> Metric:
+    """The same family of several engines as one, with the label `engine`."""
+    first = families[0]
+    joined = Metric(first.name, first.documentation, first.type)
+    for number, family in enumerate(families):
+        for sample in family.samples:
+            joined.add_sample(sample.name, {**sample.labels, "engine": str(number)}, sample.value)
+    return joined
+
+
+def _gauges(engine: EngineFigures) -> Iterator[Metric]:
+    stats = engine.stats
+    used = stats.num_blocks - stats.num_free_blocks
+    gauges = {
+        "requests_running": ("Sequences in the running batch.", stats.num_running),
+        "requests_waiting": (
+            "Sequences that wait for a row, blocks or a grammar.",
+            stats.num_waiting,
+        ),
+        "requests_waiting_for_grammar": (
+            "Sequences that wait for their grammar.",
+            stats.num_waiting_for_grammar,
+        ),
+        "kv_cache_usage_ratio": (
+            "Share of KV blocks in use, 0 to 1.",
+            used / stats.num_blocks if stats.num_blocks else 0.0,
+        ),
+        "kv_cache_blocks": ("Usable KV blocks.", stats.num_blocks),
+        "max_num_seqs": ("Sequences that may run at once.", stats.max_num_seqs),
+        "max_num_batched_tokens": (
+            "Tokens that one step may compute.",
+            stats.max_num_batched_tokens,
+        ),
+        "predicted_decode_step_seconds": (
+            "Predicted seconds of a decode of the running sequences; 0 = not measured.",
+            stats.predicted_step_seconds,
+        ),
+        "predicted_ttft_seconds": (
+            "Predicted TTFT of a new request of mean length; 0 = not measured.",
+            stats.predicted_ttft_seconds,
+        ),
+        "engine_up": ("1 while the engine process runs.", int(engine.is_alive)),
+        "engine_heartbeat_age_seconds": (
+            "Seconds since the engine's last step or idle heartbeat.",
+            engine.seconds_since_step,
+        ),
+    }
+    for name, (text, value) in gauges.items():
+        yield GaugeMetricFamily(f"ostinato_{name}", text, value=value)
 
 
 def _counters(stats: EngineStats) -> Iterator[Metric]:
@@ -231,6 +285,26 @@ def _iteration_tokens(stats: EngineStats) -> Metric:
         "Tokens of a step.",
         buckets=buckets,
         sum_value=stats.num_scheduled_tokens,
+    )
+
+
+def _drafts(speculation: SpeculationStats) -> Iterator[Metric]:
+    counters = {
+        "drafts": ("Drafts of one sequence that a step verified.", speculation.num_drafts),
+        "draft_tokens": ("Draft tokens.", speculation.num_draft_tokens),
+        "accepted_draft_tokens": (
+            "Draft tokens that plain decoding gave too.",
+            speculation.num_accepted_tokens,
+        ),
+    }
+    for name, (text, value) in counters.items():
+        yield CounterMetricFamily(f"ostinato_{name}", text, value=value)
+    yield _by_label(
+        CounterMetricFamily,
+        "accepted_draft_tokens_by_position",
+        "Accepted draft tokens by their place in the draft.",
+        "position",
+        {str(place): count for place, count in enumerate(speculation.accepted_per_position)},
     )
 
 

@@ -89,7 +89,7 @@ class Metrics:
 
             def ours() -> Iterable[Metric]:
                 collected = (one.collect() for one in self._own)
-                return itertools.chain(engine_collector.collect(), *collected)
+                return itertools.chain(engine_collector.collect_sums(), *collected)
 
             self._registry.register(VllmCollector(ours, model_name, lambda: engine.stats))
 

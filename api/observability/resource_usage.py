@@ -6,6 +6,7 @@ CPU time is a sum since the start of a process; a rate is the difference of two 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -39,7 +40,8 @@ class GpuUse(msgspec.Struct, frozen=True):
 class MachineUse(msgspec.Struct, frozen=True):
     """One reading."""
 
-    processes: dict[str, ProcessUse]  # "api" and, while it runs, "engine"
+    # "api" and, while they run, "engine", or of several "engine 0", "engine 1", ...
+    processes: dict[str, ProcessUse]
     num_cpus: int  # processors that this process may use
     memory_total_bytes: int
     memory_available_bytes: int
@@ -53,18 +55,20 @@ class MachineProbe:
         self._processes: dict[int, psutil.Process] = {}
         self._gpus: list[Any] | None = None  # NVML's handles; None = not searched yet
 
-    def read(self, engine_pid: int | None) -> MachineUse:
+    def read(self, engine_pids: Sequence[int | None]) -> MachineUse:
         """Read the usage, which takes about a millisecond.
 
         Args:
-            engine_pid: process id of the engine; None = it does not run.
+            engine_pids: process ids of the engines; None = it does not run.
         """
         import psutil
 
         memory = psutil.virtual_memory()
         found = {"api": self._process(os.getpid())}
-        if engine_pid is not None:
-            found["engine"] = self._process(engine_pid)
+        for number, pid in enumerate(engine_pids):
+            if pid is not None:
+                name = "engine" if len(engine_pids) == 1 else f"engine {number}"
+                found[name] = self._process(pid)
         return MachineUse(
             processes={name: use for name, use in found.items() if use is not None},
             num_cpus=len(os.sched_getaffinity(0)),

@@ -1,6 +1,7 @@
 """Our metrics under vLLM's names, for dashboards made for vLLM; renamed at each scrape.
 
-vLLM's names have a colon and the labels `model_name` and `engine`; this server has one engine, "0".
+vLLM's names have a colon and the labels `model_name` and `engine`. They are sums over all engines
+of this server, as engine "0".
 """
 
 from __future__ import annotations
@@ -24,6 +25,10 @@ VLLM_NAMES = {
     "ostinato_prefix_cache_queries": "vllm:prefix_cache_queries",
     "ostinato_prefix_cache_hits": "vllm:prefix_cache_hits",
     "ostinato_generation_tokens": "vllm:generation_tokens",
+    "ostinato_drafts": "vllm:spec_decode_num_drafts",
+    "ostinato_draft_tokens": "vllm:spec_decode_num_draft_tokens",
+    "ostinato_accepted_draft_tokens": "vllm:spec_decode_num_accepted_tokens",
+    "ostinato_accepted_draft_tokens_by_position": "vllm:spec_decode_num_accepted_tokens_per_pos",
     "ostinato_iteration_tokens": "vllm:iteration_tokens_total",
     "ostinato_completions": "vllm:request_success",
     "ostinato_time_to_first_token_seconds": "vllm:time_to_first_token_seconds",

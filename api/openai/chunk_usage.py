@@ -9,7 +9,8 @@ from msgspec import UNSET, UnsetType
 
 from ostinato.api.preparation.generation import Generation
 from ostinato.api.schemas.generation_fields import StreamOptions
-from ostinato.api.schemas.usage import CompletionTokensDetails, PromptTokensDetails, Usage
+from ostinato.api.schemas.usage import PromptTokensDetails, Usage, completion_details
+from ostinato.api.service.reply_state import add_prediction
 from ostinato.runtime.types.outputs import RequestOutput
 
 __all__ = ("ChunkUsage",)
@@ -41,6 +42,7 @@ class ChunkUsage:
         self._is_continuous = self.at_end and options is not None and options.continuous_usage_stats
         self._num_prompt_tokens = [len(one.prompt_token_ids) for one in generations]
         self._reasons = reasons
+        self._has_prediction = any(one.prediction_token_ids for one in generations)
         self._counts: dict[int, _Counts] = {}
 
     def add(self, choice: int, output: RequestOutput, num_reasoning_tokens: int = 0) -> None:
@@ -48,6 +50,7 @@ class ChunkUsage:
         counts = self._counts.setdefault(choice, _Counts())
         counts.output += len(output.new_token_ids)
         counts.reasoning += num_reasoning_tokens
+        counts.prediction = add_prediction(counts.prediction, output) or (0, 0)
         counts.cached = output.num_cached_tokens
 
     def of_chunk(self, prompt_index: int, choice: int) -> Usage | UnsetType | None:
@@ -70,8 +73,9 @@ class ChunkUsage:
             completion_tokens=counts.output,
             total_tokens=num_prompt_tokens + counts.output,
             prompt_tokens_details=PromptTokensDetails(counts.cached),
-            completion_tokens_details=(
-                CompletionTokensDetails(counts.reasoning) if self._reasons else UNSET
+            completion_tokens_details=completion_details(
+                counts.reasoning if self._reasons else None,
+                counts.prediction if self._has_prediction else None,
             ),
         )
 
@@ -80,3 +84,4 @@ class _Counts(msgspec.Struct, kw_only=True):
     output: int = 0
     reasoning: int = 0
     cached: int = 0
+    prediction: tuple[int, int] = 0, 0  # accepted, rejected

@@ -184,6 +184,7 @@ def echo_chunk(
         id=head.id,
         created=head.created,
         model=head.model,
+        system_fingerprint=head.system_fingerprint,
         choices=[
             CompletionChoice(
                 index=choice,
@@ -231,6 +232,7 @@ def to_chunk(
         id=head.id,
         created=head.created,
         model=head.model,
+        system_fingerprint=head.system_fingerprint,
         choices=[
             CompletionChoice(
                 index=choice,
@@ -247,7 +249,14 @@ def to_chunk(
 
 def usage_chunk(head: ReplyHead, usage: Usage) -> Completion:
     """The last chunk of a stream with `stream_options.include_usage`."""
-    return Completion(id=head.id, created=head.created, model=head.model, choices=[], usage=usage)
+    return Completion(
+        id=head.id,
+        created=head.created,
+        model=head.model,
+        system_fingerprint=head.system_fingerprint,
+        choices=[],
+        usage=usage,
+    )
 
 
 def to_response(
@@ -296,7 +305,12 @@ def to_response(
             )
         )
     return Completion(
-        id=head.id, created=head.created, model=head.model, choices=choices, usage=usage
+        id=head.id,
+        created=head.created,
+        model=head.model,
+        system_fingerprint=head.system_fingerprint,
+        choices=choices,
+        usage=usage,
     )
 
 

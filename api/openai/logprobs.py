@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
 
 from ostinato.api.schemas.chat_completions import ChatLogprobs, ChatTokenLogprob, TopLogprob
 from ostinato.api.schemas.text_completions import CompletionLogprobs
@@ -22,6 +25,16 @@ TokenBytes = Callable[[int], bytes]
 ShownToken = tuple[str, list[int]]  # a token's name and its bytes
 
 _LOWEST = -9999.0  # JSON has no -infinity
+_encode = msgspec.json.Encoder().encode
+
+
+def _encoded(entry: object) -> Any:
+    """The entry of one token as JSON, in place of the entry.
+
+    An answer may have millions of entries. Encoding or freeing so many objects is one call that
+    holds the interpreter's lock, and all other requests wait for it.
+    """
+    return msgspec.Raw(_encode(entry))
 
 
 def token_text(piece: bytes) -> str:
@@ -65,7 +78,8 @@ def chat_logprobs(
             name, codes = show(top_id)
             top.append(TopLogprob(name, max(logprob, _LOWEST), codes))
         name, codes = show(token_id)
-        content.append(ChatTokenLogprob(name, max(entry.logprob, _LOWEST), codes, top))
+        itself = ChatTokenLogprob(name, max(entry.logprob, _LOWEST), codes, top)
+        content.append(_encoded(itself))
     return ChatLogprobs(content)
 
 
@@ -99,11 +113,15 @@ def completion_logprobs(
         tops.append(
             None
             if entry is None
-            else {
-                _name(top_id, token_bytes, as_ids): max(value, _LOWEST)
-                for top_id, value in zip(entry.top_ids[:num_top], entry.top_logprobs, strict=False)
-            }
-            | {name: max(entry.logprob, _LOWEST)}
+            else _encoded(
+                {
+                    _name(top_id, token_bytes, as_ids): max(value, _LOWEST)
+                    for top_id, value in zip(
+                        entry.top_ids[:num_top], entry.top_logprobs, strict=False
+                    )
+                }
+                | {name: max(entry.logprob, _LOWEST)}
+            )
         )
     return CompletionLogprobs(names, values, tops, offsets)
 
@@ -133,7 +151,7 @@ def prompt_logprobs(
         itself = PromptLogprob(
             max(entry.logprob, _LOWEST), entry.rank, token_text(token_bytes(token_id))
         )
-        result.append(candidates | {str(token_id): itself})
+        result.append(_encoded(candidates | {str(token_id): itself}))
     return result
 
 

@@ -253,6 +253,7 @@ def _trace_chunk(
         id=head.id,
         created=head.created,
         model=head.model,
+        system_fingerprint=head.system_fingerprint,
         choices=[],
         usage=none_yet,
         trace=timeline,
@@ -264,6 +265,7 @@ def _head(service: Service, request_id: str, service_tier: ServiceTier | None = 
         id=request_id,
         created=int(time.time()),
         model=service.client.model.name,
+        system_fingerprint=service.client.model.system_fingerprint,
         service_tier=tier_of(service_tier),
     )
 

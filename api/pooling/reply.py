@@ -35,7 +35,7 @@ from ostinato.runtime.types.outputs import PooledOutput
 
 __all__ = ("embed", "rerank", "score")
 
-_AT_ONCE = 16  # vectors that are made text or compared before other requests have their turn
+_AT_ONCE = 16  # vectors that are encoded or compared between two yields to the event loop
 
 
 async def embed(

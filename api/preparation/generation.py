@@ -63,6 +63,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     prompt_token_ids: list[int]
     sampling: SamplingParams
     bad_words_token_ids: list[list[int]] = []  # of `sampling.bad_words`
+    prediction_token_ids: list[int] = []  # a guess of the answer
     priority: int = 0
     cache_salt: str = ""
     deadline_ms: float | None = None  # since the request's arrival

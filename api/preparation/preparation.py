@@ -35,7 +35,7 @@ _TEMPLATE_S = 2.0  # a template of the client's
 
 
 class ForkNeededError(Exception):
-    """The request has its own template, which must be rendered in a fork."""
+    """The request has its own template, which must be rendered in a fork of its own."""
 
 
 class PreparationSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,7 +80,7 @@ class Preparation:
         source: the model and its tokenizer, read at each call.
         settings: of the server.
         begin_part: called before each part of the work that may take long.
-        is_fork: whether this process prepares one request and ends.
+        is_own_fork: whether this process prepares one request and ends.
     """
 
     def __init__(
@@ -89,11 +89,11 @@ class Preparation:
         settings: PreparationSettings,
         begin_part: BeginPart = lambda name, cpu_s: None,
         *,
-        is_fork: bool = False,
+        is_own_fork: bool = False,
     ) -> None:
         self._source = source
         self._begin_part = begin_part
-        self._is_fork = is_fork
+        self._is_own_fork = is_own_fork
         self._bad_words: tuple[tuple[str, ...], list[list[int]]] = (), []
         self.settings = settings
         self.encoder = PromptEncoder(source)
@@ -148,8 +148,8 @@ class Preparation:
         """Note that rendering the client's template begins.
 
         Raises:
-            ForkNeededError: this process can not be ended if the template takes too much.
+            ForkNeededError: this process serves other requests, too.
         """
-        if not self._is_fork:
+        if not self._is_own_fork:
             raise ForkNeededError
         self._begin_part("chat_template", _TEMPLATE_S)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import secrets
 from collections.abc import Callable
@@ -121,7 +122,9 @@ async def list_input_items(
 ) -> Response[bytes]:
     """What a reply was made from: its input, and the stored conversation before it."""
     items = await conversation_items(service, response_id)
-    return json_response(item_page(items, limit=limit, order=order, after=after))
+    # In a thread: bodies of megabytes may have 100,000 items, and `after` reads the id of each.
+    page = await asyncio.to_thread(item_page, items, limit=limit, order=order, after=after)
+    return json_response(page)
 
 
 @post_endpoint(

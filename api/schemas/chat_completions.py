@@ -19,6 +19,7 @@ from ostinato.api.schemas.conversation import (
     CustomToolEntry,
     Message,
     ReasoningEffort,
+    TextPart,
     Tool,
     ToolChoice,
 )
@@ -36,6 +37,7 @@ __all__ = (
     "CustomToolDelta",
     "DeltaMessage",
     "FunctionDelta",
+    "Prediction",
     "ReplyCustomTool",
     "ReplyFunction",
     "ReplyMessage",
@@ -43,6 +45,20 @@ __all__ = (
     "ToolCallDelta",
     "TopLogprob",
 )
+
+
+class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A guess of the answer, such as the text that is to be edited."""
+
+    type: Literal["content"] = "content"
+    content: str | list[TextPart]
+
+    @property
+    def text(self) -> str:
+        """The guess; its parts follow each other without a gap."""
+        if isinstance(self.content, str):
+            return self.content
+        return "".join(part.text for part in self.content)
 
 
 class ChatCompletionRequest(
@@ -69,6 +85,7 @@ class ChatCompletionRequest(
     # The end of reasoning is forced after so many tokens; absent = no limit.
     thinking_token_budget: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)] | None = None
     include_reasoning: bool = True  # false = reasoning is left out of the answer
+    prediction: Prediction | None = None  # drafts of the answer, which they do not change
     verbosity: Verbosity | None = None  # passed to the template, where the template has it
     # These have no effect. The answer shows the first two.
     metadata: Metadata | None = None
@@ -137,6 +154,7 @@ class ChatResponse(msgspec.Struct, frozen=True, kw_only=True):
     object: Literal["chat.completion"] = "chat.completion"
     created: int
     model: str
+    system_fingerprint: str  # names the model and kernels, see docs/determinism.md
     choices: list[ChatChoice]
     usage: Usage
     prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
@@ -191,6 +209,7 @@ class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
     created: int
     model: str
+    system_fingerprint: str  # names the model and kernels, see docs/determinism.md
     choices: list[ChatChunkChoice]
     service_tier: ServedTier | msgspec.UnsetType = msgspec.UNSET
     usage: Usage | msgspec.UnsetType | None = msgspec.UNSET

@@ -132,6 +132,7 @@ class GenerationFields(ConstraintFields, frozen=True, kw_only=True, forbid_unkno
     # Tokens per chunk; the first and the last chunk may have fewer.
     stream_interval: Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)] | None = None
     priority: Int32 = 0  # lower runs first under scheduler.policy=priority
+    speculation: bool = True  # false = no drafts; the answer is the same
     cache_salt: Annotated[str, msgspec.Meta(max_length=256)] = ""  # see the prefix cache
     # Milliseconds since the request's arrival; then the answer ends with what has been generated.
     deadline_ms: Annotated[float, msgspec.Meta(ge=1, le=24 * 3600 * 1000)] | None = None

@@ -54,6 +54,7 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     object: Literal["text_completion"] = "text_completion"
     created: int
     model: str
+    system_fingerprint: str  # names the model and kernels, see docs/determinism.md
     choices: list[CompletionChoice]
     usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
     trace: Timeline | msgspec.UnsetType = msgspec.UNSET  # of a stream: in a chunk without choices

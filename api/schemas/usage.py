@@ -13,6 +13,7 @@ __all__ = (
     "PromptTokensDetails",
     "TokenOffsets",
     "Usage",
+    "completion_details",
 )
 
 
@@ -20,8 +21,30 @@ class PromptTokensDetails(msgspec.Struct, frozen=True):
     cached_tokens: int
 
 
-class CompletionTokensDetails(msgspec.Struct, frozen=True):
-    reasoning_tokens: int  # tokens of reasoning
+class CompletionTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
+    reasoning_tokens: int | msgspec.UnsetType = msgspec.UNSET  # only of models that reason
+    # Draft tokens from `prediction` that the answer has, and those that it has not.
+    accepted_prediction_tokens: int | msgspec.UnsetType = msgspec.UNSET
+    rejected_prediction_tokens: int | msgspec.UnsetType = msgspec.UNSET
+
+
+def completion_details(
+    num_reasoning_tokens: int | None, prediction: tuple[int, int] | None
+) -> CompletionTokensDetails | msgspec.UnsetType:
+    """The details of a reply; UNSET without any.
+
+    Args:
+        num_reasoning_tokens: None = the model does not reason.
+        prediction: accepted and rejected tokens; None = the request has no `prediction`.
+    """
+    if num_reasoning_tokens is None and prediction is None:
+        return msgspec.UNSET
+    accepted, rejected = prediction or (msgspec.UNSET, msgspec.UNSET)
+    return CompletionTokensDetails(
+        reasoning_tokens=msgspec.UNSET if num_reasoning_tokens is None else num_reasoning_tokens,
+        accepted_prediction_tokens=accepted,
+        rejected_prediction_tokens=rejected,
+    )
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,7 +52,7 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
-    # Only in chat, for models that reason.
+    # Only in chat, for models that reason and requests with a prediction.
     completion_tokens_details: CompletionTokensDetails | msgspec.UnsetType = msgspec.UNSET
 
 

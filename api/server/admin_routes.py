@@ -1,17 +1,24 @@
-"""The endpoints for operators: load, tokenizer, prefix cache, profiles."""
+"""The endpoints for operators: load, tokenizer, prefix cache, profiles, engines, weights."""
 
 from __future__ import annotations
 
+import time
+
 import msgspec
 from litestar import Response
+from litestar.params import FromPath, FromQuery
 
 from ostinato.api.base.errors import ErrorBody
 from ostinato.api.http.endpoints import get_endpoint, post_endpoint
 from ostinato.api.http.handlers import SharedService, json_response
+from ostinato.api.service.service import Service
+from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.text.tokenizer import tokenizer_facts
 
 __all__ = ("HANDLERS",)
 
+_LONGEST_DRAIN_S = 86400.0
+_REFUSED: dict[int, type[msgspec.Struct]] = dict.fromkeys((400, 403, 404, 409, 503), ErrorBody)
 _CALLS: dict[int, type[msgspec.Struct]] = {409: ErrorBody, 503: ErrorBody}
 
 
@@ -29,6 +36,14 @@ class ProfileStarted(msgspec.Struct, frozen=True):
 
 class ProfileStopped(msgspec.Struct, frozen=True):
     trace_file: str  # on the server's machine
+
+
+class Drained(msgspec.Struct, frozen=True):
+    num_moved: int  # requests that went to other engines after the timeout
+
+
+class Reloaded(msgspec.Struct, frozen=True):
+    seconds: float
 
 
 @get_endpoint("/load", answer=Load)
@@ -67,4 +82,69 @@ async def stop_profile(service: SharedService) -> Response[bytes]:
     return json_response(ProfileStopped(await service.client.stop_profile()))
 
 
-HANDLERS = [load, tokenizer_info, reset_prefix_cache, start_profile, stop_profile]
+@post_endpoint("/engines/{engine:int}/drain", answer=Drained, errors=_REFUSED)
+async def drain_engine(
+    service: SharedService, engine: FromPath[int], timeout_s: FromQuery[float | None] = None
+) -> Response[bytes]:
+    """Take an engine out of service: it gets no requests, and those that it has end or move.
+
+    Requests may take `timeout_s` (default `server.drain_timeout_s`) to end before they move.
+    """
+    _check_admin(service)
+    timeout_s = _timeout(service, timeout_s)
+    return json_response(Drained(await service.client.drain_engine(engine, timeout_s)))
+
+
+@post_endpoint("/engines/{engine:int}/resume", answer=Success, errors=_REFUSED)
+async def resume_engine(service: SharedService, engine: FromPath[int]) -> Response[bytes]:
+    """Put a drained engine into service again."""
+    _check_admin(service)
+    service.client.resume_engine(engine)
+    return json_response(Success())
+
+
+@post_endpoint("/reload_weights", answer=Reloaded, errors=_REFUSED)
+async def reload_weights(
+    service: SharedService, timeout_s: FromQuery[float | None] = None
+) -> Response[bytes]:
+    """Read the weights again from where they are, one engine after the other; loses no request.
+
+    Each engine is drained before, for `timeout_s` (default `server.drain_timeout_s`).
+    """
+    _check_admin(service)
+    begin = time.monotonic()
+    await service.client.reload_weights(_timeout(service, timeout_s))
+    return json_response(Reloaded(round(time.monotonic() - begin, 3)))
+
+
+HANDLERS = [
+    load,
+    tokenizer_info,
+    reset_prefix_cache,
+    start_profile,
+    stop_profile,
+    drain_engine,
+    resume_engine,
+    reload_weights,
+]
+
+
+def _check_admin(service: Service) -> None:
+    if not service.server.admin:
+        raise InvalidRequestError(
+            "server.admin=false: start the server with server.admin=true to drain engines and "
+            "reload weights",
+            code="call_refused",
+            status=403,
+        )
+    service.admission.check_started()
+
+
+def _timeout(service: Service, asked_s: float | None) -> float:
+    if asked_s is None:
+        return service.server.drain_timeout_s
+    if not 0 <= asked_s <= _LONGEST_DRAIN_S:
+        raise InvalidRequestError(
+            f"timeout_s={asked_s:g}, it must be in [0, {_LONGEST_DRAIN_S:g}]", param="timeout_s"
+        )
+    return asked_s

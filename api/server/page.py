@@ -13,18 +13,20 @@ from typing import Any
 
 import msgspec
 from litestar import Response, get
-from litestar.params import FromPath
+from litestar.params import FromPath, FromQuery
 
+from ostinato.api.base.errors import ErrorBody
 from ostinato.api.http.auth import OPEN
 from ostinato.api.http.endpoints import get_endpoint
 from ostinato.api.http.handlers import SharedService, json_response
+from ostinato.api.observability.engine_metrics import ReplicaView
 from ostinato.api.observability.recent_latency import Percentiles
 from ostinato.api.observability.resource_usage import MachineUse
 from ostinato.api.service.service import Service
 from ostinato.runtime.engine.engine_state import EngineState
 from ostinato.runtime.engine.flight_recorder import as_json
 from ostinato.runtime.errors import EngineDeadError, InvalidRequestError
-from ostinato.runtime.types.engine_info import ServedTask
+from ostinato.runtime.types.engine_info import ReplicaStatus, ServedTask
 
 __all__ = ("HANDLERS",)
 
@@ -55,6 +57,16 @@ class PageModel(msgspec.Struct, frozen=True):
     can_chat: bool  # whether there is a chat template
 
 
+class PageEngine(msgspec.Struct, frozen=True):
+    """One of the engines."""
+
+    status: ReplicaStatus
+    num_running: int
+    num_waiting: int
+    kv_cache_usage: float  # share of the KV blocks in use
+    resident_bytes: int | None  # memory of the process; None = it does not run
+
+
 class PageState(msgspec.Struct, frozen=True):
     """The answer of `/debug/state`."""
 
@@ -64,6 +76,7 @@ class PageState(msgspec.Struct, frozen=True):
     stats: dict[str, Any]  # `EngineStats` by name
     engine: dict[str, Any] | None  # `EngineState` by name, without its stats
     engine_pid: int | None
+    engines: list[PageEngine]  # empty where there is one only
     live: dict[str, Percentiles | None]  # latencies of the last 10 s
     use: MachineUse
 
@@ -80,16 +93,17 @@ async def page_file(name: FromPath[str]) -> Response[bytes]:
     return _file(name)
 
 
-@get_endpoint("/debug/state", answer=PageState)
-async def debug_state(service: SharedService) -> Response[bytes]:
-    """The present state of the engine; it contains no text and no token of a request."""
-    return json_response(await _state(service))
+@get_endpoint("/debug/state", answer=PageState, errors={400: ErrorBody})
+async def debug_state(service: SharedService, engine: FromQuery[int] = 0) -> Response[bytes]:
+    """The present state of one engine; it contains no text and no token of a request."""
+    return json_response(await _state(service, _checked(service, engine)))
 
 
-@get_endpoint("/debug/flight")
-async def debug_flight(service: SharedService) -> Response[bytes]:
-    """The last steps of the engine, from the flight recorder; works while the engine hangs too."""
-    records = await asyncio.to_thread(service.client.flight_records)
+@get_endpoint("/debug/flight", errors={400: ErrorBody})
+async def debug_flight(service: SharedService, engine: FromQuery[int] = 0) -> Response[bytes]:
+    """The last steps of an engine, from the flight recorder; works while the engine hangs too."""
+    number = _checked(service, engine)
+    records = await asyncio.to_thread(service.client.flight_records, number)
     return json_response(as_json(records))
 
 
@@ -106,27 +120,39 @@ def _file(name: str) -> Response[bytes]:
     return Response(file.read_bytes(), media_type=kind, headers=_HEADERS)
 
 
-async def _state(service: Service) -> PageState:
+def _checked(service: Service, engine: int) -> int:
+    """The number of an engine that there is; raises InvalidRequestError for another one."""
+    last = len(service.client.replicas) - 1
+    if not 0 <= engine <= last:
+        raise InvalidRequestError(f"engine={engine}, it must be in [0, {last}]", param="engine")
+    return engine
+
+
+async def _state(service: Service, number: int) -> PageState:
     refusal = service.admission.unreadiness()
     problem = None if refusal is None else str(refusal)
     engine: EngineState | None = None
     if refusal is None or service.admission.is_draining:
         try:
-            engine = await service.client.inspect(_INSPECT_S)
+            engine = await service.client.inspect(_INSPECT_S, number)
         except TimeoutError:
             problem = problem or f"the engine has not answered for {_INSPECT_S:g} s: it is busy"
         except EngineDeadError as error:
             problem = str(error)
-    stats = service.client.stats if engine is None else engine.stats
+    replicas = service.client.replicas
+    stats = replicas[number].stats if engine is None else engine.stats
+    use = service.metrics.probe.read([one.pid for one in replicas])
+    drafts = None if stats.speculation is None else _by_name(stats.speculation)
     return PageState(
         time=time.monotonic(),
         problem=problem,
         model=_model(service),
-        stats=_by_name(stats),
+        stats=_by_name(stats) | {"speculation": drafts},
         engine=None if engine is None else _engine(engine),
-        engine_pid=service.client.engine_pid,
+        engine_pid=replicas[number].pid,
+        engines=[_one_of(one, use) for one in replicas] if len(replicas) > 1 else [],
         live=service.metrics.recent_latency.snapshot(),
-        use=service.metrics.probe.read(service.client.engine_pid),
+        use=use,
     )
 
 
@@ -139,6 +165,18 @@ def _model(service: Service) -> PageModel | None:
         max_model_len=model.max_model_len,
         can_generate=ServedTask.generate in model.tasks and tokenizer is not None,
         can_chat=tokenizer is not None and tokenizer.chat_template is not None,
+    )
+
+
+def _one_of(replica: ReplicaView, use: MachineUse) -> PageEngine:
+    stats, status = replica.stats, replica.status
+    process = use.processes.get(f"engine {status.engine}")
+    return PageEngine(
+        status=status,
+        num_running=stats.num_running,
+        num_waiting=stats.num_waiting,
+        kv_cache_usage=1 - stats.num_free_blocks / max(1, stats.num_blocks),
+        resident_bytes=None if process is None else process.resident_bytes,
     )
 
 

@@ -15,7 +15,7 @@ import msgspec
 from ostinato.api.anthropic import preparation as anthropic
 from ostinato.api.openai import preparation as openai
 from ostinato.api.pooling import preparation as pooling
-from ostinato.api.preparation.preparation import Preparation
+from ostinato.api.preparation.preparation import ForkNeededError, Preparation
 from ostinato.api.preparation.preparer import ForkAnswer, ForkStart, Prepare, Refusal, read_job
 from ostinato.api.responses import preparation as responses
 from ostinato.runtime.errors import InvalidRequestError
@@ -40,7 +40,7 @@ class _Source:
         self.model: ServedModel = start.model
         self.tokenizer: Tokenizer | None = None
         if start.model.tokenizer:
-            self.tokenizer = Tokenizer.from_directory(start.model.tokenizer)
+            self.tokenizer = Tokenizer.from_path(start.model.tokenizer)
             if start.chat_template is not None:
                 # The template that the server uses, which may differ from the model's own.
                 self.tokenizer.chat_template = ChatTemplate(
@@ -55,8 +55,10 @@ def begin(first: bytes) -> Job:
     source = _Source(start)
 
     def prepare(job: bytes, begin_part: BeginPart) -> bytes:
-        preparation = Preparation(source, start.settings, begin_part, is_fork=True)
         ordered, data = read_job(job)
+        preparation = Preparation(
+            source, start.settings, begin_part, is_own_fork=not ordered.is_shared
+        )
         try:
             result = FUNCTIONS[ordered.function](preparation, data, ordered.arrival)
         except InvalidRequestError as error:
@@ -64,6 +66,8 @@ def begin(first: bytes) -> Job:
                 message=str(error), param=error.param, code=error.code, status=error.status
             )
             return ForkAnswer.refusal + msgspec.json.encode(refusal)
+        except ForkNeededError:
+            return ForkAnswer.own_fork
         except MemoryError:
             raise
         except Exception:  # the boundary of the process: the parent logs it

@@ -25,6 +25,10 @@ class Version(msgspec.Struct, frozen=True):
     version: str
     layers: dict[str, int]  # captured | fx | inductor | eager
     isa: str  # instruction set of the CPU kernels; empty = none are used
+    # Of one layer's products: instruction set -> rows -> time. Empty = not compared.
+    isa_microseconds: dict[str, dict[str, float]]
+    determinism: str  # bitwise | none, see docs/determinism.md
+    system_fingerprint: str  # that of answers
 
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,7 +60,7 @@ async def model(service: SharedService, name: FromPath[str]) -> Response[bytes]:
 
 @get_endpoint("/health", answer=Status, errors={503: Status}, is_open=True)
 async def health(service: SharedService) -> Response[bytes]:
-    """Whether the engine works: 200, or 503 with the reason."""
+    """Whether the engine works: 200, or 503 with the reason; several engines are listed."""
     return _health(service)
 
 
@@ -82,9 +86,18 @@ async def ready(service: SharedService) -> Response[bytes]:
 
 @get_endpoint("/version", answer=Version)
 async def version(service: SharedService) -> Response[bytes]:
-    """The server's version, how the model's layers run, and on which instruction set."""
-    client = service.client
-    return json_response(Version(__version__, client.stats.layers_by_program, client.model.isa))
+    """The server's version, how the model's layers run, on what, and what is promised of bits."""
+    model, layers = service.client.model, service.client.stats.layers_by_program
+    return json_response(
+        Version(
+            version=__version__,
+            layers=layers,
+            isa=model.isa,
+            isa_microseconds=model.isa_microseconds,
+            determinism=model.determinism,
+            system_fingerprint=model.system_fingerprint,
+        )
+    )
 
 
 @get_endpoint("/metrics", media_type="text/plain")
@@ -98,7 +111,8 @@ HANDLERS = [models, model, health, ping, live, ready, version, metrics]
 
 def _health(service: Service) -> Response[bytes]:
     problem = service.admission.health_problem()
-    return status_response("ok" if problem is None else "unhealthy", problem)
+    engines = [replica.status for replica in service.client.replicas]
+    return status_response("ok" if problem is None else "unhealthy", problem, engines)
 
 
 def _card(service: Service) -> ModelCard:

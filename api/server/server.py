@@ -238,7 +238,21 @@ class _Server:
             f"\n  curl {self._url}{path} -H 'Content-Type: application/json' \\\n"
             f"    -d '{json.dumps(body)}'\n\n"
             f"  endpoints {self._url}/schema   metrics {self._url}/metrics   stop with Ctrl-C\n"
+            + self._engine_hints()
         )
+
+    def _engine_hints(self) -> str:
+        """Where to look after several engines; empty for one."""
+        count = len(self._client.replicas)
+        if count == 1:
+            return ""
+        hints = f"  {count} engines, listed by {self._url}/health\n"
+        if self._config.server.admin:
+            hints += (
+                f"  new weights: curl -X POST {self._url}/reload_weights   "
+                f"rest an engine: curl -X POST {self._url}/engines/0/drain\n"
+            )
+        return hints
 
     async def _drain(self) -> None:
         self._service.admission.is_draining = True

@@ -10,7 +10,7 @@ import msgspec
 
 from ostinato.api.preparation.generation import Generation
 from ostinato.api.schemas.client_fields import ServedTier
-from ostinato.api.schemas.usage import CompletionTokensDetails, PromptTokensDetails, Usage
+from ostinato.api.schemas.usage import PromptTokensDetails, Usage, completion_details
 from ostinato.runtime.types.outputs import FinishReason, RequestOutput, TokenLogprobs
 
 __all__ = (
@@ -18,6 +18,7 @@ __all__ = (
     "ReplyHead",
     "ReplyOptions",
     "Tally",
+    "add_prediction",
     "collect",
     "new_id",
 )
@@ -29,6 +30,7 @@ class ReplyHead(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     created: int  # unix seconds
     model: str
+    system_fingerprint: str  # of the engine, see docs/determinism.md
     service_tier: ServedTier | msgspec.UnsetType = msgspec.UNSET  # only chat has it
 
 
@@ -71,17 +73,23 @@ class Tally:
 
     Args:
         num_prompt_tokens: of all prompts.
+        has_prediction: whether a request predicts its answer.
     """
 
     @classmethod
     def of(cls, generations: Iterable[Generation]) -> Self:
         """The counts at the beginning of the reply to these prompts."""
-        return cls(sum(len(one.prompt_token_ids) for one in generations))
+        generations = list(generations)
+        return cls(
+            sum(len(one.prompt_token_ids) for one in generations),
+            has_prediction=any(one.prediction_token_ids for one in generations),
+        )
 
-    def __init__(self, num_prompt_tokens: int) -> None:
+    def __init__(self, num_prompt_tokens: int, *, has_prediction: bool = False) -> None:
         self.num_prompt_tokens = num_prompt_tokens
         self.num_output_tokens = 0
         self.num_reasoning_tokens: int | None = None  # None = the model does not reason
+        self._prediction = (0, 0) if has_prediction else None  # accepted, rejected
         self._cached: dict[int, int] = {}
 
     def add(self, prompt_index: int, output: RequestOutput, num_reasoning_tokens: int = 0) -> None:
@@ -89,6 +97,7 @@ class Tally:
         if self.num_reasoning_tokens is not None:
             self.num_reasoning_tokens += num_reasoning_tokens
         self.num_output_tokens += len(output.new_token_ids) + output.num_discarded_tokens
+        self._prediction = add_prediction(self._prediction, output)
         if output.index == 0:  # the other completions share the blocks of this one
             self._cached[prompt_index] = output.num_cached_tokens
 
@@ -100,12 +109,22 @@ class Tally:
             completion_tokens=self.num_output_tokens,
             total_tokens=self.num_prompt_tokens + self.num_output_tokens,
             prompt_tokens_details=PromptTokensDetails(sum(self._cached.values())),
-            completion_tokens_details=(
-                msgspec.UNSET
-                if self.num_reasoning_tokens is None
-                else CompletionTokensDetails(self.num_reasoning_tokens)
+            completion_tokens_details=completion_details(
+                self.num_reasoning_tokens, self._prediction
             ),
         )
+
+
+def add_prediction(counts: tuple[int, int] | None, output: RequestOutput) -> tuple[int, int] | None:
+    """Accepted and rejected tokens of a prediction, after one more output; None is kept."""
+    report = output.speculation
+    if counts is None or report is None:
+        return counts
+    accepted, rejected = counts
+    return (
+        accepted + report.num_accepted_prediction_tokens,
+        rejected + report.num_rejected_prediction_tokens,
+    )
 
 
 def new_id(prefix: str, of_body: str | None, of_header: str) -> str:

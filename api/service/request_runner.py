@@ -29,6 +29,7 @@ from ostinato.runtime.errors import (
     EngineError,
     InvalidRequestError,
 )
+from ostinato.runtime.fair_queue import FairQueue
 from ostinato.runtime.types.outputs import FinishReason, PooledOutput, RequestOutput
 from ostinato.runtime.types.params import PoolingParams, SamplingParams
 from ostinato.runtime.types.structured_outputs import StructuredOutputsParams
@@ -49,7 +50,7 @@ class Generator(Protocol):
 
     async def compile_grammar(self, constraint: StructuredOutputsParams) -> str: ...
 
-    def generate(
+    def generate(  # noqa: PLR0913 - the parts of a request
         self,
         request_id: str,
         prompt_token_ids: list[int],
@@ -57,6 +58,7 @@ class Generator(Protocol):
         *,
         priority: int = 0,
         cache_salt: str = "",
+        place: int = 0,
         trace: bool = False,
         deadline: float | None = None,
         prepared: PreparedParts | None = None,
@@ -70,6 +72,7 @@ class Generator(Protocol):
         *,
         priority: int = 0,
         cache_salt: str = "",
+        place: int = 0,
         trace: bool = False,
     ) -> PooledOutput: ...
 
@@ -153,7 +156,7 @@ class RequestRunner:
         try:
             with self._measured(stats):
                 if len(generations) == 1:  # no queue between the engine's client and the reply
-                    outputs = self._client.generate(**_arguments(generations[0], context))
+                    outputs = self._client.generate(**_arguments(generations[0], context, 0))
                     async with aclosing(cast("Outputs", outputs)) as outputs:
                         async for output in outputs:
                             stats.add(0, output)
@@ -197,6 +200,7 @@ class RequestRunner:
                 params,
                 priority=priority,
                 cache_salt=cache_salt,
+                place=index,
                 trace=context.timeline is not None,
             )
             stats.add_vector(index, output)
@@ -284,7 +288,7 @@ async def _cancel(tasks: Sequence[asyncio.Task[Any]]) -> None:
         await asyncio.gather(*some, return_exceptions=True)
 
 
-def _arguments(one: Generation, context: RequestContext) -> dict[str, Any]:
+def _arguments(one: Generation, context: RequestContext, place: int) -> dict[str, Any]:
     """The arguments of `Generator.generate`."""
     times_ms = [ms for ms in (one.deadline_ms, context.timeout_ms) if ms is not None]
     return {
@@ -293,8 +297,11 @@ def _arguments(one: Generation, context: RequestContext) -> dict[str, Any]:
         "sampling": one.sampling,
         "priority": one.priority,
         "cache_salt": one.cache_salt,
+        "place": place,
         "trace": context.timeline is not None,
-        "prepared": PreparedParts(context.grammar, one.bad_words_token_ids),
+        "prepared": PreparedParts(
+            context.grammar, one.bad_words_token_ids, one.prediction_token_ids
+        ),
         "deadline": context.arrived_at + min(times_ms) / 1e3 if times_ms else None,
     }
 
@@ -303,11 +310,13 @@ async def _merged(
     client: Generator, generations: Sequence[Generation], context: RequestContext
 ) -> AsyncGenerator[IndexedOutput, None]:
     """Outputs of several prompts in the order of their arrival."""
-    queue: asyncio.Queue[IndexedOutput | Exception | None] = asyncio.Queue()
+    queue: FairQueue[IndexedOutput | Exception | None] = FairQueue()
 
     async def pump(prompt_index: int) -> None:
         try:
-            outputs = client.generate(**_arguments(generations[prompt_index], context))
+            one = generations[prompt_index]
+            place = prompt_index * one.sampling.num_candidates
+            outputs = client.generate(**_arguments(one, context, place))
             async with aclosing(cast("Outputs", outputs)) as outputs:
                 async for output in outputs:
                     queue.put_nowait((prompt_index, output))

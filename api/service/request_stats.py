@@ -14,6 +14,7 @@ from ostinato.api.observability.tracing import Tracer
 from ostinato.api.service.reply_state import Tally
 from ostinato.runtime.types.outputs import PooledOutput, RequestOutput
 from ostinato.runtime.types.params import SamplingParams
+from ostinato.runtime.types.speculation import SpeculationReport, sum_reports
 
 __all__ = ("RequestStats", "StatsSinks")
 
@@ -68,6 +69,7 @@ class RequestStats:
         self._completions: dict[tuple[int, int], _Completion] = {}
         self._finish_reasons: list[str] = []
         self._num_preemptions = 0
+        self._speculation: SpeculationReport | None = None  # None = no draft so far
         if context.timeline is not None:
             context.timeline.sent()
 
@@ -75,6 +77,7 @@ class RequestStats:
         """Add one output of the engine."""
         now = time.monotonic()
         self._tally.add(prompt_index, output)
+        self._speculation = sum_reports((self._speculation, output.speculation))
         if self._context.timeline is not None:
             self._context.timeline.add(prompt_index, output)
         key = prompt_index, output.index
@@ -204,6 +207,9 @@ class RequestStats:
             "finish": ",".join(sorted(set(self._finish_reasons))) or None,
             "preemptions": self._num_preemptions,
         }
+        if self._speculation is not None:
+            fields["drafted"] = self._speculation.num_draft_tokens
+            fields["accepted"] = self._speculation.num_accepted_tokens
         if self._context.grammar_seconds:
             fields["grammar_ms"] = _ms(self._context.grammar_seconds)
         if self._context.endpoint:

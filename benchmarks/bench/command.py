@@ -33,6 +33,7 @@ _KINDS = {
     BenchKind.latency: "latency:latency",
     BenchKind.prefix: "prefix:prefix",
     BenchKind.determinism: "determinism:determinism",
+    BenchKind.speculation: "speculation_rounds:speculation",
     BenchKind.ops: "ops:ops",
     BenchKind.compare: "compare:compare",
     BenchKind.history: "history:history",

@@ -12,6 +12,7 @@ from ostinato.conf.root import RunConfig
 if TYPE_CHECKING:
     from ostinato.runtime.engine.step_observer import StepObserver
     from ostinato.runtime.llm import LLM
+    from ostinato.runtime.speculation.proposer import Proposer
     from ostinato.runtime.startup.model_cache import LoadedModelCache
 
 __all__ = ("BenchContext",)
@@ -54,12 +55,24 @@ class BenchContext:
         """
         return load_config([*self.overrides, *words], config_dir=self._config_dir)
 
-    def open_llm(self, config: RunConfig, observer: StepObserver | None = None) -> LLM:
+    def open_llm(
+        self,
+        config: RunConfig,
+        observer: StepObserver | None = None,
+        proposer: Proposer | None = None,
+    ) -> LLM:
         """An engine in this process, whose steps `observer` sees.
+
+        Args:
+            config: its configuration.
+            observer: None = no observer.
+            proposer: a drafter instead of the configured one.
 
         Raises:
             StartupError: the engine can not start.
         """
         from ostinato.runtime.llm import LLM
 
-        return LLM(config=config, observer=observer, model_cache=self._model_cache)
+        return LLM(
+            config=config, observer=observer, model_cache=self._model_cache, proposer=proposer
+        )

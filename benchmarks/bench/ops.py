@@ -240,9 +240,9 @@ def _attention_case(
     )
     heads = (model.num_heads, model.num_kv_heads, model.num_kv_heads)
     q, k, v = (torch.randn(num_tokens, h, model.head_dim, device=device).to(dtype) for h in heads)
-    shape = (first, model.num_kv_heads, size, model.head_dim)
+    shape = (first, model.num_kv_heads, size, spec.place_size)
     caches = [
-        tuple(torch.randn(shape, device=device).to(source.cache_dtype) for _ in range(2))
+        tuple(_made_up(shape, source.cache_dtype, device) for _ in range(2))
         for _ in range(max(1, min(16, _COLD_BYTES // per_copy)))
     ]
     scale = model.head_dim**-0.5
@@ -253,7 +253,7 @@ def _attention_case(
         for kc, vc in caches
     ]
     attended = sum((2 * context - new + 1) * new // 2 for new, context in lengths)
-    kv_bytes = 2 * model.num_kv_heads * model.head_dim * source.cache_dtype.itemsize
+    kv_bytes = 2 * model.num_kv_heads * spec.place_size * source.cache_dtype.itemsize
     moved = sum(context for _, context in lengths) * kv_bytes + 2 * q.nbytes
     new, context = lengths[0]
     kind = "prefill" if new > 1 else "decode"
@@ -264,3 +264,10 @@ def _attention_case(
         moved,
         4 * attended * model.num_heads * model.head_dim,
     )
+
+
+def _made_up(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A cache with numbers in it: bytes of one are a finite scale too."""
+    if dtype is torch.int8:
+        return torch.ones(shape, dtype=dtype, device=device)
+    return torch.randn(shape, device=device).to(dtype)

@@ -38,7 +38,7 @@ from ostinato.benchmarks.gate.versions import (
 )
 from ostinato.conf.errors import ConfigError
 from ostinato.runtime.errors import EngineError
-from ostinato.runtime.startup.machine_info import cpu_name
+from ostinato.runtime.machine_info import cpu_name
 
 __all__ = ("main",)
 

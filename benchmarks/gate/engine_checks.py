@@ -19,8 +19,8 @@ from ostinato.benchmarks.gate.check import Check
 from ostinato.benchmarks.machine.probes import LoadMeter
 from ostinato.conf.compose import load_config
 from ostinato.runtime.engine.engine import Engine
+from ostinato.runtime.host_resources import available_cores
 from ostinato.runtime.startup.build_engine import build_engine
-from ostinato.runtime.startup.device import available_cores
 from ostinato.runtime.types.params import SamplingParams
 from ostinato.runtime.types.request import Request
 

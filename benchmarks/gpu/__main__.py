@@ -28,7 +28,7 @@ from typing import Any
 
 import ostinato
 from ostinato.benchmarks.machine.probes import commit_of
-from ostinato.runtime.startup.machine_info import cpu_name, gpu_names, package_versions
+from ostinato.runtime.machine_info import cpu_name, gpu_names, package_versions
 
 _LEAST_S = 5.0  # a stage is not started with less time
 

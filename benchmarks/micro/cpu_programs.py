@@ -35,7 +35,7 @@ from ostinato.conf.schema import GraphForm
 from ostinato.graphs.compiler.compile import compile_model
 from ostinato.graphs.recorder import CpuRecorder
 from ostinato.models.step_tensors import ForwardBatch, RopeRows, StepInputs, StepTensors
-from ostinato.runtime.startup.machine_info import cpu_name
+from ostinato.runtime.machine_info import cpu_name
 
 __all__ = ("WAYS", "measure")
 
@@ -124,10 +124,10 @@ class Ways:
     def _over_layers(self, call: Callable[..., Tensor]) -> Step:
         def step(batch: ForwardBatch) -> Tensor:
             hidden, inputs = self._model.begin(batch)
-            (rope,) = inputs.rope.values()
+            ((cos, sin),) = inputs.rope.values()
             metadata = list(inputs.attention)
             for weights, caches in zip(self._weights, self._cache, strict=True):
-                hidden = call(weights, hidden, rope.cos, rope.sin, metadata, *caches)
+                hidden = call(weights, hidden, cos, sin, metadata, *caches)
             return self._model.finish(hidden)
 
         return step
@@ -135,11 +135,11 @@ class Ways:
     def _example(self) -> tuple[Layer, tuple[Any, ...]]:
         batch = self._bench.buffers.batch(16, 3, 3)
         hidden, inputs = self._model.begin(batch)
-        ((kind, rope),) = inputs.rope.items()
+        ((kind, (cos, sin)),) = inputs.rope.items()
         # Zeros are a step of padding alone. The last step's values would not fit this shape, and
         # the attention kernel would refuse them when the C++ wrapper first runs.
         metadata = [torch.zeros_like(tensor) for tensor in inputs.attention]
-        tensors = (hidden.clone(), rope.cos.clone(), rope.sin.clone(), metadata)
+        tensors = (hidden.clone(), cos.clone(), sin.clone(), metadata)
         return Layer(self._model.layers[0], kind), (self._weights[0], *tensors, *self._cache[0])
 
     def _inductor(self, *, cpp_wrapper: bool) -> Callable[..., Tensor]:

@@ -28,7 +28,7 @@ from ostinato.benchmarks.machine.probes import LoadMeter, commit_of
 from ostinato.benchmarks.report.tables import median_and_range
 from ostinato.conf.compose import load_config
 from ostinato.runtime.llm import LLM
-from ostinato.runtime.startup.machine_info import cpu_name, gpu_names, package_versions
+from ostinato.runtime.machine_info import cpu_name, gpu_names, package_versions
 from ostinato.runtime.types.params import SamplingParams
 
 __all__ = ("measure_gap",)

@@ -29,8 +29,8 @@ import ostinato
 from ostinato.benchmarks.machine.probes import LoadMeter, commit_of
 from ostinato.conf.compose import load_config
 from ostinato.runtime.engine.engine import Engine
+from ostinato.runtime.machine_info import cpu_name, gpu_names, package_versions
 from ostinato.runtime.startup.build_engine import build_engine
-from ostinato.runtime.startup.machine_info import cpu_name, gpu_names, package_versions
 from ostinato.runtime.types.params import SamplingParams
 from ostinato.runtime.types.request import Request
 

@@ -2,14 +2,23 @@
 
     python -m ostinato.benchmarks.micro.ops_linear --threads 1
     python -m ostinato.benchmarks.micro.ops_linear --shapes 3072x1024 --rows 1,8,512 --kinds packed
+    python -m ostinato.benchmarks.micro.ops_linear --threads 1 --dtype bfloat16,float32 --save
+    python -m ostinato.benchmarks.micro.ops_linear --show FILE
 
 These take turns, so that a change of the machine's state affects all of them: for each instruction
 set (`--levels`) the packed op and the quantised op with 8 and 4 bits, `torch.nn.functional.linear`,
-oneDNN with weights that it has packed itself (if this torch has that), and a sum over as many
-bytes, which measures the memory's bandwidth. Calls use several copies of the weights in turns that
-together exceed the second level cache, as a decode step goes through its layers.
+oneDNN with weights that it has packed itself (if this torch and this processor have that for the
+type), and a sum over as many bytes, which measures the memory's bandwidth. Calls use several copies
+of the weights in turns that together exceed the processor's caches, as a decode step goes through
+its layers.
 
-The first table has the median time of a call in microseconds, the second the GFLOP/s of that time.
+Times are those of the calling thread's CPU when there is one thread (other programs then take no
+part of them, though they take part of the caches and of the memory), else of the wall.
+
+The tables have the median time of a call in microseconds; GB/s of weights at few rows, beside the
+sum over memory; and GFLOP/s beside the measured rate of multiply-adds in registers
+(benchmarks/machine/fma_rate.cpp). `--save` keeps all figures in the folder of the processor's class
+(benchmarks/machine/processor.py), `--show` prints the tables of a kept file.
 """
 
 from __future__ import annotations
@@ -23,27 +32,30 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 from ostinato.benchmarks.machine.probes import LoadMeter
+from ostinato.benchmarks.machine.processor import RESULTS, fma_peak, processor_class
 from ostinato.ops.linear import pack_linear_weight
 from ostinato.ops.native.build import LIBRARIES
 from ostinato.ops.native.instruction_sets import runnable_levels
 from ostinato.ops.native.library import load
 from ostinato.ops.quantized import quantize_linear_weight
 from ostinato.ops.quantized_reference import QuantFormat
-from ostinato.runtime.startup.machine_info import cpu_name
+from ostinato.runtime.machine_info import cpu_name
 
 __all__ = ("measure_rows",)
 
 _FORMATS = (QuantFormat(8, 128, True), QuantFormat(4, 32, True))  # the defaults of int8 and int4
-_SHAPES = "3072x1024,1024x3072,1408x512,151936x1024"
+_SHAPES = "3072x1024,1024x3072,6144x1024,1024x1024"
 _ROWS = "1,4,16,32,64,128,512"
 _KINDS = ("packed", "int8", "int4")
 _MIN_CALLS, _MAX_CALLS = 3, 400
+_FEW_ROWS = 4  # up to here the memory is the limit, and the table has GB/s
+_FILE = "ops-linear.json"
 
 
 class _Weights(NamedTuple):
@@ -61,13 +73,21 @@ class _Weights(NamedTuple):
         stock = [weight, *(weight.clone() for _ in range(count - 1))]
         packed = [pack_linear_weight(each) for each in stock]
         int8, int4 = (_copies(quantize_linear_weight(weight, f), cold_bytes) for f in _FORMATS)
-        onednn = torch.ops.mkldnn
-        if not torch.backends.mkldnn.is_available() or not hasattr(
-            onednn, "_reorder_linear_weight"
-        ):
-            return cls(stock, packed, int8, int4, [])
-        reordered = [onednn._reorder_linear_weight(each, None) for each in stock]
-        return cls(stock, packed, int8, int4, reordered)
+        return cls(stock, packed, int8, int4, _reordered(stock))
+
+
+def _reordered(weights: list[Tensor]) -> list[Tensor]:
+    """The weights in oneDNN's own form; empty if it does not multiply them on this processor."""
+    onednn = torch.ops.mkldnn
+    if not torch.backends.mkldnn.is_available() or not hasattr(onednn, "_reorder_linear_weight"):
+        return []
+    try:
+        reordered = [onednn._reorder_linear_weight(each, None) for each in weights]
+        row = weights[0].new_zeros(1, weights[0].shape[1])
+        onednn._linear_pointwise(row, reordered[0], None, "none", [], "")
+    except RuntimeError:  # bfloat16 without AVX-512
+        return []
+    return reordered
 
 
 def _copies(weight: Tensor, cold_bytes: int) -> list[Tensor]:
@@ -97,7 +117,7 @@ def _candidates(
         ):
             if name in kinds:
                 candidates[f"{level} {name}"] = lambda copy, op=ops, w=copies, f=form, of=of: (
-                    op.quantized_linear(x, of(w, copy), None, out_features, False, None, *f)
+                    op.quantized_linear(x, of(w, copy), None, out_features, False, None, None, *f)
                 )
     candidates["stock"] = lambda copy: torch.nn.functional.linear(
         x, weights.stock[copy % len(weights.stock)]
@@ -130,6 +150,7 @@ def measure_rows(
     weight = weights.stock[0]
     x = torch.randn(rows, weight.shape[1]).to(weight.dtype)
     candidates = _candidates(weights, x, levels, kinds)
+    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     times: dict[str, list[float]] = {name: [] for name in candidates}
     for call in candidates.values():
         call(0)
@@ -137,9 +158,9 @@ def measure_rows(
     count = 0
     while count < _MIN_CALLS or (time.perf_counter() < end and count < _MAX_CALLS):
         for name, call in candidates.items():
-            begin = time.perf_counter()
+            begin = clock()
             call(count % (8 * len(weights.stock)))
-            times[name].append(time.perf_counter() - begin)
+            times[name].append(clock() - begin)
         count += 1
     figures: dict[str, dict[str, float]] = {}
     sizes = {"int8": weights.int8[0].nbytes, "int4": weights.int4[0].nbytes}
@@ -164,16 +185,34 @@ class _Result(NamedTuple):
     figures: dict[str, dict[str, float]]
 
 
+def _tables(conditions: dict[str, Any], results: list[_Result]) -> str:
+    """Markdown tables of all results."""
+    peak = conditions["fma_gflops"] * conditions["threads"]
+    few = [each for each in results if each.rows <= _FEW_ROWS]
+    many = [each for each in results if each.rows > _FEW_ROWS]
+    return "\n\n".join(
+        f"{title}\n\n{_table(chosen, figure)}"
+        for title, figure, chosen in (
+            ("us a call, median", "median_us", results),
+            ("GB/s of weights, median", "gbytes_per_s", few),
+            (f"GFLOP/s of the median; {peak:.0f} in registers", "gflops", many),
+        )
+        if chosen
+    )
+
+
 def _table(results: list[_Result], figure: str) -> str:
     """A Markdown table of one figure."""
-    names = list(results[0].figures)
+    names = list(dict.fromkeys(name for result in results for name in result.figures))
     if figure == "gflops":
         names.remove("read")
     header = ["dtype", "N x K", "rows", *names]
     lines = [f"| {' | '.join(header)} |", "|---" * len(header) + "|"]
     for result in results:
         cells = [result.dtype, f"{result.out_features} x {result.in_features}", str(result.rows)]
-        cells += [f"{result.figures[name][figure]:.0f}" for name in names]
+        for name in names:
+            value = result.figures.get(name, {}).get(figure)
+            cells.append("" if value is None else f"{value:.{0 if value >= 10 else 1}f}")
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -208,7 +247,17 @@ def main(arguments: list[str]) -> None:
         "--cold-mib", type=int, default=96, help="go round copies of the weights of this size"
     )
     parser.add_argument("--json", type=Path, help="also write every figure to this file")
+    parser.add_argument(
+        "--save", action="store_true", help=f"the same, to {_FILE} in the processor's folder"
+    )
+    parser.add_argument(
+        "--show", type=Path, help="print the tables of a kept file, measure nothing"
+    )
     options = parser.parse_args(arguments)
+    if options.show is not None:
+        kept = json.loads(options.show.read_text())
+        print(_tables(kept["conditions"], [_Result(**each) for each in kept["results"]]))
+        return
     levels = options.levels.split(",") if options.levels else runnable_levels()[:2]
     if options.threads is not None:
         torch.set_num_threads(options.threads)
@@ -218,22 +267,24 @@ def main(arguments: list[str]) -> None:
     conditions = {
         "command": shlex.join(["python", "-m", "ostinato.benchmarks.micro.ops_linear", *arguments]),
         "cpu": cpu_name(),
+        "processor_class": processor_class(),
         "levels": levels,
+        "fma_gflops": fma_peak(levels[0]),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "median_of_calls": f"{options.seconds} s a row, at most {_MAX_CALLS} each, in turns",
+        "clock": "CPU time" if torch.get_num_threads() == 1 else "wall time",
     }
     meter = LoadMeter().start()
     results = _measure(options, levels)
     conditions["other_programs"] = f"{meter.stop():.0%} of the cores"
     print(json.dumps(conditions, indent=1))
-    for figure, title in (("median_us", "us a call, median"), ("gflops", "GFLOP/s of the median")):
-        print(f"\n{title}\n\n{_table(results, figure)}")
-    if options.json is not None:
+    print(f"\n{_tables(conditions, results)}")
+    path = RESULTS / processor_class() / _FILE if options.save else options.json
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
         rows = [result._asdict() for result in results]
-        options.json.write_text(
-            json.dumps({"conditions": conditions, "results": rows}, indent=1) + "\n"
-        )
+        path.write_text(json.dumps({"conditions": conditions, "results": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from torch import Tensor
 from ostinato.benchmarks.machine.probes import LoadMeter
 from ostinato.ops.native.library import load
 from ostinato.ops.sample_rows import RowSampling, SampleInputs, SamplePath, sample_each, sample_rows
-from ostinato.runtime.startup.machine_info import cpu_name
+from ostinato.runtime.machine_info import cpu_name
 
 __all__ = ("measure_sampling",)
 

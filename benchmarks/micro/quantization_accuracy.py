@@ -1,4 +1,4 @@
-"""Measures the accuracy of quantised weights: perplexity and errors of logits.
+"""Measures the accuracy of quantised weights and of an int8 KV cache: perplexity, logit errors.
 
     python -m ostinato.benchmarks.micro.quantization_accuracy --json FILE
 
@@ -39,7 +39,7 @@ from ostinato.models.registry import build_model
 from ostinato.models.step_tensors import ForwardBatch
 from ostinato.models.weight_methods.packed import Packed
 from ostinato.ops.native.library import load
-from ostinato.runtime.startup.machine_info import cpu_name
+from ostinato.runtime.machine_info import cpu_name
 from ostinato.runtime.startup.planning import open_model
 
 __all__ = ("Loaded", "perplexity")
@@ -57,6 +57,8 @@ _FORMATS: dict[str, list[str]] = {
     "int4, zero points": [f"{_KEY}=int4", f"{_KEY}_symmetric=false"],
     "int4, groups of 128": [f"{_KEY}=int4", f"{_KEY}_group_size=128"],
     "int4, head too": [f"{_KEY}=int4", f"{_KEY}_head=int4"],
+    "int8 cache": ["cache.dtype=int8"],
+    "int4, int8 cache": [f"{_KEY}=int4", "cache.dtype=int8"],
 }
 
 
@@ -96,7 +98,7 @@ class Loaded(NamedTuple):
         size = sum(parameter.nbytes for parameter in model.parameters())
         if exact_inputs:
             _restore(model, source.dtype)
-        spec = source.config.kv_cache_spec(_BLOCK_SIZE, source.dtype)
+        spec = source.config.kv_cache_spec(_BLOCK_SIZE, source.cache_dtype)
         cache = spec.allocate(-(-length // _BLOCK_SIZE) + 1, torch.device("cpu"))
         return cls(model, cache, size)
 
@@ -156,7 +158,8 @@ def _held_out(num_rows: int, length: int) -> list[list[int]]:
 def _measure_demo(num_rows: int, length: int) -> list[dict[str, Any]]:
     rows, results = _held_out(num_rows, length), []
     for name, overrides in _FORMATS.items():
-        for exact_inputs in (False, True) if overrides else (False,):
+        has_weights = any(each.startswith(_KEY) for each in overrides)
+        for exact_inputs in (False, True) if has_weights else (False,):
             loaded = Loaded.make(overrides, exact_inputs=exact_inputs, length=length)
             results.append(
                 {

@@ -32,7 +32,7 @@ from ostinato.benchmarks.machine.probes import commit_of
 from ostinato.benchmarks.machine.roofline import ModelSizes
 from ostinato.conf.compose import load_config
 from ostinato.runtime.llm import LLM
-from ostinato.runtime.startup.machine_info import cpu_name, gpu_names, package_versions
+from ostinato.runtime.machine_info import cpu_name, gpu_names, package_versions
 from ostinato.runtime.types.params import SamplingParams
 
 if TYPE_CHECKING:

@@ -52,7 +52,7 @@ from ostinato.benchmarks.machine.probes import LoadMeter, commit_of, read_bandwi
 from ostinato.benchmarks.report.tables import median_and_range
 from ostinato.benchmarks.workload.workload import Part, WorkItem, standard_workload
 from ostinato.conf.environment import environment_with
-from ostinato.runtime.startup.machine_info import cpu_name, package_versions
+from ostinato.runtime.machine_info import cpu_name, package_versions
 
 __all__ = ("Engine", "measure_part")
 

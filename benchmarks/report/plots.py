@@ -307,7 +307,8 @@ def parameter_effect(record: Record) -> Figure | None:
     names = [
         n for n in ("output_throughput", "ready", "equal_together") if len(_measured(record, n)) > 1
     ]
-    if record.kind in ("ops", "startup", "compare", "determinism", "prefix") or not names:
+    others = ("ops", "startup", "compare", "determinism", "speculation", "prefix")
+    if record.kind in others or not names:
         return None
     if record.kind == "serve" and not record.conditions.get("swept"):
         return None

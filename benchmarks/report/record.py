@@ -27,7 +27,7 @@ from ostinato.benchmarks.machine.probes import commit_of
 from ostinato.conf.environment import expand_user, require_writable
 from ostinato.conf.errors import ConfigError
 from ostinato.conf.root import RunConfig
-from ostinato.runtime.startup.machine_info import cpu_name, gpu_names, package_versions
+from ostinato.runtime.machine_info import cpu_name, gpu_names, package_versions
 
 __all__ = (
     "SCHEMA_VERSION",

@@ -57,6 +57,11 @@ def simulate(config: RunConfig) -> int:
         StartupError: an engine with this configuration could not start.
     """
     section = config.simulate
+    if config.parallel.data > 1:
+        raise ConfigError(
+            f"parallel.data={config.parallel.data} is for servers; a fleet is simulated with "
+            f"simulate.replicas={config.parallel.data} and simulate.router"
+        )
     if section.validate:
         from ostinato.benchmarks.simulate.validation.validate import validate
 

@@ -14,9 +14,9 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
 from ostinato.benchmarks.simulate.results import SimulationResults
-from ostinato.benchmarks.simulate.router import RoundRobin, Router, make_router
 from ostinato.benchmarks.simulate.simulated_engine import EngineSpec
 from ostinato.benchmarks.simulate.simulated_replica import Arrival, Replica
+from ostinato.runtime.replicas.router import RoundRobin, Router, make_router
 
 __all__ = ("Traffic", "simulate_open")
 
@@ -80,7 +80,7 @@ def _run(
     for key, arrival in enumerate(traffic()):
         if watch is not None:
             watch.advance(arrival.time_s, router)
-        index = router.choose(arrival)
+        index = router.choose(arrival.prompt)
         if index in replicas:
             replica = replicas[index]
             replica.advance(arrival.time_s)

@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterator
 from ostinato.benchmarks.load.job import JobRequest, LoadJob
 from ostinato.benchmarks.simulate.fleet import simulate_open
 from ostinato.benchmarks.simulate.results import SimulationResults
-from ostinato.benchmarks.simulate.router import make_router
 from ostinato.benchmarks.simulate.simulated_engine import EngineSpec
 from ostinato.benchmarks.simulate.simulated_replica import OUTPUT_TOKEN_ID, Arrival, Replica
+from ostinato.runtime.replicas.router import make_router
 
 __all__ = ("JobTraffic", "simulate_job")
 
@@ -164,7 +164,7 @@ class _Dependent:
         if place in self._next:
             self._prompts[place] = prompt
         arrival = Arrival(time_s, prompt, request.max_tokens)
-        index = self._router.choose(arrival)
+        index = self._router.choose(arrival.prompt)
         replica = self._replicas[index]
         self._num_sent += 1
         if replica.add(place, arrival, now):

@@ -78,6 +78,7 @@ def _print(record: dict[str, Any]) -> None:
             for name, one in record["health"].items()
         ),
         f"{_counted(record['exchanges'])}; {len(record['wrong'])} wrong",
+        _counted(record["hostile"]["groups"]) or "none",
         f"{len(record['errors'])} errors, exit code {record['exit_code']}",
     )
     for (name, holds), text in zip(record["checks"].items(), figures, strict=True):

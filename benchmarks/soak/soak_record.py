@@ -14,7 +14,7 @@ import ostinato
 from ostinato.benchmarks.machine.probes import commit_of
 from ostinato.benchmarks.soak.soak_run import KEPT, OVERRIDES, Sightings, SoakPlan
 from ostinato.benchmarks.soak.soak_server import Resources
-from ostinato.runtime.startup.machine_info import cpu_name, gpu_names, package_versions
+from ostinato.runtime.machine_info import cpu_name, gpu_names, package_versions
 
 __all__ = ("record_of",)
 
@@ -66,6 +66,8 @@ def record_of(plan: SoakPlan, seen: Sightings) -> dict[str, Any]:
             or latency["storm"]["p99_s"] <= _MOST_SLOWER * latency["calm"]["p99_s"],
             "/health in time": not is_long or health["storm"]["max_ms"] <= 1e3 * _HEALTH_S,
             "every answer as expected": not wrong,
+            "every kind of attack was made": not is_long
+            or min(seen.hostile.get("groups", {}).values(), default=1) > 0,
             # The engine checks its block accounting when it ends, and logs what is broken.
             "no error in the log, exit code 0": not errors and seen.exit_code == 0,
         },
@@ -73,7 +75,7 @@ def record_of(plan: SoakPlan, seen: Sightings) -> dict[str, Any]:
         "leaked_blocks": leaked,
         "statuses": {str(status): count for status, count in sorted(counts.statuses.items())},
         "exchanges": dict(counts.exchanges),
-        "hostile": {key: seen.hostile.get(key, {}) for key in ("acts", "statuses")},
+        "hostile": {key: seen.hostile.get(key, {}) for key in ("acts", "groups", "statuses")},
         "libraries": {
             name: {key: value for key, value in result.items() if key != "wrong"}
             for name, result in seen.libraries.items()

@@ -33,7 +33,7 @@ OVERRIDES = (
 )
 # More than before the traffic: pools of threads and of helper processes grow to their limits.
 KEPT = Resources(
-    fds=16, engine_fds=16, threads=16, engine_threads=16, processes=4, temporary_files=0
+    fds=16, engine_fds=16, threads=16, engine_threads=16, processes=8, temporary_files=0
 )
 _SETTLE_S = 60.0
 _SAMPLE_S = 2.0

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 __all__ = ("StallCase", "generation_cases", "pooling_cases")
@@ -27,11 +27,13 @@ class StallCase:
         name: the name in the table.
         requests: makes its requests; called when they are sent, because they are large.
         num_at_once: clients that send the same requests at the same time.
+        group: the kind of attack; set by `generation_cases`.
     """
 
     name: str
     requests: Callable[[], Iterator[bytes]]
     num_at_once: int = 1
+    group: str = ""
 
 
 def _post(path: str, body: bytes) -> bytes:
@@ -70,14 +72,16 @@ def generation_cases(max_model_len: int) -> list[StallCase]:
     Args:
         max_model_len: context length of the server; accepted prompts have nearly as many tokens.
     """
-    return [
-        *_long_texts(),
-        *_many_parts(),
-        *_odd_values(),
-        *_constraints(),
-        *_large_answers(max_model_len),
-        *_connections(),
-    ]
+    groups = {
+        "long texts": _long_texts(),
+        "many parts": _many_parts(),
+        "odd values": _odd_values(),
+        "large constraints": _constraints(),
+        "many sequences": _many_sequences(max_model_len),
+        "large answers": _large_answers(max_model_len),
+        "large HTTP": _connections(),
+    }
+    return [replace(case, group=name) for name, cases in groups.items() for case in cases]
 
 
 def _long_texts() -> list[StallCase]:
@@ -168,6 +172,7 @@ def _many_parts() -> list[StallCase]:
             lambda: _prompt(prompt=[7] * (2 * _MB), truncate_prompt_tokens=100),
         ),
         _one("/detokenize 2,000,000 ids", "/detokenize", lambda: {"tokens": [700] * (2 * _MB)}),
+        _one("/detokenize 1,500,000 ids", "/detokenize", lambda: {"tokens": [700] * 1_500_000}),
         _one("100,000 stop strings", _COMPLETIONS, lambda: _prompt(stop=["x"] * many)),
         _one("2,000,000 stop tokens", _COMPLETIONS, lambda: _prompt(stop_token_ids=[7] * 2 * _MB)),
         _one(
@@ -248,9 +253,89 @@ def _constraints() -> list[StallCase]:
     ]
 
 
+def _long_prompt(max_model_len: int) -> list[int]:
+    return [300 + index * 7 % 2000 for index in range(max_model_len - 8)]
+
+
+def _many_sequences(max_model_len: int) -> list[StallCase]:
+    """Requests of as many sequences as one may have, with what costs most in each step."""
+
+    def many(**fields: Any) -> dict[str, Any]:
+        return _prompt(**{"n": 128, "max_tokens": 64, "ignore_eos": True, **fields})
+
+    words = [f"{_PROSE[index : index + 30]} {index}" for index in range(256)]
+    chosen = list(range(300, 428))
+    ids = _long_prompt(max_model_len)
+    return [
+        _one("n=128 with log-probabilities", _COMPLETIONS, lambda: many(logprobs=20)),
+        _one(
+            "n=128 with log-probabilities, streamed",
+            _COMPLETIONS,
+            lambda: many(logprobs=20, stream=True),
+        ),
+        _one(
+            "chat, n=128 with log-probabilities",
+            _CHAT,
+            lambda: _chat(n=128, max_tokens=64, logprobs=True, top_logprobs=20, ignore_eos=True),
+        ),
+        _one(
+            "chat, n=128 with log-probabilities, streamed",
+            _CHAT,
+            lambda: _chat(
+                n=128, max_tokens=64, logprobs=True, top_logprobs=20, ignore_eos=True, stream=True
+            ),
+        ),
+        _one(
+            "n=128 with 128 chosen log-probabilities",
+            _COMPLETIONS,
+            lambda: many(logprobs=1, logprob_token_ids=chosen),
+        ),
+        _one(
+            "n=128 with log-probabilities of a long prompt",
+            _COMPLETIONS,
+            lambda: many(prompt=ids, max_tokens=1, prompt_logprobs=20),
+        ),
+        _one("128 candidates", _COMPLETIONS, lambda: many(n=1, best_of=128, max_tokens=200)),
+        _one(
+            "128 beams with log-probabilities",
+            _COMPLETIONS,
+            lambda: many(use_beam_search=True, best_of=128, max_tokens=32, logprobs=20),
+        ),
+        _one(
+            "2,048 prompts of 16 tokens",
+            _COMPLETIONS,
+            lambda: _prompt(prompt=["Hi"] * 2048, max_tokens=16, ignore_eos=True),
+        ),
+        _one(
+            "n=128 with 16 stop strings of 4,096 characters",
+            _COMPLETIONS,
+            lambda: many(stop=[f" {'a' * 4094}{index:x}" for index in range(16)]),
+        ),
+        _one("n=128 with 256 bad words", _COMPLETIONS, lambda: many(bad_words=words)),
+        _one(
+            "n=128 with all penalties",
+            _COMPLETIONS,
+            lambda: many(presence_penalty=1, frequency_penalty=1, repetition_penalty=1.5),
+        ),
+        _one(
+            "n=128 with repetition_detection",
+            _COMPLETIONS,
+            lambda: many(
+                allowed_token_ids=chosen[:2],
+                repetition_detection={"max_pattern_size": 512, "min_count": 1 << 30},
+            ),
+        ),
+        _one(
+            "n=128 with a regular expression",
+            _COMPLETIONS,
+            lambda: many(structured_outputs={"regex": "([a-z]{1,40}[ ,.]){1,400}"}),
+        ),
+    ]
+
+
 def _large_answers(max_model_len: int) -> list[StallCase]:
     words = _PROSE.split()
-    ids = [300 + index * 7 % 2000 for index in range(max_model_len - 8)]
+    ids = _long_prompt(max_model_len)
 
     def stored() -> Iterator[bytes]:
         thoughts = [{"type": "reasoning_text", "text": " ".join(words) * 70_000}]
@@ -270,16 +355,6 @@ def _large_answers(max_model_len: int) -> list[StallCase]:
             "echo and log-probabilities",
             _COMPLETIONS,
             lambda: _prompt(prompt=ids, max_tokens=0, echo=True, logprobs=20),
-        ),
-        _one(
-            "n=128 with log-probabilities",
-            _COMPLETIONS,
-            lambda: _prompt(n=128, max_tokens=64, logprobs=20, ignore_eos=True),
-        ),
-        _one(
-            "chat, n=128 with log-probabilities",
-            _CHAT,
-            lambda: _chat(n=128, max_tokens=64, logprobs=True, top_logprobs=20, ignore_eos=True),
         ),
         StallCase("reasoning of 6 MB that is stored", stored),
     ]

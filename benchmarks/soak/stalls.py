@@ -7,13 +7,15 @@
 A real `run serve` answers a plain stream, polls of `/health` and ordinary requests of 12 kB during
 each case of `stall_cases`. The table shows, for each case, its status, the longest gap between two
 tokens of the stream, the longest time of an answer to `/health` and to an ordinary request, and the
-memory of the API process afterwards. The first row is the server without a large request.
+memory of the API process afterwards. The first row is the server without a large request. Instead
+of a stream, an embedding model embeds short texts; the gap is the longest time of one.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import re
 import socket
@@ -36,7 +38,7 @@ import ostinato
 from ostinato.benchmarks.machine.probes import commit_of
 from ostinato.benchmarks.soak.soak_server import SoakServer
 from ostinato.benchmarks.soak.stall_cases import StallCase, generation_cases, pooling_cases
-from ostinato.runtime.startup.machine_info import cpu_name, package_versions
+from ostinato.runtime.machine_info import cpu_name, package_versions
 
 __all__ = ("measure_stalls",)
 
@@ -74,8 +76,7 @@ class _Others:
 
     async def __aenter__(self) -> _Others:
         work = [self._poll(), self._ask()]
-        if self._generates:
-            work.append(self._stream())
+        work.append(self._stream() if self._generates else self._embed())
         self._tasks = [asyncio.create_task(one) for one in work]
         return self
 
@@ -110,6 +111,17 @@ class _Others:
                     self.waits.gaps.append(now - last)
                     last = now
             writer.close()
+
+    async def _embed(self) -> None:
+        """Embed one short text after the other."""
+        async with httpx.AsyncClient(base_url=self._url, timeout=_ANSWER_S) as client:
+            for number in itertools.count():
+                begin = time.perf_counter()
+                body = {"input": f"A melody that is learned {number} times."}
+                response = await client.post("/v1/embeddings", json=body)
+                self.waits.gaps.append(time.perf_counter() - begin)
+                response.raise_for_status()
+                await asyncio.sleep(_POLL_S)
 
     async def _poll(self) -> None:
         async with httpx.AsyncClient(base_url=self._url, timeout=_ANSWER_S) as client:

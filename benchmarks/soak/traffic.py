@@ -88,6 +88,7 @@ OPTIONS: dict[str, Callable[[Numbers, Sequence[int], int], Any]] = {
     "return_tokens_as_token_ids": lambda r, ids, most: True,
     "cache_salt": lambda r, ids, most: r.choice(["one", "two"]),
     "priority": lambda r, ids, most: r.randint(-2, 2),
+    "speculation": lambda r, ids, most: False,
     "n": lambda r, ids, most: r.randint(2, 5),
     "structured_outputs": lambda r, ids, most: r.choice(_CONSTRAINTS),
 }

@@ -56,7 +56,7 @@ from ostinato.conf.errors import ConfigError
 from ostinato.conf.root import RunConfig
 from ostinato.runtime.costs.cost_table import CostTable
 from ostinato.runtime.errors import StartupError
-from ostinato.runtime.startup.machine_info import cpu_name
+from ostinato.runtime.machine_info import cpu_name
 
 __all__ = ("tune",)
 

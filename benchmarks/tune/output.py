@@ -27,7 +27,7 @@ __all__ = (
     "write_option",
 )
 
-_ENGINE = ("model", "device", "cache", "scheduler", "graphs", "sampling")
+_ENGINE = ("model", "device", "cache", "scheduler", "graphs", "runtime", "sampling")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ostinato.conf.root import RunConfig
-from ostinato.models.checkpoints.checkpoint import CheckpointError, resolve_directory
+from ostinato.models.checkpoints.checkpoint import CheckpointError, resolve_path
 from ostinato.runtime.errors import StartupError
 from ostinato.runtime.text.tokenizer import Tokenizer
 
@@ -31,14 +31,14 @@ def model_facts(config: RunConfig) -> ModelFacts:
     from ostinato.runtime.startup.planning import open_model
 
     source = open_model(config)
-    section, directory = config.model, source.checkpoint.directory
+    section, directory = config.model, source.checkpoint.path
     try:
         # With dummy weights and no directory, the engine uses the demo model's tokenizer too.
         if section.tokenizer or directory is None:
-            directory = resolve_directory(
+            directory = resolve_path(
                 section.tokenizer, section.revision, weights=False, key="model.tokenizer"
             )
-        tokenizer = None if directory is None else Tokenizer.from_directory(directory)
+        tokenizer = None if directory is None else Tokenizer.from_path(directory)
     except CheckpointError as error:
         raise StartupError(str(error)) from error
     limit = section.max_model_len or source.config.max_model_len

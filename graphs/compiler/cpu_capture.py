@@ -22,7 +22,6 @@ from ostinato.graphs.compiler.fx_program import FxFunction, resolve
 from ostinato.models.kv_cache import KVCache
 from ostinato.models.step_tensors import (
     ForwardBatch,
-    RopeRows,
     Size,
     StepInputs,
     TensorSpec,
@@ -129,7 +128,7 @@ def capture_layers(
     recorder = _Recorder(graph)
     value = recorder.input(hidden.dtype, (SymbolicSize.tokens, hidden.shape[1]))
     rope = {
-        kind: RopeRows(
+        kind: type(rows)(
             *(recorder.input(side.dtype, (SymbolicSize.tokens, side.shape[1])) for side in rows)
         )
         for kind, rows in step.rope.items()

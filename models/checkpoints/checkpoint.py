@@ -1,8 +1,8 @@
-"""Finds the files of a model: a local directory, a hub id, the bundled demo, or inline settings.
+"""Finds the files of a model: a directory, a GGUF file, a hub id, the demo, or inline settings.
 
-`open_checkpoint` reads config.json and generation_config.json and locates the weights.
-models/checkpoints/weights.py loads them. Every error of a checkpoint is a `CheckpointError` of one
-line.
+`open_checkpoint` reads config.json and generation_config.json, or a GGUF file's metadata, and
+locates the weights. models/checkpoints/weights.py loads them. Every error of a checkpoint is a
+`CheckpointError` of one line.
 """
 
 from __future__ import annotations
@@ -18,8 +18,16 @@ from typing import Any
 from ostinato.conf.environment import expand_user
 from ostinato.conf.errors import first_line
 from ostinato.conf.schema import LoadFormat, ModelSection
+from ostinato.models.gguf.gguf_config import read_gguf_config, read_gguf_generation_config
+from ostinato.models.gguf.gguf_file import (
+    GGUFError,
+    GGUFFile,
+    find_gguf,
+    is_gguf_path,
+    open_gguf,
+)
 
-__all__ = ("Checkpoint", "CheckpointError", "open_checkpoint", "resolve_directory")
+__all__ = ("Checkpoint", "CheckpointError", "open_checkpoint", "resolve_path")
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
@@ -34,14 +42,15 @@ class CheckpointError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """A checkpoint's directory, and the contents of its two small JSON files."""
+    """A checkpoint's place, and the contents of its two small JSON files."""
 
-    directory: Path | None  # None = everything came from model.config
+    path: Path | None  # a directory or a GGUF file; None = everything came from model.config
     hf_config: dict[str, Any]  # config.json with model.config laid over it
     generation_config: dict[str, Any]  # generation_config.json, {} when there is none
+    gguf: GGUFFile | None = None  # the opened file, if it is one
 
     def weight_files(self) -> list[Path]:
-        """The files with the weights: safetensors before pickles, an index before a single file.
+        """The files with the weights: GGUF, or safetensors before pickles, an index before a file.
 
         Raises:
             CheckpointError: there are none, the index names one that is missing, or one can not be
@@ -56,18 +65,20 @@ class Checkpoint:
         return files
 
     def _weight_files(self) -> list[Path]:
-        if self.directory is None:
+        if self.path is None:
             raise CheckpointError(
                 "there are no weights: model.path is empty; set it, or model.load_format=dummy"
             )
+        if self.gguf is not None:
+            return list(self.gguf.files)
         for name in ("model.safetensors", "pytorch_model.bin"):
-            index = self.directory / f"{name}.index.json"
+            index = self.path / f"{name}.index.json"
             if index.is_file():
                 return _shards(index)
-            if (self.directory / name).is_file():
-                return [self.directory / name]
+            if (self.path / name).is_file():
+                return [self.path / name]
         raise CheckpointError(
-            f"no weights in {self.directory}: looked for model.safetensors, pytorch_model.bin and "
+            f"no weights in {self.path}: looked for model.safetensors, pytorch_model.bin and "
             "their .index.json; model.load_format=dummy runs without weights"
         )
 
@@ -76,39 +87,59 @@ def open_checkpoint(section: ModelSection) -> Checkpoint:
     """Find a checkpoint and read its configuration.
 
     Args:
-        section: its `path` is a local directory, a hub id, or empty for the bundled demo model; its
-            `config` is laid over config.json, nested objects key by key. With `load_format=dummy`,
-            an empty path and a `config` that names its `architectures`, nothing is read at all.
+        section: its `path` is a local directory, a GGUF file, a hub id, or empty for the bundled
+            demo model; its `config` is laid over config.json, nested objects key by key. With
+            `load_format=dummy`, an empty path and a `config` that names its `architectures`,
+            nothing is read at all.
 
     Raises:
-        CheckpointError: no such directory, no or invalid config.json, hub unreachable.
+        CheckpointError: no such directory, no or invalid config.json, hub unreachable, or a GGUF
+            file that is broken or not supported.
     """
     inline = section.load_format is LoadFormat.dummy and "architectures" in section.config
     if inline and not expand_user(section.path or "?").is_dir():
-        return Checkpoint(directory=None, hf_config=dict(section.config), generation_config={})
-    directory = resolve_directory(
+        return Checkpoint(path=None, hf_config=dict(section.config), generation_config={})
+    directory = resolve_path(
         section.path, section.revision, weights=section.load_format is not LoadFormat.dummy
     )
+    if is_gguf_path(directory):
+        return _open_gguf(directory, section)
     config_file = directory / "config.json"
     if not config_file.is_file():
         raise CheckpointError(
-            f"no config.json in {directory}: model.path must be a model's directory"
+            f"no config.json and no GGUF file in {directory}: model.path must be a model's "
+            "directory or a GGUF file"
         )
     generation_file = directory / "generation_config.json"
     return Checkpoint(
-        directory=directory,
+        path=directory,
         hf_config=_laid_over(_read_json(config_file), section.config),
         generation_config=_read_json(generation_file) if generation_file.is_file() else {},
     )
 
 
-def resolve_directory(
+def _open_gguf(file: Path, section: ModelSection) -> Checkpoint:
+    try:
+        opened = open_gguf(file)
+        return Checkpoint(
+            path=opened.path,
+            hf_config=_laid_over(read_gguf_config(opened), section.config),
+            generation_config=read_gguf_generation_config(opened),
+            gguf=opened,
+        )
+    except GGUFError as error:
+        raise CheckpointError(str(error)) from error
+
+
+def resolve_path(
     path: str, revision: str = "", *, weights: bool = True, key: str = "model.path"
 ) -> Path:
-    """The local directory behind a configured path, downloaded from the hub when it is a hub id.
+    """The local directory or GGUF file behind a configured path; a hub id is downloaded.
+
+    A directory without config.json that has one GGUF model stands for that model's file.
 
     Args:
-        path: a directory, a hub id, or empty for the bundled demo model.
+        path: a directory, a GGUF file, a hub id, or empty for the bundled demo model.
         revision: a hub branch, tag or commit; empty = the default branch.
         weights: False leaves out the weight files of a download.
         key: the setting that `path` came from, for messages.
@@ -122,12 +153,18 @@ def resolve_directory(
     try:
         if local.is_dir():
             os.stat(f"{local}/.")  # whether its files can be opened
-            return local
+            return (None if (local / "config.json").is_file() else find_gguf(local)) or local
         is_there = local.exists()
     except OSError as error:
         raise CheckpointError(f"{key}={path!r} can not be read: {_reason(error)}") from error
+    except GGUFError as error:
+        raise CheckpointError(f"{key}={path!r}: {error}") from error
+    if is_there and is_gguf_path(local):
+        return local
     if is_there:
-        raise CheckpointError(f"{key}={path!r} is a file; it must be a model's directory")
+        raise CheckpointError(
+            f"{key}={path!r} is a file; it must be a model's directory or a GGUF file (.gguf)"
+        )
     if not _HUB_ID.fullmatch(path):
         raise CheckpointError(f"{key}={path!r}: no such directory")
     return _download(path, revision, weights, key)

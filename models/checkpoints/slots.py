@@ -21,7 +21,7 @@ from ostinato.models.linear_layers import BIAS, ExpertLinear, LinearBase
 from ostinato.models.sharding import Span
 from ostinato.models.weight_methods.weight_method import FLOATS, Part, StoredTensor
 
-__all__ = ("Slot", "find_slots")
+__all__ = ("MatrixSlot", "Slot", "find_slots", "matrix_parts", "stored_modules")
 
 
 class Slot(Protocol):
@@ -44,12 +44,16 @@ class Slot(Protocol):
         ...
 
 
-def find_slots(model: LanguageModel) -> dict[str, Slot]:
+def find_slots(model: LanguageModel, layout: CheckpointLayout) -> dict[str, Slot]:
     """The slots of all tensors that a checkpoint of this model must have.
 
-    The keys are the tensors' stored names without prefix.
+    Args:
+        model: as `build_model` made it.
+        layout: of the checkpoint: the model's own, or that of its GGUF files.
+
+    Returns:
+        By the tensors' stored names without prefix.
     """
-    layout = model.checkpoint_layout
     slots: dict[str, Slot] = {}
     for name, module in model.named_modules():
         found = (
@@ -62,6 +66,42 @@ def find_slots(model: LanguageModel) -> dict[str, Slot]:
                 own_name = own_name.replace(ours, theirs)
             slots[own_name] = slot
     return slots
+
+
+def matrix_parts(name: str, module: LinearBase, layout: CheckpointLayout) -> list[Part]:
+    """The stored matrices of one of our modules, in the order of `stored_modules`."""
+    stacked = _stacked(name, module, layout)
+    if stacked is None:
+        return module.parts(_order_of(name, layout))
+    parent = name.rpartition(".")[0]
+    return module.stacked_parts([_order_of(f"{parent}.{part}", layout) for part in stacked])
+
+
+def _stacked(name: str, module: LinearBase, layout: CheckpointLayout) -> tuple[str, ...] | None:
+    """The last parts of the names of the modules that one of ours stacks; None = it is stored."""
+    own = name.rpartition(".")[2]
+    return dict(layout.merged).get(own) if len(module.outputs) > 1 else None
+
+
+def stored_modules(name: str, module: LinearBase, layout: CheckpointLayout) -> tuple[str, ...]:
+    """The names, with prefix, of the modules of a checkpoint that one of our modules stacks.
+
+    A module with a matrix for each expert has the name of its first expert's.
+    """
+    parent = name.rpartition(".")[0]
+    stacked = _stacked(name, module, layout)
+    names = [name] if stacked is None else [f"{parent}.{part}" for part in stacked]
+    found: list[str] = []
+    for each in names:
+        if isinstance(module, ExpertLinear) and not name.endswith(layout.stacked):
+            folder, _, last = each.rpartition(".")
+            each = f"{folder}.0.{last}"
+        stored = f"{each}.weight"
+        for ours, theirs in layout.renamed:
+            stored = stored.replace(ours, theirs)
+        prefix = layout.prefixes[0] if layout.prefixes and stored != layout.head else ""
+        found.append(prefix + stored.removesuffix(".weight"))
+    return tuple(found)
 
 
 def _parameter_slots(
@@ -77,19 +117,15 @@ def _matrix_slots(
     name: str, module: LinearBase, layout: CheckpointLayout
 ) -> Iterator[tuple[str, Slot]]:
     """Slots of the stored matrices of one module, each with all of its tensors."""
-    parent, _, own = name.rpartition(".")
-    stacked_names = dict(layout.merged).get(own)
-    if stacked_names is not None and len(module.outputs) > 1:
-        names = [f"{parent}.{part}" for part in stacked_names]
-        parts = module.stacked_parts([_order_of(part, layout) for part in stacked_names])
-    else:
-        names = [name]
-        parts = module.parts(_order_of(name, layout))
+    parent = name.rpartition(".")[0]
+    stacked_names = _stacked(name, module, layout)
+    names = [name] if stacked_names is None else [f"{parent}.{part}" for part in stacked_names]
+    parts = matrix_parts(name, module, layout)
     stored = dict(module.method.stored) | ({"bias": BIAS} if module.has_bias else {})
     transposed = name.endswith(layout.transposed)
     for part_name, part in zip(names, parts, strict=True):
         for kind, tensor in stored.items():
-            slot = _MatrixSlot(
+            slot = MatrixSlot(
                 module, kind, tensor, part.stored, (part,), transposed and kind == "weight"
             )
             if not isinstance(module, ExpertLinear):
@@ -101,7 +137,7 @@ def _matrix_slots(
                 yield from _expert_slots(slot, module, part_name)
 
 
-def _expert_slots(slot: _MatrixSlot, module: ExpertLinear, name: str) -> Iterator[tuple[str, Slot]]:
+def _expert_slots(slot: MatrixSlot, module: ExpertLinear, name: str) -> Iterator[tuple[str, Slot]]:
     """One slot for each expert. The slots of experts on other ranks drop their tensors."""
     parent, _, own = name.rpartition(".")
     start, size, total = module.experts
@@ -130,14 +166,14 @@ class _ParameterSlot:
     def fill(self, stored_name: str, tensor: Tensor) -> None:
         _check(stored_name, tensor, tuple(self.parameter.shape), FLOATS)
         value = tensor if self.order is None else tensor[self.order]
-        self.parameter.copy_(value.float() + self.offset if self.offset else value)
+        self.parameter.copy_(value.double() + self.offset if self.offset else value)
 
     def compare(self, stored_name: str, tensor: Tensor) -> None:
         raise CheckpointError(f"{stored_name} is stored twice")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _MatrixSlot:
+class MatrixSlot:
     """One of the tensors of a stored matrix, or of a stack of matrices."""
 
     module: LinearBase

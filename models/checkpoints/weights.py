@@ -25,12 +25,15 @@ from torch import Tensor
 from ostinato.conf.errors import first_line
 from ostinato.models.base import CheckpointLayout, LanguageModel
 from ostinato.models.checkpoints.checkpoint import Checkpoint, CheckpointError
-from ostinato.models.checkpoints.slots import Slot, find_slots
+from ostinato.models.checkpoints.slots import MatrixSlot, Slot, find_slots
+from ostinato.models.gguf.gguf_file import GGUFError, GGUFFile
+from ostinato.models.gguf.gguf_tensors import read_tensors
 from ostinato.models.layers import LayerNorm, RMSNorm
 from ostinato.models.linear_layers import BIAS, ExpertLinear, LinearBase
+from ostinato.models.quantized_checkpoints.gguf import AsStored
 from ostinato.models.sharding import Span
 
-__all__ = ("init_dummy_weights", "load_weights")
+__all__ = ("file_tensors", "init_dummy_weights", "load_weights")
 
 # Mapped pages count as memory of this process, so a file is mapped anew after this many bytes.
 _REOPEN_BYTES = 1 << 26
@@ -54,7 +57,7 @@ def load_weights(
 
     Args:
         model: as `build_model` made it, on its device.
-        checkpoint: with a directory.
+        checkpoint: with a path.
         progress: the label of a progress bar on stderr; empty = no bar.
 
     Raises:
@@ -62,14 +65,16 @@ def load_weights(
         NativeBuildError: the kernels of a weight method can not be built on this machine.
     """
     layout = model.checkpoint_layout
-    slots = find_slots(model)
+    if checkpoint.gguf is not None:
+        layout = model.gguf_layout or layout
+    slots = find_slots(model, layout)
     files = checkpoint.weight_files()
     ignored = [re.compile(pattern) for pattern in layout.ignored]
     loaded: set[str] = set()
     unexpected: list[str] = []
     with _progress_bar(shown=bool(progress)) as bar:
         task = bar.add_task(progress, total=sum(file.stat().st_size for file in files))
-        for stored_name, tensor in itertools.chain.from_iterable(map(_tensors, files)):
+        for stored_name, tensor, num_bytes in _stored_tensors(model, checkpoint, files, slots):
             name = _own_name(stored_name, layout, slots)
             if name in loaded:
                 slots[name].compare(stored_name, tensor)
@@ -78,12 +83,12 @@ def load_weights(
                 loaded.add(name)
             elif not any(pattern.search(stored_name) for pattern in ignored):
                 unexpected.append(stored_name)
-            bar.advance(task, tensor.nbytes)
+            bar.advance(task, num_bytes)
     prefix = layout.prefixes[0] if layout.prefixes else ""
     missing = [prefix * (name != layout.head) + name for name in slots if name not in loaded]
     for what, names in (("lacks", missing), ("has unexpected", unexpected)):
         if names:
-            raise CheckpointError(f"{checkpoint.directory} {what} {_listed(names)}")
+            raise CheckpointError(f"{checkpoint.path} {what} {_listed(names)}")
 
 
 @torch.no_grad()
@@ -127,8 +132,10 @@ def _load_dummy(module: LinearBase, numbers: _Numbers) -> None:
         for kind, tensor in stored.items():
             dtype = module.spec.dtype if tensor.converted else tensor.dtypes[0]
             shape = tensor.shape(*part.stored)
-            value = torch.empty(shape, dtype=dtype, device=module.spec.device)
-            numbers.fill(value)
+            value = module.method.dummy(kind, shape)
+            if value is None:
+                value = torch.empty(shape, dtype=dtype, device=module.spec.device)
+                numbers.fill(value)
             if experts.start <= expert < experts.start + experts.size:
                 module.load(kind, value, replace(part, expert=expert - experts.start))
 
@@ -165,7 +172,35 @@ def _own_name(stored_name: str, layout: CheckpointLayout, slots: Mapping[str, Sl
     return layout.embedding if stored_name == layout.head not in slots else stored_name
 
 
-def _tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
+def _stored_tensors(
+    model: LanguageModel, checkpoint: Checkpoint, files: list[Path], slots: Mapping[str, Slot]
+) -> Iterator[tuple[str, Tensor, int]]:
+    """Names, tensors and their bytes in the files."""
+    if checkpoint.gguf is not None:
+        yield from _gguf(checkpoint.gguf, model, slots)
+        return
+    for name, tensor in itertools.chain.from_iterable(map(file_tensors, files)):
+        yield name, tensor, tensor.nbytes
+
+
+def _gguf(
+    file: GGUFFile, model: LanguageModel, slots: Mapping[str, Slot]
+) -> Iterator[tuple[str, Tensor, int]]:
+    dtypes = {module.spec.dtype for module in model.modules() if isinstance(module, LinearBase)}
+    layout = model.gguf_layout or model.checkpoint_layout
+
+    def types_of(module: str) -> tuple[str, ...]:
+        slot = slots.get(_own_name(f"{module}.values", layout, slots))
+        method = slot.module.method if isinstance(slot, MatrixSlot) else None
+        return method.types if isinstance(method, AsStored) else ()
+
+    try:
+        yield from read_tensors(file, dtypes.pop(), types_of)
+    except (GGUFError, OSError) as error:
+        raise CheckpointError(first_line(error)) from error
+
+
+def file_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
     """Names and tensors of one file; the tensors are views of the mapped file where possible."""
     read = _safetensors if file.suffix == ".safetensors" else _pickle
     try:

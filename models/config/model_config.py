@@ -13,6 +13,7 @@ import torch
 
 from ostinato.conf.schema import CacheDType, DType
 from ostinato.models.config.block_spec import LLAMA_BLOCK, BlockSpec
+from ostinato.models.config.hf_source import HFModelSource
 from ostinato.models.config.model_kind import DECODER, ModelKind
 from ostinato.models.config.moe_spec import MoESpec
 from ostinato.models.kv_cache import KVCacheSpec
@@ -69,6 +70,13 @@ class ModelConfig:
     num_segments: int = 0  # segment embeddings of an encoder; 0 = none
     num_labels: int = 0  # of a classification head; 0 = there is none
     max_encoder_tokens: int = 0  # that cross attention can read; 0 = there is no cross attention
+    recorded: HFModelSource | None = None  # of a model that runs through transformers
+    has_recorded_experts: bool = False  # of such a model; `moe` describes only those of others
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether it is a mixture of experts."""
+        return self.moe is not None or self.has_recorded_experts
 
     @property
     def widest_mlp(self) -> int:
@@ -143,6 +151,9 @@ def resolve_dtype(choice: DType, config: ModelConfig) -> torch.dtype:
     return config.dtype if choice is DType.auto else DTYPES[choice.value]
 
 
+_CACHE_DTYPES = {CacheDType.fp8_e4m3: torch.float8_e4m3fn, CacheDType.int8: torch.int8}
+
+
 def resolve_cache_dtype(choice: CacheDType, dtype: torch.dtype) -> torch.dtype:
     """The dtype of keys and values in the cache; `auto` is the activations'."""
-    return dtype if choice is CacheDType.auto else torch.float8_e4m3fn
+    return dtype if choice is CacheDType.auto else _CACHE_DTYPES[choice]

@@ -24,6 +24,11 @@ _LAYOUT = CheckpointLayout(
     renamed=(
         *LLAMA_NAMES,
         ("mlp.gate.", "mlp.router."),
+        *(
+            (f"{name}.{kind}", f"{name}_{kind}")
+            for name in ("gate_up_proj", "down_proj")
+            for kind in ("blocks", "scales")
+        ),
         ("gate_up_proj.weight", "gate_up_proj"),
         ("gate_up_proj.bias", "gate_up_proj_bias"),
         ("down_proj.weight", "down_proj"),
@@ -38,6 +43,11 @@ _LAYOUT = CheckpointLayout(
 
 class GptOssForCausalLM(Decoder):
     """A decoder with biases everywhere, whose experts' gates and factors are stored in turns."""
+
+    gguf_layout = CheckpointLayout(  # one by one, as in other families
+        renamed=(*LLAMA_NAMES, ("mlp.gate.", "mlp.router.")),
+        merged=(*_LAYOUT.merged, ("gate_up_proj", ("gate_proj", "up_proj"))),
+    )
 
     @classmethod
     def read_config(

@@ -1,11 +1,12 @@
-"""The base of the weight methods that quantise to integers with a scale per group.
+"""The bases of the weight methods over quantised matrices.
 
-The checkpoint has the weights as floats. A matrix is quantised as soon as all of it has been read.
-The kernels are in ops/quantized.py.
+`QuantizedMatrix` multiplies them with the kernels of ops/quantized.py. `GroupQuantized` makes them
+of a checkpoint's floats. models/quantized_checkpoints/ has the methods whose integers are stored.
 """
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
@@ -25,32 +26,22 @@ from ostinato.ops.moe.moe_linear import quantized_moe_linear
 from ostinato.ops.quantized import quantize_linear_weight, quantized_linear, quantized_rows
 from ostinato.ops.quantized_reference import QuantFormat, dequantize_linear_weight
 
-__all__ = ("GroupQuantized",)
+__all__ = ("GroupQuantized", "QuantizedMatrix")
 
 
 @dataclass(frozen=True, slots=True)
-class GroupQuantized(WeightMethod):
-    """`weight`: bytes that hold integers and the scales of their groups; on a CPU."""
+class QuantizedMatrix(WeightMethod):
+    """`weight`: bytes that the kernels of ops/quantized.py multiply; on a CPU.
 
-    bits: ClassVar[int]
+    A parameter `order` [in] int32 says which stored column each column of `weight` is.
+    """
+
     is_quantized: ClassVar[bool] = True
     is_batch_invariant: ClassVar[bool] = True
 
-    group_size: int  # weights of a row that share a scale
-    symmetric: bool  # no zero points
-
-    @property
-    def format(self) -> QuantFormat:
-        """The format in the words of ops/quantized.py."""
-        return QuantFormat(self.bits, self.group_size, self.symmetric)
-
-    @property
-    def name(self) -> str:
-        return self.format.name
-
-    @property
-    def stored(self) -> Mapping[str, StoredTensor]:
-        return {"weight": StoredTensor((OUT, IN))}
+    @abstractmethod
+    def form(self, spec: MatrixSpec) -> QuantFormat:
+        """The format of a matrix in the words of ops/quantized.py."""
 
     def why_unusable(self, device: torch.device, dtype: torch.dtype) -> str | None:
         if device.type != "cpu":
@@ -64,13 +55,6 @@ class GroupQuantized(WeightMethod):
                 f"{str(dtype).removeprefix('torch.')}; set model.dtype=bfloat16"
             )
         return None
-
-    def parameters(self, spec: MatrixSpec) -> dict[str, ParameterSpec]:
-        shape = self.format.packed_shape(spec.out_features, spec.in_features)
-        return {"weight": ParameterSpec(tuple(shape), torch.uint8)}
-
-    def finish(self, tensors: dict[str, Tensor], spec: MatrixSpec) -> dict[str, Tensor]:
-        return {"weight": quantize_linear_weight(tensors["weight"], self.format)}
 
     def apply(
         self,
@@ -87,8 +71,9 @@ class GroupQuantized(WeightMethod):
             weights["weight"],
             bias,
             spec.out_features,
-            self.format,
+            self.form(spec),
             residual=residual,
+            order=weights.get("order"),
             float32_output=float32_output,
         )
 
@@ -102,21 +87,62 @@ class GroupQuantized(WeightMethod):
         routing_weights: Tensor | None,
         residual: Tensor | None,
     ) -> Tensor:
+        if "order" in weights:
+            raise ValueError(
+                f"weights as {self.name} have no kernel for mixtures of experts; quantise them "
+                "without act-order (desc_act=false)"
+            )
         return quantized_moe_linear(
             x,
             ids,
             weights["weight"],
             bias,
             spec.out_features,
-            self.format,
+            self.form(spec),
             routing_weights=routing_weights,
             residual=residual,
         )
 
     def rows(self, weights: Mapping[str, Tensor], spec: MatrixSpec, ids: Tensor) -> Tensor:
         size = (spec.out_features, spec.in_features)
-        return quantized_rows(weights["weight"], ids, *size, self.format, dtype=spec.dtype)
+        rows = quantized_rows(weights["weight"], ids, *size, self.form(spec), dtype=spec.dtype)
+        return _as_stored(rows, weights)
 
     def dense(self, weights: Mapping[str, Tensor], spec: MatrixSpec) -> Tensor:
         size = (spec.out_features, spec.in_features)
-        return dequantize_linear_weight(weights["weight"], self.format, *size)
+        return _as_stored(
+            dequantize_linear_weight(weights["weight"], self.form(spec), *size), weights
+        )
+
+
+def _as_stored(rows: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
+    """Rows of the matrix with their columns in the checkpoint's order."""
+    return rows[:, weights["order"].long().argsort()] if "order" in weights else rows
+
+
+@dataclass(frozen=True, slots=True)
+class GroupQuantized(QuantizedMatrix):
+    """A float matrix that is quantised as soon as all of it has been read."""
+
+    bits: ClassVar[int]
+
+    group_size: int  # weights of a row that share a scale
+    symmetric: bool  # no zero points
+
+    def form(self, spec: MatrixSpec) -> QuantFormat:
+        return QuantFormat(self.bits, self.group_size, self.symmetric)
+
+    @property
+    def name(self) -> str:
+        return QuantFormat(self.bits, self.group_size, self.symmetric).name
+
+    @property
+    def stored(self) -> Mapping[str, StoredTensor]:
+        return {"weight": StoredTensor((OUT, IN))}
+
+    def parameters(self, spec: MatrixSpec) -> dict[str, ParameterSpec]:
+        shape = self.form(spec).packed_shape(spec.out_features, spec.in_features)
+        return {"weight": ParameterSpec(tuple(shape), torch.uint8)}
+
+    def finish(self, tensors: dict[str, Tensor], spec: MatrixSpec) -> dict[str, Tensor]:
+        return {"weight": quantize_linear_weight(tensors["weight"], self.form(spec))}

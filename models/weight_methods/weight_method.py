@@ -214,7 +214,26 @@ class WeightMethod(ABC):
         Raises:
             ValueError: the value can not be cut as `part` says.
         """
-        stored = self.stored[name]
+        self.place(tensors, name, value, self.stored[name], part, spec)
+
+    def place(
+        self,
+        tensors: dict[str, Tensor],
+        name: str,
+        value: Tensor,
+        stored: StoredTensor,
+        part: Part,
+        spec: MatrixSpec,
+    ) -> None:
+        """Put the rows and columns of a tensor that this rank holds to their place in `tensors`.
+
+        Args:
+            tensors, name, value, part, spec: as for `load`.
+            stored: the dimensions of `value`.
+
+        Raises:
+            ValueError: the value can not be cut as `part` says.
+        """
         value = part.cut(value, stored)
         dtype = spec.dtype if stored.converted else value.dtype
         out = [dim for dim, axis in enumerate(stored.axes) if axis.features == "out"]
@@ -235,6 +254,15 @@ class WeightMethod(ABC):
         if not out:
             target = target[part.index]
         target.copy_(value)
+
+    def dummy(self, name: str, size: tuple[int, ...]) -> Tensor | None:
+        """A stored tensor of a dummy checkpoint; None = random numbers will do.
+
+        Args:
+            name: a key of `stored`.
+            size: of that tensor.
+        """
+        return None
 
     @abstractmethod
     def finish(self, tensors: dict[str, Tensor], spec: MatrixSpec) -> dict[str, Tensor]:

@@ -33,10 +33,10 @@ class CpuBackend:
             return f"it runs on the CPU, not on {spec.device.type}"
         if spec.dtype not in _DTYPES:
             return f"dtype must be float32, bfloat16 or float16, not {spec.dtype}"
-        if spec.converts_cache:
+        if spec.converts_cache and spec.cache_dtype is not torch.int8:
             return (
-                f"it keeps keys and values in the model's type {spec.dtype}, cache.dtype asks for "
-                f"{spec.cache_dtype}"
+                f"it keeps keys and values in the model's type {spec.dtype} or in int8, "
+                f"cache.dtype asks for {spec.cache_dtype}"
             )
         if spec.head_dim % 8 or not 8 <= spec.head_dim <= _MAX_HEAD_DIM:
             return f"head_dim must be a multiple of 8 up to {_MAX_HEAD_DIM}, not {spec.head_dim}"

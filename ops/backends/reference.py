@@ -53,11 +53,9 @@ class ReferenceBackend:
             blocks = metadata.block_table[row, : -(-length // block_size)].long()
             # [num_blocks, Hkv, block_size, D] -> [Hkv, length, D]
             keys, values = (
-                _stored(cache)[blocks]
-                .view(cache.dtype)
+                _from_cache(_stored(cache)[blocks].view(cache.dtype), q.shape[2])
                 .transpose(0, 1)
                 .flatten(1, 2)[:, :length]
-                .float()
                 for cache in (k_cache, v_cache)
             )
             queries = q[begin:end].float().transpose(0, 1)  # [Hq, rows, D]
@@ -88,11 +86,28 @@ def _stored(tensor: Tensor) -> Tensor:
 
 
 def _to_cache(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rounded to the cache's dtype; values beyond the range of 8 bits become its largest."""
+    """[T, H, D] as the cache's dtype; values beyond the range of float8 become its largest.
+
+    In int8 the last dimension is D numbers from -127 to 127, then their float32 scale as 4 bytes.
+    """
+    if dtype is torch.int8:
+        tensor = tensor.float()
+        scales = tensor.abs().amax(-1, keepdim=True) / 127.0
+        rounded = (tensor / scales).clamp(-127.0, 127.0).round()
+        whole = torch.where(scales > 0.0, rounded, 0.0).to(torch.int8)
+        return torch.cat((whole, scales.view(torch.int8)), -1)
     if dtype.itemsize == 1:
         largest = torch.finfo(dtype).max
         tensor = tensor.clamp(-largest, largest)
     return tensor.to(dtype)
+
+
+def _from_cache(places: Tensor, head_dim: int) -> Tensor:
+    """The keys or values in float32: [..., place] -> [..., D]."""
+    if places.dtype is not torch.int8:
+        return places.float()
+    scales = places[..., head_dim:].contiguous().view(torch.float32)
+    return places[..., :head_dim].float() * scales
 
 
 BACKEND = ReferenceBackend()

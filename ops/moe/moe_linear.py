@@ -189,13 +189,15 @@ def _quantized_moe_linear_reference(
     bits: int,
     group_size: int,
     symmetric: bool,
+    scales: str,
+    kind: str,
 ) -> Tensor:
-    form = QuantFormat(bits, group_size, symmetric)
+    form = QuantFormat(bits, group_size, symmetric, scales, kind)
 
     def multiply(rows: Tensor, expert: int) -> Tensor:
         added = None if bias is None else bias[expert]
         return quantized_linear_reference(
-            rows, weight[expert], added, out_features, True, None, *form
+            rows, weight[expert], added, out_features, True, None, None, *form
         )
 
     return _sum_over_experts(x, ids, len(weight), multiply, routing_weights, residual)
@@ -236,6 +238,8 @@ def _quantized_moe_linear_fake(
     bits: int,
     group_size: int,
     symmetric: bool,
+    scales: str,
+    kind: str,
 ) -> Tensor:
     return _packed_moe_linear_fake(x, ids, weight, bias, out_features, routing_weights, residual)
 

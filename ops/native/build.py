@@ -78,12 +78,19 @@ LIBRARIES: dict[str, tuple[tuple[str, ...], ...]] = {
             "moe/route",
             "rows/elementwise",
             "rows/sampling",
+            "rows/logprobs",
             "core/cpu_graph",
         ),
     ),
     # Loaded for models with quantised weights only.
     "quantized": (
-        ("core/install", "quantized/quantized", "quantized/pack", "moe/quantized_moe_linear"),
+        (
+            "core/install",
+            "quantized/quantized",
+            "quantized/pack",
+            "quantized/repack",
+            "moe/quantized_moe_linear",
+        ),
     ),
 }
 REMEDY = "install g++ or set graphs.attention=reference graphs.pack_weights=false"

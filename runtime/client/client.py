@@ -20,7 +20,6 @@ import zmq.asyncio
 from ostinato.conf.root import RunConfig
 from ostinato.runtime.client.completion import PromptCompletions
 from ostinato.runtime.client.pooling import make_pooling_request
-from ostinato.runtime.client.replica import Reader, Replica
 from ostinato.runtime.client.requests import (
     PreparedParts,
     bad_words_token_ids,
@@ -30,9 +29,12 @@ from ostinato.runtime.client.requests import (
 from ostinato.runtime.directories import ensure_cache, make_socket_directory
 from ostinato.runtime.engine.engine_state import EngineState
 from ostinato.runtime.engine.flight_recorder import StepRecord
-from ostinato.runtime.errors import DeadlineError, EngineDeadError
+from ostinato.runtime.errors import DeadlineError, EngineDeadError, StartupError
+from ostinato.runtime.fair_queue import FairQueue
 from ostinato.runtime.grammar.compiler import GrammarCompiler
 from ostinato.runtime.process.ipc import UtilityName
+from ostinato.runtime.replicas.replica import Reader, Replica
+from ostinato.runtime.replicas.replica_set import ReplicaSet
 from ostinato.runtime.text.tokenizer import Tokenizer
 from ostinato.runtime.types.engine_info import EngineStats, ServedModel, sum_stats
 from ostinato.runtime.types.outputs import FinishReason, PooledOutput, RequestOutput
@@ -47,22 +49,23 @@ DEADLINE_REASON = "deadline_exceeded"
 class EngineClient:
     """Generates text and vectors with the replicas of one model.
 
-    All methods run on one event loop. `model` and `tokenizer` are set once `start` has returned. A
-    request stays with the replica that it was sent to.
+    All methods run on one event loop. `model` and `tokenizer` are set once `start` has returned.
 
     Args:
         config: the configuration of the server and of every replica's engine.
-        num_replicas: engine processes, at least 1.
+
+    Attributes:
+        replicas: the engine processes with their requests.
+        startup_seconds: finished phases of the first start, so far.
 
     Raises:
-        StartupError: no temporary directory can be made.
+        StartupError: no temporary directory can be made, or the machine has not enough GPUs.
     """
 
     model: ServedModel
     tokenizer: Tokenizer | None
 
-    def __init__(self, config: RunConfig, num_replicas: int = 1) -> None:
-        assert num_replicas >= 1, f"a client needs a replica, not {num_replicas}"
+    def __init__(self, config: RunConfig) -> None:
         self._config = config
         ensure_cache()
         self._directory = make_socket_directory()
@@ -71,18 +74,14 @@ class EngineClient:
             self, shutil.rmtree, self._directory, ignore_errors=True
         )
         self._context = zmq.asyncio.Context()
-        self.replicas = [
-            Replica(
-                config.engine,
-                config.server,
-                self._context,
-                self._directory / f"engine-{number}",
-            )
-            for number in range(num_replicas)
-        ]
+        self._set = ReplicaSet(
+            config.engine, config.parallel, config.server, self._context, self._directory
+        )
+        self.replicas = self._set.replicas
         self._counter = itertools.count()
         self._grammars: GrammarCompiler | None = None
-        self.startup_seconds: dict[str, float] = {}  # finished phases of the first start, so far
+        self.startup_seconds: dict[str, float] = {}
+        self.determinism: dict[str, str] = {}  # class, isa and fingerprint, once it has started
 
     @property
     def is_alive(self) -> bool:
@@ -175,21 +174,33 @@ class EngineClient:
             self.startup_seconds[name] = seconds
             on_phase(name, seconds)
 
-        first, *others = self.replicas
-        await asyncio.gather(
-            first.wait_until_ready(note),
-            *(replica.wait_until_ready(lambda name, seconds: None) for replica in others),
-        )
-        self.model = first.model
+        await asyncio.gather(*(self._wait_for(replica, note) for replica in self.replicas))
+        # A request that one replica takes must fit into each of them.
+        shortest = min(replica.model.max_model_len for replica in self.replicas)
+        self.model = msgspec.structs.replace(self.replicas[0].model, max_model_len=shortest)
+        self._name_kernels()
         begin = time.perf_counter()
         template = self._config.model.chat_template
         self.tokenizer = (
-            Tokenizer.from_directory(self.model.tokenizer, chat_template_file=template)
+            Tokenizer.from_path(self.model.tokenizer, chat_template_file=template)
             if self.model.tokenizer
             else None
         )
         self._grammars = GrammarCompiler(self.model)
         note("tokenizer", time.perf_counter() - begin)
+
+    async def _wait_for(self, replica: Replica, note: Callable[[str, float], None]) -> None:
+        """Wait until a replica serves; of all but the first one the whole start is one phase."""
+        begin = time.perf_counter()
+        try:
+            is_first = replica.number == 0  # the phases of one start are shown
+            await replica.wait_until_ready(note if is_first else lambda name, seconds: None)
+        except StartupError as error:
+            if len(self.replicas) == 1:
+                raise
+            raise StartupError(f"{replica.name} of {len(self.replicas)}: {error}") from error
+        if replica.number:
+            note(f"{replica.name} ready", time.perf_counter() - begin)
 
     async def compile_grammar(self, constraint: StructuredOutputsParams) -> str:
         """The grammar of a constraint, which `generate` takes as one of its `prepared` parts.
@@ -200,7 +211,7 @@ class EngineClient:
         assert self._grammars is not None, "called before wait_until_ready"
         return await self._grammars.compile_async(constraint)
 
-    async def generate(
+    async def generate(  # noqa: PLR0913 - the parts of a request
         self,
         request_id: str,
         prompt_token_ids: list[int],
@@ -208,6 +219,7 @@ class EngineClient:
         *,
         priority: int = 0,
         cache_salt: str = "",
+        place: int = 0,
         trace: bool = False,
         deadline: float | None = None,
         prepared: PreparedParts | None = None,
@@ -218,6 +230,7 @@ class EngineClient:
         one output, at its end. No outputs arrive while a dead engine is started again.
 
         Args:
+            place: sequences of earlier prompts of the same HTTP request.
             prepared: parts of the request; then the prompt and the parameters are results of
                 `requests.resolve`. None = they are made here.
 
@@ -236,17 +249,17 @@ class EngineClient:
             self.model,
             priority=priority,
             cache_salt=cache_salt,
+            place=place,
             parts=prepared,
         )
         if trace:
             requests = [msgspec.structs.replace(one, trace=True) for one in requests]
-        reader: Reader = asyncio.Queue()
+        reader: Reader = FairQueue()
         completions = PromptCompletions(requests, sampling, self.tokenizer)
-        replica = self._choose_replica()
         timer = _alarm(reader, deadline)
         has_outputs = False
         try:
-            await replica.submit(requests, reader)
+            await self._set.submit(requests, reader)
             while unfinished := completions.unfinished_ids:
                 _, event = await reader.get()
                 if isinstance(event, EngineDeadError):
@@ -257,17 +270,19 @@ class EngineClient:
                     outputs = completions.cut(DEADLINE_REASON)
                 else:
                     outputs = completions.process(event)
-                has_outputs = has_outputs or bool(outputs)
                 # These ended on the client's side; the engine would go on with them.
-                await replica.remove(set(unfinished).difference(completions.unfinished_ids))
-                for output in outputs:
+                await self._set.remove(set(unfinished).difference(completions.unfinished_ids))
+                for number, output in enumerate(outputs):
+                    if number:  # the text of a long beam takes milliseconds
+                        await asyncio.sleep(0)
+                    has_outputs = True
                     output.request_id = request_id
                     yield output
         finally:
             if timer is not None:
                 timer.cancel()
             if unfinished := completions.unfinished_ids:
-                await asyncio.shield(replica.remove(unfinished))
+                await asyncio.shield(self._set.remove(unfinished))
 
     async def pool(
         self,
@@ -277,9 +292,13 @@ class EngineClient:
         *,
         priority: int = 0,
         cache_salt: str = "",
+        place: int = 0,
         trace: bool = False,
     ) -> PooledOutput:
         """Compute the vector of one text. Cancelling the call aborts the request.
+
+        Args:
+            place: texts of the same HTTP request before this one.
 
         Raises:
             InvalidRequestError: the request can not be served.
@@ -292,16 +311,15 @@ class EngineClient:
             self.model,
             priority=priority,
             cache_salt=cache_salt,
+            place=place,
             trace=trace,
         )
-        reader: Reader = asyncio.Queue()
-        replica = self._choose_replica()
+        reader: Reader = FairQueue()
         try:
-            await replica.submit([request], reader)
+            await self._set.submit([request], reader)
             _, event = await reader.get()
         finally:
-            if replica.requests.get(request.request_id) is not None:
-                await asyncio.shield(replica.remove([request.request_id]))
+            await asyncio.shield(self._set.remove([request.request_id]))
         if isinstance(event, EngineDeadError | DeadlineError):
             raise event
         return PooledOutput(
@@ -349,18 +367,45 @@ class EngineClient:
         """
         return "\n".join(await self._call(UtilityName.stop_profile))
 
-    async def inspect(self, timeout_s: float = 2.0) -> EngineState:
-        """The state of the first replica's engine. Concurrent callers share one answer.
+    async def inspect(self, timeout_s: float = 2.0, engine: int = 0) -> EngineState:
+        """The state of one replica's engine. Concurrent callers share one answer.
 
         Raises:
             TimeoutError: no answer within `timeout_s`: a long step runs, or the engine hangs.
             EngineDeadError: the engine does not run.
         """
-        return await self.replicas[0].inspect(timeout_s)
+        return await self.replicas[engine].inspect(timeout_s)
 
-    def flight_records(self) -> list[StepRecord]:
-        """The last steps of the first replica, read from its file, even if its engine hangs."""
-        return self.replicas[0].flight_records()
+    def flight_records(self, engine: int = 0) -> list[StepRecord]:
+        """The last steps of one replica, read from its file, even if its engine hangs."""
+        return self.replicas[engine].flight_records()
+
+    async def drain_engine(self, engine: int, timeout_s: float) -> int:
+        """Take one replica out of service; see `ReplicaSet.drain`."""
+        return await self._set.drain(engine, timeout_s)
+
+    def resume_engine(self, engine: int) -> None:
+        """Put a drained replica into service again.
+
+        Raises:
+            InvalidRequestError: there is no such replica.
+        """
+        self._set.resume(engine)
+
+    async def reload_weights(self, timeout_s: float) -> None:
+        """Let the replicas read the weights again, one after the other; see `ReplicaSet.reload`."""
+        await self._set.reload(timeout_s)
+        self._name_kernels()
+
+    def _name_kernels(self) -> None:
+        """Tell what the bits of answers depend on; reloaded weights have another fingerprint."""
+        fingerprint = self.replicas[0].model.system_fingerprint
+        self.model = msgspec.structs.replace(self.model, system_fingerprint=fingerprint)
+        self.determinism = {
+            "class": self.model.determinism,
+            "isa": self.model.isa,
+            "fingerprint": fingerprint,
+        }
 
     async def drain(self, timeout_s: float) -> bool:
         """Wait until no request is unfinished; False when that takes more than `timeout_s`."""
@@ -383,19 +428,6 @@ class EngineClient:
     def _unique(self, request_id: str) -> str:
         """The engine's ids are unique even when a client sends one id twice."""
         return f"{request_id}#{next(self._counter)}"
-
-    def _choose_replica(self) -> Replica:
-        """The serving replica with the least work, else one whose engine is started again."""
-        if len(self.replicas) == 1:
-            return self.replicas[0]
-        return min(
-            self.replicas,
-            key=lambda replica: (
-                replica.death_reason is not None,
-                not replica.is_alive,
-                replica.requests.num_queued_tokens + len(replica.requests),
-            ),
-        )
 
     async def _parts(self, sampling: SamplingParams) -> PreparedParts:
         constraint = sampling.structured_outputs

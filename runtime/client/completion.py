@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
 from ostinato.runtime.text.detokenizer import IncrementalDetokenizer, TextDecoder
-from ostinato.runtime.types.outputs import FinishReason, RequestOutput, SequenceOutput
+from ostinato.runtime.types.outputs import (
+    BeamOutput,
+    FinishReason,
+    RequestOutput,
+    SequenceOutput,
+    TimelineEvent,
+    TokenLogprobs,
+)
 from ostinato.runtime.types.params import SamplingParams
 from ostinato.runtime.types.request import Request
+from ostinato.runtime.types.speculation import sum_reports
 
 __all__ = ("CompletionStream", "PromptCompletions", "join_outputs")
 
@@ -77,6 +85,7 @@ class CompletionStream:
             scheduled_time=engine_output.scheduled_time,
             num_preemptions=engine_output.num_preemptions,
             events=engine_output.events,
+            speculation=engine_output.speculation,
         )
 
 
@@ -101,25 +110,33 @@ class PromptCompletions:
         }
         # With more candidates than `n`, the best are known when all have ended.
         self._candidates: dict[str, _Candidate] | None = (
-            {request.request_id: _Candidate() for request in requests}
+            {request.request_id: _Candidate(sampling) for request in requests}
             if len(requests) > sampling.n
             else None
         )
+        self._parts: dict[str, _Parts] = {}  # by request id, until its next output
 
     @property
     def unfinished_ids(self) -> list[str]:
         """The engine's requests that have not ended."""
         return list(self._streams)
 
-    def process(self, engine_output: SequenceOutput) -> list[RequestOutput]:
+    def process(self, engine_output: SequenceOutput) -> Iterable[RequestOutput]:
         """Turn an output of one of the requests into outputs for the caller.
+
+        The texts of beams are made when they are taken from the iterable.
 
         A request that a stop string ended leaves `unfinished_ids` although `engine_output` has no
         finish reason. The caller aborts it in the engine.
         """
         stream = self._streams.get(engine_output.request_id)
         if stream is None:  # ended by a stop string a moment ago
-            return []
+            return ()
+        if engine_output.is_part:
+            self._parts.setdefault(engine_output.request_id, _Parts()).add(engine_output)
+            return ()
+        if (parts := self._parts.pop(engine_output.request_id, None)) is not None:
+            engine_output = parts.joined(engine_output)
         if engine_output.beams is not None:
             del self._streams[engine_output.request_id]
             return self._of_beams(engine_output)
@@ -151,14 +168,10 @@ class PromptCompletions:
         chosen, others = ranked[: self._sampling.n], ranked[self._sampling.n :]
         outputs = [one.joined(index) for index, one in enumerate(chosen)]
         outputs[0].num_discarded_tokens = sum(len(one.token_ids) for one in others)
-        if self._sampling.logprobs is None:
-            for output in outputs:
-                output.logprobs = None
         return outputs
 
-    def _of_beams(self, engine_output: SequenceOutput) -> list[RequestOutput]:
+    def _of_beams(self, engine_output: SequenceOutput) -> Iterator[RequestOutput]:
         (request,) = self._requests
-        outputs: list[RequestOutput] = []
         for index, beam in enumerate(engine_output.beams or ()):
             stream = CompletionStream(request, index, self._tokenizer)
             output = stream.process(
@@ -176,31 +189,81 @@ class PromptCompletions:
                 )
             )
             output.score = beam.score
-            outputs.append(output)
-        return outputs
+            yield output
+
+
+class _Parts:
+    """The parts of an output that have come; see `runtime.process.output_parts`."""
+
+    def __init__(self) -> None:
+        self._prompt_logprobs: list[TokenLogprobs] = []
+        self._beams: list[BeamOutput] = []
+
+    def add(self, part: SequenceOutput) -> None:
+        # An engine that replaces one that died sends all parts again.
+        if part.prompt_logprobs is not None:
+            self._prompt_logprobs[part.num_before :] = part.prompt_logprobs
+        if part.beams is not None:
+            self._beams[part.num_before :] = part.beams
+
+    def joined(self, output: SequenceOutput) -> SequenceOutput:
+        """The output with all parts."""
+        return msgspec.structs.replace(
+            output,
+            prompt_logprobs=self._prompt_logprobs or output.prompt_logprobs,
+            beams=None if output.beams is None else self._beams,
+        )
 
 
 class _Candidate:
-    """One completion that may be among the best."""
+    """One completion that may be among the best.
 
-    def __init__(self) -> None:
-        self._outputs: list[RequestOutput] = []
+    Its outputs are joined as they come: joining those of 128 candidates at the end would take long.
+
+    Args:
+        sampling: of the request; without `logprobs` the joined output has none.
+    """
+
+    def __init__(self, sampling: SamplingParams) -> None:
+        self._first: RequestOutput | None = None
+        self._last: RequestOutput | None = None
+        self._texts: list[str] = []
+        self._logprobs: list[TokenLogprobs] | None = None if sampling.logprobs is None else []
+        self._num_scored = 0
+        self._events: list[TimelineEvent] = []
+        self._sum = 0.0
         self.token_ids: list[int] = []
 
     def add(self, output: RequestOutput) -> None:
-        self._outputs.append(output)
+        self._first, self._last = self._first or output, output
+        self._texts.append(output.text_delta)
         self.token_ids += output.new_token_ids
+        self._events += output.events or ()
+        entries = output.logprobs or ()
+        self._sum += sum(entry.logprob for entry in entries)
+        self._num_scored += len(entries)
+        if self._logprobs is not None:
+            self._logprobs += entries
 
     def score(self) -> float:
         """The mean log-probability of its tokens."""
-        logprobs = [entry.logprob for output in self._outputs for entry in output.logprobs or ()]
-        return sum(logprobs) / max(1, len(logprobs))
+        return self._sum / max(1, self._num_scored)
 
     def joined(self, index: int) -> RequestOutput:
         """All its outputs as one."""
-        joined = join_outputs(self._outputs)
-        joined.index, joined.score = index, self.score()
-        return joined
+        assert self._first is not None, "it has ended"
+        assert self._last is not None, "it has ended"
+        return msgspec.structs.replace(
+            self._last,
+            index=index,
+            score=self.score(),
+            text_delta="".join(self._texts),
+            new_token_ids=self.token_ids,
+            logprobs=self._logprobs,
+            prompt_logprobs=self._first.prompt_logprobs,
+            scheduled_time=self._first.scheduled_time,
+            events=self._events or None,
+        )
 
 
 def join_outputs(outputs: Sequence[RequestOutput]) -> RequestOutput:
@@ -215,4 +278,5 @@ def join_outputs(outputs: Sequence[RequestOutput]) -> RequestOutput:
         num_discarded_tokens=sum(output.num_discarded_tokens for output in outputs),
         scheduled_time=outputs[0].scheduled_time,
         events=[one for output in outputs for one in output.events or ()] or None,
+        speculation=sum_reports(output.speculation for output in outputs),
     )

@@ -93,12 +93,14 @@ def make_pooling_request(
     *,
     priority: int = 0,
     cache_salt: str = "",
+    place: int = 0,
     trace: bool = False,
 ) -> Request:
     """The engine's request for one text.
 
     Args:
         prompt_token_ids: token ids; an encoder's second segment has `vocab_size` added to each.
+        place: texts of the same HTTP request before this one.
 
     Raises:
         InvalidRequestError: as `check_pooling`.
@@ -110,6 +112,7 @@ def make_pooling_request(
         sampling=_NO_SAMPLING,
         arrival_time=time.monotonic(),
         priority=priority,
+        place=place,
         cache_salt=cache_salt,
         pooling=params,
         trace=trace,

@@ -33,6 +33,7 @@ class PreparedParts(msgspec.Struct, frozen=True):
 
     grammar: str = ""  # what `GrammarCompiler` made of the constraint; empty without one
     bad_words_token_ids: list[list[int]] = []
+    prediction_token_ids: list[int] = []  # a guess of the output
 
 
 class TextEncoder(Protocol):
@@ -178,6 +179,7 @@ def make_requests(
     *,
     priority: int = 0,
     cache_salt: str = "",
+    place: int = 0,
     parts: PreparedParts = PreparedParts(),  # noqa: B008 - it is frozen
 ) -> list[Request]:
     """The engine's requests for one prompt: one per candidate, which share the prompt's cached
@@ -187,6 +189,7 @@ def make_requests(
 
     Args:
         prompt_token_ids: as `resolve` returns them, and `sampling` too.
+        place: sequences of earlier prompts of the same HTTP request.
         parts: made of `sampling`.
     """
     seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
@@ -211,8 +214,10 @@ def make_requests(
         eos_token_ids=model.eos_token_ids,
         arrival_time=time.monotonic(),
         priority=priority,
+        place=place,
         cache_salt=cache_salt,
         bad_words_token_ids=parts.bad_words_token_ids,
+        prediction_token_ids=parts.prediction_token_ids,
         grammar=parts.grammar,
     )
     return [
@@ -221,6 +226,7 @@ def make_requests(
             msgspec.structs.replace(
                 first,
                 request_id=f"{request_id}:{index}",
+                place=place + index,
                 # An odd multiplier spreads neighbouring seeds apart.
                 sampling=msgspec.structs.replace(
                     each, seed=(seed + index * 0x9E3779B97F4A7C15) & _MASK

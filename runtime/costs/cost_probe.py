@@ -7,6 +7,9 @@ blocks that no sequence holds yet.
 Token ids are random: equal tokens would all go to the same experts, and their steps would read
 fewer weights than those of service.
 
+Steps that verify drafts are timed without context, for a few numbers of sequences and tokens, if
+there is a drafter: what such a step takes more than a decode.
+
 Log-probabilities of prompts are timed once: what a step with them takes more than one without.
 
 Only some lines of the grid are measured: prompts of one sequence and decodes of several, each
@@ -42,6 +45,9 @@ _SHARES = ((0.4, 0.65), (0.75, 0.9), (0.95, 1.0))
 _RUNS_UP, _RUNS_DOWN = 1, 2
 _SCORED_TOKENS = 64  # prompt tokens of the step whose log-probabilities are timed
 _SCORED_RUNS = 3
+_VERIFY_SHARE = 0.25  # of the budget, in addition to it
+_VERIFY_RUNS = 3
+_VERIFY_SEQS = (1, 4, 16, 64)  # numbers of sequences of measured verifications, at most
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +62,8 @@ class StepSpace:
     decode_sizes: Sequence[int]  # numbers of sequences of the measured decodes, rising
     context_block_ids: Sequence[int]  # blocks that contexts are read from
     sampling: SamplingParams  # the parameters of a usual request
+    # Tokens of each sequence in the measured steps that verify drafts, rising from 2 on.
+    verified_tokens: Sequence[int] = ()
 
 
 class _Prober:
@@ -88,11 +96,15 @@ class _Prober:
         """Seconds of steps that report the log-probabilities of all tokens of one prompt."""
         return self._times([Chunk(num_tokens, 0, num_tokens)], num_runs)
 
-    def _times(self, chunks: list[Chunk], num_runs: int) -> list[float]:
+    def verifications(self, num_tokens: int, num_seqs: int, num_runs: int) -> list[float]:
+        """Seconds of steps in which sequences verify `num_tokens - 1` drafts each."""
+        return self._times([Chunk(num_tokens, 0)] * num_seqs, num_runs, verifies=True)
+
+    def _times(self, chunks: list[Chunk], num_runs: int, *, verifies: bool = False) -> list[float]:
         """Seconds of each run. Only the first run admits the sequences, as in service."""
         seconds: list[float] = []
-        output = self._output(chunks, admits=True)
-        again = self._output(chunks, admits=False) if num_runs > 1 else output
+        output = self._output(chunks, admits=True, verifies=verifies)
+        again = self._output(chunks, admits=False, verifies=verifies) if num_runs > 1 else output
         for _ in range(num_runs):
             begin = self.clock()
             self._execute(output)
@@ -100,7 +112,7 @@ class _Prober:
             output = again
         return seconds
 
-    def _output(self, chunks: list[Chunk], *, admits: bool) -> SchedulerOutput:
+    def _output(self, chunks: list[Chunk], *, admits: bool, verifies: bool) -> SchedulerOutput:
         space = self._space
         admitted: list[AdmittedSequence] = []
         scheduled: list[ScheduledSequence] = []
@@ -125,14 +137,18 @@ class _Prober:
                 block_ids = [*islice(read, num_read), *[0] * (num_written - num_read)]
             # A decode's token is the row's last one.
             token_ids = [] if num_tokens == 1 else chosen[:num_tokens]
+            num_logits = num_tokens if verifies else 1
             scheduled.append(
-                ScheduledSequence(row, start, num_tokens, token_ids, block_ids, 1, num_scored)
+                ScheduledSequence(
+                    row, start, num_tokens, token_ids, block_ids, num_logits, num_scored
+                )
             )
         return SchedulerOutput(
             scheduled,
             admitted,
             sum(chunk.num_tokens for chunk in chunks),
             sum(chunk.num_scored for chunk in chunks),
+            num_drafts=sum(entry.num_drafts for entry in scheduled),
         )
 
 
@@ -183,7 +199,8 @@ def measure_costs(
         decodes[context] = line
         growth = _CONTEXTS[1] / _CONTEXTS[0] * max(1.0, line[1] / one)
     scored = _scored_seconds(prober, prompts[0], space, until(1.0))
-    return _tabulate(prompts, decodes, scored)
+    verify = _verify_surcharges(prober, decodes[0], space, clock() + _VERIFY_SHARE * budget_s)
+    return _tabulate(prompts, decodes, scored, verify)
 
 
 def _scored_seconds(
@@ -201,6 +218,33 @@ def _scored_seconds(
         return None
     with_scores = median(prober.scores(num_tokens, _SCORED_RUNS))
     return max(0.0, with_scores - prompts[num_tokens]) / num_tokens
+
+
+def _verify_surcharges(
+    prober: _Prober, decodes: dict[int, float], space: StepSpace, until: float
+) -> dict[tuple[int, int], float]:
+    """Seconds that verification adds, by (tokens of each sequence, sequences).
+
+    One number of sequences is measured after the other, while there is time. The first always is.
+
+    Args:
+        decodes: {number of sequences: seconds} without a context.
+    """
+    found: dict[tuple[int, int], float] = {}
+    tokens = space.verified_tokens
+    for num_seqs in _VERIFY_SEQS if tokens else ():
+        most = tokens[-1] * num_seqs
+        if num_seqs > space.max_num_seqs or most > space.max_num_batched_tokens:
+            break
+        plain = _interpolate(decodes, num_seqs)
+        # Guess: each token adds a tenth of a step.
+        expected = _VERIFY_RUNS * sum(plain * (1 + 0.1 * count) for count in tokens)
+        if found and prober.clock() + expected > until:
+            break
+        for count in tokens:
+            seconds = median(prober.verifications(count, num_seqs, _VERIFY_RUNS))
+            found[count, num_seqs] = max(0.0, seconds - plain)
+    return found
 
 
 def _prompt_sizes(most: int) -> list[int]:
@@ -266,6 +310,7 @@ def _tabulate(
     prompts: dict[int, dict[int, float]],
     decodes: dict[int, dict[int, float]],
     scored_seconds: float | None,
+    verify: dict[tuple[int, int], float],
 ) -> CostTable:
     """The grid from its measured lines, {context: {size: seconds}}.
 
@@ -296,6 +341,7 @@ def _tabulate(
         ],
         decode=[line[s] for s in seqs for line in decode_lines],
         scored_seconds=scored_seconds,
+        verify=verify,
     )
 
 

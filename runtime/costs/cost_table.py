@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple, Self
@@ -53,6 +53,11 @@ class CostTable(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     decode: tuple[float, ...]  # [S, C], steps in which every sequence decodes
     # Seconds that one log-probability of a prompt adds; None = not measured, then as a token.
     scored_seconds: float | None = None
+    # Steps that verify drafts: seconds that they add to a decode of the same sequences, [Q, S] by
+    # the tokens of each sequence (from 2 on) and the number of sequences. Empty = not measured.
+    verify_tokens: tuple[int, ...] = ()
+    verify_seqs: tuple[int, ...] = ()
+    verify: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("tokens", "seqs", "contexts"):
@@ -79,6 +84,7 @@ class CostTable(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             raise ValueError(
                 "cost table: scored_seconds must be finite and at least 0; measure again"
             )
+        self._check_verify()
 
     @classmethod
     def from_medians(
@@ -90,13 +96,20 @@ class CostTable(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         seconds: Sequence[float],
         decode: Sequence[float],
         scored_seconds: float | None = None,
+        verify: Mapping[tuple[int, int], float] | None = None,
     ) -> Self:
         """A table from measured values, which need not rise along the axes.
+
+        `verify` has the seconds that verification adds, by (tokens of each sequence, sequences), at
+        all points of a grid.
 
         Every entry becomes the least of those at or past it on all axes. Disturbances only add
         time, so of two contradicting measurements the larger is wrong.
         """
         shape = (len(tokens), len(seqs), len(contexts))
+        points = verify or {}
+        verify_tokens, verify_seqs = (sorted({point[axis] for point in points}) for axis in (0, 1))
+        added = [points[q, s] for q in verify_tokens for s in verify_seqs]
         return cls(
             tokens=tuple(tokens),
             seqs=tuple(seqs),
@@ -104,6 +117,9 @@ class CostTable(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             seconds=tuple(_envelope(seconds, shape)),
             decode=tuple(_envelope(decode, shape[1:])),
             scored_seconds=scored_seconds,
+            verify_tokens=tuple(verify_tokens),
+            verify_seqs=tuple(verify_seqs),
+            verify=tuple(_envelope(added, (len(verify_tokens), len(verify_seqs)))),
         )
 
     @classmethod
@@ -146,6 +162,26 @@ class CostTable(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             seconds += c.excess * _interpolate(slopes[1], shape[:1], (s,))
         return seconds
 
+    def verify_surcharge(self, seqs: int, num_drafts: int) -> float:
+        """Seconds that verifying `num_drafts` draft tokens adds to a decode of `seqs` sequences.
+
+        Without a measurement: what as many tokens add to a step whose last tokens are sampled.
+        """
+        if not self.verify:
+            plain = self.step_seconds(seqs, seqs, 0)
+            return self.step_seconds(seqs + num_drafts, seqs, 0) - plain
+        axis, num_seqs = (1, *self.verify_tokens), len(self.verify_seqs)
+        values = (*[0.0] * num_seqs, *self.verify)
+        q, s = _at(axis, 1 + num_drafts / seqs), _at(self.verify_seqs, seqs)
+        seconds = _interpolate(values, (len(axis), num_seqs), (q, s))
+        if q.excess:
+            place = _Place(len(axis) - 2, 0.0, 0.0)
+            before = _interpolate(values, (len(axis), num_seqs), (place, s))
+            seconds += q.excess * (seconds - before) / (axis[-1] - axis[-2])
+        if s.excess:
+            seconds *= seqs / self.verify_seqs[-1]
+        return seconds
+
     def mixed_seconds(self, num_decodes: int, context: float, chunks: Iterable[Chunk]) -> float:
         """Seconds of a step of decodes with `context` tokens each and of parts of prompts.
 
@@ -184,6 +220,16 @@ class CostTable(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     def seconds_per_score(self) -> float:
         """Seconds that one log-probability of a prompt adds to its step."""
         return self.seconds_per_token if self.scored_seconds is None else self.scored_seconds
+
+    def _check_verify(self) -> None:
+        axes, values = (self.verify_tokens, self.verify_seqs), self.verify
+        rises = all(a < b for axis in axes for a, b in pairwise(axis))
+        is_grid = len(values) == math.prod(map(len, axes))
+        is_grid = is_grid and min(self.verify_tokens, default=2) > 1
+        if not rises or not is_grid or not all(math.isfinite(v) and v >= 0.0 for v in values):
+            raise ValueError("cost table: verify is not a grid of seconds; measure again")
+        if values != tuple(_envelope(values, tuple(map(len, axes)))):
+            raise ValueError("cost table: verify falls along an axis; measure again")
 
     @property
     def _shape(self) -> tuple[int, int, int]:

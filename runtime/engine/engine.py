@@ -173,6 +173,7 @@ class Engine:
         output, pending = self._in_flight.popleft()
         outputs = self._scheduler.update(output, self._executor.read(pending))
         self._observer.end(output, outputs)
+        self._scheduler.observe(self._observer.recent[-1].seconds)
         for one in outputs:
             if one.finish_reason is not None:
                 self._grammars.release(one.request_id)
@@ -180,7 +181,13 @@ class Engine:
         return outputs
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached blocks; False when sequences still use some."""
+        """Forget all cached blocks and what drafters have learned.
+
+        Returns:
+            False when sequences still use some of the blocks, and they are kept.
+        """
+        if self._scheduler.drafts is not None:
+            self._scheduler.drafts.proposer.reset()
         return self._cache.reset()
 
     def start_profile(self, directory: str) -> None:
@@ -268,6 +275,7 @@ class Engine:
             num_scheduled_tokens=self._observer.num_scheduled_tokens,
             num_padding_tokens=executor.num_padding_tokens,
             iteration_tokens=self._observer.iteration_tokens[:],
+            speculation=None if scheduler.drafts is None else scheduler.drafts.stats.copy(),
         )
 
     def inspect(self) -> EngineState:
@@ -286,8 +294,9 @@ class Engine:
         chunks = [
             Chunk(s.num_new_tokens, s.start, s.num_prompt_logits)
             for s in output.scheduled
-            if s.num_new_tokens > 1
+            if not s.is_decode
         ]
-        contexts = [s.start for s in output.scheduled if s.num_new_tokens == 1]
+        chunks += [Chunk(s.num_drafts, s.start + 1) for s in output.scheduled if s.num_drafts]
+        contexts = [s.start for s in output.scheduled if s.is_decode]
         mean = sum(contexts) / max(1, len(contexts))
         return self.cost_table.mixed_seconds(len(contexts), mean, chunks)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ostinato.ops.sampling import token_logprobs
+from ostinato.ops.logprobs.row_logprobs import row_logprobs
 from ostinato.runtime.types.outputs import TokenLogprobs
 from ostinato.runtime.types.request import Request
 from ostinato.runtime.types.step import ScheduledSequence
@@ -75,8 +75,9 @@ class PromptScorer:
         for begin in range(0, len(targets), self._max_rows):
             part = targets[begin : begin + self._max_rows]
             logits = self._compute_logits(hidden[begin : begin + self._max_rows])
-            token_ids = torch.tensor(part, device=logits.device)
+            token_ids = torch.tensor(part, device=logits.device)[:, None]
             with self._hold_threads(logits.numel()):
-                found = token_logprobs(logits, token_ids, num_top)
-            scores += map(TokenLogprobs, *(column.tolist() for column in found))
+                values, *found = row_logprobs(logits, token_ids, min(num_top, logits.shape[-1]))
+            columns = (values.squeeze(-1), *found)
+            scores += map(TokenLogprobs, *(column.tolist() for column in columns))
         return scores

@@ -6,16 +6,16 @@ llguidance is imported inside functions, because only requests with a constraint
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.grammar.library_errors import explain, tokenizer_problem
+from ostinato.runtime.text.tokenizer_files import TokenizerFiles
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-__all__ = ("build_matcher", "load_grammar_tokenizer", "problem")
+__all__ = ("build_matcher", "load_grammar_tokenizer", "problem", "read_tokenizer_json")
 
 # Limits of one mask, because a step waits for it; llguidance's defaults are 4 times as much. A
 # grammar that exceeds one ends its request with an error.
@@ -25,8 +25,28 @@ _STEP_ITEMS = 20_000  # about 1 ms
 _LEXER_FUEL = 8_000_000
 
 
+def read_tokenizer_json(path: str) -> str:
+    """The model's tokenizer.json.
+
+    Args:
+        path: a directory or a GGUF file; empty = there is no tokenizer.
+
+    Raises:
+        InvalidRequestError: there is none.
+    """
+    text = TokenizerFiles(path).tokenizer_json() if path else None
+    if text is None:
+        raise InvalidRequestError(
+            "structured_outputs can not be used: the model has no tokenizer.json; leave it out, or "
+            "start the server with model.tokenizer=DIRECTORY",
+            param="structured_outputs",
+            code="no_tokenizer",
+        )
+    return text
+
+
 def load_grammar_tokenizer(
-    directory: str, vocab_size: int, eos_token_ids: tuple[int, ...]
+    path: str, vocab_size: int, eos_token_ids: tuple[int, ...]
 ) -> LLTokenizer:
     """The model's vocabulary as a trie of bytes.
 
@@ -35,17 +55,10 @@ def load_grammar_tokenizer(
     """
     from llguidance import LLTokenizer
 
-    file = Path(directory) / "tokenizer.json"
-    if not directory or not file.is_file():
-        raise InvalidRequestError(
-            "structured_outputs can not be used: the model has no tokenizer.json; leave it out, or "
-            "start the server with model.tokenizer=DIRECTORY",
-            param="structured_outputs",
-            code="no_tokenizer",
-        )
+    text = read_tokenizer_json(path)
     try:
         return LLTokenizer(
-            file.read_text(encoding="utf-8"),
+            text,
             n_vocab=vocab_size,
             eos_token=list(eos_token_ids) or None,
         )

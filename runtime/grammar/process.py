@@ -13,7 +13,6 @@ import random
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -21,7 +20,12 @@ import numpy as np
 
 from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.grammar.compiler import GrammarAnswer, GrammarModel
-from ostinato.runtime.grammar.matcher import build_matcher, load_grammar_tokenizer, problem
+from ostinato.runtime.grammar.matcher import (
+    build_matcher,
+    load_grammar_tokenizer,
+    problem,
+    read_tokenizer_json,
+)
 from ostinato.runtime.sandbox import serve
 from ostinato.runtime.types.structured_outputs import StructuredOutputsParams
 
@@ -31,7 +35,9 @@ if TYPE_CHECKING:
 __all__ = ("GrammarBuilder", "main")
 
 _TRIED_TOKENS = 48
-_MEAN_MASK_S = 0.004  # of the tried tokens; the first ones of a large vocabulary take longer
+# Of the tried tokens; the first ones of a large vocabulary take longer. The limits in matcher.py
+# bound a mask to about 5 ms on an idle core, and a busy machine may take twice as long.
+_MEAN_MASK_S = 0.015
 _MAX_GRAMMAR_CHARACTERS = 8 << 20
 
 
@@ -49,7 +55,7 @@ class GrammarBuilder:
             self.tokenizer = load_grammar_tokenizer(
                 model.tokenizer, model.vocab_size, model.eos_token_ids
             )
-            file = msgspec.json.decode((Path(model.tokenizer) / "tokenizer.json").read_bytes())
+            file = msgspec.json.decode(read_tokenizer_json(model.tokenizer))
             self._special_tokens = _special_tokens(file)
             self._unknown = _unknown_tokens(file)
         except InvalidRequestError as error:
@@ -102,7 +108,9 @@ class GrammarBuilder:
             allowed = np.setdiff1d(np.flatnonzero(np.unpackbits(mask, bitorder="little")), eos)
             if not len(allowed):
                 if len(seconds) == 1:
-                    raise ValueError("nothing but the empty text matches it")
+                    raise ValueError(
+                        "it matches only the empty text; make it match at least one character"
+                    )
                 return
             allowed = np.setdiff1d(allowed, self._unknown)
             if not len(allowed):

@@ -21,16 +21,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from pathlib import Path
-
-import psutil
 
 from ostinato.conf.schema import CacheConfig, DeviceConfig
 from ostinato.runtime.costs.step_limits import StepLimits
 from ostinato.runtime.errors import StartupError
+from ostinato.runtime.host_resources import FreeMemory, free_host_memory
 
 __all__ = (
-    "FreeMemory",
+    "GIB",
     "GraphFootprint",
     "MeasuredMemory",
     "MemoryPlan",
@@ -312,82 +310,12 @@ def _size(num_bytes: float) -> str:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FreeMemory:
-    """The memory of a device, in bytes."""
+def free_memory(*, is_cpu: bool) -> FreeMemory:
+    """The memory that this process can still allocate, on the current CUDA device or the host."""
+    if is_cpu:
+        return free_host_memory()
+    import torch
 
-    total_bytes: int
-    free_bytes: int
-    source: str  # where the figure comes from, as text for users
-
-
-def free_memory(
-    *,
-    is_cpu: bool,
-    cgroup_root: Path = Path("/sys/fs/cgroup"),
-    membership: Path = Path("/proc/self/cgroup"),
-) -> FreeMemory:
-    """The memory that this process can still allocate, on the current CUDA device or on the host.
-
-    On the host it is the smallest of the system's available memory and the free memory of every
-    enclosing cgroup. Pages of the file cache count as free, because the kernel drops them first.
-    """
-    if not is_cpu:
-        import torch
-
-        free, total = torch.cuda.mem_get_info()
-        name = torch.cuda.get_device_name()
-        return FreeMemory(total_bytes=total, free_bytes=free, source=name)
-    memory = psutil.virtual_memory()
-    best = FreeMemory(
-        total_bytes=memory.total, free_bytes=memory.available, source="available to the system"
-    )
-    for limit, used in _cgroup_limits(cgroup_root, membership):
-        if limit - used < best.free_bytes:
-            best = FreeMemory(
-                total_bytes=min(limit, memory.total),
-                free_bytes=max(0, limit - used),
-                source="left under the control group's limit",
-            )
-    return best
-
-
-def _cgroup_limits(root: Path, membership: Path) -> list[tuple[int, int]]:
-    """(limit, bytes in use without the file cache) of every enclosing cgroup that has a limit."""
-    try:
-        lines = membership.read_text().splitlines()
-    except OSError:
-        return []
-    found: list[tuple[int, int]] = []
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            files = ("memory.max", "memory.current", "inactive_file")
-            base = root
-        elif "memory" in controllers.split(","):
-            files = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-            base = root / "memory"
-        else:
-            continue
-        directory = base / path.lstrip("/")
-        while True:
-            if (entry := _cgroup_limit(directory, *files)) is not None:
-                found.append(entry)
-            if directory == base or base not in directory.parents:
-                break
-            directory = directory.parent
-    return found
-
-
-def _cgroup_limit(
-    directory: Path, limit_file: str, usage_file: str, cache_entry: str
-) -> tuple[int, int] | None:
-    try:
-        limit = int((directory / limit_file).read_text())  # "max" when there is none
-        used = int((directory / usage_file).read_text())
-        statistics = dict(
-            line.split() for line in (directory / "memory.stat").read_text().splitlines()
-        )
-    except (OSError, ValueError):
-        return None
-    return limit, used - int(statistics.get(cache_entry, 0))
+    free, total = torch.cuda.mem_get_info()
+    name = torch.cuda.get_device_name()
+    return FreeMemory(total_bytes=total, free_bytes=free, source=name)

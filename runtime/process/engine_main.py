@@ -43,6 +43,7 @@ from ostinato.runtime.process.ipc import (
     with_repetition,
 )
 from ostinato.runtime.process.log_format import configure_logging
+from ostinato.runtime.process.output_parts import OutputParts
 from ostinato.runtime.process.utility_calls import UtilityCalls
 from ostinato.runtime.startup.bundles import prepare_kernels
 from ostinato.runtime.types.outputs import FinishReason, SequenceOutput
@@ -110,10 +111,12 @@ def run_loop(engine: Engine, connection: _Connection, calls: UtilityCalls) -> No
 
     last_stats = 0.0
     idle_beats = 0
+    parts = OutputParts()
     while True:
         outputs = []
-        idle_beats = 0 if engine.has_work else idle_beats + 1
-        for message in connection.receive(0.0 if engine.has_work else _BEAT_S):
+        has_work = engine.has_work or len(parts) > 0
+        idle_beats = 0 if has_work else idle_beats + 1
+        for message in connection.receive(0.0 if has_work else _BEAT_S):
             idle_beats = 0
             if isinstance(message, AddRequest):
                 outputs += _add(engine, message.request)
@@ -130,7 +133,7 @@ def run_loop(engine: Engine, connection: _Connection, calls: UtilityCalls) -> No
                 return
         if idle_beats == _BEATS_BEFORE_CHECK:
             engine.check_integrity()  # a damaged engine is restarted while it is idle
-        outputs += engine.step(announce)
+        outputs = parts.pass_on([*outputs, *engine.step(announce)])
         now = time.monotonic()
         stats = None
         if not engine.has_work or now - last_stats >= _STATS_S:
@@ -225,7 +228,7 @@ def main(address: str) -> int:
         _remove_files(address)
         raise
     config = start.config
-    configure_logging(start.log_level, start.log_format, "engine")
+    configure_logging(start.log_level, start.log_format, start.name)
     _exit_with_client(address)
     connection = _Connection(address)
     at_start = True

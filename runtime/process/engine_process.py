@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import zmq
 import zmq.asyncio
 
+from ostinato.conf.environment import with_visible_gpu
 from ostinato.runtime.engine.flight_recorder import flight_path
 from ostinato.runtime.errors import EngineDeadError, StartupError
 from ostinato.runtime.process.ipc import (
@@ -25,24 +27,29 @@ from ostinato.runtime.process.ipc import (
     without_repetition,
 )
 
-__all__ = ("EngineProcess",)
+__all__ = ("ENGINE_MODULE", "EngineProcess")
+
+# A benchmark of the API process alone runs another one.
+ENGINE_MODULE = "ostinato.runtime.process.engine_main"
 
 _CLOSE_S = 5.0  # how long a closing engine process gets before it is killed
 
 
 class EngineProcess:
-    """One engine process and its socket. `spawn` starts it once, `close` ends it.
+    """One engine process and its socket. `spawn` starts it once, `stop` or `close` ends it.
 
     Args:
         context: makes the socket; it outlives this object.
         path: the path of the socket's file, which does not exist yet.
+        gpu: the only GPU that the process sees; None = those of this process.
     """
 
-    def __init__(self, context: zmq.asyncio.Context, path: Path) -> None:
+    def __init__(self, context: zmq.asyncio.Context, path: Path, gpu: str | None = None) -> None:
         self._encoder = encoder()
         self._grammar = ""  # sent last
         self._socket = context.socket(zmq.PAIR)
         self.path = path
+        self._gpu = gpu
         self._process: asyncio.subprocess.Process | None = None
         self._ended: asyncio.Task[int] | None = None
         self._is_ready = False
@@ -87,9 +94,10 @@ class EngineProcess:
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
-            "ostinato.runtime.process.engine_main",
+            ENGINE_MODULE,
             address,
             stdin=asyncio.subprocess.PIPE,
+            env=with_visible_gpu(self._gpu),
         )
         self._ended = asyncio.create_task(self._process.wait())
         assert self._process.stdin is not None, "stdin=PIPE"
@@ -140,9 +148,11 @@ class EngineProcess:
         receive = asyncio.ensure_future(self._socket.recv())
         try:
             await asyncio.wait({receive, self._ended}, return_when=asyncio.FIRST_COMPLETED)
-            # The last message of a process that ended may arrive a moment after its end.
+            # The last message of a process that ended may arrive a moment after its end. A process
+            # that was killed wrote none, and its requests wait.
             if not receive.done():
-                await asyncio.wait({receive}, timeout=0.2)
+                killed = self.return_code == -signal.SIGKILL
+                await asyncio.wait({receive}, timeout=0.02 if killed else 0.2)
             return engine_decoder.decode(receive.result()) if receive.done() else None
         finally:
             receive.cancel()
@@ -152,8 +162,8 @@ class EngineProcess:
         if self._process is not None and self._process.returncode is None:
             self._process.kill()
 
-    async def close(self) -> None:
-        """End the process and remove the socket. Safe to call twice.
+    async def stop(self) -> None:
+        """End the process; its last messages can still be read.
 
         An engine that serves is asked to end and killed after 5 s. One that starts is killed.
         """
@@ -168,6 +178,10 @@ class EngineProcess:
             except TimeoutError:
                 self._process.kill()
                 await self._process.wait()
+
+    async def close(self) -> None:
+        """End the process as `stop` does, and remove the socket. Safe to call twice."""
+        await self.stop()
         if not self._socket.closed:
             self._socket.close(linger=0)
         self.path.unlink(missing_ok=True)

@@ -44,6 +44,7 @@ class StartEngine(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     config: EngineConfig
+    name: str  # of the process, in its log
     log_level: str
     log_format: str  # text | json
     flight_recorder_steps: int  # steps that the flight recorder keeps; 0 = no recorder

@@ -1,4 +1,4 @@
-"""The log format of both processes: text, or one JSON object a line."""
+"""The log format of all processes: text, or one JSON object a line."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class JsonFormatter(logging.Formatter):
     """Formats a record as JSON: time, level, process, logger, message and the record's FIELDS.
 
     Args:
-        process: `api` or `engine`.
+        process: `api`, `engine`, or one of several engines such as `engine 1`.
     """
 
     def __init__(self, process: str) -> None:
@@ -43,12 +43,12 @@ def configure_logging(level: str, log_format: str, process: str) -> None:
     Args:
         level: a value of `server.log_level`.
         log_format: a value of `server.log_format`.
-        process: `api` or `engine`.
+        process: `api`, `engine`, or one of several engines such as `engine 1`.
     """
     handler = logging.StreamHandler()
     if log_format == "json":
         handler.setFormatter(JsonFormatter(process))
     else:
-        name = "engine: " if process == "engine" else ""
+        name = "" if process == "api" else f"{process}: "
         handler.setFormatter(logging.Formatter(f"%(asctime)s %(levelname)s {name}%(message)s"))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)

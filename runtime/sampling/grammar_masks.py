@@ -7,7 +7,7 @@ row, the second step's draw waits until the first step has been read. Its model 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -23,7 +23,7 @@ from ostinato.runtime.types.request import Request
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher
 
-__all__ = ("GrammarMasks", "GrammarRow", "MatcherSource")
+__all__ = ("GrammarMasks", "GrammarRow", "MatcherSource", "forced_tokens")
 
 MatcherSource = Callable[[Request], "LLMatcher"]
 _NOTHING_LEFT = (
@@ -44,6 +44,7 @@ class GrammarRow:
     __slots__ = (
         "_banned",
         "_early",
+        "_is_drafted",
         "_kept",
         "_thinking",
         "ending",
@@ -71,6 +72,7 @@ class GrammarRow:
         self.min_position = len(request.prompt_token_ids) + params.min_tokens
         eos_token_ids = () if params.ignore_eos else request.eos_token_ids
         self._early = ~_bits((*eos_token_ids, *params.stop_token_ids), vocab_size)
+        self._is_drafted = params.speculation
         self._thinking: ThinkingBudget | None = None
         if params.thinking is not None:
             self._thinking = ThinkingBudget(params.thinking, output_token_ids)
@@ -107,6 +109,15 @@ class GrammarRow:
         if self.ending is not None:
             bits[:] = -1  # allow all; the drawn token is dropped
 
+    def forced_token_ids(self) -> list[int]:
+        """The tokens that the grammar forces after those taken in, such as the keys of an object.
+
+        They are guesses: a grammar forces bytes, and other tokens may have the same bytes.
+        """
+        if self.matcher is None or self.ending is not None or not self._is_drafted:
+            return []
+        return self.matcher.compute_ff_tokens()
+
     def take(self, token_id: int) -> str | None:
         """Take in the row's next token.
 
@@ -126,6 +137,15 @@ class GrammarRow:
         elif self.matcher.is_stopped():
             self.ending = problem(self.matcher) or ""
         return self.ending
+
+
+def forced_tokens(rows: Iterable[GrammarRow | None]) -> dict[int, list[int]]:
+    """The tokens that grammars force next, by index of their row; only of rows that have some."""
+    forced: dict[int, list[int]] = {}
+    for index, row in enumerate(rows):
+        if row is not None and (token_ids := row.forced_token_ids()):
+            forced[index] = token_ids
+    return forced
 
 
 class GrammarMasks:

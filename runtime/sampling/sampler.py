@@ -20,7 +20,12 @@ from torch import Tensor
 from ostinato.graphs.sampling_graph import EagerSampler, TokenSampler
 from ostinato.ops.sample_rows import RowSampling, SamplePath, sample_path, sampling_workspace_bytes
 from ostinato.ops.sampling import uniform_number
-from ostinato.runtime.sampling.grammar_masks import GrammarMasks, GrammarRow, MatcherSource
+from ostinato.runtime.sampling.grammar_masks import (
+    GrammarMasks,
+    GrammarRow,
+    MatcherSource,
+    forced_tokens,
+)
 from ostinato.runtime.sampling.logits_processors import make_processors
 from ostinato.runtime.sampling.token_logprobs import (
     LogprobRequest,
@@ -86,8 +91,11 @@ class PendingTokens:
         token_ids: Tensor,
         logprobs: PendingLogprobs | None,
         grammars: Sequence[GrammarRow | None] = (),
+        *,
+        reports_forced: bool = False,
     ) -> None:
         self.last_tokens = token_ids
+        self._reports_forced = reports_forced
         self._logprobs = logprobs
         self._grammars = grammars  # mask state of each row of the step; empty = no row has one
         self._copied: torch.cuda.Event | None = None
@@ -109,6 +117,8 @@ class PendingTokens:
             ending = None if grammar is None else grammar.take(result.token_ids[index])
             if ending is not None:
                 result.endings[index] = ending
+        if self._reports_forced:
+            result.forced_token_ids = forced_tokens(self._grammars)
         return result
 
 
@@ -121,6 +131,7 @@ class VerifiedTokens(NamedTuple):
         counts: the number of tokens of each sequence.
         endings: as in `StepResult`.
         logprobs: of the tokens; None = no row reports any.
+        forced_token_ids: as in `StepResult`.
     """
 
     last_tokens: Tensor
@@ -128,11 +139,18 @@ class VerifiedTokens(NamedTuple):
     counts: list[int]
     endings: dict[int, str]
     logprobs: PendingLogprobs | None
+    forced_token_ids: dict[int, list[int]]
 
     def read(self) -> StepResult:
         """Wait for the log-probabilities; returns the step's result."""
         logprobs = None if self.logprobs is None else self.logprobs.read()
-        return StepResult(self.token_ids, logprobs, endings=self.endings, counts=self.counts)
+        return StepResult(
+            self.token_ids,
+            logprobs,
+            endings=self.endings,
+            counts=self.counts,
+            forced_token_ids=self.forced_token_ids,
+        )
 
 
 class Sampler:
@@ -149,6 +167,7 @@ class Sampler:
         device: torch.device,
         token_sampler: TokenSampler | None = None,
         matchers: MatcherSource | None = None,
+        reports_forced: bool = False,
     ) -> None:
         """
         Args:
@@ -157,7 +176,9 @@ class Sampler:
             device: of the logits.
             token_sampler: samples the tokens; None = row by row, as is faster on a CPU.
             matchers: gives a request's grammar matcher; None = no request has a grammar.
+            reports_forced: results have the tokens that grammars force.
         """
+        self._reports_forced = reports_forced
         self._states: list[_Row | None] = [None] * max_num_seqs
         self._vocab_size = vocab_size
         self._device = device
@@ -231,7 +252,7 @@ class Sampler:
         logprobs = None
         if self._reporting:
             logprobs = start_logprobs(raw, token_ids, [state.reported for state in states])
-        return PendingTokens(token_ids, logprobs, masks)
+        return PendingTokens(token_ids, logprobs, masks, reports_forced=self._reports_forced)
 
     def sample(self, logits: Tensor, rows: list[int], positions: list[int]) -> StepResult:
         """Call `stage`, `launch` and `read`."""
@@ -305,6 +326,9 @@ class Sampler:
             list(map(len, tokens)),
             {begins[seq] + index: ending for (seq, index), ending in endings.items()},
             logprobs,
+            forced_tokens(self._staged[start].mask for start in starts[:-1])
+            if self._reports_forced
+            else {},
         )
 
     def _pick_some(

@@ -11,10 +11,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
+from ostinato.ops.logprobs.row_logprobs import RowLogprobs, row_logprobs
 from ostinato.ops.sample_rows import rows_at_once
-from ostinato.ops.sampling import chosen_logprobs, token_logprobs
 from ostinato.runtime.scheduling.beam_search import num_candidates
 from ostinato.runtime.types.outputs import TokenLogprobs
 from ostinato.runtime.types.request import Request
@@ -45,29 +44,22 @@ class LogprobRequest:
 class PendingLogprobs(NamedTuple):
     """Log-probabilities on their way to the host."""
 
-    columns: list[Tensor]  # the four tensors of `token_logprobs`, for the rows in `asking`
+    columns: RowLogprobs  # of the rows in `asking`; the first token of each is the drawn one
     asking: list[int]  # indices of the rows that report log-probabilities
-    wanted: list[int | None]  # per row of the step, the number of likeliest tokens to report
-    chosen: dict[int, Sequence[int]]  # by row, the tokens to report instead of the likeliest
-    chosen_values: Tensor | None  # [C, W], log-probabilities of `chosen`, padded to W tokens
+    requests: Sequence[LogprobRequest]  # one per row of the step
 
     def read(self) -> list[TokenLogprobs | None]:
         """Wait for the device; returns one entry per row, None for rows that report nothing."""
-        values, ranks, ids, tops = (column.tolist() for column in self.columns)
-        result: list[TokenLogprobs | None] = [None] * len(self.wanted)
-        for place, index in enumerate(self.asking):
-            count = self.wanted[index] or 0
-            result[index] = TokenLogprobs(
-                values[place], ranks[place], ids[place][:count], tops[place][:count]
-            )
-        if self.chosen_values is not None:
-            of_rows = self.chosen_values.tolist()
-            for (index, token_ids), of_row in zip(self.chosen.items(), of_rows, strict=True):
-                entry = result[index]
-                assert entry is not None, "a row that chooses tokens asks for log-probabilities"
-                result[index] = TokenLogprobs(
-                    entry.logprob, entry.rank, list(token_ids), of_row[: len(token_ids)]
-                )
+        result: list[TokenLogprobs | None] = [None] * len(self.requests)
+        columns = (column.tolist() for column in self.columns)
+        for index, values, rank, ids, tops in zip(self.asking, *columns, strict=True):
+            request = self.requests[index]
+            count = request.num_top or 0
+            if request.token_ids is not None:
+                chosen = list(request.token_ids)
+                result[index] = TokenLogprobs(values[0], rank, chosen, values[1 : 1 + len(chosen)])
+            else:
+                result[index] = TokenLogprobs(values[0], rank, ids[:count], tops[:count])
         return result
 
 
@@ -84,33 +76,21 @@ def start_logprobs(
     Returns:
         None when no row reports anything.
     """
-    wanted = [request.num_top for request in requests]
-    asking = [index for index, count in enumerate(wanted) if count is not None]
+    asking = [index for index, one in enumerate(requests) if one.num_top is not None]
     if not asking:
         return None
-    top = min(max(wanted[index] or 0 for index in asking), raw.shape[-1])
+    top = min(max(requests[index].num_top or 0 for index in asking), raw.shape[-1])
+    chosen = [requests[index].on_device for index in asking]
+    width = max(0 if ids is None else len(ids) for ids in chosen)
     where = torch.tensor(asking, device=raw.device)
-    parts = [
-        token_logprobs(raw[rows], token_ids[rows], top)
-        for rows in where.split(rows_at_once(raw.shape[-1]))
-    ]
-    columns = [torch.cat(column) for column in zip(*parts, strict=True)]
-    chosen: dict[int, Sequence[int]] = {
-        index: request.token_ids
-        for index, request in enumerate(requests)
-        if request.token_ids is not None
-    }
-    return PendingLogprobs(columns, asking, wanted, chosen, _chosen(raw, requests))
-
-
-def _chosen(raw: Tensor, requests: Sequence[LogprobRequest]) -> Tensor | None:
-    """[C, W] log-probabilities of chosen tokens, for the C rows that choose some."""
-    asking = [(i, one.on_device) for i, one in enumerate(requests) if one.on_device is not None]
-    if not asking:
-        return None
+    wanted = token_ids[where, None].repeat(1, 1 + width)
+    for place, ids in enumerate(chosen):
+        if ids is not None:
+            wanted[place, 1 : 1 + len(ids)] = ids
     step = rows_at_once(raw.shape[-1])
-    where = torch.tensor([index for index, _ in asking], device=raw.device).split(step)
-    padded = pad_sequence([ids for _, ids in asking], batch_first=True).split(step)
-    return torch.cat(
-        [chosen_logprobs(raw[some], these) for some, these in zip(where, padded, strict=True)]
-    )
+    parts = [
+        row_logprobs(raw[rows], ids, top)
+        for rows, ids in zip(where.split(step), wanted.split(step), strict=True)
+    ]
+    columns = RowLogprobs(*(torch.cat(column) for column in zip(*parts, strict=True)))
+    return PendingLogprobs(columns, asking, requests)

@@ -7,6 +7,7 @@ row and blocks, unless another sequence needs them. Its keys and values are then
 from __future__ import annotations
 
 from collections.abc import Callable
+from heapq import heappop, heappush
 
 from ostinato.runtime.kv.kv_cache_manager import KVCacheManager
 from ostinato.runtime.scheduling.beam_search import BeamSearch
@@ -30,11 +31,23 @@ class _Group:
         self.order = sequence.order
         self.max_model_len = max_model_len
         self.num_forks = 0
+        self._num_places = 1
+        self._free_places: list[int] = []  # heap
         self.prompt_logprobs: list[TokenLogprobs] | None = None
 
     def fork(self, parent: Sequence) -> Sequence:
+        """A sequence at the first free place: sequences of other requests run before late ones."""
         self.num_forks += 1
-        return parent.fork((*self.order, self.num_forks), self.max_model_len)
+        if self._free_places:
+            place = heappop(self._free_places)
+        else:
+            place, self._num_places = self._num_places, self._num_places + 1
+        rank, turn, *rest = self.order
+        return parent.fork((rank, turn + place, *rest, self.num_forks), self.max_model_len)
+
+    def free_place(self, sequence: Sequence) -> None:
+        """The place of a dropped sequence may be given to the next fork."""
+        heappush(self._free_places, sequence.order[1] - self.order[1])
 
 
 class BeamGroups:
@@ -107,6 +120,7 @@ class BeamGroups:
             for sequence in group.sequences:
                 if sequence not in children:
                     self._drop(sequence)
+                    group.free_place(sequence)
             for move, child in zip(moves, children, strict=True):
                 child.beam = move.beam.continued(move)
                 child.token_ids.append(move.token_id)

@@ -9,6 +9,9 @@ the values of transformers: False is the heuristic of Wu et al. 2016.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from heapq import merge
+from itertools import islice
 from typing import NamedTuple
 
 from ostinato.runtime.types.outputs import BeamOutput, FinishReason, TokenLogprobs
@@ -138,21 +141,16 @@ class BeamSearch:
         return self._finished[: self._sampling.n]
 
     def _best_moves(self) -> list[Move]:
-        """The likeliest continuations of all beams, best first."""
-        moves = []
-        for beam in self.beams:
-            candidates = beam.candidates
-            assert candidates is not None, "advanced before every beam had its candidates"
-            for rank, (token_id, logprob) in enumerate(
-                zip(candidates.top_ids, candidates.top_logprobs, strict=True), 1
-            ):
-                if logprob == float("-inf"):
-                    break
-                entry = TokenLogprobs(logprob, rank, candidates.top_ids, candidates.top_logprobs)
-                moves.append(Move(beam.cumulative_logprob + logprob, beam, token_id, entry))
-        moves.sort(key=lambda move: move.cumulative_logprob, reverse=True)
-        possible = [move for move in moves if move.cumulative_logprob > _LEAST_LOGPROB]
-        return (possible or moves)[: self._num_looked_at]
+        """The likeliest continuations of all beams, best first.
+
+        Those of each beam are sorted already. They are merged, because W beams have 2 * W**2 or
+        more of them, of which few are looked at.
+        """
+        count = self._sampling.logprobs or 0
+        moves_of_beams = [_moves(beam, count) for beam in self.beams]
+        merged = merge(*moves_of_beams, key=lambda move: move.cumulative_logprob, reverse=True)
+        moves = list(islice(merged, self._num_looked_at))
+        return [move for move in moves if move.cumulative_logprob > _LEAST_LOGPROB] or moves
 
     def _stops(self, move: Move) -> bool:
         return move.token_id in self._stop_token_ids
@@ -170,13 +168,9 @@ class BeamSearch:
     def _finish(self, move: Move) -> BeamOutput:
         stops = self._stops(move)
         is_eos = move.token_id in self._eos_token_ids
-        count = self._sampling.logprobs
         logprobs = None
-        if count is not None:
-            logprobs = [
-                TokenLogprobs(one.logprob, one.rank, one.top_ids[:count], one.top_logprobs[:count])
-                for one in (*move.beam.logprobs, move.logprobs)
-            ]
+        if self._sampling.logprobs is not None:
+            logprobs = [*move.beam.logprobs, move.logprobs]
         return BeamOutput(
             token_ids=[*move.beam.token_ids, move.token_id],
             score=move.cumulative_logprob / self._length**self._sampling.length_penalty,
@@ -184,3 +178,18 @@ class BeamSearch:
             stop_reason=move.token_id if stops and not is_eos else None,
             logprobs=logprobs,
         )
+
+
+def _moves(beam: Beam, num_reported: int) -> Iterator[Move]:
+    """The continuations of one beam, best first; each reports the likeliest tokens."""
+    candidates = beam.candidates
+    assert candidates is not None, "advanced before every beam had its candidates"
+    top_ids = candidates.top_ids[:num_reported]
+    top_logprobs = candidates.top_logprobs[:num_reported]
+    for rank, (token_id, logprob) in enumerate(
+        zip(candidates.top_ids, candidates.top_logprobs, strict=True), 1
+    ):
+        if logprob == float("-inf"):
+            return
+        entry = TokenLogprobs(logprob, rank, top_ids, top_logprobs)
+        yield Move(beam.cumulative_logprob + logprob, beam, token_id, entry)

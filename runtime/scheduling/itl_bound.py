@@ -25,6 +25,7 @@ class StepAllowance:
         least_chunk: tokens of the first chunk if not even one token fits.
         num_decodes: decoding sequences of the step, at least 1.
         context: their mean number of cached tokens.
+        num_scored: those of them whose log-probabilities are wanted.
     """
 
     __slots__ = (
@@ -44,12 +45,15 @@ class StepAllowance:
         least_chunk: int,
         num_decodes: int,
         context: float,
+        num_scored: int = 0,
     ) -> None:
         self._costs = costs
         self._least_chunk = least_chunk
         self._num_tokens = self._num_seqs = num_decodes
         self._num_chunks = 0
         self._seconds_left = target_s - costs.decode_surcharge(num_decodes, context)
+        if num_scored:
+            self._seconds_left -= num_scored * costs.seconds_per_score
 
     def largest(self, limit: int, start: int, *, has_scores: bool = False) -> int:
         """Tokens of a chunk from position `start` that keep the step within the target.
@@ -111,17 +115,24 @@ class ItlBound:
 
     def open(self, running: Iterable[Sequence]) -> StepAllowance | None:
         """The allowance of a step of these sequences; None when none of them decodes."""
-        contexts = [s.num_computed_tokens for s in running if s.is_decoding]
-        if not contexts:
+        decodes = [s for s in running if s.is_decoding]
+        if not decodes:
             return None
-        return self.allowance(len(contexts), sum(contexts) / len(contexts))
+        context = sum(s.num_computed_tokens for s in decodes) / len(decodes)
+        num_scored = sum(s.has_logprobs for s in decodes)
+        return self.allowance(len(decodes), context, num_scored)
 
-    def allowance(self, num_decodes: int, context: float) -> StepAllowance:
-        """The allowance of a step with `num_decodes` decodes, whose mean context is `context`."""
+    def allowance(self, num_decodes: int, context: float, num_scored: int = 0) -> StepAllowance:
+        """The allowance of a step with `num_decodes` decodes, whose mean context is `context`.
+
+        Args:
+            num_scored: decodes whose log-probabilities are wanted.
+        """
         return StepAllowance(
             self._costs,
             self._target_s,
             least_chunk=self._least_chunk,
             num_decodes=num_decodes,
             context=context,
+            num_scored=num_scored,
         )

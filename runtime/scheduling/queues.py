@@ -58,9 +58,10 @@ class SequenceQueues:
         """Rows that no sequence holds."""
         return len(self._free_rows)
 
-    def all_waiting(self) -> list[Sequence]:
-        """Sequences that wait for a row, preempted ones that are draining included."""
-        return [*self.waiting, *(s for s in self.draining if s.status is _PREEMPTED)]
+    def waiting_before(self, order: tuple[int, ...]) -> list[Sequence]:
+        """Sequences that wait for a row and come before `order`, draining ones included."""
+        first = self.waiting[: bisect_left(self.waiting, order, key=by_order)]
+        return [*first, *(s for s in self.draining if s.status is _PREEMPTED and s.order < order)]
 
     @property
     def num_waiting(self) -> int:

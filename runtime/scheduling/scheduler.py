@@ -13,23 +13,27 @@ a target for inter-token latency, the prompt tokens of a step are limited furthe
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
 
 from ostinato.conf.schema import SchedulerConfig, SchedulingPolicy
+from ostinato.runtime.costs.cost_table import CostTable
 from ostinato.runtime.costs.step_limits import StepLimits, upper_limits
 from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.kv.kv_cache_manager import KVCacheManager
 from ostinato.runtime.scheduling.beam_groups import BeamGroups
+from ostinato.runtime.scheduling.draft_planner import DraftPlanner
 from ostinato.runtime.scheduling.itl_bound import ItlBound
 from ostinato.runtime.scheduling.loads import BlockLoads
-from ostinato.runtime.scheduling.proposer import DraftPlanner, Proposer
-from ostinato.runtime.scheduling.queues import SequenceQueues, check
+from ostinato.runtime.scheduling.queues import SequenceQueues, by_order, check
 from ostinato.runtime.scheduling.sequence import Sequence, SequenceStatus, check_prompt_length
 from ostinato.runtime.scheduling.step_plan import StepPlan
 from ostinato.runtime.scheduling.step_planner import StepPlanner
 from ostinato.runtime.scheduling.ttft_forecast import QueueLoad, queue_load
+from ostinato.runtime.speculation.proposer import Proposer
 from ostinato.runtime.types.outputs import FinishReason, SequenceOutput
 from ostinato.runtime.types.request import Request
+from ostinato.runtime.types.speculation import SpeculationReport
 from ostinato.runtime.types.step import SchedulerOutput, StepResult
 
 __all__ = ("Scheduler",)
@@ -37,7 +41,7 @@ __all__ = ("Scheduler",)
 _RUNNING = SequenceStatus.running
 _FINISHED = SequenceStatus.finished
 
-# A policy is the first part of a sequence's order; its arrival is the second.
+# A policy is the first part of a sequence's order. The second is its turn (`Scheduler.add`).
 _POLICY_RANKS = {
     SchedulingPolicy.fcfs: lambda request: 0,
     SchedulingPolicy.priority: lambda request: request.priority,
@@ -61,6 +65,7 @@ class Scheduler:
         max_in_flight: steps that may be scheduled before `update` is called for the oldest.
         proposer: the drafter; None = no drafts.
         score_tokens: tokens of a step's budget that one log-probability of a prompt takes.
+        draft_costs: the step-cost table that chooses the number of drafts; None = all are verified.
 
     Attributes:
         queues: the sequences by status.
@@ -82,6 +87,7 @@ class Scheduler:
         max_in_flight: int = 2,
         proposer: Proposer | None = None,
         score_tokens: float = 1.0,
+        draft_costs: CostTable | None = None,
     ) -> None:
         needed = -(-max_model_len // cache.block_size)
         if cache.num_blocks < needed:
@@ -99,17 +105,21 @@ class Scheduler:
         self.queues = SequenceQueues(cache, self.limits.max_num_seqs)
         if proposer is not None:
             max_drafts = min(max_drafts, self.limits.rows_per_seq - 1)
-        self.drafts = None if proposer is None else DraftPlanner(proposer, cache, max_drafts)
+        self.drafts = None
+        if proposer is not None:
+            self.drafts = DraftPlanner(proposer, cache, max_drafts, costs=draft_costs)
         self._max_in_flight = max_in_flight
         self._cache = cache
         self._block_size = cache.block_size
         self._has_tier = cache.has_tier
         self._rank = _POLICY_RANKS[config.policy]
+        self._num_turns = 0  # requests so far, without the further sequences of one
         self._num_arrivals = 0
         self._num_ended = 0  # sequences that ended without an abort
         self._num_ended_tokens = 0  # output tokens of these
         self._sequences: dict[str, Sequence] = {}  # those without a terminal output yet
         self._in_flight: deque[StepPlan] = deque()
+        self._last_read: StepPlan | None = None
         self._beams = BeamGroups(cache, self.queues.place, self.queues.drop)
         self._loads = BlockLoads(cache)
         self._planner = StepPlanner(
@@ -151,7 +161,14 @@ class Scheduler:
         """The work ahead of a request that would be added now. O(sequences)."""
         queues = self.queues
         mean_output = self._num_ended_tokens / self._num_ended if self._num_ended else None
-        return queue_load(queues.running, queues.all_waiting(), queues.num_free_rows, mean_output)
+        next_order = (0, self._num_turns + 1, self._num_arrivals)
+        num_yielding = len(queues.running) - bisect_left(queues.running, next_order, key=by_order)
+        return queue_load(
+            queues.running,
+            queues.waiting_before(next_order),
+            queues.num_free_rows + num_yielding,
+            mean_output,
+        )
 
     def requests(self) -> dict[str, Sequence]:
         """Unfinished requests by id, in order of arrival; a beam search has its first sequence."""
@@ -159,6 +176,11 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request.
+
+        Of the sequences of one HTTP request, the first has the turn of its arrival, and the one at
+        place k the turn of the k-th request that arrives after it. So a request of many sequences
+        takes the rows that others leave, and gives one up for each new request. Requests are served
+        as in fair queueing (Demers, Keshav and Shenker, 1989), with arrivals as the virtual time.
 
         Raises:
             InvalidRequestError: its id is in use, its prompt is empty or leaves no room for output.
@@ -170,7 +192,9 @@ class Scheduler:
             )
         check_prompt_length(request, self.max_model_len)
         self._check_encoder_tokens(request)
-        order = (self._rank(request), self._num_arrivals)
+        if not request.place:
+            self._num_turns += 1
+        order = (self._rank(request), self._num_turns + request.place, self._num_arrivals)
         self._num_arrivals += 1
         tables = self._cache.new_tables(request.cache_salt, request.cache_keys)
         sequence = Sequence(request, order, self.max_model_len, tables)
@@ -231,20 +255,21 @@ class Scheduler:
         is_plain = counts is None and not step.num_drafts and len(token_ids) == num_tokens
         if not is_plain or len(logprobs or token_ids) != num_tokens:
             step.check_tokens(result)
-        self._in_flight.popleft()
+        self._last_read = self._in_flight.popleft()
         if step.num_prompt_logits:
             step.take_prompt_logprobs(result)
         endings = step.take_pooled(result) if step.num_pooled else []
         outputs: list[SequenceOutput] = []
         next_counts = None if counts is None else iter(counts)
         has_ended = False
-        index, count = 0, 1
+        index = 0
+        if self.drafts is not None:
+            self.drafts.take_forced(step, result.forced_token_ids)
         for entry, sequence in zip(output.scheduled, step.sequences, strict=True):
             sequence.num_in_flight -= 1
             if entry.num_logits:
-                if next_counts is not None:
-                    count = next(next_counts)
-                    self._settle_drafts(sequence, count - 1)
+                count = 1 if next_counts is None else next(next_counts)
+                report = self._settle_drafts(step, sequence, count - 1)
                 if sequence.status is _FINISHED:
                     pass
                 elif sequence.beam is not None:
@@ -253,6 +278,7 @@ class Scheduler:
                     outputs.append(self._append_token(sequence, index, result))
                 else:
                     outputs.append(self._append_tokens(sequence, index, count, result))
+                    outputs[-1].speculation = report
                 index += count
             if sequence.status is not _RUNNING:
                 has_ended = True
@@ -270,6 +296,11 @@ class Scheduler:
             self.num_output_tokens += sum(len(beam.token_ids) for beam in ending.beams or ())
             outputs.append(ending)
         return outputs
+
+    def observe(self, seconds: float) -> None:
+        """Learn the cost of drafts from the seconds that the step of the last `update` took."""
+        if self.drafts is not None and self._last_read is not None:
+            self.drafts.observe(self._last_read, seconds)
 
     def finish_load(self, transfer_id: int, num_blocks: int) -> None:
         """End a load that a step began, and queue the sequences that waited for it.
@@ -311,14 +342,12 @@ class Scheduler:
                 param="prompt",
             )
 
-    def _settle_drafts(self, sequence: Sequence, num_accepted: int) -> None:
-        """Count the positions of refused drafts as not computed; a later step computes them."""
-        if not sequence.num_drafts:
-            return
-        assert self.drafts is not None, "a sequence has drafts"
-        sequence.num_computed_tokens -= sequence.num_drafts - num_accepted
-        sequence.num_drafts = 0
-        self.drafts.num_accepted_tokens += num_accepted
+    def _settle_drafts(
+        self, step: StepPlan, sequence: Sequence, num_accepted: int
+    ) -> SpeculationReport | None:
+        if self.drafts is None or not sequence.num_drafts:
+            return None
+        return self.drafts.settle(step, sequence, num_accepted)
 
     def _append_tokens(
         self, sequence: Sequence, index: int, count: int, result: StepResult
@@ -360,6 +389,8 @@ class Scheduler:
             self._num_ended += 1
             self._num_ended_tokens += sequence.num_output_tokens
             sequence.status = _FINISHED
+            if self.drafts is not None:
+                self.drafts.proposer.learn(sequence.request, sequence.token_ids)
             self._forget(request_id)
         is_first = len(sequence.token_ids) == sequence.num_prompt_tokens + 1
         prompt_logprobs, sequence.prompt_logprobs = sequence.prompt_logprobs, None

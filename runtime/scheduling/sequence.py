@@ -12,6 +12,8 @@ from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.kv.block_table import BlockTable
 from ostinato.runtime.scheduling.beam_search import Beam
 from ostinato.runtime.scheduling.repetition import REPETITION_REASON, RepetitionDetector
+from ostinato.runtime.speculation.depth import DraftRecord
+from ostinato.runtime.speculation.proposer import Draft
 from ostinato.runtime.types.outputs import FinishReason, TokenLogprobs
 from ostinato.runtime.types.request import Request
 
@@ -60,8 +62,12 @@ class Sequence:
         "beam",
         "block_table",
         "block_tables",
+        "draft",
+        "draft_record",
         "eos_token_ids",
+        "forced_token_ids",
         "has_loaded",
+        "has_logprobs",
         "max_num_tokens",
         "min_num_tokens",
         "num_cached_tokens",
@@ -104,6 +110,11 @@ class Sequence:
         # the row's last sampled token on the device.
         self.num_prefill_tokens = 0
         self.num_drafts = 0  # draft tokens in its step in flight, of which there is one then
+        # Whether the log-probabilities of its output are computed.
+        self.has_logprobs = sampling.logprobs is not None or sampling.use_beam_search
+        self.draft: Draft | None = None  # that these are the beginning of
+        self.draft_record: DraftRecord | None = None  # how its drafts have fared; None = no draft
+        self.forced_token_ids: list[int] = []  # tokens that its grammar forces after the last one
         self.has_loaded = False  # whether it has loaded blocks from a slower tier
         self.num_in_flight = 0  # steps in flight that include it
         self.num_cached_tokens: int | None = None  # prefix hits at first admission; None before it

@@ -7,6 +7,7 @@ import math
 from ostinato.runtime.costs.cost_table import Chunk
 from ostinato.runtime.scheduling.itl_bound import StepAllowance
 from ostinato.runtime.scheduling.sequence import Sequence, SequenceStatus
+from ostinato.runtime.speculation.depth import StepLoad
 from ostinato.runtime.types.outputs import FinishReason, SequenceOutput
 from ostinato.runtime.types.step import (
     AdmittedSequence,
@@ -28,6 +29,8 @@ class StepPlan:
         "block_copies",
         "is_closed",
         "is_stalled",
+        "load",
+        "num_accepted",
         "num_drafts",
         "num_grown",
         "num_pooled",
@@ -52,6 +55,8 @@ class StepPlan:
         self.num_grown = 0  # leading running sequences that are planned
         self.num_samples = 0  # entries that sample
         self.num_drafts = 0
+        self.num_accepted = 0  # drafts that were right, once its result was processed
+        self.load: StepLoad | None = None  # the step without its drafts; None without a drafter
         self.num_prompt_logits = 0
         self.num_pooled = 0
         self.is_closed = False  # no further sequence is admitted
@@ -164,7 +169,8 @@ class StepPlan:
             vector = next(vectors, None)
             if vector is None:
                 raise ValueError(f"row {entry.row} ends a pooled prompt, the result has no vector")
-            if sequence.status is SequenceStatus.running:
+            if sequence.status is not SequenceStatus.finished:
+                # One that was preempted meanwhile need not be computed again.
                 sequence.status = SequenceStatus.finished
                 outputs.append(
                     SequenceOutput(

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from ostinato.runtime.costs.cost_table import Chunk
+from ostinato.runtime.scheduling.draft_planner import DraftPlanner
 from ostinato.runtime.scheduling.itl_bound import ItlBound
 from ostinato.runtime.scheduling.loads import BlockLoads
-from ostinato.runtime.scheduling.proposer import DraftPlanner
 from ostinato.runtime.scheduling.queues import SequenceQueues, by_order
 from ostinato.runtime.scheduling.sequence import Sequence, SequenceStatus
 from ostinato.runtime.scheduling.sequence_admission import Admission
@@ -81,7 +81,7 @@ class StepPlanner:
         begin, end = step.num_grown, len(running)
         if begin < end and waiting and not step.is_closed and waiting[0].order < running[-1].order:
             end = bisect_left(running, waiting[0].order, lo=begin, key=by_order)
-        block_size, has_drafts = self._cache.block_size, self._drafts is not None
+        block_size, drafts = self._cache.block_size, self._drafts
         scheduled, sequences = step.scheduled, step.sequences
         for index, sequence in enumerate(running[begin:end], begin):
             if sequence.status is not _RUNNING:
@@ -98,8 +98,8 @@ class StepPlanner:
                 continue  # a beam that waits for the other beams of its search
             if start + 1 >= sequence.max_num_tokens:
                 continue  # its last token has not arrived
-            if has_drafts and sequence.num_drafts:
-                continue  # its drafts have not been verified
+            if drafts is not None and sequence.num_in_flight and drafts.waits_for(sequence):
+                continue  # its last token is needed for its next draft
             new_block_ids: list[int] | None = []
             if not start % block_size and start == block_size * len(sequence.block_table.block_ids):
                 new_block_ids = self._take_room(sequence, step, self._next_block)

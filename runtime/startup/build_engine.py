@@ -7,11 +7,13 @@ A mistake in the configuration or the environment is reported as a `StartupError
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from contextlib import ExitStack
 
 from ostinato.conf.engine_config import EngineConfig
 from ostinato.conf.errors import first_line
+from ostinato.conf.schema import InstructionSetName
 from ostinato.graphs.bundle import Bundle
 from ostinato.graphs.compile_monitor import CompileMonitor
 from ostinato.graphs.recorder import is_out_of_memory
@@ -22,12 +24,14 @@ from ostinato.runtime.engine.engine import Engine
 from ostinato.runtime.engine.step_observer import StepObserver
 from ostinato.runtime.errors import StartupError
 from ostinato.runtime.kv.kv_cache_manager import KVCacheManager
-from ostinato.runtime.scheduling.proposer import Proposer
 from ostinato.runtime.scheduling.scheduler import Scheduler
+from ostinato.runtime.speculation.proposer import Proposer
+from ostinato.runtime.speculation.text_drafter import TextDrafter
 from ostinato.runtime.startup.bundles import add_kernels
 from ostinato.runtime.startup.calibrate import calibrate, make_scheduler
 from ostinato.runtime.startup.device import choose_isa, set_threads
 from ostinato.runtime.startup.engine_plan import EnginePlan, make_plan
+from ostinato.runtime.startup.isa_trial import build_levels, try_levels
 from ostinato.runtime.startup.model_cache import LoadedModelCache
 from ostinato.runtime.startup.phases import PhaseTimer, Report
 from ostinato.runtime.startup.rank import RankParts, build_rank
@@ -51,7 +55,7 @@ def build_engine(
         report: called at the end of each phase of the start.
         observer: called with every step; None = one that writes no file.
         model_cache: keeps the loaded model for later engines; None = load the model.
-        proposer: the drafter; None = no drafts.
+        proposer: the drafter; None = as configured.
 
     Raises:
         StartupError: the engine can not start as configured; one line with the remedy.
@@ -72,7 +76,7 @@ def compile_bundle(config: EngineConfig, report: Report) -> Bundle | None:
     Raises:
         StartupError: the engine can not start as configured; one line with the remedy.
     """
-    engine, bundle = _build(config, report, None, None, None)
+    engine, bundle = _build(config, report, None, None, None, compiles_levels=True)
     engine.close()
     return bundle
 
@@ -83,8 +87,12 @@ def _build(
     observer: StepObserver | None,
     model_cache: LoadedModelCache | None,
     proposer: Proposer | None,
+    *,
+    compiles_levels: bool = False,
 ) -> tuple[Engine, Bundle | None]:
     phase = PhaseTimer(report)
+    if proposer is None and config.speculation.max_drafts:
+        proposer = TextDrafter(config.speculation)
     ensure_cache()
     try:
         with ExitStack() as undo:
@@ -94,7 +102,8 @@ def _build(
             with phase("open"):
                 max_drafts = 0 if proposer is None else proposer.max_drafts
                 plan = make_plan(config, threads, max_drafts=max_drafts)
-            choose_isa(config.device, is_cpu=plan.is_cpu)
+                plan = _with_trial(plan, compiles_levels=compiles_levels)
+            choose_isa(plan.config.device, is_cpu=plan.is_cpu)
             rank = build_rank(plan, phase, monitor, undo, model_cache)
             engine = _lead(rank, phase, observer, proposer)
             monitor.mark_ready()
@@ -110,6 +119,18 @@ def _build(
     except OSError as error:  # a file, a process or a lock that the system refused
         _LOG.debug("the engine was not built", exc_info=True)
         raise StartupError(f"the engine can not start: {error}") from error
+
+
+def _with_trial(plan: EnginePlan, *, compiles_levels: bool) -> EnginePlan:
+    """The plan with the instruction set that was the fastest, if several were timed."""
+    if compiles_levels:
+        build_levels(plan.config, plan.source)
+    trial = try_levels(plan.config, plan.source, anew=compiles_levels)
+    if trial is None or not trial.microseconds:
+        return plan
+    device = dataclasses.replace(plan.config.device, isa=InstructionSetName(trial.isa))
+    config = dataclasses.replace(plan.config, device=device)
+    return dataclasses.replace(plan, config=config, isa_trial=trial)
 
 
 def _lead(
@@ -157,5 +178,6 @@ def _make_scheduler(
         whole_prompts=kind.takes_whole_prompts,
         max_in_flight=max_in_flight,
         proposer=proposer,
+        adaptive_drafts=config.speculation.adaptive,
     )
     return cache, scheduler

@@ -9,7 +9,7 @@ import contextlib
 import threading
 from pathlib import Path
 
-from ostinato.conf.environment import cache_dir
+from ostinato.conf.environment import cache_dir, expand_user
 from ostinato.conf.schema import (
     DeviceConfig,
     DeviceName,
@@ -19,6 +19,7 @@ from ostinato.conf.schema import (
     Quantization,
 )
 from ostinato.graphs.bundle import Bundle, trusted_directories
+from ostinato.models.gguf.gguf_file import is_gguf_path
 from ostinato.ops.native import build as native
 from ostinato.ops.native.instruction_sets import check_runnable, detect_isa
 from ostinato.runtime.directories import ensure_cache
@@ -34,7 +35,27 @@ def bundle_root(graphs: GraphConfig) -> Path:
 
 def kernel_libraries(model: ModelSection) -> tuple[str, ...]:
     """The native libraries (ops/native/build.py) that a model calls on a CPU."""
-    return ("core",) if model.quantization is Quantization.none else ("core", "quantized")
+    is_quantized = model.quantization is not Quantization.none or is_gguf_path(model.path)
+    is_quantized = is_quantized or _states_quantization(model)
+    return ("core", "quantized") if is_quantized else ("core",)
+
+
+def _states_quantization(model: ModelSection) -> bool:
+    """Whether the settings of a local checkpoint mention a quantization; they are not parsed."""
+    keys = ("quantization_config", "compression_config")
+    if any(key in model.config for key in keys):
+        return True
+    if not model.path:
+        return False
+    directory = expand_user(model.path)
+    files = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
+    try:
+        text = (directory / "config.json").read_text(encoding="utf-8")
+        return any(f'"{key}"' in text for key in keys) or any(
+            (directory / file).is_file() for file in files
+        )
+    except (OSError, UnicodeDecodeError):
+        return False
 
 
 def planned_isa(device: DeviceConfig) -> str:

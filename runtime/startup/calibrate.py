@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import msgspec
 
 from ostinato.conf.schema import GraphConfig, SchedulerConfig
+from ostinato.graphs.buckets import verified_tokens
 from ostinato.graphs.bundle import Bundle
 from ostinato.runtime.costs.cost_probe import StepSpace, measure_costs
 from ostinato.runtime.costs.cost_table import CostTable
@@ -24,11 +25,11 @@ from ostinato.runtime.execution.executor import (
     TouchBlocks,
 )
 from ostinato.runtime.kv.kv_cache_manager import KVCacheManager
+from ostinato.runtime.machine_info import cpu_name
 from ostinato.runtime.memory.memory_plan import MemoryPlan
 from ostinato.runtime.scheduling.itl_bound import ItlBound
-from ostinato.runtime.scheduling.proposer import Proposer
 from ostinato.runtime.scheduling.scheduler import Scheduler
-from ostinato.runtime.startup.machine_info import cpu_name
+from ostinato.runtime.speculation.proposer import Proposer
 from ostinato.runtime.types.engine_info import ServedModel
 from ostinato.runtime.types.params import SamplingParams
 
@@ -117,6 +118,7 @@ def calibrate(
             decode_sizes=sizes,
             context_block_ids=range(1, num_blocks + 1),
             sampling=msgspec.convert(model.default_sampling, SamplingParams, strict=False),
+            verified_tokens=verified_tokens(limits.rows_per_seq),
         ),
         budget_s=store.graphs.cost_table_budget_s,
     )
@@ -131,7 +133,7 @@ def calibrate(
     return costs
 
 
-def make_scheduler(
+def make_scheduler(  # noqa: PLR0913 - the parts of a scheduler
     config: SchedulerConfig,
     cache: KVCacheManager,
     max_model_len: int,
@@ -141,6 +143,7 @@ def make_scheduler(
     whole_prompts: bool = False,
     max_in_flight: int,
     proposer: Proposer | None = None,
+    adaptive_drafts: bool = True,
 ) -> Scheduler:
     """Make the scheduler, with limits and an ITL bound from the step costs.
 
@@ -153,6 +156,7 @@ def make_scheduler(
         whole_prompts: compute each prompt in one step.
         max_in_flight: steps that may be launched before one is read.
         proposer: the drafter that `upper` was made for; None = no drafts.
+        adaptive_drafts: choose the number of drafts by step costs.
 
     Raises:
         StartupError: scheduler.itl_target_ms is set and step costs were not measured.
@@ -195,4 +199,5 @@ def make_scheduler(
         max_in_flight=max_in_flight,
         proposer=proposer,
         score_tokens=score_tokens,
+        draft_costs=costs if adaptive_drafts else None,
     )

@@ -2,32 +2,14 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 import torch
 
 from ostinato.conf.schema import DeviceConfig, DeviceName, InstructionSetName
 from ostinato.ops.native.library import use_isa
 from ostinato.runtime.errors import StartupError
+from ostinato.runtime.host_resources import available_cores
 
-__all__ = ("available_cores", "choose_isa", "resolve_device", "set_threads")
-
-_CGROUP_CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
-
-
-def available_cores() -> int:
-    """CPU cores that this process may use: the smaller of its affinity mask and cgroup quota."""
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
-    try:
-        quota, period = _CGROUP_CPU_MAX.read_text().split()
-    except (OSError, ValueError):
-        return cores
-    if quota == "max":
-        return cores
-    return max(1, min(cores, int(quota) // int(period)))
+__all__ = ("choose_isa", "resolve_device", "set_threads")
 
 
 def set_threads(config: DeviceConfig) -> int:

@@ -6,20 +6,22 @@ Every rank makes the same plan from the same configuration. Nothing is allocated
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from ostinato.conf.engine_config import EngineConfig
-from ostinato.conf.schema import GraphMode
+from ostinato.conf.schema import Determinism, GraphMode
 from ostinato.graphs.buckets import BucketTable
 from ostinato.models.kv_cache import KVCacheSpec
-from ostinato.models.registry import model_class
+from ostinato.models.registry import class_of
 from ostinato.models.step_tensors import num_kv_groups
 from ostinato.ops.attention import AttentionSpec, load_backend, select_backend
 from ostinato.runtime.errors import StartupError
 from ostinato.runtime.kv.kv_cache_manager import KVGroup
 from ostinato.runtime.memory.memory_plan import MemoryPlan
 from ostinato.runtime.startup.planning import ModelSource, bucket_table, open_model, plan_engine
+from ostinato.runtime.types.engine_info import IsaTrial
 
-__all__ = ("EnginePlan", "make_plan")
+__all__ = ("EnginePlan", "check_determinism", "make_plan")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +35,7 @@ class EnginePlan:
     buckets: BucketTable  # the buckets to capture; step costs may leave out some
     overlap: bool  # whether a step is launched before the one before it is read
     threads: int  # threads of the model on a CPU
+    isa_trial: IsaTrial | None = None  # how the instruction set was chosen; None = not by a trial
 
     @property
     def is_cpu(self) -> bool:
@@ -54,9 +57,14 @@ class EnginePlan:
     @property
     def kv_groups(self) -> tuple[KVGroup, ...]:
         """The block tables of each sequence, as the model's step tensors declare them."""
-        table = model_class(self.source.config.architecture).step_tensors
+        table = class_of(self.source.config).step_tensors
         further = range(1, num_kv_groups(table))
         return (KVGroup("self"), *(KVGroup(f"group {index}", grows=False) for index in further))
+
+    @property
+    def determinism(self) -> Literal["bitwise", "none"]:
+        """Whether the bits of a token's logits depend on its own context alone."""
+        return "none" if self.why_batch_dependent else "bitwise"
 
     @property
     def why_batch_dependent(self) -> str | None:
@@ -67,6 +75,8 @@ class EnginePlan:
         graphs, dtype = self.config.graphs, str(self.source.dtype).removeprefix("torch.")
         if not self.is_cpu:
             return f"kernels on {self.source.device.type} choose their order of sums by the batch"
+        if not self.source.config.kind.generates:
+            return "torch computes the attention of encoders"
         reasons: list[str] = []
         if not self.source.weights.is_batch_invariant:
             reasons.append(
@@ -79,13 +89,14 @@ class EnginePlan:
         return "; ".join(reasons) or None
 
 
-def make_plan(config: EngineConfig, threads: int, *, max_drafts: int = 0) -> EnginePlan:
+def make_plan(config: EngineConfig, threads: int, *, max_drafts: int | None = None) -> EnginePlan:
     """Find the model and decide how it will run.
 
     Args:
         config: the engine's configuration.
         threads: threads of the model on a CPU.
-        max_drafts: draft tokens of one sequence in one step, at most; 0 = no drafter.
+        max_drafts: draft tokens of one sequence in one step, at most; 0 = no drafter, None = as
+            configured.
 
     Raises:
         StartupError: there is no such model, it does not fit, or it does not support a setting.
@@ -96,7 +107,7 @@ def make_plan(config: EngineConfig, threads: int, *, max_drafts: int = 0) -> Eng
     _check_graphs(config, source, backend)
     # On a CPU the step runs on the scheduler's thread, so there is nothing to overlap.
     overlap = config.scheduler.overlap
-    return EnginePlan(
+    plan = EnginePlan(
         config=config,
         source=source,
         memory=memory,
@@ -105,6 +116,8 @@ def make_plan(config: EngineConfig, threads: int, *, max_drafts: int = 0) -> Eng
         overlap=source.device.type != "cpu" if overlap is None else overlap,
         threads=threads,
     )
+    check_determinism(plan)
+    return plan
 
 
 def _select_backend(config: EngineConfig, source: ModelSource) -> str:
@@ -117,6 +130,22 @@ def _select_backend(config: EngineConfig, source: ModelSource) -> str:
         raise StartupError(str(error)) from error
 
 
+def check_determinism(plan: EnginePlan) -> None:
+    """Check that the plan keeps the promise that the configuration asks for.
+
+    Raises:
+        StartupError: it does not; the text names the reason and the remedy.
+    """
+    reason = plan.why_batch_dependent
+    if plan.config.runtime.determinism is Determinism.bitwise and reason is not None:
+        if not plan.is_cpu:
+            reason += "; set device.name=cpu"
+        raise StartupError(
+            f"runtime.determinism=bitwise, but the bits of an answer would depend on its batch: "
+            f"{reason}; or leave it at auto"
+        )
+
+
 def _check_graphs(config: EngineConfig, source: ModelSource, backend: str) -> None:
     """Refuse settings that would fail late on a GPU, or give wrong results without an error."""
     mode, model = config.graphs.mode, source.config
@@ -127,7 +156,7 @@ def _check_graphs(config: EngineConfig, source: ModelSource, backend: str) -> No
             "graphs.attention=reference reads lengths on the host, so its steps can not be "
             "captured; set graphs.mode=compiled"
         )
-    if model.moe is not None:
+    if model.has_experts:
         raise StartupError(
             f"{model.architecture} has experts, which are multiplied by CPU kernels or step by "
             "step; set device.name=cpu, or graphs.mode=eager"

@@ -140,7 +140,7 @@ def open_bundle(plan: EnginePlan) -> Bundle | None:
     graphs = config.graphs
     if not graphs.bundle or graphs.mode is GraphMode.eager:
         return None
-    name = model_name(config.model, source.checkpoint.directory)
+    name = model_name(config.model, source.checkpoint.path)
     device, isa = "cpu", planned_isa(config.device)
     if source.device.type == "cuda":
         device, isa = torch.cuda.get_device_name(source.device), ""

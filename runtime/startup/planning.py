@@ -12,23 +12,30 @@ import torch
 
 from ostinato.conf.engine_config import EngineConfig
 from ostinato.conf.schema import GraphMode, PoolingChoice
-from ostinato.graphs.buckets import BucketTable, default_decode_sizes, default_mixed_sizes
+from ostinato.conf.speculation.speculation_schema import SpeculationMethod
+from ostinato.graphs.buckets import (
+    BucketTable,
+    default_decode_sizes,
+    default_mixed_sizes,
+    verified_tokens,
+)
 from ostinato.graphs.buffers import StaticBuffers
 from ostinato.graphs.capture import GraphRunner
 from ostinato.graphs.sampling_graph import GraphSampler, num_sampling_graphs
 from ostinato.models.base import LanguageModel
 from ostinato.models.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from ostinato.models.checkpoints.pooling_files import PoolingFiles, read_pooling_files
+from ostinato.models.choose_weights import WeightPolicy, choose_weights
 from ostinato.models.config.model_config import ModelConfig, resolve_cache_dtype, resolve_dtype
 from ostinato.models.registry import build_model, read_model_config
 from ostinato.models.step_tensors import StepSizes, num_kv_groups
-from ostinato.models.weight_methods.choose import WeightPolicy, choose_weights
 from ostinato.ops.attention import AttentionPlanner, AttentionSpec, workspace_bytes
 from ostinato.runtime.costs.cost_table import CostTable
 from ostinato.runtime.costs.step_limits import StepLimits, redundant_sizes, upper_limits
 from ostinato.runtime.errors import StartupError
 from ostinato.runtime.memory.measured_memory import CudaMemory, measure
 from ostinato.runtime.memory.memory_plan import (
+    GIB,
     GraphFootprint,
     MeasuredMemory,
     MemoryPlan,
@@ -63,22 +70,23 @@ class ModelSource:
 
 
 def open_model(
-    config: EngineConfig, device: torch.device | None = None, *, max_drafts: int = 0
+    config: EngineConfig, device: torch.device | None = None, *, max_drafts: int | None = None
 ) -> ModelSource:
     """Find the model and read its configuration; loads no weights.
 
     Args:
         config: the engine's configuration.
         device: a device to plan for, which need not exist; None = the configured one.
-        max_drafts: draft tokens of one sequence in one step, at most; 0 = no drafter.
+        max_drafts: draft tokens of one sequence in one step, at most; 0 = no drafter, None = as
+            configured.
 
     Raises:
         StartupError: there is no such model, or it is not supported.
     """
     try:
         checkpoint = open_checkpoint(config.model)
-        model_config = read_model_config(checkpoint)
-        pooling = read_pooling_files(checkpoint.directory)
+        model_config = read_model_config(checkpoint, config.model.implementation)
+        pooling = read_pooling_files(checkpoint.path)
     except ValueError as error:
         raise StartupError(str(error)) from error
     if pooling.unsupported is not None and config.model.pooling is PoolingChoice.auto:
@@ -86,19 +94,28 @@ def open_model(
     dtype = resolve_dtype(config.model.dtype, model_config)
     device = device or resolve_device(config.device.name)
     is_cpu = device.type == "cpu"
+    max_drafts = config.speculation.max_drafts if max_drafts is None else max_drafts
     limits = upper_limits(config.scheduler, is_cpu=is_cpu, max_drafts=max_drafts)
+    _check_speculation(config, model_config, limits)
     if model_config.kind.takes_whole_prompts:
         length = config.model.max_model_len or pooling.max_seq_length or model_config.max_model_len
         limits = _encoder_limits(config, limits, length)
+    weights = _choose_weights(config, checkpoint, device, dtype)
+    cache_dtype = resolve_cache_dtype(config.cache.dtype, dtype)
+    if cache_dtype is torch.float8_e4m3fn and weights.has_cache_scales:
+        raise StartupError(
+            f"cache.dtype={config.cache.dtype}, but the checkpoint has scales of its own for keys "
+            "and values (k_scale, v_scale), which are not supported; set cache.dtype=auto"
+        )
     return ModelSource(
         checkpoint=checkpoint,
         config=model_config,
         device=device,
         dtype=dtype,
-        cache_dtype=resolve_cache_dtype(config.cache.dtype, dtype),
+        cache_dtype=cache_dtype,
         limits=limits,
         pooling=pooling,
-        weights=_choose_weights(config, checkpoint, device, dtype),
+        weights=weights,
     )
 
 
@@ -112,11 +129,30 @@ def _choose_weights(
     """
     pack = config.graphs.pack_weights
     try:
-        return choose_weights(
-            config.model, checkpoint.hf_config, pack=pack, device=device, dtype=dtype
-        )
+        return choose_weights(config.model, checkpoint, pack=pack, device=device, dtype=dtype)
     except ValueError as error:
         raise StartupError(str(error)) from error
+
+
+def _check_speculation(config: EngineConfig, model: ModelConfig, limits: StepLimits) -> None:
+    """Refuse drafts that the model or the largest step can not have.
+
+    Raises:
+        StartupError: the model does not generate, or a step has fewer tokens than a draft.
+    """
+    method, max_tokens = config.speculation.method, config.speculation.max_tokens
+    if method is SpeculationMethod.none:
+        return
+    if not model.kind.generates:
+        raise StartupError(
+            f"speculation.method={method} is for models that generate, and {model.architecture} "
+            "does not; set speculation.method=none"
+        )
+    if (most := limits.max_num_batched_tokens) < 1 + max_tokens:
+        raise StartupError(
+            f"speculation.max_tokens={max_tokens} needs steps of {1 + max_tokens} tokens, and "
+            f"scheduler.max_num_batched_tokens={most}; lower the first or raise the second"
+        )
 
 
 def _encoder_limits(config: EngineConfig, limits: StepLimits, max_model_len: int) -> StepLimits:
@@ -196,7 +232,7 @@ def plan_engine(
             else 0,
             measured=measured,
         ),
-        free_bytes=free_memory(is_cpu=is_cpu).free_bytes if free_bytes is None else free_bytes,
+        free_bytes=_free_bytes(config, is_cpu=is_cpu) if free_bytes is None else free_bytes,
         is_cpu=is_cpu,
         device=config.device,
         cache=config.cache,
@@ -207,6 +243,12 @@ def plan_engine(
             max_tokens=max((key.num_tokens for key in keys), default=0),
         ),
     )
+
+
+def _free_bytes(config: EngineConfig, *, is_cpu: bool) -> int:
+    """Free memory of this machine, as far as the engine may plan with it."""
+    free, limit_gib = free_memory(is_cpu=is_cpu).free_bytes, config.device.memory_gib
+    return free if limit_gib is None else min(free, int(limit_gib * GIB))
 
 
 def bucket_table(
@@ -233,10 +275,10 @@ def bucket_table(
         chosen = [size for size in chosen if size not in redundant]
     # On a CPU a mixed bucket would cost time for padding and save no launches.
     mixed_sizes = [] if is_cpu else default_mixed_sizes(scheduler.max_num_batched_tokens)
-    rows_per_seq, verify_sizes = scheduler.rows_per_seq, {}
-    if rows_per_seq > 1:
-        most = scheduler.max_num_batched_tokens // rows_per_seq
-        verify_sizes[rows_per_seq] = [size for size in chosen if size <= most]
+    verify_sizes = {
+        tokens: [size for size in chosen if size * tokens <= scheduler.max_num_batched_tokens]
+        for tokens in verified_tokens(scheduler.rows_per_seq)
+    }
     return BucketTable(
         decode_sizes=chosen,
         mixed_sizes=mixed_sizes,

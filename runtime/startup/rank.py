@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 
+import msgspec
 import torch
 
 from ostinato.conf.schema import GraphMode
@@ -40,6 +41,7 @@ from ostinato.runtime.memory.measured_memory import CudaMemory, compare_with_pla
 from ostinato.runtime.sampling.sampler import Sampler
 from ostinato.runtime.startup.calibrate import CostStore
 from ostinato.runtime.startup.engine_plan import EnginePlan
+from ostinato.runtime.startup.isa_trial import describe_times
 from ostinato.runtime.startup.loading import begin_model, open_bundle
 from ostinato.runtime.startup.model_cache import LoadedModelCache
 from ostinato.runtime.startup.phases import PhaseTimer
@@ -107,6 +109,9 @@ def build_rank(
         if pages is not None:
             undo.callback(pages.close)
         bundle = open_bundle(plan)
+        if bundle is not None:
+            undo.callback(bundle.end_turn)
+            bundle.take_turn()
         bind = finish(kv_cache, buffers, bundle)
         cost_store = CostStore(config.graphs, source.limits, plan.threads, bundle)
         costs = cost_store.load()
@@ -124,11 +129,11 @@ def build_rank(
         _prepare_graphs(plan, graphs, token_sampler, phase)
         _LOG.info("layers: %s", _count_layers(graphs))
         isa = (loaded_isa() or "") if plan.is_cpu else ""
+        times = {} if plan.isa_trial is None else plan.isa_trial.microseconds
         if isa:
-            _LOG.info("CPU kernels: %s", isa)
-        served = describe_model(
-            config.model, config.sampling, source, plan.memory, phase.seconds, isa
-        )
+            _LOG.info("CPU kernels: %s", describe_times(isa, times))
+        served = describe_model(plan, phase.seconds, isa)
+        served = msgspec.structs.replace(served, isa_microseconds=times)
         grammars = GrammarStore(served)
         runner = _make_runner(plan, model, graphs, buffers, token_sampler, grammars)
         executor = InlineExecutor(
@@ -208,6 +213,7 @@ def _make_runner(
         device=source.device,
         token_sampler=token_sampler,
         matchers=grammars.matcher,
+        reports_forced=plan.config.speculation.method.uses_grammar,
     )
     # Small steps may use several threads in the CPU kernels, but one in torch.
     switches = plan.config.graphs.mode is not GraphMode.eager and source.weights.uses_cpu_kernels

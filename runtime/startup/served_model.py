@@ -2,58 +2,57 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
+from importlib.metadata import version
 from pathlib import Path
 
-from ostinato.conf.schema import ModelSection, PoolingChoice, SamplingSection
-from ostinato.models.checkpoints.checkpoint import resolve_directory
-from ostinato.runtime.memory.memory_plan import MemoryPlan
+import torch
+
+from ostinato.conf.schema import LoadFormat, ModelSection, PoolingChoice
+from ostinato.models.checkpoints.checkpoint import resolve_path
+from ostinato.models.gguf.gguf_file import GGUF_ENDING, is_gguf_path
+from ostinato.ops.native.build import content_key
+from ostinato.runtime.startup.bundles import kernel_libraries
+from ostinato.runtime.startup.engine_plan import EnginePlan
 from ostinato.runtime.startup.planning import ModelSource
 from ostinato.runtime.types.engine_info import ServedModel, ServedTask
 from ostinato.runtime.types.params import PoolingKind
 
 __all__ = ("describe_model", "model_name")
 
+_END_BYTES = 4096  # of each file with weights, in the fingerprint
 # generation_config.json's fields that are defaults of a request.
 _SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
-def describe_model(
-    section: ModelSection,
-    sampling: SamplingSection,
-    source: ModelSource,
-    plan: MemoryPlan,
-    phases: dict[str, float],
-    isa: str,
-) -> ServedModel:
+def describe_model(plan: EnginePlan, phases: dict[str, float], isa: str) -> ServedModel:
     """The facts about the model that the API shows, and checks requests against.
 
     Args:
-        section: the configuration of the model.
-        sampling: whether the model's own defaults count.
-        source: what was opened.
-        plan: knows the context's length.
+        plan: of the engine.
         phases: seconds of the start's parts; still grows while the engine is built.
         isa: instruction set of the CPU kernels; empty = none are used.
     """
-    directory = source.checkpoint.directory
+    section, source = plan.config.model, plan.source
+    path = source.checkpoint.path
     generation = source.checkpoint.generation_config
     defaults = {
         key: generation[key]
         for key in _SAMPLING_DEFAULTS
-        if sampling.use_generation_config and generation.get(key) is not None
+        if plan.config.sampling.use_generation_config and generation.get(key) is not None
     }
     if generation.get("do_sample") is False:
         defaults = {"temperature": 0.0}
-    # Dummy weights without a directory use the demo model's tokenizer: resolve_directory("").
-    tokenizer = directory
-    if section.tokenizer or directory is None:
-        tokenizer = resolve_directory(
+    # Dummy weights without a path use the demo model's tokenizer: resolve_path("").
+    tokenizer = path
+    if section.tokenizer or path is None:
+        tokenizer = resolve_path(
             section.tokenizer, section.revision, weights=False, key="model.tokenizer"
         )
     return ServedModel(
-        name=model_name(section, directory),
-        max_model_len=plan.max_model_len,
+        name=model_name(section, path),
+        max_model_len=plan.memory.max_model_len,
         vocab_size=source.config.vocab_size,
         eos_token_ids=source.config.eos_token_ids,
         tokenizer=str(tokenizer),
@@ -61,6 +60,8 @@ def describe_model(
         created=int(time.time()),
         startup_seconds=phases,
         isa=isa,
+        determinism=plan.determinism,
+        system_fingerprint=_fingerprint(plan, isa),
         tasks=_tasks(source),
         embedding_size=source.config.hidden_size,
         pooling=_pooling(section, source),
@@ -68,7 +69,47 @@ def describe_model(
         num_labels=source.config.num_labels,
         has_kv_cache=source.config.kind.needs_kv_cache,
         num_segments=source.config.num_segments,
+        speculates=source.limits.rows_per_seq > 1,
     )
+
+
+def _fingerprint(plan: EnginePlan, isa: str) -> str:
+    """A name of all that the bits of an answer depend on, besides the request.
+
+    Equal names with `bitwise` in them promise equal bits. The number of threads and the limits of
+    steps are not part of it.
+    """
+    source, model = plan.source, plan.config.model
+    digest = hashlib.sha256()
+    for part in (
+        version("ostinato"),
+        torch.__version__,
+        source.config,
+        source.dtype,
+        source.cache_dtype,
+        source.weights,
+        plan.backend,
+        plan.memory.max_model_len,
+    ):
+        digest.update(repr(part).encode() + b"\0")
+    if model.load_format is LoadFormat.dummy:
+        digest.update(f"dummy {model.seed}".encode())
+    else:
+        for file in source.checkpoint.weight_files():
+            digest.update(f"{file.name} {file.stat().st_size}".encode() + _end_of(file))
+    if isa:
+        for library in kernel_libraries(model):
+            digest.update(content_key(library, isa).encode())
+    elif not plan.is_cpu:
+        digest.update(torch.cuda.get_device_name(source.device).encode())
+    return "-".join(filter(None, ("fp", plan.determinism, isa, digest.hexdigest()[:12])))
+
+
+def _end_of(file: Path) -> bytes:
+    """Its last weights: reading all of a large checkpoint would take as long as loading it."""
+    with file.open("rb") as opened:
+        opened.seek(max(0, file.stat().st_size - _END_BYTES))
+        return opened.read()
 
 
 def _tasks(source: ModelSource) -> tuple[ServedTask, ...]:
@@ -89,10 +130,12 @@ def _pooling(section: ModelSection, source: ModelSource) -> PoolingKind:
     return PoolingKind(stated or source.config.kind.default_pooling)
 
 
-def model_name(section: ModelSection, directory: Path | None) -> str:
+def model_name(section: ModelSection, path: Path | None) -> str:
     """The name of the served model: as configured, else the last part of its path."""
     if section.name:
         return section.name
+    if path is not None and is_gguf_path(path):
+        return GGUF_ENDING.sub("", path.name)
     if not section.path:
-        return "ostinato-demo" if directory is not None else "dummy"
+        return "ostinato-demo" if path is not None else "dummy"
     return Path(section.path).name if Path(section.path).is_dir() else section.path

@@ -6,7 +6,6 @@ directory without `tokenizer.json`.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -14,10 +13,12 @@ from typing import Any, Literal, Self
 
 import tokenizers
 
+from ostinato.models.gguf.gguf_file import is_gguf_path
 from ostinato.runtime.errors import InvalidRequestError, StartupError
 from ostinato.runtime.text.chat_template import ChatTemplate
 from ostinato.runtime.text.text_bounds import TextCutter, max_token_characters
 from ostinato.runtime.text.token_bytes import TokenPieces
+from ostinato.runtime.text.tokenizer_files import TokenizerFiles
 
 __all__ = ("Tokenizer", "tokenizer_facts")
 
@@ -33,7 +34,7 @@ _NAMED_SPECIAL_TOKENS = (
 
 
 class Tokenizer:
-    """Text to token ids and back; make it with `from_directory`.
+    """Text to token ids and back; make it with `from_path`.
 
     Safe to call from several threads at once.
 
@@ -65,26 +66,23 @@ class Tokenizer:
         self.pieces = TokenPieces.from_tokenizer(backend, self.special_token_ids)
 
     @classmethod
-    def from_directory(cls, path: str | Path, *, chat_template_file: str = "") -> Self:
-        """Loads a Hugging Face model directory's tokenizer.
+    def from_path(cls, path: str | Path, *, chat_template_file: str = "") -> Self:
+        """Loads the tokenizer of a Hugging Face model directory or of a GGUF file.
 
         Args:
-            path: the directory; `tokenizer_config.json`, `special_tokens_map.json` and the template
-                files in it are read when they are there.
+            path: the directory or file; `tokenizer_config.json`, `special_tokens_map.json` and the
+                template files in a directory are read when they are there.
             chat_template_file: a Jinja file instead of the model's own template; "" = the model's
                 own.
 
         Raises:
             StartupError: there is no tokenizer, or a file can not be read; the text names the file.
         """
-        directory = Path(path)
-        config = _read_json(directory / "tokenizer_config.json")
-        special_tokens = _special_tokens(
-            {**_read_json(directory / "special_tokens_map.json"), **config}
-        )
-        source = _template_source(directory, config, chat_template_file)
+        files = TokenizerFiles(path)
+        special_tokens = _special_tokens({**files.special_tokens_map, **files.config})
+        source = files.template_source(chat_template_file)
         template = None if source is None else ChatTemplate(source, special_tokens)
-        return cls(_load_backend(directory), special_tokens, template)
+        return cls(_load_backend(files), special_tokens, template)
 
     @property
     def vocab_size(self) -> int:
@@ -253,13 +251,13 @@ class Tokenizer:
         )
 
 
-def tokenizer_facts(directory: str | Path, tokenizer: Tokenizer) -> dict[str, Any]:
+def tokenizer_facts(path: str | Path, tokenizer: Tokenizer) -> dict[str, Any]:
     """The configuration of a tokenizer for clients: its tokenizer_config.json, completed.
 
     Raises:
         StartupError: the file can not be read.
     """
-    config = _read_json(Path(directory) / "tokenizer_config.json")
+    config = TokenizerFiles(path).config
     template = tokenizer.chat_template
     return {
         **config,
@@ -269,14 +267,15 @@ def tokenizer_facts(directory: str | Path, tokenizer: Tokenizer) -> dict[str, An
     }
 
 
-def _load_backend(directory: Path) -> tokenizers.Tokenizer:
-    file = directory / "tokenizer.json"
-    if not file.is_file():
-        return _convert_with_transformers(directory)
+def _load_backend(files: TokenizerFiles) -> tokenizers.Tokenizer:
+    text = files.tokenizer_json()
+    if text is None:
+        return _convert_with_transformers(files.path)
     try:
-        return tokenizers.Tokenizer.from_file(str(file))
+        return tokenizers.Tokenizer.from_str(text)
     except Exception as error:  # the library's own type for any broken file
-        raise StartupError(f"{file} can not be read: {error}") from error
+        where = files.path if is_gguf_path(files.path) else files.path / "tokenizer.json"
+        raise StartupError(f"{where} can not be read: {error}") from error
 
 
 def _convert_with_transformers(directory: Path) -> tokenizers.Tokenizer:
@@ -301,32 +300,6 @@ def _convert_with_transformers(directory: Path) -> tokenizers.Tokenizer:
     return backend
 
 
-def _read_json(file: Path) -> dict[str, Any]:
-    """The JSON object in a file; {} if there is no such file."""
-    text = _read_text(file)
-    if text is None:
-        return {}
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise StartupError(f"{file} is not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise StartupError(f"{file} must hold a JSON object, got {type(value).__name__}")
-    return value
-
-
-def _read_text(file: Path) -> str | None:
-    """The text of a file; None if there is no such file."""
-    try:
-        return file.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise StartupError(f"{file} can not be read: {error.strerror or error}") from error
-    except UnicodeDecodeError as error:
-        raise StartupError(f"{file} is not UTF-8: {error}") from error
-
-
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     """Named special tokens; a token is written as a string or as an object with `content`."""
     tokens = {name: config.get(name) for name in _NAMED_SPECIAL_TOKENS}
@@ -335,20 +308,3 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
         for name, token in tokens.items()
     }
     return {name: text for name, text in texts.items() if isinstance(text, str)}
-
-
-def _template_source(directory: Path, config: Mapping[str, Any], user_file: str) -> str | None:
-    """The template's text from the first place that has one: the user's file, then the model's."""
-    for file in (Path(user_file),) if user_file else (directory / "chat_template.jinja",):
-        text = _read_text(file)
-        if text is not None:
-            return text
-        if user_file:
-            raise StartupError(f"model.chat_template: there is no file {user_file}")
-    template = config.get("chat_template")
-    if isinstance(template, list):  # named templates for several uses, such as tools
-        named = {entry["name"]: entry["template"] for entry in template}
-        template = named.get("default")
-    if template is None:
-        template = _read_json(directory / "chat_template.json").get("chat_template")
-    return template if isinstance(template, str) else None

@@ -5,14 +5,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import StrEnum
 from itertools import zip_longest
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from ostinato.graphs.compile_monitor import LateCompile
 from ostinato.runtime.types.params import PoolingKind
+from ostinato.runtime.types.speculation import SpeculationStats, sum_speculation
 
-__all__ = ("ITERATION_TOKENS", "EngineStats", "ServedModel", "ServedTask", "sum_stats")
+__all__ = (
+    "ITERATION_TOKENS",
+    "EngineStats",
+    "ReplicaState",
+    "ReplicaStatus",
+    "ServedModel",
+    "ServedTask",
+    "continued",
+    "sum_stats",
+)
 
 ITERATION_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
@@ -23,6 +33,14 @@ class ServedTask(StrEnum):
     generate = "generate"
     embed = "embed"
     classify = "classify"
+
+
+class IsaTrial(msgspec.Struct, frozen=True):
+    """Which instruction set the CPU kernels use, and the times that decided it."""
+
+    isa: str
+    # Of one layer's products: instruction set -> rows -> time. Empty = not measured.
+    microseconds: dict[str, dict[str, float]]
 
 
 class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,6 +55,11 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     created: int = 0  # unix seconds
     startup_seconds: dict[str, float] = {}  # phase -> seconds, in order
     isa: str = ""  # instruction set of the CPU kernels; empty = none are used
+    isa_microseconds: dict[str, dict[str, float]] = {}  # as in `IsaTrial`
+    # bitwise = the bits of a token's logits depend on its own context alone; none = no such promise
+    determinism: Literal["bitwise", "none"] = "none"
+    # Names the determinism and all that the bits of answers depend on: weights, kernels, settings.
+    system_fingerprint: str = ""
     tasks: tuple[ServedTask, ...] = (ServedTask.generate,)
     embedding_size: int = 0  # numbers of a vector
     pooling: PoolingKind = PoolingKind.last  # of requests that name none
@@ -44,10 +67,11 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     num_labels: int = 0  # labels of the classification head; 0 = no head
     has_kv_cache: bool = True  # False = no keys and values are kept between steps
     num_segments: int = 0  # token types of an encoder; 0 = not an encoder
+    speculates: bool = False  # a drafter proposes tokens, so `prediction` has an effect
 
 
 class EngineStats(msgspec.Struct, array_like=True, gc=False):
-    """A snapshot of the engine for metrics and health; counters grow from zero at engine start."""
+    """A snapshot of the engine for metrics and health; counters grow from zero at its start."""
 
     num_running: int = 0
     num_waiting: int = 0
@@ -82,6 +106,7 @@ class EngineStats(msgspec.Struct, array_like=True, gc=False):
     iteration_tokens: list[int] = []
     # Layers by how they run in a small step: captured | fx | inductor | eager.
     layers_by_program: dict[str, int] = {}
+    speculation: SpeculationStats | None = None  # None = the engine has no drafter
 
     @property
     def device_seconds(self) -> float:
@@ -89,6 +114,33 @@ class EngineStats(msgspec.Struct, array_like=True, gc=False):
         return sum(self.device_seconds_by_kind.values())
 
 
+class ReplicaState(StrEnum):
+    """What a replica does with requests."""
+
+    starting = "starting"
+    serving = "serving"
+    drained = "drained"  # it finishes its requests and gets no new ones
+    restarting = "restarting"
+    dead = "dead"  # it is not started again
+
+
+class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One replica, for health checks and the page."""
+
+    engine: int  # its number
+    state: ReplicaState
+    reason: str | None = None  # why it does not serve
+    num_unfinished: int  # requests that it has
+    num_restarts: int
+    pid: int | None  # of the engine process; None = there is none
+
+
+# What an engine has now; the other figures grow.
+_GAUGES = (
+    *("num_running", "num_waiting", "num_waiting_for_grammar", "num_blocks", "num_free_blocks"),
+    *("max_num_seqs", "max_num_batched_tokens", "layers_by_program"),
+    *("predicted_step_seconds", "predicted_ttft_seconds"),
+)
 # Over replicas these are not summed: a request goes to the replica with the smallest value.
 _LEAST = ("predicted_step_seconds", "predicted_ttft_seconds")
 
@@ -106,6 +158,8 @@ def sum_stats(stats: Sequence[EngineStats]) -> EngineStats:
         values: list[Any] = [getattr(one, name) for one in stats]
         if name in _LEAST:
             merged[name] = min(values)
+        elif name == "speculation":
+            merged[name] = sum_speculation([value for value in values if value is not None])
         elif name == "late_compiles":
             merged[name] = [compile_ for value in values for compile_ in value]
         elif isinstance(values[0], dict):
@@ -116,3 +170,16 @@ def sum_stats(stats: Sequence[EngineStats]) -> EngineStats:
         else:
             merged[name] = sum(values)
     return EngineStats(**merged)
+
+
+def continued(before: EngineStats | None, now: EngineStats) -> EngineStats:
+    """The counters of an engine that was started again go on from those of the one before.
+
+    Args:
+        before: the last figures of the engine before; None = there was none.
+        now: of the engine that runs.
+    """
+    if before is None:
+        return now
+    gauges = {name: getattr(now, name) for name in _GAUGES}
+    return msgspec.structs.replace(sum_stats([before, now]), **gauges)

@@ -7,6 +7,8 @@ from typing import Any
 
 import msgspec
 
+from ostinato.runtime.types.speculation import SpeculationReport
+
 __all__ = (
     "BeamOutput",
     "CompletionOutput",
@@ -82,6 +84,11 @@ class SequenceOutput(msgspec.Struct, array_like=True, gc=False):
     scheduled_time: float = 0.0  # when it first had a row, monotonic; with its first output
     num_preemptions: int = 0  # with its finish reason
     events: list[TimelineEvent] | None = None  # since the last output, of a traced request
+    # It has only log-probabilities of the prompt or beams, which belong to the request's next
+    # output that is no part.
+    is_part: bool = False
+    num_before: int = 0  # of a part: log-probabilities or beams in the parts before it
+    speculation: SpeculationReport | None = None  # of this step; None = it had no draft
 
 
 class RequestOutput(msgspec.Struct, kw_only=True):
@@ -105,6 +112,7 @@ class RequestOutput(msgspec.Struct, kw_only=True):
     scheduled_time: float = 0.0  # when it first had a row, monotonic; with its first output
     num_preemptions: int = 0  # with the finish reason
     events: list[TimelineEvent] | None = None  # since the last output, of a traced request
+    speculation: SpeculationReport | None = None  # since the last output; None = no draft
 
 
 class PooledOutput(msgspec.Struct, frozen=True, kw_only=True):

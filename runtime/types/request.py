@@ -21,6 +21,9 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=Fal
     eos_token_ids: tuple[int, ...] = ()
     arrival_time: float = 0.0  # seconds, monotonic clock of the sender
     priority: int = 0  # lower runs first under the priority policy
+    # Sequences of the same HTTP request that come before this one. The scheduler lets sequences of
+    # other requests run before those with a high place.
+    place: int = 0
     cache_salt: str = ""  # requests share cached blocks only if their salts are equal
     bad_words_token_ids: list[list[int]] = []  # tokens of `sampling.bad_words`; none is empty
     pooling: PoolingParams | None = None  # compute a vector; `sampling` is not read
@@ -31,3 +34,4 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=Fal
     # blocks only if these are equal.
     cache_keys: tuple[str, ...] = ()
     num_encoder_tokens: int = 0  # encoder tokens that cross attention reads
+    prediction_token_ids: list[int] = []  # a guess of its output

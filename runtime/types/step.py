@@ -108,3 +108,5 @@ class StepResult(msgspec.Struct, array_like=True):
     counts: list[int] | None = None
     # (transfer_id, number of leading blocks that were loaded) of each load that has ended.
     finished_loads: list[tuple[int, int]] = []
+    # By index of an entry that samples: tokens that its grammar forces after those in `token_ids`.
+    forced_token_ids: dict[int, list[int]] = {}

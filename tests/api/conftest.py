@@ -39,7 +39,7 @@ def tokenizer_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def tokenizer(tokenizer_directory: Path) -> Tokenizer:
-    return Tokenizer.from_directory(tokenizer_directory)
+    return Tokenizer.from_path(tokenizer_directory)
 
 
 class App:

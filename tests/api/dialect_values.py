@@ -25,7 +25,7 @@ from ostinato.runtime.types.outputs import FinishReason, RequestOutput, TokenLog
 MODEL = ServedModel(
     name="m", max_model_len=20, vocab_size=100, eos_token_ids=(0,), tokenizer="", created=7
 )
-HEAD = ReplyHead(id="chatcmpl-1", created=7, model="m")
+HEAD = ReplyHead(id="chatcmpl-1", created=7, model="m", system_fingerprint="fp")
 PLAIN = ReplyOptions()
 PIECES = {1: b"a", 2: b" b", 3: b"\xf0\x9f", 4: b"\xa6\x86"}
 

@@ -14,7 +14,12 @@ from ostinato.runtime.engine.engine_state import EngineState
 from ostinato.runtime.engine.flight_recorder import StepRecord
 from ostinato.runtime.errors import EngineDeadError, InvalidRequestError
 from ostinato.runtime.text.tokenizer import Tokenizer
-from ostinato.runtime.types.engine_info import EngineStats, ServedModel
+from ostinato.runtime.types.engine_info import (
+    EngineStats,
+    ReplicaState,
+    ReplicaStatus,
+    ServedModel,
+)
 from ostinato.runtime.types.outputs import FinishReason, PooledOutput, RequestOutput, TokenLogprobs
 from ostinato.runtime.types.params import PoolingParams, SamplingParams
 from ostinato.runtime.types.structured_outputs import StructuredOutputsParams
@@ -49,6 +54,8 @@ class FakeClient:
             "eos_token_ids": (0,),
             "tokenizer": "",
             "created": 1_700_000_000,
+            "determinism": "bitwise",
+            "system_fingerprint": "fp-bitwise-test",
         }
         self.model = ServedModel(**(fields | model))
         self.tokenizer = tokenizer
@@ -62,6 +69,7 @@ class FakeClient:
         self.released = threading.Event()
         self.num_queued = 0
         self.num_queued_tokens = 0
+        self.determinism = {"class": "bitwise", "isa": "", "fingerprint": "fp-bitwise-test"}
         self.startup_seconds = {"imports": 1.5, "ready": 3.0}
         self.num_unfinished = 0
         self.compiled: list[StructuredOutputsParams] = []
@@ -83,12 +91,37 @@ class FakeClient:
         self.compiled.append(constraint)
         return "a grammar"
 
-    async def inspect(self, timeout_s: float = 2.0) -> EngineState:
+    @property
+    def pid(self) -> int | None:
+        return self.engine_pid
+
+    @property
+    def replicas(self) -> list[FakeClient]:
+        """It is its own only replica."""
+        return [self]
+
+    @property
+    def status(self) -> ReplicaStatus:
+        state = ReplicaState.serving if self.is_alive else ReplicaState.dead
+        return ReplicaStatus(
+            engine=0, state=state, num_unfinished=self.num_unfinished, num_restarts=0, pid=self.pid
+        )
+
+    async def drain_engine(self, engine: int, timeout_s: float) -> int:
+        raise InvalidRequestError("no other engine takes requests", status=409)
+
+    def resume_engine(self, engine: int) -> None:
+        """It takes requests always."""
+
+    async def reload_weights(self, timeout_s: float) -> None:
+        """It has no weights."""
+
+    async def inspect(self, timeout_s: float = 2.0, engine: int = 0) -> EngineState:
         if isinstance(self.state, Exception):
             raise self.state
         return self.state
 
-    def flight_records(self) -> list[StepRecord]:
+    def flight_records(self, engine: int = 0) -> list[StepRecord]:
         return self.records
 
     async def generate(
@@ -99,6 +132,7 @@ class FakeClient:
         *,
         priority: int = 0,
         cache_salt: str = "",
+        place: int = 0,
         trace: bool = False,
         deadline: float | None = None,
         prepared: PreparedParts | None = None,
@@ -144,6 +178,7 @@ class FakeClient:
         *,
         priority: int = 0,
         cache_salt: str = "",
+        place: int = 0,
         trace: bool = False,
     ) -> PooledOutput:
         """A vector of length 1. Its direction depends on the prompt's first token."""

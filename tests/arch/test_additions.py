@@ -1,6 +1,6 @@
 """An attention backend and a decoder family are added to a copy of the package, which then serves with them.
 
-The files that it takes are those that CONTRIBUTING.md counts.
+The changed files are those that CONTRIBUTING.md counts.
 """
 
 from __future__ import annotations

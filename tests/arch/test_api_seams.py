@@ -1,4 +1,4 @@
-"""What a new sampling parameter and a new endpoint touch: counted over the source tree."""
+"""Counts the files that a new sampling parameter and a new endpoint touch."""
 
 import re
 from collections import Counter
@@ -26,7 +26,7 @@ PARAMETERS = (
     "repetition_detection",
     "repetition_penalty",
 )
-# They translate bodies that have fields of their own into the fields of chat.
+# Modules that translate the fields of another dialect into the fields of chat.
 DIALECTS = ("api/anthropic/", "api/responses/", "api/cli/")
 
 

@@ -23,7 +23,7 @@ def name_of(document: Path) -> str:
 
 
 def anchors(document: Path) -> set[str]:
-    """As GitHub makes them of headings."""
+    """The anchors that GitHub makes of headings."""
     headings = re.findall(r"^#+ (.*)$", document.read_text(encoding="utf-8"), re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
 
@@ -60,7 +60,7 @@ def test_links_lead_somewhere(document: Path) -> None:
 @pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
 def test_source_paths_exist(document: Path) -> None:
     if document.name == "CHANGELOG.md":
-        return  # It also names what was there in earlier versions.
+        return  # It also names files of earlier versions.
     paths = source_paths(document.read_text(encoding="utf-8"))
     missing = [path for path in paths if not is_there(path)]
     assert missing == [], f"{name_of(document)} names files that do not exist: correct the page"
@@ -93,7 +93,7 @@ def test_where_to_add_what_counts_its_files() -> None:
     section = text[text.index("## Where to add what") : text.index("## Commits")]
     rows = re.findall(r"^\| (an? .+?) \| (\d+) \| (.+) \|$", section, re.MULTILINE)
     assert len(rows) > 10
-    # A row names each file that it counts. What is optional, or no file, stands behind a semicolon.
+    # A row names each file that it counts. Optional files and other remarks follow a semicolon.
     files = {
         what: re.findall(r"`(?:[\w./<>-]+\.\w+)`", where.split(";")[0]) for what, _, where in rows
     }

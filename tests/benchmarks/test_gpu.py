@@ -1,4 +1,4 @@
-"""The GPU benchmark: its arithmetic, and all of it in small on whatever machine this is."""
+"""The GPU benchmark: its arithmetic, and a small run of all stages on this machine's device."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_sizes_of_the_models_that_are_measured() -> None:
     assert llama.body_parameters == 8_030_261_248 - 2 * 525_336_576
     assert llama.head_parameters == 525_336_576
     assert llama.kv_bytes_per_token == 32 * 2 * 8 * 128 * 2
-    # 596,049,920 with a table of 151936 x 1024 that is both.
+    # 596,049,920 with one table of 151936 x 1024 for the embedding and the head.
     assert qwen.body_parameters == 596_049_920 - 155_582_464
     assert qwen.head_parameters == 155_582_464
 

@@ -7,7 +7,11 @@ from collections import Counter
 from pathlib import Path
 
 from ostinato.benchmarks.soak.__main__ import run_soak
-from ostinato.benchmarks.soak.hostile.hostile_requests import hostile_constraint, huge_number
+from ostinato.benchmarks.soak.hostile.hostile_requests import (
+    hostile_constraint,
+    hostile_template,
+    huge_number,
+)
 from ostinato.benchmarks.soak.libraries.client_libraries import command
 from ostinato.benchmarks.soak.soak_run import Sightings, SoakPlan
 from ostinato.benchmarks.soak.traffic import OPTIONS, Traffic
@@ -72,6 +76,8 @@ def test_a_soak_of_seconds() -> None:
     }
     assert record["statuses"]["200"] > 0
     assert len(record["hostile"]["acts"]) >= 6
+    groups = {"hard constraints", "hard templates", "many parts", "large HTTP"}
+    assert record["hostile"]["groups"].keys() == groups | {"broken HTTP", "huge numbers"}
     assert record["libraries"]["openai"]["calls"] > 0
     assert record["health"]["storm"]["polls"] > 0
     assert record["engine"]["steps_total kind=captured"] > 0
@@ -93,12 +99,13 @@ def test_a_library_that_is_not_there_is_skipped_with_the_reason(tmp_path: Path) 
     assert isinstance(found, str)
     assert found.startswith("there is no ")
     python = command("openai", "http://127.0.0.1:1", 1.0, tmp_path)
-    assert python[0] == str(tmp_path / "venv" / "bin" / "python")
+    assert python[0] == str(tmp_path / "venv-openai" / "bin" / "python")
 
 
 def test_hostile_requests_are_http() -> None:
     numbers = random.Random(0)
-    for request in [make(numbers) for make in (huge_number, hostile_constraint) for _ in range(99)]:
+    makers = (huge_number, hostile_constraint, hostile_template)
+    for request in [make(numbers) for make in makers for _ in range(99)]:
         head, _, body = request.partition(b"\r\n\r\n")
         assert head.startswith(b"POST /v1/")
         assert f"Content-Length: {len(body)}".encode() in head

@@ -1,4 +1,4 @@
-"""`run tune`: goals, space, search and what it writes; the whole of it on a real server is slow."""
+"""`run tune`: goals, search space, search and output files; the test with a real server is marked slow."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def test_the_search_meets_a_goal_that_the_configuration_misses(tmp_path: Path):
     search.run(30, time.monotonic() + 60)
     best = search.candidates()[0]
     assert goals.violation(best.predicted) <= 0.0
-    # What it says is what a simulation of that configuration gives.
+    # The forecast equals a simulation of that configuration.
     assert forecast.predict(apply_values(config, best.values)) == best.predicted
     assert search.front()
 
@@ -228,7 +228,7 @@ def test_a_written_option_gives_the_tuned_configuration(tmp_path: Path):
     loaded = load_config(["tuned=mine"], config_dir=str(tmp_path))
     for name in ("model", "device", "cache", "scheduler", "graphs", "sampling"):
         assert getattr(loaded, name) == getattr(tuned, name)
-    assert loaded.server.port == 8000  # where it listens is no part of it
+    assert loaded.server.port == 8000  # the address of the server is not part of the configuration
     again = load_config(["tuned=mine", "scheduler.max_num_seqs=4"], config_dir=str(tmp_path))
     assert again.scheduler.max_num_seqs == 4
 
@@ -278,7 +278,7 @@ def test_what_can_not_be_tuned_is_one_line(
 
 @pytest.mark.slow
 def test_tune_on_a_real_server(tmp_path: Path):
-    """The whole of it, on the bundled model: a goal that is met, and one that can not be."""
+    """The whole command on the bundled model: a goal that is met, and one that cannot be met."""
     small = ("model.max_model_len=512", "cache.memory_gib=0.05", "workload=random")
     traffic = ("workload.num_requests=12", "workload.output_len=16", "load.rates=[4]")
     where = (f"tune.config_dir={tmp_path}", f"tune.storage={tmp_path}/study.journal")

@@ -32,7 +32,7 @@ print(json.dumps({"wanted": str(wanted), "line": line, "again": again, "cache": 
 
 
 def prepare(prefix: list[str], **environment: str | None) -> dict:
-    """What `prepare_cache` made of an environment."""
+    """The result of `prepare_cache` in an environment."""
     changed = {**os.environ, "XDG_CACHE_HOME": None, "OSTINATO_CACHE_DIR": None, **environment}
     for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE"):
         changed[name] = None

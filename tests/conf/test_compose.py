@@ -1,4 +1,4 @@
-"""Overrides in, a frozen configuration or one clear line out."""
+"""Overrides become a frozen configuration, or one clear line of error."""
 
 from pathlib import Path
 

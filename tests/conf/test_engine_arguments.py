@@ -52,6 +52,25 @@ def test_no_default_value_is_lost_in_silence(name: str):
         ({"load_format": "dummy"}, {"model.load_format": "dummy"}),
         ({"hf_overrides": '{"rope_theta": 1e6}'}, {"model.config": {"rope_theta": 1e6}}),
         ({"attention_backend": "TRITON_ATTN"}, {"graphs.attention": "triton"}),
+        ({"data_parallel_size": 2}, {"parallel.data": 2}),
+        (
+            {"speculative_config": '{"method": "ngram", "num_speculative_tokens": 4}'},
+            {"speculation.method": "ngram", "speculation.max_tokens": 4},
+        ),
+        (
+            {"speculative_config": {"method": "suffix", "prompt_lookup_max": 5}},
+            {"speculation.method": "auto", "speculation.min_match": 5},
+        ),
+        (
+            {
+                "speculative_config": {
+                    "method": "ngram",
+                    "prompt_lookup_min": 2,
+                    "prompt_lookup_max": 5,
+                }
+            },
+            {"speculation.method": "ngram", "speculation.min_match": 2},
+        ),
         ({"tensor_parallel_size": 1, "swap_space": 0, "trust_remote_code": False}, {}),
     ],
 )
@@ -68,8 +87,8 @@ def test_arguments_become_settings(arguments: dict[str, object], settings: dict[
     [
         (
             {"tensor_parallel_size": 2},
-            "tensor_parallel_size=2: one device runs the model; there is no parallelism over "
-            "devices yet, leave it out",
+            "tensor_parallel_size=2: one device runs the model; leave it out, or set "
+            "parallel.data for more of them",
         ),
         (
             {"quantization": "awq"},
@@ -96,6 +115,15 @@ def test_arguments_become_settings(arguments: dict[str, object], settings: dict[
         ({"max_model_len": "manyk"}, "max_model_len=manyk: a number of tokens such as 4096 or 4k"),
         ({"served_model_name": ["a", "b"]}, "a model is served under one name"),
         ({"hf_overrides": "{"}, "hf_overrides={: it must be JSON"),
+        (
+            {"speculative_config": {"method": "medusa"}},
+            "the method must be one of ngram, ngram_gpu, suffix, got 'medusa'",
+        ),
+        (
+            {"speculative_config": '{"method": "ngram", "quantization": "fp8"}'},
+            "quantization is not supported; leave it out",
+        ),
+        ({"speculative_config": "ngram"}, "it must be a JSON object"),
         ({"enforce_eager": "maybe"}, "enforce_eager=maybe: it must be true or false"),
     ],
 )

@@ -140,7 +140,8 @@ def test_the_engines_sections_cross_the_process_border_alone_and_unchanged():
     assert (received.model, received.cache) == (config.model, config.cache)
     assert b"secret" not in wire
     assert set(msgspec.json.decode(wire)) == {
-        *("model", "device", "cache", "scheduler", "graphs", "sampling")
+        *("model", "device", "cache", "scheduler", "speculation", "graphs"),
+        *("runtime", "sampling"),
     }
 
 

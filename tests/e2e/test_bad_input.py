@@ -240,7 +240,24 @@ class TestMessages:
         body = {"messages": [{"role": "user", "content": "a list of words " * 400}]}
         refuse(server, CHAT, body, param="messages", code="context_length_exceeded")
 
-    @pytest.mark.parametrize("field", ["audio", "functions", "prediction"])
+    def test_a_prediction_without_drafts(self, server):
+        body = {"messages": HI, "prediction": {"type": "content", "content": "Hello"}}
+        error = refuse(server, CHAT, body, param="prediction", code="unsupported_parameter")
+        assert error["message"] == (
+            "prediction needs drafts, and this server has none: start it with "
+            "speculation.method=auto"
+        )
+
+    @pytest.mark.parametrize(
+        "prediction", ["text", {}, {"type": "x", "content": "a"}, {"content": 1}]
+    )
+    def test_a_wrong_prediction(self, server, prediction):
+        body = {"messages": HI, "prediction": prediction}
+        response = HTTP.post(server.url + CHAT, json=body, timeout=30)
+        assert response.status_code == 400
+        assert response.json()["error"]["param"].startswith("prediction")
+
+    @pytest.mark.parametrize("field", ["audio", "functions"])
     def test_what_this_server_can_not_do(self, server, field):
         body = {"messages": HI, field: {"type": "something"}}
         refuse(server, CHAT, body, param=field, code="unsupported_parameter")
@@ -274,11 +291,9 @@ class TestPrompts:
     def test_a_lone_surrogate(self, server):
         refuse(server, COMPLETIONS, b'{"prompt": "\\ud83d"}', code="invalid_json")
 
-    @pytest.mark.parametrize("field", ["suffix", "prediction"])
-    def test_what_this_server_can_not_do(self, server, field):
-        value = "end"
-        body = {"prompt": "Hi", field: value}
-        refuse(server, COMPLETIONS, body, param=field, code="unsupported_parameter")
+    def test_what_this_server_can_not_do(self, server):
+        body = {"prompt": "Hi", "suffix": "end"}
+        refuse(server, COMPLETIONS, body, param="suffix", code="unsupported_parameter")
 
     def test_token_ids_to_text(self, server):
         refuse(server, "/detokenize", {"tokens": [10**9]}, param="tokens")

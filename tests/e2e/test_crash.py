@@ -219,6 +219,26 @@ def test_many_streams_survive_three_kills(server: ServerProcess) -> None:
     assert HTTP.get(f"{server.url}/ready", timeout=30).json() == {"status": "ready"}
 
 
+def test_answers_name_what_their_bits_depend_on(server: ServerProcess) -> None:
+    version = HTTP.get(f"{server.url}/version", timeout=30).json()
+    fingerprint = version["system_fingerprint"]
+    assert version["determinism"] == "bitwise"
+    assert re.fullmatch(f"fp-bitwise-{version['isa']}-[0-9a-f]{{12}}", fingerprint)
+    request = {"prompt": "Hello", "max_tokens": 3, "temperature": 0}
+    whole = HTTP.post(f"{server.url}/v1/completions", json=request, timeout=250).json()
+    assert whole["system_fingerprint"] == fingerprint
+    request |= {"stream": True, "stream_options": {"include_usage": True}}
+    stream = HTTP.post(f"{server.url}/v1/completions", json=request, timeout=250)
+    *chunks, done = [line.removeprefix("data: ") for line in stream.text.splitlines() if line]
+    assert done == "[DONE]"
+    assert {json.loads(chunk)["system_fingerprint"] for chunk in chunks} == {fingerprint}
+    metrics = HTTP.get(f"{server.url}/metrics", timeout=30).text
+    (line,) = (
+        each for each in metrics.splitlines() if each.startswith("ostinato_determinism_info{")
+    )
+    assert f'fingerprint="{fingerprint}"' in line
+
+
 def test_answers_with_a_form_keep_it_over_a_kill(server: ServerProcess) -> None:
     """Schemas, patterns and calls of tools, greedy and seeded."""
     requests = [constrained(number) for number in range(6)]

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from ostinato.models.checkpoints.checkpoint import resolve_directory
+from ostinato.models.checkpoints.checkpoint import resolve_path
 from tests.e2e.server_process import HTTP, ServerProcess
-from tests.models.random_checkpoints import VARIANTS, reference_model, save
+from tests.models.random_checkpoints import VARIANTS, Variant, reference_model, save
+from tests.models.recorded.recorded_variants import UNKNOWN
 
 PROMPT = [(7 * index * index + 13 * index + 5) % 199 for index in range(21)]
 NUM_TOKENS = 12
@@ -29,11 +30,20 @@ def greedy(model: torch.nn.Module) -> list[int]:
 @pytest.mark.slow
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_a_checkpoint_is_served(family: str, tmp_path: Path) -> None:
-    variant = VARIANTS[FAMILIES[family]]
+    check_served(VARIANTS[FAMILIES[family]], tmp_path)
+
+
+def test_a_checkpoint_is_served_through_transformers(tmp_path: Path) -> None:
+    """Of an architecture without an implementation here; its layers have no torch operations."""
+    check_served(UNKNOWN["seed_oss"], tmp_path)
+
+
+def check_served(variant: Variant, tmp_path: Path) -> None:
+    """A server that loads the variant's checkpoint continues the prompt as transformers does."""
     model = reference_model(variant)
     directory = save(model, variant, tmp_path / "model")
     for file in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(resolve_directory("") / file, directory)
+        shutil.copy(resolve_path("") / file, directory)
     with ServerProcess(f"model.path={directory}", "model.max_model_len=128") as server:
         answer = HTTP.post(
             f"{server.url}/v1/completions",

@@ -143,7 +143,8 @@ class TestProcess:
         target = python.readlink()
         python.unlink()
         for process in (*grammar_processes(server), *processes(server, PREPARATION)):
-            process.kill()
+            for one in (*process.children(recursive=True), process):  # its forks stay otherwise
+                one.kill()
         bodies = [
             {"prompt": "A", "user": "u" * 10_000},  # large enough for a process of its own
             {"messages": HI, "chat_template": "Hi"},

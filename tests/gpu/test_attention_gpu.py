@@ -32,7 +32,7 @@ BASE = Shape(num_heads=32, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16, d
 FP8 = torch.float8_e4m3fn
 DECODE, MIXED = GraphKey(16, 16, 1), GraphKey(128, 16, 0)
 
-# Each step leaves rows behind that the next one must not see.
+# Each step leaves stale rows that the next step must not read.
 MIXED_STEPS = [
     [(1, 700), (37, 37), (4, 300), (20, 90), (1, 1), (5, 5)],
     [(128, 128)],
@@ -177,7 +177,7 @@ def test_matches_reference(name: str, shape: Shape) -> None:
 
 
 class CapturedAttention:
-    """One call over static inputs, as a CUDA graph."""
+    """A CUDA graph of one call over static inputs."""
 
     def __init__(
         self, backend: AttentionBackend, planner: AttentionPlanner, engine: Engine, key: GraphKey

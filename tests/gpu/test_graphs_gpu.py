@@ -29,7 +29,7 @@ pytestmark = pytest.mark.gpu
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 3e-2}
 DTYPES = list(TOLERANCES)
 
-# Each step leaves rows behind that the next one must not see.
+# Each step leaves stale rows that the next step must not read.
 STEPS: list[tuple[Step, str]] = [
     ([(0, 20), (0, 5)], "captured"),  # 25 tokens in the mixed bucket of 32
     ([(20, 1), (5, 1), (300, 1)], "captured"),  # 3 sequences in the decode bucket of 4
@@ -108,7 +108,7 @@ def test_capture_writes_to_the_null_block_only() -> None:
 
 @torch.inference_mode()
 def test_buckets_share_their_memory() -> None:
-    """A bucket keeps nothing of its own: with a large vocabulary its logits would add up."""
+    """A bucket keeps no logits of its own: with a large vocabulary those of all buckets would add up."""
     graphs = make_graphs(torch.bfloat16, captured=True, vocab_size=32768)
     allocated: list[int] = []
     keys: list[GraphKey] = []

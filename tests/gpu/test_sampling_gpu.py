@@ -1,4 +1,4 @@
-"""Captured draws on a CUDA device: the CPU's tokens, no memory kept; what the device says of memory."""
+"""Captured draws on a CUDA device: the CPU's tokens, no memory kept, and the memory that the device reports."""
 
 from __future__ import annotations
 

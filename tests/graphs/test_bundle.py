@@ -214,3 +214,38 @@ def test_two_processes_that_save_at_once_leave_a_whole_one(tmp_path: Path) -> No
     assert bundle.get("layer-0") == bundle.get("layer-1")
     leftovers = [p.name for p in tmp_path.iterdir() if p != bundle.directory]
     assert [name for name in leftovers if not name.endswith(".set-aside")] == []
+
+
+def test_the_second_of_two_starts_waits_for_what_the_first_one_saves(tmp_path: Path) -> None:
+    first = Bundle(tmp_path, "tiny", {})
+    first.take_turn()
+    code = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from ostinato.graphs.bundle import Bundle\n"
+        "bundle = Bundle(Path(sys.argv[1]), 'tiny', {})\n"
+        "print(len(bundle.entries), flush=True)\n"
+        "bundle.take_turn()\n"
+        "print(bundle.get('layer-0'))\n"
+    )
+    second = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
+    assert second.stdout is not None
+    assert second.stdout.readline() == "0\n"
+    first.put("layer-0", b"compiled once")
+    first.save()
+    assert second.communicate(timeout=120)[0] == "b'compiled once'\n"
+    third = Bundle(tmp_path, "tiny", {})
+    third.take_turn()  # it has files, so there is nothing to wait for
+    third.end_turn()
+
+
+def test_a_start_that_fails_lets_the_next_one_compile(tmp_path: Path) -> None:
+    first = Bundle(tmp_path, "tiny", {})
+    first.take_turn()
+    first.end_turn()
+    second = Bundle(tmp_path, "tiny", {})
+    second.take_turn()
+    assert second.entries == []
+    second.end_turn()

@@ -104,7 +104,7 @@ def test_poisoned_rows_past_the_batch_change_nothing() -> None:
 
 
 class ClosingPlanner:
-    """Plans nothing; notes what was captured when it was closed."""
+    """A planner that plans nothing and records what was captured when it was closed."""
 
     def __init__(self) -> None:
         self.runner: GraphRunner | None = None
@@ -149,7 +149,7 @@ def test_fewer_rows_are_sampled_than_run() -> None:
 
 
 class ScarceRecorder(StaticRecorder):
-    """Memory for buckets of these token counts only; fails as torch does."""
+    """A recorder with memory for buckets of these token counts only; it fails as torch does."""
 
     def __init__(self, captured: set[int], error: Exception) -> None:
         super().__init__()

@@ -26,7 +26,7 @@ SHAPE = "tokens=17,seqs=3"
 
 @pytest.fixture
 def monitor() -> Iterator[CompileMonitor]:
-    """One of an engine that is ready."""
+    """A monitor of an engine that is ready."""
     monitor = CompileMonitor()
     monitor.mark_ready()
     yield monitor
@@ -34,7 +34,7 @@ def monitor() -> Iterator[CompileMonitor]:
 
 
 def in_a_step(monitor: CompileMonitor, work: object) -> list[LateCompile]:
-    """What was late after `work` ran in a step of SHAPE, sorted."""
+    """The late compilations of `work` in a step of SHAPE, sorted."""
     monitor.begin_step(17, 3)
     work()  # type: ignore[operator]
     monitor.end_step()
@@ -182,7 +182,7 @@ def test_triton(monitor: CompileMonitor, tmp_path: Path, monkeypatch: pytest.Mon
 
     late = in_a_step(monitor, work)
     assert LateCompile("triton", SHAPE, 1) in late
-    # From the disk cache next time, which may be empty on another machine; so it counts.
+    # A later run takes it from the disk cache, which may be empty on another machine, so it counts.
     again = in_a_step(monitor, work)
     assert again == [*late[:-1], LateCompile("triton", SHAPE, 2)]
 
@@ -192,7 +192,7 @@ def test_flashinfer_starts_ninja(
 ) -> None:
     """FlashInfer's JIT runs ninja from its own modules.
 
-    Neither need be installed: the test makes a module and a program with these names.
+    Neither needs to be installed: the test makes a module and a program with these names.
     """
     package = tmp_path / "flashinfer"
     package.mkdir()

@@ -56,7 +56,7 @@ def test_sizes_and_mixtures_that_are_captured() -> None:
 
 
 class Scarce:
-    """Has no memory for results of more rows than this."""
+    """A recorder without memory for results of more rows than this."""
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -87,7 +87,7 @@ def test_another_error_of_the_capture_is_an_error() -> None:
 
 
 class NoQuestions(TorchDispatchMode):
-    """Refuses what would wait for a device or have a shape that depends on its data."""
+    """Refuses operations that wait for a device or whose shape depends on their data."""
 
     FORBIDDEN = ("_local_scalar_dense", "nonzero", "item", "equal", "is_nonzero", "masked_select")
 

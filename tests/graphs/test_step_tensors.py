@@ -1,4 +1,4 @@
-"""A further step tensor is a field of the table: buffers, padding, marks and replays follow."""
+"""A new step tensor is one field of the table; buffers, padding, dynamic marks and replays follow."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Array = TypeVar("Array")
 
 @dataclass(frozen=True, kw_only=True)
 class FurtherTensors(StepTensors[Array]):
-    """With one more per token, one per wanted row, and a second large one."""
+    """Step tensors with one more per token, one more per row of logits, and a second large one."""
 
     sources: Annotated[Array, TensorSpec(sizes=(Size.tokens,), dtype=torch.int64, padding=5)]
     weights: Annotated[Array, TensorSpec(sizes=(Size.rows, 3), dtype=torch.float32)]
@@ -121,7 +121,7 @@ def test_buffers_and_padding_follow_from_the_table() -> None:
 
 @torch.inference_mode()
 def test_programs_read_a_further_tensor_of_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Traced with its size free, called or replayed."""
+    """The program is traced with a dynamic size, then called or replayed."""
     model, spec = packed()
     model.layers = nn.ModuleList(Reordered(layer) for layer in model.layers)
     traced: list[object] = []

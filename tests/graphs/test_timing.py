@@ -12,7 +12,7 @@ from ostinato.graphs.timing import ClockTimer, CudaTimer, make_timer
 
 @dataclass
 class Device:
-    """A device with a clock that its work moves, and events in the order of its work."""
+    """A simulated device: its work moves its clock, and its events follow the order of its work."""
 
     now: float = 0.0  # milliseconds, where the host has queued work up to
     done: float = -1.0  # up to where the device has worked

@@ -1,4 +1,4 @@
-"""One thread: these models are too small to share, and idle OpenMP threads would spin."""
+"""Fixtures of the tests of models."""
 
 from __future__ import annotations
 
@@ -10,7 +10,16 @@ import torch
 
 @pytest.fixture(autouse=True, scope="session")
 def one_thread() -> Iterator[None]:
+    """Model tests use one thread: the models are small, and idle OpenMP threads would spin."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiles_late() -> None:
+    """Replaces the fixture of all tests: these tests have no engine, and compile on purpose.
+
+    An engine that another test has left to the garbage collector would count that as late.
+    """

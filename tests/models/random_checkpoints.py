@@ -344,7 +344,7 @@ VARIANTS = {
 
 
 def reference_model(variant: Variant) -> Any:
-    """The transformers model: float32, the variant's attention, no weight at its trivial value."""
+    """The transformers model in float32 with the variant's attention; no weight keeps its initial constant."""
     config = transformers.AutoConfig.for_model(variant.model_type, **variant.settings)
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(
@@ -353,7 +353,9 @@ def reference_model(variant: Variant) -> Any:
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.dim() == 1:  # norms start at 1 and biases at 0, which would hide mistakes
+            if (
+                parameter.dim() == 1
+            ):  # norms start at 1 and biases at 0: such weights would hide mistakes
                 parameter += torch.randn(parameter.shape, generator=generator) * 0.1
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):  # the same

@@ -54,7 +54,7 @@ def fill(model: LanguageModel, tensors: dict[str, Tensor], method: WeightMethod)
     for module in model.modules():
         if isinstance(module, LinearBase):
             module.use(method)
-    slots = find_slots(model)
+    slots = find_slots(model, model.checkpoint_layout)
     assert slots.keys() == tensors.keys()
     with torch.no_grad():
         for name, tensor in tensors.items():

@@ -1,7 +1,7 @@
 """Random attention steps for comparing backends: (query rows, context) per sequence.
 
-What a backend must not read holds NaN: the null block, blocks of no sequence and the unused ends of
-blocks. Block-table entries past a context are far out of range.
+Memory that a backend must not read holds NaN: the null block, blocks of no sequence and the unused
+ends of blocks. Block-table entries past a context are far out of range.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ostinato.ops.attention import AttentionBackend, AttentionMetadata
 from ostinato.ops.backends.reference import BACKEND as REFERENCE
+from ostinato.ops.backends.reference import _to_cache
 
 STALE_BLOCK = 1 << 24
 
@@ -38,7 +39,7 @@ class Shape:
     num_padding: int = 0  # tokens past the last sequence's
 
     def per_head(self) -> tuple[Tensor | None, Tensor | None]:
-        """ALiBi slopes and sinks, as far as the shape has them; [Hq] float32, all different."""
+        """The ALiBi slopes and sinks that the shape has; [Hq] float32, all different."""
         heads = torch.arange(1, self.num_heads + 1, device=self.device, dtype=torch.float32)
         slopes = 0.3 * 0.8**heads if self.has_alibi else None
         sinks = 3.0 * torch.cos(heads) if self.has_sinks else None
@@ -55,6 +56,11 @@ class Step(NamedTuple):
     v_cache: Tensor
     metadata: AttentionMetadata
     num_tokens: int  # padding excluded
+
+
+def to_cache(cache: Tensor, dtype: torch.dtype) -> Tensor:
+    """[num_blocks, Hkv, block_size, D] as a cache of this dtype."""
+    return _to_cache(cache, dtype) if dtype is torch.int8 else cache.to(dtype)
 
 
 def blocks_for(length: int, block_size: int) -> int:
@@ -98,7 +104,8 @@ def make_step(lengths: list[tuple[int, int]], shape: Shape, seed: int = 0) -> St
     )
     q, k, v = (tensor.to(shape.device, shape.dtype) for tensor in (q, k, v))
     k_cache, v_cache = (
-        cache.to(shape.device, shape.cache_dtype or shape.dtype) for cache in (k_cache, v_cache)
+        to_cache(cache, shape.cache_dtype or shape.dtype).to(shape.device)
+        for cache in (k_cache, v_cache)
     )
     metadata = AttentionMetadata(
         torch.tensor(starts, dtype=torch.int32, device=shape.device),
@@ -114,31 +121,54 @@ class CpuOrder:
     """Caches [num_blocks, Hkv, block_size, D] by token, and as the CPU kernel lays them out.
 
     Groups of 16 tokens (8 where blocks are no multiple of it) hold keys as [D / e, tokens, e] and
-    values as [tokens / e, D, e], where e elements take four bytes.
+    values as [tokens / e, D, e], where e elements take four bytes. In int8 e is 1, and the scales of a
+    group follow its values.
     """
 
     def __init__(self, cache: Tensor) -> None:
         _, _, self._block_size, self._head_dim = cache.shape
         self._tokens = 16 if self._block_size % 16 == 0 else 8
-        self._elements = 4 // cache.element_size()
+        self._is_int8 = cache.dtype is torch.int8
+        self._elements = 1 if self._is_int8 else 4 // cache.element_size()
 
     def keys(self, cache: Tensor) -> Tensor:
+        if self._is_int8:
+            places = self._grouped(cache, (self._tokens, self._head_dim))
+            return self._joined(places[..., :-4].transpose(3, 4), places[..., -4:], cache)
         parts = (self._tokens, self._head_dim // self._elements, self._elements)
         return self._grouped(cache, parts).transpose(3, 4).reshape(cache.shape).contiguous()
 
     def values(self, cache: Tensor) -> Tensor:
+        if self._is_int8:
+            places = self._grouped(cache, (self._tokens, self._head_dim))
+            return self._joined(places[..., :-4], places[..., -4:], cache)
         parts = (self._tokens // self._elements, self._elements, self._head_dim)
         return self._grouped(cache, parts).transpose(4, 5).reshape(cache.shape).contiguous()
 
     def keys_by_token(self, cache: Tensor) -> Tensor:
+        if self._is_int8:
+            numbers, scales = self._parts(cache, (self._head_dim - 4, self._tokens))
+            return torch.cat((numbers.transpose(3, 4), scales), -1).reshape(cache.shape)
         parts = (self._head_dim // self._elements, self._tokens, self._elements)
         return self._grouped(cache, parts).transpose(3, 4).reshape(cache.shape).contiguous()
 
     def values_by_token(self, cache: Tensor) -> Tensor:
+        if self._is_int8:
+            numbers, scales = self._parts(cache, (self._tokens, self._head_dim - 4))
+            return torch.cat((numbers, scales), -1).reshape(cache.shape)
         parts = (self._tokens // self._elements, self._head_dim, self._elements)
         return self._grouped(cache, parts).transpose(4, 5).reshape(cache.shape).contiguous()
 
-    def _grouped(self, cache: Tensor, parts: tuple[int, int, int]) -> Tensor:
+    @staticmethod
+    def _joined(numbers: Tensor, scales: Tensor, cache: Tensor) -> Tensor:
+        return torch.cat((numbers.flatten(3), scales.flatten(3)), -1).reshape(cache.shape)
+
+    def _parts(self, cache: Tensor, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
+        group = self._grouped(cache, (self._tokens * self._head_dim,))
+        numbers, scales = group[..., : -4 * self._tokens], group[..., -4 * self._tokens :]
+        return numbers.unflatten(-1, shape), scales.unflatten(-1, (self._tokens, 4))
+
+    def _grouped(self, cache: Tensor, parts: tuple[int, ...]) -> Tensor:
         return cache.reshape(*cache.shape[:2], self._block_size // self._tokens, *parts)
 
 

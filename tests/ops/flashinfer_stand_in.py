@@ -36,7 +36,7 @@ class StandIn:
         self.has_workspace = True
 
     def take(self, name: str, source: Tensor) -> None:
-        """Into the fixed buffer, or the source itself where there is none."""
+        """Copies into the fixed buffer; without one, returns the source."""
         buffer = getattr(self, name)
         if not self.use_cuda_graph:
             setattr(self, name, source.clone())
@@ -208,7 +208,7 @@ def fast_decode_plan(
     global_override_indptr_cpu: Tensor,
     **options: Any,
 ) -> None:
-    """Fills no buffer: the caller has."""
+    """Fills no buffer, because the caller has filled them."""
     assert wrapper.is_planned, "the first plan must be a full one"
     wrapper.set_options((num_qo_heads, num_kv_heads, head_dim, page_size), options)
 
@@ -217,9 +217,9 @@ STAND_IN = Library(DecodeStandIn, PrefillStandIn, fast_decode_plan)
 
 
 def bound_to(real: Library, calls: list[str]) -> Library:
-    """Stand-ins whose every call must bind to the signature of the real thing; `calls` lists them.
+    """Stand-ins whose calls must all bind to FlashInfer's signatures; `calls` lists them.
 
-    Where the real method hands its keywords on to an `_impl`, those bind to that one's.
+    Where a real method passes its keywords on to an `_impl`, they bind to the signature of that.
     """
 
     def bind(function: Callable[..., Any], arguments: tuple[Any, ...], options: Any) -> None:

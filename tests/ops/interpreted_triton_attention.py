@@ -1,7 +1,7 @@
 """The triton backend against the reference, under Triton's interpreter.
 
-Not collected by its name: the interpreter must be chosen before a kernel is decorated, so
-test_triton_attention.py runs this module in a process of its own with TRITON_INTERPRET=1.
+The interpreter must be chosen before a kernel is decorated. So pytest does not collect this module by its
+name, and test_triton_attention.py runs it in a process of its own with TRITON_INTERPRET=1.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def exact_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("exact_fp8")
 @pytest.mark.parametrize(("lengths", "shape"), FP8_GRID, ids=label)
 def test_a_cache_of_eight_bits(lengths: list[tuple[int, int]], shape: Shape) -> None:
-    """Outputs over the same rounded cache, and the very bytes that are written to it."""
+    """Compares outputs over the same rounded cache, and the bytes that are written to it."""
     check(BACKEND, lengths, replace(shape, cache_dtype=FP8))
 
 

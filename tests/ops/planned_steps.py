@@ -13,7 +13,7 @@ from tests.ops.attention_steps import Shape, Step, make_step, run
 
 
 class Engine:
-    """The static buffers of an engine, and how a step gets into them."""
+    """The static buffers of an engine, and a function that copies a step into them."""
 
     def __init__(
         self, shape: Shape, *, max_num_tokens: int, max_num_seqs: int, max_blocks: int

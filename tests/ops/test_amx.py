@@ -1,6 +1,6 @@
 """Matrix tiles (ops/native/core/amx.h): the emulation against the processor, and the kernels on both.
 
-Without AMX the emulation is compared with a model in numpy of integers and exact fractions alone.
+Without AMX the emulation is compared only with a numpy model of integers and exact fractions.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from ostinato.ops.native.instruction_sets import (
     runnable_levels,
     why_no_tiles,
 )
+from ostinato.ops.quantized_reference import QuantFormat
 from tests.ops.attention_steps import Shape, make_step
 from tests.ops.kernel_checks import LEVELS, linear_problem, ops_of
 
@@ -51,7 +52,7 @@ _HOSTILE = [
     0xBF80,
 ]
 _SOURCES: dict[str, Callable[[np.random.Generator, int], Words]] = {
-    # name: so many bfloat16
+    # name: number of bfloat16 values
     "any bits": lambda rng, count: rng.integers(0, 1 << 16, count).astype(np.uint16),
     "around one": lambda rng, count: _bfloat16(rng, count, 126, 129),
     "far apart": lambda rng, count: _bfloat16(rng, count, 40, 215),
@@ -199,10 +200,14 @@ def test_attention_has_the_emulations_bits(head_dim: int, block_size: int) -> No
     assert not bool(results[0].isnan().any())
 
 
-@pytest.mark.parametrize("form", [(8, 128, True), (8, 64, False), (4, 128, False)], ids=str)
+@pytest.mark.parametrize(
+    "form",
+    [QuantFormat(8, 128, True), QuantFormat(8, 64, False), QuantFormat(4, 128, False)],
+    ids=str,
+)
 @pytest.mark.parametrize("shape", [(96, 1024), (100, 1000), (33, 70)], ids=str)
 def test_tiles_of_bytes_have_the_bits_of_the_level_below(
-    form: tuple[int, int, bool], shape: tuple[int, int]
+    form: QuantFormat, shape: tuple[int, int]
 ) -> None:
     names = {"pack": "quantize_linear", "linear": "quantized_linear"}
     below = EMULATION.removeprefix("amx_on_")
@@ -211,7 +216,7 @@ def test_tiles_of_bytes_have_the_bits_of_the_level_below(
     for rows in (7, 8, 33, 48, 100):
         x, weight, bias = linear_problem(rows, *shape, torch.bfloat16)
         packed = other.pack(weight, *form)
-        arguments = (packed, bias, shape[0], False, None, *form)
+        arguments = (packed, bias, shape[0], False, None, None, *form)
         expected = other.linear(x, *arguments)
         for ops in tiled:
             assert torch.equal(ops.linear(x, *arguments), expected)

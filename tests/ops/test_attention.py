@@ -18,7 +18,7 @@ from torch import Tensor
 from ostinato.ops.attention import AttentionMetadata, AttentionSpec
 from ostinato.ops.backends.cpu import BACKEND as CPU
 from ostinato.ops.backends.reference import BACKEND as REFERENCE
-from tests.ops.attention_steps import Shape, Step, check, make_step, run
+from tests.ops.attention_steps import Shape, Step, check, known, make_step, run
 from tests.ops.kernel_checks import LEVELS, ops_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -66,7 +66,7 @@ def level(request: pytest.FixtureRequest) -> LevelBackend:
 
 @pytest.fixture(autouse=True)
 def _one_thread(set_threads: Callable[[int], None]) -> None:
-    """Unless a test asks for more: small steps do not gain from a second."""
+    """Tests use one thread by default: small steps do not gain from a second."""
     set_threads(1)
 
 
@@ -220,6 +220,36 @@ def test_every_instruction_set_level(
     check(level, MIXED, shape)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"head_dim": 32, "num_heads": 6},
+        {"head_dim": 72, "block_size": 8, "sliding_window": 45},
+        {"head_dim": 128, "block_size": 64, "has_alibi": True, "has_sinks": True},
+        {"head_dim": 64, "soft_cap": 5.0, "num_heads": 7, "num_kv_heads": 1},
+    ],
+    ids=str,
+)
+def test_a_cache_of_eight_bits(
+    level: LevelBackend, dtype: torch.dtype, more: dict[str, Any]
+) -> None:
+    """The cache is that of the reference bit for bit, and so are the numbers that are attended to."""
+    check(level, MIXED, Shape(dtype=dtype, cache_dtype=torch.int8, **more))
+
+
+def test_tiny_and_zero_rows_in_eight_bits(level: LevelBackend) -> None:
+    shape = Shape(cache_dtype=torch.int8)
+    step = make_step([(4, 40)], shape)
+    for exponent, row in zip((-140, -145, -120), step.k, strict=False):
+        row *= 2.0**exponent
+    step.v[1] = 0.0
+    _, k_cache, v_cache = run(level, step, shape)
+    _, k_expected, v_expected = run(REFERENCE, step, shape)
+    assert torch.equal(k_cache[1:], k_expected[1:])
+    assert torch.equal(v_cache[1:], v_expected[1:])
+
+
 @pytest.mark.parametrize("num_threads", [1, 2, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_threads_and_split_contexts(
@@ -331,13 +361,27 @@ def test_whole_prefill_and_chunks_of_it(
     check_chunks(level, make_step([(500, 500)], shape), chunks, shape)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_chunks_and_batches_over_a_cache_of_eight_bits(
+    level: LevelBackend, dtype: torch.dtype
+) -> None:
+    shape = Shape(dtype=dtype, head_dim=64, num_heads=6, cache_dtype=torch.int8)
+    check_chunks(level, make_step([(500, 500)], shape), [33, 1, 166, 3, 296, 1], shape)
+    step = make_step(MIXED, shape)
+    out, _, _ = run(level, step, shape)
+    for row in range(len(MIXED)):
+        begin, end = step.metadata.query_start_loc[row : row + 2].tolist()
+        alone, _, _ = run(level, part_of(step, row), shape)
+        assert torch.equal(alone, out[begin:end])
+
+
 @pytest.mark.parametrize("window", [0, 70])
 @pytest.mark.parametrize("exponent", [-120, -126, -130])
 def test_sums_that_become_subnormal_in_a_whole_prefill_and_in_chunks(
     level: LevelBackend, exponent: int, window: int
 ) -> None:
-    """Matrix tiles take subnormal sums for zeros. When depends on a row's own tokens only: rows that
-    are computed beside it may reach a tile of keys that it does not see.
+    """Matrix tiles replace subnormal sums by zeros. Whether they do may depend only on a row's own
+    tokens, although other rows of the tile may see more keys.
     """
     shape = Shape(
         dtype=torch.bfloat16, head_dim=64, num_heads=6, num_kv_heads=2, sliding_window=window
@@ -349,7 +393,7 @@ def test_sums_that_become_subnormal_in_a_whole_prefill_and_in_chunks(
 
 
 def check_chunks(level: LevelBackend, step: Step, chunks: list[int], shape: Shape) -> None:
-    """That a prompt of one sequence has the same bits in one step and in chunks."""
+    """Checks that a prompt of one sequence has the same bits in one step and in chunks."""
     whole, k_whole, v_whole = run(level, step, shape)
     k_cache, v_cache = step.k_cache, step.v_cache
     done = 0
@@ -364,8 +408,8 @@ def check_chunks(level: LevelBackend, step: Step, chunks: list[int], shape: Shap
         part = Step(step.q[span], step.k[span], step.v[span], k_cache, v_cache, metadata, size)
         out, k_cache, v_cache = run(level, part, shape)
         assert torch.equal(out, whole[span])
-    assert torch.equal(k_cache.nan_to_num(7.0), k_whole.nan_to_num(7.0))
-    assert torch.equal(v_cache.nan_to_num(7.0), v_whole.nan_to_num(7.0))
+    assert torch.equal(known(k_cache), known(k_whole))
+    assert torch.equal(known(v_cache), known(v_whole))
 
 
 # ---- any batch ---------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Building the native library: cold, twice at once, after damage, without a compiler, on one thread pool."""
+"""Building the native library: cold, by two processes at once, after damage, without a compiler, and its thread pool."""
 
 from __future__ import annotations
 

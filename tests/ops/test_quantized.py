@@ -61,7 +61,7 @@ def kernels(request: pytest.FixtureRequest) -> SimpleNamespace:
 
 
 def _rounded_activations(x: Tensor, form: QuantFormat) -> Tensor:
-    """What the kernel multiplies in x's place, float64."""
+    """The rounded x that the kernel multiplies, float64."""
     parts = [quantize_rows(part.float()) for part in x.split(form.group_size, 1)]
     return torch.cat([whole.double() * scale.double() for whole, scale in parts], 1)
 
@@ -109,14 +109,14 @@ def test_every_number_of_rows_gives_the_same_bits_within_the_error_bound(
     for shape in _SHAPES:
         x, weight, bias = linear_problem(301, *shape, dtype)
         quantized = kernels.quantize(weight, *form)
-        whole = kernels.linear(x, quantized, bias, shape[0], False, None, *form)
+        whole = kernels.linear(x, quantized, bias, shape[0], False, None, None, *form)
         assert whole.dtype == dtype
         _assert_close(whole, x, quantized, form, [bias])
         for rows in (*range(1, 14), 25, 100, 301):
             # the last rows, so that a row stands at another place of its block each time
-            part = kernels.linear(x[-rows:], quantized, bias, shape[0], False, None, *form)
+            part = kernels.linear(x[-rows:], quantized, bias, shape[0], False, None, None, *form)
             assert torch.equal(part, whole[-rows:])
-        plain = kernels.linear(x[:9], quantized, None, shape[0], False, None, *form)
+        plain = kernels.linear(x[:9], quantized, None, shape[0], False, None, None, *form)
         _assert_close(plain, x[:9], quantized, form, [])
 
 
@@ -130,7 +130,7 @@ def test_the_number_of_threads_does_not_show(
     for threads in (1, 2, 4, 8):
         set_threads(threads)
         quantized = kernels.quantize(weight, *form)
-        result = kernels.linear(x, quantized, bias, 650, False, None, *form)
+        result = kernels.linear(x, quantized, bias, 650, False, None, None, *form)
         results.append((quantized, result))
     _assert_close(results[0][1], x, *(results[0][0], form), [bias])
     for quantized, result in results[1:]:
@@ -144,9 +144,24 @@ def test_instruction_sets_agree_to_the_last_bits() -> None:
     results = []
     for kernels in map(_kernels, LEVELS):
         quantized = kernels.quantize(weight, *form)
-        results.append(kernels.linear(x, quantized, bias, 70, False, None, *form))
+        results.append(kernels.linear(x, quantized, bias, 70, False, None, None, *form))
     for result in results[1:]:
         torch.testing.assert_close(result, results[0], rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("form", [QuantFormat(4, 256, True), QuantFormat(8, 256, True)], ids=_name)
+@pytest.mark.parametrize("sign", [-1.0, 1.0])
+def test_the_largest_products_overflow_no_lane(
+    kernels: SimpleNamespace, form: QuantFormat, sign: float
+) -> None:
+    weight = torch.zeros(form.packed_shape(32, 256), dtype=torch.uint8)
+    weight.fill_(0xFF)
+    weight[:, :64].view(torch.bfloat16).fill_(1.0)  # the scales of its one group
+    for rows in range(1, 13):
+        x = torch.full((rows, 256), 127.0 * sign)
+        result = kernels.linear(x, weight, None, 32, False, None, None, *form)
+        largest = (1 << form.bits) - 1 - form.offset
+        assert torch.equal(result, torch.full_like(result, 256 * 127.0 * sign * largest))
 
 
 @pytest.mark.parametrize("form", _FORMATS, ids=_name)
@@ -157,12 +172,12 @@ def test_bias_and_residual_are_added_before_rounding(
     x, weight, bias = linear_problem(21, 70, 130, dtype)
     residual = torch.randn(21, 75).to(dtype)[:, :70]
     quantized = kernels.quantize(weight, *form)
-    result = kernels.linear(x, quantized, bias, 70, False, residual, *form)
+    result = kernels.linear(x, quantized, bias, 70, False, residual, None, *form)
     _assert_close(result, x, quantized, form, [bias, residual])
-    sums = kernels.linear(x, quantized, bias, 70, True, None, *form)
+    sums = kernels.linear(x, quantized, bias, 70, True, None, None, *form)
     assert sums.dtype == torch.float32
     _assert_close(sums, x, quantized, form, [bias])
-    rounded = kernels.linear(x, quantized, bias, 70, False, None, *form)
+    rounded = kernels.linear(x, quantized, bias, 70, False, None, None, *form)
     assert torch.equal(sums.to(dtype), rounded)
 
 
@@ -186,7 +201,7 @@ def test_rows_are_those_of_the_dequantised_matrix(
 def test_no_rows(kernels: SimpleNamespace, form: QuantFormat) -> None:
     _, weight, bias = linear_problem(1, 40, 12, torch.float32)
     quantized = kernels.quantize(weight, *form)
-    result = kernels.linear(torch.empty(0, 12), quantized, bias, 40, False, None, *form)
+    result = kernels.linear(torch.empty(0, 12), quantized, bias, 40, False, None, None, *form)
     assert result.shape == (0, 40)
 
 
@@ -195,7 +210,7 @@ def test_infinities_and_nans_stay_in_their_row(kernels: SimpleNamespace, form: Q
     x, weight, _ = linear_problem(15, 33, 71, torch.float32)
     x[0, 6], x[14, 70] = torch.inf, torch.nan
     quantized = kernels.quantize(weight, *form)
-    result = kernels.linear(x, quantized, None, 33, False, None, *form)
+    result = kernels.linear(x, quantized, None, 33, False, None, None, *form)
     assert bool(result[0].isnan().all())
     assert bool(result[14].isnan().all())
     _assert_close(result[1:14], x[1:14], quantized, form, [])
@@ -209,7 +224,7 @@ def test_zeros_and_the_smallest_and_largest_values(
     x[0], x[1], x[2] = 0.0, x[1] * 1e-36, x[2] * 1e30
     weight[3], weight[4], weight[5, :200] = 0.0, weight[4] * 1e-30, 0.0
     quantized = kernels.quantize(weight, *form)
-    result = kernels.linear(x, quantized, None, 40, False, None, *form)
+    result = kernels.linear(x, quantized, None, 40, False, None, None, *form)
     assert not bool(result[0].any())
     assert not bool(result[:, 3].any())
     assert bool(result.isfinite().all())
@@ -265,7 +280,9 @@ def test_any_shape_against_the_reference(
     quantized = quantize_linear_weight(weight, form)
     chosen = bias if has_bias else None
     result = quantized_linear(x, quantized, chosen, out_features, form)
-    reference = quantized_linear_reference(x, quantized, chosen, out_features, False, None, *form)
+    reference = quantized_linear_reference(
+        x, quantized, chosen, out_features, False, None, None, *form
+    )
     for each in (result, reference):
         assert each.dtype == dtype
         _assert_close(each, x, quantized, form, [bias] if has_bias else [])
@@ -308,8 +325,10 @@ def test_the_registrations_pass_opcheck(form: QuantFormat) -> None:
     torch.library.opcheck(ops.quantize_linear.default, (weight, *form))
     residual = torch.zeros(5, 45, dtype=torch.bfloat16)
     torch.library.opcheck(
-        ops.quantized_linear.default, (x, quantized, bias, 45, False, residual, *form)
+        ops.quantized_linear.default, (x, quantized, bias, 45, False, residual, None, *form)
     )
-    torch.library.opcheck(ops.quantized_linear.default, (x, quantized, None, 45, True, None, *form))
+    torch.library.opcheck(
+        ops.quantized_linear.default, (x, quantized, None, 45, True, None, None, *form)
+    )
     ids = torch.tensor([44, 1])
     torch.library.opcheck(ops.quantized_rows.default, (quantized, ids, 45, 21, False, *form))

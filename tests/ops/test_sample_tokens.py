@@ -75,7 +75,7 @@ def test_a_draw_is_that_of_plain_torch(
     top_p: float,
     min_p: float,
 ) -> None:
-    """The exception is a number within a rounding error of a border between two tokens.
+    """Compares tokens except for a number within a rounding error of a border between two tokens.
 
     The token is then the one that plain torch draws for a number a little smaller or larger.
     """
@@ -144,7 +144,7 @@ def test_top_p_over_many_candidates_is_that_of_plain_torch(
 
 @pytest.fixture(scope="module")
 def check_sampling(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], list[int]]:
-    """Compiles sampling_check.cpp for a level and runs it with so many rows; what it prints."""
+    """Compiles sampling_check.cpp for a level and runs it with this number of rows; its output."""
     headers = Path(sampling.__file__).parent / "native"
     root = Path(torch.__file__).parent
     folder = tmp_path_factory.mktemp("programs")

@@ -14,7 +14,6 @@ from ostinato.ops.sampling import (
     apply_token_bitmask,
     sample_filtered,
     sample_full,
-    token_logprobs,
     uniform_number,
 )
 
@@ -145,17 +144,6 @@ def test_penalties() -> None:
     in_prompt = torch.tensor([False, False, True, False, False])
     apply_penalties(logits, counts, in_prompt, repetition=2.0, presence=0.5, frequency=0.25)
     assert logits.tolist() == [1.0 - 0.25 - 0.5, -4.0 - 0.5 - 0.5, 0.5, 1.0, 0.5]
-
-
-def test_logprobs_and_ranks() -> None:
-    probabilities = torch.tensor([[0.1, 0.6, 0.3], [0.2, 0.2, 0.6]])
-    logprobs, ranks, ids, tops = token_logprobs(
-        probabilities.log() + 3.0, torch.tensor([2, 2]), top=2
-    )
-    assert logprobs.exp().tolist() == pytest.approx([0.3, 0.6])
-    assert ranks.tolist() == [2, 1]
-    assert ids[0].tolist() == [1, 2]
-    assert tops[0].exp().tolist() == pytest.approx([0.6, 0.3])
 
 
 @pytest.mark.parametrize("vocab_size", [1, 31, 32, 33, 100])

@@ -1,4 +1,4 @@
-"""The triton kernels compiled for compute capability 9.0: what a GPU would run, without one."""
+"""The triton kernels compiled for compute capability 9.0, which needs no GPU."""
 
 from __future__ import annotations
 

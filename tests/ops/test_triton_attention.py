@@ -1,4 +1,4 @@
-"""The triton backend on a machine without a GPU: its interpreted tests, and what needs no kernel."""
+"""The triton backend on a machine without a GPU: its interpreted tests, and the code outside its kernels."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_under_the_interpreter() -> None:
     """All of interpreted_triton_attention.py, in a process where no kernel is decorated yet."""
     environment = os.environ | {
         "TRITON_INTERPRET": "1",
-        # NumPy multiplies small tiles: more threads only get in each other's way.
+        # NumPy multiplies small tiles, for which more threads are slower.
         "OMP_NUM_THREADS": "1",
         "OPENBLAS_NUM_THREADS": "1",
     }

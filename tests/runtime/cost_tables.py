@@ -19,8 +19,8 @@ def make_table(
     pair_us: float = 1.0,
     score_ms: float | None = None,
 ) -> CostTable:
-    """A device whose steps cost so much by themselves and for each token, sequence and each
-    token of context that a token attends to, and for each log-probability of a prompt.
+    """A device with a fixed cost a step, and a cost for each token, each sequence, each token of
+    context that a token attends to, and each log-probability of a prompt.
     """
 
     def seconds(tokens: int, seqs: int, context: int) -> float:

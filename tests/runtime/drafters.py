@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
-from functools import partial
 from zlib import crc32
-
-import pytest
 
 from ostinato import LLM
 from ostinato.conf.root import RunConfig
-from ostinato.runtime import llm as llm_module
-from ostinato.runtime.scheduling.proposer import Proposer
-from ostinato.runtime.startup.build_engine import build_engine
+from ostinato.runtime.speculation.proposer import Draft, DraftSource, Proposer
 from ostinato.runtime.types.request import Request
 
 
@@ -32,15 +28,23 @@ class OracleDrafter:
         self.live: set[str] = set()  # requests that it was asked about and told nothing of the end
         self._vocab_size = vocab_size
 
-    def propose(self, request: Request, token_ids: Sequence[int], most: int) -> list[int]:
+    def propose(self, request: Request, token_ids: Sequence[int], most: int) -> Draft | None:
         assert most >= 1
         self.live.add(request.request_id)
         done = len(token_ids) - len(request.prompt_token_ids)
         following = self.outputs[request.request_id][done : done + most + 1]
-        return [
+        draft = [
             token if self._is_right(request.request_id, place) else (token + 1) % self._vocab_size
             for place, token in enumerate(following, done)
         ]
+        return Draft(draft, DraftSource.model)
+
+    def learn(self, request: Request, token_ids: Sequence[int]) -> None:
+        output = token_ids[len(request.prompt_token_ids) :]
+        assert output == self.outputs[request.request_id], "an answer is learned whole"
+
+    def reset(self) -> None:
+        pass
 
     def forget(self, request_id: str) -> None:
         self.live.discard(request_id)
@@ -66,27 +70,34 @@ class ReplayDrafter:
         self._outputs: dict[tuple[int, ...], list[int]] = {}
         self._vocab_size = vocab_size
 
-    def learn(self, prompts: list[list[int]], outputs: list[list[int]]) -> None:
-        """Prompts, no two alike, and what followed them; of other prompts nothing is guessed."""
+    def memorize(self, prompts: list[list[int]], outputs: list[list[int]]) -> None:
+        """Distinct prompts and the tokens that followed them; no guess is made for other prompts."""
         self._outputs = dict(zip(map(tuple, prompts), outputs, strict=True))
 
-    def propose(self, request: Request, token_ids: Sequence[int], most: int) -> list[int]:
+    def propose(self, request: Request, token_ids: Sequence[int], most: int) -> Draft | None:
         prompt = request.prompt_token_ids
         done = len(token_ids) - len(prompt)
         following = self._outputs.get(tuple(prompt), [])[done : done + most]
-        return [
+        draft = [
             token
             if crc32(f"{prompt}/{place}".encode()) % 1009 / 1009 < self.accuracy
             else (token + 1) % self._vocab_size
             for place, token in enumerate(following, done)
         ]
+        return Draft(draft, DraftSource.model) if draft else None
+
+    def learn(self, request: Request, token_ids: Sequence[int]) -> None:
+        pass
+
+    def reset(self) -> None:
+        pass
 
     def forget(self, request_id: str) -> None:
         pass
 
 
 def make_llm(config: RunConfig, drafter: Proposer | None) -> LLM:
-    """An `LLM` whose engine is built with this drafter, if there is one."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(llm_module, "build_engine", partial(build_engine, proposer=drafter))
-        return LLM(config=config)
+    """An `LLM` whose engine is built with this drafter, if there is one, and verifies all drafts."""
+    speculation = dataclasses.replace(config.speculation, adaptive=False)
+    config = dataclasses.replace(config, speculation=speculation)
+    return LLM(config=config, proposer=drafter)

@@ -1,4 +1,4 @@
-"""What tests/runtime/test_fork_server.py asks: forks with every way to fail."""
+"""Jobs for tests/runtime/test_fork_server.py, one for each way to fail."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def native(begin_part: BeginPart) -> bytes:
 
 
 def parts(begin_part: BeginPart) -> bytes:
-    """Each within its limit, more than the limit together."""
+    """Runs parts that each keep within their processor time and together exceed it."""
     for number in range(4):
         begin_part(f"part {number}", 0.3)
         end = time.process_time() + 0.15

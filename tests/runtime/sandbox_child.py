@@ -1,4 +1,4 @@
-"""What tests/runtime/test_sandbox.py asks: a child with every way to fail."""
+"""Jobs for tests/runtime/test_sandbox.py, one for each way to fail."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def to_candidates(digest: int, count: int) -> TokenLogprobs:
 
 
 def reference_beams(request: Request, max_model_len: int) -> list[BeamOutput]:
-    """What a beam search finds that computes every beam from a plain list."""
+    """Results of a beam search that computes every beam from a plain list."""
     num_prompt_tokens = len(request.prompt_token_ids)
     max_tokens = request.sampling.max_tokens or max_model_len
     search = BeamSearch(request, min(max_tokens, max_model_len - num_prompt_tokens))
@@ -117,7 +117,7 @@ def reference_output(
 
 @dataclass
 class Row:
-    """What the device knows of a row."""
+    """The device's state of one row."""
 
     request_id: str
     salt: int

@@ -124,7 +124,7 @@ class SimulatedEngine:
         return outputs
 
     def finish_loads(self) -> None:
-        """Whatever is being loaded is there."""
+        """Ends all loads that are in progress."""
         for transfer_id, num_blocks in self.device.finish_loads():
             self.scheduler.finish_load(transfer_id, num_blocks)
         self.scheduler.check_integrity()
@@ -249,7 +249,7 @@ class SimulatedEngine:
             assert sequence.block_table.num_registered <= num_known
 
     def _check_ends(self, output: SchedulerOutput) -> None:
-        """The last token that a request may have is never computed."""
+        """Checks that no step computes a request's last allowed token: it is sampled and never fed back."""
         for entry in output.scheduled:
             request = self.requests[self.device.rows[entry.row].request_id]
             max_tokens = request.sampling.max_tokens or self.max_model_len
@@ -279,7 +279,7 @@ def _mixed_seconds(
     chunks: list[ScheduledSequence],
     drafts: list[Chunk],
 ) -> float:
-    """What the step takes; 0 when it has not both, and so no target."""
+    """Predicted seconds of the step; 0 when it lacks decodes or prompts, and so has no target."""
     if not decodes or not (chunks or drafts):
         return 0.0
     context = sum(entry.start for entry in decodes) / len(decodes)
@@ -288,7 +288,7 @@ def _mixed_seconds(
 
 
 def _most_tokens(request: Request, max_model_len: int) -> int:
-    """Tokens that are computed for a request when nothing is ever computed again."""
+    """Tokens that are computed for a request that is never preempted."""
     length = len(request.prompt_token_ids) + (request.sampling.max_tokens or max_model_len)
     if not request.sampling.use_beam_search:
         return length

@@ -62,6 +62,66 @@ def test_each_job_has_a_process_of_its_own():
     run(test)
 
 
+SHARED = LIMITS._replace(is_shared=True)
+
+
+def test_shared_jobs_follow_each_other_in_one_process():
+    async def pid_of(server, limits=SHARED):
+        return int((await server.call(b"a", limits)).split()[2])
+
+    async def test(server):
+        first = await pid_of(server)
+        assert await pid_of(server) == first
+        assert await pid_of(server, LIMITS) != first  # it has a process of its own
+        assert await pid_of(server) == first
+        assert (await server.call(b"a", SHARED)).startswith(b"1004 hello")  # the fourth there
+        at_once = await asyncio.gather(*(pid_of(server) for _ in range(6)))
+        assert len(set(at_once)) == 6
+        forks = psutil.Process(server.pid).children()
+        kept = await asyncio.gather(*(pid_of(server) for _ in range(4)))
+        assert set(kept) < set(at_once)  # four have stayed
+        server.close()
+        _, alive = await asyncio.to_thread(psutil.wait_procs, forks, 30)
+        assert not alive
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("job", "text", "fault"),
+    [
+        (b"spin", "more than 0.2 s of processor time", Fault.job),
+        (b"memory", "more than 256 MiB of memory", Fault.job),
+        (b"raise", "ended with exit code 1", Fault.unknown),
+    ],
+)
+def test_a_shared_job_without_an_answer_ends_its_process(job, text, fault):
+    async def test(server):
+        first = await server.call(b"a", SHARED)
+        with pytest.raises(JobError, match=text) as caught:
+            await server.call(job, SHARED)
+        assert caught.value.reason.fault is fault
+        second = await server.call(b"a", SHARED)
+        assert second.split()[:2] == first.split()[:2]
+        assert second.split()[2] != first.split()[2]
+
+    run(test)
+
+
+def test_a_shared_job_has_its_own_processor_time():
+    async def test(server):
+        for _ in range(3):  # each takes 0.6 s, and no part more than its limit
+            assert await server.call(b"parts", SHARED) == b"done"
+        (fork,) = psutil.Process(server.pid).children()
+        fork.kill()  # while it waits
+        with pytest.raises(JobError, match="ended with signal 9") as caught:
+            await server.call(b"a", SHARED)
+        assert caught.value.reason.fault is Fault.unknown
+        assert (await server.call(b"a", SHARED)).startswith(b"1001 hello")
+
+    run(test)
+
+
 def test_large_jobs_and_answers():
     async def test(server):
         job = b"j" * (20 << 20)
@@ -184,7 +244,7 @@ def test_a_limit_of_the_system_is_not_the_jobs_fault():
 
 
 def test_it_ends_with_its_parent(capfd):
-    """At once, and without a word in the log."""
+    """Fails at once and writes nothing to the log."""
 
     async def test(server):
         call, fork = await sleeping(server)
@@ -193,7 +253,7 @@ def test_it_ends_with_its_parent(capfd):
         assert server._process.wait(30) == 0
         call.cancel()
         await asyncio.gather(call, return_exceptions=True)
-        # What adopts it may leave it unburied, as the first process of a container does.
+        # The adopting process may not reap it, as the first process of a container does not.
         with contextlib.suppress(psutil.NoSuchProcess):
             while fork.status() != psutil.STATUS_ZOMBIE:
                 await asyncio.sleep(0.01)

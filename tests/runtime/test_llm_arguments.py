@@ -104,7 +104,8 @@ def test_a_seed_makes_a_run_repeatable(llm: LLM):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"tensor_parallel_size": 2}, "there is no parallelism over devices yet"),
+        ({"tensor_parallel_size": 2}, "one device runs the model"),
+        ({"data_parallel_size": 2}, "parallel.data=2: LLM runs one engine, in this process"),
         ({"max_modellen": 4}, "did you mean max_model_len?"),
         ({"block_size": 17}, "cache.block_size must be one of 8, 16, 32, 64, 128, got 17"),
         ({"config": load_config(), "dtype": "float32"}, "config=... or settings"),
@@ -117,7 +118,7 @@ def test_an_argument_that_can_not_be_met_is_refused(arguments: dict, message: st
 
 def test_the_async_engine_takes_the_same_arguments():
     """The configuration is read when the object is made; no process starts before `start`."""
-    AsyncEngine("some/dir", max_model_len=64, tensor_parallel_size=1)
+    AsyncEngine("some/dir", max_model_len=64, tensor_parallel_size=1, data_parallel_size=2)
     with pytest.raises(ConfigError, match="did you mean max_model_len"):
         AsyncEngine(max_modellen=64)
     with pytest.raises(ConfigError, match="takes config="):

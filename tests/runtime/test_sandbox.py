@@ -1,4 +1,4 @@
-"""A process that can be killed: answers, limits, and what is left after an end."""
+"""The sandbox process: answers, limits, and clean-up after its end."""
 
 from __future__ import annotations
 

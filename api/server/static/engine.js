@@ -21,6 +21,7 @@ export class EngineView {
     this.use = new Tile("tile-use");
     this.last = null;
     this.state = null;
+    this.number = 0; // of the engine that is drawn
     this.timer = 0;
     document.addEventListener("visibilitychange", () => this.start());
     window.addEventListener("resize", () => this.draw());
@@ -35,7 +36,7 @@ export class EngineView {
     clearTimeout(this.timer);
     let pause = EVERY_MS;
     try {
-      const state = await (await ask("/debug/state")).json();
+      const state = await (await ask(`/debug/state?engine=${this.number}`)).json();
       this.show(state);
     } catch (error) {
       pause = AFTER_FAILURE_MS;
@@ -63,6 +64,7 @@ export class EngineView {
     }
     this.status(state.problem ? "bad" : "good", state.problem || "ready");
     this.state = state;
+    this.engines(state.engines);
     this.tiles(state, this.last);
     this.last = state;
     if (state.engine) this.draw();
@@ -77,6 +79,34 @@ export class EngineView {
     this.blocks(engine);
   }
 
+  /** The list of engines, where there are several; the other parts of the page show the pressed one. */
+  engines(engines) {
+    byId("engines-card").hidden = !engines.length;
+    if (!engines.length) return;
+    const serving = engines.filter((one) => one.status.state === "serving").length;
+    byId("engines-note").textContent = `${number(serving)} of ${number(engines.length)} take requests`;
+    byId("engines").replaceChildren(...engines.map((one) => make("li", "", this.engineButton(one))));
+  }
+
+  engineButton(one) {
+    const { engine, state, num_unfinished, num_restarts, reason } = one.status;
+    const memory = one.resident_bytes === null ? "" : `, ${short(one.resident_bytes / 2 ** 30)} GiB`;
+    const restarts = num_restarts ? `, ${count(num_restarts, "restart")}` : "";
+    const facts = `${number(one.num_running)} run, ${number(num_unfinished)} in all, ${percent(one.kv_cache_usage)} of blocks${memory}${restarts}`;
+    const button = make(
+      "button",
+      "",
+      [make("span", "", `engine ${engine}`), make("span", "", state), make("span", "facts", facts)],
+      { type: "button", "aria-pressed": String(engine === this.number), title: reason || state },
+    );
+    button.addEventListener("click", () => {
+      this.number = engine;
+      this.last = null;
+      this.look();
+    });
+    return button;
+  }
+
   tiles(state, last) {
     const seconds = last ? state.time - last.time : 0;
     const stats = state.stats;
@@ -84,7 +114,12 @@ export class EngineView {
     if (seconds > 0 && last.engine_pid === state.engine_pid) {
       rate = Math.max(0, (stats.num_output_tokens - last.stats.num_output_tokens) / seconds);
     }
-    this.rate.show([rate === null ? "–" : short(rate), ""], `${number(stats.num_output_tokens)} so far`, rate);
+    const drafts = stats.speculation;
+    let text = `${number(stats.num_output_tokens)} so far`;
+    if (drafts?.num_draft_tokens) {
+      text += `, ${Math.round((100 * drafts.num_accepted_tokens) / drafts.num_draft_tokens)} % of drafts accepted`;
+    }
+    this.rate.show([rate === null ? "–" : short(rate), ""], text, rate);
     for (const [tile, found] of [[this.ttft, state.live.ttft], [this.itl, state.live.itl]]) {
       if (found) {
         const [slow, unit] = duration(found.p90);
@@ -103,9 +138,9 @@ export class EngineView {
       this.use.show([Math.round(gpu.utilization * 100), "%"], memory, gpu.utilization);
       return;
     }
-    const memory = `${short((use.processes.engine?.resident_bytes || 0) / 2 ** 30)} GiB in memory`;
-    const now = use.processes.engine?.cpu_seconds;
-    const before = last?.use.processes.engine?.cpu_seconds;
+    const memory = `${short((sumOfEngines(use, "resident_bytes") || 0) / 2 ** 30)} GiB in memory`;
+    const now = sumOfEngines(use, "cpu_seconds");
+    const before = last ? sumOfEngines(last.use, "cpu_seconds") : undefined;
     if (!(seconds > 0) || now === undefined || before === undefined || now < before) {
       this.use.show(["–", ""], memory, null);
       return;
@@ -169,6 +204,12 @@ export class EngineView {
     byId("count-cached").textContent = `${number(cached)} cached`;
     byId("count-free").textContent = `${number(free)} free`;
   }
+}
+
+/** A figure of the engine processes, summed; undefined when none runs. */
+function sumOfEngines(use, figure) {
+  const engines = Object.entries(use.processes).filter(([name]) => name.startsWith("engine"));
+  return engines.length ? engines.reduce((sum, [, process]) => sum + process[figure], 0) : undefined;
 }
 
 function rowItem(row) {

@@ -3,15 +3,17 @@
     python -m ostinato.benchmarks.soak.hostile URL --connections 250 --seconds 60
 
 Every connection drips: it sends a byte of an unfinished request now and then. At random times it
-does something else: a stage of `faults`, a hostile request, or a case of `stall_cases`. The process
-writes `ready` when it has made its requests, begins when a line comes on stdin, and ends with its
-counts as one line of JSON.
+does something else. Light acts are the stages of `faults` and huge numbers. Heavy acts are hard
+constraints, hard templates and the cases of `stall_cases`; each of these groups has its turn, so
+all are sent equally often. The process writes `ready` when it has made its requests, begins when a
+line comes on stdin, and ends with its counts as one line of JSON.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 import random
@@ -19,7 +21,7 @@ import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 from urllib.parse import urlsplit
@@ -27,7 +29,11 @@ from urllib.parse import urlsplit
 import httpx
 
 from ostinato.benchmarks.soak.hostile.faults import STAGES, Answer, Stage, drip, post, read_answer
-from ostinato.benchmarks.soak.hostile.hostile_requests import hostile_constraint, huge_number
+from ostinato.benchmarks.soak.hostile.hostile_requests import (
+    hostile_constraint,
+    hostile_template,
+    huge_number,
+)
 from ostinato.benchmarks.soak.stall_cases import generation_cases
 from ostinato.runtime.file_limit import raise_file_limit
 
@@ -36,20 +42,43 @@ __all__ = ("main",)
 _NICENESS = 5  # a hostile client is to load the server, not the clients beside it
 _WORDS = ("A", "melody", "that", "is", "learned", "once", "can", "be", "repeated")
 _SHARE_OF_NUMBERS = 0.3  # of the light acts
-_CONSTRAINT = "a constraint or template"
+_BROKEN_HTTP, _HUGE_NUMBERS = "broken HTTP", "huge numbers"  # the groups of light acts
 _PART = 1 << 20  # bytes of an answer that are read at once
 
 
-class _Case(NamedTuple):
-    """A case of `stall_cases` with its requests made."""
+class _Heavy(NamedTuple):
+    """A heavy act: its requests are sent one after the other."""
 
-    requests: Sequence[bytes]
-    num_at_once: int
+    name: str
+    requests: Callable[[random.Random], Sequence[bytes]]
+    num_at_once: int = 1
+
+
+class _Rotation:
+    """Gives the heavy acts: each group in turn, and all acts of a group in a random order.
+
+    Args:
+        groups: the acts by the name of their group; none is empty.
+        seed: of the order.
+    """
+
+    def __init__(self, groups: Mapping[str, Sequence[_Heavy]], seed: str) -> None:
+        numbers = random.Random(f"{seed}/rotation")
+        self._acts = {
+            name: itertools.cycle(numbers.sample(acts, len(acts))) for name, acts in groups.items()
+        }
+        self._names = itertools.cycle(groups)
+
+    def next(self) -> tuple[str, _Heavy]:
+        """The next act and its group."""
+        name = next(self._names)
+        return name, next(self._acts[name])
 
 
 @dataclass(slots=True)
 class _Counts:
     acts: Counter[str] = field(default_factory=Counter)
+    groups: Counter[str] = field(default_factory=Counter)
     statuses: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
 
@@ -59,13 +88,13 @@ class _Hostile:
 
     Args:
         url: of the server.
-        cases: the stall cases by name.
+        rotation: the heavy acts, for all connections.
         rates: of light and of heavy acts, per second of one connection.
     """
 
-    def __init__(self, url: str, cases: Mapping[str, _Case], rates: tuple[float, float]) -> None:
+    def __init__(self, url: str, rotation: _Rotation, rates: tuple[float, float]) -> None:
         self._address = urlsplit(url)
-        self._cases = cases
+        self._rotation = rotation
         self._light, self._heavy = rates
         self.counts = _Counts()
 
@@ -88,15 +117,17 @@ class _Hostile:
 
     async def _act(self, numbers: random.Random) -> None:
         if numbers.random() * (self._light + self._heavy) < self._heavy:
-            name = numbers.choice([_CONSTRAINT, *self._cases])
-            requests, at_once = self._cases.get(name, ([hostile_constraint(numbers)], 1))
-            for request in requests:
+            group, act = self._rotation.next()
+            self.counts.groups[group] += 1
+            for request in act.requests(numbers):
                 await asyncio.gather(
-                    *(self._connect(name, _read_whole, request) for _ in range(at_once))
+                    *(self._connect(act.name, _read_whole, request) for _ in range(act.num_at_once))
                 )
         elif numbers.random() < _SHARE_OF_NUMBERS:
+            self.counts.groups[_HUGE_NUMBERS] += 1
             await self._connect("a huge number", _read_head, huge_number(numbers))
         else:
+            self.counts.groups[_BROKEN_HTTP] += 1
             name = numbers.choice(sorted(STAGES))
             words = " ".join(numbers.choices(_WORDS, k=numbers.randint(1, 60)))
             body = {"prompt": words, "max_tokens": 60, "stream": True, "ignore_eos": True}
@@ -144,9 +175,29 @@ async def _read_whole(
     return answer
 
 
-async def _run(url: str, options: argparse.Namespace, cases: Mapping[str, _Case]) -> _Counts:
+def _heavy_acts(max_model_len: int, pattern: str) -> dict[str, list[_Heavy]]:
+    """The heavy acts by group; of the stall cases those whose names match the pattern."""
+    groups = {
+        "hard constraints": [
+            _Heavy("a hard constraint", lambda numbers: [hostile_constraint(numbers)])
+        ],
+        "hard templates": [_Heavy("a hard template", lambda numbers: [hostile_template(numbers)])],
+    }
+    for case in generation_cases(max_model_len):
+        if re.search(pattern, case.name):
+            made = list(case.requests())
+            act = _Heavy(case.name, lambda numbers, made=made: made, case.num_at_once)
+            groups.setdefault(case.group, []).append(act)
+    return groups
+
+
+async def _run(
+    url: str, options: argparse.Namespace, groups: Mapping[str, Sequence[_Heavy]]
+) -> _Counts:
     share = 1 / options.connections
-    hostile = _Hostile(url, cases, (options.rate * share, options.heavy_rate * share))
+    rotation = _Rotation(groups, options.seed)
+    hostile = _Hostile(url, rotation, (options.rate * share, options.heavy_rate * share))
+    hostile.counts.groups.update(dict.fromkeys((*groups, _BROKEN_HTTP, _HUGE_NUMBERS), 0))
     until = time.monotonic() + options.seconds
     seeds = (f"{options.seed}/hostile/{number}" for number in range(options.connections))
     await asyncio.gather(*(hostile.run(seed, until) for seed in seeds))
@@ -167,15 +218,16 @@ def main(arguments: list[str]) -> int:
     raise_file_limit()
     os.nice(_NICENESS)
     model = httpx.get(f"{options.url}/v1/models", timeout=60).json()["data"][0]
-    cases = {
-        case.name: _Case(list(case.requests()), case.num_at_once)
-        for case in generation_cases(model["max_model_len"])
-        if re.search(options.cases, case.name)
-    }
+    groups = _heavy_acts(model["max_model_len"], options.cases)
     print("ready", flush=True)
     sys.stdin.readline()
-    counts = asyncio.run(_run(options.url, options, cases))
-    result = {"acts": counts.acts, "statuses": counts.statuses, "wrong": counts.wrong[:20]}
+    counts = asyncio.run(_run(options.url, options, groups))
+    result = {
+        "acts": counts.acts,
+        "groups": counts.groups,
+        "statuses": counts.statuses,
+        "wrong": counts.wrong[:20],
+    }
     print(json.dumps(result), flush=True)
     return 0
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from ostinato.benchmarks.soak.hostile.faults import post
 
-__all__ = ("hostile_constraint", "huge_number")
+__all__ = ("hostile_constraint", "hostile_template", "huge_number")
 
 _COMPLETIONS, _CHAT = "/v1/completions", "/v1/chat/completions"
 # As JSON text: Python would not write some of them.
@@ -72,6 +72,7 @@ _CONSTRAINTS: tuple[dict[str, Any], ...] = (
     {"choice": [f"choice number {index}" for index in range(4096)]},
     {"structural_tag": {"type": "structural_tag", "format": {"type": "or", "elements": []}}},
 )
+_MESSAGES = [{"role": "user", "content": "Hi"}]
 _TEMPLATES = (
     "{% for i in range(10 ** 9) %}x{% endfor %}",
     "{% set n = namespace(a='x') %}{% for i in range(60) %}{% set n.a = n.a + n.a %}{% endfor %}",
@@ -105,14 +106,16 @@ def huge_number(numbers: random.Random) -> bytes:
 
 
 def hostile_constraint(numbers: random.Random) -> bytes:
-    """A request with a constraint or a template that is hard, endless or nonsense."""
-    messages = [{"role": "user", "content": "Hi"}]
-    if numbers.random() < 0.3:
-        body = {"messages": messages, "max_tokens": 2, "chat_template": numbers.choice(_TEMPLATES)}
-        return post(_CHAT, json.dumps(body).encode())
+    """A request with a constraint that is hard, endless or nonsense."""
     constraint = numbers.choice(_CONSTRAINTS)
     if numbers.random() < 0.5:
-        body = {"messages": messages, "max_tokens": 4, "structured_outputs": constraint}
+        body = {"messages": _MESSAGES, "max_tokens": 4, "structured_outputs": constraint}
         return post(_CHAT, json.dumps(body).encode())
     body = {"prompt": "Hi", "max_tokens": 4, "structured_outputs": constraint}
     return post(_COMPLETIONS, json.dumps(body).encode())
+
+
+def hostile_template(numbers: random.Random) -> bytes:
+    """A request with a template that is endless, large, forbidden or nonsense."""
+    body = {"messages": _MESSAGES, "max_tokens": 2, "chat_template": numbers.choice(_TEMPLATES)}
+    return post(_CHAT, json.dumps(body).encode())

@@ -41,21 +41,22 @@ LIBRARIES: Mapping[str, _Library] = {
 
 
 def install(directory: Path) -> None:
-    """Install every library below a directory: a virtual environment and npm's `node_modules`.
+    """Install every library below a directory: Python libraries, and npm's `node_modules`.
 
-    Nothing happens for what is there already. Without npm, its libraries are left out.
+    Each Python library has a virtual environment of its own, because litellm pins an older `openai`
+    than langchain-openai needs. What is installed already stays. Without npm, its libraries are
+    left out.
 
     Raises:
         subprocess.CalledProcessError: pip or npm failed.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    python = directory / "venv" / "bin" / "python"
-    if not python.exists():
-        subprocess.run([sys.executable, "-m", "venv", str(directory / "venv")], check=True)
-        wanted = [
-            one for library in LIBRARIES.values() if library.module for one in library.packages
-        ]
-        subprocess.run([str(python), "-m", "pip", "install", "-q", *wanted], check=True)
+    for name, library in LIBRARIES.items():
+        python = _python(directory, name)
+        if library.module and not python.exists():
+            subprocess.run([sys.executable, "-m", "venv", str(python.parents[1])], check=True)
+            pip = (str(python), "-m", "pip", "install", "-q")
+            subprocess.run([*pip, *library.packages], check=True)
     npm = shutil.which("npm")
     if npm is not None and not (directory / "node_modules").exists():
         (directory / "package.json").write_text(json.dumps({"private": True}), encoding="utf-8")
@@ -82,7 +83,7 @@ def command(name: str, url: str, seconds: float, directory: Path | None) -> list
     if library.module:
         script = str(_HERE / "calls.py")
         if directory is not None:
-            return [str(directory / "venv" / "bin" / "python"), script, *arguments]
+            return [str(_python(directory, name)), script, *arguments]
         if importlib.util.find_spec(library.module) is None:
             return f"{library.packages[0]} is not installed beside this package"
         return [sys.executable, script, *arguments]
@@ -92,3 +93,8 @@ def command(name: str, url: str, seconds: float, directory: Path | None) -> list
     if directory is None or not (directory / "node_modules").exists():
         return "there is no directory with npm's packages (--libraries DIR, and npm on the PATH)"
     return [node, str(_HERE / "calls.mjs"), *arguments]
+
+
+def _python(directory: Path, name: str) -> Path:
+    """The interpreter of a Python library's virtual environment."""
+    return directory / f"venv-{name}" / "bin" / "python"

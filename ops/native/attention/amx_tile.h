@@ -22,24 +22,22 @@ constexpr int kKeyVectors = kTile / amx::kTileColumns;  // tiles B side by side
 struct TileLayout {
   using Element = BFloat16;
   struct Multiply {
+    using Step = uint32_t;
+    using Factor = uint32_t;
     static constexpr int elements = 2;
+    static constexpr int kParts = 1;
   };
-  using Step = uint32_t;
   using Unit = uint32_t;
   static constexpr bool kWidens = false;
   static constexpr bool kHasMatrixTiles = true;
   static constexpr int kRows = amx::kTileRows;  // of a block
 
-  static void queries(const BFloat16* row, int head_dim, Step* out) {
+  static void queries(const BFloat16* row, int head_dim, uint32_t* out) {
     std::memcpy(out, row, head_dim * sizeof(BFloat16));
   }
 
-  OSTINATO_INLINE static void weights(const F32* p, Step* out) {
+  OSTINATO_INLINE static void weights(const F32* p, uint32_t* out) {
     for (int i = 0; i < kTile / kWidth; ++i) store(reinterpret_cast<BFloat16*>(out) + i * kWidth, p[i]);
-  }
-
-  static void output(const float* accumulator, float factor, int head_dim, BFloat16* out) {
-    FloatLayout<BFloat16>::output(accumulator, factor, head_dim, out);
   }
 };
 

@@ -102,16 +102,20 @@ void check_metadata(const Problem& p, int64_t table_width) {
 
 Rows rows_of(const Tensor& x) { return {x.as<char>(), x.strides[0], x.strides[1]}; }
 
-Cache cache_of(const Tensor& x) { return {x.as<char>(), x.strides[0], x.strides[1]}; }
+Cache cache_of(const Tensor& x) {
+  const int64_t size = element_size(x.dtype);
+  return {x.as<char>(), x.strides[0] * size, x.strides[1] * size};
+}
 
 void check_tensors(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& k_cache,
                    const Tensor& v_cache) {
   OSTINATO_CHECK(q.dim == 3 && k.dim == 3 && v.dim == 3 && k_cache.dim == 4 && v_cache.dim == 4,
                  "paged_attention: q, k, v must be [T, H, D] and the caches [num_blocks, Hkv, block_size, D]");
-  OSTINATO_CHECK(q.dtype == k.dtype && q.dtype == v.dtype && q.dtype == k_cache.dtype &&
-                     q.dtype == v_cache.dtype,
-                 "paged_attention: q, k, v and the caches must have one dtype");
-  const int64_t head_dim = q.sizes[2];
+  const bool has_bytes = k_cache.dtype == DType::int8;
+  OSTINATO_CHECK(q.dtype == k.dtype && q.dtype == v.dtype && (has_bytes || q.dtype == k_cache.dtype) &&
+                     v_cache.dtype == k_cache.dtype,
+                 "paged_attention: q, k, v and the caches must have one dtype, or the caches int8");
+  const int64_t head_dim = q.sizes[2], place = head_dim + (has_bytes ? kScaleBytes : 0);
   OSTINATO_CHECK(head_dim % 8 == 0 && head_dim >= 8 && head_dim <= kMaxHeadDim,
                  "paged_attention: head_dim must be a multiple of 8 up to 256, got " +
                      std::to_string(head_dim));
@@ -124,8 +128,8 @@ void check_tensors(const Tensor& q, const Tensor& k, const Tensor& v, const Tens
   for (int i = 0; i < 4; ++i) {
     OSTINATO_CHECK(k_cache.sizes[i] == v_cache.sizes[i], "paged_attention: the caches differ in shape");
   }
-  OSTINATO_CHECK(k_cache.sizes[3] == head_dim && q.sizes[1] % k.sizes[1] == 0,
-                 "paged_attention: the caches need q's head_dim, and q's heads a multiple of k's");
+  OSTINATO_CHECK(k_cache.sizes[3] == place && q.sizes[1] % k.sizes[1] == 0,
+                 "paged_attention: the caches need q's head_dim (int8: 4 more), and q's heads a multiple of k's");
   for (const Tensor* x : {&q, &k, &v, &k_cache, &v_cache}) {
     OSTINATO_CHECK(x->strides[x->dim - 1] == 1, "paged_attention: the last dimension must be contiguous");
   }
@@ -135,7 +139,7 @@ void check_tensors(const Tensor& q, const Tensor& k, const Tensor& v, const Tens
     }
   }
   for (const Tensor* x : {&k_cache, &v_cache}) {
-    OSTINATO_CHECK(x->strides[2] == head_dim, "paged_attention: a head's part of a block must be contiguous");
+    OSTINATO_CHECK(x->strides[2] == place, "paged_attention: a head's part of a block must be contiguous");
   }
 }
 
@@ -158,6 +162,8 @@ Problem describe_problem(const Tensor& q, const Tensor& k, const Tensor& v, cons
   p.head_dim = static_cast<int>(q.sizes[2]);
   p.block_size = static_cast<int>(k_cache.sizes[2]);
   p.element_bytes = q.dtype == DType::float32 ? 4 : 2;
+  p.has_byte_cache = k_cache.dtype == DType::int8;
+  p.place_bytes = p.has_byte_cache ? p.head_dim + kScaleBytes : p.head_dim * p.element_bytes;
   p.q = rows_of(q);
   p.k = rows_of(k);
   p.v = rows_of(v);
@@ -228,20 +234,23 @@ void paged_attention(Call& call) {
   const Tensor out = call.empty(q.sizes, 3, q.dtype);
   p.out = out.as<char>();
 
-  write_cache(p);
+  OSTINATO_CHECK(q.dtype == DType::float32 || q.dtype == DType::float16 || q.dtype == DType::bfloat16,
+                 "paged_attention: dtype must be float32, bfloat16 or float16");
+  write_cache(p, q.dtype);
   zero_padding(p);
   if (q.dtype == DType::float32) {
-    attend<FloatLayout<float>>(p);
+    p.has_byte_cache ? attend<ByteLayout<float>>(p) : attend<FloatLayout<float>>(p);
   } else if (q.dtype == DType::float16) {
-    attend<FloatLayout<Float16>>(p);
+    p.has_byte_cache ? attend<ByteLayout<Float16>>(p) : attend<FloatLayout<Float16>>(p);
+  } else if (p.has_byte_cache) {
+    attend<ByteLayout<BFloat16>>(p);
   } else {
-    OSTINATO_CHECK(q.dtype == DType::bfloat16, "paged_attention: dtype must be float32, bfloat16 or float16");
 #if OSTINATO_AMX
     attend<TileLayout>(p);
 #elif OSTINATO_ISA >= 3
     attend<PairLayout>(p);
 #else
-    attend<FloatLayout<BFloat16>>(p);
+    attend<WideningLayout>(p);
 #endif
   }
   call.give(out);

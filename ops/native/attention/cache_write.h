@@ -3,6 +3,8 @@
 
 #include "attention/plan.h"
 
+#include <cmath>
+
 namespace ostinato::attention {
 
 constexpr int64_t kParallelWriteBytes = 1 << 18;  // with fewer bytes, one thread writes all
@@ -62,13 +64,65 @@ inline void write_pairs(const uint16_t* rows, int64_t row_stride, const Run& run
   }
 }
 
+// One token's keys or values as whole numbers from -127 to 127, and their scale: the largest magnitude / 127.
+template <class T>
+float quantise(const T* row, int head_dim, int8_t* out) {
+  float values[kMaxHeadDim];
+  float largest = 0.0f;
+  for (int d = 0; d < head_dim; ++d) {
+    values[d] = to_float(row[d]);
+    largest = std::fmax(largest, std::fabs(values[d]));
+  }
+  const float scale = largest / 127.0f;
+  if (!(scale > 0.0f)) {
+    std::memset(out, 0, head_dim);
+    return scale;
+  }
+  alignas(64) float rounded[kWidth];
+  for (int d = 0; d < head_dim; d += kWidth) {
+    const int count = head_dim - d < kWidth ? head_dim - d : kWidth;
+    std::memcpy(rounded, values + d, count * sizeof(float));
+    // The bounds matter where the scale is subnormal, and so not exact.
+    const F32 quotient = min(max(load(rounded) / broadcast(scale), broadcast(-127.0f)), broadcast(127.0f));
+    store(rounded, round_to_integer(quotient));
+    for (int i = 0; i < count; ++i) out[d + i] = static_cast<int8_t>(rounded[i]);
+  }
+  return scale;
+}
+
+template <class T>
+void write_byte_run(const Problem& p, const Run& run, int64_t block, int64_t offset) {
+  const int tokens = group_tokens(p.block_size);
+  const auto row_of = [&](const Rows& rows, int head, int i) {
+    return reinterpret_cast<const T*>(rows.data) + (run.first + i) * rows.token_stride + head * rows.head_stride;
+  };
+  const auto group_of = [&](const Cache& cache, int head) {
+    return reinterpret_cast<int8_t*>(cache.data + block * cache.block_stride + head * cache.head_stride +
+                                     offset * p.place_bytes);
+  };
+  int8_t bytes[kMaxHeadDim];
+  for (int head = 0; head < p.num_kv_heads; ++head) {
+    int8_t* keys = group_of(p.k_cache, head);
+    int8_t* values = group_of(p.v_cache, head);
+    const auto set_scale = [&](int8_t* group, int place, float scale) {
+      std::memcpy(group + tokens * p.head_dim + place * kScaleBytes, &scale, kScaleBytes);
+    };
+    for (int i = 0; i < run.count; ++i) {
+      const int place = run.place + i;
+      set_scale(keys, place, quantise(row_of(p.k, head, i), p.head_dim, bytes));
+      for (int d = 0; d < p.head_dim; ++d) keys[d * tokens + place] = bytes[d];
+      set_scale(values, place, quantise(row_of(p.v, head, i), p.head_dim, values + place * p.head_dim));
+    }
+  }
+}
+
 inline void write_run(const Problem& p, const Run& run, int64_t block, int64_t offset) {
   const int tokens = group_tokens(p.block_size);
   const auto row_of = [&](const Rows& rows, int head) {
     return rows.data + (run.first * rows.token_stride + head * rows.head_stride) * p.element_bytes;
   };
   const auto group_of = [&](const Cache& cache, int head) {
-    return cache.data + (block * cache.block_stride + head * cache.head_stride + offset * p.head_dim) * p.element_bytes;
+    return cache.data + block * cache.block_stride + head * cache.head_stride + offset * p.place_bytes;
   };
   const int units = 4 / p.element_bytes;  // elements of one
   for (int head = 0; head < p.num_kv_heads; ++head) {
@@ -88,7 +142,8 @@ inline void write_run(const Problem& p, const Run& run, int64_t block, int64_t o
   }
 }
 
-inline void write_tokens(const Problem& p, int64_t begin, int64_t end) {
+template <class Write>
+void write_tokens(const Problem& p, int64_t begin, int64_t end, const Write& write) {
   const int tokens = group_tokens(p.block_size);
   for (int64_t token = begin; token < end;) {
     const int64_t slot = p.slot_mapping[token];
@@ -98,18 +153,26 @@ inline void write_tokens(const Problem& p, int64_t begin, int64_t end) {
            p.slot_mapping[token + run.count] == slot + run.count) {
       ++run.count;
     }
-    write_run(p, run, slot / p.block_size, offset - run.place);
+    write(p, run, slot / p.block_size, offset - run.place);
     token += run.count;
   }
 }
 
-inline void write_cache(const Problem& p) {
+inline void write_cache(const Problem& p, DType dtype) {
   const int64_t bytes = 2 * p.num_tokens * p.num_kv_heads * p.head_dim * p.element_bytes;
   const int workers = bytes < kParallelWriteBytes ? 1 : p.threads.count();
   p.threads.run(workers, [&](int worker) {
     const int64_t begin = p.num_tokens * worker / workers;
     const int64_t end = p.num_tokens * (worker + 1) / workers;
-    write_tokens(p, begin, end);
+    if (!p.has_byte_cache) {
+      write_tokens(p, begin, end, write_run);
+    } else if (dtype == DType::float32) {
+      write_tokens(p, begin, end, write_byte_run<float>);
+    } else if (dtype == DType::float16) {
+      write_tokens(p, begin, end, write_byte_run<Float16>);
+    } else {
+      write_tokens(p, begin, end, write_byte_run<BFloat16>);
+    }
   });
 }
 

@@ -17,11 +17,12 @@ constexpr int kPartition = 256;      // keys per partition, a multiple of kTile
 constexpr int kRowsPerItem = 128;    // query rows that share a tile in cache
 constexpr double kTileCost = 2.0;    // cost of fetching a key and value, in rows that use it
 constexpr double kWorkerCost = 5e4;  // multiply-adds that are worth waking a thread for
+constexpr int kScaleBytes = 4;       // of a token in a cache of 8 bits
 constexpr int kItemsPerWorker = 4;   // items are split until they are at most this share of a worker's part
 
 struct Cache {  // within a head's part of a block: groups, see tile.h
   char* data;
-  int64_t block_stride, head_stride;  // elements
+  int64_t block_stride, head_stride;  // bytes
 };
 
 struct Rows {
@@ -32,6 +33,8 @@ struct Rows {
 struct Problem {
   int64_t num_tokens, num_seqs, num_blocks;
   int num_heads, num_kv_heads, group, head_dim, block_size, element_bytes;
+  bool has_byte_cache;  // keys and values of 8 bits with scales
+  int place_bytes;      // that a token's keys or values of one head take in the cache
   Rows q, k, v;
   Cache k_cache, v_cache;
   char* out;

@@ -27,6 +27,12 @@ struct Places {
 };
 constexpr Places kPlaces;
 
+// Scales of a tile's keys and values of 8 bits.
+struct TileScales {
+  alignas(64) float keys[kTile];
+  alignas(64) float values[kTile];
+};
+
 // Keys of a tile that one row sees.
 struct Visible {
   int first;
@@ -34,14 +40,16 @@ struct Visible {
 };
 
 // Turns a block's scores into weights against the running maximum.
-//   alibi [num_rows] or null; scores [num_rows][kTile] in and scratch; weights [num_rows][kTile steps] out;
+//   alibi [num_rows] or null; scores [num_rows][kTile] in and scratch; weights [num_rows][factors of kTile keys] out;
 //   maximum [num_rows], total [num_rows][kWidth] updated; rescale [num_rows] out: what the accumulators
 //   must be multiplied by.
+//   scales: of a cache of 8 bits, else null
 template <class Layout>
-void softmax_block(int num_rows, const Visible* visible, const Alibi* alibi, LogitScaling scaling, float* scores,
-                   typename Layout::Step* weights, float* maximum, float* total, float* rescale) {
+void softmax_block(int num_rows, const Visible* visible, const Alibi* alibi, LogitScaling scaling,
+                   const TileScales* scales, float* scores, typename Layout::Multiply::Factor* weights, float* maximum,
+                   float* total, float* rescale) {
   constexpr int kVectors = kTile / kWidth;
-  constexpr int kWeightStride = kTile / Layout::Multiply::elements;
+  constexpr int kWeightStride = num_factors<typename Layout::Multiply>(kTile);
   alignas(64) float difference[16] = {};
   for (int r = 0; r < num_rows; ++r) {
     float* row = scores + r * kTile;
@@ -49,6 +57,7 @@ void softmax_block(int num_rows, const Visible* visible, const Alibi* alibi, Log
     F32 highest = broadcast(kLowest);
     for (int i = 0; i < kVectors; ++i) {
       F32 logit = load(row + i * kWidth) * broadcast(scaling.factor);
+      if (scales != nullptr) logit = logit * load(scales->keys + i * kWidth);
       if (scaling.soft_cap != 0.0f) logit = tanh(logit) * broadcast(scaling.soft_cap);
       if (alibi != nullptr) {
         const F32 distance = load(kPlaces.at + i * kWidth) + broadcast(alibi[r].distance);
@@ -73,6 +82,7 @@ void softmax_block(int num_rows, const Visible* visible, const Alibi* alibi, Log
     for (int i = 0; i < kVectors; ++i) {
       p[i] = exp2(load(scores + r * kTile + i * kWidth) - broadcast(maximum[r]));
       sum = sum + p[i];
+      if (scales != nullptr) p[i] = p[i] * load(scales->values + i * kWidth);
     }
     store(total + r * kWidth, sum);
     Layout::weights(p, weights + r * kWeightStride);

@@ -5,6 +5,8 @@
 // head (8 where the block size is no multiple of 16) hold
 //   keys   [head_dim / elements][tokens][elements]  and
 //   values [tokens / elements][head_dim][elements].
+// A cache of 8 bits has one element in a step, and after those of each group a float32 scale for each token:
+//   keys [head_dim][tokens], scales [tokens]  and  values [tokens][head_dim], scales [tokens].
 // So the lanes of a vector are 16 keys in the product with a query, and 16 dimensions in the sum of values.
 // Keys are transposed once, when they are written. Every later step reads them as they are.
 //
@@ -12,6 +14,7 @@
 // depend on the rows that are computed beside it.
 #pragma once
 
+#include "attention/steps.h"
 #include "core/simd.h"
 
 #include <type_traits>
@@ -47,56 +50,17 @@ struct KeyColumns {
   const Step* columns[kTile / (kWidth < kMinGroup ? kWidth : kMinGroup)];
 };
 
-// ---- multiply-accumulate ---------------------------------------------------------------------------------
-
-struct FloatStep {
-  using Step = float;
-  static constexpr int elements = 1;
-  OSTINATO_INLINE static F32 load_steps(const float* p) { return load(p); }
-  OSTINATO_INLINE static F32 load_first_8(const float* p) { return load_8(p); }
-#if OSTINATO_ISA >= 2
-  OSTINATO_INLINE static F32 load_halves(const float* low, const float* high) { return ostinato::load_halves(low, high); }
-#endif
-  OSTINATO_INLINE static F32 broadcast_step(const float* p) { return broadcast(*p); }
-  OSTINATO_INLINE static F32 without_odd(F32 x) { return x; }
-  OSTINATO_INLINE static F32 accumulate(F32 sum, F32 a, F32 b) { return fma(a, b, sum); }
-};
-
-#if OSTINATO_ISA >= 3 && !OSTINATO_AMX
-struct PairStep {
-  using Step = uint32_t;  // two bfloat16, the earlier one in the low half
-  static constexpr int elements = 2;
-  OSTINATO_INLINE static __m512bh load_steps(const uint32_t* p) { return (__m512bh)_mm512_loadu_si512(p); }
-  OSTINATO_INLINE static __m512bh load_first_8(const uint32_t* p) {
-    return (__m512bh)_mm512_maskz_loadu_epi32(0xff, p);
-  }
-  OSTINATO_INLINE static __m512bh load_halves(const uint32_t* low, const uint32_t* high) {
-    return (__m512bh)ostinato::load_halves(reinterpret_cast<const float*>(low), reinterpret_cast<const float*>(high)).v;
-  }
-  OSTINATO_INLINE static __m512bh broadcast_step(const uint32_t* p) {
-    return (__m512bh)_mm512_set1_epi32(static_cast<int>(*p));
-  }
-  // The later element of each pair becomes zero.
-  OSTINATO_INLINE static __m512bh without_odd(__m512bh x) {
-    return (__m512bh)_mm512_and_si512((__m512i)x, _mm512_set1_epi32(0xffff));
-  }
-  OSTINATO_INLINE static F32 accumulate(F32 sum, __m512bh a, __m512bh b) {
-    return {_mm512_dpbf16_ps(sum.v, a, b)};
-  }
-};
-#endif
-
 // Prefetches the cache line of vector `c` of a row when it is the line's first.
 template <class Step>
 OSTINATO_INLINE void prefetch_line(const Step* vector, int c) {
-  if (c * kWidth % 16 == 0) __builtin_prefetch(vector, 0, 2);  // into the second-level cache
+  if (c * kWidth * sizeof(Step) % 64 == 0) __builtin_prefetch(vector, 0, 2);  // into the second-level cache
 }
 
 // out [kRows][kVectors] = queries times the keys of kVectors vectors. What the next tile reads at the same place
 // is prefetched: blocks are scattered, so the hardware does not prefetch them.
-//   queries [kRows][num_steps]; columns, next: kVectors * kHalves pointers to [num_steps][tokens]
+//   queries [kRows][num_steps * parts]; columns, next: kVectors * kHalves pointers to [num_steps][tokens]
 template <class S, int kRows, int kVectors, int kHalves>
-void score(const typename S::Step* queries, int num_steps, const typename S::Step* const* columns,
+void score(const typename S::Factor* queries, int num_steps, const typename S::Step* const* columns,
            const typename S::Step* const* next, int tokens, float* out) {
   F32 sum[kRows][kVectors];
 #pragma GCC unroll 8
@@ -105,25 +69,27 @@ void score(const typename S::Step* queries, int num_steps, const typename S::Ste
     for (int c = 0; c < kVectors; ++c) sum[r][c] = broadcast(0.0f);
   }
   for (int step = 0, offset = 0; step < num_steps; ++step, offset += tokens) {
-    decltype(S::load_steps(*columns)) keys[kVectors];
-#pragma GCC unroll 8
-    for (int c = 0; c < kVectors; ++c) {
-      if constexpr (kHalves == 1) {
-        keys[c] = S::load_steps(columns[c] + offset);
-      } else {
-        keys[c] = S::load_halves(columns[2 * c] + offset, columns[2 * c + 1] + offset);
-      }
-    }
     if (next != nullptr) {
 #pragma GCC unroll 8
       for (int c = 0; c < kVectors * kHalves; ++c) prefetch_line(next[c] + offset, kHalves == 1 ? c : 0);
     }
+    for_parts<S>([&]<int kPart>(std::integral_constant<int, kPart>) __attribute__((always_inline)) {
+      decltype(S::template load<kPart>(*columns)) keys[kVectors];
 #pragma GCC unroll 8
-    for (int r = 0; r < kRows; ++r) {
-      const auto factor = S::broadcast_step(queries + r * num_steps + step);
+      for (int c = 0; c < kVectors; ++c) {
+        if constexpr (kHalves == 1) {
+          keys[c] = S::template load<kPart>(columns[c] + offset);
+        } else {
+          keys[c] = S::template load_halves<kPart>(columns[2 * c] + offset, columns[2 * c + 1] + offset);
+        }
+      }
 #pragma GCC unroll 8
-      for (int c = 0; c < kVectors; ++c) sum[r][c] = S::accumulate(sum[r][c], keys[c], factor);
-    }
+      for (int r = 0; r < kRows; ++r) {
+        const auto factor = S::broadcast(queries + (r * num_steps + step) * S::kParts + kPart);
+#pragma GCC unroll 8
+        for (int c = 0; c < kVectors; ++c) sum[r][c] = S::accumulate(sum[r][c], keys[c], factor);
+      }
+    });
   }
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r) {
@@ -133,41 +99,45 @@ void score(const typename S::Step* queries, int num_steps, const typename S::Ste
 }
 
 // What `add_values` needs besides the place of its columns.
-template <class Step>
+template <class S>
 struct ValueRows {
-  const Step* weights;         // [rows][kTile / elements]
-  const Step* const* groups;   // [tokens / elements][head_dim] each
-  const Step* const* next;     // of the next tile, or null
-  int tokens;                  // of a group
-  int num_keys;                // of the tile; the values of other tokens count as zeros
+  const typename S::Factor* weights;        // [rows][num_factors(kTile)]
+  const typename S::Step* const* groups;    // [tokens / elements][head_dim] each
+  const typename S::Step* const* next;      // of the next tile, or null
+  int tokens;                               // of a group
+  int num_keys;                             // of the tile; the values of other tokens count as zeros
   int head_dim;
 };
 
 // out [kRows][kVectors] = scale[row] * out + weights times values, for the columns from `column` on. The last vector
-// holds 8 columns when kPart is set.
-template <class S, int kRows, int kVectors, bool kPart>
-void add_values(const ValueRows<typename S::Step>& values, int column, float* out, int out_stride, const float* scale) {
+// holds 8 columns when kEndsIn8 is set.
+template <class S, int kRows, int kVectors, bool kEndsIn8>
+void add_values(const ValueRows<S>& values, int column, float* out, int out_stride, const float* scale) {
   F32 sum[kRows][kVectors];
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 8
     for (int c = 0; c < kVectors; ++c) sum[r][c] = broadcast(scale[r]) * load(out + r * out_stride + c * kWidth);
   }
-  const typename S::Step* weights = values.weights;
+  const typename S::Factor* weights = values.weights;
   const auto add = [&](const typename S::Step* row, auto is_half) __attribute__((always_inline)) {
-    decltype(S::load_steps(row)) columns[kVectors];
+    for_parts<S>([&]<int kPart>(std::integral_constant<int, kPart>) __attribute__((always_inline)) {
+      if constexpr (is_half && kPart == 1) return;
+      decltype(S::template load<kPart>(row)) columns[kVectors];
 #pragma GCC unroll 8
-    for (int c = 0; c < kVectors; ++c) {
-      columns[c] = kPart && c == kVectors - 1 ? S::load_first_8(row + c * kWidth) : S::load_steps(row + c * kWidth);
-      if constexpr (is_half) columns[c] = S::without_odd(columns[c]);
-    }
+      for (int c = 0; c < kVectors; ++c) {
+        columns[c] = kEndsIn8 && c == kVectors - 1 ? S::template load_first_8<kPart>(row + c * kWidth)
+                                                 : S::template load<kPart>(row + c * kWidth);
+        if constexpr (is_half && S::kParts == 1) columns[c] = S::without_odd(columns[c]);
+      }
 #pragma GCC unroll 8
-    for (int r = 0; r < kRows; ++r) {
-      const auto factor = S::broadcast_step(weights + r * (kTile / S::elements));
+      for (int r = 0; r < kRows; ++r) {
+        const auto factor = S::broadcast(weights + r * num_factors<S>(kTile) + kPart);
 #pragma GCC unroll 8
-      for (int c = 0; c < kVectors; ++c) sum[r][c] = S::accumulate(sum[r][c], columns[c], factor);
-    }
-    ++weights;
+        for (int c = 0; c < kVectors; ++c) sum[r][c] = S::accumulate(sum[r][c], columns[c], factor);
+      }
+    });
+    weights += S::kParts;
   };
   const int per_group = values.tokens / S::elements;
   int remaining = values.num_keys / S::elements;
@@ -233,7 +203,7 @@ OSTINATO_INLINE void with_rows(int rows, const Run& run) {
 
 // `score` for 1, 2, 4 or 6 rows and any number of vectors.
 template <class S>
-void score_keys(int num_rows, int num_vectors, const typename S::Step* queries, int num_steps,
+void score_keys(int num_rows, int num_vectors, const typename S::Factor* queries, int num_steps,
                 const typename S::Step* const* columns, const typename S::Step* const* next, int tokens, float* out) {
   const auto run_all = [&]<int kHalves>(std::integral_constant<int, kHalves>) {
     with_rows(num_rows, [&]<int kRows>(std::integral_constant<int, kRows>) {
@@ -255,7 +225,7 @@ void score_keys(int num_rows, int num_vectors, const typename S::Step* queries, 
 
 // `add_values` for 1, 2, 4 or 6 rows and all columns; out [rows][padded_dim].
 template <class S>
-void add_all_values(int num_rows, const ValueRows<typename S::Step>& values, float* out, int padded_dim,
+void add_all_values(int num_rows, const ValueRows<S>& values, float* out, int padded_dim,
                     const float* scale) {
   const int whole = values.head_dim / kWidth;
   with_rows(num_rows, [&]<int kRows>(std::integral_constant<int, kRows>) {
@@ -280,36 +250,55 @@ constexpr int kPadding = kWidth;
 
 inline int padded_dim(int head_dim) { return (head_dim + kPadding - 1) / kPadding * kPadding; }
 
-// Everything in float32, for any cache type and level; 16-bit tiles are widened to floats in the same order.
+// accumulator [padded_dim] times factor -> T [head_dim]
 template <class T>
-struct FloatLayout {
+void write_output_row(const float* accumulator, float factor, int head_dim, T* out) {
+  alignas(64) T rounded[kMaxHeadDim + kWidth];
+  for (int d = 0; d < head_dim; d += kWidth) store(rounded + d, load(accumulator + d) * broadcast(factor));
+  std::memcpy(out, rounded, head_dim * sizeof(T));
+}
+
+// Queries and the softmax's weights in float32.
+template <class T>
+struct FloatFactors {
+  static void queries(const T* row, int head_dim, float* out) {
+    for (int d = 0; d < head_dim; ++d) out[d] = to_float(row[d]);
+  }
+  OSTINATO_INLINE static void weights(const F32* p, float* out) {
+    for (int i = 0; i < kTile / kWidth; ++i) store(out + i * kWidth, p[i]);
+  }
+};
+
+// Keys and values in 8 bits, multiplied in float32 on every level.
+template <class T>
+struct ByteLayout : FloatFactors<T> {
+  using Element = T;
+  using Multiply = ByteStep;
+  using Unit = int8_t;
+  static constexpr bool kWidens = false;
+  static constexpr bool kHasMatrixTiles = false;
+  static constexpr int kRows = kRowBlock;
+};
+
+// float32; float16 is widened to a tile of floats in the same order.
+template <class T>
+struct FloatLayout : FloatFactors<T> {
   using Element = T;
   using Multiply = FloatStep;
-  using Step = float;
   using Unit = std::conditional_t<sizeof(T) == 4, float, uint32_t>;
   static constexpr bool kWidens = sizeof(T) < 4;
   static constexpr bool kHasMatrixTiles = false;
   static constexpr int kRows = kRowBlock;
 
-  static void queries(const T* row, int head_dim, Step* out) {
-    for (int d = 0; d < head_dim; ++d) out[d] = to_float(row[d]);
-  }
-
   // Two 16-bit elements a lane, as floats.
   OSTINATO_INLINE static void widen(const uint32_t* pairs, F32* even, F32* odd) {
-    if constexpr (std::is_same_v<T, BFloat16>) {
-      const F32 both = load(reinterpret_cast<const float*>(pairs));
-      *even = low_of_pairs(both);
-      *odd = high_of_pairs(both);
-    } else {
-      T low[kWidth], high[kWidth];
-      for (int i = 0; i < kWidth; ++i) {
-        low[i].bits = static_cast<uint16_t>(pairs[i]);
-        high[i].bits = static_cast<uint16_t>(pairs[i] >> 16);
-      }
-      *even = load(low);
-      *odd = load(high);
+    T low[kWidth], high[kWidth];
+    for (int i = 0; i < kWidth; ++i) {
+      low[i].bits = static_cast<uint16_t>(pairs[i]);
+      high[i].bits = static_cast<uint16_t>(pairs[i] >> 16);
     }
+    *even = load(low);
+    *odd = load(high);
   }
 
   // Pairs [rows][units] become floats [2 * rows][units]. `next` is what will be widened next, laid out alike, or null.
@@ -350,44 +339,38 @@ struct FloatLayout {
                  values + i * size);
     }
   }
-
-  OSTINATO_INLINE static void weights(const F32* p, Step* out) {
-    for (int i = 0; i < kTile / kWidth; ++i) store(out + i * kWidth, p[i]);
-  }
-
-  // accumulator [padded_dim] times factor -> T [head_dim]
-  static void output(const float* accumulator, float factor, int head_dim, T* out) {
-    alignas(64) T rounded[kMaxHeadDim + kWidth];
-    for (int d = 0; d < head_dim; d += kWidth) {
-      store(rounded + d, load(accumulator + d) * broadcast(factor));
-    }
-    std::memcpy(out, rounded, head_dim * sizeof(T));
-  }
 };
+
+#if OSTINATO_ISA < 3
+// bfloat16, widened to floats in registers.
+struct WideningLayout : FloatFactors<BFloat16> {
+  using Element = BFloat16;
+  using Multiply = WideningStep;
+  using Unit = uint32_t;
+  static constexpr bool kWidens = false;
+  static constexpr bool kHasMatrixTiles = false;
+  static constexpr int kRows = kRowBlock;
+};
+#endif
 
 #if OSTINATO_ISA >= 3 && !OSTINATO_AMX
 // bfloat16 through the dot-product instruction.
 struct PairLayout {
   using Element = BFloat16;
   using Multiply = PairStep;
-  using Step = uint32_t;
   using Unit = uint32_t;
   static constexpr bool kWidens = false;
   static constexpr bool kHasMatrixTiles = false;
   static constexpr int kRows = kRowBlock;
 
-  static void queries(const BFloat16* row, int head_dim, Step* out) {
+  static void queries(const BFloat16* row, int head_dim, uint32_t* out) {
     std::memcpy(out, row, head_dim * sizeof(BFloat16));
   }
 
-  OSTINATO_INLINE static void weights(const F32* p, Step* out) {
+  OSTINATO_INLINE static void weights(const F32* p, uint32_t* out) {
     for (int i = 0; i < kTile / 32; ++i) {
       _mm512_storeu_si512(out + i * 16, (__m512i)_mm512_cvtne2ps_pbh(p[2 * i + 1].v, p[2 * i].v));
     }
-  }
-
-  static void output(const float* accumulator, float factor, int head_dim, BFloat16* out) {
-    FloatLayout<BFloat16>::output(accumulator, factor, head_dim, out);
   }
 };
 #endif

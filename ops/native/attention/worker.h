@@ -15,6 +15,7 @@
 #include <cstdlib>
 #include <memory>
 #include <new>
+#include <type_traits>
 
 namespace ostinato::attention {
 
@@ -94,19 +95,22 @@ template <class Layout>
 class Worker {
   using T = typename Layout::Element;
   using Multiply = typename Layout::Multiply;
-  using Step = typename Layout::Step;
+  using Step = typename Multiply::Step;
+  using Factor = typename Multiply::Factor;
   using Unit = typename Layout::Unit;
+  static constexpr bool kHasScales = std::is_same_v<Unit, int8_t>;
 
  public:
   Worker(const Problem& problem, Scratch& scratch, int max_rows)
       : p_(problem),
         tokens_(group_tokens(problem.block_size)),
         padded_dim_(padded_dim(problem.head_dim)),
-        num_steps_(problem.head_dim / Multiply::elements) {
+        num_steps_(problem.head_dim / Multiply::elements),
+        num_factors_(num_factors<Multiply>(problem.head_dim)) {
     scratch.lay_out([&] {
-      queries_ = scratch.take<Step>(static_cast<size_t>(max_rows) * num_steps_);
+      queries_ = scratch.take<Factor>(static_cast<size_t>(max_rows) * num_factors_);
       scores_ = scratch.take<float>(Layout::kRows * kTile);
-      weights_ = scratch.take<Step>(Layout::kRows * kTile);
+      weights_ = scratch.take<Factor>(Layout::kRows * kTile);
       totals_ = scratch.take<float>(static_cast<size_t>(max_rows) * kWidth);
       local_ = scratch.take<float>(state_floats(max_rows, padded_dim_));
       whole_ = scratch.take<float>(state_floats(max_rows, padded_dim_));
@@ -164,9 +168,9 @@ class Worker {
   }
 
   void load_queries(const QueryTile& tile) {
-    Step* out = queries_;
+    Factor* out = queries_;
     for (int t = 0; t < tile.num_tokens; ++t) {
-      for (int g = 0; g < p_.group; ++g, out += num_steps_) {
+      for (int g = 0; g < p_.group; ++g, out += num_factors_) {
         const int64_t head = static_cast<int64_t>(tile.kv_head) * p_.group + g;
         const int64_t offset = (tile.first_token + t) * p_.q.token_stride + head * p_.q.head_stride;
         Layout::queries(reinterpret_cast<const T*>(p_.q.data) + offset, p_.head_dim, out);
@@ -186,7 +190,7 @@ class Worker {
     for (int i = 0; i < kTile / tokens_; ++i) {
       const int position = i * tokens_ < count ? first_key + i * tokens_ : first_key;
       const int64_t block = blocks[position / p_.block_size];
-      const int64_t offset = static_cast<int64_t>(position % p_.block_size) * p_.head_dim;
+      const int64_t offset = static_cast<int64_t>(position % p_.block_size) * p_.place_bytes;
       groups.keys[i] = group_at(p_.k_cache, block, tile.kv_head, offset);
       groups.values[i] = group_at(p_.v_cache, block, tile.kv_head, offset);
     }
@@ -194,8 +198,7 @@ class Worker {
   }
 
   static const Unit* group_at(const Cache& cache, int64_t block, int head, int64_t offset) {
-    return reinterpret_cast<const Unit*>(reinterpret_cast<const T*>(cache.data) + block * cache.block_stride +
-                                         head * cache.head_stride + offset);
+    return reinterpret_cast<const Unit*>(cache.data + block * cache.block_stride + head * cache.head_stride + offset);
   }
 
   void run_partition(const QueryTile& tile, int partition, State state) {
@@ -230,7 +233,16 @@ class Worker {
       Layout::widen_tile(groups, next, tokens_, count_keys(tile, first_key), p_.head_dim, keys_, values_, widened);
       run_blocks(tile, first_key, widened, nullptr, rows, state);
     } else {
+      if constexpr (kHasScales) collect_scales(groups);
       run_blocks(tile, first_key, groups, next, rows, state);
+    }
+  }
+
+  void collect_scales(const TileGroups<Unit>& groups) {
+    const int64_t size = static_cast<int64_t>(tokens_) * p_.head_dim;
+    for (int i = 0; i < kTile / tokens_; ++i) {
+      std::memcpy(scales_.keys + i * tokens_, groups.keys[i] + size, tokens_ * sizeof(float));
+      std::memcpy(scales_.values + i * tokens_, groups.values[i] + size, tokens_ * sizeof(float));
     }
   }
 
@@ -267,12 +279,12 @@ class Worker {
       registers_.shape(count, p_.head_dim);
       const int num_vectors = (last_seen + amx::kTileColumns - 1) / amx::kTileColumns;
       with_tiles(num_vectors, [&]<int kVectors>(std::integral_constant<int, kVectors>) {
-        score_tiles<kVectors>(queries_ + static_cast<size_t>(row) * num_steps_, num_steps_, keys,
+        score_tiles<kVectors>(queries_ + static_cast<size_t>(row) * num_factors_, num_steps_, keys,
                               fetched == nullptr ? nullptr : fetched->values, scores_);
       });
       alignas(64) float rescale[Layout::kRows];
-      softmax_block<Layout>(count, visible, p_.alibi_slopes == nullptr ? nullptr : alibi, p_.scaling, scores_, weights_,
-                            state.maximum + row, totals_ + row * kWidth, rescale);
+      softmax_block<Layout>(count, visible, p_.alibi_slopes == nullptr ? nullptr : alibi, p_.scaling,
+                            nullptr, scores_, weights_, state.maximum + row, totals_ + row * kWidth, rescale);
       float* out = state.accumulator + static_cast<size_t>(row) * padded_dim_;
       rescale_rows(count, rescale, padded_dim_, out);
       for (int column = 0; column < padded_dim_; column += 4 * amx::kTileColumns) {
@@ -325,11 +337,12 @@ class Worker {
     if (last_seen <= 0) return;
     const int num_vectors = (last_seen + kWidth - 1) / kWidth;
     alignas(64) float rescale[16];
-    score_keys<Multiply>(count, num_vectors, queries_ + static_cast<size_t>(row) * num_steps_, num_steps_, keys,
+    score_keys<Multiply>(count, num_vectors, queries_ + static_cast<size_t>(row) * num_factors_, num_steps_, keys,
                          next_keys, tokens_, scores_);
-    softmax_block<Layout>(count, visible, p_.alibi_slopes == nullptr ? nullptr : alibi, p_.scaling, scores_, weights_,
-                          state.maximum + row, totals_ + row * kWidth, rescale);
-    const ValueRows<Step> rows{weights_, values, next_values, tokens_, last_seen, p_.head_dim};
+    softmax_block<Layout>(count, visible, p_.alibi_slopes == nullptr ? nullptr : alibi, p_.scaling,
+                          kHasScales ? &scales_ : nullptr, scores_, weights_, state.maximum + row,
+                          totals_ + row * kWidth, rescale);
+    const ValueRows<Multiply> rows{weights_, values, next_values, tokens_, last_seen, p_.head_dim};
     add_all_values<Multiply>(count, rows, state.accumulator + static_cast<size_t>(row) * padded_dim_, padded_dim_,
                              rescale);
   }
@@ -350,8 +363,8 @@ class Worker {
       const float factor = p_.sinks != nullptr         ? factor_with_sink(p_.sinks[head], state.maximum[r], state.total[r])
                            : state.total[r] > 0.0f ? 1.0f / state.total[r]
                                                    : 0.0f;
-      Layout::output(state.accumulator + static_cast<size_t>(r) * padded_dim_, factor, p_.head_dim,
-                     reinterpret_cast<T*>(p_.out) + offset);
+      write_output_row(state.accumulator + static_cast<size_t>(r) * padded_dim_, factor, p_.head_dim,
+                       reinterpret_cast<T*>(p_.out) + offset);
     }
   }
 
@@ -359,14 +372,16 @@ class Worker {
   const int tokens_;  // of a group
   const int padded_dim_;
   const int num_steps_;
-  Step* queries_;            // [rows][num_steps]
+  const int num_factors_;
+  Factor* queries_;          // [rows][num_factors]
   float* scores_;            // [kRows][kTile]
-  Step* weights_;            // [kRows][kTile / elements]
+  Factor* weights_;          // [kRows][num_factors(kTile)]
   float* totals_;            // [rows][kWidth]
   float* local_;             // State
   float* whole_;             // State
   float* keys_ = nullptr;    // [groups][head_dim][tokens], widened
   float* values_ = nullptr;  // [groups][tokens][head_dim], widened
+  TileScales scales_;        // of the tile at hand, if the cache has scales
   const QueryTile* upcoming_ = nullptr;
 };
 

@@ -84,13 +84,24 @@ OSTINATO_INLINE F32 load(const BFloat16* p) {
 OSTINATO_INLINE F32 load(const Float16* p) {
   return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
 }
+OSTINATO_INLINE F32 load(const int8_t* p) {
+  return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};
+}
 // 8 lanes each from two places.
+OSTINATO_INLINE F32 load_halves(const int8_t* low, const int8_t* high) {
+  const __m128i both = _mm_unpacklo_epi64(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(low)),
+                                          _mm_loadl_epi64(reinterpret_cast<const __m128i*>(high)));
+  return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(both))};
+}
 OSTINATO_INLINE F32 load_halves(const float* low, const float* high) {
   const __m512d first = _mm512_castpd256_pd512(_mm256_castps_pd(_mm256_loadu_ps(low)));
   return {_mm512_castpd_ps(_mm512_insertf64x4(first, _mm256_castps_pd(_mm256_loadu_ps(high)), 1))};
 }
 // The first 8 lanes from memory, the others zero.
 OSTINATO_INLINE F32 load_8(const float* p) { return {_mm512_maskz_loadu_ps(0xff, p)}; }
+OSTINATO_INLINE F32 load_8(const int8_t* p) {
+  return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))))};
+}
 OSTINATO_INLINE F32 load_8(const BFloat16* p) {
   const __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
   return {_mm512_castsi512_ps(_mm512_zextsi256_si512(_mm256_slli_epi32(wide, 16)))};
@@ -181,6 +192,9 @@ OSTINATO_INLINE F32 load(const BFloat16* p) {
   const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
   return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16))};
 }
+OSTINATO_INLINE F32 load(const int8_t* p) {
+  return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))))};
+}
 OSTINATO_INLINE F32 load(const Float16* p) {
   return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))};
 }
@@ -265,6 +279,7 @@ OSTINATO_INLINE F32 load(const float* p) {
   std::memcpy(&x.v, p, sizeof(x.v));
   return x;
 }
+OSTINATO_INLINE F32 load(const int8_t* p) { return {FloatLanes{float(p[0]), float(p[1]), float(p[2]), float(p[3])}}; }
 OSTINATO_INLINE UintLanes load_wide(const void* p) {
   HalfLanes halves;
   std::memcpy(&halves, p, sizeof(halves));

@@ -78,14 +78,19 @@ class RowWorker {
     load_bias<Element>(p_, column, bias);
     const uint32_t* weight = weight_.panel(panel);
     const int64_t first_row = groups_.first_row(group);
+    const int64_t first_block = groups_.first_block(group);
+    const int64_t blocks = groups_.first_block(group + 1) - first_block;
     for (int64_t step = 0; step < weight_.steps; step += kStepsPerPass) {
       const int64_t steps = std::min(kStepsPerPass, weight_.steps - step);
-      for (int64_t block = groups_.first_block(group); block < groups_.first_block(group + 1); ++block) {
-        const int64_t row = groups_.blocks.begin(block);
-        const int rows = groups_.blocks.height(block);
+      const uint32_t* units = weight + step * kPanel;
+      for (int64_t block = 0; block < blocks; ++block) {
+        const int64_t row = groups_.blocks.begin(first_block + block);
+        const int rows = groups_.blocks.height(first_block + block);
         float* block_sums = sums + (row - first_row) * kPanel;
         const float* values = activations_ + packed_floats(row - first_row) + step * rows * Kind::kFloats;
-        kTiles<Kind>[rows - 1](values, weight + step * kPanel, steps, block_sums, step > 0);
+        const Fetch fetch =
+            kSharesFetch && blocks > 1 ? Fetch::share(units, steps, block, blocks, rows) : Fetch::ahead(units);
+        kTiles<Kind>[rows - 1](values, units, steps, block_sums, step > 0, fetch);
         if (step + steps == weight_.steps) {
           write_rows<Out>(p_, block_sums, rows, bias, row, column);
         }

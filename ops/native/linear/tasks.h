@@ -31,6 +31,10 @@ constexpr int64_t kGroupBytes = 384 << 10;     // packed activations of a group
 constexpr int64_t kMaxGroupRows = 256;
 constexpr int64_t kBytesPerWorker = 96 << 10;  // of cache traffic that pay for waking one more thread
 
+// While several row blocks are multiplied by one part of the weights, each prefetches a share of the next part. Without that
+// the first block waits for the memory: with AVX2, 126 rows of float32 ran at 83 % of the processor's rate, now at 96 %.
+constexpr bool kSharesFetch = OSTINATO_ISA <= 1;  // not measured with AVX-512
+
 // Streaming reads of 4 KiB pages lose about 15 % to address translation and to prefetches that stop at
 // page borders. Must precede the first write.
 constexpr int64_t kHugePage = 2 << 20;
@@ -118,6 +122,7 @@ struct Problem {
   void* out;
   Threads threads;
   const int32_t* out_rows = nullptr;  // the row of `out` that each row's result becomes; null = the same row
+  const int32_t* order = nullptr;     // the element of a row of x that each column of the weight multiplies; null = the same
 
   int64_t out_row(int64_t row) const { return out_rows == nullptr ? row : out_rows[row]; }
 };

@@ -26,7 +26,24 @@ constexpr int kMaxRows = 4;
 constexpr int vectors_for(int rows) { return rows == 1 ? 8 : rows == 2 ? 4 : 2; }
 #endif
 
-constexpr int64_t kPrefetchUnits = 1024;  // 4 KiB, the distance of 32 steps
+// Weights that a tile prefetches while it is computed: at every step the line at
+// begin + column * per_column + step * per_step, where `column` is the first of those that are summed.
+struct Fetch {
+  // The tile's own weights, 4 KiB (32 steps) ahead.
+  static Fetch ahead(const uint32_t* w) { return {reinterpret_cast<const char*>(w) + 4096, kPanel * 4, 4}; }
+
+  // A block's share of the `steps` steps that follow those at `w`, which all blocks are multiplied by now.
+  static Fetch share(const uint32_t* w, int64_t steps, int64_t block, int64_t blocks, int rows) {
+    const int64_t bytes = steps * kPanel * 4 / blocks;
+    const int64_t columns = vectors_for(rows) * F32::width;
+    const char* next = reinterpret_cast<const char*>(w + steps * kPanel);
+    return {next + bytes * block, ceil_divide(bytes * columns, kPanel * steps), bytes / kPanel};
+  }
+
+  const char* begin;
+  int64_t per_step;    // bytes
+  int64_t per_column;  // bytes
+};
 
 // sum[r][v] += x[r] * columns[v]
 template <int R, int V>
@@ -125,7 +142,7 @@ struct BFloat16Pairs {
 
 // sums[R][32] = x[steps][R] * w[steps][32], added to what is there when `add` is set.
 template <class Kind, int R>
-void tile(const float* x, const uint32_t* w, int64_t steps, float* sums, bool add) {
+void tile(const float* x, const uint32_t* w, int64_t steps, float* sums, bool add, const Fetch& fetch) {
   constexpr int V = vectors_for(R);
   for (int column = 0; column < kPanel; column += V * F32::width) {
     F32 sum[R][V];
@@ -136,12 +153,15 @@ void tile(const float* x, const uint32_t* w, int64_t steps, float* sums, bool ad
     }
     const float* values = x;
     const uint32_t* units = w + column;
+    const char* fetched = fetch.begin + column * fetch.per_column;
+    const int64_t per_step = fetch.per_step;
     for (int64_t step = 0; step < steps; ++step) {
       if constexpr (R > kMaxRows / 2) {
         // with tall tiles the hardware's prefetcher falls behind; short tiles run at the memory's speed, and
         // prefetching slows them down
-        __builtin_prefetch(units + kPrefetchUnits);
-        __builtin_prefetch(units + kPrefetchUnits + 16);
+        __builtin_prefetch(fetched);
+        if constexpr (V * F32::width > 16) __builtin_prefetch(fetched + 64);
+        fetched += per_step;
       }
       Kind::template step<R, V>(sum, values, units);
       values += R * Kind::kFloats;
@@ -159,7 +179,7 @@ void tile(const float* x, const uint32_t* w, int64_t steps, float* sums, bool ad
   }
 }
 
-using Tile = void (*)(const float* x, const uint32_t* w, int64_t steps, float* sums, bool add);
+using Tile = void (*)(const float* x, const uint32_t* w, int64_t steps, float* sums, bool add, const Fetch& fetch);
 
 template <class Kind, int... R>
 constexpr std::array<Tile, sizeof...(R)> make_tiles(std::integer_sequence<int, R...>) {

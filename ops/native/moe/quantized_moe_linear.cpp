@@ -1,6 +1,7 @@
 // The linear op over quantised matrices of experts: every token is multiplied by the matrices of the experts that it was
 // routed to. The matrices lie in the layout of quantized/layout.h, one after the other.
 #include "moe/expert_rows.h"
+#include "quantized/float8.h"
 #include "quantized/row_worker.h"
 
 #if OSTINATO_AMX
@@ -46,8 +47,8 @@ void run(const ExpertCall& c, const ExpertRows& rows, const QuantizedExperts& we
   run_experts<Worker>(c.threads, experts, num_tasks);
 }
 
-template <int Bits, class In, class Out>
-void run(const ExpertCall& c, const ExpertRows& rows, const QuantizedExperts& weight, const std::vector<Problem>& problems) {
+template <linear::Widening Bits, class In, class Out>
+void run_integers(const ExpertCall& c, const ExpertRows& rows, const QuantizedExperts& weight, const std::vector<Problem>& problems) {
   const QuantizedShape& shape = weight.shape;
   const auto by_tiles = [&]([[maybe_unused]] int64_t count) {
 #if OSTINATO_AMX
@@ -68,7 +69,20 @@ void run(const ExpertCall& c, const ExpertRows& rows, const QuantizedExperts& we
       [](const linear::RowGroups& groups) { return groups.count; });
 }
 
-template <int Bits>
+template <linear::Widening Bits, class In, class Out>
+void run(const ExpertCall& c, const ExpertRows& rows, const QuantizedExperts& weight, const std::vector<Problem>& problems) {
+  if constexpr (Bits == linear::kFloat8) {
+    const int64_t row_bytes = c.x.sizes[1] * 4;
+    run<linear::Float8RowWorker<In, Out>, linear::RowGroups>(
+        c, rows, weight, problems, [](int64_t) { return true; },
+        [&](int64_t count) { return linear::RowGroups(count, linear::kFloat8Rows, row_bytes); },
+        [](const linear::RowGroups& groups) { return groups.count; });
+  } else {
+    run_integers<Bits, In, Out>(c, rows, weight, problems);
+  }
+}
+
+template <linear::Widening Bits>
 void run(const ExpertCall& c, const ExpertRows& rows, const QuantizedExperts& weight, const std::vector<Problem>& problems) {
   if (c.x.dtype == DType::float32) {
     run<Bits, float, float>(c, rows, weight, problems);
@@ -80,7 +94,8 @@ void run(const ExpertCall& c, const ExpertRows& rows, const QuantizedExperts& we
 }
 
 // quantized_moe_linear(Tensor x, Tensor ids, Tensor weight, Tensor? bias, SymInt out_features, Tensor? routing_weights,
-//                      Tensor? residual, SymInt bits, SymInt group_size, bool symmetric) -> Tensor
+//                      Tensor? residual, SymInt bits, SymInt group_size, bool symmetric, str scales, str kind)
+//                      -> Tensor
 void quantized_moe_linear(Call& call) {
   ExpertCall c{};
   c.x = call.tensor();
@@ -99,10 +114,11 @@ void quantized_moe_linear(Call& call) {
   const ExpertRows rows(c.ids, experts.count);
   allocate(call, c);
   const std::vector<Problem> problems = expert_problems(call, c, rows);
-  if (format.bits == 8) {
-    run<8>(c, rows, experts, problems);
-  } else {
-    run<4>(c, rows, experts, problems);
+  switch (format.widening()) {
+    case linear::kBytes: run<linear::kBytes>(c, rows, experts, problems); break;
+    case linear::kHalves: run<linear::kHalves>(c, rows, experts, problems); break;
+    case linear::kTable: run<linear::kTable>(c, rows, experts, problems); break;
+    case linear::kFloat8: run<linear::kFloat8>(c, rows, experts, problems); break;
   }
   combine(c);
   call.give(c.out);

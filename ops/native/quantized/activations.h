@@ -2,6 +2,7 @@
 #pragma once
 
 #include "core/simd.h"
+#include "linear/tasks.h"
 
 #include <cstring>
 
@@ -48,6 +49,21 @@ float quantize_group(const T* x, int64_t count, int64_t padded, int8_t* out, flo
     sum = sum + value;
   }
   return reduce_sum(sum);
+}
+
+// A row of x in the order of the weight's columns: where it lies, or copied to `line`, [in_features].
+template <class T>
+const T* row_in_order(const Problem& p, int64_t row, T* line) {
+  const T* x = static_cast<const T*>(p.x) + row * p.row_stride;
+  if (p.order == nullptr) return x;
+  for (int64_t k = 0; k < p.in_features; ++k) line[k] = x[p.order[k]];
+  return line;
+}
+
+// Bytes of `line` for `row_in_order`, a multiple of 64.
+template <class T>
+int64_t line_bytes(const Problem& p) {
+  return p.order == nullptr ? 0 : ceil_divide(p.in_features * static_cast<int64_t>(sizeof(T)), 64) * 64;
 }
 
 }  // namespace ostinato::linear

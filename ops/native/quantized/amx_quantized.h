@@ -24,7 +24,7 @@ inline bool suits_tiles(const QuantizedShape& shape, int64_t rows) {
   return rows >= least_rows && shape.format.group_size >= 64 && shape.group_steps % chunk_steps(shape) == 0;
 }
 
-template <int Bits, class In, class Out>
+template <Widening Bits, class In, class Out>
 class QuantizedTileWorker {
  public:
   QuantizedTileWorker(const Problem& problem, const QuantizedWeight& weight, const TileBlocks& blocks)
@@ -62,7 +62,10 @@ class QuantizedTileWorker {
     const int64_t panel_bytes = steps_ * 4 * kPanel;
     const int64_t row_bytes = ceil_divide(steps_ * 4 + 64, 64) * 64;  // whole vectors are written
     const int64_t value_bytes = ceil_divide(count * block_values(), 64) * 64;
-    float* memory = scratch((panel_bytes + row_bytes + value_bytes) / 4 + 2 * count * block_factors());
+    const int64_t bytes = line_bytes<In>(p_) + panel_bytes + row_bytes + value_bytes;
+    float* memory = scratch(bytes / 4 + 2 * count * block_factors());
+    auto* ordered = reinterpret_cast<In*>(memory);
+    memory += line_bytes<In>(p_) / 4;
     panel_ = reinterpret_cast<uint8_t*>(memory);
     auto* line = reinterpret_cast<int8_t*>(panel_ + panel_bytes);
     values_ = line + row_bytes;
@@ -73,7 +76,7 @@ class QuantizedTileWorker {
     const int64_t size = weight_.format.group_size;
     for (int64_t b = 0; b < count; ++b) {
       for (int r = 0; r < blocks_.num_rows(first + b); ++r) {
-        const In* x = static_cast<const In*>(p_.x) + (blocks_.row(first + b) + r) * p_.row_stride;
+        const In* x = row_in_order(p_, blocks_.row(first + b) + r, ordered);
         for (int64_t g = 0; g < weight_.groups; ++g) {
           const int64_t begin = g * size;
           const int64_t present = std::min(size, p_.in_features - begin);
@@ -94,9 +97,9 @@ class QuantizedTileWorker {
   const uint8_t* tiles_of(const uint8_t* panel, int64_t group) const {
     const uint8_t* data = panel + weight_.group_offset(group) + weight_.format.header_bytes();
     const int64_t steps = std::min(weight_.group_steps, weight_.steps - group * weight_.group_steps);
-    if (Bits == 8 && steps == weight_.group_steps) return data;
+    if (Bits == kBytes && steps == weight_.group_steps) return data;
     uint8_t* out = panel_ + group * weight_.group_steps * 4 * kPanel;
-    if (Bits == 8) {
+    if (Bits == kBytes) {
       std::memcpy(out, data, steps * 4 * kPanel);
     } else {
       for (int64_t step = 0; step < steps; step += 2) {
@@ -110,6 +113,9 @@ class QuantizedTileWorker {
           std::memcpy(out + (step + 1) * 4 * kPanel + byte, &high, 8);
         }
       }
+    }
+    if (Bits == kTable) {
+      for (int64_t byte = 0; byte < steps * 4 * kPanel; ++byte) out[byte] = kE2m1[out[byte]];
     }
     std::memset(out + steps * 4 * kPanel, 0, (weight_.group_steps - steps) * 4 * kPanel);
     return out;
@@ -179,25 +185,21 @@ class QuantizedTileWorker {
   template <int kBlocks>
   void add_group(int64_t block, int64_t group, const uint8_t* panel, const int32_t* whole, float* sums) const {
     constexpr int kVectors = kPanel / F32::width;
-    const auto* header = reinterpret_cast<const BFloat16*>(panel + weight_.group_offset(group));
-    F32 scale[kVectors];
-    F32 zero[kVectors];
-    for (int v = 0; v < kVectors; ++v) {
-      scale[v] = load(header + v * F32::width);
-      zero[v] = broadcast(static_cast<float>(1 << (Bits - 1)));
-      if (!weight_.format.symmetric) zero[v] = zero[v] + load(header + kPanel + v * F32::width);
-    }
+    const uint8_t* header = panel + weight_.group_offset(group);
+    const QuantFormat& format = weight_.format;
+    const auto factors = make_factors<kVectors>(format, header, 0);
     const int height = blocks_.height;
     for (int b = 0; b < kBlocks; ++b) {
       const float* row_scales = scales_ + (block + b) * block_factors() + group * height;
       const float* row_sums = sums_ + (block + b) * block_factors() + group * height;
       for (int r = 0; r < height; ++r, whole += kPanel, sums += kPanel) {
         const F32 row_scale = broadcast(row_scales[r]);
-        const F32 row_sum = broadcast(-row_sums[r]);
+        const F32 minus_sum = broadcast(-row_sums[r]);
 #pragma GCC unroll 2
         for (int v = 0; v < kVectors; ++v) {
-          const F32 exact = fma(zero[v], row_sum, load_whole(whole + v * F32::width));
-          store(sums + v * F32::width, fma(exact, scale[v] * row_scale, load(sums + v * F32::width)));
+          float* target = sums + v * F32::width;
+          store(target, factors[v].add_product(format.has_minimums, load_whole(whole + v * F32::width), row_scale, minus_sum,
+                                               load(target)));
         }
       }
     }
@@ -230,7 +232,7 @@ class QuantizedTileWorker {
   std::vector<const uint8_t*> tiles_;  // of each group of the panel
 };
 
-template <int Bits, class In, class Out>
+template <Widening Bits, class In, class Out>
 void run_quantized_tiles(const Problem& problem, const QuantizedWeight& weight) {
   const TileBlocks blocks(problem.rows, weight.groups * weight.group_steps);
   for_each_panel(problem.threads, blocks.groups * weight.panels, weight.bytes(), blocks.count,

@@ -4,35 +4,109 @@
 // result, and holds its groups of K one after the other, each with what its products need, so that a product with
 // one row reads the whole tensor once, front to back. A group is
 //
-//   scales       32 bfloat16
-//   zero points  32 bfloat16, whole numbers relative to the offset; left out when symmetric
+//   scales       32 factors
+//   zero points  32 factors, whole numbers relative to the offset; or minimums; left out when symmetric
 //   steps        8 bits: [steps][32 columns][4 values of K]
 //                4 bits: [steps / 2][32 columns][4 bytes], step 2i in the low halves, step 2i + 1 in the high ones
 //
-// and stands for (value - offset - zero point) * scale, where the offset is 128 or 8. K is padded to a multiple of
-// 8 with zero bytes, which no product sees because activations end there.
+// and stands for (value - offset - zero point) * scale, where the offset is 128 or 8; with minimums it stands for
+// value * scale - minimum. Values of the kind e2m1 are floats of 4 bits: indices into kE2m1, whose whole numbers are twice
+// the floats plus an offset of 12. Values of the kind e4m3 are floats of 8 bits, in the order [K][32 columns]. A factor is a
+// bfloat16, float16 or float32. K is padded to a multiple of 8 with zero bytes, which no product sees because activations
+// end there.
 #pragma once
 
 #include "linear/layout.h"
 #include "core/simd.h"
 
+#include <array>
+#include <string>
+#include <utility>
+
 namespace ostinato::linear {
+
+// How the values of a weight are widened to bytes: a template argument of its kernels.
+enum Widening : int { kBytes, kHalves, kTable, kFloat8 };
+
+// Twice the floats of 4 bits with 2 bits of exponent and 1 of mantissa (OCP Microscaling Formats 1.0), plus 12.
+constexpr uint8_t kE2m1[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+
+// A float of 8 bits with 4 bits of exponent and 3 of mantissa (arXiv:2209.05433).
+inline float from_float8(uint8_t bits) {
+  const int exponent = bits >> 3 & 15;
+  const float mantissa = static_cast<float>(bits & 7) / 8.0f;
+  const float magnitude = exponent == 0 ? mantissa * 0x1p-6f
+                                        : (1.0f + mantissa) * bit_cast<float>(static_cast<uint32_t>(exponent + 120) << 23);
+  return (bits & 0x80) != 0 ? -magnitude : magnitude;
+}
 
 struct QuantFormat {
   int bits;  // 8 or 4
   int64_t group_size;  // values of K that share a scale
   bool symmetric;
+  DType factors;  // of scales, zero points and minimums
+  bool has_minimums;
+  bool is_e2m1;
+  bool is_e4m3;
 
-  int offset() const { return 1 << (bits - 1); }
-  int64_t header_bytes() const { return symmetric ? 2 * kPanel : 4 * kPanel; }
+  int offset() const { return has_minimums || is_e4m3 ? 0 : is_e2m1 ? 12 : 1 << (bits - 1); }
+  Widening widening() const { return is_e4m3 ? kFloat8 : is_e2m1 ? kTable : bits == 4 ? kHalves : kBytes; }
+  int64_t factor_bytes() const { return factors == DType::float32 ? 4 : 2; }
+  int64_t header_bytes() const { return kPanel * factor_bytes() * (symmetric ? 1 : 2); }
   int64_t step_bytes() const { return kPanel * bits / 2; }
 };
 
-// The last three arguments of every op over quantised weights.
+// The last five arguments of every op over quantised weights.
 inline QuantFormat read_format(Call& call) {
   const int64_t bits = call.integer();
   const int64_t group_size = call.integer();
-  return {static_cast<int>(bits), group_size, call.boolean()};
+  const bool symmetric = call.boolean();
+  const std::string factors = call.text();
+  const std::string kind = call.text();
+  OSTINATO_CHECK(factors == "bfloat16" || factors == "float16" || factors == "float32",
+                 "scales must be bfloat16, float16 or float32, got " + factors);
+  OSTINATO_CHECK(kind == "steps" || (kind == "minimums" && !symmetric) || (kind == "e2m1" && bits == 4 && symmetric) ||
+                     (kind == "e4m3" && bits == 8 && symmetric),
+                 "a quantised weight consists of steps, of steps with minimums, or of symmetric e2m1 (4 bits) or e4m3 "
+                 "(8 bits), got " + kind);
+  const DType type = factors == "bfloat16"  ? DType::bfloat16
+                     : factors == "float16" ? DType::float16
+                                            : DType::float32;
+  return {static_cast<int>(bits), group_size, symmetric, type, kind == "minimums", kind == "e2m1", kind == "e4m3"};
+}
+
+// Factors of a group's header, from the index-th on.
+OSTINATO_INLINE F32 load_factors(const QuantFormat& format, const uint8_t* header, int64_t index) {
+  if (format.factors == DType::bfloat16) return load(reinterpret_cast<const BFloat16*>(header) + index);
+  if (format.factors == DType::float16) return load(reinterpret_cast<const Float16*>(header) + index);
+  return load(reinterpret_cast<const float*>(header) + index);
+}
+
+// What a group's columns are scaled by, of one vector.
+struct Factors {
+  // Those from the column-th on, of one vector.
+  OSTINATO_INLINE Factors(const QuantFormat& format, const uint8_t* header, int64_t column)
+      : scale(load_factors(format, header, column)), zero(broadcast(static_cast<float>(format.offset()))) {
+    if (!format.symmetric) zero = zero + load_factors(format, header, kPanel + column);
+  }
+
+  // total + the group's product with a row of activations: `whole` is the sum of the products of integers, `row_scale` the
+  // row's scale, `minus_sum` the negative sum of the row's integers.
+  OSTINATO_INLINE F32 add_product(bool has_minimums, F32 whole, F32 row_scale, F32 minus_sum, F32 total) const {
+    if (has_minimums) return fma(zero * row_scale, minus_sum, fma(whole, scale * row_scale, total));
+    return fma(fma(zero, minus_sum, whole), scale * row_scale, total);
+  }
+
+  F32 scale;
+  F32 zero;  // the value that stands for zero; or the minimum
+};
+
+// Those of `kVectors` vectors from a column on.
+template <int kVectors>
+OSTINATO_INLINE std::array<Factors, kVectors> make_factors(const QuantFormat& format, const uint8_t* header, int64_t column) {
+  return [&]<int... v>(std::integer_sequence<int, v...>) __attribute__((always_inline)) {
+    return std::array<Factors, kVectors>{Factors(format, header, column + v * F32::width)...};
+  }(std::make_integer_sequence<int, kVectors>{});
 }
 
 struct QuantizedShape {

@@ -1,5 +1,4 @@
-// Writing and gathering quantised linear weights: quantize_linear makes one of a matrix, quantized_rows reads rows
-// back, so that an embedding tied to the output layer needs no second copy. Layout in layout.h.
+// Quantising a matrix: quantize_linear. Layout in layout.h.
 //
 // A few grids, which clip a group's extremes more or less, are tried for it, and the one of least squared error is taken.
 // Scales are rounded to bfloat16 away from zero, so that they clip no value. Sums run over a row's values in order, so
@@ -182,10 +181,12 @@ void quantize_panel(const T* rows, int64_t row_stride, int columns, int64_t in_f
   }
 }
 
-// quantize_linear(Tensor weight, SymInt bits, SymInt group_size, bool symmetric) -> Tensor
+// quantize_linear(Tensor weight, SymInt bits, SymInt group_size, bool symmetric, str scales, str kind) -> Tensor
 void quantize_linear(Call& call) {
   const Tensor weight = call.tensor();
   const QuantFormat format = read_format(call);
+  OSTINATO_CHECK(format.factors == DType::bfloat16 && !format.has_minimums && !format.is_e2m1 && !format.is_e4m3,
+                 "weights are quantised to steps with bfloat16 scales");
   OSTINATO_CHECK((weight.dtype == DType::float32 || weight.dtype == DType::bfloat16) && weight.dim == 2 &&
                      (weight.sizes[1] <= 1 || weight.strides[1] == 1),
                  "a weight to quantise must be a float32 or bfloat16 matrix with contiguous rows");
@@ -216,69 +217,8 @@ void quantize_linear(Call& call) {
   call.give(quantized);
 }
 
-// One row of the matrix behind a quantised weight.
-template <class T>
-void read_row(const QuantizedWeight& weight, int64_t row, int64_t in_features, T* out) {
-  const int column = static_cast<int>(row % kPanel);
-  const QuantFormat& format = weight.format;
-  for (int64_t group = 0; group < weight.groups; ++group) {
-    const uint8_t* data = weight.panel(row / kPanel) + weight.group_offset(group);
-    const auto* scales = reinterpret_cast<const BFloat16*>(data) + column;
-    const float scale = to_float(scales[0]);
-    const float zero = static_cast<float>(format.offset()) + (format.symmetric ? 0.0f : to_float(scales[kPanel]));
-    const uint8_t* values = data + format.header_bytes() + column * 4;
-    const int64_t begin = group * format.group_size;
-    const int64_t count = std::min(format.group_size, in_features - begin);
-    for (int64_t k = 0; k < count; ++k) {
-      const int64_t step = k / 4;
-      const int value = format.bits == 8 ? values[step * 4 * kPanel + k % 4]
-                                         : values[step / 2 * 4 * kPanel + k % 4] >> (step % 2 * 4) & 15;
-      from_float((static_cast<float>(value) - zero) * scale, out + begin + k);
-    }
-  }
-}
-
-// quantized_rows(Tensor weight, Tensor ids, SymInt out_features, SymInt in_features, bool float32_output,
-//                SymInt bits, SymInt group_size, bool symmetric) -> Tensor
-void quantized_rows(Call& call) {
-  const Tensor weight = call.tensor();
-  const Tensor ids = call.tensor();
-  const int64_t out_features = call.integer();
-  const int64_t in_features = call.integer();
-  const bool float32_output = call.boolean();
-  const QuantFormat format = read_format(call);
-  const QuantizedWeight quantized(weight, out_features, in_features, format);
-  const bool wide = ids.dtype == DType::int64;
-  OSTINATO_CHECK(ids.dim == 1 && (wide || ids.dtype == DType::int32), "ids must be an int64 or int32 vector");
-  const int64_t num_rows = ids.sizes[0];
-  const auto id_of = [&](int64_t row) {
-    const int64_t offset = row * ids.strides[0];
-    return wide ? ids.as<int64_t>()[offset] : static_cast<int64_t>(ids.as<int32_t>()[offset]);
-  };
-  for (int64_t row = 0; row < num_rows; ++row) {
-    OSTINATO_CHECK(id_of(row) >= 0 && id_of(row) < out_features,
-                   "ids[" + std::to_string(row) + "] is " + std::to_string(id_of(row)) +
-                       ", not a row of the weight: 0 to " + std::to_string(out_features - 1));
-  }
-  const int64_t sizes[] = {num_rows, in_features};
-  const Tensor out = call.empty(sizes, 2, float32_output ? DType::float32 : DType::bfloat16);
-  const int workers = workers_for(call.threads(), num_rows * in_features * 8, num_rows);
-  call.threads().run(workers, [&](int worker) {
-    const int64_t last = num_rows * (worker + 1) / workers;
-    for (int64_t row = num_rows * worker / workers; row < last; ++row) {
-      if (float32_output) {
-        read_row(quantized, id_of(row), in_features, out.as<float>() + row * in_features);
-      } else {
-        read_row(quantized, id_of(row), in_features, out.as<BFloat16>() + row * in_features);
-      }
-    }
-  });
-  call.give(out);
-}
-
 }  // namespace
 
 OSTINATO_KERNEL(quantize_linear, quantize_linear);
-OSTINATO_KERNEL(quantized_rows, quantized_rows);
 
 }  // namespace ostinato::linear

@@ -1,8 +1,10 @@
 // The linear op over quantised weights for CPUs: x @ weight.T + bias + residual. Layout in layout.h,
 // arithmetic in row_worker.h, tiles.h and amx_quantized.h.
 //
-// The activations are quantised too: each group of a row that shares weight scales becomes 8-bit integers and a scale.
-// So the products are of integers, for which the CPU has wide instructions, and weights are not widened.
+// The activations are quantised too, unless the weights are floats of 8 bits: each group of a row that shares weight scales
+// becomes 8-bit integers and a scale. So the products are of integers, for which the CPU has wide instructions, and weights
+// are not widened.
+#include "quantized/float8.h"
 #include "quantized/row_worker.h"
 
 #if OSTINATO_AMX
@@ -12,8 +14,8 @@
 namespace ostinato::linear {
 namespace {
 
-template <int Bits, class In, class Out>
-void run(const Problem& problem, const QuantizedWeight& weight) {
+template <Widening Bits, class In, class Out>
+void run_integers(const Problem& problem, const QuantizedWeight& weight) {
 #if OSTINATO_AMX
   if (suits_tiles(weight, problem.rows)) return run_quantized_tiles<Bits, In, Out>(problem, weight);
 #endif
@@ -22,7 +24,18 @@ void run(const Problem& problem, const QuantizedWeight& weight) {
                  [&] { return QuantizedRowWorker<Bits, In, Out>(problem, weight, groups); });
 }
 
-template <int Bits>
+template <Widening Bits, class In, class Out>
+void run(const Problem& problem, const QuantizedWeight& weight) {
+  if constexpr (Bits == kFloat8) {
+    const RowGroups groups(problem.rows, kFloat8Rows, problem.in_features * 4);
+    for_each_panel(problem.threads, groups.count * weight.panels, weight.bytes(), groups.blocks.count,
+                   [&] { return Float8RowWorker<In, Out>(problem, weight, groups); });
+  } else {
+    run_integers<Bits, In, Out>(problem, weight);
+  }
+}
+
+template <Widening Bits>
 void run(DType dtype, bool float32_output, const Problem& problem, const QuantizedWeight& weight) {
   if (dtype == DType::float32) {
     run<Bits, float, float>(problem, weight);
@@ -33,8 +46,20 @@ void run(DType dtype, bool float32_output, const Problem& problem, const Quantiz
   }
 }
 
+// The order of a weight's columns, each a column of x.
+const int32_t* checked_order(const Tensor& order, int64_t in_features) {
+  OSTINATO_CHECK(order.dtype == DType::int32 && order.dim == 1 && order.sizes[0] == in_features &&
+                     (in_features <= 1 || order.strides[0] == 1),
+                 "order must be a contiguous int32 vector with an element for each column of x");
+  const auto* columns = order.as<int32_t>();
+  uint32_t largest = 0;
+  for (int64_t k = 0; k < in_features; ++k) largest = std::max(largest, static_cast<uint32_t>(columns[k]));
+  OSTINATO_CHECK(largest < in_features, "order must consist of columns of x, 0 to " + std::to_string(in_features - 1));
+  return columns;
+}
+
 // quantized_linear(Tensor x, Tensor weight, Tensor? bias, SymInt out_features, bool float32_output, Tensor? residual,
-//                  SymInt bits, SymInt group_size, bool symmetric) -> Tensor
+//                  Tensor? order, SymInt bits, SymInt group_size, bool symmetric, str scales, str kind) -> Tensor
 void quantized_linear(Call& call) {
   const Tensor x = call.tensor();
   const Tensor weight = call.tensor();
@@ -42,16 +67,19 @@ void quantized_linear(Call& call) {
   const int64_t out_features = call.integer();
   const bool float32_output = call.boolean();
   const Tensor residual = call.optional_tensor();
+  const Tensor order = call.optional_tensor();
   const QuantFormat format = read_format(call);
   OSTINATO_CHECK(x.dim == 2 && (x.sizes[1] <= 1 || x.strides[1] == 1), "x must be a matrix with contiguous rows");
   OSTINATO_CHECK(x.dtype == DType::float32 || x.dtype == DType::bfloat16, "x must be float32 or bfloat16");
   const QuantizedWeight quantized(weight, out_features, x.sizes[1], format);
   Tensor out;
-  const Problem problem = make_problem(call, x, bias, residual, out_features, float32_output, out);
-  if (format.bits == 8) {
-    run<8>(x.dtype, float32_output, problem, quantized);
-  } else {
-    run<4>(x.dtype, float32_output, problem, quantized);
+  Problem problem = make_problem(call, x, bias, residual, out_features, float32_output, out);
+  if (order.exists()) problem.order = checked_order(order, x.sizes[1]);
+  switch (format.widening()) {
+    case kBytes: run<kBytes>(x.dtype, float32_output, problem, quantized); break;
+    case kHalves: run<kHalves>(x.dtype, float32_output, problem, quantized); break;
+    case kTable: run<kTable>(x.dtype, float32_output, problem, quantized); break;
+    case kFloat8: run<kFloat8>(x.dtype, float32_output, problem, quantized); break;
   }
   call.give(out);
 }

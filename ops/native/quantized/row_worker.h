@@ -12,10 +12,11 @@ namespace ostinato::linear {
 constexpr int64_t kPassBytes = 16 << 10;  // of a panel that stay in the first level cache while rows pass by
 
 // Four values of K as the tile multiplies them.
+template <int Units>
 OSTINATO_INLINE void widen_step(const int8_t* values, uint32_t* units) {
-  if constexpr (kQuantUnits == 1) {
+  if constexpr (Units == 1) {
     std::memcpy(units, values, 4);
-  } else if constexpr (kQuantUnits == 2) {
+  } else if constexpr (Units == 2) {
     const int16_t pairs[] = {values[0], values[2], values[1], values[3]};
     std::memcpy(units, pairs, 8);
   } else {
@@ -26,7 +27,7 @@ OSTINATO_INLINE void widen_step(const int8_t* values, uint32_t* units) {
 // Where the activations of a group of row blocks lie in a worker's memory, in four-byte units.
 struct RowLayout {
   explicit RowLayout(const QuantizedShape& shape)
-      : units(shape.steps * kQuantUnits), groups(shape.groups), row(units + 2 * groups) {}
+      : units(shape.steps * quant_units(shape.format.widening())), groups(shape.groups), row(units + 2 * groups) {}
   int64_t units;
   int64_t groups;
   int64_t row;  // of a packed row: units, scales, sums
@@ -38,7 +39,7 @@ struct RowLayout {
   }
 };
 
-template <int Bits, class In, class Out>
+template <Widening Bits, class In, class Out>
 class QuantizedRowWorker {
  public:
   QuantizedRowWorker(const Problem& problem, const QuantizedWeight& weight, const RowGroups& groups)
@@ -51,40 +52,46 @@ class QuantizedRowWorker {
   }
 
  private:
+  static constexpr int kUnits = quant_units(Bits);
+
   void pack(int64_t group) {
     packed_group_ = group;
     const int64_t first_row = groups_.first_row(group);
     const int64_t rows = groups_.first_row(group + 1) - first_row;
     const int64_t bytes_per_row = ceil_divide(weight_.steps * 4 + 64, 64) * 64;  // whole vectors are written
-    float* memory = scratch(rows * layout_.row + bytes_per_row / 4 + kQuantRows * layout_.units);
+    const int64_t packed = rows * layout_.row + bytes_per_row / 4 + kQuantRows * layout_.units;
+    float* memory = scratch(line_bytes<In>(p_) / 4 + packed);
+    auto* line = reinterpret_cast<In*>(memory);
+    memory += line_bytes<In>(p_) / 4;
     activations_ = reinterpret_cast<uint32_t*>(memory);
     auto* bytes = reinterpret_cast<int8_t*>(memory + rows * layout_.row);
     auto* wide = reinterpret_cast<uint32_t*>(bytes + bytes_per_row);
     for (int64_t block = groups_.first_block(group); block < groups_.first_block(group + 1); ++block) {
       const int64_t row = groups_.blocks.begin(block);
-      pack_block(row, groups_.blocks.height(block), activations_ + (row - first_row) * layout_.row, bytes, wide);
+      pack_block(row, groups_.blocks.height(block), activations_ + (row - first_row) * layout_.row, bytes, wide,
+                 line);
     }
   }
 
-  void pack_block(int64_t first_row, int rows, uint32_t* packed, int8_t* bytes, uint32_t* wide) {
+  void pack_block(int64_t first_row, int rows, uint32_t* packed, int8_t* bytes, uint32_t* wide, In* line) {
     auto* scales = reinterpret_cast<float*>(packed + layout_.units * rows);
     float* sums = scales + layout_.groups * rows;
     for (int r = 0; r < rows; ++r) {
-      const In* x = static_cast<const In*>(p_.x) + (first_row + r) * p_.row_stride;
+      const In* x = row_in_order(p_, first_row + r, line);
       const int64_t size = weight_.format.group_size;
       for (int64_t group = 0; group < layout_.groups; ++group) {
         const int64_t begin = group * size;
         const int64_t count = std::min(size, p_.in_features - begin);
         const int64_t padded = std::min(size, weight_.steps * 4 - begin);
         sums[group * rows + r] =
-            quantize_group(x + begin, count, padded, bytes + begin, scales + group * rows + r);
+            -quantize_group(x + begin, count, padded, bytes + begin, scales + group * rows + r);
       }
       uint32_t* target = rows == 1 ? packed : wide + r * layout_.units;
-      if constexpr (kQuantUnits == 1) {
+      if constexpr (kUnits == 1) {
         std::memcpy(target, bytes, weight_.steps * 4);
       } else {
         for (int64_t step = 0; step < weight_.steps; ++step) {
-          widen_step(bytes + step * 4, target + step * kQuantUnits);
+          widen_step<kUnits>(bytes + step * 4, target + step * kUnits);
         }
       }
     }
@@ -97,21 +104,27 @@ class QuantizedRowWorker {
     const int64_t column = panel * kPanel;
     load_bias<In>(p_, column, bias);
     const int64_t first_row = groups_.first_row(group);
+    const int64_t first_block = groups_.first_block(group);
+    const int64_t blocks = groups_.first_block(group + 1) - first_block;
     const int64_t group_bytes = weight_.group_offset(1);
     const int64_t pass_groups = groups_.blocks.count == 1 ? weight_.groups : std::max<int64_t>(kPassBytes / group_bytes, 1);
     for (int64_t first = 0; first < weight_.groups; first += pass_groups) {
       const int64_t step = first * weight_.group_steps;
       const int64_t steps = std::min(pass_groups * weight_.group_steps, weight_.steps - step);
-      for (int64_t block = groups_.first_block(group); block < groups_.first_block(group + 1); ++block) {
-        const int64_t row = groups_.blocks.begin(block);
-        const int rows = groups_.blocks.height(block);
+      const uint8_t* data = weight_.panel(panel) + weight_.group_offset(first);
+      const int64_t count = std::min(pass_groups, weight_.groups - first);
+      const int64_t bytes = count * group_bytes;
+      for (int64_t block = 0; block < blocks; ++block) {
+        const int64_t row = groups_.blocks.begin(first_block + block);
+        const int rows = groups_.blocks.height(first_block + block);
         float* block_sums = sums + (row - first_row) * kPanel;
         QuantizedRows x = layout_.block(activations_, row - first_row, rows);
-        x.units += step * kQuantUnits * rows;
+        x.units += step * kUnits * rows;
         x.scales += first * rows;
         x.sums += first * rows;
-        kQuantizedTiles<Bits>[rows - 1](x, weight_.panel(panel) + weight_.group_offset(first), steps, weight_,
-                                        block_sums, first > 0);
+        GroupFetch fetch{};
+        if (kSharesFetch && blocks > 1) fetch = GroupFetch::share(data + bytes, bytes, count, block, blocks, rows);
+        kQuantizedTiles<Bits>[rows - 1](x, data, steps, weight_, block_sums, first > 0, fetch);
         if (step + steps == weight_.steps) write_rows<Out>(p_, block_sums, rows, bias, row, column);
       }
     }

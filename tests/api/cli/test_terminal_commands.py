@@ -14,7 +14,7 @@ from ostinato.api.cli.terminal import write_stream
 from ostinato.benchmarks.report.record import read_records
 from ostinato.commands import run
 from ostinato.runtime.errors import EngineError
-from ostinato.runtime.startup.device import available_cores
+from ostinato.runtime.host_resources import available_cores
 from ostinato.runtime.types.outputs import RequestOutput
 
 # Eager, with the reference kernel: the engine starts at once, and the tests are about the commands.
@@ -69,10 +69,10 @@ def test_generate_beyond_the_context_is_one_line(capsys: pytest.CaptureFixture[s
 @pytest.mark.parametrize(
     ("files", "words"),
     [
-        ({}, ["no config.json in"]),
+        ({}, ["no config.json and no GGUF file in"]),
         (
             {"config.json": {"architectures": ["FooForCausalLM"], "model_type": "foo"}},
-            ["'FooForCausalLM' is not supported", "LlamaForCausalLM"],
+            ["'FooForCausalLM' is not supported", "has no model_type='foo'"],
         ),
     ],
 )
@@ -187,6 +187,16 @@ def test_plan_counts_a_cache_of_eight_bits(capsys: pytest.CaptureFixture[str]):
     ledger = json.loads(capsys.readouterr().out)
     assert ledger["cache_dtype"] == "float8_e4m3fn"
     assert ledger["kv_bytes_per_token"] == 2 * 2 * 2 * 8 * 1
+
+
+def test_plan_of_several_engines_is_that_of_one(capsys: pytest.CaptureFixture[str]):
+    assert run(["plan", *TINY, "plan.free_gib=2", "parallel.data=2"]) == 0
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 80
+    assert "replicas      2, each with 1.000 GiB; the table is of one" in text
+    assert "- budget: 0.9 of 1.00 GiB of free memory" in text
+    assert run(["plan", *TINY, "device.memory_gib=1", "plan.json=true", "parallel.data=2"]) == 0
+    assert json.loads(capsys.readouterr().out)["free_bytes"] == 1 << 30
 
 
 def test_plan_that_does_not_fit_is_one_line(capsys: pytest.CaptureFixture[str]):

@@ -281,7 +281,7 @@ class TestMetrics:
 
     def test_a_process_that_is_gone(self, app):
         app.engine.engine_pid = 2**22 + 1  # above the kernel's largest
-        use = MachineProbe().read(app.engine.engine_pid)
+        use = MachineProbe().read([app.engine.engine_pid])
         assert set(use.processes) == {"api"}
         assert Metrics(app.engine).render()
 

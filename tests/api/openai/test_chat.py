@@ -207,7 +207,7 @@ class TestChunks:
         chunks = chat.to_chunks(HEAD, parsed(one), PIECES.__getitem__, options=options, **more)
         return [encoded(one) for one in chunks]
 
-    START = '{"id":"chatcmpl-1","object":"chat.completion.chunk","created":7,"model":"m","choices":'
+    START = '{"id":"chatcmpl-1","object":"chat.completion.chunk","created":7,"model":"m","system_fingerprint":"fp","choices":'
 
     def test_the_first_news_brings_the_role(self):
         assert self.chunks(output("a", [1], 1)) == [
@@ -316,6 +316,7 @@ class TestResponses:
             "id": "chatcmpl-1",
             "object": "chat.completion",
             "created": 7,
+            "system_fingerprint": "fp",
             "model": "m",
             "choices": [
                 {

@@ -73,6 +73,7 @@ class TestChunks:
         )
         assert encoded(chunk) == (
             '{"id":"chatcmpl-1","object":"text_completion","created":7,"model":"m",'
+            '"system_fingerprint":"fp",'
             '"choices":[{"index":3,"text":"a","logprobs":null,"finish_reason":null}]}'
         )
 
@@ -106,7 +107,7 @@ class TestResponses:
             (1, "a1"),
             (2, "a0"),
         ]
-        assert msgspec.to_builtins(response.choices[0].logprobs) == {
+        assert msgspec.json.decode(encoded(response.choices[0].logprobs)) == {
             "tokens": ["a", " b"],
             "token_logprobs": [-0.5, -0.5],
             "top_logprobs": [{"a": -0.5}, {" b": -0.5}],

@@ -58,6 +58,9 @@ class TestOtherEndpoints:
             "version": ostinato.__version__,
             "layers": {"captured": 8, "fx": 0},
             "isa": "",
+            "isa_microseconds": {},
+            "determinism": "bitwise",
+            "system_fingerprint": "fp-bitwise-test",
         }
 
     def test_openapi_tells_of_the_bodies(self, app):

@@ -46,7 +46,7 @@ class TestChat:
         assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
         start = (
             b'data: {"id":"chatcmpl-me","object":"chat.completion.chunk","created":1700000123,'
-            b'"model":"test-model","choices":[{"index":0,"delta":'
+            b'"model":"test-model","system_fingerprint":"fp-bitwise-test","choices":[{"index":0,"delta":'
         )
         assert response.content == b"".join(
             [

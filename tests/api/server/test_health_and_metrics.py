@@ -10,12 +10,23 @@ from prometheus_client.parser import text_string_to_metric_families
 from ostinato.graphs.compile_monitor import LateCompile
 from ostinato.runtime.types.engine_info import EngineStats
 from tests.api.answers import error_of
+from tests.api.fake_client import FakeClient
 
 
 class TestHealth:
     def test_well(self, app):
         assert app.http.get("/health").json() == {"status": "ok"}
         assert app.http.get("/ready").json() == {"status": "ready"}
+
+    def test_several_engines_are_listed(self, app, monkeypatch):
+        monkeypatch.setattr(FakeClient, "replicas", property(lambda self: [self, self]))
+        body = app.http.get("/health").json()
+        assert body["status"] == "ok"
+        assert [one["state"] for one in body["engines"]] == ["serving", "serving"]
+        names = {name for name in app.http.get("/metrics").text.splitlines() if name[0] != "#"}
+        assert 'ostinato_kv_cache_blocks{engine="1"} 0.0' in names
+        assert 'ostinato_engine_restarts_total{engine="0",reason="reload"} 0.0' in names
+        assert any(name.startswith('vllm:num_requests_running{engine="0"') for name in names)
 
     def test_starting(self, app):
         app.service.admission.phase = "weights"

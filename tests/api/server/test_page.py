@@ -12,6 +12,7 @@ from ostinato.runtime.engine.engine_state import BlockMap, EngineState, RowState
 from ostinato.runtime.engine.flight_recorder import StepRecord
 from ostinato.runtime.errors import EngineDeadError
 from ostinato.runtime.types.engine_info import EngineStats
+from tests.api.fake_client import FakeClient
 
 FILES = [
     "page.css",
@@ -98,6 +99,17 @@ class TestState:
         assert state["stats"]["num_output_tokens"] == 11
         assert state["use"]["processes"]["api"]["resident_bytes"] > 1e7
         assert state["live"] == {"ttft": None, "itl": None}
+
+    def test_one_of_several_engines(self, app, monkeypatch):
+        app.engine.state = STATE
+        assert app.http.get("/debug/state").json()["engines"] == []
+        monkeypatch.setattr(FakeClient, "replicas", property(lambda self: [self, self]))
+        state = app.http.get("/debug/state?engine=1").json()
+        assert [one["status"]["state"] for one in state["engines"]] == ["serving", "serving"]
+        for path in ("/debug/state", "/debug/flight"):
+            refused = app.http.get(f"{path}?engine=2")
+            assert refused.status_code == 400
+            assert refused.json()["error"]["message"] == "engine=2, it must be in [0, 1]"
 
     def test_latencies_once_somebody_looks(self, app):
         app.engine.state = STATE

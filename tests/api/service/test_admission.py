@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -22,6 +23,14 @@ def error_of(response) -> dict:
 
 def bearer(key: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"}
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    """Poll until `condition` is true; fails after 60 s."""
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come true in time"
+        time.sleep(0.01)
 
 
 class TestKeys:
@@ -97,10 +106,7 @@ class TestKeys:
 
         with ThreadPoolExecutor(2) as pool:
             running = pool.submit(ask, KEYS[0])
-            deadline = time.monotonic() + 30
-            while not app.engine.requests:
-                assert time.monotonic() < deadline
-                time.sleep(0.01)
+            wait_until(lambda: bool(app.engine.requests))
             refused = ask(KEYS[0])
             assert refused.status_code == 429
             assert error_of(refused)["code"] == "too_many_requests"
@@ -126,8 +132,11 @@ class TestKeys:
             assert error_of(ask(**fields))["code"] == "too_many_requests"
         assert app.http.get(path, headers=bearer(KEYS[0])).json()["status"] == "queued"
         app.engine.released.set()
-        while app.http.get(path, headers=bearer(KEYS[0])).json()["status"] != "completed":
-            time.sleep(0.01)
+
+        def status() -> str:
+            return app.http.get(path, headers=bearer(KEYS[0])).json()["status"]
+
+        wait_until(lambda: status() == "completed")
         app.engine.released.clear()
         second = ask(background=True)
         assert second.status_code == 200

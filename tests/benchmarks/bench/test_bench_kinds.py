@@ -52,6 +52,19 @@ def test_determinism_counts_equal_answers(tmp_path: Path):
     assert greedy["equal_cached_alone"].value == 1.0, "the same request, alone, is the same"
 
 
+def test_speculation_compares_each_drafter_with_plain_decoding(tmp_path: Path):
+    words = ("workload=random", "workload.num_requests=3", "workload.input_len=20")
+    record = bench(tmp_path, "speculation", *words, "workload.output_len=24", "bench.repeats=2")
+    assert record.notes[0] == "equal to plain: yes"
+    names = ["plain", "ngram", "auto", "replay 0.7"]
+    ways = ["one at a time", "3 at once"]
+    assert [one.label for one in record.points] == [f"{n}, {way}" for way in ways for n in names]
+    for point in record.points:
+        assert point.metrics["equal_to_plain"].value == 1.0
+        assert point.metrics["tokens_per_step"].value > 0.5
+        assert ("accepted" in point.metrics) <= (point.parameters["drafter"] != "plain")
+
+
 def test_prefix_finds_the_shared_share(tmp_path: Path):
     words = ("bench.shares=[0,0.5]", "workload.input_len=64", "workload.output_len=2")
     record = bench(tmp_path, "prefix", *words, "workload.num_requests=5")

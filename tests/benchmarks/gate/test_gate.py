@@ -13,8 +13,8 @@ from ostinato.benchmarks.gate.check import Check, measure, read_ratios, run_chec
 from ostinato.benchmarks.gate.engine_checks import NAMES
 from ostinato.benchmarks.gate.host_checks import host_checks, python_loop
 from ostinato.conf.errors import ConfigError
+from ostinato.runtime.machine_info import cpu_name
 from ostinato.runtime.scheduling.scheduler import Scheduler
-from ostinato.runtime.startup.machine_info import cpu_name
 
 
 def burn(count: int) -> None:
@@ -44,7 +44,7 @@ def test_only_what_is_slower_than_allowed_is_a_regression():
     same, slower = run_check(loops(2000), 1.0), run_check(loops(4000), 1.0)
     assert not same.is_regression
     assert slower.is_regression
-    assert slower.tries == 3  # a regression is there every time
+    assert slower.tries == 3  # a regression shows in every run
     assert slower.change == pytest.approx(1.0, abs=0.5)
     assert not run_check(loops(4000), None).is_regression
 

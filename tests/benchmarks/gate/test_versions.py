@@ -1,4 +1,4 @@
-"""Two versions beside each other: what is sure of a ratio, and a real comparison."""
+"""Comparison of two versions: the lower confidence bound of a ratio, and a real comparison."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_more_pairs_say_more():
     ratios = [numbers.lognormvariate(0.07, 0.1) for _ in range(120)]
     assert lower_bound(ratios[:15]) < lower_bound(ratios)
     assert lower_bound(ratios) > 1.03  # a loss of seven percent is seen
-    assert lower_bound([1.5] * 6) == float("-inf")  # six say nothing so surely
+    assert lower_bound([1.5] * 6) == float("-inf")  # too few pairs for a bound
     assert lower_bound([1.5] * 7) == 1.5
 
 
@@ -75,11 +75,11 @@ def test_no_checkout(tmp_path: Path):
 
 @pytest.mark.slow
 def test_two_real_versions_are_compared(capsys: pytest.CaptureFixture[str]):
-    """The working tree beside its own commit; a commit that is not there."""
+    """Compares the working tree with its own commit, then names a commit that does not exist."""
     if not (ROOT / ".git").exists():
         pytest.skip("no checkout")
     assert gate.main(["--against", "no-such-commit"]) == 2
     assert "name a commit" in capsys.readouterr().err
-    # Other programs may run beside this: no claim is made of equal versions, but that it answers.
+    # Other programs may disturb the timings, so this checks only that the command answers.
     assert gate.main(["--against", "HEAD", "--only", "host work, 1"]) in (0, 1)
     assert "ours / theirs" in capsys.readouterr().out

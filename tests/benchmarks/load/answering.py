@@ -19,8 +19,8 @@ class Answering:
     """`with Answering(handler) as server:`, on a free port, in a thread with a loop of its own.
 
     Attributes:
-        url: where it listens.
-        bodies: what it was sent, in order.
+        url: the address that the server listens at.
+        bodies: the request bodies received, in order.
     """
 
     def __init__(self, handler: Handler) -> None:
@@ -110,5 +110,5 @@ async def break_off(_: dict[str, Any], writer: asyncio.StreamWriter) -> None:
 
 
 async def no_http(_: dict[str, Any], writer: asyncio.StreamWriter) -> None:
-    """What a server of another protocol says."""
+    """Answers with bytes that are not HTTP."""
     writer.write(b"SSH-2.0-none\r\n")

@@ -1,4 +1,4 @@
-"""`run bench serve` against servers that do not answer as they should: counted, and it ends."""
+"""`run bench serve` against faulty servers: their failures are counted, and the command ends."""
 
 from __future__ import annotations
 

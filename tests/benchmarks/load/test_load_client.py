@@ -88,7 +88,7 @@ def test_a_turn_carries_the_answer_before_it():
             [5, 0, 1, 6, 0, 1, 9],
         ]
         server.bodies.clear()
-        # Without ids of the answer: as many others, so that the length is right.
+        # The answer has no token ids, so the same number of other ids keeps the length right.
         run(server.url, [JobRequest(prompt=[5, 4], max_tokens=3), sent[1]], concurrency=1)
         assert server.bodies[1]["prompt"] == [5, 4, 5, 4, 5, 6]
         server.bodies.clear()
@@ -197,7 +197,8 @@ def test_what_a_frozen_client_did_not_send_in_time_counts_as_latency():
     )
     waits = [one.chunk_s[0] - one.intended_s for one in report.requests]
     assert max(waits) > 0.8
-    assert sum(wait > 0.3 for wait in waits) > 10  # not one outlier: all that were due meanwhile
+    # All requests that were due in the pause are late, not a single outlier.
+    assert sum(wait > 0.3 for wait in waits) > 10
     [warning] = client_warnings(report)
     assert "requests were sent up to" in warning
 

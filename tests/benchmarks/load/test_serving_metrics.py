@@ -1,4 +1,4 @@
-"""Figures of a load measurement, from times by hand."""
+"""Figures of a load measurement, computed from times given as literals."""
 
 import pytest
 
@@ -50,7 +50,7 @@ def test_figures():
     assert found["total_throughput"] == 4.0
     assert found["peak_concurrency"] == 2
     assert found["cached_prompt_share"] == 0.4
-    assert found["ttft_mean"] == pytest.approx(600)  # from the intended sending, not from 0.5
+    assert found["ttft_mean"] == pytest.approx(600)  # from the intended time, not from 0.5
     assert found["ttft_p50"] == pytest.approx(600)
     assert found["tpot_p50"] == pytest.approx(250)  # of the first request alone
     assert found["itl_p50"] == pytest.approx(500)

@@ -24,7 +24,7 @@ def test_own_work_is_not_other_programs_work():
 
 
 def write_fresh_memory(num_bytes: int) -> mmap.mmap:
-    """Memory from the system itself: an allocator's may be some that an earlier test has freed."""
+    """Maps memory directly: an allocator could return memory that an earlier test freed."""
     pages = mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     for begin in range(0, num_bytes, mmap.PAGESIZE):
         pages[begin] = 1
@@ -33,7 +33,7 @@ def write_fresh_memory(num_bytes: int) -> mmap.mmap:
 
 @pytest.fixture
 def memory() -> PeakMemory:
-    """From a fresh peak: what earlier tests took is forgotten."""
+    """Resets the peak first, so that memory of earlier tests does not count."""
     memory = PeakMemory()
     memory.forget_probe()
     if not memory.forgets:

@@ -11,7 +11,7 @@ from ostinato.benchmarks.report.tables import median_and_range, print_record
 from ostinato.conf.root import RunConfig
 
 RESULTS = Path(__file__).resolve().parents[3] / "benchmarks" / "results"
-# Of run bench, run simulate and run tune; other programs have forms of their own.
+# Written by run bench, run simulate and run tune; other programs have their own formats.
 KEPT = [path for path in sorted(RESULTS.glob("*.json")) if '"schema_version"' in path.read_text()]
 
 

@@ -92,6 +92,7 @@ def test_rounds_and_a_saved_table(tmp_path: Path):
         (["simulate.device=h1000"], "simulate.device must be one of a10g, a100"),
         (["simulate.costs=/no/such/file"], "simulate.costs=/no/such/file can not be read"),
         (["simulate.router=random"], "simulate.router must be one of round_robin, least_load"),
+        (["parallel.data=2"], "a fleet is simulated with simulate.replicas=2"),
         (["simulate.replicas=0"], "simulate.replicas must be in [1, 100000], got 0"),
         (
             ["simulate.rounds=2", "load.rates=[]", "load.concurrency=[2]"],

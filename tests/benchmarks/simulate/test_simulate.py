@@ -1,4 +1,4 @@
-"""The simulator: fast-forward against single steps, fleets, routers, and figures that can be done by hand."""
+"""The simulator: fast-forward against single steps, fleets, routers, and figures checked against literals."""
 
 from __future__ import annotations
 
@@ -85,13 +85,13 @@ def test_one_request_by_hand():
 
 
 def step_ratios(*seqs: tuple[int, float], tokens: float = 1.0) -> StepRatios:
-    """Of steps that do not vary: by (decoding sequences and one, ratio)."""
+    """Step times that do not vary, by (number of decoding sequences plus one, ratio)."""
     curve = tuple((number, math.log(ratio)) for number, ratio in seqs)
     return StepRatios(((1, math.log(tokens)),), curve, (1.0,), (0,))
 
 
 def make_overheads(**changes) -> ServingOverheads:
-    """Without chance: every distribution has one value."""
+    """Overheads without randomness: every distribution has one value."""
     values = {
         "decode": step_ratios((2, 1.5)),
         "prompt": step_ratios((1, 1.0), tokens=2.0),
@@ -143,12 +143,12 @@ def test_draws_are_seeded_and_between_sizes():
         size: clock.step(decodes_of(size)) / make_table().decode_seconds(size, 10)
         for size in (1, 3, 7, 16)
     }
-    # Curves are by powers of two, of the sequences and one.
+    # Curves are keyed by powers of two of the number of sequences plus one.
     assert ratios == pytest.approx({1: 1.0, 3: 2.0, 7: 4.0, 16: 4.0})
 
 
 def decodes_of(num_seqs: int) -> SchedulerOutput:
-    """A step in which so many sequences decode behind ten tokens."""
+    """A step in which this number of sequences decode, each after ten tokens."""
     scheduled = [ScheduledSequence(row, 10, 1, [], [], 1) for row in range(num_seqs)]
     return SchedulerOutput(scheduled, [], num_seqs)
 
@@ -188,7 +188,7 @@ def test_leaps_give_what_single_steps_give(seed, rate, blocks, shared, overlap, 
 
 
 def drive(scheduler: FastForwardScheduler, count: int) -> None:
-    """So many single steps, all of which sample."""
+    """This number of single steps, all of which sample."""
     for _ in range(count):
         output = scheduler.schedule()
         assert output is not None

@@ -1,4 +1,4 @@
-"""Sweeps: what is expanded and refused; then a real one, interrupted, failing and resumed."""
+"""Sweeps: expansion and refusals; then a real sweep that is interrupted, fails and is resumed."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_a_sweep_isolates_a_failure_reuses_the_model_and_resumes(
     reused = [r.conditions["model_reused"] for r in files.values() if not r.points[0].error]
     assert sorted(reused) == [False, True], "one process, one load of the model"
 
-    # Again: what is there stays as it is, and only what failed is measured again.
+    # The second run keeps the results that exist and repeats only the failed point.
     kept = {file: file.stat().st_mtime_ns for file, r in files.items() if not r.points[0].error}
     assert run([*words, *varied]) == 1
     assert {file: file.stat().st_mtime_ns for file in kept} == kept

@@ -20,7 +20,7 @@ from ostinato.conf.errors import ConfigError
 
 
 def test_the_standard_workload_never_changes():
-    """Figures of engines are compared on these ids; the digests are of the file they were taken on."""
+    """Engines are compared on these ids; the digests belong to the file used for the published figures."""
     parts = standard_workload()
     digests = {
         part.name: hashlib.sha256(
@@ -88,7 +88,7 @@ def test_parts_of_the_standard_kind(tmp_path: Path):
     )
     assert load_tokens(path) == [
         Part("single", [WorkItem([300], 3)], shifts=True),
-        Part("offline", [WorkItem([1], 2)], shifts=False),  # 1 is no ordinary id: used as it is
+        Part("offline", [WorkItem([1], 2)], shifts=False),  # 1 is a special id, used unchanged
     ]
 
 

@@ -199,6 +199,6 @@ def test_torch_ops_between_ours_join_the_captured_step(caplog: pytest.LogCapture
     cache = spec.allocate(64, CPU)
     capture(warm, cache)
     assert warm.layers_by_program == {LayerProgram.captured: len(model.layers)}
-    assert warm.has_loops  # Inductor's, which small steps hold to one thread
+    assert warm.has_loops  # Inductor's code, which runs on one thread in small steps
     for _ in range(3):
         assert torch.equal(run(warm, cache), called)

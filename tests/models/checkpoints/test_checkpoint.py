@@ -1,4 +1,4 @@
-"""Finding a checkpoint: directories, the bundled demo, inline configuration, and what can be wrong."""
+"""Finding a checkpoint: directories, the bundled demo, inline configuration, and errors of each."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ostinato.models.checkpoints.checkpoint import (
     Checkpoint,
     CheckpointError,
     open_checkpoint,
-    resolve_directory,
+    resolve_path,
 )
 from ostinato.models.registry import read_model_config
 from tests.confinement import without_privileges
@@ -44,7 +44,7 @@ def test_settings_are_laid_over_the_config(tmp_path: Path) -> None:
     changes = {"hidden_size": 16, "rope_parameters": {"b": 3}}
     checkpoint = open_checkpoint(ModelSection(path=str(tmp_path), config=changes))
     assert checkpoint == Checkpoint(
-        directory=tmp_path,
+        path=tmp_path,
         hf_config={"vocab_size": 5, "hidden_size": 16, "rope_parameters": {"a": 1, "b": 3}},
         generation_config={"eos_token_id": [1, 2]},
     )
@@ -53,7 +53,7 @@ def test_settings_are_laid_over_the_config(tmp_path: Path) -> None:
 def test_dummy_with_inline_config_reads_nothing() -> None:
     config = {"architectures": ["LlamaForCausalLM"], "vocab_size": 7}
     checkpoint = open_checkpoint(ModelSection(load_format=LoadFormat.dummy, config=config))
-    assert checkpoint == Checkpoint(directory=None, hf_config=config, generation_config={})
+    assert checkpoint == Checkpoint(path=None, hf_config=config, generation_config={})
     with pytest.raises(CheckpointError, match=r"model\.path is empty"):
         checkpoint.weight_files()
 
@@ -66,22 +66,23 @@ def test_no_such_directory() -> None:
 
 def test_messages_name_the_setting() -> None:
     with pytest.raises(CheckpointError, match=r"^model\.tokenizer='/no/such': no such directory$"):
-        resolve_directory("/no/such", key="model.tokenizer")
+        resolve_path("/no/such", key="model.tokenizer")
 
 
 def test_empty_path_is_the_bundled_demo() -> None:
-    assert resolve_directory("").parts[-2:] == ("models", "demo")
+    assert resolve_path("").parts[-2:] == ("models", "demo")
 
 
 def test_path_is_a_file(tmp_path: Path) -> None:
     file = tmp_path / "model.gguf"
     file.write_text("x")
-    assert "is a file" in refusal(ModelSection(path=str(file)))
+    assert "is not a GGUF file" in refusal(ModelSection(path=str(file)))
 
 
 def test_no_config(tmp_path: Path) -> None:
     assert refusal(ModelSection(path=str(tmp_path))) == (
-        f"no config.json in {tmp_path}: model.path must be a model's directory"
+        f"no config.json and no GGUF file in {tmp_path}: model.path must be a model's directory "
+        "or a GGUF file"
     )
 
 
@@ -92,7 +93,7 @@ def test_invalid_config(tmp_path: Path, text: str) -> None:
 
 
 def test_unreachable_hub(tmp_path: Path) -> None:
-    """A hub that refuses connections gives one clear line, soon."""
+    """A hub that refuses connections ends in one clear line within seconds."""
     code = (
         "from ostinato.conf.schema import ModelSection\n"
         "from ostinato.models.checkpoints.checkpoint import CheckpointError, open_checkpoint\n"
@@ -119,7 +120,7 @@ def test_unreachable_hub(tmp_path: Path) -> None:
 
 
 def test_weight_files(tmp_path: Path) -> None:
-    checkpoint = Checkpoint(directory=tmp_path, hf_config={}, generation_config={})
+    checkpoint = Checkpoint(path=tmp_path, hf_config={}, generation_config={})
     with pytest.raises(CheckpointError, match=r"no weights in .*load_format=dummy"):
         checkpoint.weight_files()
     write(tmp_path, {"pytorch_model.bin": ""})
@@ -147,7 +148,7 @@ def test_unknown_architecture_is_named_before_its_other_keys(tmp_path: Path) -> 
     write(tmp_path, {"config.json": {"architectures": ["MambaForCausalLM"], "d_model": 4}})
     checkpoint = open_checkpoint(ModelSection(path=str(tmp_path)))
     with pytest.raises(
-        ValueError, match=r"'MambaForCausalLM' is not supported; supported are .*GPT2LMHeadModel"
+        ValueError, match=r"'MambaForCausalLM' is not supported: .* has no model_type='None'"
     ):
         read_model_config(checkpoint)
 

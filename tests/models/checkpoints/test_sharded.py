@@ -12,10 +12,10 @@ from ostinato.conf.schema import LoadFormat, ModelSection
 from ostinato.models.base import LanguageModel
 from ostinato.models.checkpoints.checkpoint import open_checkpoint
 from ostinato.models.checkpoints.weights import init_dummy_weights, load_weights
+from ostinato.models.choose_weights import WeightsByRole
 from ostinato.models.linear_layers import LinearBase, MergedLinear
 from ostinato.models.registry import build_model, read_model_config
 from ostinato.models.sharding import WHOLE, Shard
-from ostinato.models.weight_methods.choose import WeightsByRole
 from ostinato.models.weight_methods.int4 import Int4
 from ostinato.models.weight_methods.packed import Packed
 from ostinato.models.weight_methods.plain import Plain
@@ -43,7 +43,7 @@ def build(directory: Path, shard: Shard, weights: WeightsByRole, seed: int | Non
 
 
 def joined(modules: list[LinearBase]) -> Tensor:
-    """The whole matrix of one module's parts on all ranks."""
+    """The whole matrix, joined from one module's parts on all ranks."""
     first = modules[0]
     if first.is_partial:
         return torch.cat([module.dense() for module in modules], 1)
@@ -74,17 +74,18 @@ def test_the_parts_make_the_whole(
     for path, module in whole.named_modules():
         if not isinstance(module, LinearBase):
             continue
-        found = [model.get_submodule(path) for model in parts]
-        assert all(isinstance(part, LinearBase) for part in found)
-        # Groups of 8 columns lie within a rank's columns, so their scales are the whole's.
-        assert torch.equal(joined(found), module.dense()), path  # pyright: ignore[reportArgumentType]
+        submodules = [model.get_submodule(path) for model in parts]
+        found = [part for part in submodules if isinstance(part, LinearBase)]
+        assert len(found) == ranks
+        # Groups of 8 columns lie within a rank's columns, so their scales equal those of the whole matrix.
+        assert torch.equal(joined(found), module.dense()), path
         if module.bias is not None and not isinstance(module, MergedLinear):
-            biases = [part.bias for part in found]
+            biases = [part.bias for part in found if part.bias is not None]
             if found[0].is_partial:
                 assert torch.equal(biases[0], module.bias)
                 assert not any(bool(bias.any()) for bias in biases[1:])
             else:
-                assert torch.equal(torch.cat(biases), module.bias)
+                assert torch.equal(torch.cat(tuple(biases)), module.bias)
 
 
 def test_the_heads_of_a_rank() -> None:

@@ -1,4 +1,4 @@
-"""Loading: dtypes, stored forms, and every way in which a checkpoint can fail to fit its model."""
+"""Loading: dtypes, stored forms, and checkpoints that do not fit their model."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from ostinato.conf.schema import LoadFormat, ModelSection
 from ostinato.models.base import CausalLM
 from ostinato.models.checkpoints.checkpoint import CheckpointError, open_checkpoint
 from ostinato.models.checkpoints.weights import init_dummy_weights, load_weights
+from ostinato.models.choose_weights import choose_weights
 from ostinato.models.layers import LayerNorm, RMSNorm
 from ostinato.models.linear_layers import LinearBase
 from ostinato.models.registry import build_model, read_model_config
-from ostinato.models.weight_methods.choose import choose_weights
 from ostinato.models.weight_methods.packed import Packed
 from ostinato.models.weight_methods.plain import Plain
 from ostinato.ops.linear import unpack_linear_weight
@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Saved:
-    """What transformers wrote for a variant."""
+    """The tensors that transformers wrote for a variant."""
 
     small_files: dict[str, bytes]
     tensors: dict[str, Tensor]
@@ -59,6 +59,7 @@ def load(directory: Path, dtype: torch.dtype = torch.float32) -> CausalLM:
         read_model_config(checkpoint), dtype=dtype, device=CPU, attention_backend="reference"
     )
     load_weights(model, checkpoint)
+    assert isinstance(model, CausalLM)
     return model
 
 
@@ -223,15 +224,18 @@ def dummy(
         dtype=dtype,
         device=CPU,
         attention_backend="reference",
-        weights=choose_weights(section, settings, pack=pack, device=CPU, dtype=dtype),
+        weights=choose_weights(
+            section, open_checkpoint(section), pack=pack, device=CPU, dtype=dtype
+        ),
     )
     init_dummy_weights(model, seed)
+    assert isinstance(model, CausalLM)
     return model
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_dummy_weights(dtype: torch.dtype) -> None:
-    # Larger than the pool of random numbers, which then goes around.
+    # Larger than the pool of random numbers, which is then repeated.
     model = dummy(0, dtype, vocab_size=50_000)
     weight = model.get_parameter("embed_tokens.weight").float()
     assert 0.019 < float(weight.std()) < 0.021
@@ -263,7 +267,7 @@ def test_packed_weights_are_the_plain_ones_in_another_order() -> None:
             assert torch.equal(unpacked, parameter), name
         else:
             assert torch.equal(packed[name], parameter), name
-    assert methods["embed_positions"] == Plain()  # its rows are looked up, never multiplied
+    assert methods["embed_positions"] == Plain()  # an embedding's rows are looked up
 
 
 def test_float16_stays_unpacked() -> None:

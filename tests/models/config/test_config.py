@@ -1,4 +1,4 @@
-"""ModelConfig from the config.json forms that are in use, and what it refuses by name."""
+"""ModelConfig from the forms of config.json that are in use, and the keys that it refuses by name."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Every key of every family's config.json changes what is built or is refused, but for those listed.
+"""Every key of every family's config.json changes the model or is refused; exceptions are listed.
 
-The keys are those of transformers' own configurations, so a family's next key must be dealt with.
+The keys are those of transformers' configurations, so a key that a release adds fails this test.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import transformers
 from ostinato.models.registry import model_class
 from tests.models.random_checkpoints import VARIANTS, Variant
 
-# Training, generation with transformers, heads of other tasks, and the file itself.
+# Keys of training, of generation with transformers, of other tasks, and of the file itself.
 NEUTRAL = {
     "_name_or_path", "attention_dropout", "attn_pdrop", "chunk_size_feed_forward",
     "classifier_dropout", "dropout", "emb_pdrop", "embd_pdrop", "embedding_dropout",
@@ -110,7 +110,7 @@ def other(value: Any) -> Any:
 
 
 def mutations(config: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(the key, with a dot inside of objects, the config with another value there)."""
+    """(key, the config with another value for it); keys inside an object have a dot."""
     for key, value in config.items():
         if not isinstance(value, dict):
             yield key, {**config, key: other(value)}

@@ -1,4 +1,4 @@
-"""What docs/models.md says is refused is refused, and nothing else."""
+"""The values that docs/models.md lists as refused are refused, and no others."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def read(config: dict[str, Any]) -> object:
 
 
 def refusal(config: dict[str, Any]) -> str:
-    """The message, or nothing if the config is read."""
+    """The error message, empty if the config is accepted."""
     try:
         read(config)
     except ValueError as error:
@@ -59,12 +59,12 @@ def test_code_of_a_checkpoint_is_never_run() -> None:
         "architectures": ["SpiralForCausalLM"],
         "auto_map": {"AutoModelForCausalLM": "modeling_spiral.SpiralForCausalLM"},
     }
-    checkpoint = Checkpoint(directory=None, hf_config=config, generation_config={})
+    checkpoint = Checkpoint(path=None, hf_config=config, generation_config={})
     with pytest.raises(ValueError) as error:
         read_model_config(checkpoint)
     assert "architecture 'SpiralForCausalLM' is not supported" in str(error.value)
     assert "modeling_spiral.SpiralForCausalLM" in str(error.value)
     assert "is never run" in str(error.value)
-    # A known architecture is served by the implementation here, whatever code lies beside it.
+    # A known architecture is served by our implementation, even if its folder has remote code.
     known = {**CONFIGS["falcon-7b"], "auto_map": {"AutoModelForCausalLM": "modeling_falcon.Falcon"}}
     assert read(known) == read(CONFIGS["falcon-7b"])

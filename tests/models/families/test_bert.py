@@ -15,12 +15,12 @@ from ostinato.graphs.compiler.compile import compile_model
 from ostinato.models.base import EncoderModel
 from ostinato.models.checkpoints.checkpoint import open_checkpoint
 from ostinato.models.checkpoints.weights import load_weights
+from ostinato.models.choose_weights import choose_weights
 from ostinato.models.config.model_config import ModelConfig
 from ostinato.models.config.model_kind import ENCODER
 from ostinato.models.kv_cache import KVCache
 from ostinato.models.registry import build_model, read_model_config
 from ostinato.models.step_tensors import ForwardBatch
-from ostinato.models.weight_methods.choose import choose_weights
 from tests.models.minilm import minilm_directory
 
 CPU = torch.device("cpu")
@@ -45,9 +45,7 @@ def load(directory: Path, *, packed: bool = False) -> tuple[EncoderModel, ModelC
     section = ModelSection(path=str(directory))
     checkpoint = open_checkpoint(section)
     config = read_model_config(checkpoint)
-    weights = choose_weights(
-        section, checkpoint.hf_config, pack=packed, device=CPU, dtype=torch.float32
-    )
+    weights = choose_weights(section, checkpoint, pack=packed, device=CPU, dtype=torch.float32)
     model = build_model(
         config, dtype=torch.float32, device=CPU, attention_backend="", weights=weights
     )
@@ -147,7 +145,7 @@ def test_the_second_text_of_a_pair_is_a_segment_of_its_own(tiny):
 
 def test_classification(tmp_path):
     torch.manual_seed(1)
-    settings = transformers.BertConfig(**TINY, num_labels=3)
+    settings = transformers.BertConfig(**{**TINY, "num_labels": 3})
     reference = transformers.BertForSequenceClassification(settings).eval()
     reference.save_pretrained(tmp_path)
     model, config = load(tmp_path)

@@ -1,4 +1,4 @@
-"""Mixtures of experts: what checkpoints and configs get wrong, and what stays a token's own."""
+"""Mixtures of experts: faulty checkpoints and configs, loading, quantisation, batch invariance."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from ostinato.conf.schema import ModelSection, Quantization
 from ostinato.models.base import CausalLM
 from ostinato.models.checkpoints.checkpoint import Checkpoint, CheckpointError, open_checkpoint
 from ostinato.models.checkpoints.weights import load_weights
+from ostinato.models.choose_weights import choose_weights
 from ostinato.models.config.model_config import ModelConfig
 from ostinato.models.linear_layers import ExpertLinear, LinearBase
 from ostinato.models.moe import MoE
 from ostinato.models.registry import build_model, model_class, read_model_config
-from ostinato.models.weight_methods.choose import choose_weights
 from tests.live_bytes import LiveBytes
 from tests.models.config.test_every_key import config_of
 from tests.models.driver import Driver, Sequence
@@ -41,9 +41,7 @@ def build(
     section = ModelSection(path=str(directory), quantization=quantization)
     checkpoint = open_checkpoint(section)
     config = read_model_config(checkpoint)
-    weights = choose_weights(
-        section, checkpoint.hf_config, pack=True, device=CPU, dtype=torch.float32
-    )
+    weights = choose_weights(section, checkpoint, pack=True, device=CPU, dtype=torch.float32)
     model = build_model(
         config, dtype=torch.float32, device=CPU, attention_backend="reference", weights=weights
     )
@@ -159,7 +157,7 @@ def test_quantised_experts_are_the_sum_of_their_dense_ones(
     error = float((ours - theirs).norm() / theirs.norm())
     # Rounding moves a few tokens to other experts.
     assert error < (0.2 if quantization is Quantization.int8 else 0.6)
-    # A token's bits do not depend on the tokens beside it, whatever experts those have.
+    # A token's bits do not depend on the other tokens of the step or on their experts.
     alone = Driver(model, config)
     first, second = Sequence(PROMPT), Sequence(PROMPT[::-1])
     both = Driver(model, config)
@@ -169,7 +167,7 @@ def test_quantised_experts_are_the_sum_of_their_dense_ones(
 
 @pytest.mark.parametrize("quantization", [Quantization.none, Quantization.int8])
 def test_one_expert_at_a_time_exists_twice(directory: Path, quantization: Quantization) -> None:
-    """While a checkpoint is loaded: an expert's parameters are written when its tensors are read."""
+    """An expert's parameters are written as soon as its tensors are read from the checkpoint."""
     model, _, checkpoint = build(directory, quantization)
     with LiveBytes() as live:
         load_weights(model, checkpoint)
@@ -184,5 +182,5 @@ def test_one_expert_at_a_time_exists_twice(directory: Path, quantization: Quanti
     largest = max(4 * module.out_features * module.in_features for module in others)
     one = max(4 * module.out_features * module.in_features for module in experts)
     layer = one * experts[0].experts.size
-    assert 2 * max(largest, one) < layer  # else the bound would say nothing
+    assert 2 * max(largest, one) < layer  # otherwise the bound below would always hold
     assert live.peak < made + 2 * max(largest, one)

@@ -1,4 +1,4 @@
-"""A checkpoint whose matrices are stored as several tensors, read by a method of one file."""
+"""A weight method in one file reads a checkpoint whose matrices are stored as several tensors."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ostinato.conf.schema import LoadFormat, ModelSection, Quantization
-from ostinato.models import weight_methods
+from ostinato.models import quantized_checkpoints
 from ostinato.models.base import CausalLM
-from ostinato.models.checkpoints.checkpoint import CheckpointError, open_checkpoint
+from ostinato.models.checkpoints.checkpoint import Checkpoint, CheckpointError, open_checkpoint
 from ostinato.models.checkpoints.weights import init_dummy_weights, load_weights
+from ostinato.models.choose_weights import choose_weights
 from ostinato.models.linear_layers import LinearBase
 from ostinato.models.registry import build_model, read_model_config
-from ostinato.models.weight_methods.choose import choose_weights
 from tests.models.driver import Driver, Sequence
 from tests.models.random_checkpoints import VARIANTS, reference_model, save
 
@@ -26,7 +26,7 @@ PROMPT = [(7 * index * index + 13 * index + 5) % 199 for index in range(23)]
 
 
 def write_quantised(source: Path, target: Path, ignored: tuple[str, ...]) -> dict[str, Tensor]:
-    """Rewrite every matrix as int8 with a scale a row; returns what the stored tensors stand for."""
+    """Rewrite every matrix as int8 with a scale a row; returns the dequantised matrices."""
     stored: dict[str, Tensor] = {}
     restored: dict[str, Tensor] = {}
     for name, value in load_file(source / "model.safetensors").items():
@@ -45,17 +45,16 @@ def write_quantised(source: Path, target: Path, ignored: tuple[str, ...]) -> dic
 
 @pytest.fixture
 def known_method(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The folder of weight methods has one more file."""
+    """Adds one file to the folder of weight methods."""
     folder = str(Path(__file__).with_name("formats"))
-    monkeypatch.setattr(weight_methods, "__path__", [*weight_methods.__path__, folder])
+    path = [*quantized_checkpoints.__path__, folder]
+    monkeypatch.setattr(quantized_checkpoints, "__path__", path)
 
 
 def load(directory: Path) -> CausalLM:
     section = ModelSection(path=str(directory))
     checkpoint = open_checkpoint(section)
-    weights = choose_weights(
-        section, checkpoint.hf_config, pack=False, device=CPU, dtype=torch.float32
-    )
+    weights = choose_weights(section, checkpoint, pack=False, device=CPU, dtype=torch.float32)
     model = build_model(
         read_model_config(checkpoint),
         dtype=torch.float32,
@@ -79,7 +78,7 @@ def test_merged_matrices_heads_and_embeddings(
     source.mkdir()
     target.mkdir()
     reference = reference_model(VARIANTS[name])
-    # Row by row whatever stands above: q, k and v of a merged matrix keep scales of their own.
+    # Each row has its own scale, so q, k and v of a merged matrix keep their scales.
     save(reference, VARIANTS[name].as_one_file(), source)
     restored = write_quantised(source, target, ignored)
     model = load(target)
@@ -121,7 +120,10 @@ def test_each_of_the_tensors_is_needed_and_checked(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("known_method")
 def test_dummy_weights_have_all_tensors() -> None:
     settings = {"quantization_config": {"quant_method": "row_scaled_int8"}}
-    weights = choose_weights(ModelSection(), settings, pack=False, device=CPU, dtype=torch.float32)
+    checkpoint = Checkpoint(path=None, hf_config=settings, generation_config={})
+    weights = choose_weights(
+        ModelSection(), checkpoint, pack=False, device=CPU, dtype=torch.float32
+    )
     config = {**VARIANTS["llama3"].settings, "architectures": ["LlamaForCausalLM"]}
     section = ModelSection(config=config, load_format=LoadFormat.dummy)
     model = build_model(
@@ -142,5 +144,6 @@ def test_dummy_weights_have_all_tensors() -> None:
 def test_a_quantised_checkpoint_is_not_quantised_again() -> None:
     section = ModelSection(quantization=Quantization.int8)
     stated = {"quantization_config": {"quant_method": "row_scaled_int8"}}
+    checkpoint = Checkpoint(path=None, hf_config=stated, generation_config={})
     with pytest.raises(ValueError, match="the checkpoint is quantised already"):
-        choose_weights(section, stated, pack=True, device=CPU, dtype=torch.float32)
+        choose_weights(section, checkpoint, pack=True, device=CPU, dtype=torch.float32)

@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from ostinato.conf.schema import GraphForm, HeadQuantization, ModelSection, Quantization
 from ostinato.graphs.compiler.compile import compile_model
 from ostinato.models.base import CausalLM
-from ostinato.models.checkpoints.checkpoint import CheckpointError, open_checkpoint
+from ostinato.models.checkpoints.checkpoint import Checkpoint, CheckpointError, open_checkpoint
 from ostinato.models.checkpoints.weights import init_dummy_weights, load_weights
+from ostinato.models.choose_weights import PLAIN, WeightsByRole, choose_weights
 from ostinato.models.config.model_config import ModelConfig
 from ostinato.models.linear_layers import Embedding, LinearBase
 from ostinato.models.registry import build_model, read_model_config
-from ostinato.models.weight_methods.choose import PLAIN, WeightsByRole, choose_weights
 from ostinato.models.weight_methods.grouped import GroupQuantized
 from ostinato.models.weight_methods.int4 import Int4
 from ostinato.models.weight_methods.int8 import Int8
@@ -99,7 +99,7 @@ def _round_first(self: LinearBase, method: GroupQuantized) -> None:
 
 
 def restored(model: CausalLM, directory: Path, *, round_inputs: bool) -> CausalLM:
-    """A plain model of the weights that the quantised model's stand for."""
+    """A float model with the dequantised weights of the quantised model."""
     plain, _ = loaded(directory)
     for module, source in zip(matrices(plain).values(), matrices(model).values(), strict=True):
         if isinstance(source.method, GroupQuantized):
@@ -121,7 +121,7 @@ def test_parity_with_the_restored_weights(directory, name: str, kind: str) -> No
     ours = logits_of(model, config)
     exact = logits_of(restored(model, directory(name), round_inputs=True), config)
     spread = float(exact.std())
-    errors = (ours - exact).abs().amax(1)  # by position; a step's difference carries on from there
+    errors = (ours - exact).abs().amax(1)  # by position; a difference propagates to later positions
     assert int((errors < 1e-5 * spread).sum()) >= 4
     assert float(errors.max()) < 0.1 * spread
     # Without the rounding of activations: the error of that rounding in a random model of 64 features.
@@ -155,14 +155,14 @@ def test_compiled_equals_eager(directory, form: GraphForm) -> None:
 def test_quantised_while_loading_equals_quantised_after(directory, name: str) -> None:
     model, config = loaded(directory(name), BOTH["int4"], torch.bfloat16)
     plain = dict(loaded(directory(name), PLAIN, torch.bfloat16)[0].named_parameters())
-    methods = {name: module.method for name, module in matrices(model).items()}
-    quantised = [method for method in methods.values() if isinstance(method, GroupQuantized)]
+    modules = matrices(model)
+    quantised = [m for m in modules.values() if isinstance(m.method, GroupQuantized)]
     assert len(quantised) == 4 * config.num_layers + 1
     for name, parameter in model.named_parameters():
-        method = methods.get(name.removesuffix(".weight"))
+        module = modules.get(name.removesuffix(".weight"))
         expected = plain[name]
-        if isinstance(method, GroupQuantized):
-            expected = quantize_linear_weight(expected, method.format)
+        if module is not None and isinstance(module.method, GroupQuantized):
+            expected = quantize_linear_weight(expected, module.method.form(module.spec))
         assert torch.equal(parameter, expected), name
 
 
@@ -178,7 +178,7 @@ def test_only_one_matrix_at_a_time_is_whole_and_unquantised(directory) -> None:
         if module.method.is_quantized
     )
     sizes = [4 * m.out_features * m.in_features for m in matrices(model).values()]
-    assert made + max(sizes) < sum(sizes)  # else the bound below would say nothing
+    assert made + max(sizes) < sum(sizes)  # otherwise the bound below would always hold
     # The file's matrix, its merged copy, and what the quantiser makes of one matrix.
     assert live.peak < made + 2 * max(sizes)
     # a table of few rows stays as it is
@@ -213,7 +213,7 @@ def test_dummy_weights_are_the_same_before_quantisation(directory) -> None:
     for name, module in matrices(model).items():
         weight = values.pop(f"{name}.weight")
         if isinstance(module.method, GroupQuantized):
-            weight = quantize_linear_weight(weight, module.method.format)
+            weight = quantize_linear_weight(weight, module.method.form(module.spec))
         assert torch.equal(module.get_parameter("weight"), weight), name
     for name, value in values.items():
         assert torch.equal(model.get_parameter(name), value), name
@@ -221,7 +221,8 @@ def test_dummy_weights_are_the_same_before_quantisation(directory) -> None:
 
 def asked(dtype: torch.dtype = torch.float32, **keys: object) -> object:
     section = ModelSection(**keys)  # type: ignore[arg-type]
-    return choose_weights(section, {}, pack=True, device=CPU, dtype=dtype)
+    checkpoint = Checkpoint(path=None, hf_config={}, generation_config={})
+    return choose_weights(section, checkpoint, pack=True, device=CPU, dtype=dtype)
 
 
 def test_what_the_configuration_asks_for() -> None:
@@ -242,9 +243,10 @@ def test_what_the_configuration_asks_for() -> None:
     ) == WeightsByRole(layers=Int4(64), router=Packed(), head=Packed(), embedding=Plain())
 
 
-@pytest.mark.parametrize("method", ["gptq", "base", "../../etc", "choose"])
+@pytest.mark.parametrize("method", ["aqlm", "policy", "../../etc", "keys"])
 def test_a_checkpoint_of_an_unknown_method_is_refused(method: str) -> None:
     stated = {"quantization_config": {"quant_method": method}}
+    checkpoint = Checkpoint(path=None, hf_config=stated, generation_config={})
     with pytest.raises(ValueError, match="is not supported; use the checkpoint before") as error:
-        choose_weights(ModelSection(), stated, pack=True, device=CPU, dtype=torch.float32)
+        choose_weights(ModelSection(), checkpoint, pack=True, device=CPU, dtype=torch.float32)
     assert f"quant_method={method!r}" in str(error.value)

@@ -1,7 +1,7 @@
 """Linear ops over experts, on every instruction set that this processor runs.
 
-A row must have the very bits that the linear op of its expert's matrix gives it alone: the tests of
-those ops say what they are worth. What is added here is the sum over a token's experts.
+A row must have the same bits as from the linear op of its expert's matrix; the tests of those ops
+bound their errors. This module adds tests of the sum over a token's experts.
 """
 
 from __future__ import annotations
@@ -66,6 +66,7 @@ def test_a_row_has_the_bits_of_its_experts_linear_op(
     level: str, dtype: torch.dtype, form: QuantFormat | None
 ) -> None:
     kernels, more = ops(level, form), () if form is None else tuple(form)
+    linear_more = () if form is None else (None, *form)  # the order of columns
     for tokens, slots in ((1, 3), (7, 1), (150, 3)):
         p = problem(tokens, slots, dtype, tokens)
         weight = stored(p.weight, form)
@@ -77,9 +78,9 @@ def test_a_row_has_the_bits_of_its_experts_linear_op(
             exact = torch.zeros(OUT, dtype=torch.float64)
             for slot, expert in enumerate(ids[0].tolist()):
                 arguments = (x, weight[expert], p.bias[expert], OUT)
-                alone = kernels.linear(*arguments, False, None, *more)
+                alone = kernels.linear(*arguments, False, None, *linear_more)
                 assert torch.equal(each[token * slots + slot], alone[0])
-                row = kernels.linear(*arguments, True, None, *more)[0]
+                row = kernels.linear(*arguments, True, None, *linear_more)[0]
                 exact += p.weights[token, slot].double() * row.double()
             exact += p.residual[token].double()
             torch.testing.assert_close(whole[token], exact.to(dtype), atol=1e-4, rtol=1e-2)

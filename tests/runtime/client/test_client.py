@@ -129,7 +129,7 @@ def test_the_next_process_of_an_engine_gets_the_same_instruction_set(run_with_cl
     async def scenario(client: EngineClient) -> None:
         assert client.model.isa in runnable_levels()
         [replica] = client.replicas
-        assert replica._config.device.isa.value == client.model.isa
+        assert replica._launcher._config.device.isa.value == client.model.isa
 
     run_with_client(scenario)
 

@@ -24,7 +24,7 @@ def test_a_deadline_ends_what_runs_and_refuses_what_has_not_begun() -> None:
         async for output in stream:
             outputs.append(output)
             if deadline is None:
-                # Frozen in the middle: what there is must come without the engine's help.
+                # The engine is stopped in the middle: the client must return the tokens that it already has.
                 os.kill(engine_pid(client), signal.SIGSTOP)
                 await stream.aclose()
                 break

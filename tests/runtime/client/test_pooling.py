@@ -1,4 +1,4 @@
-"""Vectors of texts: those of transformers, however a prompt is cut, cached, preempted or batched."""
+"""Embeddings equal those of transformers, however a prompt is chunked, cached, preempted or batched."""
 
 from __future__ import annotations
 
@@ -297,7 +297,7 @@ def test_the_door(token_ids, params, param, message):
 
 
 class Model:
-    """What a runner would give: of every row the sum of the tokens it has seen, as the vector."""
+    """Stands for a runner: the vector of a row is the sum of the tokens that the row has seen."""
 
     def __init__(self) -> None:
         self.sums: dict[int, int] = {}
@@ -371,7 +371,7 @@ def test_every_pooled_request_ends_once_with_all_its_tokens(
                 prompt_token_ids=prompt,
                 sampling=SamplingParams(max_tokens=5),
             )
-        # What is cached is not seen again, so only a mean has the sum of all.
+        # Cached tokens are not seen again, so only mean pooling has the sum of all tokens.
         expected[f"{index}"] = str(sum(prompt)).encode() if kind == "mean" else None
         scheduler.add(request)
     ended = run_to_the_end(scheduler, ahead=ahead, aborted=aborted, whole=whole)

@@ -26,7 +26,7 @@ def like(base: SamplingParams, **fields: object) -> SamplingParams:
     return SamplingParams(**{name: getattr(base, name) for name in base.__struct_fields__} | fields)
 
 
-# Everything that depends on what was generated before, or is counted or kept beside it.
+# Parameters whose effect depends on earlier output, or that keep state beside the tokens.
 KINDS = {
     "greedy": GREEDY,
     "seeded": SEEDED,
@@ -50,7 +50,7 @@ KINDS = {
 
 
 class Answer(NamedTuple):
-    """All that a client gets of one completion."""
+    """Everything that a client receives for one completion."""
 
     token_ids: list[int]
     logprobs: list[TokenLogprobs]
@@ -130,7 +130,7 @@ def test_every_way_of_sampling_goes_on_as_if_nothing_had_happened() -> None:
         await kill(client)
         assert await task == expected
         assert client.num_unfinished == 0
-        # On a fast machine all have ended before the third engine was killed.
+        # On a fast machine all requests may have ended before the third engine is killed.
         await until(lambda: client.is_alive and client.stats.num_running == 0, 60)
         assert client.stats.num_free_blocks == client.stats.num_blocks
 

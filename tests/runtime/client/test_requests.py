@@ -51,6 +51,9 @@ def test_n_completions_are_n_requests_with_seeds_of_their_own() -> None:
     assert seeds[0] == 7
     assert len(set(seeds)) == 3
     assert all(request.sampling.n == 1 and request.priority == 4 for request in requests)
+    assert [request.place for request in requests] == [0, 1, 2]
+    later = make_requests("r", [1, 2], SamplingParams(n=3), MODEL, place=6)
+    assert [request.place for request in later] == [6, 7, 8]
     again = make_requests("r", [1, 2], SamplingParams(n=3, seed=7), MODEL)
     assert [request.sampling.seed for request in again] == seeds
 

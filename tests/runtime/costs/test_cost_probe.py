@@ -1,4 +1,4 @@
-"""Measuring step costs: on a device with a clock of its own, and in a whole engine."""
+"""The probe of step costs: on a device with a simulated clock, and in a whole engine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BLOCK_SIZE = 16
 class Device:
     """Steps take 2 ms, 0.1 ms a token, 0.05 ms a sequence and 1 us for each token attended to.
 
-    Checks each step as the runner would need it, and where it would write.
+    Checks that the runner could execute each step, and which slots it would write.
     """
 
     def __init__(self, space: StepSpace, slowdown: float = 1.0) -> None:
@@ -102,7 +102,7 @@ def test_it_finds_the_devices_costs() -> None:
         for context in (0, 700, 4000):
             expected = 2e-3 + seqs * 1.5e-4 + seqs * context * 1e-6
             assert table.decode_seconds(seqs, context) == pytest.approx(expected, rel=1e-6)
-    # A mixed step was not measured, and follows.
+    # A mixed step was not measured; its cost follows from the others.
     assert table.step_seconds(64, 8, 0) == pytest.approx(2e-3 + 64e-4 + 8 * 5e-5, rel=1e-6)
     assert device.blocks_read == set(range(1, 40))
     assert table.seconds_per_score == pytest.approx(3e-4)
@@ -247,10 +247,10 @@ def test_a_second_start_takes_the_table_from_the_bundle(tmp_path: Path) -> None:
     again, phases = start()
     assert "cost table" not in phases
     assert again == first
-    # Another size of steps is another table.
+    # Another step size has another table.
     other, phases = start("scheduler.max_num_seqs=4")
     assert "cost table" in phases
     assert other is not None
     assert max(other.seqs) <= 4
-    # Who wants none gets none.
+    # The setting that switches the probe off is obeyed.
     assert start("graphs.cost_table_budget_s=0")[0] is None

@@ -1,4 +1,4 @@
-"""Limits that are not set: upper bounds before measuring, what pays after it."""
+"""Step limits that are not set: upper bounds before the probe, the profitable sizes after it."""
 
 from __future__ import annotations
 

@@ -105,16 +105,32 @@ def test_the_devices_time_is_counted(llm: LLM) -> None:
     assert 0.0 < after.device_seconds - before.device_seconds <= model
 
 
-def test_a_cache_of_eight_bits_serves(expected: list[list[int]]) -> None:
-    """Half of the memory or less, the same requests: some tokens differ, the first rarely do."""
-    small = LLM(config=tiny_config("cache.dtype=fp8_e4m3", "graphs.attention=auto"))
+@pytest.mark.parametrize(("dtype", "bytes_per_16"), [("fp8_e4m3", 16), ("int8", 20)])
+def test_a_cache_of_eight_bits_serves(
+    dtype: str, bytes_per_16: int, expected: list[list[int]]
+) -> None:
+    """Half of the memory or less, the same requests: some tokens differ, the first rarely do.
+
+    int8 keeps a scale of 4 bytes for each token and head, here of 16 values.
+    """
+    small = LLM(config=tiny_config(f"cache.dtype={dtype}", "graphs.attention=auto"))
     whole = LLM(config=tiny_config("graphs.attention=reference"))
-    assert small.stats().num_blocks > 3.9 * whole.stats().num_blocks  # 1 byte instead of 4
+    assert small.stats().num_blocks > 0.98 * 64 / bytes_per_16 * whole.stats().num_blocks
     tokens = generate(small, make_prompts())
     assert [len(each) for each in tokens] == [12] * 10
     same = sum(one[0] == other[0] for one, other in zip(tokens, expected, strict=True))
     assert same >= 8
     assert generate(small, make_prompts()[3:4]) == tokens[3:4]  # cached and alone
+
+
+@pytest.mark.parametrize("form", ["layer", "model"])
+def test_a_cache_of_eight_bits_in_captured_steps(form: str) -> None:
+    eager = LLM(config=tiny_config("cache.dtype=int8"))
+    captured = LLM(
+        config=tiny_config("cache.dtype=int8", "graphs.mode=captured", f"graphs.form={form}")
+    )
+    assert generate(captured, make_prompts()) == generate(eager, make_prompts())
+    assert captured.stats().steps_by_kind["captured"] > 0
 
 
 def test_the_cpu_kernel_refuses_eight_bits_by_name() -> None:
@@ -232,7 +248,7 @@ def test_a_late_compile_is_counted_at_its_steps_shape() -> None:
 
 @pytest.mark.compiles_late
 def test_an_engine_that_could_not_start_hides_nothing(llm: LLM) -> None:
-    """Its compilations would not be late; so it must not count as starting for ever."""
+    """Compilations during start-up are not counted as late, so start-up must end."""
     with pytest.raises(StartupError, match="memory") as caught:
         LLM(config=tiny_config("cache.memory_gib=0.0000001"))
     assert caught.value.__traceback__ is not None, "which holds what the start had built"

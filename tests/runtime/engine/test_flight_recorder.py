@@ -1,4 +1,4 @@
-"""The last steps, in a file that outlives its writer."""
+"""The flight recorder keeps the last steps in a file that survives the engine process."""
 
 from __future__ import annotations
 

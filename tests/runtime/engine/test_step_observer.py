@@ -1,4 +1,4 @@
-"""Timelines and figures from what the scheduler hands out: literals in, literals out."""
+"""Timelines and figures that the observer derives from scheduler outputs, as literals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the batch builder writes, as literals."""
+"""Tensors that the batch builder writes, as literals."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_a_uniform_decode_reads_the_last_tokens() -> None:
 def test_a_one_token_prompt_brings_its_token() -> None:
     builder, buffers = make_builder()
     builder.admit(0, REQUEST, [])
-    builder.last_token[0] = 77  # what an earlier owner of the row left behind
+    builder.last_token[0] = 77  # stale values of the row's previous sequence
     shape = builder.build(step(ScheduledSequence(0, 0, 1, [5], [1], True)))
     assert shape.tokens_per_seq == 1
     assert buffers.host.token_ids[0] == 5

@@ -1,4 +1,4 @@
-"""A second KV cache group reaches the step tensors; with one group there is nothing of it."""
+"""A second KV cache group reaches the step tensors; with one group no tensor of a second exists."""
 
 from __future__ import annotations
 

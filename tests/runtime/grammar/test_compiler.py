@@ -1,4 +1,4 @@
-"""Constraints to grammars: what is covered, what is refused, what is remembered, who is killed."""
+"""The grammar compiler: supported and refused constraints, its cache, and processes that it ends."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import ostinato
-from ostinato.benchmarks.micro.grammar_schemas import SCHEMAS
+from ostinato.benchmarks.grammars.grammar_schemas import SCHEMAS
 from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.grammar import compiler as grammar_compiler
 from ostinato.runtime.grammar.compiler import GrammarCompiler
@@ -117,7 +117,7 @@ def test_structural_tags_that_are_not_well_formed(tag, part):
 
 
 def pids_of(compiler: GrammarCompiler) -> list[int]:
-    """Of the processes that run."""
+    """The process ids of the running compiler processes."""
     return [one.pid for one in compiler._processes if one.pid is not None]
 
 
@@ -201,7 +201,7 @@ def test_too_large_to_look_at(compiler):
 
 
 def test_one_that_takes_too_long_holds_up_nobody(compiler, monkeypatch):
-    """A process that does not answer is waited for by its own request alone."""
+    """A compiler process that does not answer delays only the request that it works for."""
 
     async def run() -> None:
         await compiler.compile_async(StructuredOutputsParams(regex="warm"))

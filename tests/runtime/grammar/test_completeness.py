@@ -1,4 +1,4 @@
-"""Constraints allow every answer that is valid, and none that is not: compared with `jsonschema`."""
+"""Constraints allow every valid answer and no invalid one, compared with `jsonschema`."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def is_valid(document: Any, schema: Any) -> bool:
 
 
 def random_text(matcher: Any, seed: int) -> str | None:
-    """What a model without a preference writes; None when it does not end soon."""
+    """Text written by uniformly random allowed tokens; None when it does not end soon."""
     choose, token_ids = random.Random(seed), []
     while not matcher.is_stopped() and len(token_ids) < 60:
         bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")

@@ -77,7 +77,7 @@ class TestNumbers:
         ],
     )
     def test_those_that_are_not(self, schema):
-        """Refused, or left to the model."""
+        """Refused when strict, else left to the model."""
         assert "#/" in error_of(schema)
         assert error_of({"items": schema}).count("#/items/")
         assert error_of(schema, strict=False) == ""

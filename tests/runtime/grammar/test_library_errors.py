@@ -39,7 +39,7 @@ CONSTRAINTS = [
     ({"regex": "((a{1,1000}){1,1000}){1,1000}"}, "repeats too much"),
     ({"regex": r"\bfoo\b"}, "has a word boundary"),
     ({"regex": r"[^\x00-\x{10FFFF}]"}, "no text matches it"),
-    ({"regex": ""}, "nothing but the empty text"),
+    ({"regex": ""}, "it matches only the empty text; make it match at least one character"),
     ({"grammar": "what"}, "neither Lark nor GBNF"),
     ({"grammar": "start: nothing"}, 'line 1, column 8: unknown name: "nothing"'),
     ({"grammar": "root ::= " + "(" * 2000}, "nested too deeply"),

@@ -1,4 +1,4 @@
-"""Constrained answers of a whole engine with a random model: what comes out is valid all the same."""
+"""Constrained answers of a whole engine whose model is random: every answer is valid."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ class TestTools:
         assert all(json.loads(call)["name"] in dict(self.TOOLS) for call in calls)
 
     def test_free_text_before_a_call(self):
-        """By the grammar alone: a random model does not come to a trigger."""
+        """Checks the grammar alone, because a random model does not write a trigger."""
         assert self.fits("hello ", at_least_one=False)
         assert self.fits('a <tool_call>{"name": "ping", "arguments": {}}</tool_call> b')
         assert not self.fits('a <tool_call>{"name": "pong", "arguments": {}}</tool_call>')

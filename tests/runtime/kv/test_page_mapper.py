@@ -1,4 +1,4 @@
-"""Pages of the KV cache are there before they are used, and only those that are near."""
+"""Pages of the KV cache are mapped before they are used, and only those needed soon."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_nothing_is_mapped_beside_a_step(pages: CachePages) -> None:
     pages.use(AHEAD)
     assert not pages.wait(0.2)
     piece = (2 << 20) // (SPEC.bytes_per_block // 4)
-    assert pages._mapped <= mapped + piece  # what was under way is finished later
+    assert pages._mapped <= mapped + piece  # a mapping in progress ends later
     pages.set_busy(False)
     assert pages.wait(60.0)
 

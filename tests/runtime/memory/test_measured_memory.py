@@ -1,4 +1,4 @@
-"""What a device says about memory, and what is made of it; the device is a stand-in with figures."""
+"""Memory figures reported by a device, and the plan made from them; the device is a fake with literals."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MIB = 1 << 20
 
 @dataclass
 class Device:
-    """Has this much free once the first step has loaded its libraries."""
+    """Reports this much free memory after the first step has loaded its libraries."""
 
     free_bytes: int
     library_bytes: int = 0

@@ -10,13 +10,12 @@ from hypothesis import strategies as st
 from ostinato.conf.schema import CacheConfig, DeviceConfig
 from ostinato.runtime.costs.step_limits import StepLimits
 from ostinato.runtime.errors import StartupError
+from ostinato.runtime.host_resources import FreeMemory, free_host_memory
 from ostinato.runtime.memory.memory_plan import (
-    FreeMemory,
     GraphFootprint,
     MeasuredMemory,
     MemoryPlan,
     ModelFootprint,
-    free_memory,
     plan_memory,
 )
 
@@ -226,7 +225,7 @@ def test_free_memory_obeys_every_enclosing_group(tmp_path: Path):
     root = tmp_path / "fs"
     write_group(root / "service" / "engine", "max\n", 100, 0)
     write_group(root / "service", str(10 * MIB), 4 * MIB, 1 * MIB)
-    found = free_memory(is_cpu=True, cgroup_root=root, membership=membership)
+    found = free_host_memory(cgroup_root=root, membership=membership)
     assert found == FreeMemory(
         total_bytes=10 * MIB,
         free_bytes=7 * MIB,  # 10 - (4 in use - 1 of file cache)
@@ -242,11 +241,11 @@ def test_free_memory_reads_version_one_groups(tmp_path: Path):
     (group / "memory.limit_in_bytes").write_text(str(8 * MIB))
     (group / "memory.usage_in_bytes").write_text(str(9 * MIB))
     (group / "memory.stat").write_text("total_inactive_file 0\n")
-    found = free_memory(is_cpu=True, cgroup_root=tmp_path / "fs", membership=membership)
+    found = free_host_memory(cgroup_root=tmp_path / "fs", membership=membership)
     assert found.free_bytes == 0  # over the limit is not negative memory
 
 
 def test_free_memory_without_groups_is_the_systems(tmp_path: Path):
-    found = free_memory(is_cpu=True, cgroup_root=tmp_path, membership=tmp_path / "absent")
+    found = free_host_memory(cgroup_root=tmp_path, membership=tmp_path / "absent")
     assert 0 < found.free_bytes <= found.total_bytes
     assert found.source == "available to the system"

@@ -1,4 +1,4 @@
-"""The sampler's row state: each parameter changes what it should and nothing else."""
+"""The sampler's row state: each parameter changes its own effect and no other."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def sampler_of(
 
 @pytest.mark.parametrize("recorder", [None, StaticRecorder()])
 def test_static_draws_give_the_same_results(recorder: StaticRecorder | None) -> None:
-    """Steps of any rows in any order, as they come and go; log-probabilities included."""
+    """Steps with any rows in any order, while rows join and leave, with log-probabilities."""
     vocab_size, numbers = 1500, random.Random(0)
     token_sampler = GraphSampler(torch.zeros(len(EVERYTHING), vocab_size), recorder=recorder)
     token_sampler.capture()
@@ -176,7 +176,7 @@ def test_static_draws_give_the_same_results(recorder: StaticRecorder | None) -> 
 
 
 def test_sampling_stays_within_its_memory() -> None:
-    """Every row asks for everything: what lives at once is planned for."""
+    """Every row uses every parameter, and the peak of live tensors stays within the plan."""
     rows, vocab_size = 3, 2_000_000
     params = [
         SamplingParams(
@@ -236,7 +236,7 @@ def test_chosen_tokens_instead_of_the_likeliest() -> None:
     assert first is not None
     assert (first.top_ids, first.rank) == ([7, 1, 4], 5)
     assert first.logprob == pytest.approx(1.0 - total, abs=1e-5)
-    # Of the model itself, before the bias.
+    # Log-probabilities of the model itself, before the bias.
     assert first.top_logprobs == pytest.approx([-total, 1.0 - total, 4.0 - total], abs=1e-5)
     assert likeliest is not None
     assert likeliest.top_ids == [4, 5]

@@ -1,4 +1,4 @@
-"""A limit on reasoning: counted from the first marker, ended by the last, whatever is between."""
+"""The thinking budget counts tokens from the first start marker to the last end marker."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Drafts change neither tokens nor log-probabilities, whatever a request asks for."""
+"""Drafts change neither tokens nor log-probabilities, for every sampling parameter."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ SEEDED = SamplingParams(temperature=1.0, seed=5, max_tokens=14, ignore_eos=True)
 
 
 # The largest step has more rows of logits than sequences: 16 sequences of 4 rows each.
-def config(mode: str) -> RunConfig:
+def config(mode: str, *overrides: str) -> RunConfig:
     return tiny_config(
         "scheduler.max_num_seqs=16",
         "scheduler.overlap=false",
         f"graphs.mode={mode}",
+        *overrides,
         model__config={**MODEL, "vocab_size": VOCAB_SIZE, "eos_token_id": 2},
         model__tokenizer=str(Path(ostinato.__file__).parents[1] / "models" / "demo"),
     )
@@ -78,7 +79,7 @@ def completions(
 
 @pytest.fixture(scope="module")
 def plain() -> list[list[CompletionOutput]]:
-    """What an engine without a drafter gives."""
+    """Outputs of an engine without a drafter."""
     with LLM(config=config("eager")) as llm:
         return completions(llm, PROMPTS, list(SAMPLING.values()))
 
@@ -86,7 +87,7 @@ def plain() -> list[list[CompletionOutput]]:
 @pytest.fixture(scope="module")
 def drafter(plain: list[list[CompletionOutput]]) -> ReplayDrafter:
     drafter = ReplayDrafter(max_drafts=3, vocab_size=VOCAB_SIZE)
-    drafter.learn(PROMPTS, [some[0].token_ids for some in plain])
+    drafter.memorize(PROMPTS, [some[0].token_ids for some in plain])
     return drafter
 
 
@@ -106,8 +107,8 @@ def test_any_drafter_gives_the_same(
     """All parameters beside each other in one batch."""
     drafter.accuracy = accuracy
     scheduler = drafting._engine._scheduler
-    drafts = scheduler.drafts
-    assert drafts is not None
+    assert scheduler.drafts is not None
+    drafts = scheduler.drafts.stats
     drafts.num_draft_tokens = drafts.num_accepted_tokens = 0
     assert completions(drafting, PROMPTS, list(SAMPLING.values())) == plain
     assert drafts.num_draft_tokens > 20

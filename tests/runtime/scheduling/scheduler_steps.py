@@ -17,6 +17,7 @@ def make_request(
     prompt: range | list[int],
     *,
     priority: int = 0,
+    place: int = 0,
     max_tokens: int | None = 20,
     min_tokens: int = 0,
     stop_token_ids: tuple[int, ...] = (),
@@ -34,6 +35,7 @@ def make_request(
         sampling=sampling,
         eos_token_ids=(EOS,),
         priority=priority,
+        place=place,
     )
 
 

@@ -31,7 +31,7 @@ def make_prompts(count: int) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random model whose distributions are sharp enough for beams to part and to end."""
+    """A random model whose distributions are sharp enough for beams to diverge and to end."""
     torch.manual_seed(11)
     config = transformers.LlamaConfig(**{k: v for k, v in MODEL.items() if k != "architectures"})
     model = transformers.LlamaForCausalLM(config).float()
@@ -140,7 +140,7 @@ def test_the_sequences_and_scores_of_transformers(
 
 
 def test_the_comparison_meets_what_it_is_for(llm: LLM) -> None:
-    """It would prove little without sequences that end early, and ones that greedy does not find."""
+    """Checks that some sequences end early and that some differ from greedy decoding."""
     prompts = make_prompts(6)
     beams = beams_of(llm, prompts, params(4))
     lengths = [len(tokens) for one in beams for tokens, _ in one]
@@ -182,7 +182,7 @@ def test_rows_chunks_and_blocks_change_nothing(
 
 
 def test_a_cache_that_is_too_small_changes_nothing(checkpoint: Path, llm: LLM) -> None:
-    """Beams are thrown out, recomputed, and wait for each other without a block to spare."""
+    """Beams are preempted, recomputed, and wait for each other's blocks."""
     memory_gib = 9 * 8 * 2 * 2 * 2 * 16 * 4 / 2**30  # 8 usable blocks of 8 tokens
     tight = start(checkpoint, model__max_model_len=64, cache__memory_gib=memory_gib)
     assert tight.stats().num_blocks == 8
@@ -203,7 +203,7 @@ def test_beams_beside_other_requests(llm: LLM) -> None:
 
 
 def test_beams_share_the_blocks_of_what_they_share(llm: LLM) -> None:
-    """Seen in the middle of a search: 8 beams over a prompt of 5 blocks do not hold 8 times 5."""
+    """In the middle of a search, 8 beams over a prompt of 5 blocks share them."""
     prompt = make_prompts(20)[0][:1] * 41
     stream = llm.stream(prompt, params(8, ignore_eos=True, max_tokens=40))
     held = []

@@ -38,6 +38,12 @@ def test_the_largest_chunk_that_fits() -> None:
     assert allowance(4.0, 4, 16).largest(1000, 100) == 6
 
 
+def test_log_probabilities_of_decodes_take_their_time() -> None:
+    bound = ItlBound(make_table(score_ms=0.1), 4e-3, least_chunk=LEAST)
+    assert bound.allowance(4, 16).largest(1000, 0) == 12
+    assert bound.allowance(4, 16, num_scored=4).largest(1000, 0) == 8
+
+
 def test_a_second_chunk_gets_what_the_first_left() -> None:
     step = allowance(4.0, 4, 16)
     step.take(Chunk(8, 0))

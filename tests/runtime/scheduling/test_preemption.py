@@ -20,8 +20,7 @@ from tests.runtime.scheduling.scheduler_steps import (
     step,
 )
 
-# --- memory
-# ------------------------------------------------------------------------------------------
+# --- memory ---------------------------------------------------------------------------------------
 
 
 def test_a_prompt_that_does_not_fit_as_a_whole_waits() -> None:
@@ -126,8 +125,7 @@ def test_a_cache_that_can_not_hold_one_sequence_is_refused() -> None:
     make_scheduler(num_blocks=10, max_model_len=40)
 
 
-# --- one step ahead
-# ------------------------------------------------------------------------------------
+# --- one step ahead -------------------------------------------------------------------------------
 
 
 def test_a_step_ahead_reads_tokens_that_have_not_arrived() -> None:

@@ -1,4 +1,4 @@
-"""The repetition detector against a twin that compares all it is told, and what the scheduler does with it."""
+"""The repetition detector against a slow twin that compares all tokens, and its use by the scheduler."""
 
 from __future__ import annotations
 

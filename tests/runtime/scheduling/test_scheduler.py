@@ -116,8 +116,7 @@ def test_the_context_ends_a_request_before_its_max_tokens() -> None:
     assert outputs == SequenceOutput("a", [6], FinishReason.length)
 
 
-# --- budget, rows, order
-# ---------------------------------------------------------------------------
+# --- budget, rows, order --------------------------------------------------------------------------
 
 
 def test_a_long_prompt_is_cut_to_the_budget() -> None:
@@ -199,8 +198,7 @@ def test_first_come_first_served_ignores_priority() -> None:
     assert step(scheduler, 5).admitted[0].request.request_id == "a"
 
 
-# --- prefix sharing
-# ---------------------------------------------------------------------------------
+# --- prefix sharing -------------------------------------------------------------------------------
 
 
 def test_equal_prompts_of_one_step_share_all_full_blocks() -> None:
@@ -256,8 +254,7 @@ def test_a_follow_up_finds_the_output_of_the_turn_before() -> None:
     ]
 
 
-# --- requests come and go
-# ------------------------------------------------------------------------------
+# --- requests arrive and leave --------------------------------------------------------------------
 
 
 def test_abort_answers_once() -> None:

@@ -1,4 +1,4 @@
-"""Predicted time to first token: by hand for simple loads, and never falling with the queue."""
+"""Predicted time to first token: literals for simple loads; it never falls as the queue grows."""
 
 from __future__ import annotations
 
@@ -111,5 +111,5 @@ def test_the_schedulers_load() -> None:
         output = scheduler.schedule()
         assert output is not None
         scheduler.update(output, StepResult([3, 3]))
-    # "b" has ended with 3 tokens: others are taken to end then too.
+    # "b" has ended with 3 tokens, so the forecast assumes the same length for the others.
     assert scheduler.load() == QueueLoad(1, 8.0, 0, 1, 7, 1, [1])

@@ -1,4 +1,4 @@
-"""A bundle carries the kernels that its model calls; a start takes them from it or builds them."""
+"""A bundle holds the compiled kernels that its model calls; a start loads them or builds them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The way a GPU's engine is built and run, on a CPU: only the device's border is replaced.
+"""Builds and runs an engine as on a GPU, on a CPU: only the device interface is replaced.
 
 That border is the recorder (replays on static tensors, as a CUDA graph does) and what the device says
 about its memory. Measuring, planning, capturing, static draws and staging are the real ones.
@@ -16,8 +16,8 @@ from torch import Tensor
 from ostinato import LLM, SamplingParams
 from ostinato.graphs.sampling_graph import GraphSampler
 from ostinato.runtime.execution.executor import Pending
-from ostinato.runtime.memory.memory_plan import FreeMemory
-from ostinato.runtime.scheduling.proposer import Proposer
+from ostinato.runtime.host_resources import FreeMemory
+from ostinato.runtime.speculation.proposer import Proposer
 from ostinato.runtime.startup import planning, rank
 from ostinato.runtime.startup.engine_plan import EnginePlan
 from ostinato.runtime.types.step import SchedulerOutput
@@ -139,15 +139,15 @@ def test_more_rows_of_logits_than_sequences_are_captured_and_sampled(
     sampling = [msgspec.structs.replace(one, max_tokens=21, ignore_eos=True) for one in SAMPLING]
     expected = generate(LLM(config=tiny_config()), PROMPTS, sampling)
     drafter = ReplayDrafter(max_drafts=3, vocab_size=VOCAB_SIZE)
-    drafter.learn(PROMPTS, expected)
+    drafter.memorize(PROMPTS, expected)
     llm = llm_of(monkeypatch, "scheduler.overlap=false", drafter=drafter)
     num_rows = rows_by_step(llm)
     assert generate(llm, PROMPTS, sampling) == expected
     assert max(num_rows) == 4 * len(PROMPTS) > 8
-    drafts = llm._engine._scheduler.drafts
+    drafts = llm.stats().speculation
     assert drafts is not None
     assert drafts.num_accepted_tokens == drafts.num_draft_tokens > 0
-    # Decodes of 1 to 8 sequences, and of 4 tokens each: 4, 8, ..., 32.
+    # Decodes of 1 to 8 sequences, of 2 tokens and of 4 tokens each: 4, 8, ..., 32.
     assert set(llm._engine._executor.stats().bucket_tokens) >= {*range(1, 9), *range(4, 36, 4)}
     assert llm.stats().steps_by_kind["captured"] > 0
     assert llm.stats().late_compiles == []

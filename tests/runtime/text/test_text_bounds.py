@@ -1,4 +1,4 @@
-"""Texts that are cut before they are tokenised give the tokens of the whole text; lengths are bounds."""
+"""Texts cut before tokenisation give the same tokens as the whole text, and length bounds hold."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ CUTTABLE: dict[str, Callable[[], tokenizers.Tokenizer]] = {
     "wordpiece": tokenizer_builders.wordpiece,
     "minilm": lambda: tokenizers.Tokenizer.from_file(f"{minilm_directory()}/tokenizer.json"),
 }
-# Known to have a bound on the characters of a token.
+# Tokenizers whose tokens have a known maximum of characters.
 BOUNDED = {*CUTTABLE} - {"unigram", "wordpiece", "minilm"}
 
 WORDS = (
@@ -218,7 +218,7 @@ class TestLengths:
 
 
 class TestUnknownKinds:
-    """Nothing is said of tokenizers that are not certain to be right."""
+    """No bound is given for a tokenizer whose bound is not certain."""
 
     @pytest.mark.parametrize(
         "change",

@@ -97,7 +97,7 @@ def both(tmp_path_factory):
     def load(name: str) -> tuple[Tokenizer, PreTrainedTokenizerFast]:
         path = tmp_path_factory.mktemp(name)
         theirs = save(path, template=TEMPLATES[name])
-        return Tokenizer.from_directory(path), theirs
+        return Tokenizer.from_path(path), theirs
 
     return load
 
@@ -144,7 +144,7 @@ class TestChatTemplateParity:
                 "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}],
             }
         ]
-        got = Tokenizer.from_directory(tmp_path).apply_chat_template(
+        got = Tokenizer.from_path(tmp_path).apply_chat_template(
             messages, add_generation_prompt=False, continue_final_message=True
         )
         assert got == "<a><b"
@@ -154,7 +154,7 @@ class TestChatTemplateParity:
 
     def test_variables_of_the_template(self, tmp_path):
         theirs = save(tmp_path, template=CHATML)
-        got = Tokenizer.from_directory(tmp_path).apply_chat_template(
+        got = Tokenizer.from_path(tmp_path).apply_chat_template(
             ONE, variables={"enable_thinking": False}
         )
         assert got.endswith("assistant\n<think>\n\n</think>\n\n")
@@ -165,7 +165,7 @@ class TestChatTemplateParity:
     def test_the_date(self, tmp_path):
         save(tmp_path, template="{{ strftime_now('%Y') }}")
         before = datetime.now().year
-        got = int(Tokenizer.from_directory(tmp_path).apply_chat_template(ONE))
+        got = int(Tokenizer.from_path(tmp_path).apply_chat_template(ONE))
         assert before <= got <= datetime.now().year
 
 
@@ -173,20 +173,20 @@ class TestChatTemplateRefusals:
     def test_no_template(self, tmp_path):
         save(tmp_path)
         with pytest.raises(InvalidRequestError, match="has no chat template") as refused:
-            Tokenizer.from_directory(tmp_path).apply_chat_template(ONE)
+            Tokenizer.from_path(tmp_path).apply_chat_template(ONE)
         assert refused.value.code == "no_chat_template"
 
     def test_both_ways_to_end(self, tmp_path):
         save(tmp_path, template=CHATML)
         with pytest.raises(InvalidRequestError, match="add_generation_prompt=false"):
-            Tokenizer.from_directory(tmp_path).apply_chat_template(
+            Tokenizer.from_path(tmp_path).apply_chat_template(
                 ONE, add_generation_prompt=True, continue_final_message=True
             )
 
     def test_a_last_message_that_the_template_drops(self, tmp_path):
         save(tmp_path, template="{{ messages[0].content }}")
         with pytest.raises(InvalidRequestError, match="drops the last message"):
-            Tokenizer.from_directory(tmp_path).apply_chat_template(
+            Tokenizer.from_path(tmp_path).apply_chat_template(
                 THREE[:2], add_generation_prompt=False, continue_final_message=True
             )
 
@@ -194,17 +194,17 @@ class TestChatTemplateRefusals:
     def test_variables_that_the_server_sets(self, tmp_path, name):
         save(tmp_path, template=CHATML)
         with pytest.raises(InvalidRequestError, match=f"can not set {name}"):
-            Tokenizer.from_directory(tmp_path).apply_chat_template(ONE, variables={name: "x"})
+            Tokenizer.from_path(tmp_path).apply_chat_template(ONE, variables={name: "x"})
 
     def test_the_sandbox(self, tmp_path):
         save(tmp_path, template="{{ messages.__class__.__mro__ }}")
         with pytest.raises(InvalidRequestError, match="unsafe"):
-            Tokenizer.from_directory(tmp_path).apply_chat_template(ONE)
+            Tokenizer.from_path(tmp_path).apply_chat_template(ONE)
 
     def test_a_template_that_is_not_jinja(self, tmp_path):
         save(tmp_path, template="{% for %}")
         with pytest.raises(StartupError, match="not valid Jinja"):
-            Tokenizer.from_directory(tmp_path)
+            Tokenizer.from_path(tmp_path)
 
 
 class TestWhereTheTemplateComesFrom:
@@ -212,25 +212,25 @@ class TestWhereTheTemplateComesFrom:
         save(tmp_path, template="model's")
         mine = tmp_path / "mine.jinja"
         mine.write_text("user's")
-        ours = Tokenizer.from_directory(tmp_path, chat_template_file=str(mine))
+        ours = Tokenizer.from_path(tmp_path, chat_template_file=str(mine))
         assert ours.apply_chat_template(ONE) == "user's"
 
     def test_a_users_file_that_is_not_there(self, tmp_path):
         save(tmp_path)
         with pytest.raises(StartupError, match=r"model\.chat_template: there is no file"):
-            Tokenizer.from_directory(tmp_path, chat_template_file=str(tmp_path / "no.jinja"))
+            Tokenizer.from_path(tmp_path, chat_template_file=str(tmp_path / "no.jinja"))
 
     @pytest.mark.parametrize("template", ["plain", [{"name": "default", "template": "plain"}]])
     def test_tokenizer_config(self, tmp_path, template):
         save(tmp_path)
         file = tmp_path / "tokenizer_config.json"
         file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": template}))
-        assert Tokenizer.from_directory(tmp_path).apply_chat_template(ONE) == "plain"
+        assert Tokenizer.from_path(tmp_path).apply_chat_template(ONE) == "plain"
 
     def test_chat_template_json(self, tmp_path):
         save(tmp_path)
         (tmp_path / "chat_template.json").write_text('{"chat_template": "from json"}')
-        assert Tokenizer.from_directory(tmp_path).apply_chat_template(ONE) == "from json"
+        assert Tokenizer.from_path(tmp_path).apply_chat_template(ONE) == "from json"
 
 
 class TestEncoding:
@@ -239,13 +239,13 @@ class TestEncoding:
     @pytest.mark.parametrize("add_special_tokens", [True, False])
     def test_same_ids_as_transformers(self, tmp_path, family, text, add_special_tokens):
         theirs = save(tmp_path, backend=getattr(build, family)())
-        ours = Tokenizer.from_directory(tmp_path)
+        ours = Tokenizer.from_path(tmp_path)
         expected = theirs.encode(text, add_special_tokens=add_special_tokens)
         assert ours.encode(text, add_special_tokens=add_special_tokens) == expected
 
     def test_bos_is_added_where_the_model_wants_it(self, tmp_path):
         save(tmp_path, backend=build.byte_fallback_bpe())
-        ours = Tokenizer.from_directory(tmp_path)
+        ours = Tokenizer.from_path(tmp_path)
         assert ours.encode("the")[0] == ours.token_id("<s>")
         assert ours.token_id("<s>") not in ours.encode("the", add_special_tokens=False)
 
@@ -260,11 +260,11 @@ class TestEncoding:
             "stride": 0,
         }
         file.write_text(json.dumps(content))
-        assert len(Tokenizer.from_directory(tmp_path).encode("the quick brown fox")) > 2
+        assert len(Tokenizer.from_path(tmp_path).encode("the quick brown fox")) > 2
 
     def test_token_bytes_are_exact_for_half_a_character(self, tmp_path):
         save(tmp_path)
-        ours = Tokenizer.from_directory(tmp_path)
+        ours = Tokenizer.from_path(tmp_path)
         token_ids = ours.encode("🦆")
         assert len(token_ids) > 1
         assert b"".join(map(ours.token_bytes, token_ids)) == "🦆".encode()
@@ -276,7 +276,7 @@ class TestEncoding:
         for token in content["added_tokens"]:
             token["special"] = False
         file.write_text(json.dumps(content))
-        ours = Tokenizer.from_directory(tmp_path)
+        ours = Tokenizer.from_path(tmp_path)
         token_ids = theirs.encode("the<|end|>")
         assert ours.decode(token_ids) == "the"
         assert ours.decode(token_ids, skip_special_tokens=False) == "the<|end|>"
@@ -289,31 +289,31 @@ class TestLoading:
         merges = [" ".join(pair) for pair in backend["model"]["merges"]]
         (tmp_path / "merges.txt").write_text("#version: 0.2\n" + "\n".join(merges) + "\n")
         (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
-        ours = Tokenizer.from_directory(tmp_path)
+        ours = Tokenizer.from_path(tmp_path)
         assert ours.decode(ours.encode("the quick brown fox")) == "the quick brown fox"
 
     def test_no_tokenizer(self, tmp_path):
         with pytest.raises(StartupError, match=r"no tokenizer\.json") as refused:
-            Tokenizer.from_directory(tmp_path)
+            Tokenizer.from_path(tmp_path)
         assert "\n" not in str(refused.value)
 
     def test_no_directory(self, tmp_path):
         with pytest.raises(StartupError, match="is not a directory"):
-            Tokenizer.from_directory(tmp_path / "nowhere")
+            Tokenizer.from_path(tmp_path / "nowhere")
 
     @pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json"])
     def test_a_broken_file_is_named(self, tmp_path, file):
         save(tmp_path)
         (tmp_path / file).write_text('{"version":')
         with pytest.raises(StartupError, match=file):
-            Tokenizer.from_directory(tmp_path)
+            Tokenizer.from_path(tmp_path)
 
     def test_neither_torch_nor_transformers_is_imported(self, tmp_path):
         save(tmp_path, template=CHATML)
         program = (
             "import sys\n"
             "from ostinato.runtime.text.tokenizer import Tokenizer\n"
-            f"Tokenizer.from_directory({str(tmp_path)!r}).apply_chat_template([])\n"
+            f"Tokenizer.from_path({str(tmp_path)!r}).apply_chat_template([])\n"
             "print(sorted({'torch', 'transformers'} & set(sys.modules)))"
         )
         done = subprocess.run(

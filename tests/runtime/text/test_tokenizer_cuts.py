@@ -14,7 +14,7 @@ OTHER = "Kittens were sleeping on an extraordinarily soft rug."
 
 @pytest.fixture(scope="module")
 def ours() -> Tokenizer:
-    return Tokenizer.from_directory(minilm_directory())
+    return Tokenizer.from_path(minilm_directory())
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,7 @@ SPECIAL = ["<|begin|>", "<|end|>"]
 
 @cache
 def byte_level_bpe() -> Tokenizer:
-    """As GPT-2, Llama 3 and Qwen: any text is bytes, a token may be half a character."""
+    """Byte-level BPE, as in GPT-2, Llama 3 and Qwen: a token may be part of a character."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

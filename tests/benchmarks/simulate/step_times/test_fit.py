@@ -1,4 +1,4 @@
-"""What serving adds: recordings that are made up from known distributions, and a real server."""
+"""Fits of serving overhead: to recordings drawn from known distributions, and to a real server."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ BEGAN_AT = 1000.0
 
 @dataclasses.dataclass
 class Truth:
-    """What the made-up server does."""
+    """Overheads of the simulated server."""
 
     decode: float = 1.3
     prompt: float = 1.8
@@ -125,7 +125,7 @@ def test_the_fit_finds_what_the_server_does():
     delays = [delay for one in overheads.delivery_s for delay in one]
     assert delays == pytest.approx([truth.delivery_s] * len(delays), abs=1e-6)
     assert overheads.end_s == pytest.approx([0.0001] * len(overheads.end_s), abs=1e-6)
-    # Of a busy engine only bounds are known: not before the step that it missed.
+    # For a busy engine only a bound is known: the request arrived after the step that it missed.
     [busy] = overheads.busy_request_s
     assert truth.request_s - 2e-6 <= min(busy.values)
     assert max(busy.values) < truth.request_s + TABLE.decode_seconds(1, 400) * truth.decode * 1.5

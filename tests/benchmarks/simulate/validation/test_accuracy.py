@@ -1,4 +1,4 @@
-"""What a validation says of predictions, given how well the real figures are known."""
+"""The verdict of a validation, given the uncertainty of the measured figures."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WIDE = (60.0, 70.0, 90.0, 100.0, 100.0, 130.0, 150.0, 400.0)
 
 
 def point(runs: tuple[float, ...], predicted: float) -> Point:
-    """One in which every figure has these rounds, and this prediction."""
+    """A validation in which every figure has these measured rounds and this prediction."""
     metrics = {name: Metric(100.0, "ms", "lower", runs=runs) for name in COMPARED}
     metrics |= {f"{name}_predicted": Metric(predicted, "ms", "lower") for name in COMPARED}
     return Point(label="steady", parameters={}, metrics=metrics)
@@ -34,9 +34,9 @@ def point(runs: tuple[float, ...], predicted: float) -> Point:
         (EXACT, 109.0, Accuracy.within),
         (EXACT, 111.0, Accuracy.missed),
         (EXACT, 85.0, Accuracy.missed),
-        (WIDE, 100.0, Accuracy.unknown),  # right, for all that is known
+        (WIDE, 100.0, Accuracy.unknown),  # within the uncertainty of the measurement
         (WIDE, 140.0, Accuracy.unknown),
-        (WIDE, 170.0, Accuracy.missed),  # more than a tenth above 150, the largest that may be
+        (WIDE, 170.0, Accuracy.missed),  # more than a tenth above the median's upper bound, 150
         (WIDE, 60.0, Accuracy.missed),
     ],
 )
@@ -59,7 +59,7 @@ def test_only_what_is_missed_is_in_the_list():
 
 
 def test_the_median_lies_in_the_interval_nine_times_of_ten():
-    # Of eight rounds the least and the largest can be left out, of five none.
+    # With eight rounds the smallest and the largest can be left out; with five, none can.
     assert interval(WIDE) == (70.0, 150.0)
     assert interval(WIDE[:5]) == (60.0, 100.0)
     assert interval(tuple(range(1, 21))) == (6, 15)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding, linear
 
+from ostinato.models.quantized_checkpoints.policy import Headers
 from ostinato.models.weight_methods.weight_method import (
     FLOATS,
     IN,
@@ -75,7 +76,15 @@ class RowScaledInt8(WeightMethod):
 @dataclass(frozen=True, slots=True)
 class _Policy:
     unquantized: WeightMethod
-    ignored: tuple[str, ...]
+    floats: tuple[str, ...]  # endings of names
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        return ()
+
+    @property
+    def has_cache_scales(self) -> bool:
+        return False
 
     @property
     def uses_cpu_kernels(self) -> bool:
@@ -89,9 +98,13 @@ class _Policy:
     def quantization(self) -> str:
         return RowScaledInt8().name
 
-    def method_for(self, name: str, role: MatrixRole, spec: MatrixSpec) -> WeightMethod:
-        return self.unquantized if name.endswith(self.ignored) else RowScaledInt8()
+    def method_for(
+        self, names: tuple[str, ...], role: MatrixRole, spec: MatrixSpec
+    ) -> WeightMethod:
+        return self.unquantized if names[-1].endswith(self.floats) else RowScaledInt8()
 
 
-def from_checkpoint(stated: Mapping[str, Any], unquantized: WeightMethod) -> _Policy:
+def from_checkpoint(
+    stated: Mapping[str, Any], unquantized: WeightMethod, headers: Headers
+) -> _Policy:
     return _Policy(unquantized, tuple(stated.get("ignore", ())))

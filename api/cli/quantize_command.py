@@ -1,0 +1,65 @@
+"""`run quantize`: writes a quantised checkpoint of a model."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from ostinato.conf.root import RunConfig
+
+__all__ = ("quantize",)
+
+_WIDTH = 80
+_MIB = 1 << 20
+
+
+def quantize(config: RunConfig) -> int:
+    """Quantise a model's layers, write the checkpoint and print sizes and perplexities.
+
+    Raises:
+        StartupError: the model, the format or a file is not supported.
+    """
+    from ostinato.runtime.quantize_model import quantize_model
+
+    console = Console(width=_WIDTH, highlight=False, file=sys.stderr)
+    with Progress(
+        TextColumn("matrices"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=console,
+    ) as progress:
+        task = progress.add_task("matrices", total=None)
+        report = quantize_model(
+            config.engine,
+            config.quantize,
+            lambda done, total: progress.update(task, completed=done, total=total),
+        )
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for heading in ("", "before", "after"):
+        table.add_column(heading, justify="right" if heading else "left")
+    sizes = (f"{size / _MIB:.1f} MiB" for size in (report.bytes_before, report.bytes_after))
+    table.add_row("weight files", *sizes)
+    if report.perplexity_before is not None:
+        table.add_row(
+            f"perplexity of {report.evaluation_tokens} tokens",
+            f"{report.perplexity_before:.4f}",
+            f"{report.perplexity_after:.4f}",
+        )
+    out = Console(width=_WIDTH, highlight=False)
+    out.print(table)
+    how = "rounded to the nearest"
+    if report.calibration_tokens:
+        how = f"rounded for the activations of {report.calibration_tokens} tokens"
+    out.print(
+        f"{report.num_matrices} matrices, {how}\nrun serve model.path={report.directory}",
+        soft_wrap=True,
+        markup=False,
+    )
+    return 0

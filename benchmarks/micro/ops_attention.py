@@ -1,0 +1,223 @@
+"""Measures the CPU attention kernel on each instruction set beside torch's own attention.
+
+    python -m ostinato.benchmarks.micro.ops_attention --threads 1 --save
+    python -m ostinato.benchmarks.micro.ops_attention --dtype bfloat16 --cases 1:8192,512:512
+
+A case is `query rows:context` of one sequence: 1:8192 is a decode step, 512:512 a prompt. Heads are
+those of Qwen3-0.6B unless `--heads` says otherwise. Kernels take turns, and each call reads another
+of several caches that together exceed the processor's own, as a decode step goes through layers.
+torch's `scaled_dot_product_attention` reads keys and values that lie one after the other. Each of
+our kernels also runs on a cache in int8 (`cache.dtype=int8`).
+
+The tables have the median time of a call in microseconds, GB/s of the cache, and GFLOP/s beside the
+measured rate of multiply-adds in registers. Causal attention counts only the half that is needed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from ostinato.benchmarks.machine.probes import LoadMeter
+from ostinato.benchmarks.machine.processor import RESULTS, fma_peak, processor_class
+from ostinato.models.kv_cache import KVCacheSpec
+from ostinato.ops.attention import AttentionMetadata
+from ostinato.ops.native.instruction_sets import runnable_levels
+from ostinato.ops.native.library import load
+from ostinato.runtime.machine_info import cpu_name
+
+__all__ = ("measure_case",)
+
+_BLOCK_SIZE = 16
+_MIN_CALLS, _MAX_CALLS = 3, 400
+_CASES = "1:512,1:2048,1:8192,16:2048,512:512,2048:2048"
+_FILE = "ops-attention.json"
+
+
+class _Heads(NamedTuple):
+    queries: int
+    keys: int
+    size: int
+
+
+class _Case(NamedTuple):
+    rows: int
+    context: int
+
+    @property
+    def pairs(self) -> int:
+        """Queries times the keys that they see."""
+        return self.rows * self.context - self.rows * (self.rows - 1) // 2
+
+
+def _caches(heads: _Heads, case: _Case, dtype: torch.dtype, cold_bytes: int) -> list[Tensor]:
+    """[2, blocks, Hkv, block size, place] each: keys and values of one layer."""
+    blocks = -(-case.context // _BLOCK_SIZE) + 1
+    spec = KVCacheSpec(
+        num_layers=1,
+        num_kv_heads=heads.keys,
+        head_dim=heads.size,
+        block_size=_BLOCK_SIZE,
+        dtype=dtype,
+    )
+    shape = (2, blocks, heads.keys, _BLOCK_SIZE, spec.place_size)
+    # Bytes of one are a finite scale too.
+    is_int8 = dtype is torch.int8
+    one = torch.ones(shape, dtype=dtype) if is_int8 else torch.randn(shape).to(dtype)
+    return [one, *(one.clone() for _ in range(-(-cold_bytes // one.nbytes) - 1))]
+
+
+def _num_read(cache: Tensor, case: _Case) -> int:
+    """Bytes of the context's keys and values."""
+    return cache.nbytes // (cache.shape[1] * _BLOCK_SIZE) * case.context
+
+
+def _metadata(case: _Case) -> AttentionMetadata:
+    blocks = -(-case.context // _BLOCK_SIZE)
+    table = torch.randperm(blocks, dtype=torch.int32) + 1
+    positions = torch.arange(case.context - case.rows, case.context)
+    slots = table[positions // _BLOCK_SIZE].long() * _BLOCK_SIZE + positions % _BLOCK_SIZE
+    return AttentionMetadata(
+        torch.tensor([0, case.rows], dtype=torch.int32),
+        torch.tensor([case.context], dtype=torch.int32),
+        table[None],
+        slots,
+        torch.zeros(1, dtype=torch.int64),
+    )
+
+
+def measure_case(
+    heads: _Heads, case: _Case, dtype: torch.dtype, levels: list[str], options: argparse.Namespace
+) -> dict[str, dict[str, float]]:
+    """Figures by kernel: median_us, gbytes_per_s of the cache, gflops."""
+    caches = _caches(heads, case, dtype, options.cold_mib << 20)
+    metadata, scale = _metadata(case), heads.size**-0.5
+    q = torch.randn(case.rows, heads.queries, heads.size).to(dtype)
+    k, v = torch.randn(2, case.rows, heads.keys, heads.size).to(dtype)
+    dense = [each.flatten(1, 3).view(2, 1, heads.keys, -1, heads.size) for each in caches]
+    mask = torch.ones(case.rows, case.context, dtype=torch.bool)
+    mask = mask.tril(case.context - case.rows) if case.rows > 1 else None
+
+    def stock(copy: int) -> Tensor:
+        keys, values = dense[copy % len(dense)][..., : case.context, :]
+        rows = q.transpose(0, 1)[None]
+        return scaled_dot_product_attention(rows, keys, values, mask, scale=scale, enable_gqa=True)
+
+    calls: dict[str, Callable[[int], Tensor]] = {"torch": stock}
+    num_bytes = {"torch": _num_read(caches[0], case)}
+    in_bytes = _caches(heads, case, torch.int8, options.cold_mib << 20)
+    for level in levels:
+        op = getattr(torch.ops, f"ostinato_{level}").paged_attention.default
+        for name, some in ((level, caches), (f"{level}, int8 cache", in_bytes)):
+            num_bytes[name] = _num_read(some[0], case)
+            calls[name] = lambda copy, op=op, some=some: op(
+                *(q, k, v, *some[(copy + len(some) // 2) % len(some)], *metadata),
+                *(scale, 0, 0.0, None, None, "cpu"),
+            )
+    times = _in_turns(calls, options.seconds)
+    flop = 4 * case.pairs * heads.queries * heads.size
+    return {
+        name: {
+            "median_us": median * 1e6,
+            "gbytes_per_s": num_bytes[name] / median / 1e9,
+            "gflops": flop / median / 1e9,
+        }
+        for name, median in times.items()
+    }
+
+
+def _in_turns(calls: dict[str, Callable[[int], Tensor]], seconds: float) -> dict[str, float]:
+    """The median seconds of each call, in CPU time where there is one thread."""
+    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for call in calls.values():
+        call(0)
+    end = time.perf_counter() + seconds
+    count = 0
+    while count < _MIN_CALLS or (time.perf_counter() < end and count < _MAX_CALLS):
+        for name, call in calls.items():
+            begin = clock()
+            call(count)
+            times[name].append(clock() - begin)
+        count += 1
+    return {name: statistics.median(each) for name, each in times.items()}
+
+
+def _table(results: list[dict[str, Any]], figure: str) -> str:
+    names = list(results[0]["figures"])
+    header = ["dtype", "rows", "context", *names]
+    lines = [f"| {' | '.join(header)} |", "|---" * len(header) + "|"]
+    for result in results:
+        cells = [str(result[key]) for key in ("dtype", "rows", "context")]
+        cells += [
+            f"{result['figures'][name][figure]:.{0 if figure != 'gbytes_per_s' else 1}f}"
+            for name in names
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main(arguments: list[str]) -> None:
+    """Measure what the command line names; see --help."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--dtype", default="bfloat16,float32", help="comma-separated")
+    parser.add_argument("--cases", default=_CASES, help="comma-separated rows:context")
+    parser.add_argument("--heads", default="16,8,128", help="query heads, key heads, head size")
+    parser.add_argument("--levels", help="comma-separated instruction sets; default the best two")
+    parser.add_argument("--threads", type=int, help="default torch's own")
+    parser.add_argument("--seconds", type=float, default=1.0, help="for each case")
+    parser.add_argument("--cold-mib", type=int, default=96, help="size of all caches together")
+    parser.add_argument(
+        "--save", action="store_true", help=f"write {_FILE} in the processor's folder"
+    )
+    options = parser.parse_args(arguments)
+    levels = options.levels.split(",") if options.levels else runnable_levels()[:2]
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    for level in levels:
+        load("core", level)
+    heads = _Heads(*(int(each) for each in options.heads.split(",")))
+    conditions = {
+        "command": shlex.join(
+            ["python", "-m", "ostinato.benchmarks.micro.ops_attention", *arguments]
+        ),
+        "cpu": cpu_name(),
+        "processor_class": processor_class(),
+        "heads": heads._asdict(),
+        "fma_gflops": fma_peak(levels[0]),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+    }
+    meter = LoadMeter().start()
+    results: list[dict[str, Any]] = []
+    for name in options.dtype.split(","):
+        for text in options.cases.split(","):
+            case = _Case(*(int(each) for each in text.split(":")))
+            figures = measure_case(heads, case, getattr(torch, name), levels, options)
+            results.append({"dtype": name, **case._asdict(), "figures": figures})
+    conditions["other_programs"] = f"{meter.stop():.0%} of the cores"
+    print(json.dumps(conditions, indent=1))
+    for title, figure in (
+        ("us a call, median", "median_us"),
+        ("GB/s of keys and values", "gbytes_per_s"),
+        (f"GFLOP/s; {conditions['fma_gflops']:.0f} in registers of a core", "gflops"),
+    ):
+        print(f"\n{title}\n\n{_table(results, figure)}")
+    if options.save:
+        path = RESULTS / processor_class() / _FILE
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"conditions": conditions, "results": results}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,135 @@
+"""Measures how many tokens a second one core of the API process can send to clients.
+
+    python -m ostinato.benchmarks.parallel.api_ceiling
+    python -m ostinato.benchmarks.parallel.api_ceiling --engines 8 --streams 256 --json FILE
+
+The server is real: HTTP, detokenisation, server-sent events, a router. Its engines are processes
+that give a token for each request every 20 ms and compute nothing (fake_engine.py). Tokens are
+divided by the processor time of the API process, so that other work on the machine, this client
+included, changes the result little.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import subprocess
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import psutil
+
+from ostinato.benchmarks.machine.probes import commit_of
+from ostinato.runtime.machine_info import cpu_name, package_versions
+
+__all__ = ("stream",)
+
+_TOKENS = 200  # of a stream
+_ENDED = b"data: [DONE]"
+
+
+def _serve(num_engines: int) -> int:
+    """Run the server in this process, with fake engines."""
+    from ostinato.api.server.server import serve
+    from ostinato.conf.compose import load_config
+    from ostinato.runtime.process import engine_process
+
+    engine_process.ENGINE_MODULE = "ostinato.benchmarks.parallel.fake_engine"
+    overrides = ["device.name=cpu", "server.port=0", "server.log_level=warning"]
+    return serve(load_config([*overrides, f"parallel.data={num_engines}"]))
+
+
+async def stream(host: str, port: int, number: int) -> int:
+    """Ask for one stream and read it to its end; returns the number of its events.
+
+    Raises:
+        RuntimeError: it broke off.
+    """
+    body = json.dumps(
+        {"prompt": f"Once {number}", "max_tokens": _TOKENS, "stream": True, "ignore_eos": True}
+    ).encode()
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+    )
+    reader, writer = await asyncio.open_connection(host, port)
+    writer.write(head.encode() + body)
+    data = await reader.read()
+    writer.close()
+    if _ENDED not in data:
+        raise RuntimeError(f"a stream broke off: {data[-300:]!r}")
+    return data.count(b"data: {")
+
+
+async def _measure(url: str, num_streams: int, rounds: int, pid: int) -> list[float]:
+    """Tokens for each second of processor time of the API process, one figure a round."""
+    address, process = urlsplit(url), psutil.Process(pid)
+    host, port = address.hostname or "", address.port or 0
+    rates: list[float] = []
+    for _ in range(rounds + 1):
+        before = sum(process.cpu_times()[:2])
+        await asyncio.gather(*(stream(host, port, number) for number in range(num_streams)))
+        rates.append(num_streams * _TOKENS / (sum(process.cpu_times()[:2]) - before))
+    return rates[1:]  # the first round imports and compiles
+
+
+def main() -> int:
+    """Start the server, measure, and print or write the result."""
+    parser = argparse.ArgumentParser(description="The rate at which the API process sends tokens.")
+    parser.add_argument("--engines", type=int, default=8)
+    parser.add_argument("--streams", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", type=Path, help="file for the results")
+    parser.add_argument("--serve", action="store_true", help="run the server, not the clients")
+    arguments = parser.parse_args()
+    if arguments.serve:
+        return _serve(arguments.engines)
+    command = [sys.executable, "-m", "ostinato.benchmarks.parallel.api_ceiling", "--serve"]
+    server = subprocess.Popen(
+        [*command, "--engines", str(arguments.engines)], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert server.stdout is not None, "stdout=PIPE"
+        lines: list[str] = []
+        while not any("ready after" in line for line in lines):
+            line = server.stdout.readline()
+            if not line:
+                raise RuntimeError(f"the server did not start: {''.join(lines)}")
+            lines.append(line)
+        url = next(line for line in lines if "answers 503 until" in line).split()[2]
+        measuring = _measure(url, arguments.streams, arguments.rounds, server.pid)
+        rates = asyncio.run(measuring)
+    finally:
+        server.terminate()
+        server.wait(60)
+    median = statistics.median(rates)
+    print(
+        f"{median:,.0f} tokens a second of one core of the API process ({arguments.engines} "
+        f"engines, {arguments.streams} streams; rounds {min(rates):,.0f} to {max(rates):,.0f})"
+    )
+    if arguments.json is not None:
+        results: dict[str, Any] = {
+            "conditions": {
+                "time": datetime.now(UTC).isoformat(timespec="seconds"),
+                "commit": commit_of(Path(__file__).parent),
+                "cpu": cpu_name(),
+                "load_average": os.getloadavg()[1],
+                "engines": arguments.engines,
+                "streams": arguments.streams,
+                "versions": package_versions(),
+            },
+            "tokens_per_cpu_second": rates,
+            "median": median,
+        }
+        arguments.json.write_text(json.dumps(results, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,276 @@
+"""Measures several engines behind one client: throughput, prefix hits, death of an engine.
+
+    python -m ostinato.benchmarks.parallel.several_engines
+    python -m ostinato.benchmarks.parallel.several_engines --parts throughput,death --json FILE
+
+The engines are real processes with one thread each; requests go through `EngineClient`, without
+HTTP. The machine should have a core for each engine and no other work.
+
+throughput  output tokens a second of one and of two engines, in turns
+prefixes    share of prompt tokens found in the cache, for two routers: live, simulated (the same
+            requests, cache sizes and router code), and ideal: each prefix is computed once
+death       the longest pause of a stream after SIGKILL of its engine
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import os
+import random
+import signal
+import statistics
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from ostinato.benchmarks.load.job import JobRequest, LoadJob
+from ostinato.benchmarks.machine.probes import commit_of
+from ostinato.benchmarks.simulate.jobs import simulate_job
+from ostinato.benchmarks.simulate.specs import planned_spec
+from ostinato.conf.compose import load_config
+from ostinato.conf.root import RunConfig
+from ostinato.runtime.client.client import EngineClient
+from ostinato.runtime.machine_info import cpu_name, package_versions
+from ostinato.runtime.types.params import SamplingParams
+
+__all__ = ("PARTS", "ideal_share", "longest_gap")
+
+_BLOCK = 16  # tokens
+_PREFIX = 16 * _BLOCK  # tokens that prompts share
+_OWN = 32  # tokens of each prompt after its prefix
+_OUTPUT = 8  # tokens of the answers to prompts with a prefix
+_STREAMS = 32  # requests in progress
+_TOKENS = 96  # of each stream
+_SIMULATED_DEVICE = "l4"  # any will do: the requests wait for each other, and hits are counted
+
+
+def _config(model: str, num_engines: int, *overrides: str) -> RunConfig:
+    return load_config(
+        [
+            f"model={model}",
+            "device.name=cpu",
+            "device.threads=1",
+            "model.load_format=dummy",
+            "model.max_model_len=512",
+            f"cache.block_size={_BLOCK}",
+            f"scheduler.max_num_seqs={_STREAMS}",
+            f"parallel.data={num_engines}",
+            *overrides,
+        ]
+    )
+
+
+@asynccontextmanager
+async def _started(config: RunConfig) -> AsyncIterator[EngineClient]:
+    client = EngineClient(config)
+    try:
+        await client.start()
+        yield client
+    finally:
+        await client.close()
+
+
+class Answer(NamedTuple):
+    """One request that has ended."""
+
+    num_output: int  # tokens
+    num_cached: int  # prompt tokens that were found in the cache
+
+
+async def _answer(
+    client: EngineClient,
+    prompt: list[int],
+    max_tokens: int,
+    on_token: Callable[[], None] = lambda: None,
+) -> Answer:
+    sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+    num_output = num_cached = 0
+    async for output in client.generate("bench", prompt, sampling):
+        on_token()
+        num_output, num_cached = output.num_output_tokens, output.num_cached_tokens
+    return Answer(num_output, num_cached)
+
+
+def _random_prompt(draw: random.Random, length: int) -> list[int]:
+    return [draw.randrange(2, 900) for _ in range(length)]
+
+
+async def throughput(model: str, rounds: int) -> dict[str, Any]:
+    """Output tokens a second of one and of two engines, measured in turns."""
+    draw = random.Random(1)
+    rates: dict[int, list[float]] = {1: [], 2: []}
+
+    async def measure(client: EngineClient) -> float:
+        prompts = [_random_prompt(draw, _OWN) for _ in range(2 * _STREAMS)]
+        room = asyncio.Semaphore(_STREAMS)
+
+        async def one(prompt: list[int]) -> int:
+            async with room:
+                return (await _answer(client, prompt, _TOKENS)).num_output
+
+        begin = time.perf_counter()
+        counts = await asyncio.gather(*map(one, prompts))
+        return sum(counts) / (time.perf_counter() - begin)
+
+    async with _started(_config(model, 1)) as single, _started(_config(model, 2)) as double:
+        for client in (single, double):
+            await measure(client)  # the first round maps memory
+        for _ in range(rounds):
+            rates[1].append(await measure(single))
+            rates[2].append(await measure(double))
+    medians = {count: statistics.median(values) for count, values in rates.items()}
+    return {"tokens_per_s": rates, "ratio": medians[2] / medians[1]}
+
+
+def ideal_share(prompts: Sequence[Sequence[int]]) -> float:
+    """The share of prompt tokens that are found if every block of a prefix is computed once."""
+    seen: set[tuple[int, ...]] = set()
+    found = 0
+    for prompt in prompts:
+        prefix = tuple(prompt[:_PREFIX])
+        found += _PREFIX if prefix in seen else 0
+        seen.add(prefix)
+    return found / sum(map(len, prompts))
+
+
+async def prefixes(model: str, rounds: int) -> dict[str, Any]:
+    """Shares of prompt tokens found in the caches, which hold all prefixes only together."""
+    found: dict[str, Any] = {}
+    prompts: list[list[int]] = []
+    for router in ("least_load", "prefix_aware"):
+        config = _config(model, 2, f"parallel.router={router}", "cache.memory_gib=0.03")
+        async with _started(config) as client:
+            if not prompts:
+                blocks = client.replicas[0].stats.num_blocks - _STREAMS * (_OWN + _OUTPUT) // _BLOCK
+                draw, number = random.Random(2), max(2, int(1.3 * blocks * _BLOCK / _PREFIX))
+                known = [_random_prompt(draw, _PREFIX) for _ in range(number)]
+                prompts = [
+                    draw.choice(known) + _random_prompt(draw, _OWN)
+                    for _ in range(10 * rounds * number)
+                ]
+            room = asyncio.Semaphore(_STREAMS // 2)
+
+            async def one(
+                prompt: list[int],
+                client: EngineClient = client,
+                room: asyncio.Semaphore = room,
+            ) -> int:
+                async with room:
+                    return (await _answer(client, prompt, _OUTPUT)).num_cached
+
+            cached = sum(await asyncio.gather(*map(one, prompts)))
+        requests = [JobRequest(prompt=prompt, max_tokens=_OUTPUT) for prompt in prompts]
+        job = LoadJob(url="", model="", requests=requests, concurrency=_STREAMS // 2)
+        spec = planned_spec(config, None, _SIMULATED_DEVICE)
+        simulated = simulate_job(spec, job, num_replicas=2, router=router)
+        total = sum(map(len, prompts))
+        found[router] = {"live": cached / total, "simulated": sum(simulated.num_cached) / total}
+    return {"ideal": ideal_share(prompts), "prompts": len(prompts), "share": found}
+
+
+def longest_gap(times: Sequence[float], begin: float, end: float) -> float:
+    """The longest time without a token that overlaps an interval."""
+    gaps = [
+        after - before
+        for before, after in itertools.pairwise(times)
+        if after > begin and before < end
+    ]
+    return max(gaps, default=0.0)
+
+
+async def death(model: str, rounds: int) -> dict[str, Any]:
+    """The longest pause of a stream within two seconds after SIGKILL of an engine."""
+    draw = random.Random(3)
+    gaps: list[float] = []
+    config = _config(model, 2, "server.max_restarts=1000", "server.restart_backoff_s=0")
+    async with _started(config) as client:
+        victim = client.replicas[0]
+        for _ in range(rounds):
+            times: list[list[float]] = [[] for _ in range(8)]
+
+            def note(stream: list[float]) -> None:
+                stream.append(time.perf_counter())
+
+            streams = [
+                asyncio.create_task(
+                    _answer(client, _random_prompt(draw, _OWN), 400, partial(note, stream))
+                )
+                for stream in times
+            ]
+            while not all(times):
+                await asyncio.sleep(0.001)
+            assert len(victim.requests), "the router left an engine without work"
+            assert victim.pid is not None, "it serves"
+            killed = time.perf_counter()
+            os.kill(victim.pid, signal.SIGKILL)
+            await asyncio.gather(*streams)
+            gaps.append(max(longest_gap(stream, killed, killed + 2) for stream in times))
+            while not victim.is_alive:
+                await asyncio.sleep(0.01)
+    return {"longest_gap_s": gaps, "median_s": statistics.median(gaps)}
+
+
+PARTS = {"throughput": throughput, "prefixes": prefixes, "death": death}
+
+
+def _rows(results: dict[str, Any]) -> list[tuple[str, str, str]]:
+    """(what, figure, goal) for the table."""
+    rows: list[tuple[str, str, str]] = []
+    if found := results.get("throughput"):
+        for count, rates in found["tokens_per_s"].items():
+            rows.append((f"{count} engine(s), tokens/s", f"{statistics.median(rates):.0f}", ""))
+        rows.append(("two engines over one", f"{found['ratio']:.2f}", "1.8"))
+    if found := results.get("prefixes"):
+        rows.append(("prefix hits, ideal", f"{found['ideal']:.1%}", ""))
+        for router, share in found["share"].items():
+            goal = f"{0.9 * found['ideal']:.1%}" if router == "prefix_aware" else ""
+            rows += [(f"{router}, {how}", f"{share[how]:.1%}", goal) for how in share]
+    if found := results.get("death"):
+        rows.append(("longest pause after SIGKILL", f"{found['median_s'] * 1000:.0f} ms", "500 ms"))
+    return rows
+
+
+def main() -> int:
+    """Measure the parts that the command line names, and print or write them."""
+    parser = argparse.ArgumentParser(description="Measures several engines behind one client.")
+    parser.add_argument("--parts", default=",".join(PARTS), help="some of the parts")
+    parser.add_argument("--model", default="demo", help="a preset; its weights are random")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", type=Path, help="file for the results")
+    arguments = parser.parse_args()
+    results: dict[str, Any] = {}
+    for part in arguments.parts.split(","):
+        print(f"{part} ...", file=sys.stderr)
+        results[part] = asyncio.run(PARTS[part](arguments.model, arguments.rounds))
+    table = Table("measured", "figure", "goal", box=box.SIMPLE_HEAD, pad_edge=False)
+    for row in _rows(results):
+        table.add_row(*row)
+    Console(width=80, highlight=False).print(table)
+    if arguments.json is not None:
+        conditions = {
+            "time": datetime.now(UTC).isoformat(timespec="seconds"),
+            "commit": commit_of(Path(__file__).parent),
+            "cpu": cpu_name(),
+            "load_average": os.getloadavg()[1],
+            "model": arguments.model,
+            "rounds": arguments.rounds,
+            "versions": package_versions(),
+        }
+        arguments.json.write_text(json.dumps({"conditions": conditions, **results}, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,65 @@
+"""The section `speculation`: which drafters guess the next tokens, and how many."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from ostinato.conf.schema import Section, setting
+
+__all__ = ("SpeculationConfig", "SpeculationMethod")
+
+
+class SpeculationMethod(StrEnum):
+    """Where drafts come from. All but `none` also use the `prediction` of a request."""
+
+    none = "none"
+    auto = "auto"  # grammar, ngram and history
+    grammar = "grammar"  # tokens that the grammar of a structured output forces
+    ngram = "ngram"  # what followed the last tokens earlier in the same prompt and output
+    history = "history"  # what followed them in earlier answers with the same cache salt
+
+    @property
+    def uses_grammar(self) -> bool:
+        """Whether tokens that a grammar forces are drafts."""
+        return self in (SpeculationMethod.auto, SpeculationMethod.grammar)
+
+    @property
+    def uses_ngram(self) -> bool:
+        """Whether the text of the sequence itself is searched."""
+        return self in (SpeculationMethod.auto, SpeculationMethod.ngram)
+
+    @property
+    def uses_history(self) -> bool:
+        """Whether earlier answers are searched."""
+        return self in (SpeculationMethod.auto, SpeculationMethod.history)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculationConfig(Section):
+    """Draft tokens, which a step verifies beside the last token; they never change an output."""
+
+    key = "speculation"
+    method: SpeculationMethod = setting(
+        SpeculationMethod.none,
+        "where drafts come from; auto = grammar, ngram and history; none = no drafts",
+    )
+    max_tokens: int = setting(7, "draft tokens of one sequence in one step", at_least=1, at_most=31)
+    adaptive: bool = setting(
+        True,
+        "verify as many drafts as raise tokens per second, by measured step costs; false = all",
+    )
+    min_match: int = setting(
+        3, "tokens that must occur again for a draft of ngram or history", at_least=1, at_most=16
+    )
+    history_tokens: int = setting(
+        1 << 20,
+        "tokens of answers that history keeps; each takes 16 bytes",
+        at_least=1024,
+        at_most=1 << 26,
+    )
+
+    @property
+    def max_drafts(self) -> int:
+        """Draft tokens of one sequence in one step, at most; 0 without a drafter."""
+        return 0 if self.method is SpeculationMethod.none else self.max_tokens

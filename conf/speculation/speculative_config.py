@@ -1,0 +1,65 @@
+"""Maps vLLM's `--speculative-config` to the settings of `speculation`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import cast
+
+__all__ = ("speculation_settings",)
+
+# vLLM's method -> ours. Suffix decoding searches the request and earlier answers.
+_METHODS = {"ngram": "ngram", "ngram_gpu": "ngram", "suffix": "auto"}
+_KEYS = {
+    "num_speculative_tokens": "speculation.max_tokens",
+    "prompt_lookup_min": "speculation.min_match",
+}
+_INSTEAD = {
+    "suffix_decoding_max_cached_requests": "set speculation.history_tokens",
+    "draft_tensor_parallel_size": "one device runs the model",
+}
+
+
+def speculation_settings(value: object) -> dict[str, object]:
+    """The settings that a speculative configuration stands for.
+
+    The longest match is always preferred, so `prompt_lookup_max` only counts if there is no
+    `prompt_lookup_min`; vLLM takes it as both then.
+
+    Args:
+        value: a mapping, or its JSON.
+
+    Returns:
+        key -> value.
+
+    Raises:
+        ValueError: it is not a JSON object, or a method or key is not supported.
+    """
+    given = _read(value)
+    method = given.pop("method", None)
+    if method not in _METHODS:
+        raise ValueError(
+            f"the method must be one of {', '.join(_METHODS)}, got {method!r}; see "
+            "speculation.method for our own"
+        )
+    most = given.pop("prompt_lookup_max", None)
+    if most is not None:
+        given.setdefault("prompt_lookup_min", most)
+    settings: dict[str, object] = {"speculation.method": _METHODS[str(method)]}
+    for name, one in given.items():
+        if name not in _KEYS:
+            remedy = _INSTEAD.get(name, "leave it out")
+            raise ValueError(f"{name} is not supported; {remedy}")
+        settings[_KEYS[name]] = one
+    return settings
+
+
+def _read(value: object) -> dict[str, object]:
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            value = None
+    if isinstance(value, Mapping):
+        return dict(cast(Mapping[str, object], value))
+    raise ValueError('it must be a JSON object, such as {"method": "ngram"}')

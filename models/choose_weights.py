@@ -1,0 +1,226 @@
+"""Chooses the weight method of every matrix of a model.
+
+Two settings name a method: `model.quantization` (quantise while loading) and the
+`quantization_config` in a checkpoint's config.json (the stored weights are quantised). The name is
+that of a module, so a new method is one file:
+
+    models/weight_methods/<quantization>.py         on_load(group_size, symmetric) -> WeightMethod
+    models/quantized_checkpoints/<quant_method>.py  from_checkpoint(quantization_config,
+                                                        unquantized, headers) -> WeightPolicy
+"""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from types import ModuleType
+from typing import Any, Protocol
+
+import torch
+
+from ostinato.conf.schema import HeadQuantization, ModelSection, Quantization
+from ostinato.models import quantized_checkpoints, weight_methods
+from ostinato.models.checkpoints.checkpoint import Checkpoint
+from ostinato.models.checkpoints.headers import read_headers
+from ostinato.models.checkpoints.quantization_files import read_quantization
+from ostinato.models.quantized_checkpoints.policy import Headers
+from ostinato.models.weight_methods.packed import Packed
+from ostinato.models.weight_methods.plain import Plain
+from ostinato.models.weight_methods.weight_method import MatrixRole, MatrixSpec, WeightMethod
+
+__all__ = ("PLAIN", "WeightPolicy", "WeightsByRole", "choose_weights")
+
+# Smaller tables, those of positions and segments, would save nothing.
+_MIN_TABLE_ROWS = 4096
+_DEQUANTIZED = "gguf"  # models/gguf/ dequantises while it loads
+# Endings of tensors that only one quantization has.
+_MARKERS = (".qweight", ".weight_packed", ".weight_scale_inv", ".weight_scale_2", "_blocks")
+
+
+class WeightPolicy(Protocol):
+    """Which weight method each matrix of a model has. Its `repr` is part of a bundle's key."""
+
+    @property
+    def uses_cpu_kernels(self) -> bool:
+        """Whether this project's CPU kernels compute the layers' products."""
+        ...
+
+    @property
+    def is_batch_invariant(self) -> bool:
+        """Whether the bits of a token's products do not depend on the other tokens of the step."""
+        ...
+
+    @property
+    def quantization(self) -> str:
+        """How weights are quantised, as text for users; `none` if they are not."""
+        ...
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        """Regular expressions of stored tensors that are not needed."""
+        ...
+
+    @property
+    def has_cache_scales(self) -> bool:
+        """Whether the checkpoint has scales for a KV cache of 8 bits."""
+        ...
+
+    def method_for(
+        self, names: tuple[str, ...], role: MatrixRole, spec: MatrixSpec
+    ) -> WeightMethod:
+        """The method of one matrix.
+
+        Args:
+            names: of its modules in a checkpoint, such as `model.layers.0.mlp.down_proj`; several
+                if the matrix stacks theirs.
+            role: what the matrix does.
+            spec: its size on this rank.
+
+        Raises:
+            ValueError: the checkpoint's settings do not fit the matrix.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightsByRole:
+    """A policy that depends on a matrix's role alone."""
+
+    layers: WeightMethod
+    router: WeightMethod  # of experts: few weights that decide much
+    head: WeightMethod  # of output heads, and of embeddings that are output heads too
+    embedding: WeightMethod  # of other large embeddings; small ones are plain
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        return ()
+
+    @property
+    def has_cache_scales(self) -> bool:
+        return False
+
+    @property
+    def uses_cpu_kernels(self) -> bool:
+        return not self.layers.is_in_place
+
+    @property
+    def is_batch_invariant(self) -> bool:
+        return self.layers.is_batch_invariant and self.head.is_batch_invariant
+
+    @property
+    def quantization(self) -> str:
+        if not self.layers.is_quantized:
+            return "none"
+        head = self.head.name if self.head.is_quantized else "as loaded"
+        return f"{self.layers.name}; head {head}"
+
+    def method_for(
+        self, names: tuple[str, ...], role: MatrixRole, spec: MatrixSpec
+    ) -> WeightMethod:
+        if role is MatrixRole.layer:
+            return self.layers
+        if role is MatrixRole.router:
+            return self.router
+        if role is not MatrixRole.embedding:
+            return self.head
+        return self.embedding if spec.out_features >= _MIN_TABLE_ROWS else Plain()
+
+
+PLAIN = WeightsByRole(layers=Plain(), router=Plain(), head=Plain(), embedding=Plain())
+"""Every matrix as it is stored."""
+
+
+def choose_weights(
+    section: ModelSection,
+    checkpoint: Checkpoint,
+    *,
+    pack: bool,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> WeightPolicy:
+    """The weight methods of a model.
+
+    `quantization_head=auto` keeps the output head at 8 bits. The head decides between tokens that
+    are near each other, and is a small part of all but the smallest models.
+
+    Args:
+        section: the configuration of the model.
+        checkpoint: the model's.
+        pack: pack unquantised weights for the CPU kernels where there are such kernels.
+        device: where the weights live.
+        dtype: of activations.
+
+    Raises:
+        ValueError: no kernel supports the request with this device, dtype or setting.
+    """
+    packed = Packed()
+    is_packed = pack and packed.why_unusable(device, dtype) is None
+    unquantized = packed if is_packed else Plain()
+    stated = read_quantization(checkpoint)
+    if stated is not None:
+        return _from_checkpoint(section, stated, unquantized, read_headers(checkpoint))
+    if section.quantization is Quantization.none:
+        return WeightsByRole(
+            layers=unquantized, router=unquantized, head=unquantized, embedding=Plain()
+        )
+    asked = f"model.quantization={section.quantization}"
+    layers = _on_load(section, section.quantization.value)
+    reason = layers.why_unusable(device, dtype)
+    if reason is None and not pack:
+        reason = "graphs.pack_weights=false keeps weights as they are; leave one out"
+    if reason is not None:
+        raise ValueError(f"{asked}, but {reason}")
+    if section.quantization_head is HeadQuantization.none:
+        return WeightsByRole(layers=layers, router=unquantized, head=unquantized, embedding=Plain())
+    is_auto = section.quantization_head is HeadQuantization.auto
+    head = _on_load(section, "int8" if is_auto else section.quantization_head.value)
+    return WeightsByRole(layers=layers, router=unquantized, head=head, embedding=head)
+
+
+def _on_load(section: ModelSection, name: str) -> WeightMethod:
+    make = _entry(weight_methods, name, "on_load")
+    if make is None:
+        raise ValueError(f"no weight method {name!r} quantises weights while they are loaded")
+    return make(section.quantization_group_size, section.quantization_symmetric)
+
+
+def _from_checkpoint(
+    section: ModelSection, stated: Mapping[str, Any], unquantized: WeightMethod, headers: Headers
+) -> WeightPolicy:
+    method = str(stated.get("quant_method", "unknown")).removeprefix("intel/")
+    if section.quantization is not Quantization.none:
+        raise ValueError(
+            f"model.quantization={section.quantization}, but the checkpoint is quantised already "
+            f"({method}); leave it out"
+        )
+    if method == _DEQUANTIZED:
+        return WeightsByRole(
+            layers=unquantized, router=unquantized, head=unquantized, embedding=Plain()
+        )
+    make = _entry(quantized_checkpoints, method, "from_checkpoint")
+    if make is None:
+        raise ValueError(
+            f"config.json: quantization_config.quant_method={method!r} is not supported; "
+            "use the checkpoint before quantization, with model.quantization=int8 or int4"
+        )
+    markers = {marker: name for name in headers for marker in _MARKERS if name.endswith(marker)}
+    if len(markers) > 1:
+        raise ValueError(
+            f"the checkpoint has tensors of two quantizations, such as "
+            f"{' and '.join(markers.values())}; they can not be served together"
+        )
+    return make(stated, unquantized, headers)
+
+
+def _entry(package: ModuleType, name: str, function: str) -> Callable[..., Any] | None:
+    """A function of the module of this name in a package; None when there is none.
+
+    The name may come from a checkpoint, so it is compared with the package's modules and not
+    imported as it is.
+    """
+    name = name.replace("-", "_")
+    if name not in {module.name for module in pkgutil.iter_modules(package.__path__)}:
+        return None
+    return getattr(import_module(f"{package.__name__}.{name}"), function, None)

@@ -1,0 +1,93 @@
+"""The keys of one architecture in a GGUF file's metadata: typed, and none of them overlooked."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ostinato.models.gguf.gguf_file import GGUFError, GGUFFile
+
+__all__ = ("ArchitectureKeys",)
+
+# They say nothing about the computation, or repeat what tensors say.
+_WITHOUT_EFFECT = {"vocab_size", "rope.scaling.finetuned", "tensor_data_layout"}
+# Keys that must have this value where they are stated, because nothing else is implemented.
+_MUST_BE = {
+    "attention.causal": True,
+    "expert_gating_func": 1,  # softmax
+    "expert_weights_scale": 1.0,
+    "interleave_moe_layer_step": 1,
+    "leading_dense_block_count": 0,
+    "pooling_type": 0,
+    "rope.scaling.yarn_attn_factor": 1.0,
+    "rope.scaling.yarn_ext_factor": 1.0,
+    "use_parallel_residual": False,
+}
+
+
+class ArchitectureKeys:
+    """The keys of one architecture; knows which of them have been read."""
+
+    def __init__(self, file: GGUFFile) -> None:
+        self.file = file
+        self._prefix = f"{file.architecture}."
+        self._read: set[str] = set()
+
+    def ignore(self, *keys: str) -> None:
+        """Know keys whose value has no effect here."""
+        self._read |= set(keys)
+
+    def integer(self, key: str) -> int | None:
+        """A whole number of at least 0; an array with one for each layer if they are equal."""
+        self._read.add(key)
+        value = self.file.metadata.get(self._prefix + key)
+        if isinstance(value, np.ndarray) and value.dtype.kind in "iu":
+            if len(set(value.tolist())) != 1:
+                raise self.error(key, "differs between layers", "one number for all is")
+            value = value.tolist()[0]
+        else:
+            value = self.file.get(self._prefix + key, int)
+        if value is not None and not 0 <= value < 1 << 31:
+            raise self.error(key, f"is {value}", "0 to 2147483647 is")
+        return value
+
+    def size(self, key: str) -> int:
+        """An integer that is there and not 0."""
+        value = self.integer(key)
+        if not value:
+            stated = "is not there" if value is None else f"is {value}"
+            raise self.error(key, stated, "a number of at least 1 is")
+        return value
+
+    def number(self, key: str) -> float | None:
+        self._read.add(key)
+        return self.file.get(self._prefix + key, float)
+
+    def flag(self, key: str, default: bool) -> bool:
+        self._read.add(key)
+        value = self.file.get(self._prefix + key, bool)
+        return default if value is None else value
+
+    def text(self, key: str, default: str) -> str:
+        self._read.add(key)
+        return self.file.get(self._prefix + key, str) or default
+
+    def error(self, key: str, what: str, supported: str) -> GGUFError:
+        return GGUFError(f"{self.file.path}: {self._prefix}{key} {what}; {supported} supported")
+
+    def refuse_unread(self) -> None:
+        """Refuse keys that have not been read, and values that are not implemented."""
+        stated = {
+            key.removeprefix(self._prefix): value
+            for key, value in self.file.metadata.items()
+            if key.startswith(self._prefix)
+        }
+        for key, only in _MUST_BE.items():
+            value = stated.get(key, only)
+            if type(value) is not type(only) or value != only:
+                raise self.error(key, "has another value", f"only {only} is")
+        unknown = sorted(stated.keys() - self._read - _MUST_BE.keys() - _WITHOUT_EFFECT)
+        if unknown:
+            raise GGUFError(
+                f"{self.file.path}: the key {self._prefix}{unknown[0]} is not known and may change "
+                "the output, so the file is not served; use the model's safetensors checkpoint"
+            )

@@ -1,0 +1,379 @@
+"""Reads the config.json that a GGUF file's model would have from the file's metadata.
+
+The keys are llama.cpp's (gguf-py/gguf/constants.py), the result has the names of Hugging Face, so
+families read it as they read a config.json. A key of the architecture that is not known here may
+change the output, so it is refused by its name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from ostinato.models.gguf.architecture_keys import ArchitectureKeys
+from ostinato.models.gguf.block_types import GROUPED_TYPES, why_unsupported
+from ostinato.models.gguf.gguf_file import GGUFError, GGUFFile, GGUFTensor
+from ostinato.models.gguf.gguf_tensors import module_types
+
+__all__ = ("ARCHITECTURES", "read_gguf_config", "read_gguf_generation_config")
+
+# Tokens that end an answer in the chat formats of known models. A file names one of them as
+# `eos_token_id`; generation_config.json of the same models lists several.
+_END_TOKENS = (
+    "<|eot_id|>",
+    "<|im_end|>",
+    "<|end|>",
+    "<|return|>",
+    "<|call|>",
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "<|eom_id|>",
+    "<end_of_turn>",
+    "<EOT>",
+)
+_CONTROL = 3  # the type of a token in tokenizer.ggml.token_type
+_SAMPLING = {
+    "temp": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "penalty_repeat": "repetition_penalty",
+}
+
+
+def read_gguf_config(file: GGUFFile) -> dict[str, Any]:
+    """The config.json of a GGUF file's model.
+
+    Raises:
+        GGUFError: the architecture or a key is not supported, or the metadata contradict the
+            tensors; the text names the key.
+    """
+    kind = file.get("general.type", str)
+    if kind not in (None, "model"):
+        raise GGUFError(f"{file.path} holds no model: its general.type is {kind!r}")
+    read = ARCHITECTURES.get(file.architecture)
+    if read is None:
+        raise GGUFError(
+            f"{file.path}: the architecture {file.architecture!r} is not supported as GGUF; "
+            f"supported are {', '.join(ARCHITECTURES)}; other models are served from safetensors"
+        )
+    _refuse_types(file)
+    keys = ArchitectureKeys(file)
+    config = _common(keys)
+    config |= read(keys, config)
+    keys.refuse_unread()
+    return config
+
+
+def read_gguf_generation_config(file: GGUFFile) -> dict[str, Any]:
+    """The generation_config.json: sampling defaults, and all tokens that end an answer.
+
+    Raises:
+        GGUFError: a value has the wrong type.
+    """
+    stated = {ours: file.get(f"general.sampling.{name}", float) for name, ours in _SAMPLING.items()}
+    sampling: dict[str, Any] = {key: value for key, value in stated.items() if value is not None}
+    ends_of = [file.get(f"tokenizer.ggml.{name}_token_id", int) for name in ("eos", "eot", "eom")]
+    ids = [token_id for token_id in ends_of if token_id is not None]
+    tokens = file.get("tokenizer.ggml.tokens", list) or []
+    types = file.metadata.get("tokenizer.ggml.token_type")
+    if isinstance(types, np.ndarray) and len(types) == len(tokens):
+        control = np.flatnonzero(types == _CONTROL).tolist()
+        ends = {token_id: tokens[token_id] for token_id in control}
+        ends = {token_id: text for token_id, text in ends.items() if text in _END_TOKENS}
+        if "<|return|>" in ends.values():  # in the harmony format <|end|> ends a part of an answer
+            ends = {token_id: text for token_id, text in ends.items() if text != "<|end|>"}
+        ids += ends
+    return sampling | ({"eos_token_id": list(dict.fromkeys(ids))} if ids else {})
+
+
+def _common(keys: ArchitectureKeys) -> dict[str, Any]:
+    """What all architectures have."""
+    file, tensors = keys.file, keys.file.tensors
+    hidden, layers = keys.size("embedding_length"), keys.size("block_count")
+    heads = keys.size("attention.head_count")
+    kv_heads = keys.integer("attention.head_count_kv") or heads
+    head_dim = _head_dim(keys, hidden, heads)
+    _check_sizes(keys, hidden, layers, {"q": heads * head_dim, "k": kv_heads * head_dim})
+    config: dict[str, Any] = {
+        "vocab_size": _tensor(file, "token_embd.weight").shape[0],
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "max_position_embeddings": keys.size("context_length"),
+        "rms_norm_eps": _norm_eps(keys),
+        "tie_word_embeddings": "output.weight" not in tensors,
+        "dtype": _dtype_without_loss(file),
+        "attention_bias": "blk.0.attn_q.bias" in tensors,
+        "mlp_bias": "blk.0.ffn_up.bias" in tensors,
+        "bos_token_id": file.get("tokenizer.ggml.bos_token_id", int),
+        **_rope(keys, head_dim),
+    }
+    width = keys.integer("feed_forward_length")
+    if width:
+        config["intermediate_size"] = width
+    types = module_types(file)
+    if any(name in GROUPED_TYPES for each in types.values() for name in each):
+        config["quantization_config"] = {"quant_method": "gguf", "types": types}
+    return config
+
+
+def _refuse_types(file: GGUFFile) -> None:
+    """Refuse types of tensors that are not read."""
+    for tensor in file.tensors.values():
+        reason = why_unsupported(tensor.type)
+        if reason is not None:
+            raise GGUFError(f"{file.path}: {tensor.name}: {reason}")
+
+
+def _dtype_without_loss(file: GGUFFile) -> str:
+    """The dtype that keeps all matrices: quantised ones are multiplied as they are stored, and
+    routers are F32 in files of bfloat16 models too.
+    """
+    matrices = [tensor for tensor in file.tensors.values() if len(tensor.shape) > 1]
+    types = {tensor.type for tensor in matrices if "ffn_gate_inp" not in tensor.name}
+    return "float32" if types & {"F32", "F16"} else "bfloat16"
+
+
+def _head_dim(keys: ArchitectureKeys, hidden: int, heads: int) -> int:
+    head_dim = keys.integer("attention.key_length") or hidden // heads
+    if (keys.integer("attention.value_length") or head_dim) != head_dim:
+        raise keys.error("attention.value_length", "differs from key_length", "equal ones are")
+    return head_dim
+
+
+def _norm_eps(keys: ArchitectureKeys) -> float:
+    eps = keys.number("attention.layer_norm_rms_epsilon")
+    if eps is None or eps < 0:
+        raise keys.error("attention.layer_norm_rms_epsilon", f"is {eps}", "a positive number is")
+    return eps
+
+
+def _tensor(file: GGUFFile, name: str) -> GGUFTensor:
+    if name not in file.tensors:
+        raise GGUFError(f"{file.path}: there is no tensor {name!r}")
+    return file.tensors[name]
+
+
+def _check_sizes(keys: ArchitectureKeys, hidden: int, layers: int, rows: dict[str, int]) -> None:
+    """Refuse metadata that contradict the tensors, before a model of that size is built."""
+    file = keys.file
+    embedding = _tensor(file, "token_embd.weight")
+    if len(embedding.shape) != 2 or embedding.shape[1] != hidden:
+        raise keys.error(
+            "embedding_length", f"is {hidden}, and token_embd.weight has the shape "
+            f"{list(embedding.shape)}", "rows of that length are",
+        )  # fmt: skip
+    blocks = {name.split(".")[1] for name in file.tensors if name.startswith("blk.")}
+    if len(blocks) != layers or blocks != {str(number) for number in range(layers)}:
+        raise keys.error(
+            "block_count",
+            f"is {layers}, and there are tensors of {len(blocks)} blocks",
+            "equal ones are",
+        )
+    for side, size in rows.items():
+        tensor = file.tensors.get(f"blk.0.attn_{side}.weight")
+        if tensor is not None and tensor.shape[0] != size:
+            raise keys.error(
+                "attention.head_count" + "_kv" * (side == "k"),
+                f"gives {size} rows, and {tensor.name} has {tensor.shape[0]}",
+                "equal ones are",
+            )
+
+
+def _rope(keys: ArchitectureKeys, head_dim: int) -> dict[str, Any]:
+    """`rope_theta`, `rope_scaling` and `partial_rotary_factor`."""
+    rotary = keys.integer("rope.dimension_count") or head_dim
+    found: dict[str, Any] = {"rope_theta": keys.number("rope.freq_base") or 10_000.0}
+    if rotary != head_dim:
+        found["partial_rotary_factor"] = rotary / head_dim
+    kind = keys.text("rope.scaling.type", "none")
+    factor = keys.number("rope.scaling.factor") or keys.number("rope.scale_linear") or 1.0
+    original = keys.integer("rope.scaling.original_context_length")
+    attention = keys.number("rope.scaling.attn_factor")
+    divisors = _divisors(keys)
+    if divisors:
+        if kind not in ("none", "longrope", "su"):
+            raise keys.error("rope.scaling.type", f"is {kind!r} beside rope factors", "longrope is")
+        short, long = divisors
+        found["rope_scaling"] = {
+            "rope_type": "longrope",
+            "short_factor": short,
+            "long_factor": long,
+            "original_max_position_embeddings": original or keys.size("context_length"),
+            "attention_factor": 1.0 if attention is None else attention,
+        }
+        return found
+    if kind == "linear" and factor != 1:
+        found["rope_scaling"] = {"rope_type": "linear", "factor": factor}
+    elif kind == "yarn":
+        yarn = {
+            "rope_type": "yarn",
+            "factor": factor,
+            "original_max_position_embeddings": original,
+            "beta_fast": keys.number("rope.scaling.yarn_beta_fast"),
+            "beta_slow": keys.number("rope.scaling.yarn_beta_slow"),
+        }
+        found["rope_scaling"] = {key: value for key, value in yarn.items() if value is not None}
+    elif kind not in ("none", "linear"):
+        raise keys.error("rope.scaling.type", f"is {kind!r}", "none, linear, yarn and longrope are")
+    if attention not in (None, 1.0):
+        raise keys.error("rope.scaling.attn_factor", f"is {attention}", "only 1 is")
+    return found
+
+
+def _divisors(keys: ArchitectureKeys) -> tuple[list[float], list[float]] | None:
+    """The divisors of the frequencies, which files have as tensors: short and long contexts'.
+
+    `rope_freqs` has those of Llama 3.1's scaling, the others LongRoPE's.
+    """
+    file = keys.file
+    names = ("rope_freqs.weight",) * 2
+    if names[0] not in file.tensors:
+        names = ("rope_factors_short.weight", "rope_factors_long.weight")
+    if not any(name in file.tensors for name in names):
+        return None
+    short, long = (_numbers(file, _tensor(file, name)) for name in names)
+    return short, long
+
+
+def _numbers(file: GGUFFile, tensor: GGUFTensor) -> list[float]:
+    if tensor.type != "F32" or len(tensor.shape) != 1 or tensor.num_bytes > 1 << 16:
+        raise GGUFError(f"{file.path}: {tensor.name} must be a short vector of F32")
+    with tensor.file.open("rb") as opened:
+        opened.seek(tensor.offset)
+        return np.frombuffer(opened.read(tensor.num_bytes), "<f4").tolist()
+
+
+def _llama(keys: ArchitectureKeys, config: dict[str, Any]) -> dict[str, Any]:
+    if "partial_rotary_factor" in config:
+        raise keys.error(
+            "rope.dimension_count", "differs from the size of a head", "equal ones are"
+        )
+    if not keys.integer("expert_count"):
+        keys.ignore("expert_used_count")
+        return {"architectures": ["LlamaForCausalLM"], "hidden_act": "silu"}
+    return {
+        "architectures": ["MixtralForCausalLM"],
+        "hidden_act": "silu",
+        "num_local_experts": keys.size("expert_count"),
+        "num_experts_per_tok": keys.size("expert_used_count"),
+    }
+
+
+def _dense(architecture: str) -> Callable[[ArchitectureKeys, dict[str, Any]], dict[str, Any]]:
+    return lambda keys, config: {"architectures": [architecture], "hidden_act": "silu"}
+
+
+def _expert_width(keys: ArchitectureKeys, key: str, tensor: str) -> int:
+    """The width of experts: as stated, or that of their tensors in older files."""
+    return keys.integer(key) or _tensor(keys.file, tensor).shape[-2]
+
+
+def _qwen2moe(keys: ArchitectureKeys, config: dict[str, Any]) -> dict[str, Any]:
+    return {
+        **_qwen3moe(keys, config),
+        "architectures": ["Qwen2MoeForCausalLM"],
+        "norm_topk_prob": keys.flag("expert_weights_norm", False),
+        "shared_expert_intermediate_size": _expert_width(
+            keys, "expert_shared_feed_forward_length", "blk.0.ffn_up_shexp.weight"
+        ),
+        "qkv_bias": config["attention_bias"],
+    }
+
+
+def _qwen3moe(keys: ArchitectureKeys, config: dict[str, Any]) -> dict[str, Any]:
+    width = _expert_width(keys, "expert_feed_forward_length", "blk.0.ffn_up_exps.weight")
+    return {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "hidden_act": "silu",
+        "num_experts": keys.size("expert_count"),
+        "num_experts_per_tok": keys.size("expert_used_count"),
+        "moe_intermediate_size": width,
+        "intermediate_size": config.get("intermediate_size") or width,
+        "norm_topk_prob": keys.flag("expert_weights_norm", True),
+        "decoder_sparse_step": 1,
+    }
+
+
+def _gemma(keys: ArchitectureKeys, config: dict[str, Any]) -> dict[str, Any]:
+    return {"architectures": ["GemmaForCausalLM"], "hidden_activation": "gelu_pytorch_tanh"}
+
+
+def _newer_gemma(
+    keys: ArchitectureKeys, config: dict[str, Any], architecture: str, layers_of_27b: int
+) -> dict[str, Any]:
+    """Gemma 2 and 3. Files do not have `query_pre_attn_scalar`: it is the size of a head, except
+    in the models of 27B parameters, which llama.cpp too knows by their number of layers.
+    """
+    is_27b = config["num_hidden_layers"] == layers_of_27b
+    per_head = config["hidden_size"] // config["num_attention_heads"]
+    return {
+        "architectures": [architecture],
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": per_head if is_27b else config["head_dim"],
+        "sliding_window": keys.size("attention.sliding_window"),
+    }
+
+
+def _gemma2(keys: ArchitectureKeys, config: dict[str, Any]) -> dict[str, Any]:
+    return {
+        **_newer_gemma(keys, config, "Gemma2ForCausalLM", 46),
+        "attn_logit_softcapping": keys.number("attn_logit_softcapping") or 50.0,
+        "final_logit_softcapping": keys.number("final_logit_softcapping") or 30.0,
+    }
+
+
+def _gemma3(keys: ArchitectureKeys, config: dict[str, Any]) -> dict[str, Any]:
+    return {
+        **_newer_gemma(keys, config, "Gemma3ForCausalLM", 62),
+        "sliding_window_pattern": keys.integer("attention.sliding_window_pattern") or 6,
+        "rope_theta": keys.number("rope.freq_base") or 1_000_000.0,
+        "rope_local_base_freq": keys.number("rope.freq_base_swa") or 10_000.0,
+        "final_logit_softcapping": keys.number("final_logit_softcapping"),
+    }
+
+
+def _phi3(keys: ArchitectureKeys, config: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "architectures": ["Phi3ForCausalLM"],
+        "hidden_act": "silu",
+        "sliding_window": keys.integer("attention.sliding_window"),
+    }
+
+
+def _gpt_oss(keys: ArchitectureKeys, config: dict[str, Any]) -> dict[str, Any]:
+    scaling = config.get("rope_scaling")
+    if scaling is not None:  # the model's own setting, which files do not have
+        scaling = {**scaling, "truncate": False}
+    layers = range(config["num_hidden_layers"])
+    kinds = ("sliding_attention", "full_attention")
+    return {
+        "architectures": ["GptOssForCausalLM"],
+        "hidden_act": "silu",
+        "intermediate_size": keys.size("expert_feed_forward_length"),
+        "num_local_experts": keys.size("expert_count"),
+        "num_experts_per_tok": keys.size("expert_used_count"),
+        "sliding_window": keys.size("attention.sliding_window"),
+        "layer_types": [kinds[layer % 2] for layer in layers],
+        "rope_scaling": scaling,
+    }
+
+
+ARCHITECTURES: dict[str, Callable[[ArchitectureKeys, dict[str, Any]], dict[str, Any]]] = {
+    "llama": _llama,
+    "qwen2": _dense("Qwen2ForCausalLM"),
+    "qwen3": _dense("Qwen3ForCausalLM"),
+    "qwen2moe": _qwen2moe,
+    "qwen3moe": _qwen3moe,
+    "gemma": _gemma,
+    "gemma2": _gemma2,
+    "gemma3": _gemma3,
+    "phi3": _phi3,
+    "gpt-oss": _gpt_oss,
+}
+"""`general.architecture` -> what the config of its models has besides the common keys."""

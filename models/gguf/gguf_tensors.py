@@ -1,0 +1,271 @@
+"""The tensors of a GGUF file under the names, shapes and row orders of Hugging Face checkpoints.
+
+llama.cpp's converter renames tensors, stacks experts, permutes the rows of Llama's queries and keys
+and adds 1 to the norms of Gemma. All of that is undone here while a file is read.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ostinato.models.gguf.block_types import FLOAT_TYPES, dequantize
+from ostinato.models.gguf.gguf_file import TENSOR_TYPES, GGUFError, GGUFFile, GGUFTensor
+from ostinato.models.gguf.stored_formats import FORMATS, common_format, in_format
+from ostinato.ops.quantized_reference import QuantFormat
+
+__all__ = ("module_types", "read_tensors")
+
+# Values that are dequantised at a time: the intermediate tensors stay in the processor's caches.
+_CHUNK_VALUES = 1 << 18
+_WITHOUT_WEIGHTS = re.compile(r"rope_freqs|rope_factors|attn_rot_embd")  # or read with the config
+_BLOCK = re.compile(r"blk\.(\d+)\.(.+)\.(weight|bias)")  # number, name, kind
+_STACKED = re.compile(r"\bffn_(gate|up|down)_exps\b")
+_ANY_EXPERT = re.compile(r"\.experts\.\d+\.")
+_ONE_EXPERT = re.compile(r"ffn_(gate|up|down)\.(\d+)")  # as Mixtral's first files have them
+
+_OUTSIDE = {
+    "token_embd.weight": "model.embed_tokens",
+    "output_norm.weight": "model.norm",
+    "output.weight": "lm_head",
+}
+_NAMES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_qkv": "self_attn.qkv_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+}
+_SANDWICH = {
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_EXPERT = "mlp.experts.{expert}.{side}_proj"
+# `general.architecture` -> where its names differ.
+_OTHER_NAMES = {
+    "gemma2": _SANDWICH,
+    "gemma3": _SANDWICH,
+    "phi3": {"ffn_up": "mlp.gate_up_proj"},
+    "gpt-oss": {
+        "post_attention_norm": "post_attention_layernorm",
+        "ffn_gate_inp": "mlp.router",
+        "attn_sinks": "self_attn.sinks",
+    },
+}
+_MIXTRAL_NAMES = {"ffn_gate_inp": "block_sparse_moe.gate"}
+_MIXTRAL_EXPERT = "block_sparse_moe.experts.{expert}.{side}"
+_MIXTRAL_SIDES = {"gate": "w1", "up": "w3", "down": "w2"}
+
+
+def module_types(file: GGUFFile) -> dict[str, list[str]]:
+    """The types of all matrices, by their modules in a Hugging Face checkpoint.
+
+    The first expert's module stands for all of a layer, with the types of all of them.
+
+    Raises:
+        GGUFError: a tensor has a name that is not known.
+    """
+    names = _Names(file)
+    found: dict[str, list[str]] = {}
+    for tensor in file.tensors.values():
+        if len(tensor.shape) > 1 and not _WITHOUT_WEIGHTS.search(tensor.name):
+            module = _ANY_EXPERT.sub(".experts.0.", names.modules(tensor)[0])
+            types = found.setdefault(module, [])
+            if tensor.type not in types:
+                types.append(tensor.type)
+    return found
+
+
+def read_tensors(
+    file: GGUFFile,
+    dtype: torch.dtype,
+    types_of: Callable[[str], Collection[str]] = lambda module: (),
+) -> Iterator[tuple[str, Tensor, int]]:
+    """All weights of a file, one after the other.
+
+    Args:
+        file: the opened model.
+        dtype: that quantised tensors are dequantised to.
+        types_of: the types whose `common_format` a module has that takes integers and scales as
+            they are stored, by its name in a Hugging Face checkpoint; () = it takes floats.
+
+    Yields:
+        The name in a Hugging Face checkpoint, the tensor, and how many bytes the file has of it.
+        The kind `weight` is replaced by the keys of `in_format` where there is a format. A tensor
+        that is not quantised may be a view of the mapped file.
+
+    Raises:
+        GGUFError: a tensor has a name that is not known.
+    """
+    names = _Names(file)
+    for path in file.files:
+        with _Mapped(path) as mapped:
+            for tensor in file.tensors.values():
+                if tensor.file != path or _WITHOUT_WEIGHTS.search(tensor.name):
+                    continue
+                modules = names.modules(tensor)
+                types = types_of(modules[0]) if tensor.type in FORMATS else ()
+                if not types:
+                    kind = tensor.name.rpartition(".")[2]
+                    values = {kind: mapped.read(tensor, dtype)}
+                else:
+                    values = mapped.read_groups(tensor, common_format(types))
+                num_bytes = tensor.num_bytes // len(modules) // len(values)
+                for kind, value in values.items():
+                    restored = names.restored(tensor, value)
+                    parts = restored if _STACKED.search(tensor.name) else (restored,)
+                    for module, part in zip(modules, parts, strict=True):
+                        # The one parameter that is no module.
+                        full = module if module.endswith(".sinks") else f"{module}.{kind}"
+                        yield full, part, num_bytes
+                mapped.give_back(tensor)
+
+
+class _Mapped:
+    """A file that is mapped into memory."""
+
+    def __init__(self, path: Path) -> None:
+        with path.open("rb") as opened:
+            # Copy on write, because torch has no tensors that can not be written.
+            self._data = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
+
+    def __enter__(self) -> _Mapped:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        # A caller may still hold a view; the mapping then ends with it.
+        del self._data
+
+    def read(self, tensor: GGUFTensor, dtype: torch.dtype) -> Tensor:
+        """The values, in the shape of the file."""
+        if tensor.type in FLOAT_TYPES:
+            return self._bytes(tensor).view(FLOAT_TYPES[tensor.type]).view(tensor.shape)
+        result = torch.empty(math.prod(tensor.shape), dtype=dtype)
+        parts = result.split(_CHUNK_VALUES)
+        for chunk, part in zip(self._chunks(tensor), parts, strict=True):
+            part.copy_(dequantize(tensor.type, chunk).view(-1))
+        return result.view(tensor.shape)
+
+    def read_groups(self, tensor: GGUFTensor, form: QuantFormat) -> Mapping[str, Tensor]:
+        """The integers, scales and minimums, with the file's dimensions but for the last one."""
+        found: dict[str, list[Tensor]] = {}
+        for chunk in self._chunks(tensor):
+            for kind, part in in_format(tensor.type, chunk, form).items():
+                found.setdefault(kind, []).append(part.reshape(-1))
+        shape = tensor.shape[:-1]
+        return {kind: torch.cat(parts).view(*shape, -1) for kind, parts in found.items()}
+
+    def _bytes(self, tensor: GGUFTensor) -> Tensor:
+        return torch.frombuffer(
+            self._data, dtype=torch.uint8, count=tensor.num_bytes, offset=tensor.offset
+        )
+
+    def _chunks(self, tensor: GGUFTensor) -> tuple[Tensor, ...]:
+        """The blocks [blocks, bytes], some of them at a time."""
+        _, block_values, block_bytes = next(
+            sizes for sizes in TENSOR_TYPES.values() if sizes[0] == tensor.type
+        )
+        return self._bytes(tensor).view(-1, block_bytes).split(_CHUNK_VALUES // block_values)
+
+    def give_back(self, tensor: GGUFTensor) -> None:
+        """Drop a tensor's pages, which count as memory of this process; a view reads them anew."""
+        if not hasattr(mmap, "MADV_DONTNEED"):
+            return
+        begin = -(-tensor.offset // mmap.PAGESIZE) * mmap.PAGESIZE
+        end = (tensor.offset + tensor.num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
+        if end > begin:
+            self._data.madvise(mmap.MADV_DONTNEED, begin, end - begin)
+
+
+class _Names:
+    """The names of one file's tensors, and what the converter changed."""
+
+    def __init__(self, file: GGUFFile) -> None:
+        self._file = file
+        metadata, prefix = file.metadata, file.architecture
+        self._is_gemma = prefix.startswith("gemma")
+        is_mixtral = prefix == "llama" and bool(_count(metadata.get("llama.expert_count")))
+        others = _MIXTRAL_NAMES if is_mixtral else _OTHER_NAMES.get(prefix, {})
+        self._names = _NAMES | others
+        self._expert = _MIXTRAL_EXPERT if is_mixtral else _EXPERT
+        self._sides = _MIXTRAL_SIDES if is_mixtral else {}
+        self._heads: dict[str, int] = {}
+        if prefix == "llama":
+            heads = _count(metadata.get("llama.attention.head_count"))
+            kv_heads = _count(metadata.get("llama.attention.head_count_kv")) or heads
+            self._heads = {"attn_q": heads, "attn_k": kv_heads}
+
+    def modules(self, tensor: GGUFTensor) -> list[str]:
+        """The modules whose tensor it is; several of stacked experts.
+
+        Raises:
+            GGUFError: its name is not known.
+        """
+        outside = _OUTSIDE.get(tensor.name)
+        if outside is not None:
+            return [outside]
+        match = _BLOCK.fullmatch(tensor.name)
+        layer, name, _ = match.groups() if match else ("", "", "")
+        prefix = f"model.layers.{layer}."
+        stacked, one = _STACKED.fullmatch(name), _ONE_EXPERT.fullmatch(name)
+        if stacked is not None:
+            experts = range(tensor.shape[0])
+            return [prefix + self._expert_name(stacked[1], expert) for expert in experts]
+        if one is not None:
+            return [prefix + self._expert_name(one[1], int(one[2]))]
+        if name not in self._names:
+            raise GGUFError(f"{self._file.path}: the tensor {tensor.name!r} is not known")
+        return [prefix + self._names[name]]
+
+    def restored(self, tensor: GGUFTensor, value: Tensor) -> Tensor:
+        """Values, shape and row order as before the conversion."""
+        name = tensor.name.split(".")[-2]
+        if self._is_gemma and name.endswith("_norm"):
+            return _without_one(value)
+        if name in self._heads:
+            return _rotary_halves(value, self._heads[name])
+        return value[None] if name == "ffn_gate_inp_shexp" and value.dim() == 1 else value
+
+    def _expert_name(self, side: str, expert: int) -> str:
+        return self._expert.format(expert=expert, side=self._sides.get(side, side))
+
+
+def _count(value: object) -> int:
+    """A number of the metadata, or of the first layer; models/gguf/gguf_config.py checks it."""
+    if isinstance(value, np.ndarray):
+        value = value.tolist()[0] if value.size else 0
+    return value if isinstance(value, int) else 0
+
+
+def _rotary_halves(value: Tensor, num_heads: int) -> Tensor:
+    """Rows of each head whose rotary pairs are side by side, with first halves before second."""
+    pairs = value.view(num_heads, -1, 2, *value.shape[1:])
+    return pairs.transpose(1, 2).reshape(value.shape)
+
+
+def _without_one(value: Tensor) -> Tensor:
+    """Norms of Gemma are stored as scale - 1 in checkpoints and as the scale in GGUF files.
+
+    In float64 nothing is lost: adding 1 again gives the same float32.
+    """
+    return value.double() - 1.0

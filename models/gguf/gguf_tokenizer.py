@@ -1,0 +1,353 @@
+"""Makes a tokenizer.json and a tokenizer_config.json from a GGUF file's metadata.
+
+Two kinds of vocabularies are read: byte-level BPE (`tokenizer.ggml.model=gpt2`), whose splitting of
+texts into words is named by `tokenizer.ggml.pre`, and SentencePiece (`llama`), whose merges follow
+from the tokens' scores. The splitting expressions are those of the models' own tokenizer.json
+files, with llama.cpp's names for them (src/llama-vocab.cpp). Imports neither torch nor
+transformers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ostinato.models.gguf.gguf_file import GGUFError, GGUFFile
+
+__all__ = ("gguf_tokenizer_config", "gguf_tokenizer_json")
+
+# Types of tokens in tokenizer.ggml.token_type.
+_UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 2, 3, 4, 5, 6
+_UNDERSCORE = "▁"
+
+_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_QWEN2 = _WORDS.replace(r"\p{N}{1,3}", r"\p{N}")
+_CASED = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+%s"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*%s"
+    r"|%s| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_ENDINGS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+
+
+class _Splitting(NamedTuple):
+    """How a text is split into words before pairs are merged."""
+
+    expressions: tuple[str, ...] = ()  # applied one after the other
+    then_gpt2: bool = False  # GPT-2's own expression after them
+    ignore_merges: bool = False  # a word that is a token is not taken apart
+    add_bos: bool = False  # where the file does not say
+    nfc: bool = False  # characters are composed first
+
+
+_GPT2 = _Splitting(then_gpt2=True)
+_DIGITS = _Splitting((r"\p{N}",), then_gpt2=True)
+_LLAMA3 = _Splitting((_WORDS,), ignore_merges=True, add_bos=True)
+_QWEN = _Splitting((_QWEN2,))
+_GPT4O = _Splitting((_CASED % (_ENDINGS, _ENDINGS, r"\p{N}{1,3}"),))
+_SPLITTINGS: dict[str, _Splitting] = {
+    **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral"), _LLAMA3),
+    **dict.fromkeys(("dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), _Splitting((_WORDS,))),
+    "qwen2": _QWEN._replace(nfc=True),
+    **dict.fromkeys(("deepseek-r1-qwen", "stablelm2", "megrez", "hunyuan"), _QWEN),
+    **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "exaone4", "trillion"), _GPT2),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell"), _DIGITS),
+    **dict.fromkeys(("exaone", "minerva-7b"), _DIGITS),
+    **dict.fromkeys(("gpt-4o", "llama4", "kanana2"), _GPT4O),
+    "tekken": _Splitting((_CASED % ("", "", r"\p{N}"),), ignore_merges=True, add_bos=True),
+    "deepseek-coder": _Splitting(
+        ("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}")
+    ),
+}
+"""tokenizer.ggml.pre -> the splitting."""
+
+
+def gguf_tokenizer_json(file: GGUFFile) -> str:
+    """The tokenizer.json of a file's vocabulary.
+
+    Raises:
+        GGUFError: there is no vocabulary, or one of a kind that is not supported.
+    """
+    whole = file.get("tokenizer.huggingface.json", str)
+    if whole is not None:
+        return whole
+    vocabulary = _Vocabulary(file)
+    made = _byte_level(vocabulary) if vocabulary.model == "gpt2" else _sentencepiece(vocabulary)
+    made |= {"version": "1.0", "truncation": None, "padding": None}
+    return json.dumps(made, ensure_ascii=False)
+
+
+def gguf_tokenizer_config(file: GGUFFile) -> dict[str, Any]:
+    """The special tokens and the chat template, as in a tokenizer_config.json.
+
+    Raises:
+        GGUFError: there is no vocabulary, or an id lies outside it.
+    """
+    vocabulary = _Vocabulary(file)
+    config: dict[str, Any] = {}
+    for ours, theirs in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
+        token_id = vocabulary.special_id(theirs)
+        if token_id is not None:
+            config[f"{ours}_token"] = vocabulary.tokens[token_id]
+    template = file.get("tokenizer.chat_template", str)
+    if template is not None:
+        config["chat_template"] = template
+    return config
+
+
+class _Vocabulary:
+    """The metadata of a tokenizer, checked."""
+
+    def __init__(self, file: GGUFFile) -> None:
+        self.file = file
+        self.model = file.get("tokenizer.ggml.model", str)
+        if self.model not in ("gpt2", "llama"):
+            raise self.error(
+                f"tokenizer.ggml.model is {self.model!r}; byte-level BPE (gpt2) and SentencePiece "
+                "(llama) are supported"
+            )
+        self.tokens: list[str] = file.get("tokenizer.ggml.tokens", list) or []
+        if not self.tokens:
+            raise self.error("there is no list tokenizer.ggml.tokens")
+        types = self._numbers("token_type")
+        self.types: list[int] = (
+            [1] * len(self.tokens) if types is None else [int(kind) for kind in types]
+        )
+
+    def error(self, what: str) -> GGUFError:
+        return GGUFError(
+            f"{self.file.path}: {what}; give the model's Hugging Face tokenizer with "
+            "model.tokenizer=DIRECTORY"
+        )
+
+    def special_id(self, name: str) -> int | None:
+        """The id of the `bos`, `eos`, `unknown` or `padding` token."""
+        token_id = self.file.get(f"tokenizer.ggml.{name}_token_id", int)
+        if token_id is None or token_id == 0xFFFFFFFF:
+            return None
+        if not 0 <= token_id < len(self.tokens):
+            raise self.error(f"tokenizer.ggml.{name}_token_id={token_id!r} is not a token")
+        return token_id
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self.file.get(f"tokenizer.ggml.{key}", bool)
+        return default if value is None else value
+
+    def scores(self) -> list[float]:
+        """One score for each token.
+
+        Raises:
+            GGUFError: there are none.
+        """
+        scores = self._numbers("scores")
+        if scores is None:
+            raise self.error("there are neither tokenizer.ggml.merges nor tokenizer.ggml.scores")
+        return scores.tolist()
+
+    def merges(self) -> list[tuple[str, str]] | None:
+        """The stated pairs, best first; None when there are none.
+
+        Raises:
+            GGUFError: an entry is no pair of tokens.
+        """
+        stated = self.file.get("tokenizer.ggml.merges", list)
+        if stated is None:
+            return None
+        known = set(self.tokens)
+        pairs: list[tuple[str, str]] = []
+        for text in stated:
+            left, _, right = text[1:].partition(" ")
+            left = text[:1] + left
+            if not {left, right, left + right} <= known:
+                raise self.error(f"tokenizer.ggml.merges has {text!r}, which joins no two tokens")
+            pairs.append((left, right))
+        return pairs
+
+    def added_tokens(self, vocab: Mapping[str, int]) -> list[dict[str, Any]]:
+        """The tokens that are found in a text before it is split.
+
+        Args:
+            vocab: the model's. Tokens that it spells otherwise are found after the normalisation.
+        """
+        named = {self.special_id(name) for name in ("bos", "eos", "unknown", "padding")}
+        found: list[dict[str, Any]] = []
+        for token_id, kind in enumerate(self.types):
+            is_special = kind == _CONTROL or token_id in named
+            is_added = is_special or kind == _USER_DEFINED
+            if is_added and self.tokens[token_id] in vocab:
+                found.append(
+                    {
+                        "id": token_id,
+                        "content": self.tokens[token_id],
+                        "single_word": False,
+                        "lstrip": False,
+                        "rstrip": self._strips_right(token_id),
+                        "normalized": False,
+                        "special": is_special,
+                    }
+                )
+        return found
+
+    def _strips_right(self, token_id: int) -> bool:
+        """Phi-3's tokens of conversations swallow the white space after them; files do not say."""
+        if self.file.architecture != "phi3" or self.model != "llama":
+            return False
+        token = self.tokens[token_id]
+        return token == "</s>" or (token.startswith("<|") and token != "<|endoftext|>")
+
+    def around(self, *, adds_bos: bool) -> dict[str, Any] | None:
+        """The post-processor, which adds the first and the last token of a text."""
+        ids = {"bos": self.special_id("bos"), "eos": self.special_id("eos")}
+        bos = ids["bos"] if self.flag("add_bos_token", adds_bos) else None
+        eos = ids["eos"] if self.flag("add_eos_token", False) else None
+        special = {
+            self.tokens[token_id]: {
+                "id": self.tokens[token_id],
+                "ids": [token_id],
+                "tokens": [self.tokens[token_id]],
+            }
+            for token_id in (bos, eos)
+            if token_id is not None
+        }
+        if not special:
+            return None
+
+        def text(name: str, type_id: int) -> list[dict[str, Any]]:
+            pieces: list[dict[str, Any]] = [{"Sequence": {"id": name, "type_id": type_id}}]
+            if bos is not None:
+                pieces.insert(0, {"SpecialToken": {"id": self.tokens[bos], "type_id": type_id}})
+            if eos is not None:
+                pieces.append({"SpecialToken": {"id": self.tokens[eos], "type_id": type_id}})
+            return pieces
+
+        return {
+            "type": "TemplateProcessing",
+            "single": text("A", 0),
+            "pair": text("A", 0) + text("B", 1),
+            "special_tokens": special,
+        }
+
+    def _numbers(self, key: str) -> Any:
+        """An array with a number for each token; None when there is none."""
+        numbers = self.file.metadata.get(f"tokenizer.ggml.{key}")
+        if numbers is None:
+            return None
+        if not isinstance(numbers, np.ndarray) or len(numbers) != len(self.tokens):
+            raise self.error(f"tokenizer.ggml.{key} must have {len(self.tokens)} numbers")
+        return numbers
+
+
+def _model(vocab: dict[str, int], merges: list[tuple[str, str]], **settings: Any) -> dict[str, Any]:
+    return {
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": None,
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+        "fuse_unk": False,
+        "byte_fallback": False,
+        "ignore_merges": False,
+        "vocab": vocab,
+        "merges": merges,
+    } | settings
+
+
+def _byte_level(vocabulary: _Vocabulary) -> dict[str, Any]:
+    name = vocabulary.file.get("tokenizer.ggml.pre", str)
+    splitting = None if name is None else _SPLITTINGS.get(name)
+    if splitting is None:
+        raise vocabulary.error(
+            f"tokenizer.ggml.pre is {name!r}; supported are {', '.join(_SPLITTINGS)}"
+        )
+    merges = vocabulary.merges()
+    if merges is None:
+        raise vocabulary.error("there is no list tokenizer.ggml.merges")
+    splits = [
+        {"type": "Split", "pattern": {"Regex": each}, "behavior": "Isolated", "invert": False}
+        for each in splitting.expressions
+    ]
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False}
+    vocab = {token: token_id for token_id, token in enumerate(vocabulary.tokens)}
+    return {
+        "added_tokens": vocabulary.added_tokens(vocab),
+        "normalizer": {"type": "NFC"} if splitting.nfc else None,
+        "pre_tokenizer": {
+            "type": "Sequence",
+            "pretokenizers": [*splits, byte_level | {"use_regex": splitting.then_gpt2}],
+        },
+        "post_processor": vocabulary.around(adds_bos=splitting.add_bos),
+        "decoder": byte_level | {"use_regex": True},
+        "model": _model(vocab, merges, ignore_merges=splitting.ignore_merges),
+    }
+
+
+def _sentencepiece(vocabulary: _Vocabulary) -> dict[str, Any]:
+    is_gemma = vocabulary.file.architecture.startswith("gemma")
+    tokens = vocabulary.tokens
+    if is_gemma:  # tokens of several spaces are there as such, but normalised texts have none
+        tokens = [
+            _UNDERSCORE * len(each) if each and not each.strip(" ") else each for each in tokens
+        ]
+    vocab = {token: token_id for token_id, token in enumerate(tokens)}
+    merges = vocabulary.merges()
+    if merges is None:
+        # Gemma's scores do not follow its merges; the order of its tokens does.
+        ranks = [-float(n) for n in range(len(tokens))] if is_gemma else vocabulary.scores()
+        skipped = {_UNKNOWN, _CONTROL, _UNUSED, _BYTE}
+        kinds = vocabulary.types
+        merges = _merges_of(
+            vocab, {t: ranks[n] for n, t in enumerate(tokens) if kinds[n] not in skipped}
+        )
+    replace = {"type": "Replace", "pattern": {"String": " "}, "content": _UNDERSCORE}
+    has_prefix = vocabulary.flag("add_space_prefix", not is_gemma)
+    steps: list[dict[str, Any]] = [
+        {"type": "Replace", "pattern": {"String": _UNDERSCORE}, "content": " "},
+        {"type": "ByteFallback"},
+        {"type": "Fuse"},
+    ]
+    if has_prefix:
+        prepend = {"type": "Prepend", "prepend": _UNDERSCORE}
+        replace = {"type": "Sequence", "normalizers": [prepend, replace]}
+        steps.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+    unknown = vocabulary.special_id("unknown")
+    if unknown is None and _UNKNOWN in vocabulary.types:
+        unknown = vocabulary.types.index(_UNKNOWN)
+    return {
+        "added_tokens": vocabulary.added_tokens(vocab),
+        "normalizer": replace,
+        "pre_tokenizer": None,
+        "post_processor": vocabulary.around(adds_bos=True),
+        "decoder": {"type": "Sequence", "decoders": steps},
+        "model": _model(
+            vocab,
+            merges,
+            unk_token=None if unknown is None else tokens[unknown],
+            fuse_unk=True,
+            byte_fallback=_BYTE in vocabulary.types,
+        ),
+    }
+
+
+def _merges_of(vocab: Mapping[str, int], ranks: Mapping[str, float]) -> list[tuple[str, str]]:
+    """The pairs of tokens that make a token, those that make the best one first.
+
+    SentencePiece merges the pair whose result has the highest score, the leftmost of equal ones.
+
+    Args:
+        vocab: all tokens.
+        ranks: the scores of those that are made of others.
+    """
+    found: list[tuple[float, int, int, str, str]] = []
+    for token, rank in ranks.items():
+        for place in range(1, len(token)):
+            left, right = token[:place], token[place:]
+            if left in vocab and right in vocab:
+                found.append((-rank, vocab[left], vocab[right], left, right))
+    found.sort()
+    return [(left, right) for *_, left, right in found]

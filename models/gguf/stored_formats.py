@@ -1,0 +1,86 @@
+"""The formats in which kernels multiply the integers and scales of GGUF files as they are stored.
+
+The formats are those of ops/quantized.py. Each holds every number of its types exactly, so nothing
+is rounded a second time. Types of different formats that one matrix stacks (Q4_K and Q6_K are usual
+in files named Q4_K_M) share a format that holds both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+from torch import Tensor
+
+from ostinato.models.gguf.block_types import GROUPED_TYPES
+from ostinato.ops.quantized_reference import QuantFormat
+
+__all__ = ("FORMATS", "common_format", "in_format")
+
+FORMATS = {
+    "Q4_0": QuantFormat(4, 32, True, "float16"),
+    "Q4_1": QuantFormat(4, 32, False, "float16", "minimums"),
+    "Q5_0": QuantFormat(8, 32, True, "float16"),
+    "Q5_1": QuantFormat(8, 32, False, "float16", "minimums"),
+    "Q8_0": QuantFormat(8, 32, True, "float16"),
+    "Q2_K": QuantFormat(4, 16, False, "float32", "minimums"),
+    "Q3_K": QuantFormat(4, 16, True, "float32"),
+    "Q4_K": QuantFormat(4, 32, False, "float32", "minimums"),
+    "Q5_K": QuantFormat(8, 32, False, "float32", "minimums"),
+    "Q6_K": QuantFormat(8, 16, True, "float32"),
+    "IQ4_NL": QuantFormat(8, 32, True, "float16"),
+    "IQ4_XS": QuantFormat(8, 32, True, "float32"),
+    "MXFP4": QuantFormat(8, 32, True, "float32"),
+}
+"""Type -> the smallest format that holds it. Scales of super-blocks are products of a float16 and
+an integer of 6 or 8 bits, which need float32."""
+
+# Of types with negative integers: the least one, negated. With a larger offset in its place,
+# integer * scale of Q6_K and IQ4_XS would not be exact in float32.
+_LEAST = {"Q4_0": 8, "Q5_0": 16, "Q8_0": 128, "Q3_K": 4, "Q6_K": 32}
+_LEAST |= {"IQ4_NL": 127, "IQ4_XS": 127, "MXFP4": 12}
+
+
+def common_format(types: Collection[str]) -> QuantFormat:
+    """The smallest format that holds tensors of all of these types."""
+    forms = [FORMATS[name] for name in types]
+    kinds = {form.kind for form in forms}
+    has_minimums = "minimums" in kinds
+    is_float16 = len(kinds) == 1 and all(form.scales == "float16" for form in forms)
+    return QuantFormat(
+        bits=max(form.bits for form in forms),
+        group_size=min(form.group_size for form in forms),
+        symmetric=not has_minimums,
+        scales="float16" if is_float16 else "float32",
+        kind="minimums" if has_minimums else "steps",
+    )
+
+
+def in_format(type_name: str, blocks: Tensor, form: QuantFormat) -> dict[str, Tensor]:
+    """Blocks of a type in a format.
+
+    Args:
+        type_name: a key of `FORMATS`.
+        blocks: [blocks, bytes] uint8.
+        form: `common_format` of types with this one among them.
+
+    Returns:
+        `values` [blocks, values of a block] uint8, `scales` [blocks, groups of a block] float32,
+        and, if the format has them, `minimums` like the scales.
+    """
+    values, scales, shifts = GROUPED_TYPES[type_name](blocks)
+    repeats = values.shape[1] // scales.shape[1] // form.group_size
+    if form.kind == "minimums":
+        offset = _LEAST.get(type_name, 0)
+        minimums = scales * offset if shifts is None else -shifts
+    else:
+        offset, minimums = form.offset, None
+    if offset:
+        values = (values.short() + offset).to(torch.uint8)
+    found = {"values": values, "scales": scales}
+    if minimums is not None:
+        found["minimums"] = minimums
+    return {
+        key: value if key == "values" else value.repeat_interleave(repeats, 1)
+        for key, value in found.items()
+    }

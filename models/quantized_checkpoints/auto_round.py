@@ -1,0 +1,145 @@
+"""Checkpoints of AutoRound (arXiv:2309.05516), in the packings of GPTQ and AWQ.
+
+auto_round:auto_gptq   GPTQ version 1, without g_idx
+auto_round:gptqmodel   GPTQ version 2, without g_idx
+auto_round:auto_awq    AWQ
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from ostinato.models.quantized_checkpoints.awq import Awq
+from ostinato.models.quantized_checkpoints.gptq import GPTQ_GROUPS, Gptq, gptq_method
+from ostinato.models.quantized_checkpoints.keys import ConfigKeys
+from ostinato.models.quantized_checkpoints.policy import CheckpointPolicy, Headers
+from ostinato.models.weight_methods.weight_method import WeightMethod
+
+__all__ = ("from_checkpoint",)
+
+_PACKINGS = {
+    "auto_round": 1,
+    "auto_round:auto_gptq": 1,
+    "auto_round:gptqmodel": 2,
+    "auto_round:auto_awq": None,
+}
+_FLOAT_BITS = 16  # from here on a module of `extra_config` is a float
+# How the checkpoint was made, or how another library is to run it.
+_MADE_WITH = (
+    "amp",
+    "autoround_version",
+    "backend",
+    "batch_size",
+    "dataset",
+    "enable_minmax_tuning",
+    "enable_norm_bias_tuning",
+    "enable_quanted_input",
+    "gradient_accumulate_steps",
+    "iters",
+    "low_gpu_mem_usage",
+    "lr",
+    "minmax_lr",
+    "nsamples",
+    "quant_block_list",
+    "scale_dtype",
+    "seqlen",
+    "super_bits",
+    "super_group_size",
+    "to_quant_block_names",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _AutoRoundPolicy(CheckpointPolicy):
+    marker: ClassVar[str] = "qweight"
+
+    method: WeightMethod
+    blocks: tuple[str, ...]  # beginnings of the quantised modules' names; () = all
+    extra: tuple[tuple[str, WeightMethod | None], ...]  # by name or pattern; None = a float
+
+    @property
+    def quantization(self) -> str:
+        return f"AutoRound {self.method.name}"
+
+    def rule_for(self, name: str) -> WeightMethod | str | None:
+        for pattern, method in self.extra:
+            if name == pattern or re.search(pattern, name):
+                return "quantization_config.extra_config" if method is None else method
+        if name.endswith("lm_head"):
+            return "the default of AutoRound"
+        if self.blocks and not name.startswith(self.blocks):
+            return "quantization_config.block_name_to_quantize"
+        return self.method
+
+
+def from_checkpoint(
+    stated: Mapping[str, Any], unquantized: WeightMethod, headers: Headers
+) -> CheckpointPolicy:
+    """The methods of an AutoRound checkpoint.
+
+    Raises:
+        ValueError: a key is not supported; the text names it.
+    """
+    keys = ConfigKeys(stated)
+    keys.text("quant_method", one_of=("auto-round", "auto_round", "intel/auto-round"))
+    packing = keys.text("packing_format", one_of=_PACKINGS, default="auto_round")
+    version = _PACKINGS[packing]
+    gptq = replace(gptq_method(keys, headers, version=version or 1), has_g_idx=False)
+    method: Gptq | Awq = gptq
+    if version is None:
+        if gptq.bits != 4:
+            raise keys.error("bits", f"is {gptq.bits}; with {packing} supported is 4")
+        method = Awq(
+            bits=4,
+            group_size=gptq.group_size,
+            symmetric=headers_lack(headers, ".qzeros"),
+            scale_dtype=gptq.scale_dtype,
+        )
+    keys.text("data_type", one_of=("int",), default="int")
+    keys.must_be("act_bits", 16, 32)
+    keys.must_be("act_data_type", "float", "int")
+    for name in ("act_dynamic", "act_group_size", "act_sym"):  # of activations that stay floats
+        keys.without_effect(name)
+    blocks = keys.value("block_name_to_quantize", default=[])
+    blocks = blocks.split(",") if isinstance(blocks, str) else blocks
+    policy = _AutoRoundPolicy(
+        unquantized=unquantized,
+        headers=headers,
+        method=method,
+        blocks=tuple(f"{block.strip()}." for block in blocks),
+        extra=_extra(keys, method),
+    )
+    keys.without_effect(*_MADE_WITH)
+    keys.finish()
+    return policy
+
+
+def headers_lack(headers: Headers, suffix: str) -> bool:
+    """Whether the checkpoint's tensors are known, and none has a name with this ending."""
+    return bool(headers) and not any(name.endswith(suffix) for name in headers)
+
+
+def _extra(keys: ConfigKeys, method: Gptq | Awq) -> tuple[tuple[str, WeightMethod | None], ...]:
+    found: list[tuple[str, WeightMethod | None]] = []
+    for name, settings in keys.value("extra_config", default={}).items():
+        own = ConfigKeys(settings, f"quantization_config.extra_config[{name!r}]")
+        bits = own.integer("bits", one_of=(4, 8, 16, 32), default=method.bits)
+        group_size = own.integer("group_size", one_of=GPTQ_GROUPS, default=method.group_size)
+        symmetric = own.boolean("sym", default=method.symmetric)
+        own.text("data_type", one_of=("int", "float"), default="int")
+        for each in ("act_bits", "act_data_type", "act_dynamic", "act_group_size", "act_sym"):
+            own.without_effect(each)
+        own.without_effect("scale_dtype", "super_bits", "super_group_size")
+        own.finish()
+        if bits >= _FLOAT_BITS:
+            found.append((name, None))
+        elif isinstance(method, Awq) and bits != method.bits:
+            raise own.error("bits", f"is {bits}; with this packing supported is 4")
+        else:
+            same = replace(method, group_size=group_size, bits=bits)
+            is_gptq = isinstance(method, Gptq)
+            found.append((name, replace(same, symmetric=symmetric) if is_gptq else same))
+    return tuple(found)

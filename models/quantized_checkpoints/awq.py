@@ -1,0 +1,117 @@
+"""Checkpoints of AWQ (arXiv:2306.00978) in the order of its `gemm` kernel.
+
+    qweight  int32 [in, out / 8]: a word has eight outputs, in the order of `AWQ_ORDER`
+    qzeros   int32 [groups, out / 8], likewise
+    scales   [groups, out]
+
+A weight is (q - z) * scale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ostinato.models.quantized_checkpoints.keys import ConfigKeys
+from ostinato.models.quantized_checkpoints.policy import CheckpointPolicy, Headers, names_module
+from ostinato.models.quantized_checkpoints.stored_groups import (
+    StoredGroups,
+    stored_dtype,
+    unpack_words,
+)
+from ostinato.models.weight_methods.weight_method import (
+    FLOATS,
+    IN,
+    OUT,
+    Axis,
+    Part,
+    StoredTensor,
+    WeightMethod,
+)
+
+__all__ = ("AWQ_ORDER", "Awq", "from_checkpoint")
+
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+"""The output that each place of a word has, from the lowest bits up."""
+_WORDS = (torch.int32,)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Awq(StoredGroups):
+    """`qweight`, `qzeros` and `scales`; 4 bits."""
+
+    is_transposed: ClassVar[bool] = True
+
+    @property
+    def stored(self) -> Mapping[str, StoredTensor]:
+        words = Axis("out", 8)
+        groups = self.groups_axis()
+        tensors = {
+            "qweight": StoredTensor((IN, words), _WORDS, converted=False),
+            "scales": StoredTensor((groups, OUT), FLOATS, converted=False),
+        }
+        if not self.symmetric:
+            tensors["qzeros"] = StoredTensor((groups, words), _WORDS, converted=False)
+        return tensors
+
+    def unpacked(self, name: str, value: Tensor, part: Part) -> tuple[str, Tensor]:
+        if name == "scales":
+            return "scales", value
+        integers = unpack_words(value, self.bits, 1, AWQ_ORDER)[:, : part.stored[0]]
+        return ("values", integers) if name == "qweight" else ("zeros", integers.to(torch.int16))
+
+    def dummy(self, name: str, size: tuple[int, ...]) -> Tensor | None:
+        return torch.full(size, 0.005, dtype=torch.float16) if name == "scales" else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _AwqPolicy(CheckpointPolicy):
+    marker: ClassVar[str] = "qweight"
+
+    method: Awq
+    floats: tuple[str, ...]
+
+    @property
+    def quantization(self) -> str:
+        return f"AWQ {self.method.name}"
+
+    def rule_for(self, name: str) -> WeightMethod | str | None:
+        if any(names_module(pattern, name) for pattern in self.floats):
+            return "quantization_config.modules_to_not_convert"
+        return "the format AWQ" if name.endswith("lm_head") else self.method
+
+
+def from_checkpoint(
+    stated: Mapping[str, Any], unquantized: WeightMethod, headers: Headers
+) -> CheckpointPolicy:
+    """The methods of an AWQ checkpoint.
+
+    Raises:
+        ValueError: a key is not supported; the text names it.
+    """
+    keys = ConfigKeys(stated)
+    keys.text("quant_method", one_of=("awq",), default="awq")
+    keys.text("version", one_of=("gemm",), default="gemm")
+    keys.integer("bits", "w_bit", one_of=(4,))
+    method = Awq(
+        bits=4,
+        group_size=keys.integer(
+            "group_size", "q_group_size", one_of=(-1, 16, 32, 64, 128, 256), default=128
+        ),
+        symmetric=not keys.boolean("zero_point", default=True),
+        scale_dtype=stored_dtype(headers, ".scales", "float16"),
+    )
+    policy = _AwqPolicy(
+        unquantized=unquantized,
+        headers=headers,
+        method=method,
+        floats=keys.names("modules_to_not_convert"),
+    )
+    keys.must_be("do_fuse", False)
+    keys.without_effect("backend", "exllama_config", "fuse_max_seq_len", "modules_to_fuse")
+    keys.finish()
+    return policy

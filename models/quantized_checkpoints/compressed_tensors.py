@@ -1,0 +1,176 @@
+"""Checkpoints of the library compressed-tensors, which LLM Compressor writes.
+
+`config_groups` says for groups of modules how their weights and activations are quantised;
+`targets` names a group's modules. The formats of integers are in packed_integers.py, those of
+floats in stored_floats.py.
+
+Activations are rounded as ops/quantized.py says, whatever `input_activations` states: in groups of
+a row, which is finer than a scale a token. Scales of activations that are stored are not used.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ostinato.models.quantized_checkpoints.keys import ConfigKeys
+from ostinato.models.quantized_checkpoints.packed_integers import PackedIntegers
+from ostinato.models.quantized_checkpoints.policy import CheckpointPolicy, Headers
+from ostinato.models.quantized_checkpoints.stored_floats import Float4, Float8
+from ostinato.models.quantized_checkpoints.stored_groups import stored_dtype
+from ostinato.models.weight_methods.weight_method import WeightMethod
+
+__all__ = ("from_checkpoint",)
+
+_INTEGERS = {"pack-quantized": True, "int-quantized": False}  # whether words hold several
+_FORMATS = (*_INTEGERS, "float-quantized", "nvfp4-pack-quantized")
+_GROUPS = (16, 32, 64, 128, 256, 512, 1024)
+# How the scales were found.
+_OBSERVED = ("observer", "observer_kwargs", "scale_dtype", "zp_dtype")
+_MADE_WITH = ("global_compression_ratio", "quantization_status", "version")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Policy(CheckpointPolicy):
+    groups: tuple[tuple[tuple[str, ...], WeightMethod], ...]  # targets and method
+    floats: tuple[str, ...]
+
+    @property
+    def quantization(self) -> str:
+        names = dict.fromkeys(method.name for _, method in self.groups)
+        return f"compressed-tensors {', '.join(names)}"
+
+    def marker_of(self, name: str) -> str:
+        return f"{name}.weight_scale"
+
+    def rule_for(self, name: str) -> WeightMethod | str | None:
+        if any(_matches(name, pattern) for pattern in self.floats):
+            return "quantization_config.ignore"
+        for targets, method in self.groups:
+            if any(target == "Linear" or _matches(name, target) for target in targets):
+                return method
+        return "quantization_config.config_groups"
+
+
+def _matches(name: str, pattern: str) -> bool:
+    if pattern.startswith("re:"):
+        return re.match(pattern[3:], name) is not None
+    return name == pattern
+
+
+def from_checkpoint(
+    stated: Mapping[str, Any], unquantized: WeightMethod, headers: Headers
+) -> CheckpointPolicy:
+    """The methods of a checkpoint of compressed-tensors.
+
+    Raises:
+        ValueError: a key is not supported; the text names it.
+    """
+    keys = ConfigKeys(stated)
+    keys.text("quant_method", one_of=("compressed-tensors",), default="compressed-tensors")
+    form = keys.value("format", default=None)
+    groups = []
+    for name, settings in keys.value("config_groups").items():
+        group = ConfigKeys(settings, f"quantization_config.config_groups[{name!r}]")
+        groups.append((group.names("targets"), _method(group, form, headers)))
+        group.finish()
+    if not groups:
+        raise keys.error("config_groups", "is empty")
+    policy = _Policy(
+        unquantized=unquantized,
+        headers=headers,
+        groups=tuple(groups),
+        floats=keys.names("ignore"),
+    )
+    for name in ("sparsity_config", "transform_config"):
+        if keys.value(name, default=None):
+            raise keys.error(name, "is not supported; use a checkpoint without it")
+    # Its scales are for 8-bit caches, which CPUs do not have here. An exact cache needs none.
+    keys.without_effect("kv_cache_scheme")
+    keys.without_effect(*_MADE_WITH)
+    keys.finish()
+    return policy
+
+
+def _method(group: ConfigKeys, form: Any, headers: Headers) -> WeightMethod:
+    form = group.value("format", default=form)
+    if form not in _FORMATS:
+        raise group.error("format", f"is {form!r}, supported are {', '.join(_FORMATS)}")
+    weights = ConfigKeys(group.value("weights"), "quantization_config.config_groups weights")
+    weights.must_be("dynamic", False)
+    weights.without_effect(*_OBSERVED)
+    shapes = [header.shape for name, header in headers.items() if name.endswith(".weight_scale")]
+    one_dims = min((len(shape) for shape in shapes), default=1)
+    if form in _INTEGERS:
+        method: WeightMethod = _integers(weights, _INTEGERS[form], headers, one_dims)
+    elif form == "float-quantized":
+        method = _floats(weights, one_dims)
+    else:
+        weights.text("type", one_of=("float",))
+        weights.integer("num_bits", one_of=(4,))
+        weights.text("strategy", one_of=("tensor_group",))
+        weights.must_be("symmetric", True)
+        weights.must_be("actorder", False)
+        size = weights.integer("group_size", one_of=(16,))
+        method = Float4(group_size=size, scale_dtype="float32", library="compressed-tensors")
+    weights.finish()
+    _check_inputs(group)
+    return method
+
+
+def _integers(
+    weights: ConfigKeys, is_packed: bool, headers: Headers, one_dims: int
+) -> PackedIntegers:
+    weights.text("type", one_of=("int",), default="int")
+    strategy = weights.text("strategy", one_of=("tensor", "channel", "group"))
+    size = -1
+    if strategy == "group":
+        size = weights.integer("group_size", one_of=_GROUPS)
+    else:
+        weights.must_be("group_size", -1)
+    order = weights.value("actorder", default=None)
+    if order not in (None, False, True, "group", "weight", "static"):
+        raise weights.error("actorder", f"is {order!r}, supported are group, weight and static")
+    return PackedIntegers(
+        bits=weights.integer("num_bits", one_of=(4, 8)),
+        group_size=size,
+        symmetric=weights.boolean("symmetric", default=True),
+        scale_dtype=stored_dtype(headers, ".weight_scale", "bfloat16"),
+        has_order=order in (True, "group"),
+        is_packed=is_packed,
+        has_one_scale=strategy == "tensor",
+        scale_dims=one_dims,
+    )
+
+
+def _floats(weights: ConfigKeys, one_dims: int) -> Float8:
+    weights.text("type", one_of=("float",))
+    weights.integer("num_bits", one_of=(8,))
+    weights.must_be("symmetric", True)
+    weights.must_be("actorder", False)
+    strategy = weights.text("strategy", one_of=("tensor", "channel", "block"))
+    block = weights.value("block_structure", default=None)
+    if strategy != "block":
+        weights.must_be("group_size", -1)
+        return Float8(strategy=strategy, scale_dims=one_dims)
+    size = [int(each) for each in block.split("x")] if isinstance(block, str) else block
+    if not isinstance(size, list) or any(each not in (32, 64, 128, 256) for each in size):
+        raise weights.error("block_structure", f"is {block!r}, supported is [128, 128]")
+    return Float8(strategy=strategy, block_rows=size[0], group_size=size[1])
+
+
+def _check_inputs(group: ConfigKeys) -> None:
+    """The rounding of activations that the checkpoint was made for; ours is finer."""
+    stated = group.value("input_activations", default=None)
+    if stated is not None:
+        inputs = ConfigKeys(stated, "quantization_config.config_groups input_activations")
+        inputs.integer("num_bits", one_of=(4, 8))
+        inputs.text("type", one_of=("int", "float"), default="int")
+        for name in ("actorder", "block_structure", "dynamic", "group_size", "strategy"):
+            inputs.without_effect(name)
+        inputs.without_effect("symmetric", *_OBSERVED)
+        inputs.finish()
+    if group.value("output_activations", default=None):
+        raise group.error("output_activations", "is not supported; use a checkpoint without it")

@@ -1,0 +1,89 @@
+"""Checkpoints of `quant_method: fp8`: DeepSeek's and Qwen's blocks, and a scale for each matrix.
+
+weight            float8_e4m3fn [out, in]
+weight_scale_inv  [out / 128, in / 128], multiplied despite its name; with weight_block_size
+weight_scale      [] or [1], without it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ostinato.models.quantized_checkpoints.keys import ConfigKeys
+from ostinato.models.quantized_checkpoints.policy import CheckpointPolicy, Headers, names_module
+from ostinato.models.quantized_checkpoints.stored_floats import Float4, Float8
+from ostinato.models.weight_methods.weight_method import WeightMethod
+
+__all__ = ("FloatPolicy", "from_checkpoint", "per_matrix")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FloatPolicy(CheckpointPolicy):
+    """One method for all modules that are not listed as floats."""
+
+    library: str
+    method: Float4 | Float8
+    key: str  # that lists them
+    floats: tuple[str, ...]
+
+    @property
+    def quantization(self) -> str:
+        return f"{self.library} {self.method.name}"
+
+    def marker_of(self, name: str) -> str:
+        if isinstance(self.method, Float8):
+            return f"{name}.{self.method.scale_name}"
+        return f"{name}_blocks" if self.method.library == "gpt-oss" else f"{name}.weight_scale_2"
+
+    def rule_for(self, name: str) -> WeightMethod | str | None:
+        if any(names_module(pattern, name) for pattern in self.floats):
+            return f"quantization_config.{self.key}"
+        return "the format" if name.endswith("lm_head") else self.method
+
+
+def per_matrix(headers: Headers) -> Float8:
+    """The method of matrices with one scale each, whose shape differs between libraries."""
+    shapes = {len(h.shape) for name, h in headers.items() if name.endswith(".weight_scale")}
+    return Float8(scale_dims=min(shapes, default=0))
+
+
+def from_checkpoint(
+    stated: Mapping[str, Any], unquantized: WeightMethod, headers: Headers
+) -> CheckpointPolicy:
+    """The methods of a checkpoint of `fp8`.
+
+    Raises:
+        ValueError: a key is not supported; the text names it.
+    """
+    keys = ConfigKeys(stated)
+    keys.text("quant_method", one_of=("fp8",), default="fp8")
+    keys.must_be("fmt", "e4m3")
+    keys.must_be("activation_scheme", "dynamic", "static")
+    keys.must_be("scale_fmt", "ue8m0", "float")
+    size = keys.value("weight_block_size", default=None)
+    method = per_matrix(headers)
+    if size is not None:
+        is_pair = isinstance(size, list) and len(size) == 2
+        if not is_pair or any(each not in (32, 64, 128, 256) for each in size):
+            raise keys.error("weight_block_size", f"is {size!r}, supported is [128, 128]")
+        method = Float8(
+            scale_name="weight_scale_inv",
+            strategy="block",
+            block_rows=size[0],
+            group_size=size[1],
+        )
+    key = "ignored_layers" if keys.has("ignored_layers") else "modules_to_not_convert"
+    policy = FloatPolicy(
+        unquantized=unquantized,
+        headers=headers,
+        library="FP8",
+        method=method,
+        key=key,
+        floats=keys.names(key),
+    )
+    keys.must_be("dequantize", False)
+    keys.without_effect("modules_to_not_convert", "kv_cache_scheme")
+    keys.finish()
+    return policy

@@ -1,0 +1,121 @@
+"""The weight methods of GGUF files: integers and scales are multiplied as they are stored.
+
+On a CPU a quantised matrix is laid out for the kernels of ops/quantized.py without rounding
+(models/gguf/stored_formats.py). Where those kernels can not be used, and for a matrix that stacks
+quantised and float ones, tensors are dequantised while they are loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ostinato.models.gguf.stored_formats import FORMATS, common_format
+from ostinato.models.quantized_checkpoints.policy import Headers
+from ostinato.models.weight_methods.grouped import QuantizedMatrix
+from ostinato.models.weight_methods.packed import Packed
+from ostinato.models.weight_methods.plain import Plain
+from ostinato.models.weight_methods.weight_method import (
+    IN,
+    OUT,
+    Axis,
+    MatrixRole,
+    MatrixSpec,
+    ParameterSpec,
+    StoredTensor,
+    WeightMethod,
+)
+from ostinato.ops.quantized import pack_quantized_weight
+from ostinato.ops.quantized_reference import QuantFormat
+
+__all__ = ("AsStored", "from_checkpoint")
+
+
+@dataclass(frozen=True, slots=True)
+class AsStored(QuantizedMatrix):
+    """`values`, `scales` and, in some formats, `minimums` of tensors of these types."""
+
+    types: tuple[str, ...]  # of the stacked matrices, sorted
+
+    def form(self, spec: MatrixSpec) -> QuantFormat:
+        return common_format(self.types)
+
+    @property
+    def name(self) -> str:
+        return f"{' and '.join(self.types)} as stored"
+
+    @property
+    def stored(self) -> Mapping[str, StoredTensor]:
+        form = common_format(self.types)
+        groups = StoredTensor((OUT, Axis("in", form.group_size)), (torch.float32,), converted=False)
+        values = StoredTensor((OUT, IN), (torch.uint8,), converted=False)
+        found = {"values": values, "scales": groups}
+        return found if form.symmetric else found | {"minimums": groups}
+
+    def parameters(self, spec: MatrixSpec) -> dict[str, ParameterSpec]:
+        shape = common_format(self.types).packed_shape(spec.out_features, spec.in_features)
+        return {"weight": ParameterSpec(tuple(shape), torch.uint8)}
+
+    def finish(self, tensors: dict[str, Tensor], spec: MatrixSpec) -> dict[str, Tensor]:
+        packed = pack_quantized_weight(
+            tensors["values"], tensors["scales"], tensors.get("minimums"), self.form(spec)
+        )
+        return {"weight": packed}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _GGUFPolicy:
+    """`AsStored` for matrices all of whose parts are quantised."""
+
+    types: Mapping[str, Collection[str]]  # of the matrices by their modules in a checkpoint
+    unquantized: WeightMethod
+    ignored: tuple[str, ...] = ()
+    has_cache_scales: bool = False
+    is_batch_invariant: bool = True
+
+    @property
+    def uses_cpu_kernels(self) -> bool:
+        return isinstance(self.unquantized, Packed)
+
+    @property
+    def quantization(self) -> str:
+        names = {name for types in self.types.values() for name in types}
+        how = "as stored" if self.uses_cpu_kernels else "dequantised"
+        return f"{', '.join(sorted(names & FORMATS.keys()))} {how}"
+
+    def method_for(
+        self, names: tuple[str, ...], role: MatrixRole, spec: MatrixSpec
+    ) -> WeightMethod:
+        stored = [each for name in names for each in _stored_names(name)]
+        types = {each for name in stored for each in self.types.get(name, ())}
+        if self.uses_cpu_kernels and types and types <= FORMATS.keys():
+            return AsStored(tuple(sorted(types)))
+        return Plain() if role is MatrixRole.embedding else self.unquantized
+
+
+def _stored_names(name: str) -> tuple[str, ...]:
+    """The modules in a file: of experts the first one's, also where a checkpoint stacks them."""
+    prefix, _, side = name.rpartition(".experts.")
+    if side == "gate_up_proj":
+        return f"{prefix}.experts.0.gate_proj", f"{prefix}.experts.0.up_proj"
+    return (f"{prefix}.experts.0.{side}",) if side == "down_proj" else (name,)
+
+
+def from_checkpoint(
+    stated: Mapping[str, Any], unquantized: WeightMethod, headers: Headers
+) -> _GGUFPolicy:
+    """The policy for `quant_method: gguf`, which models/gguf/gguf_config.py states.
+
+    Args:
+        stated: `types` of the matrices, by their modules' names in a Hugging Face checkpoint.
+        unquantized: of float matrices; packed weights where the CPU kernels can be used.
+        headers: empty, as a GGUF file has none.
+    """
+    is_invariant = unquantized.is_batch_invariant
+    return _GGUFPolicy(
+        types=stated["types"], unquantized=unquantized, is_batch_invariant=is_invariant
+    )

@@ -1,0 +1,124 @@
+"""Reads the keys of a `quantization_config`. A key that was not read is an error that names it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+__all__ = ("ConfigKeys",)
+
+_MISSING = object()
+
+
+class ConfigKeys:
+    """The keys of one object of a checkpoint's settings.
+
+    Args:
+        stated: the parsed object.
+        where: its name in messages.
+    """
+
+    def __init__(self, stated: Mapping[str, Any], where: str = "quantization_config") -> None:
+        self._stated = dict(stated)
+        self._left = dict(stated)
+        self._where = where
+
+    def has(self, name: str) -> bool:
+        """Whether the key is there and not null."""
+        return self._stated.get(name) is not None
+
+    def value(self, *names: str, default: Any = _MISSING) -> Any:
+        """The value of a key, which may have several names; null counts as missing.
+
+        Raises:
+            ValueError: it is missing and has no default, or two names have different values.
+        """
+        found = {name: self._left.pop(name, None) for name in names}
+        values = {name: value for name, value in found.items() if value is not None}
+        distinct = [value for index, value in enumerate(values.values()) if index == 0]
+        if any(value != distinct[0] for value in values.values()):
+            raise self.error(" and ".join(values), "differ")
+        if values:
+            return distinct[0]
+        if default is _MISSING:
+            raise self.error(names[0], "is missing")
+        return default
+
+    def integer(self, *names: str, one_of: Iterable[int], default: Any = _MISSING) -> int:
+        """An integer among those allowed.
+
+        Raises:
+            ValueError: it is not.
+        """
+        value = self.value(*names, default=default)
+        allowed = tuple(one_of)
+        if type(value) is not int or value not in allowed:
+            text = ", ".join(map(str, allowed))
+            raise self.error(names[0], f"is {value!r}, supported are {text}")
+        return value
+
+    def boolean(self, *names: str, default: Any = _MISSING) -> bool:
+        """True or false.
+
+        Raises:
+            ValueError: it is neither.
+        """
+        value = self.value(*names, default=default)
+        if type(value) is not bool:
+            raise self.error(names[0], f"is {value!r}, must be true or false")
+        return value
+
+    def text(self, *names: str, one_of: Iterable[str], default: Any = _MISSING) -> str:
+        """A string among those allowed, in lower case.
+
+        Raises:
+            ValueError: it is not.
+        """
+        value = self.value(*names, default=default)
+        allowed = tuple(one_of)
+        if not isinstance(value, str) or value.lower() not in allowed:
+            raise self.error(names[0], f"is {value!r}, supported are {', '.join(allowed)}")
+        return value.lower()
+
+    def names(self, *names: str) -> tuple[str, ...]:
+        """A list of strings; empty when it is missing.
+
+        Raises:
+            ValueError: it is something else.
+        """
+        value = self.value(*names, default=[])
+        if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+            raise self.error(names[0], f"is {value!r}, must be a list of names")
+        return tuple(value)
+
+    def must_be(self, name: str, *allowed: Any) -> None:
+        """A key that is supported with these values only; null counts as missing.
+
+        Raises:
+            ValueError: it has another one.
+        """
+        value = self.value(name, default=None)
+        if value is not None and not any(
+            type(value) is type(each) and value == each for each in allowed
+        ):
+            text = " or ".join(repr(each) for each in allowed) or "left out"
+            raise self.error(name, f"is {value!r}, must be {text}")
+
+    def without_effect(self, *names: str) -> None:
+        """Keys that say how the checkpoint was made, or how another library is to run it."""
+        for name in names:
+            self._left.pop(name, None)
+
+    def finish(self) -> None:
+        """Check that every key was read.
+
+        Raises:
+            ValueError: one was not.
+        """
+        for name, value in self._left.items():
+            if value is not None:
+                raise self.error(name, f"is {value!r}; this key is not supported")
+
+    def error(self, name: str, reason: str) -> ValueError:
+        """An error that names a key."""
+        return ValueError(f"config.json: {self._where}.{name} {reason}")

@@ -1,0 +1,93 @@
+"""The integers of compressed-tensors' checkpoints: `pack-quantized` and `int-quantized`.
+
+    weight_packed      int32 [out, in * bits / 32]: a word has successive inputs
+    weight_zero_point  int32 [out * bits / 32, groups]: a word has successive outputs
+    weight_shape       int64 [2]: out, in
+    weight_g_idx       int32 [in]: the group of each input; with `actorder` only
+
+    weight             int8 [out, in], of the other format
+    weight_zero_point  int8 [out, groups]
+
+    weight_scale       [out, groups], of both; [1] when the whole matrix has one scale
+
+Packed integers are stored plus 2**(bits - 1). A weight is (q - z) * scale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ostinato.models.quantized_checkpoints.stored_groups import G_IDX, StoredGroups, unpack_words
+from ostinato.models.weight_methods.weight_method import (
+    FLOATS,
+    IN,
+    OUT,
+    Axis,
+    Part,
+    StoredTensor,
+)
+
+__all__ = ("PackedIntegers",)
+
+_WORDS = (torch.int32,)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedIntegers(StoredGroups):
+    """Integers with scales a group, a row or a matrix."""
+
+    is_packed: bool
+    has_one_scale: bool = False  # for the whole matrix
+    scale_dims: int = 2
+
+    @property
+    def stored(self) -> Mapping[str, StoredTensor]:
+        per_word, groups = 32 // self.bits, self.groups_axis()
+        one = Axis("", size=1)
+        scale = (one,) * self.scale_dims if self.has_one_scale else (OUT, groups)
+        tensors = {"weight_scale": StoredTensor(scale, FLOATS, converted=False)}
+        if self.is_packed:
+            tensors["weight_packed"] = StoredTensor((OUT, Axis("in", per_word)), _WORDS)
+            tensors["weight_shape"] = StoredTensor(
+                (Axis("", size=2),), (torch.int64, torch.int32), converted=False
+            )
+            zeros = StoredTensor((Axis("out", per_word), groups), _WORDS, converted=False)
+        else:
+            tensors["weight"] = StoredTensor((OUT, IN), (torch.int8,), converted=False)
+            zeros = StoredTensor((OUT, groups), (torch.int8,), converted=False)
+        if not self.symmetric:
+            tensors["weight_zero_point"] = zeros
+        if self.has_order:
+            tensors["weight_g_idx"] = G_IDX
+        return tensors
+
+    def unpacked(self, name: str, value: Tensor, part: Part) -> tuple[str, Tensor]:
+        rows, columns = part.stored
+        if name == "weight_packed":
+            return "values", unpack_words(value, self.bits, 1)[:, :columns]
+        if name == "weight":
+            if self.bits == 4 and bool((value.abs() > 8).any()):
+                raise ValueError("an integer of the weight is not one of 4 bits")
+            return "values", (value.to(torch.int16) + (1 << (self.bits - 1))).to(torch.uint8)
+        if name == "weight_scale":
+            return "scales", value.expand(rows, 1) if self.has_one_scale else value
+        if name == "weight_g_idx":
+            return "g_idx", value
+        if name == "weight_zero_point":
+            if self.is_packed:
+                return "zeros", unpack_words(value, self.bits, 0)[:rows].to(torch.int16)
+            return "zeros", value.to(torch.int16) + (1 << (self.bits - 1))
+        if name == "weight_shape" and tuple(value.tolist()) != part.stored:
+            raise ValueError(f"weight_shape is {value.tolist()}, the model needs {[rows, columns]}")
+        return "", value
+
+    def dummy(self, name: str, size: tuple[int, ...]) -> Tensor | None:
+        if name == "weight_scale":
+            return torch.full(size, 0.02 / (1 << (self.bits - 2)))
+        if name == "weight_g_idx":
+            return torch.arange(size[0], dtype=torch.int32) // max(self.group_size, 1)
+        return None

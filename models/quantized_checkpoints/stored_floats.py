@@ -1,0 +1,152 @@
+"""The weight methods of stored floats of 8 and 4 bits.
+
+`Float8`: `weight` float8_e4m3fn [out, in], and scales that multiply it: one for the matrix, one for
+each row, or one for each block. Activations are not rounded, so products are more exact than those
+of libraries that round them to 8 bits.
+
+`Float4`: floats of 4 bits (e2m1), two in a byte, the first in the lower half. A group's scale is a
+float of 8 bits; a matrix may have a further one (NVFP4).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ostinato.models.quantized_checkpoints.stored_groups import StoredGroups
+from ostinato.models.weight_methods.weight_method import (
+    FLOATS,
+    IN,
+    OUT,
+    Axis,
+    MatrixSpec,
+    Part,
+    StoredTensor,
+)
+
+__all__ = ("Float4", "Float8")
+
+_ONE = Axis("", size=1)
+_NAN = 127  # the bits of NaN in e4m3, without the sign
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Float8(StoredGroups):
+    """`weight` and its scales, whose name differs between libraries."""
+
+    kind: ClassVar[str] = "e4m3"
+
+    bits: int = 8
+    group_size: int = -1
+    symmetric: bool = True
+    scale_dtype: str = "float32"
+    scale_name: str = "weight_scale"
+    scale_dims: int = 1  # of a scale for the whole matrix
+    strategy: str = "tensor"  # or "channel", "block"
+    block_rows: int = 128  # of "block"; group_size is its columns
+
+    @property
+    def name(self) -> str:
+        what = {"tensor": "the matrix", "channel": "a row"}.get(
+            self.strategy, f"blocks of {self.block_rows} x {self.group_size}"
+        )
+        return f"floats of 8 bits with a scale for {what}"
+
+    @property
+    def stored(self) -> Mapping[str, StoredTensor]:
+        axes = {
+            "tensor": (_ONE,) * self.scale_dims,
+            "channel": (OUT, _ONE),
+            "block": (Axis("out", self.block_rows), Axis("in", self.group_size)),
+        }[self.strategy]
+        scales = (*FLOATS, torch.float8_e8m0fnu)
+        return {
+            "weight": StoredTensor((OUT, IN), (torch.float8_e4m3fn,), converted=False),
+            self.scale_name: StoredTensor(axes, scales, converted=False),
+        }
+
+    def unpacked(self, name: str, value: Tensor, part: Part) -> tuple[str, Tensor]:
+        if name == "weight":
+            values = value.contiguous().view(torch.uint8)
+            if bool(((values & _NAN) == _NAN).any()):
+                raise ValueError("a weight is NaN; the file is damaged")
+            return "values", values
+        scales = value.float()
+        if self.strategy == "tensor":
+            return "scales", scales.reshape(1, 1).expand(part.stored[0], 1)
+        if self.strategy == "block":
+            return "scales", scales.repeat_interleave(self.block_rows, 0)[: part.stored[0]]
+        return "scales", scales
+
+    def dummy(self, name: str, size: tuple[int, ...]) -> Tensor | None:
+        if name == "weight":
+            return torch.randint(0, 120, size, dtype=torch.uint8).view(torch.float8_e4m3fn)
+        return torch.full(size, 1e-4)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Float4(StoredGroups):
+    """Floats of 4 bits, as one of three libraries stores them."""
+
+    kind: ClassVar[str] = "e2m1"
+
+    bits: int = 4
+    symmetric: bool = True
+    library: str  # "compressed-tensors", "modelopt" or "gpt-oss"
+
+    @property
+    def name(self) -> str:
+        return f"floats of 4 bits in groups of {self.group_size}"
+
+    @property
+    def stored(self) -> Mapping[str, StoredTensor]:
+        bytes_only, groups = (torch.uint8,), Axis("in", self.group_size)
+        if self.library == "gpt-oss":
+            half = Axis("", size=self.group_size // 2)
+            return {
+                "blocks": StoredTensor((OUT, groups, half), bytes_only, converted=False),
+                "scales": StoredTensor((OUT, groups), bytes_only, converted=False),
+            }
+        weight = StoredTensor((OUT, Axis("in", 2)), bytes_only, converted=False)
+        scales = StoredTensor((OUT, groups), (torch.float8_e4m3fn,), converted=False)
+        if self.library == "modelopt":
+            whole = StoredTensor((), (torch.float32,), converted=False)
+            return {"weight": weight, "weight_scale": scales, "weight_scale_2": whole}
+        whole = StoredTensor((_ONE,), (torch.float32,), converted=False)
+        return {"weight_packed": weight, "weight_scale": scales, "weight_global_scale": whole}
+
+    def unpacked(self, name: str, value: Tensor, part: Part) -> tuple[str, Tensor]:
+        if name in ("blocks", "weight", "weight_packed"):
+            return "values", torch.stack((value & 15, value >> 4), -1).flatten(1)
+        if name == "scales":
+            return "scales", torch.ldexp(torch.ones(()), value.int() - 127)
+        if name == "weight_scale":
+            return "scales", value.float()
+        whole = value.float().reshape(1, 1)
+        if not bool((whole.isfinite() & (whole != 0)).all()):
+            raise ValueError(f"{name} is {float(whole)}; it must be finite and not zero")
+        return "whole", whole.expand(part.stored[0], 1)
+
+    def finish(self, tensors: dict[str, Tensor], spec: MatrixSpec) -> dict[str, Tensor]:
+        scales, whole = tensors["scales"], tensors.get("whole")
+        if whole is not None:
+            # compressed-tensors stores the inverse of the matrix's scale
+            scales = scales * whole if self.library == "modelopt" else scales / whole
+        # The kernel's table has twice the floats.
+        return super(Float4, self).finish({**tensors, "scales": scales / 2}, spec)
+
+    def _placed(self, entry: str) -> StoredTensor:
+        if entry == "whole":
+            return StoredTensor((OUT, _ONE), converted=False)
+        return super(Float4, self)._placed(entry)
+
+    def dummy(self, name: str, size: tuple[int, ...]) -> Tensor | None:
+        if name == "scales":
+            return torch.full(size, 120, dtype=torch.uint8)
+        if name == "weight_scale":
+            return torch.full(size, 0.0078125).to(torch.float8_e4m3fn)
+        return torch.ones(size) if name in ("weight_scale_2", "weight_global_scale") else None

@@ -1,0 +1,216 @@
+"""The base of the weight methods whose integers and scales are stored in the checkpoint.
+
+The formats differ in how they pack integers into words. Each brings its tensors into one form:
+
+    values  integers from 0 to 2**bits - 1, uint8, [out, in], or [in, out] if `is_transposed`
+    scales  [out, groups] or [groups, out], in the checkpoint's dtype
+    zeros   the integers that stand for zero, of the scales' shape, int16; none if symmetric
+    g_idx   [in] int32, the group of each column; none if the columns are in the groups' order
+
+`finish` lays them out for the kernel. Nothing is rounded: a weight is (value - zero) * scale of the
+stored numbers. Groups of more than 256 columns become several with the same scale, because sums of
+256 products are exact in every instruction set.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ostinato.models.weight_methods.grouped import QuantizedMatrix
+from ostinato.models.weight_methods.weight_method import (
+    IN,
+    OUT,
+    Axis,
+    MatrixSpec,
+    ParameterSpec,
+    Part,
+    StoredTensor,
+)
+from ostinato.ops.quantized import pack_quantized_weight
+from ostinato.ops.quantized_reference import QuantFormat
+
+__all__ = ("G_IDX", "StoredGroups", "check_scales", "unpack_words")
+
+_MOST = 256  # values of a group of the kernel
+G_IDX = StoredTensor((IN,), dtypes=(torch.int32, torch.int64), converted=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredGroups(QuantizedMatrix):
+    """Integers with a scale for each group of a row; on a CPU."""
+
+    is_transposed: ClassVar[bool] = False
+    kind: ClassVar[str] = "steps"  # of QuantFormat
+
+    bits: int
+    group_size: int  # -1 = a row is one group
+    symmetric: bool
+    scale_dtype: str = "float16"  # in the checkpoint
+    has_order: bool = False  # the columns of a group lie apart (act-order)
+
+    @abstractmethod
+    def unpacked(self, name: str, value: Tensor, part: Part) -> tuple[str, Tensor]:
+        """One stored tensor in the form of the module's docstring.
+
+        Args:
+            name: a key of `stored`.
+            value: the tensor.
+            part: the stored matrix.
+
+        Returns:
+            `values`, `scales`, `zeros`, `g_idx`, or `` for a tensor that is checked only; and it.
+
+        Raises:
+            ValueError: it has contents that the format does not allow.
+        """
+
+    def form(self, spec: MatrixSpec) -> QuantFormat:
+        size = self.group_size
+        if size == -1 or size >= spec.in_features:
+            size = min(_MOST, -(-spec.in_features // 8) * 8)
+        elif size > _MOST:
+            size = next(each for each in range(_MOST, 0, -8) if size % each == 0)
+        return QuantFormat(self.bits, size, self.symmetric, self.scale_dtype, self.kind)
+
+    @property
+    def name(self) -> str:
+        groups = "a scale a row" if self.group_size == -1 else f"groups of {self.group_size}"
+        kind = "" if self.symmetric else "asymmetric "
+        order = ", act-order" if self.has_order else ""
+        return f"{kind}int{self.bits} in {groups}{order}"
+
+    def parameters(self, spec: MatrixSpec) -> dict[str, ParameterSpec]:
+        shape = self.form(spec).packed_shape(spec.out_features, spec.in_features)
+        weight = {"weight": ParameterSpec(tuple(shape), torch.uint8)}
+        order = {"order": ParameterSpec((spec.in_features,), torch.int32)}
+        return weight | order if self.has_order else weight
+
+    def load(
+        self, tensors: dict[str, Tensor], name: str, value: Tensor, part: Part, spec: MatrixSpec
+    ) -> None:
+        entry, value = self.unpacked(name, value, part)
+        if entry == "scales":
+            check_scales(value)
+        if entry == "g_idx" and self.group_size != -1:  # counted from this rank's first group
+            value = value - part.columns.start // self.group_size
+        if entry:
+            self.place(tensors, entry, value, self._placed(entry), part, spec)
+
+    def finish(self, tensors: dict[str, Tensor], spec: MatrixSpec) -> dict[str, Tensor]:
+        values, scales, zeros = (tensors.get(name) for name in ("values", "scales", "zeros"))
+        assert values is not None, "all stored tensors are there"
+        assert scales is not None, "all stored tensors are there"
+        order = self._order(tensors.get("g_idx"), spec)
+        if order is not None:
+            values = values.index_select(0 if self.is_transposed else 1, order)
+        if self.is_transposed:
+            values, scales = values.T, scales.T
+            zeros = None if zeros is None else zeros.T
+        form = self.form(spec)
+        packed = pack_quantized_weight(
+            values,
+            self._spread(scales, form, spec),
+            None if zeros is None or self.symmetric else self._spread(zeros, form, spec),
+            form,
+        )
+        if not self.has_order:
+            return {"weight": packed}
+        order = torch.arange(spec.in_features) if order is None else order
+        return {"weight": packed, "order": order.int()}
+
+    def groups_axis(self) -> Axis:
+        """The dimension of groups of a stored tensor."""
+        return Axis("", size=1) if self.group_size == -1 else Axis("in", self.group_size)
+
+    def _placed(self, entry: str) -> StoredTensor:
+        if entry == "g_idx":
+            return G_IDX
+        axes = (OUT, IN if entry == "values" else self.groups_axis())
+        return StoredTensor(axes[::-1] if self.is_transposed else axes, converted=False)
+
+    def _spread(self, factors: Tensor, form: QuantFormat, spec: MatrixSpec) -> Tensor:
+        """[out, stored groups] -> [out, groups of the kernel] float32."""
+        groups = -(-(-(-spec.in_features // 8) * 8) // form.group_size)
+        stored = spec.in_features if self.group_size == -1 else self.group_size
+        group = torch.arange(groups) * form.group_size // stored
+        return factors.float()[:, group]
+
+    def _order(self, g_idx: Tensor | None, spec: MatrixSpec) -> Tensor | None:
+        """The stored column of each column of the kernel; None = the same."""
+        if g_idx is None:
+            return None
+        if bool((g_idx != g_idx[0]).any()):
+            raise ValueError(
+                "g_idx orders the columns of the stacked matrices (such as q_proj, k_proj and "
+                "v_proj) differently; quantise them with the same calibration text"
+            )
+        size = spec.in_features if self.group_size == -1 else self.group_size
+        groups = torch.arange(spec.in_features, dtype=g_idx.dtype) // size
+        if torch.equal(g_idx[0], groups):
+            return None
+        order = g_idx[0].argsort(stable=True)
+        if not torch.equal(g_idx[0][order], groups):
+            raise ValueError(
+                f"g_idx must put {size} columns in each group, counted over the columns of this "
+                "rank; load the checkpoint on one device, and check that the file is whole"
+            )
+        if not self.has_order:
+            raise ValueError(
+                "g_idx orders the columns by activation, but quantization_config.desc_act is "
+                "false; set model.config.quantization_config.desc_act=true"
+            )
+        return order
+
+
+def check_scales(scales: Tensor) -> None:
+    """Check that scales are usable numbers.
+
+    Raises:
+        ValueError: one is infinite, NaN or zero.
+    """
+    wrong = ~scales.float().isfinite() | (scales.float() == 0)
+    if bool(wrong.any()):
+        index = wrong.nonzero()[0].tolist()
+        value = float(scales[tuple(index)])
+        raise ValueError(
+            f"scale {index} is {value}; scales must be finite and not zero: the file is damaged, "
+            "or was made with a calibration that failed"
+        )
+
+
+def unpack_words(words: Tensor, bits: int, dim: int, order: tuple[int, ...] = ()) -> Tensor:
+    """Unsigned integers that lie in 32-bit words, the first in the lowest bits.
+
+    Args:
+        words: [rows, columns] int32.
+        bits: of an integer, 4 or 8.
+        dim: the dimension along which a word's integers follow each other.
+        order: the integer of each place of a word; () = ascending.
+
+    Returns:
+        uint8, with 32 // bits times as many elements in that dimension.
+    """
+    rows, columns = words.shape
+    parts = words.contiguous().view(torch.uint8).view(rows, columns, 4)
+    if bits == 4:
+        parts = torch.stack((parts & 15, parts >> 4), -1).view(rows, columns, 8)
+    if order:
+        parts = parts[:, :, [order.index(place) for place in range(len(order))]]
+    if dim == 1:
+        return parts.reshape(rows, -1)
+    return parts.transpose(1, 2).reshape(-1, columns)
+
+
+def stored_dtype(headers: Mapping[str, object], suffix: str, default: str) -> str:
+    """The dtype of the stored tensors whose names end so."""
+    for name, header in headers.items():
+        if name.endswith(suffix):
+            dtype = getattr(header, "dtype", None)
+            return str(dtype).removeprefix("torch.")
+    return default

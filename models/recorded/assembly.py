@@ -1,0 +1,306 @@
+"""Builds the modules of a recorded model from the parts of its graph."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Node
+
+from ostinato.models.linear_layers import BuildOptions, Embedding, MergedLinear, OutputHead
+from ostinato.models.recorded.fusions import Fused, fuse
+from ostinato.models.recorded.graph_parts import PartBuilder
+from ostinato.models.recorded.graph_values import drop_unused
+from ostinato.models.recorded.leaf_modules import (
+    EmbeddingLeaf,
+    ExpertsLeaf,
+    Leaf,
+    LinearLeaf,
+)
+from ostinato.models.recorded.partition import LayerPart, compute_table, partition
+from ostinato.models.recorded.recorded_modules import (
+    Logits,
+    RecordedAttention,
+    RecordedGraph,
+    RecordedLayer,
+    build_leaf,
+)
+from ostinato.models.recorded.recording import Recording
+from ostinato.models.step_tensors import RopeRows, TableRows
+
+__all__ = ("Assembly", "Tables")
+
+_TABLE_DIMS = 2  # [positions, width]
+_FEW_POSITIONS = 9  # on which the halves of a table are compared
+
+
+@dataclass(slots=True, eq=False)
+class Tables:
+    """Values by position, for all positions."""
+
+    tensors: dict[str, Tensor] = field(default_factory=dict)  # [positions, width]
+    pairs: dict[str, tuple[str, ...]] = field(default_factory=dict)  # kind -> one or two tensors
+
+
+class Assembly:
+    """The parts of a recorded model as modules.
+
+    Args:
+        recording: the recorded run.
+        options: dtype, device, attention backend and length.
+
+    Raises:
+        ValueError: the model computes something that is not served.
+    """
+
+    def __init__(self, recording: Recording, options: BuildOptions) -> None:
+        self.tables = Tables()
+        self.merged: dict[str, tuple[str, ...]] = {}
+        self._recording = recording
+        self._options = options
+        self._parts = partition(recording)
+        model = recording.model
+        head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+        self.is_tied = head.weight is embedding.weight
+        self._embedding = _name_of(model, embedding)
+        self._halves: dict[Node, bool] = {}
+
+    def begin(self) -> RecordedGraph:
+        """Token ids [T] and positions [T] -> hidden states [T, D]."""
+        parts = self._parts
+        builder = self._builder("")
+        builder.input("ids", parts.ids)
+        builder.input("positions", parts.positions)
+        return self._finished(builder, parts.begin, parts.layers[0].hidden)
+
+    def layers(self) -> Iterable[RecordedLayer]:
+        """The layers in order."""
+        for part, name in zip(self._parts.layers, self._recording.layers, strict=True):
+            yield self._layer(part, f"{name}.")
+
+    def finish(self) -> RecordedGraph:
+        """[R, D] -> [R, D]: what precedes the output head."""
+        parts = self._parts
+        builder = self._builder("")
+        builder.input("hidden", parts.layers[-1].result)
+        inputs = parts.head.args[0]
+        assert isinstance(inputs, list | tuple), "it is a list of values"
+        assert isinstance(inputs[0], Node), "it is a value of the graph"
+        return self._finished(builder, parts.finish, inputs[0])
+
+    def head(self, embedding: Embedding) -> RecordedGraph:
+        """[R, D] -> logits [R, vocab_size] float32.
+
+        Args:
+            embedding: of the tokens, which is the head if the two are tied.
+        """
+        parts = self._parts
+        name = str(parts.head.args[2])
+        leaf = self._recording.leaves[name]
+        assert isinstance(leaf, LinearLeaf), "it is a linear layer"
+        if self.is_tied and not leaf.has_bias:
+            matrix: OutputHead | Embedding = embedding
+        else:
+            matrix = OutputHead(
+                leaf.in_features, leaf.out_features, self._options, bias=leaf.has_bias
+            )
+        builder = self._builder("")
+        hidden = builder.input("hidden")
+        logits = builder.graph.call_module(name, (hidden,))
+        logits.meta["val"] = parts.head.meta["val"][0]
+        builder.bind(parts.head, logits)
+        return self._finished(builder, parts.logits, parts.result, {name: Logits(matrix)})
+
+    def embedding_of(self, begin: RecordedGraph) -> Embedding:
+        """The token embedding in the part that `begin` made."""
+        embedding = begin.get_submodule(self._embedding)
+        assert isinstance(embedding, Embedding), "it is the token embedding"
+        return embedding
+
+    def _builder(self, prefix: str) -> PartBuilder:
+        return PartBuilder(self._recording, prefix, self._options.device)
+
+    def _finished(
+        self,
+        builder: PartBuilder,
+        nodes: Iterable[Node],
+        result: Node,
+        modules: dict[str, nn.Module] | None = None,
+    ) -> RecordedGraph:
+        """Convert the nodes of a part outside of the layers."""
+        for node in nodes:
+            self._add(builder, node)
+        builder.graph.output(builder.result(result))
+        drop_unused(builder.graph)
+        found = self._modules(builder, Fused(), "") | (modules or {})
+        return RecordedGraph(builder.graph, found | self._tensors(builder, ""))
+
+    def _add(self, builder: PartBuilder, node: Node) -> None:
+        for source in node.all_input_nodes:
+            if not builder.has(source):
+                builder.add(source)
+        builder.add(node)
+
+    def _layer(self, part: LayerPart, prefix: str) -> RecordedLayer:
+        builder = self._builder(prefix)
+        hidden = builder.input("hidden", part.hidden)
+        hidden.meta["val"] = part.hidden.meta["val"][0]
+        step, k_cache, v_cache, rows = (
+            builder.input(name) for name in ("step", "k_cache", "v_cache", "rows")
+        )
+        builder.attention_inputs = (step, k_cache, v_cache)
+        inputs = {}
+        for table in part.tables:
+            node = builder.input(f"table_{self._number(table)}")
+            node.meta["val"] = value = table.meta["val"][0]
+            inputs[node] = table
+            # A table has rows of numbers; other shapes are made of them.
+            is_flat = value.dim() == _TABLE_DIMS
+            sizes = (-1, *map(int, value.shape[1:]))
+            builder.bind(table, node if is_flat else builder.reshaped(node, sizes))
+        try:
+            for node in part.nodes:
+                self._add(builder, node)
+        except ValueError as error:
+            kind = type(self._recording.model).__name__
+            raise ValueError(f"{kind}: {prefix.rstrip('.')}: {error}") from error
+        builder.graph.output(builder.result(part.result))
+        leaves = {
+            name.removeprefix(prefix): self._recording.leaves[name] for name in builder.leaf_names
+        }
+        fused = fuse(
+            builder.graph, leaves, lambda node: self._has_equal_halves(inputs.get(node)), rows
+        )
+        keys = self._table_keys(builder, fused, inputs)
+        modules = self._modules(builder, fused, prefix)
+        assert builder.attention_call is not None, "a layer makes one attention call"
+        call = self._recording.calls[builder.attention_call]
+        modules["attention"] = RecordedAttention(call, self._options.attention_backend)
+        tensors = self._tensors(builder, prefix)
+        graph = RecordedGraph(builder.graph, modules | tensors)
+        shapes = tuple((name, tuple(value.shape), value.dtype) for name, value in tensors.items())
+        norms = tuple(leaf for leaf in leaves.values())
+        key = (graph.code, call.scale, call.sliding_window, call.soft_cap, shapes, norms, keys)
+        for target, names in fused.merged.items():
+            self.merged[target] = names
+        return RecordedLayer(graph, keys, ("recorded layer", *key))
+
+    def _table_keys(
+        self, builder: PartBuilder, fused: Fused, inputs: dict[Node, Node]
+    ) -> tuple[tuple[str, int], ...]:
+        """Where the graph's table inputs are found in a step; unused ones are removed."""
+        halves = {}
+        for cos, sin in fused.rotated:
+            tables = [
+                next(table for node, table in inputs.items() if half.name == f"{node.name}_half")
+                for half in (cos, sin)
+            ]
+            kind = f"rope_{self._number(tables[0])}"
+            self.tables.pairs[kind] = tuple(self._table(table, is_half=True) for table in tables)
+            halves |= {cos: (kind, 0), sin: (kind, 1)}
+        keys = []
+        for node in list(builder.graph.find_nodes(op="placeholder")):
+            if node in halves:
+                keys.append(halves[node])
+            elif node in inputs:
+                if not node.users:
+                    builder.graph.erase_node(node)
+                    continue
+                kind = str(node.target)
+                self.tables.pairs[kind] = (self._table(inputs[node], is_half=False),)
+                keys.append((kind, 0))
+        return tuple(keys)
+
+    def _number(self, table: Node) -> int:
+        return self._parts.tables.index(table)
+
+    def _table(self, table: Node, *, is_half: bool) -> str:
+        """The name of the tensor with all rows of a table, or of their first halves in float32."""
+        name = f"table_{self._number(table)}{'_half' if is_half else ''}"
+        if name not in self.tables.tensors:
+            device, length = self._options.device, self._options.max_model_len
+            if is_half:
+                while table.target is torch.ops.aten._to_copy.default:
+                    (table,) = table.all_input_nodes  # before it is rounded to the model's dtype
+            if device.type == "meta":
+                few = compute_table(self._recording, table, 1)
+                rows = torch.empty((length, *few.shape[1:]), dtype=few.dtype, device=device)
+            else:
+                rows = compute_table(self._recording, table, length).to(device)
+            if is_half:
+                rows = rows[:, : rows.shape[1] // 2].float()
+            self.tables.tensors[name] = rows.reshape(length, -1).contiguous()
+        return name
+
+    def _has_equal_halves(self, table: Node | None) -> bool:
+        if table is None:
+            return False
+        if table not in self._halves:
+            rows = compute_table(self._recording, table, _FEW_POSITIONS)
+            half = rows.shape[-1] // 2
+            is_flat = rows.dim() == 2 and rows.shape[1] % 2 == 0
+            self._halves[table] = is_flat and torch.equal(rows[:, :half], rows[:, half:])
+        return self._halves[table]
+
+    def _modules(self, builder: PartBuilder, fused: Fused, prefix: str) -> dict[str, nn.Module]:
+        """The modules that a part's graph calls, by target."""
+        leaves = self._recording.leaves
+        found = [leaves[name] for name in builder.leaf_names]
+        num_experts = max(
+            (leaf.num_experts for leaf in found if isinstance(leaf, ExpertsLeaf)), default=0
+        )
+        modules: dict[str, nn.Module] = {}
+        for node in builder.graph.find_nodes(op="call_module"):
+            target = str(node.target)
+            if target in fused.merged:
+                modules[target] = self._merged_linear(
+                    [leaves[prefix + part] for part in fused.merged[target]]
+                )
+            elif prefix + target in leaves and target not in modules:
+                leaf = leaves[prefix + target]
+                is_token_table = prefix + target == self._embedding
+                if isinstance(leaf, EmbeddingLeaf) and is_token_table:
+                    modules[target] = Embedding(
+                        leaf.num_rows, leaf.size, self._options, is_head=self.is_tied
+                    )
+                else:
+                    modules[target] = build_leaf(leaf, self._options, num_experts=num_experts)
+        return modules
+
+    def _merged_linear(self, leaves: list[Leaf]) -> MergedLinear:
+        linears = [leaf for leaf in leaves if isinstance(leaf, LinearLeaf)]
+        outputs = tuple(leaf.out_features for leaf in linears)
+        first = linears[0]
+        return MergedLinear(first.in_features, outputs, self._options, bias=first.has_bias)
+
+    def _tensors(self, builder: PartBuilder, prefix: str) -> dict[str, Any]:
+        """Parameters and buffers that a part's graph reads itself, by target."""
+        model, device = self._recording.model, self._options.device
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        buffers = dict(model.named_buffers(remove_duplicate=False))
+        stored = model.state_dict().keys()
+        found: dict[str, Any] = {}
+        for name in builder.tensor_names:
+            target = name.removeprefix(prefix)
+            tensor = parameters.get(name, buffers.get(name))
+            assert tensor is not None, f"{name} is a tensor of the model"
+            if name in stored:
+                memory = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+                found[target] = nn.Parameter(memory, requires_grad=False)
+            else:
+                found[target] = tensor.to(device)
+        for name, value in builder.constants.items():
+            found[name] = value.to(device)
+        return found
+
+
+def _name_of(model: Any, wanted: nn.Module) -> str:
+    return next(name for name, module in model.named_modules() if module is wanted)
+
+
+def rows_of_kind(tensors: tuple[Tensor, ...]) -> RopeRows | TableRows:
+    """The rows of one kind of table."""
+    return RopeRows(*tensors) if len(tensors) > 1 else TableRows(*tensors)

@@ -1,0 +1,406 @@
+"""Rewrites the graph of a part with this project's ops, where torch operations mean the same.
+
+| in the graph | becomes |
+|---|---|
+| linear layers that read one tensor | one matrix |
+| activation(gate) * up, activation(x) | `activate` |
+| x * cos + rotate_half(x) * sin | `rotate_heads` |
+| linear(x) + y, norm(x) + y | the module with y as its residual |
+
+Operations that no rule matches stay as they are.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from ostinato.models.recorded.graph_values import drop_unused, in_order, transposed
+from ostinato.models.recorded.leaf_modules import Leaf, LinearLeaf, NormLeaf
+from ostinato.models.recorded.recorded_modules import rows_of
+from ostinato.ops.activation import activate
+from ostinato.ops.rope import rotate_heads
+
+__all__ = ("Fused", "fuse")
+
+_aten = torch.ops.aten
+_HIDDEN_DIMS = 2  # [T, D]
+
+
+@dataclass(slots=True)
+class Fused:
+    """What the rewriting changed besides the graph."""
+
+    merged: dict[str, tuple[str, ...]] = field(default_factory=dict)  # new module -> its parts
+    # (cos, sin) inputs that became halves: placeholders of the graph.
+    rotated: list[tuple[Node, Node]] = field(default_factory=list)
+
+
+def fuse(
+    graph: Graph,
+    leaves: Mapping[str, Leaf],
+    has_equal_halves: Callable[[Node], bool] = lambda node: False,
+    rows: Node | None = None,
+) -> Fused:
+    """Rewrite a graph in place.
+
+    Args:
+        graph: of a part, with an output.
+        leaves: the modules that it calls, by target.
+        has_equal_halves: whether the second half of each row of a table repeats the first.
+        rows: the input with the wanted rows; None = the part has none.
+    """
+    fused = Fused()
+    _merge_linears(graph, leaves, fused)
+    _fuse_activations(graph, fused)
+    _fuse_rotations(graph, fused, has_equal_halves)
+    _fuse_residuals(graph, leaves)
+    _cancel_copies(graph)
+    drop_unused(graph)
+    if rows is not None:
+        _select_rows(graph, rows)
+    graph.lint()
+    return fused
+
+
+def _merge_linears(graph: Graph, leaves: Mapping[str, Leaf], fused: Fused) -> None:
+    """Stack the matrices of linear layers that read the same tensor.
+
+    Only where the parts of the result need no copy: all are heads, or they are gate and factor.
+    """
+    groups: dict[tuple[Any, ...], list[Node]] = defaultdict(list)
+    for node in graph.find_nodes(op="call_module"):
+        leaf = leaves.get(str(node.target))
+        if isinstance(leaf, LinearLeaf):
+            parent = str(node.target).rpartition(".")[0]
+            groups[(node.args[0], parent, leaf.has_bias)].append(node)
+    for (source, parent, _), nodes in groups.items():
+        targets = [str(node.target) for node in nodes]
+        if len(nodes) < 2 or len(set(targets)) != len(targets):
+            continue
+        head_dim = _common_head_dim(nodes)
+        if head_dim is None and not _are_gate_and_factor(nodes):
+            continue
+        sizes = [_out_features(leaves[target]) for target in targets]
+        name = "_".join(target.rpartition(".")[2] for target in targets)
+        target = f"{parent}.{name}" if parent else name
+        fused.merged[target] = tuple(targets)
+        with graph.inserting_before(nodes[0]):
+            merged = graph.call_module(target, (source,))
+            if head_dim is not None:
+                heads = graph.call_method("reshape", (merged, -1, sum(sizes) // head_dim, head_dim))
+                sizes = [size // head_dim for size in sizes]
+                merged, nodes = heads, [next(iter(node.users)) for node in nodes]
+            split = graph.call_method("split_with_sizes", (merged, sizes, 1))
+            items = [
+                graph.call_function(operator.getitem, (split, index)) for index in range(len(nodes))
+            ]
+        for node, item in zip(nodes, items, strict=True):
+            item.meta = node.meta
+            node.replace_all_uses_with(item)
+
+
+def _common_head_dim(nodes: list[Node]) -> int | None:
+    """The head size if each of the results is only viewed as heads of one size."""
+    views = [next(iter(node.users)) if len(node.users) == 1 else None for node in nodes]
+    shapes = [view.args[1:] for view in views if view is not None and view.target == "reshape"]
+    is_heads = len(shapes) == len(nodes) and all(
+        len(shape) == 3 and shape[0] == -1 and shape[2] == shapes[0][2] for shape in shapes
+    )
+    return int(shapes[0][2]) if is_heads else None  # pyright: ignore
+
+
+def _are_gate_and_factor(nodes: list[Node]) -> bool:
+    """Whether two results are multiplied, after an activation of the first."""
+    if len(nodes) != 2 or any(len(node.users) != 1 for node in nodes):
+        return False
+    activation, product = (next(iter(node.users)) for node in nodes)
+    return (
+        _activation_name(activation) is not None
+        and list(activation.users) == [product]
+        and product.target is _aten.mul.Tensor
+        and [str(size) for size in _shape(nodes[0])] == [str(size) for size in _shape(nodes[1])]
+    )
+
+
+def _out_features(leaf: Leaf) -> int:
+    assert isinstance(leaf, LinearLeaf), "it is a linear layer"
+    return leaf.out_features
+
+
+def _fuse_activations(graph: Graph, fused: Fused) -> None:
+    for node in list(graph.nodes):
+        name = _activation_name(node)
+        if name is None or len(_shape(node)) != _HIDDEN_DIMS:
+            continue
+        (source,) = node.all_input_nodes
+        product = next(iter(node.users)) if len(node.users) == 1 else None
+        merged = None if product is None else _gated(product, node, source, fused)
+        with graph.inserting_before(product if merged is not None else node):
+            if merged is not None and product is not None:
+                new = graph.call_function(activate, (merged, name), {"gated": True})
+            else:
+                product, new = node, graph.call_function(activate, (source, name))
+        assert product is not None, "it was found above"
+        new.meta = product.meta
+        product.replace_all_uses_with(new)
+
+
+def _activation_name(node: Node) -> str | None:
+    if node.target is _aten.gelu.default:
+        exact = node.kwargs.get("approximate", "none") == "none"
+        return "gelu" if exact else "gelu_pytorch_tanh"
+    return {_aten.silu.default: "silu", _aten.relu.default: "relu"}.get(node.target)  # pyright: ignore
+
+
+def _gated(product: Node, activation: Node, gate: Node, fused: Fused) -> Node | None:
+    """The merged matrices' result if `product` is activation(first half) * second half."""
+    if product.target is not _aten.mul.Tensor:
+        return None
+    factors = [node for node in product.args if node is not activation]
+    if len(factors) != 1 or not isinstance(factors[0], Node):
+        return None
+    up = factors[0]
+    if gate.target is not operator.getitem or up.target is not operator.getitem:
+        return None
+    split = gate.args[0]
+    if split is not up.args[0] or (gate.args[1], up.args[1]) != (0, 1):
+        return None
+    assert isinstance(split, Node), "it is a value of the graph"
+    merged, sizes, _ = split.args
+    assert isinstance(merged, Node), "it is a value of the graph"
+    is_two = str(merged.target) in fused.merged and len(set(sizes)) == 1 and len(sizes) == 2  # pyright: ignore
+    return merged if is_two else None
+
+
+def _fuse_rotations(graph: Graph, fused: Fused, has_equal_halves: Callable[[Node], bool]) -> None:
+    halves: dict[Node, Node] = {}
+
+    def half(table: Node) -> Node:
+        """The input for the first half of a table."""
+        if table not in halves:
+            with graph.inserting_after(table):
+                halves[table] = graph.placeholder(f"{table.name}_half")
+            halves[table].meta = table.meta
+        return halves[table]
+
+    for node in list(graph.nodes):
+        found = _rotation(node)
+        if found is None:
+            continue
+        x, cos, sin = found
+        heads = _transposed_source(x)
+        if heads is None or not (has_equal_halves(cos) and has_equal_halves(sin)):
+            continue
+        whole = _with_rest(node, x)
+        last, source = (node, heads) if whole is None else whole
+        num_heads = int(_shape(node)[0])
+        with graph.inserting_before(last):
+            tables = (half(cos), half(sin))
+            rotated = graph.call_function(rotate_heads, (source, *tables, num_heads))
+            new = transposed(graph, rotated)
+        new.meta = last.meta
+        last.replace_all_uses_with(new)
+        if tables not in fused.rotated:
+            fused.rotated.append(tables)
+
+
+def _rotation(node: Node) -> tuple[Node, Node, Node] | None:
+    """(x [H, T, d], cos, sin) if the node is x * cos + rotate_half(x) * sin."""
+    if node.target is not _aten.add.Tensor or node.kwargs:
+        return None
+    for first, second in (node.args, node.args[::-1]):
+        direct, turned = _product_with_table(first), _product_with_table(second)
+        if direct is None or turned is None:
+            continue
+        (x, cos), (half, sin) = direct, turned
+        if _is_rotated_half(half, x):
+            return x, cos, sin
+    return None
+
+
+def _product_with_table(node: Any) -> tuple[Node, Node] | None:
+    """(x, table) if the node is x * table.unsqueeze(0)."""
+    if not isinstance(node, Node) or node.target is not _aten.mul.Tensor:
+        return None
+    x, table = node.args
+    if not isinstance(x, Node) or not isinstance(table, Node):
+        return None
+    if table.target is not _aten.unsqueeze.default or table.args[1] != 0:
+        return None
+    source = table.args[0]
+    return (x, source) if isinstance(source, Node) and source.op == "placeholder" else None
+
+
+def _is_rotated_half(node: Node, x: Node) -> bool:
+    """Whether the node is cat(-second half of x, first half of x)."""
+    if node.target is not _aten.cat.default:
+        return False
+    parts, dim = node.args[0], node.args[1] if len(node.args) > 1 else 0
+    size = int(_shape(x)[-1])
+    if not isinstance(parts, list | tuple) or len(parts) != 2 or dim != 2:
+        return False
+    second, first = parts
+    if not isinstance(second, Node) or second.target is not _aten.neg.default:
+        return False
+    return _is_slice(second.args[0], x, size // 2, size) and _is_slice(first, x, 0, size // 2)
+
+
+def _is_slice(node: Any, x: Node, begin: int, end: int) -> bool:
+    """Whether the node is x[..., begin:end] of a tensor [H, T, d]."""
+    if not isinstance(node, Node):
+        return False
+    if node.target is operator.getitem:  # of two equal halves
+        split, index = node.args
+        assert isinstance(split, Node), "it is a value of the graph"
+        if split.target != "split_with_sizes" or split.args[0] is not x:
+            return False
+        _, sizes, dim = split.args
+        starts = [sum(sizes[:place]) for place in range(len(sizes))]  # pyright: ignore
+        place = int(index)  # pyright: ignore
+        return dim == 2 and (starts[place], starts[place] + sizes[place]) == (begin, end)  # pyright: ignore
+    if node.target is not _aten.slice.Tensor or node.args[0] is not x or node.args[1] != 2:
+        return False
+    size = int(_shape(x)[-1])
+    first, last = node.args[2] or 0, min(int(node.args[3]), size)  # pyright: ignore
+    return (first, last) == (begin, end)
+
+
+def _transposed_source(x: Node) -> Node | None:
+    """The tensor [T, H, d] of which x [H, T, d], or a first part of x's source, was made."""
+    if x.target is _aten.slice.Tensor and x.args[1] == 2 and not x.args[2]:
+        x = x.args[0]  # pyright: ignore
+    if x.op == "call_method" and x.target == "transpose" and x.args[1:] == (0, 1):
+        source = x.args[0]
+        return source if isinstance(source, Node) else None
+    return None
+
+
+def _with_rest(node: Node, x: Node) -> tuple[Node, Node] | None:
+    """Of a partly rotated head: the node that puts both parts together, and the whole heads.
+
+    None if x is the whole head.
+    """
+    heads = _transposed_source(x)
+    if x.target is not _aten.slice.Tensor or heads is None:
+        return None
+    whole, size = x.args[0], int(_shape(x)[-1])
+    for user in node.users:
+        if user.target is _aten.cat.default and isinstance(user.args[0], list | tuple):
+            parts, dim = user.args[0], user.args[1] if len(user.args) > 1 else 0
+            assert isinstance(whole, Node), "it is a value of the graph"
+            end = int(_shape(whole)[-1])
+            if len(parts) == 2 and dim == 2 and _is_slice(parts[1], whole, size, end):
+                return user, heads
+    return None
+
+
+def _cancel_copies(graph: Graph) -> None:
+    """Remove pairs of equal transpositions, and copies of values that are in order."""
+    for node in list(graph.nodes):
+        if node.op == "call_method" and node.target == "transpose":
+            source = node.args[0]
+            assert isinstance(source, Node), "it is a value of the graph"
+            if source.target == "transpose" and source.args[1:] == node.args[1:]:
+                inner = source.args[0]
+                assert isinstance(inner, Node), "it is a value of the graph"
+                node.replace_all_uses_with(inner)
+    for node in list(graph.nodes):
+        if node.op == "call_method" and node.target == "contiguous":
+            source = node.args[0]
+            assert isinstance(source, Node), "it is a value of the graph"
+            if in_order(source):
+                node.replace_all_uses_with(source)
+
+
+def _fuse_residuals(graph: Graph, leaves: Mapping[str, Leaf]) -> None:
+    order = {node: place for place, node in enumerate(graph.nodes)}
+    for node in list(graph.nodes):
+        if node.target is not _aten.add.Tensor or node.kwargs:
+            continue
+        for result, other in (node.args, node.args[::-1]):
+            if _takes_residual(result, other, leaves):
+                assert isinstance(result, Node), "it is a value of the graph"
+                with graph.inserting_before(node):
+                    new = graph.call_module(str(result.target), (result.args[0], other))
+                new.meta = node.meta
+                node.replace_all_uses_with(new)
+                order[new] = order[node]
+                graph.erase_node(node)
+                break
+
+
+def _takes_residual(result: Any, other: Any, leaves: Mapping[str, Leaf]) -> bool:
+    """Whether a module's result, which nothing else reads, can be added to `other`."""
+    if not isinstance(result, Node) or not isinstance(other, Node) or result.op != "call_module":
+        return False
+    leaf = leaves.get(str(result.target))
+    is_fit = isinstance(leaf, LinearLeaf) or (isinstance(leaf, NormLeaf) and leaf.kind != "layer")
+    has_room = len(result.args) == 1 and len(result.users) == 1
+    same = [str(size) for size in _shape(result)] == [str(size) for size in _shape(other)]
+    return is_fit and has_room and same and len(_shape(result)) == _HIDDEN_DIMS
+
+
+def _select_rows(graph: Graph, rows: Node) -> None:
+    """Drop the rows that are not wanted right after attention; at the end if that is not possible.
+
+    After attention each value of a token is computed from values of that token alone.
+    """
+    (attention,) = (
+        node for node in graph.find_nodes(op="call_module") if node.target == "attention"
+    )
+    (output,) = graph.find_nodes(op="output")
+    flat = next(iter(attention.users)) if len(attention.users) == 1 else None
+    later = _later(flat) if flat is not None and flat.target == "reshape" else set()
+    crossing = [
+        (node, source)
+        for node in graph.nodes
+        if node in later
+        for source in node.all_input_nodes
+        if source not in later and source is not flat and _has_tokens(source)
+    ]
+    is_2d = all(len(_shape(source)) == _HIDDEN_DIMS for _, source in crossing)
+    if flat is None or flat.target != "reshape" or not is_2d:
+        result = output.all_input_nodes[0]
+        with graph.inserting_before(output):
+            output.replace_input_with(result, graph.call_function(rows_of, (result, rows)))
+        return
+    with graph.inserting_after(flat):
+        fewer = graph.call_function(rows_of, (flat, rows))
+    flat.replace_all_uses_with(fewer, delete_user_cb=lambda user: user is not fewer)
+    chosen: dict[Node, Node] = {}
+    for node, source in crossing:
+        if source not in chosen:
+            with graph.inserting_before(node):
+                chosen[source] = graph.call_function(rows_of, (source, rows))
+        node.replace_input_with(source, chosen[source])
+
+
+def _later(node: Node) -> set[Node]:
+    """All nodes that follow from this one, without it and the output."""
+    found: set[Node] = set()
+    todo = [node]
+    while todo:
+        for user in todo.pop().users:
+            if user not in found and user.op != "output":
+                found.add(user)
+                todo.append(user)
+    return found
+
+
+def _has_tokens(node: Node) -> bool:
+    """Whether a value may have a row for each token: it is not known to have none."""
+    shape = _shape(node)
+    is_constant = bool(shape) and not any(isinstance(size, torch.SymInt) for size in shape)
+    return node.op != "get_attr" and not is_constant
+
+
+def _shape(node: Node) -> tuple[Any, ...]:
+    value = node.meta.get("val")
+    return tuple(getattr(value, "shape", ()))

@@ -1,0 +1,429 @@
+"""Converts a part of a recorded graph to one over the tokens of a step: [T, ...] without a batch.
+
+transformers computes [1, T, ...]. Every value whose first size is 1 loses it. Each operation has a
+rule for that, and the rules are also the list of operations that are served: each must compute a
+token's values from those of the same token. An operation that mixes tokens, outside of attention,
+is refused by its name.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from ostinato.models.recorded.graph_values import (
+    ALONG_DIM,
+    COPIES,
+    DEFAULT_DIM,
+    PRODUCTS,
+    TOKENWISE,
+    VIEWS,
+    ValueShape,
+    argument_default,
+    argument_name,
+    has_batch,
+    has_symbol,
+    in_order,
+    is_transpose,
+    is_whole_slice,
+    map_nodes,
+    recorded_value,
+    transposed,
+    view_sizes,
+    without_writing,
+)
+from ostinato.models.recorded.recorder_ops import recorded_attention, recorded_module
+from ostinato.models.recorded.recording import Recording
+
+__all__ = ("PartBuilder",)
+
+_aten = torch.ops.aten
+
+
+class PartBuilder:
+    """Builds the graph of one part.
+
+    Args:
+        recording: the recorded run.
+        prefix: of names of modules and parameters, which is dropped.
+        device: where the part runs.
+    """
+
+    def __init__(self, recording: Recording, prefix: str, device: torch.device) -> None:
+        self.graph = Graph()
+        self.leaf_names: list[str] = []  # full names of the modules that the part calls
+        self.tensor_names: list[str] = []  # full names of tensors that the part reads
+        self.constants: dict[str, Tensor] = {}  # other tensors that it reads
+        self.attention_call: int | None = None
+        self._recording = recording
+        self._prefix = prefix
+        self._device = device
+        self._new: dict[Node, Any] = {}
+        self._has_batch: set[Node] = set()  # recorded nodes whose new value lacks the first size
+        self.attention_inputs: tuple[Node, ...] = ()  # step and caches
+        self._rules: dict[Any, Callable[[Node], None]] = {
+            recorded_module: self._leaf,
+            recorded_attention: self._attention,
+            operator.getitem: self._item,
+            **dict.fromkeys(VIEWS, self._view),
+            **dict.fromkeys(COPIES, self._copy),
+            **dict.fromkeys(ALONG_DIM, self._along),
+            **dict.fromkeys(PRODUCTS, self._product),
+            **dict.fromkeys(TOKENWISE, self._pointwise),
+            _aten.expand.default: self._expand,
+            _aten.transpose.int: self._transpose,
+            _aten.permute.default: self._permute,
+            _aten.t.default: self._same,
+            _aten.embedding.default: self._same,
+            _aten.unsqueeze.default: self._unsqueeze,
+            _aten.squeeze.dim: self._unsqueeze,
+            _aten.squeeze.default: self._view,
+            _aten.native_layer_norm.default: self._layer_norm,
+        }
+
+    def input(self, name: str, recorded: Node | None = None) -> Node:
+        """An input of the part; a value of the run if `recorded` is given, without its batch."""
+        node = self.graph.placeholder(name)
+        if recorded is not None:
+            self._set(recorded, node)
+        return node
+
+    def has(self, recorded: Node) -> bool:
+        """Whether the part has a value of the run."""
+        return recorded in self._new
+
+    def bind(self, recorded: Node, value: Node) -> None:
+        """Let a node of the part stand for a value of the run."""
+        self._set(recorded, value)
+
+    def reshaped(self, node: Node, sizes: tuple[int, ...]) -> Node:
+        """A node of the part with other sizes."""
+        return self.graph.call_method("reshape", (node, *sizes))
+
+    def add(self, recorded: Node) -> None:
+        """Convert one node, whose inputs are known.
+
+        Raises:
+            ValueError: it has no rule, or it mixes tokens.
+        """
+        if recorded.op == "get_attr":
+            self._add_constant(recorded)
+            return
+        if recorded.op == "placeholder":
+            self._add_tensor(recorded)
+            return
+        target: Any = recorded.target
+        is_writing = getattr(getattr(target, "_schema", None), "is_mutable", False)
+        if target is _aten.sym_size.int or isinstance(recorded_value(recorded), torch.SymInt | int):
+            self._new[recorded] = recorded_value(recorded)
+            return
+        self._check_tokens(recorded)
+        if is_writing:
+            target = recorded.target = without_writing(recorded)
+        rule = self._rule(target)
+        if rule is None:
+            raise ValueError(f"it computes {target}, of which is not known that tokens stay apart")
+        rule(recorded)
+        node = self._new.get(recorded)
+        if isinstance(node, Node):
+            node.meta["val"] = self._stripped(recorded)
+
+    def result(self, recorded: Node) -> Node:
+        """The new node of a value, without its batch."""
+        return self._new[recorded]
+
+    def _rule(self, target: Any) -> Callable[[Node], None] | None:
+        rule = self._rules.get(target)
+        if rule is None and torch.Tag.pointwise in getattr(target, "tags", ()):
+            return self._pointwise
+        return rule
+
+    # ---- rules ----
+
+    def _same(self, recorded: Node) -> None:
+        """The operation itself, over its inputs with their batch."""
+        arguments = self._restored(recorded.args)
+        node = self._call(recorded.target, arguments, dict(recorded.kwargs))
+        self._set_whole(recorded, node)
+
+    def _pointwise(self, recorded: Node) -> None:
+        keywords = {
+            key: self._device if key == "device" else self._mapped(value)
+            for key, value in recorded.kwargs.items()
+            if key not in ("pin_memory", "layout", "memory_format", "non_blocking")
+        }
+        target: Any = recorded.target
+        if target is _aten._to_copy.default and "dtype" not in keywords:
+            self._copy(recorded)
+            return
+        node = self._call(target, self._mapped(recorded.args), keywords)
+        if has_batch(recorded_value(recorded)):
+            self._has_batch.add(recorded)
+        self._new[recorded] = node
+
+    def _leaf(self, recorded: Node) -> None:
+        inputs, _, name = recorded.args
+        assert isinstance(inputs, list | tuple), "it is a list of values"
+        assert isinstance(name, str), "it is a name"
+        first = inputs[:-1] if len(inputs) > 1 else inputs
+        if len(inputs) == 3:
+            first = (inputs[2], inputs[0], inputs[1])
+        values = [self._new[node] for node in first if isinstance(node, Node)]
+        new = [self._ordered(value) for value in values]
+        shape = self._stripped(recorded).shape
+        self.leaf_names.append(name)
+        target = name.removeprefix(self._prefix)
+        is_flat = len(shape) <= 2 or len(inputs) > 1
+        if is_flat:
+            node = self.graph.call_module(target, tuple(new))
+        else:  # a norm of heads: [T, H, d], or transposed
+            source = values[0]
+            is_transposed = is_transpose(source)
+            if is_transposed:
+                source, shape = source.args[0], (shape[1], shape[0], *shape[2:])
+            flat = self.graph.call_method("reshape", (self._ordered(source), -1, int(shape[-1])))
+            node = self.graph.call_module(target, (flat,))
+            node = self.graph.call_method("reshape", (node, *view_sizes(shape)))
+            if is_transposed:
+                node = transposed(self.graph, node)
+        self._set(recorded, node)
+
+    def _attention(self, recorded: Node) -> None:
+        *heads, call = recorded.args
+        assert isinstance(call, int), "it is a number"
+        self.attention_call = call
+        swapped = [self._ordered(transposed(self.graph, self._new[node])) for node in heads]  # pyright: ignore
+        name, sinks = self._recording.calls[call].sinks, None
+        if name:
+            self.tensor_names.append(name)
+            sinks = self.graph.get_attr(name.removeprefix(self._prefix))
+        node = self.graph.call_module("attention", (*swapped, sinks, *self.attention_inputs))
+        self._set(recorded, node)
+
+    def _ordered(self, node: Node) -> Node:
+        """The value with its elements in order, as this project's ops and views need them."""
+        return node if in_order(node) else self.graph.call_method("contiguous", (node,))
+
+    def _item(self, recorded: Node) -> None:
+        source, index = recorded.args
+        assert isinstance(source, Node), "it is a value of the graph"
+        node = self.graph.call_function(operator.getitem, (self._new[source], index))
+        if has_batch(recorded_value(recorded)):
+            self._has_batch.add(recorded)
+        self._new[recorded] = node
+
+    def _copy(self, recorded: Node) -> None:
+        source = recorded.args[0]
+        assert isinstance(source, Node), "it is a value of the graph"
+        self._new[recorded] = self._new[source]
+        if source in self._has_batch:
+            self._has_batch.add(recorded)
+
+    def _view(self, recorded: Node) -> None:
+        source = recorded.args[0]
+        assert isinstance(source, Node), "it is a value of the graph"
+        sizes = self._stripped(recorded).shape
+        whole = self._ordered(self._new[source])
+        node = self.graph.call_method("reshape", (whole, *view_sizes(sizes)))
+        self._set(recorded, node)
+
+    def _expand(self, recorded: Node) -> None:
+        source = recorded.args[0]
+        assert isinstance(source, Node), "it is a value of the graph"
+        old, new = self._stripped(source).shape, self._stripped(recorded).shape
+        added = len(new) - len(old)
+        sizes = [
+            -1 if index >= added and new[index] == old[index - added] else new[index]
+            for index in range(len(new))
+        ]
+        if any(isinstance(size, torch.SymInt) for size in sizes):
+            raise ValueError("it repeats a value for each token of a step")
+        node = self.graph.call_method("expand", (self._new[source], *map(int, sizes)))
+        self._set(recorded, node)
+
+    def _transpose(self, recorded: Node) -> None:
+        source, first, second = recorded.args
+        assert isinstance(source, Node), "it is a value of the graph"
+        dims = len(recorded_value(source).shape)
+        places = sorted((int(first) % dims, int(second) % dims))  # pyright: ignore
+        if source not in self._has_batch:
+            self._same(recorded)
+        elif places[0] == 0:
+            raise ValueError("it transposes the batch")
+        else:
+            one, two = places[0] - 1, places[1] - 1
+            node = transposed(self.graph, self._new[source], one, two)
+            self._set(recorded, node)
+
+    def _permute(self, recorded: Node) -> None:
+        source, dims = recorded.args
+        assert isinstance(source, Node), "it is a value of the graph"
+        count = len(recorded_value(source).shape)
+        order = [int(dim) % count for dim in dims]  # pyright: ignore
+        if source in self._has_batch and order[0] == 0:
+            order = [dim - 1 for dim in order[1:]]
+            node = self._call(_aten.permute.default, (self._new[source], order), {})
+            self._set(recorded, node)
+            return
+        self._same(recorded)
+
+    def _unsqueeze(self, recorded: Node) -> None:
+        source, dim = recorded.args
+        assert isinstance(source, Node), "it is a value of the graph"
+        dims = len(recorded_value(source).shape) + (recorded.target is _aten.unsqueeze.default)
+        place = int(dim) % dims  # pyright: ignore
+        if source in self._has_batch and place > 0:
+            node = self._call(recorded.target, (self._new[source], place - 1), {})
+            self._set(recorded, node)
+        elif (
+            place == 0
+            and recorded.target is _aten.unsqueeze.default
+            and (source not in self._has_batch)
+        ):
+            self._set(recorded, self._new[source])
+        else:
+            self._same(recorded)
+
+    def _along(self, recorded: Node) -> None:
+        """An operation along dimensions, which are counted without the batch."""
+        target: Any = recorded.target
+        place, key = ALONG_DIM[target]
+        arguments, keywords = list(recorded.args), dict(recorded.kwargs)
+        source = arguments[0][0] if isinstance(arguments[0], list | tuple) else arguments[0]
+        assert isinstance(source, Node), "it is a value of the graph"
+        stated = arguments[place] if len(arguments) > place else keywords.pop(key, None)
+        if stated is None:
+            stated = DEFAULT_DIM.get(target, 0)
+        is_stack = target is _aten.stack.default
+        count = len(recorded_value(source).shape) + is_stack
+        stated_list = stated if isinstance(stated, list | tuple) else [stated]
+        dims = [int(dim) % count for dim in stated_list]  # pyright: ignore
+        if target is _aten.slice.Tensor and is_whole_slice(recorded):
+            self._copy(recorded)
+            return
+        tensors = [
+            node for node in recorded.all_input_nodes if isinstance(recorded_value(node), Tensor)
+        ]
+        shapes = [recorded_value(node).shape for node in tensors]
+        if not is_stack and any(
+            isinstance(shape[dim], torch.SymInt) for shape in shapes for dim in dims
+        ):
+            raise ValueError(f"{target} goes over the tokens of a step")
+        batched = [node in self._has_batch for node in tensors]
+        if any(batched):
+            if not all(batched) or 0 in dims:
+                self._same(recorded)
+                return
+            dims = [dim - 1 for dim in dims]
+        while len(arguments) <= place:
+            keywords_key = argument_name(target, len(arguments))
+            if len(arguments) == place:
+                arguments.append(None)
+            else:
+                arguments.append(
+                    keywords.pop(keywords_key, argument_default(target, len(arguments)))
+                )
+        arguments[place] = dims if isinstance(stated, list | tuple) else dims[0]
+        new_arguments = self._mapped(tuple(arguments))
+        if target is _aten.split_with_sizes.default or target is _aten.split.Tensor:
+            size = arguments[1]
+            sizes = tuple(size) if isinstance(size, list | tuple) else None
+            if sizes is None:
+                total = int(recorded_value(source).shape[dims[0] + (1 if any(batched) else 0)])
+                sizes = tuple(min(size, total - at) for at in range(0, total, size))  # pyright: ignore
+            node = self.graph.call_method(
+                "split_with_sizes", (self._new[source], list(sizes), dims[0])
+            )
+        else:
+            node = self._call(target, new_arguments, self._mapped(keywords))
+        self._set(recorded, node)
+
+    def _layer_norm(self, recorded: Node) -> None:
+        source, sizes = recorded.args[:2]
+        assert isinstance(source, Node), "it is a value of the graph"
+        assert isinstance(sizes, list | tuple), "it is a list of values"
+        if len(sizes) != 1 or isinstance(recorded_value(source).shape[-1], torch.SymInt):
+            raise ValueError(f"{recorded.target} goes over the tokens of a step")
+        self._new[recorded] = self._call(recorded.target, self._mapped(recorded.args), {})
+
+    def _product(self, recorded: Node) -> None:
+        """A matrix product, whose summed dimensions are no tokens."""
+        factors = recorded.args[-2:]
+        summed = [recorded_value(factors[0]).shape[-1], recorded_value(factors[1]).shape[-2]]
+        if any(isinstance(size, torch.SymInt) for size in summed):
+            raise ValueError(f"{recorded.target} sums over the tokens of a step")
+        self._same(recorded)
+
+    # ---- values ----
+
+    def _add_tensor(self, recorded: Node) -> None:
+        """A parameter or buffer of the model."""
+        name = self._recording.tensors.get(recorded.name)
+        if name is None:
+            raise ValueError("it reads the mask of padding, or token ids in a layer")
+        self.tensor_names.append(name)
+        node = self.graph.get_attr(name.removeprefix(self._prefix))
+        self._new[recorded] = node
+
+    def _add_constant(self, recorded: Node) -> None:
+        name = str(recorded.target)
+        self.constants[name] = getattr(self._recording.graph, name)
+        self._new[recorded] = self.graph.get_attr(name)
+
+    def _check_tokens(self, recorded: Node) -> None:
+        value = recorded_value(recorded)
+        if isinstance(value, Tensor):
+            symbols = sum(isinstance(size, torch.SymInt) for size in value.shape)
+            if symbols > 1:
+                raise ValueError(f"{recorded.target} pairs the tokens of a step with each other")
+
+    def _stripped(self, recorded: Node) -> Any:
+        """The value without data, without its batch."""
+        value = recorded_value(recorded)
+        if isinstance(value, Tensor) and has_batch(value):
+            return ValueShape(tuple(value.shape[1:]), value.dtype)
+        if isinstance(value, Tensor):
+            return ValueShape(tuple(value.shape), value.dtype)
+        return value
+
+    def _set(self, recorded: Node, node: Node) -> None:
+        self._new[recorded] = node
+        value = recorded_value(recorded)
+        if isinstance(value, Tensor) and has_batch(value):
+            self._has_batch.add(recorded)
+        elif isinstance(value, list | tuple):
+            pass  # items are looked at one by one
+
+    def _set_whole(self, recorded: Node, node: Node) -> None:
+        """Note the result of an operation that kept the batch."""
+        value = recorded_value(recorded)
+        if isinstance(value, Tensor) and has_batch(value):
+            node = self._call(_aten.select.int, (node, 0, 0), {})
+            self._has_batch.add(recorded)
+        elif isinstance(value, list | tuple):
+            raise ValueError(f"{recorded.target} over a batch has several results")
+        self._new[recorded] = node
+
+    def _restored(self, arguments: Any) -> Any:
+        """Arguments with their batch."""
+
+        def restore(node: Node) -> Any:
+            new = self._new[node]
+            if node in self._has_batch:
+                return self._call(_aten.unsqueeze.default, (new, 0), {})
+            return new
+
+        return map_nodes(arguments, restore)
+
+    def _mapped(self, arguments: Any) -> Any:
+        return map_nodes(arguments, lambda node: self._new[node])
+
+    def _call(self, target: Any, arguments: Any, keywords: Any) -> Node:
+        if has_symbol(arguments) or has_symbol(tuple(keywords.values())):
+            raise ValueError(f"{target} needs the number of tokens of a step")
+        return self.graph.call_function(target, tuple(arguments), dict(keywords))

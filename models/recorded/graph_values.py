@@ -1,0 +1,178 @@
+"""The operations and values of a recorded graph: dimensions, sizes, order in memory, arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+
+__all__ = (
+    "ALONG_DIM",
+    "COPIES",
+    "DEFAULT_DIM",
+    "PRODUCTS",
+    "TOKENWISE",
+    "VIEWS",
+    "ValueShape",
+    "argument_default",
+    "argument_name",
+    "drop_unused",
+    "has_batch",
+    "has_symbol",
+    "in_order",
+    "is_transpose",
+    "is_whole_slice",
+    "map_nodes",
+    "recorded_value",
+    "transposed",
+    "view_sizes",
+    "without_writing",
+)
+
+_aten = torch.ops.aten
+
+# Operations along a dimension: the argument with its number, or with several.
+ALONG_DIM: dict[Any, tuple[int, str]] = {
+    _aten.slice.Tensor: (1, "dim"),
+    _aten.select.int: (1, "dim"),
+    _aten.split.Tensor: (2, "dim"),
+    _aten.split_with_sizes.default: (2, "dim"),
+    _aten.cat.default: (1, "dim"),
+    _aten.stack.default: (1, "dim"),
+    _aten.sum.dim_IntList: (1, "dim"),
+    _aten.mean.dim: (1, "dim"),
+    _aten._softmax.default: (1, "dim"),
+    _aten.topk.default: (2, "dim"),
+    _aten.max.dim: (1, "dim"),
+    _aten.sort.default: (1, "dim"),
+    _aten.gather.default: (1, "dim"),
+    _aten.scatter.src: (1, "dim"),
+    _aten.scatter.value: (1, "dim"),
+    _aten.amax.default: (1, "dim"),
+    _aten.linalg_vector_norm.default: (2, "dim"),
+    _aten.unbind.int: (1, "dim"),
+}
+DEFAULT_DIM = {_aten.topk.default: -1, _aten.sort.default: -1}
+# Matrix products: their factors' last and last but one dimension are summed over.
+PRODUCTS = (_aten.mm.default, _aten.bmm.default, _aten.addmm.default)
+COPIES = (
+    _aten.clone.default,
+    _aten.detach.default,
+    _aten.alias.default,
+    _aten.contiguous.default,
+    _aten.lift_fresh_copy.default,
+)
+VIEWS = (_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default)
+TOKENWISE = (
+    _aten.zeros_like.default,
+    _aten.ones_like.default,
+    _aten.full_like.default,
+    _aten.masked_fill.Scalar,
+    _aten.masked_fill.Tensor,
+    _aten._to_copy.default,
+    _aten.to.dtype,
+    _aten.where.self,
+)
+
+
+class ValueShape:
+    """Sizes and dtype of a value."""
+
+    def __init__(self, shape: tuple[Any, ...], dtype: torch.dtype) -> None:
+        self.shape = shape
+        self.dtype = dtype
+
+
+def without_writing(recorded: Node) -> Any:
+    """The operation that gives the result of one that overwrites its input.
+
+    Raises:
+        ValueError: there is none, or the input is read elsewhere too.
+    """
+    target: Any = recorded.target
+    source = recorded.args[0]
+    assert isinstance(source, Node), "it is a value of the graph"
+    name, overload = target._schema.name.removeprefix("aten::"), target._overloadname
+    packet = getattr(_aten, name.removesuffix("_"), None)
+    is_own = source.op == "call_function" and not getattr(source.target, "is_view", False)
+    is_last = all(user is recorded or user < recorded for user in source.users)
+    if packet is None or overload not in packet.overloads() or not (is_own and is_last):
+        raise ValueError(f"it overwrites a value with {target}")
+    return getattr(packet, overload)
+
+
+def drop_unused(graph: Graph) -> None:
+    """Remove nodes whose values nothing reads; inputs stay."""
+    graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output"))
+
+
+def transposed(graph: Graph, node: Node, first: int = 0, second: int = 1) -> Node:
+    """Two dimensions of a value exchanged; twice is not at all."""
+    if is_transpose(node) and (node.args[1], node.args[2]) == (first, second):
+        source = node.args[0]
+        assert isinstance(source, Node), "it is a value of the graph"
+        return source
+    return graph.call_method("transpose", (node, first, second))
+
+
+def in_order(node: Node) -> bool:
+    """Whether the elements of a value are known to be in order in memory."""
+    if node.op in ("call_module", "placeholder"):
+        return True
+    if node.op == "call_method":
+        source = node.args[0]
+        assert isinstance(source, Node), "it is a value of the graph"
+        return node.target == "contiguous" or (node.target == "reshape" and in_order(source))
+    is_own = str(getattr(node.target, "__module__", "")).startswith("ostinato.")
+    return node.op == "call_function" and is_own
+
+
+def is_transpose(node: Any) -> bool:
+    return isinstance(node, Node) and node.op == "call_method" and node.target == "transpose"
+
+
+def recorded_value(node: Any) -> Any:
+    return node.meta.get("val") if node.op != "get_attr" else node.meta.get("val", 0)
+
+
+def has_batch(value: Any) -> bool:
+    return (
+        isinstance(value, Tensor)
+        and value.dim() > 0
+        and type(value.shape[0]) is int
+        and (value.shape[0] == 1)
+    )
+
+
+def view_sizes(shape: Sequence[Any]) -> tuple[int, ...]:
+    """Sizes for `view`, with -1 for the one that steps decide."""
+    return tuple(-1 if isinstance(size, torch.SymInt) else int(size) for size in shape)
+
+
+def is_whole_slice(recorded: Node) -> bool:
+    begin, end = ([*recorded.args[2:4], None, None])[:2]
+    step = recorded.args[4] if len(recorded.args) > 4 else 1
+    is_start, is_end = begin in (None, 0), end in (None, (1 << 63) - 1)
+    return bool(is_start and is_end and step == 1)
+
+
+def argument_name(target: Any, index: int) -> str:
+    return target._schema.arguments[index].name
+
+
+def argument_default(target: Any, index: int) -> Any:
+    return target._schema.arguments[index].default_value
+
+
+def map_nodes(arguments: Any, change: Callable[[Node], Any]) -> Any:
+    return map_arg(arguments, change)
+
+
+def has_symbol(arguments: Any) -> bool:
+    if isinstance(arguments, list | tuple):
+        return any(map(has_symbol, arguments))
+    return isinstance(arguments, torch.SymInt)

@@ -1,0 +1,132 @@
+"""A causal language model that was recorded from transformers, as one of this project's models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ostinato.models.base import CausalLM
+from ostinato.models.config.block_spec import BlockSpec
+from ostinato.models.config.hf_fields import architecture_of, read_token_ids, stated_dtype
+from ostinato.models.config.model_config import HFConfig, ModelConfig
+from ostinato.models.linear_layers import BuildOptions
+from ostinato.models.recorded.assembly import Assembly, rows_of_kind
+from ostinato.models.recorded.hf_model import find_source
+from ostinato.models.recorded.leaf_modules import ExpertsLeaf, LinearLeaf
+from ostinato.models.recorded.recording import record
+from ostinato.models.recorded.stored_names import checkpoint_layout
+from ostinato.models.sharding import WHOLE
+from ostinato.models.step_tensors import ForwardBatch, StepInputs
+
+__all__ = ("RecordedCausalLM",)
+
+_POSITIONS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len")
+
+
+class RecordedCausalLM(CausalLM):
+    """Runs the parts of a recorded graph as the stages of a model."""
+
+    @classmethod
+    def read_config(
+        cls, hf_config: HFConfig, generation_config: HFConfig | None = None
+    ) -> ModelConfig:
+        """The hyperparameters of the recorded run; see `LanguageModel.read_config`."""
+        source = find_source(hf_config)
+        dtype = stated_dtype(hf_config)
+        recording = record(source, dtype)
+        config = recording.model.config.get_text_config()
+        length = _context(config)
+        # Building the parts shows what is not served before any weight is read.
+        meta = BuildOptions(
+            dtype=dtype,
+            device=torch.device("meta"),
+            attention_backend="reference",
+            max_model_len=length,
+        )
+        assembly = Assembly(recording, meta)
+        list(assembly.layers())
+        first = recording.calls[0]
+        linears = [leaf for leaf in recording.leaves.values() if isinstance(leaf, LinearLeaf)]
+        head = recording.model.get_output_embeddings()
+        widest = [leaf.out_features for leaf in linears if leaf.out_features != head.out_features]
+        experts = [leaf for leaf in recording.leaves.values() if isinstance(leaf, ExpertsLeaf)]
+        top_k = int(getattr(config, "num_experts_per_tok", 1) or 1)
+        widest += [top_k * (2 * leaf.intermediate_size + leaf.hidden_size) for leaf in experts]
+        ids = read_token_ids(generation_config or {}, "eos_token_id") or _eos_ids(config)
+        return ModelConfig(
+            architecture=architecture_of(hf_config),
+            vocab_size=int(head.out_features),
+            hidden_size=int(head.in_features),
+            intermediate_size=max(widest),
+            num_layers=len(recording.layers),
+            num_heads=first.num_heads,
+            num_kv_heads=first.num_kv_heads,
+            head_dim=first.head_dim,
+            max_model_len=length,
+            norm_eps=0.0,
+            activation="silu",
+            tie_word_embeddings=assembly.is_tied,
+            rope=None,
+            sliding_windows=tuple(call.sliding_window for call in recording.calls),
+            dtype=dtype,
+            eos_token_ids=ids,
+            bos_token_id=getattr(config, "bos_token_id", None),
+            block=BlockSpec(has_sinks=any(call.sinks for call in recording.calls)),
+            attention_soft_cap=max(call.soft_cap for call in recording.calls),
+            recorded=source,
+            has_recorded_experts=bool(experts),
+        )
+
+    def __init__(self, config: ModelConfig, options: BuildOptions) -> None:
+        super().__init__()
+        if options.shard != WHOLE:
+            raise ValueError("models through transformers are not sharded; set parallel.tensor=1")
+        assert config.recorded is not None, "the configuration names the code of the model"
+        recording = record(config.recorded, options.dtype)
+        assembly = Assembly(recording, options)
+        self.recorded_begin = assembly.begin()
+        self.layers = nn.ModuleList(assembly.layers())
+        self.recorded_finish = assembly.finish()
+        self.recorded_head = assembly.head(assembly.embedding_of(self.recorded_begin))
+        for name, rows in assembly.tables.tensors.items():
+            self.register_buffer(name, rows, persistent=False)
+        self._tables = assembly.tables.pairs
+        self.checkpoint_layout = checkpoint_layout(
+            recording, assembly.merged, is_tied=assembly.is_tied
+        )
+
+    def begin(self, batch: ForwardBatch) -> tuple[Tensor, StepInputs]:
+        hidden = self.recorded_begin(batch.token_ids, batch.positions)
+        tables = {
+            kind: rows_of_kind(
+                tuple(F.embedding(batch.positions, getattr(self, name)) for name in names)
+            )
+            for kind, names in self._tables.items()
+        }
+        return hidden, StepInputs(tables, batch)
+
+    def finish(self, hidden: Tensor) -> Tensor:
+        return self.recorded_finish(hidden)
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        return self.recorded_head(hidden)
+
+
+def _context(config: Any) -> int:
+    """Tokens of the longest context.
+
+    Raises:
+        ValueError: the config does not state it.
+    """
+    for key in _POSITIONS:
+        length = getattr(config, key, None)
+        if isinstance(length, int) and length > 0:
+            return length
+    raise ValueError(f"config.json states no context; set model.config.{_POSITIONS[0]}")
+
+
+def _eos_ids(config: Any) -> tuple[int, ...]:
+    return read_token_ids({"eos_token_id": getattr(config, "eos_token_id", None)}, "eos_token_id")

@@ -1,0 +1,414 @@
+"""Records one run of a transformers model, without weights, as a graph of tensor operations.
+
+The run has one sequence of T tokens, T a symbol. The graph holds the modules that this project
+replaces as single nodes, and each attention call as one node with what the model says about it.
+What attention sees of the context is taken from the mask that the model makes: the mask function is
+evaluated, and must be that of causal attention, with a window or without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import (
+    disable_proxy_modes_tracing,
+    get_proxy_mode,
+    make_fx,
+)
+from torch.fx.experimental.symbolic_shapes import (
+    DimDynamic,
+    ShapeEnv,
+    StatelessSymbolicContext,
+)
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from ostinato.models.config.hf_source import HFModelSource
+from ostinato.models.recorded.hf_model import ATTENTION, hf_model
+from ostinato.models.recorded.leaf_modules import (
+    EmbeddingLeaf,
+    ExpertsLeaf,
+    Leaf,
+    LinearLeaf,
+    find_leaves,
+)
+from ostinato.models.recorded.recorder_ops import recorded_attention, recorded_module
+
+__all__ = ("AttentionCall", "Recording", "record")
+
+_NUM_TOKENS = 23  # of the recorded run; any number that is no size of a model
+_MATRIX_DIMS = 2
+_MASK_SPAN = 64  # positions on which mask functions are evaluated, and the window besides
+
+# Keyword arguments of attention calls that do not change its result.
+_WITHOUT_EFFECT = frozenset(
+    ("cache_position", "dropout", "position_embeddings", "position_ids", "use_cache")
+)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCall:
+    """One attention call of the recorded run."""
+
+    module: str  # the name of the attention module
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    sliding_window: int  # tokens that a row sees, itself included; 0 = all
+    soft_cap: float
+    sinks: str = ""  # the name of the parameter; empty = there is none
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Recording:
+    """The recorded run."""
+
+    model: Any  # the transformers model, without weights
+    graph: GraphModule  # inputs: the tensors, then token ids, positions and padding, each [1, T]
+    tensors: dict[str, str]  # name of an input -> name of the parameter or buffer
+    leaves: dict[str, Leaf]
+    calls: tuple[AttentionCall, ...]  # in order
+    layers: tuple[str, ...]  # names of the modules with one attention call each, in order
+    # By name of a node: 0 = before the layers, 2 i + 1 = in layer i, 2 i + 2 = after it.
+    sections: dict[str, int]
+
+
+@dataclass(slots=True, eq=False)
+class _Run:
+    """What is noted while the model runs."""
+
+    model: Any
+    names: dict[int, str]  # of modules, by id
+    head: str  # the output head
+    masks: dict[int, int] = field(default_factory=dict)  # id of a mask -> its window
+    kept: list[Any] = field(default_factory=list)  # so that ids stay unique
+    calls: list[AttentionCall] = field(default_factory=list)
+    leaves: dict[str, Leaf] = field(default_factory=dict)  # linear layers and embeddings
+
+
+_current: ContextVar[_Run] = ContextVar("recording")  # the run that is being recorded
+
+
+@lru_cache(maxsize=4)
+def record(source: HFModelSource, dtype: torch.dtype) -> Recording:
+    """Run a model once on tensors without data.
+
+    Args:
+        source: its code and sizes.
+        dtype: of weights and activations.
+
+    Raises:
+        ValueError: the model does something that this engine can not repeat exactly; the text says
+            what.
+    """
+    _register()
+    model = hf_model(source, dtype)
+    config = model.config.get_text_config()
+    leaves = find_leaves(model, getattr(config, "hidden_act", None))
+    layers = _layer_names(model, config.num_hidden_layers)
+    names = {id(module): name for name, module in model.named_modules()}
+    run = _Run(model, names, names.get(id(model.get_output_embeddings()), ""))
+    token = _current.set(run)
+    try:
+        with _leaves_in_place(model, leaves), torch.no_grad():
+            graph, tensors, sections = _trace(run, layers)
+    except _Unfit as error:
+        raise ValueError(str(error)) from None
+    except Exception as error:  # whatever a model's code raises for tensors without data
+        text = str(error).strip().splitlines()
+        raise ValueError(
+            f"{type(model).__name__} can not be recorded: {type(error).__name__}: "
+            f"{text[0] if text else ''}"
+        ) from error
+    finally:
+        _current.reset(token)
+    _check_calls(model, layers, run.calls)
+    inputs = [node.name for node in graph.graph.find_nodes(op="placeholder")]
+    tensors_of = dict(zip(inputs, tensors, strict=False))
+    found = leaves | run.leaves
+    return Recording(model, graph, tensors_of, found, tuple(run.calls), layers, sections)
+
+
+class _Unfit(Exception):
+    """What the engine can not repeat."""
+
+
+def _register() -> None:
+    """Tell transformers of the recording functions; doing it again changes nothing."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    ALL_ATTENTION_FUNCTIONS.register(ATTENTION, _attend)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION, _make_mask)
+
+
+def _layer_names(model: nn.Module, num_layers: int) -> tuple[str, ...]:
+    """The names of the decoder's layers: the one list of that many modules."""
+    lists = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList)
+        and len(module) == num_layers
+        and not any(part.isdigit() for part in name.split("."))
+    ]
+    if len(lists) != 1:
+        raise ValueError(
+            f"{type(model).__name__} has {len(lists)} lists of {num_layers} modules, not one"
+        )
+    return tuple(f"{lists[0]}.{index}" for index in range(num_layers))
+
+
+def _check_calls(model: Any, layers: tuple[str, ...], calls: list[AttentionCall]) -> None:
+    kind = type(model).__name__
+    for layer in layers:
+        count = sum(call.module.startswith(f"{layer}.") for call in calls)
+        if count != 1:
+            raise ValueError(
+                f"{kind}: {layer} makes {count} attention calls, not one; layers with other state "
+                "than keys and values are not served"
+            )
+    if len(calls) != len(layers):
+        raise ValueError(f"{kind} makes attention calls outside its {len(layers)} layers")
+    shapes = {(call.num_heads, call.num_kv_heads, call.head_dim) for call in calls}
+    if len(shapes) != 1:
+        raise ValueError(
+            f"{kind}: layers differ in (heads, key and value heads, head size): {sorted(shapes)}"
+        )
+
+
+@contextmanager
+def _leaves_in_place(model: nn.Module, leaves: dict[str, Leaf]) -> Iterator[None]:
+    """Let the replaced modules record themselves as one node."""
+    modules = dict(model.named_modules())
+    for name, leaf in leaves.items():
+        modules[name].forward = _recorder_of(name, leaf)
+    try:
+        yield
+    finally:
+        for name in leaves:
+            del modules[name].forward
+
+
+def _recorder_of(name: str, leaf: Leaf) -> Callable[..., Tensor]:
+    def norm(hidden_states: Tensor) -> Tensor:
+        return recorded_module([hidden_states], hidden_states.shape, name)
+
+    def experts(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        # The last input has the dtype of the result.
+        inputs = [top_k_index, top_k_weights, hidden_states]
+        return recorded_module(inputs, hidden_states.shape, name)
+
+    return experts if isinstance(leaf, ExpertsLeaf) else norm
+
+
+class _MatrixFunctions(TorchFunctionMode):
+    """Records linear layers and embeddings: functions that read the weight of a module.
+
+    Args:
+        run: gets the modules that are found.
+        names: of weights, by id.
+    """
+
+    def __init__(self, run: _Run, names: dict[int, str]) -> None:
+        self._run = run
+        self._names = names
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.linear:
+            recorded = self._linear(*args, **kwargs)
+        elif func is F.embedding:
+            recorded = self._embedding(*args, **kwargs)
+        else:
+            recorded = None
+        return func(*args, **kwargs) if recorded is None else recorded
+
+    def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
+        name = self._module(weight)
+        if name is None or (bias is not None and self._names.get(id(bias)) != f"{name}.bias"):
+            return None
+        if isinstance(self._run.leaves.get(name), EmbeddingLeaf):
+            name = self._run.head  # tied to the embedding
+        leaf = LinearLeaf(weight.shape[1], weight.shape[0], has_bias=bias is not None)
+        self._run.leaves[name] = leaf
+        return recorded_module([input], (*input.shape[:-1], leaf.out_features), name)
+
+    def _embedding(self, input: Tensor, weight: Tensor, *others: Any, **more: Any) -> Tensor | None:
+        name = self._module(weight)
+        if name is None:
+            return None
+        self._run.leaves[name] = leaf = EmbeddingLeaf(*weight.shape)
+        # The weight gives the result its dtype.
+        return recorded_module([input, weight], (*input.shape, leaf.size), name)
+
+    def _module(self, weight: Tensor) -> str | None:
+        """The module whose weight it is."""
+        name = self._names.get(id(weight), "")
+        is_weight = name.endswith(".weight") and weight.dim() == _MATRIX_DIMS
+        return name.removesuffix(".weight") if is_weight else None
+
+
+def _trace(noted: _Run, layers: tuple[str, ...]) -> tuple[GraphModule, list[str], dict[str, int]]:
+    """The graph of a run, the names of its weights, and the section of each node."""
+    model = noted.model
+    shapes = ShapeEnv()
+    mode = FakeTensorMode(shape_env=shapes, allow_non_fake_inputs=True)
+    tokens = torch.zeros(1, _NUM_TOKENS, dtype=torch.int64)
+    dynamic = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.STATIC, DimDynamic.DYNAMIC])
+    ids = mode.from_tensor(tokens, symbolic_context=dynamic)
+    # Token ids and positions have one size, so the second is made of the first.
+    # A mask of padding keeps transformers from looking for packed sequences in the positions.
+    with mode:
+        positions = torch.empty_like(ids)
+        padding = torch.empty_like(ids, dtype=torch.bool)
+    named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    with mode:
+        fakes = {
+            name: torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+            for name, tensor in named.items()
+        }
+    sections = _Sections()
+
+    def run(tensors: list[Tensor], ids: Tensor, positions: Tensor, padding: Tensor) -> Tensor:
+        values = dict(zip(fakes, tensors, strict=True))
+        inputs = {"input_ids": ids, "position_ids": positions, "attention_mask": padding}
+        with _MatrixFunctions(noted, {id(value): name for name, value in values.items()}):
+            return torch.func.functional_call(
+                model, values, (), {**inputs, "use_cache": False}, tie_weights=True
+            ).logits
+
+    hooks = []
+    for index, layer in enumerate(layers):
+        module = model.get_submodule(layer)
+        hooks.append(module.register_forward_pre_hook(sections.hook(2 * index + 1)))
+        hooks.append(module.register_forward_hook(sections.hook(2 * index + 2)))
+    try:
+        graph = make_fx(run)(list(fakes.values()), ids, positions, padding)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if sections.order != list(range(2 * len(layers) + 1)):
+        raise _Unfit(f"{type(model).__name__} does not call its layers once each, in their order")
+    return graph, list(fakes), sections.of_nodes
+
+
+class _Sections:
+    """Notes which nodes were added to the graph before, in and after each layer."""
+
+    def __init__(self) -> None:
+        self.of_nodes: dict[str, int] = {}
+        self.order = [0]
+
+    def hook(self, section: int) -> Callable[..., None]:
+        """A hook for the place where a section begins."""
+
+        def begin(*arguments: Any) -> None:
+            mode = get_proxy_mode()
+            assert mode is not None, "the model is being recorded"
+            for node in reversed(mode.tracer.graph.nodes):
+                if node.name in self.of_nodes:
+                    break
+                self.of_nodes[node.name] = self.order[-1]
+            self.order.append(section)
+
+        return begin
+
+
+def _make_mask(**arguments: Any) -> Tensor:
+    """Stands for a mask; `_attend` looks up which one."""
+    if arguments.get("use_vmap"):
+        raise _Unfit("its attention mask is not that of causal attention")
+    window = int(arguments.get("local_size") or 0)
+    with disable_proxy_modes_tracing(), unset_fake_temporarily():
+        if not _is_causal(arguments["mask_function"], window):
+            raise _Unfit("its attention mask is not that of causal attention")
+        mask = torch.zeros(1)
+    run = _current.get()
+    run.kept.append(mask)
+    run.masks[id(mask)] = window
+    return mask
+
+
+def _is_causal(function: Callable[..., Any], window: int) -> bool:
+    """Whether a mask function is that of causal attention with a window (0 = without)."""
+    begin = max(0, window - _MASK_SPAN // 2)
+    rows = torch.arange(begin, begin + _MASK_SPAN)[:, None]
+    columns = torch.arange(begin + _MASK_SPAN)[None]
+    expected = columns <= rows
+    if window:
+        expected = expected & (columns > rows - window)
+    try:
+        got = function(0, 0, rows, columns)
+    except (RuntimeError, TypeError, IndexError):  # it reads tensors of the recorded run
+        return False
+    return bool(torch.equal(torch.as_tensor(got).expand_as(expected), expected))
+
+
+def _attend(  # noqa: PLR0913 - transformers' signature
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    is_causal: bool | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """The attention function that transformers calls: records the call."""
+    run = _current.get()
+    name = run.names.get(id(module), type(module).__name__)
+    unknown = [key for key, stated in others.items() if _has_effect(key, stated)]
+    if unknown:
+        raise _Unfit(f"{name} passes {', '.join(sorted(unknown))} to attention")
+    if attention_mask is None:
+        raise _Unfit(f"{name} passes no mask to attention")
+    window = run.masks.get(id(attention_mask))
+    if window is None:
+        raise _Unfit(f"{name} passes a mask of its own to attention")
+    if is_causal is False:
+        raise _Unfit(f"{name} is not causal")
+    if sliding_window is not None and window != sliding_window and window != 0:
+        raise _Unfit(f"{name} has a window of {sliding_window}, and its mask one of {window}")
+    if key.shape[-1] != value.shape[-1]:
+        raise _Unfit(
+            f"{name} has keys of {key.shape[-1]} and values of {value.shape[-1]} elements a head"
+        )
+    head_dim = int(query.shape[-1])
+    run.calls.append(
+        AttentionCall(
+            name,
+            int(query.shape[1]),
+            int(key.shape[1]),
+            head_dim,
+            float(head_dim**-0.5 if scaling is None else scaling),
+            window,
+            float(softcap or 0.0),
+            "" if s_aux is None else _name_of(run, module, s_aux),
+        )
+    )
+    return recorded_attention(query, key, value, len(run.calls) - 1), None
+
+
+def _has_effect(key: str, stated: Any) -> bool:
+    return key not in _WITHOUT_EFFECT and stated is not None and stated is not False
+
+
+def _name_of(run: _Run, module: nn.Module, tensor: Tensor) -> str:
+    """The parameter of an attention module that holds its sinks."""
+    for key, parameter in module.named_parameters(recurse=False):
+        if parameter is tensor:
+            return f"{run.names[id(module)]}.{key}"
+    raise _Unfit(f"{run.names[id(module)]} computes its sinks")

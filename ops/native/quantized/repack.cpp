@@ -1,0 +1,184 @@
+// Quantised linear weights of stored integers, and rows of them: pack_quantized lays out the integers and factors of a
+// quantised checkpoint, quantized_rows reads rows back, so that an embedding tied to the output layer needs no second
+// copy. Layout in layout.h.
+#include "linear/tasks.h"
+#include "quantized/layout.h"
+
+#include <algorithm>
+
+namespace ostinato::linear {
+namespace {
+
+void store_factor(const QuantFormat& format, float value, uint8_t* header, int64_t index) {
+  if (format.factors == DType::bfloat16) {
+    from_float(value, reinterpret_cast<BFloat16*>(header) + index);
+  } else if (format.factors == DType::float16) {
+    from_float(value, reinterpret_cast<Float16*>(header) + index);
+  } else {
+    reinterpret_cast<float*>(header)[index] = value;
+  }
+}
+
+// What pack_quantized lays out.
+struct Stored {
+  Tensor values;  // [N, K]
+  Tensor scales;  // [N, groups] float32
+  Tensor zeros;   // the same, or none
+
+  float factor(const Tensor& factors, int64_t row, int64_t group) const {
+    return factors.as<float>()[row * factors.strides[0] + group * factors.strides[1]];
+  }
+};
+
+// One panel; `columns` rows of the matrix from `row` on, zero past them.
+void pack_panel(const Stored& stored, int64_t row, int columns, const QuantizedShape& shape, uint8_t* panel) {
+  const QuantFormat& format = shape.format;
+  const int64_t in_features = stored.values.sizes[1];
+  const int64_t row_stride = stored.values.strides[0];
+  const int64_t stride = stored.values.strides[1];
+  const uint8_t* values = stored.values.as<uint8_t>() + row * row_stride;
+  std::memset(panel, 0, shape.panel_bytes);
+  for (int64_t group = 0; group < shape.groups; ++group) {
+    uint8_t* data = panel + shape.group_offset(group);
+    for (int c = 0; c < columns; ++c) {
+      store_factor(format, stored.factor(stored.scales, row + c, group), data, c);
+      if (format.symmetric) continue;
+      const float zero = stored.factor(stored.zeros, row + c, group) - static_cast<float>(format.offset());
+      store_factor(format, zero, data, kPanel + c);
+    }
+    data += format.header_bytes();
+    const int64_t begin = group * format.group_size;
+    const int64_t count = std::min(format.group_size, in_features - begin);
+    for (int64_t k = 0; k < count; ++k) {
+      const uint8_t* source = values + (begin + k) * stride;
+      const int64_t step = k / 4;
+      if (format.is_e4m3) {
+        for (int c = 0; c < columns; ++c) data[k * kPanel + c] = source[c * row_stride];
+      } else if (format.bits == 8) {
+        uint8_t* out = data + step * 4 * kPanel + k % 4;
+        for (int c = 0; c < columns; ++c) out[c * 4] = source[c * row_stride];
+      } else {
+        uint8_t* out = data + step / 2 * 4 * kPanel + k % 4;
+        const int shift = step % 2 * 4;
+        for (int c = 0; c < columns; ++c) {
+          out[c * 4] = static_cast<uint8_t>(out[c * 4] | (source[c * row_stride] & 15) << shift);
+        }
+      }
+    }
+  }
+}
+
+// pack_quantized(Tensor values, Tensor scales, Tensor? zeros, SymInt bits, SymInt group_size, bool symmetric, str scales,
+//                str kind) -> Tensor
+void pack_quantized(Call& call) {
+  Stored stored{};
+  stored.values = call.tensor();
+  stored.scales = call.tensor();
+  stored.zeros = call.optional_tensor();
+  const QuantFormat format = read_format(call);
+  OSTINATO_CHECK(stored.values.dtype == DType::uint8 && stored.values.dim == 2, "values must be a matrix of uint8");
+  const int64_t out_features = stored.values.sizes[0];
+  const QuantizedShape shape(out_features, stored.values.sizes[1], format);
+  OSTINATO_CHECK(stored.zeros.exists() == !format.symmetric, "zero points are given unless the format is symmetric");
+  for (const Tensor* factors : {&stored.scales, &stored.zeros}) {
+    OSTINATO_CHECK(!factors->exists() || (factors->dtype == DType::float32 && factors->dim == 2 &&
+                                          factors->sizes[0] == out_features && factors->sizes[1] == shape.groups),
+                   "scales and zero points must be float32 [" + std::to_string(out_features) + ", " +
+                       std::to_string(shape.groups) + "]");
+  }
+  const int64_t sizes[] = {shape.panels, shape.panel_bytes};
+  const Tensor packed = call.empty(sizes, 2, DType::uint8);
+  prefer_huge_pages(packed.data, shape.bytes());
+  const int workers = workers_for(call.threads(), shape.bytes(), shape.panels);
+  call.threads().run(workers, [&](int worker) {
+    const int64_t last = shape.panels * (worker + 1) / workers;
+    for (int64_t panel = shape.panels * worker / workers; panel < last; ++panel) {
+      const int64_t row = panel * kPanel;
+      const int columns = static_cast<int>(std::min<int64_t>(kPanel, out_features - row));
+      pack_panel(stored, row, columns, shape, packed.as<uint8_t>() + panel * shape.panel_bytes);
+    }
+  });
+  call.give(packed);
+}
+
+// One factor of a group's header.
+float read_factor(const QuantFormat& format, const uint8_t* header, int64_t index) {
+  if (format.factors == DType::bfloat16) return to_float(reinterpret_cast<const BFloat16*>(header)[index]);
+  if (format.factors == DType::float16) return to_float(reinterpret_cast<const Float16*>(header)[index]);
+  return reinterpret_cast<const float*>(header)[index];
+}
+
+// The k-th value of a column of a group, widened.
+float read_value(const QuantFormat& format, const uint8_t* values, int64_t k, int column) {
+  if (format.is_e4m3) return from_float8(values[k * kPanel + column]);
+  const int64_t step = k / 4;
+  const int64_t byte = column * 4 + k % 4;
+  if (format.bits == 8) return static_cast<float>(values[step * 4 * kPanel + byte]);
+  const int value = values[step / 2 * 4 * kPanel + byte] >> (step % 2 * 4) & 15;
+  return static_cast<float>(format.is_e2m1 ? kE2m1[value] : value);
+}
+
+// One row of the matrix behind a quantised weight.
+template <class T>
+void read_row(const QuantizedWeight& weight, int64_t row, int64_t in_features, T* out) {
+  const int column = static_cast<int>(row % kPanel);
+  const QuantFormat& format = weight.format;
+  for (int64_t group = 0; group < weight.groups; ++group) {
+    const uint8_t* data = weight.panel(row / kPanel) + weight.group_offset(group);
+    const float scale = read_factor(format, data, column);
+    const float second = format.symmetric ? 0.0f : read_factor(format, data, kPanel + column);
+    const float zero = format.has_minimums ? 0.0f : static_cast<float>(format.offset()) + second;
+    const float minimum = format.has_minimums ? second : 0.0f;
+    const uint8_t* values = data + format.header_bytes();
+    const int64_t begin = group * format.group_size;
+    const int64_t count = std::min(format.group_size, in_features - begin);
+    for (int64_t k = 0; k < count; ++k) {
+      from_float((read_value(format, values, k, column) - zero) * scale - minimum, out + begin + k);
+    }
+  }
+}
+
+// quantized_rows(Tensor weight, Tensor ids, SymInt out_features, SymInt in_features, bool float32_output,
+//                SymInt bits, SymInt group_size, bool symmetric, str scales, str kind) -> Tensor
+void quantized_rows(Call& call) {
+  const Tensor weight = call.tensor();
+  const Tensor ids = call.tensor();
+  const int64_t out_features = call.integer();
+  const int64_t in_features = call.integer();
+  const bool float32_output = call.boolean();
+  const QuantFormat format = read_format(call);
+  const QuantizedWeight quantized(weight, out_features, in_features, format);
+  const bool wide = ids.dtype == DType::int64;
+  OSTINATO_CHECK(ids.dim == 1 && (wide || ids.dtype == DType::int32), "ids must be an int64 or int32 vector");
+  const int64_t num_rows = ids.sizes[0];
+  const auto id_of = [&](int64_t row) {
+    const int64_t offset = row * ids.strides[0];
+    return wide ? ids.as<int64_t>()[offset] : static_cast<int64_t>(ids.as<int32_t>()[offset]);
+  };
+  for (int64_t row = 0; row < num_rows; ++row) {
+    OSTINATO_CHECK(id_of(row) >= 0 && id_of(row) < out_features,
+                   "ids[" + std::to_string(row) + "] is " + std::to_string(id_of(row)) +
+                       ", not a row of the weight: 0 to " + std::to_string(out_features - 1));
+  }
+  const int64_t sizes[] = {num_rows, in_features};
+  const Tensor out = call.empty(sizes, 2, float32_output ? DType::float32 : DType::bfloat16);
+  const int workers = workers_for(call.threads(), num_rows * in_features * 8, num_rows);
+  call.threads().run(workers, [&](int worker) {
+    const int64_t last = num_rows * (worker + 1) / workers;
+    for (int64_t row = num_rows * worker / workers; row < last; ++row) {
+      if (float32_output) {
+        read_row(quantized, id_of(row), in_features, out.as<float>() + row * in_features);
+      } else {
+        read_row(quantized, id_of(row), in_features, out.as<BFloat16>() + row * in_features);
+      }
+    }
+  });
+  call.give(out);
+}
+
+}  // namespace
+
+OSTINATO_KERNEL(pack_quantized, pack_quantized);
+OSTINATO_KERNEL(quantized_rows, quantized_rows);
+
+}  // namespace ostinato::linear

@@ -1,0 +1,99 @@
+// Natural-log probabilities of chosen tokens and of the likeliest ones, for each row of logits. A row's bits depend neither
+// on other rows nor on the number of threads: float32 sums of chunks of the row, added up in float64 in their order.
+//
+// Plain torch needs a pass for the sum, one for the rank and one for the likeliest, and its sum over 65,536 logits and
+// more is split between threads where there are few rows. Tests compare the kernel with the plain torch in
+// ops/logprobs/row_logprobs.py.
+#include "core/kernel.h"
+#include "rows/row.h"
+
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+namespace ostinato::logprobs {
+namespace {
+
+using logit_rows::Candidate;
+using logit_rows::kNever;
+using logit_rows::Row;
+
+constexpr int64_t kLogitsPerWorker = 16 << 10;  // that pay for waking one more thread
+
+// The results of one row.
+struct Places {
+  float* logprobs;      // [W]
+  int64_t* rank;        // of the first token
+  int64_t* top_ids;     // [top]
+  float* top_logprobs;  // [top]
+};
+
+void score(const float* logits, int64_t count, const int64_t* token_ids, int64_t num_tokens, int64_t top, Places out) {
+  const Row row(logits, count);
+  std::vector<double> sums;
+  row.sum(1.0f, sums);
+  const double total = row.most() + std::log(sums.back());
+  const auto logprob = [&](float logit) { return logit > kNever ? static_cast<float>(logit - total) : kNever; };
+  for (int64_t i = 0; i < num_tokens; ++i) out.logprobs[i] = logprob(logits[token_ids[i]]);
+  const float first = logits[token_ids[0]];
+  *out.rank = 1 + row.count_above(first == first ? first : kNever);
+  if (top == 0) return;
+  std::vector<Candidate> likeliest;
+  row.candidates(top, likeliest);
+  // A logit that is NaN is no candidate.
+  for (int64_t id = 0; id < count && static_cast<int64_t>(likeliest.size()) < top; ++id) {
+    if (logits[id] != logits[id]) likeliest.push_back({kNever, static_cast<int32_t>(id)});
+  }
+  for (int64_t i = 0; i < top; ++i) {
+    out.top_ids[i] = likeliest[i].id;
+    out.top_logprobs[i] = logprob(likeliest[i].logit);
+  }
+}
+
+// row_logprobs(Tensor logits, Tensor token_ids, int top) -> (Tensor, Tensor, Tensor, Tensor)
+void row_logprobs(Call& call) {
+  const Tensor logits = call.tensor();
+  const Tensor token_ids = call.tensor();
+  const int64_t top = call.integer();
+  OSTINATO_CHECK(logits.dtype == DType::float32 && logits.dim == 2 && logits.sizes[1] > 0 &&
+                     (logits.sizes[1] == 1 || logits.strides[1] == 1),
+                 "row_logprobs: logits must be float32 [R, V] with contiguous rows, V at least 1");
+  const int64_t num_rows = logits.sizes[0], count = logits.sizes[1];
+  OSTINATO_CHECK(token_ids.dtype == DType::int64 && token_ids.dim == 2 && token_ids.sizes[0] == num_rows &&
+                     token_ids.sizes[1] > 0 && (token_ids.sizes[1] == 1 || token_ids.strides[1] == 1),
+                 "row_logprobs: token_ids must be int64 [R, W] with contiguous rows, W at least 1");
+  OSTINATO_CHECK(top >= 0 && top <= count,
+                 "row_logprobs: top must be in [0, " + std::to_string(count) + "], got " + std::to_string(top));
+  const int64_t num_tokens = token_ids.sizes[1];
+  for (int64_t r = 0; r < num_rows; ++r) {
+    for (int64_t i = 0; i < num_tokens; ++i) {
+      const int64_t id = token_ids.as<int64_t>()[r * token_ids.strides[0] + i];
+      OSTINATO_CHECK(id >= 0 && id < count, "row_logprobs: token_ids[" + std::to_string(r) + ", " + std::to_string(i) +
+                                                "] = " + std::to_string(id) + " must be in [0, " +
+                                                std::to_string(count) + ")");
+    }
+  }
+  const int64_t wide[] = {num_rows, num_tokens}, leading[] = {num_rows, top};
+  const Tensor logprobs = call.empty(wide, 2, DType::float32);
+  const Tensor ranks = call.empty(&num_rows, 1, DType::int64);
+  const Tensor top_ids = call.empty(leading, 2, DType::int64);
+  const Tensor top_logprobs = call.empty(leading, 2, DType::float32);
+  const int64_t worth = std::min(num_rows * count / kLogitsPerWorker, num_rows);
+  const int workers = static_cast<int>(std::clamp<int64_t>(worth, 1, call.threads().count()));
+  call.threads().run(workers, [&](int worker) {
+    const int64_t last = num_rows * (worker + 1) / workers;
+    for (int64_t r = num_rows * worker / workers; r < last; ++r) {
+      score(logits.as<float>() + r * logits.strides[0], count, token_ids.as<int64_t>() + r * token_ids.strides[0],
+            num_tokens, top,
+            {logprobs.as<float>() + r * num_tokens, ranks.as<int64_t>() + r, top_ids.as<int64_t>() + r * top,
+             top_logprobs.as<float>() + r * top});
+    }
+  });
+  call.give({logprobs, ranks, top_ids, top_logprobs});
+}
+
+}  // namespace
+
+OSTINATO_KERNEL(row_logprobs, row_logprobs);
+
+}  // namespace ostinato::logprobs

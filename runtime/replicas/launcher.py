@@ -1,0 +1,136 @@
+"""Starts the engine processes of one replica."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from ostinato.conf.schema import InstructionSetName
+from ostinato.conf.server_schema import ServerConfig
+from ostinato.runtime.errors import StartupError
+from ostinato.runtime.process.engine_process import EngineProcess
+from ostinato.runtime.process.ipc import EngineReady, StartEngine
+from ostinato.runtime.replicas.placement import Placement
+from ostinato.runtime.types.engine_info import ServedModel
+
+__all__ = ("EngineLauncher",)
+
+# A restart may take ten times as long as all phases of the first start, and at least this long.
+_SHORTEST_START_LIMIT_S = 300.0
+# What requests were checked against when they were admitted.
+_FACTS = ("vocab_size", "eos_token_ids", "tasks", "embedding_size", "num_labels", "num_segments")
+
+
+class EngineLauncher:
+    """Starts engine processes, one at a time.
+
+    Args:
+        name: of the processes, for messages and logs.
+        placement: the engine's configuration and its part of the machine.
+        server: the settings for logs and profiles.
+        context: makes the sockets; it outlives this object.
+        path: the beginning of the paths of the sockets' files.
+
+    Attributes:
+        name: as above.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        placement: Placement,
+        server: ServerConfig,
+        context: zmq.asyncio.Context,
+        path: Path,
+    ) -> None:
+        self.name = name
+        self._config = placement.config
+        self._gpu = placement.gpu
+        self._server = server
+        self._context = context
+        self._path = path
+        self._counter = itertools.count()
+        self._limit_s = _SHORTEST_START_LIMIT_S
+        self._model: ServedModel | None = None  # of the first process
+
+    async def spawn(self) -> EngineProcess:
+        """Start a process. It returns at once; the process loads the model meanwhile.
+
+        Raises:
+            StartupError: the system can not start another process or open its socket.
+        """
+        path = self._path.with_name(f"{self._path.name}-{next(self._counter)}")
+        server = self._server
+        start = StartEngine(
+            config=self._config,
+            name=self.name,
+            log_level=server.log_level,
+            log_format=server.log_format,
+            flight_recorder_steps=server.flight_recorder_steps,
+            profile_dir=server.profile_dir,
+        )
+        try:
+            engine = EngineProcess(self._context, path, self._gpu)
+            await engine.spawn(msgspec.json.encode(start))
+        except (OSError, zmq.ZMQError) as error:
+            raise StartupError(f"the {self.name} process can not be started: {error}") from error
+        return engine
+
+    async def wait_for_first(
+        self, engine: EngineProcess, on_phase: Callable[[str, float], None]
+    ) -> EngineReady:
+        """Wait until the first process serves; the others will accept every request that it does.
+
+        Args:
+            engine: from `spawn`.
+            on_phase: called with each finished phase of the start and its seconds.
+
+        Raises:
+            StartupError: the engine can not start; one line that says why.
+        """
+        begin = time.monotonic()
+        ready = await engine.wait_until_ready(on_phase)
+        section = replace(self._config.model, max_model_len=ready.model.max_model_len)
+        self._config = replace(self._config, model=section)
+        if isa := ready.model.isa:  # and give streams that go on the bits that they would have had
+            device = replace(self._config.device, isa=InstructionSetName(isa))
+            self._config = replace(self._config, device=device)
+        self._model = ready.model
+        seconds = max(sum(ready.model.startup_seconds.values()), time.monotonic() - begin)
+        self._limit_s = max(_SHORTEST_START_LIMIT_S, 10 * seconds)
+        return ready
+
+    async def wait_for_next(self, engine: EngineProcess) -> EngineReady:
+        """Wait until a further process serves. One that does not start, or in time, is killed.
+
+        Raises:
+            StartupError: the engine can not start, takes too long, or has another kind of model;
+                one line that says why.
+        """
+        try:
+            async with asyncio.timeout(self._limit_s):
+                ready = await engine.wait_until_ready(lambda name, seconds: None)
+        except TimeoutError as error:
+            engine.kill()
+            raise StartupError(f"it took more than {self._limit_s:.0f} s") from error
+        except StartupError:
+            engine.kill()
+            raise
+        assert self._model is not None, "the first one served"
+        for name in _FACTS:
+            before, now = getattr(self._model, name), getattr(ready.model, name)
+            if now != before:
+                engine.kill()
+                raise StartupError(
+                    f"the model has another {name} than before, {now} and not {before}, which the "
+                    "requests of this server depend on; start a new server for it"
+                )
+        return ready

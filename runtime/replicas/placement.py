@@ -1,0 +1,89 @@
+"""Divides the machine between the replicas of a server: cores and memory, or GPUs.
+
+On a CPU every replica plans with an equal part of the cores and of the memory that was free before
+the first one started, so that all have the same limits, now and after a restart. On a machine with
+GPUs every replica has one of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from ostinato.conf.engine_config import EngineConfig
+from ostinato.conf.environment import visible_gpus
+from ostinato.conf.schema import DeviceName
+from ostinato.runtime.errors import StartupError
+from ostinato.runtime.host_resources import available_cores, free_host_memory
+
+__all__ = ("Placement", "divide", "place_replicas")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """The part of the machine that one replica has."""
+
+    config: EngineConfig
+    gpu: str | None = None  # the only one that its process sees; None = those of this process
+
+
+def place_replicas(config: EngineConfig, num_replicas: int) -> list[Placement]:
+    """The placement of each replica on this machine. One replica has the whole machine.
+
+    Raises:
+        StartupError: there are fewer GPUs than replicas.
+    """
+    if num_replicas == 1:
+        return [Placement(config=config)]
+    gpus = [] if config.device.name is DeviceName.cpu else _find_gpus()
+    return divide(
+        config,
+        num_replicas,
+        cores=available_cores(),
+        free_bytes=free_host_memory().free_bytes,
+        gpus=gpus,
+    )
+
+
+def divide(
+    config: EngineConfig, num_replicas: int, *, cores: int, free_bytes: int, gpus: Sequence[str]
+) -> list[Placement]:
+    """The placements of several replicas on a machine with the given resources.
+
+    Args:
+        config: of every replica; `device.threads` and `device.memory_gib` count for each.
+        num_replicas: at least 1.
+        cores: that this process may use.
+        free_bytes: free memory of the host.
+        gpus: by index or UUID; empty = the replicas run on the CPU.
+
+    Raises:
+        StartupError: there are fewer GPUs than replicas.
+    """
+    if gpus:
+        if len(gpus) < num_replicas:
+            raise StartupError(
+                f"parallel.data={num_replicas} takes a GPU for each replica, and this process sees "
+                f"{len(gpus)}; lower it, or set device.name=cpu"
+            )
+        return [Placement(config=config, gpu=gpu) for gpu in gpus[:num_replicas]]
+    device = config.device
+    if device.threads is None:
+        device = replace(device, threads=max(1, cores // num_replicas))
+    if device.memory_gib is None:
+        device = replace(device, memory_gib=free_bytes / num_replicas / (1 << 30))
+    return [Placement(config=replace(config, device=device)) for _ in range(num_replicas)]
+
+
+def _find_gpus() -> list[str]:
+    """The GPUs that this process may use; empty without a driver."""
+    named = visible_gpus()
+    if named is not None:
+        return named
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+        return [str(index) for index in range(pynvml.nvmlDeviceGetCount())]
+    except pynvml.NVMLError:
+        return []

@@ -1,0 +1,447 @@
+"""One replica of the model: an engine process, the requests sent to it, and its restarts.
+
+When the engine process dies, a new one is started and the open requests continue in it
+(docs/reliability.md). This module runs in the API process and imports no torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping
+
+from ostinato.conf.server_schema import ServerConfig
+from ostinato.runtime.engine.engine_state import EngineState
+from ostinato.runtime.engine.flight_recorder import (
+    StepRecord,
+    flight_path,
+    keep_flight,
+    read_flight,
+)
+from ostinato.runtime.errors import DeadlineError, EngineDeadError, StartupError
+from ostinato.runtime.fair_queue import FairQueue
+from ostinato.runtime.process.engine_process import EngineProcess
+from ostinato.runtime.process.ipc import (
+    AbortRequests,
+    AddRequest,
+    ClientMessage,
+    EngineFailed,
+    EngineMessage,
+    EngineOutputs,
+    GetState,
+    State,
+    StepStarted,
+    UtilityName,
+    UtilityReply,
+)
+from ostinato.runtime.replicas.in_flight import InFlightRequest, InFlightRequests, given_up_output
+from ostinato.runtime.replicas.inspection import Inspector
+from ostinato.runtime.replicas.launcher import EngineLauncher
+from ostinato.runtime.replicas.pending_calls import PendingCalls
+from ostinato.runtime.replicas.restarts import Death, DeathReason, RestartPolicy, death_of
+from ostinato.runtime.replicas.watchdog import TICK_S, Watchdog
+from ostinato.runtime.types.engine_info import (
+    EngineStats,
+    ReplicaState,
+    ReplicaStatus,
+    ServedModel,
+    continued,
+)
+from ostinato.runtime.types.outputs import FinishReason, SequenceOutput
+from ostinato.runtime.types.request import Request
+
+__all__ = ("Reader", "Replica")
+
+_LOG = logging.getLogger(__name__)
+_NOT_STARTED = "it was not started"
+_SENT_AT_ONCE = 8  # requests, before other tasks of the event loop have their turn
+
+Reader = FairQueue[tuple[str, SequenceOutput | EngineDeadError | DeadlineError]]
+"""Gets the outputs of some requests with their ids, or the error that ends them."""
+
+
+class Replica:
+    """Starts one engine process, sends it requests, and starts another one when it dies.
+
+    All methods run on one event loop. `model` is set once `wait_until_ready` has returned.
+    """
+
+    model: ServedModel
+
+    def __init__(
+        self,
+        number: int,
+        launcher: EngineLauncher,
+        server: ServerConfig,
+        on_change: Callable[[Replica], Awaitable[None]],
+    ) -> None:
+        """
+        Args:
+            number: of this replica, from 0.
+            launcher: starts its engine processes.
+            server: the settings for the watchdog and restarts.
+            on_change: called when the engine has died, serves again, or is not started again.
+        """
+        self.number = number
+        self.name = launcher.name
+        self.is_drained = False  # the router sends it no requests
+        self._launcher = launcher
+        self._server = server
+        self._on_change = on_change
+        self._engine: EngineProcess | None = None
+        self._requests: InFlightRequests[Reader] = InFlightRequests()
+        self._calls = PendingCalls()
+        self._inspector = Inspector(lambda: self._send(GetState()))
+        self._supervisor: asyncio.Task[None] | None = None
+        self._watchdog = Watchdog()
+        self._watcher: asyncio.Task[None] | None = None
+        self._hang: str | None = None  # why the watchdog killed the process
+        self._reloading: asyncio.Future[None] | None = None  # the engine was asked to end
+        self._death: str | None = _NOT_STARTED
+        self._restarting: str | None = None
+        self._restarts = RestartPolicy(
+            server.max_restarts, server.restart_window_s, server.restart_backoff_s
+        )
+        self._before: EngineStats | None = None  # the last figures of the engine before
+        self.stats = EngineStats()  # newest; counters go on over restarts
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the engine process runs and is ready."""
+        return self._death is None and self._restarting is None
+
+    @property
+    def death_reason(self) -> str | None:
+        """Why the engine is not started again, or None."""
+        return self._death
+
+    @property
+    def restart_reason(self) -> str | None:
+        """Why the last engine died while the next one starts; None while none starts."""
+        return self._restarting
+
+    @property
+    def restarts(self) -> Mapping[str, int]:
+        """Restarts so far by `DeathReason`."""
+        return self._restarts.counts
+
+    @property
+    def status(self) -> ReplicaStatus:
+        """What it does now."""
+        reason = self._death or self._restarting
+        if reason == _NOT_STARTED:
+            state, reason = ReplicaState.starting, None
+        elif reason is None:
+            state = ReplicaState.drained if self.is_drained else ReplicaState.serving
+        else:
+            state = ReplicaState.dead if self._death else ReplicaState.restarting
+        return ReplicaStatus(
+            engine=self.number,
+            state=state,
+            reason=reason,
+            num_unfinished=len(self._requests),
+            num_restarts=sum(self.restarts.values()),
+            pid=self.pid,
+        )
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the engine, or None when there is none."""
+        return None if self._engine is None else self._engine.pid
+
+    @property
+    def requests(self) -> InFlightRequests[Reader]:
+        """The requests that have not ended."""
+        return self._requests
+
+    @property
+    def seconds_since_step(self) -> float:
+        """Seconds since the engine completed a step or an idle heartbeat."""
+        return self._watchdog.seconds_stalled
+
+    @property
+    def seconds_overdue(self) -> float:
+        """The part of `seconds_since_step` that exceeds the predicted time of the step."""
+        return self._watchdog.seconds_overdue
+
+    async def spawn(self) -> None:
+        """Start the engine process. It returns at once; the process loads the model meanwhile.
+
+        Raises:
+            StartupError: the system can not start another process or open its socket.
+        """
+        self._engine = await self._launcher.spawn()
+
+    async def wait_until_ready(self, on_phase: Callable[[str, float], None]) -> None:
+        """Wait until the spawned engine serves.
+
+        Args:
+            on_phase: called with each finished phase of the start and its seconds.
+
+        Raises:
+            StartupError: the engine can not start; one line that says why.
+        """
+        assert self._engine is not None, "spawned"
+        ready = await self._launcher.wait_for_first(self._engine, on_phase)
+        self.model, self.stats = ready.model, ready.stats
+        self._death = None
+        self._supervisor = asyncio.create_task(self._supervise())
+        self._watcher = asyncio.create_task(self._watch_engine())
+
+    async def submit(self, requests: list[Request], reader: Reader) -> None:
+        """Send requests to the engine, now or when it serves again.
+
+        Args:
+            requests: requests with unique ids.
+            reader: a queue that gets their outputs until each has ended or `remove` is called.
+
+        Raises:
+            EngineDeadError: the engine ended and is not started again.
+        """
+        if self._death is not None:
+            raise EngineDeadError(f"the engine does not run: {self._death}")
+        for request in requests:
+            self._requests.add(request, reader)
+        await self.submit_held()
+
+    async def release(self) -> list[InFlightRequest[Reader]]:
+        """Stop its requests, except suspects; returns them with their tokens, for another one."""
+        submitted = self._requests.submitted_ids() if self.is_alive else []
+        released = self._requests.release()
+        gone = {one.request.request_id for one in released}
+        if aborted := [name for name in submitted if name in gone]:
+            await self._send(AbortRequests(aborted))
+        return released
+
+    async def reload(self) -> None:
+        """Replace the engine process by a new one, which reads the weights again.
+
+        The requests that it has go on in the new one.
+
+        Raises:
+            StartupError: the new one can not start; it is tried again as after a death.
+            EngineDeadError: the engine does not run.
+        """
+        self._check_alive()
+        assert self._engine is not None, "it is alive"
+        self._reloading = asyncio.get_running_loop().create_future()
+        self._restarting = "its weights are loaded again"
+        await self._engine.stop()
+        await self._reloading
+
+    async def remove(self, request_ids: set[str] | list[str]) -> None:
+        """Forget requests, and abort those that the engine works on."""
+        if submitted := self._requests.remove(request_ids):
+            await self._send(AbortRequests(submitted))
+        await self.submit_held()
+
+    async def abort(self, request_ids: list[str]) -> None:
+        """End requests. Their readers get a last output."""
+        submitted: list[str] = []
+        for request_id in request_ids:
+            one = self._requests.get(request_id)
+            if one is not None and one.is_submitted:
+                submitted.append(request_id)
+            else:
+                self._route(SequenceOutput(request_id, [], FinishReason.abort))
+        if submitted:
+            await self._send(AbortRequests(submitted))
+
+    async def call(self, name: UtilityName) -> str:
+        """Have the engine execute a utility call between two steps; returns its answer.
+
+        Raises:
+            InvalidRequestError: the engine refuses the call.
+            EngineDeadError: the engine does not run.
+        """
+        self._check_alive()
+        call, reply = self._calls.begin(name)
+        await self._send(call)
+        return await reply
+
+    async def inspect(self, timeout_s: float) -> EngineState:
+        """The engine's state. Concurrent callers share one answer.
+
+        Raises:
+            TimeoutError: no answer within `timeout_s`: a long step runs, or the engine hangs.
+            EngineDeadError: the engine does not run.
+        """
+        self._check_alive()
+        return await self._inspector.ask(timeout_s)
+
+    def flight_records(self) -> list[StepRecord]:
+        """The engine's last steps, read from its file, even if the engine hangs."""
+        return [] if self._engine is None else read_flight(flight_path(self._engine.path))
+
+    async def close(self) -> None:
+        """End the engine process; open requests get an error. Safe to call twice."""
+        if self._death is None:
+            self._mark_dead("it was closed")
+        self._calls.fail("it was closed")
+        for task in (self._supervisor, self._watcher):
+            if task is not None:
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await task
+        self._supervisor = self._watcher = None
+        if self._engine is not None:
+            await self._engine.close()
+            self._engine = None
+
+    def _check_alive(self) -> None:
+        if not self.is_alive:
+            raise EngineDeadError(f"the engine does not run: {self._death or self._restarting}")
+
+    async def submit_held(self) -> None:
+        """Send held requests to the engine, if it serves, a few at a time."""
+        while self.is_alive and (requests := self._requests.submit(_SENT_AT_ONCE)):
+            for request in requests:
+                await self._send(AddRequest(request))
+            if self._requests.num_held:
+                await asyncio.sleep(0)  # a large request must not hold up the others' outputs
+
+    async def _send(self, message: ClientMessage) -> None:
+        """Send to the engine. If it has just died, `_supervise` handles the lost message."""
+        if self._engine is not None:
+            with contextlib.suppress(EngineDeadError):
+                await self._engine.send(message)
+
+    async def _supervise(self) -> None:
+        """Route outputs, and restart the engine when it dies, until no restart is allowed."""
+        while True:
+            death = await self._receive()
+            self._calls.fail(death.text)
+            self._restarting, self._hang = death.text, None
+            if death.reason is DeathReason.reload:
+                self._requests.on_engine_end()
+            else:
+                self._give_up(death)
+            await self._on_change(self)
+            if not await self._restart(death):
+                return
+
+    async def _receive(self) -> Death:
+        """Handle the engine's messages until it ends; returns how it ended."""
+        engine, last_words = self._engine, None
+        assert engine is not None, "started"
+        while (message := await engine.next_message()) is not None:
+            if isinstance(message, EngineFailed):
+                last_words = message.message
+            else:
+                await self._handle(message)
+        if self._reloading is not None and self._hang is None and last_words is None:
+            return Death(DeathReason.reload, "its weights are loaded again")
+        death = death_of(engine.return_code, last_words, self._hang)
+        keep_flight(flight_path(engine.path), self._server.flight_recorder_dir, death.text)
+        return death
+
+    async def _handle(self, message: EngineMessage) -> None:
+        if isinstance(message, EngineOutputs):
+            num_steps = None
+            if message.stats is not None:
+                self.stats = continued(self._before, message.stats)
+                num_steps = message.stats.num_steps
+            self._watchdog.on_message(
+                num_steps,
+                has_outputs=bool(message.outputs or message.progress),
+                has_work=len(self._requests) > 0,
+            )
+            self._requests.advance(message.progress)
+            for output in message.outputs:
+                self._route(output)
+            await self.submit_held()
+        elif isinstance(message, UtilityReply):
+            self._calls.finish(message)
+        elif isinstance(message, StepStarted):
+            self._requests.mark_running(message.request_ids)
+            self._watchdog.on_step_started(message.seconds)
+        elif isinstance(message, State):
+            self._inspector.answer(message.state)
+
+    async def _watch_engine(self) -> None:
+        """Kill the engine when it completes no step for `server.hang_timeout_s`."""
+        limit_s = self._server.hang_timeout_s
+        then, cpu_s = time.monotonic(), 0.0
+        while True:
+            await asyncio.sleep(TICK_S)
+            now = time.monotonic()
+            if self.is_alive and self._engine is not None:
+                before_s, cpu_s = cpu_s, self._engine.cpu_seconds
+                self._watchdog.tick(now - then, cpu_s - before_s)
+                is_overdue = limit_s is not None and self._watchdog.seconds_overdue > limit_s
+                if is_overdue and self._hang is None:
+                    self._hang = (
+                        f"it completed no step for {self._watchdog.seconds_stalled:.0f} s and was "
+                        f"killed, by server.hang_timeout_s={limit_s:g}"
+                    )
+                    self._engine.kill()
+            then = now
+
+    def _give_up(self, death: Death) -> None:
+        """Hold the open requests; end those that were running when engines died too often."""
+        allowed, free = death.num_allowed_crashes, death.num_unsuspicious_crashes
+        for one in self._requests.on_engine_death(allowed, free):
+            output = given_up_output(one.request, one.num_crashes, death.text)
+            _LOG.error("%s", output.error)
+            one.reader.put_nowait((one.request.request_id, output))
+
+    async def _restart(self, death: Death) -> bool:
+        """Start the engine again; returns whether it serves, with the open requests."""
+        while True:
+            delay = self._restarts.next_delay(death.reason, time.monotonic())
+            if delay is None:
+                self._death = f"{death.text}; {self._restarts.limit_text}"
+                await self._on_change(self)
+                self._mark_dead(self._death)
+                return False
+            _LOG.log(
+                logging.INFO if death.reason is DeathReason.reload else logging.ERROR,
+                "%s ended: %s; it is started again %s with %d unfinished sequences",
+                self.name,
+                death.text,
+                f"in {delay:g} s" if delay else "now",
+                len(self._requests),
+            )
+            await asyncio.sleep(delay)
+            begin = time.monotonic()
+            assert self._engine is not None, "there was one"
+            await self._engine.close()
+            try:
+                self._engine = await self._launcher.spawn()
+                ready = await self._launcher.wait_for_next(self._engine)
+            except StartupError as error:
+                death = Death(DeathReason.start, f"it did not start again: {error}")
+                self._end_reload(error)
+                continue
+            self._before, self.model = self.stats, ready.model
+            self.stats = continued(self._before, ready.stats)
+            self._watchdog = Watchdog()
+            self._restarting = None
+            _LOG.warning("%s serves again after %.1f s", self.name, time.monotonic() - begin)
+            self._end_reload(None)
+            await self._on_change(self)
+            await self.submit_held()
+            return True
+
+    def _end_reload(self, error: StartupError | None) -> None:
+        """Tell the caller of `reload`, if there is one, how the start of the new engine went."""
+        future, self._reloading = self._reloading, None
+        if future is not None and not future.done():
+            future.set_result(None) if error is None else future.set_exception(error)
+
+    def _route(self, output: SequenceOutput) -> None:
+        one = self._requests.take(output)
+        if one is not None:  # else it was aborted a moment ago
+            one.reader.put_nowait((output.request_id, output))
+
+    def _mark_dead(self, reason: str) -> None:
+        self._death, self._restarting = reason, None
+        self._end_reload(StartupError(reason))
+        requests = self._requests.clear()
+        if requests:
+            _LOG.error("%s ended with %d requests: %s", self.name, len(requests), reason)
+        for one in requests:
+            error = EngineDeadError(f"the engine ended: {reason}")
+            one.reader.put_nowait((one.request.request_id, error))

@@ -1,0 +1,210 @@
+"""All replicas of a server: routes requests to them, moves requests, drains and reloads replicas.
+
+When an engine dies, its requests go on in the other replicas at once, with the tokens that they
+have. Suspects (in_flight.py) stay with their replica, so that one request can not end them all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import zmq.asyncio
+
+from ostinato.conf.engine_config import EngineConfig
+from ostinato.conf.server_schema import ParallelConfig, ServerConfig
+from ostinato.runtime.errors import EngineDeadError, InvalidRequestError, StartupError
+from ostinato.runtime.replicas.launcher import EngineLauncher
+from ostinato.runtime.replicas.placement import place_replicas
+from ostinato.runtime.replicas.replica import Reader, Replica
+from ostinato.runtime.replicas.router import make_router
+from ostinato.runtime.types.request import Request
+
+__all__ = ("ReplicaSet",)
+
+_POLL_S = 0.02
+
+
+class ReplicaSet:
+    """The replicas of one model behind a router.
+
+    Args:
+        config: of every replica's engine.
+        parallel: the number of replicas and the router.
+        server: of the server.
+        context: makes the sockets; it outlives this object.
+        directory: for the sockets' files.
+
+    Attributes:
+        replicas: in the order of their numbers.
+
+    Raises:
+        StartupError: the machine has not enough GPUs.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        parallel: ParallelConfig,
+        server: ServerConfig,
+        context: zmq.asyncio.Context,
+        directory: Path,
+    ) -> None:
+        count = parallel.data
+
+        def replica(number: int) -> Replica:
+            name = "engine" if count == 1 else f"engine {number}"
+            path = directory / f"engine-{number}"
+            launcher = EngineLauncher(name, placements[number], server, context, path)
+            return Replica(number, launcher, server, self._on_change)
+
+        placements = place_replicas(config, count)
+        self.replicas = [replica(number) for number in range(count)]
+        self._router = make_router(parallel.router.value, count, config.cache.block_size)
+        self._reloads = asyncio.Lock()
+
+    async def submit(self, requests: Sequence[Request], reader: Reader) -> None:
+        """Send the requests of one prompt to a replica.
+
+        Args:
+            requests: with unique ids.
+            reader: a queue that gets their outputs until each has ended or `remove` is called.
+
+        Raises:
+            EngineDeadError: all engines ended and are not started again.
+        """
+        left = self._open() or [one for one in self.replicas if one.death_reason is None]
+        replica = self._choose(requests[0], left or self.replicas)
+        await replica.submit(list(requests), reader)
+
+    async def remove(self, request_ids: Iterable[str]) -> None:
+        """Forget requests, and abort those that an engine works on."""
+        request_ids = list(request_ids)
+        for replica in self.replicas:
+            if any(name in replica.requests for name in request_ids):
+                await replica.remove(request_ids)
+
+    async def drain(self, number: int, timeout_s: float) -> int:
+        """Take a replica out of service.
+
+        The router sends it no more requests. It finishes those that it has. After the timeout they
+        go on in the other replicas.
+
+        Args:
+            number: of the replica.
+            timeout_s: seconds that its requests may still take.
+
+        Returns:
+            How many requests went to other replicas.
+
+        Raises:
+            InvalidRequestError: there is no such replica, or no other one takes requests.
+        """
+        replica = self._get(number)
+        if all(other is replica for other in self._open()):
+            raise InvalidRequestError(
+                f"{replica.name} can not be drained: no other engine takes requests",
+                code="call_refused",
+                status=409,
+            )
+        replica.is_drained = True
+        end = time.monotonic() + timeout_s
+        while len(replica.requests) and time.monotonic() < end and replica.is_drained:
+            await asyncio.sleep(_POLL_S)
+        return await self._move_from(replica) if replica.is_drained else 0
+
+    def resume(self, number: int) -> None:
+        """Let the router send requests to a replica again.
+
+        Raises:
+            InvalidRequestError: there is no such replica.
+        """
+        self._get(number).is_drained = False
+
+    async def reload(self, timeout_s: float) -> None:
+        """Let one replica after the other read the weights again, in a new engine process.
+
+        Each is drained before, if another one takes requests meanwhile. A single replica keeps its
+        requests, which go on in the new process.
+
+        Args:
+            timeout_s: seconds that the requests of a replica may take before they move.
+
+        Raises:
+            InvalidRequestError: replicas are reloaded already, or one could not load the weights;
+                those after it keep what they have.
+        """
+        if self._reloads.locked():
+            raise InvalidRequestError(
+                "the weights are being reloaded: wait for that", code="call_refused", status=409
+            )
+        async with self._reloads:
+            for replica in self.replicas:
+                was_drained = replica.is_drained
+                if any(other is not replica for other in self._open()):
+                    await self.drain(replica.number, timeout_s)
+                try:
+                    await replica.reload()
+                except (StartupError, EngineDeadError) as error:
+                    raise InvalidRequestError(
+                        f"{replica.name} of {len(self.replicas)} could not load the weights: "
+                        f"{error}",
+                        code="reload_failed",
+                        status=409,
+                    ) from error
+                finally:
+                    replica.is_drained = was_drained
+
+    def _get(self, number: int) -> Replica:
+        if not 0 <= number < len(self.replicas):
+            raise InvalidRequestError(
+                f"there is no engine {number}; this server has engines 0 to "
+                f"{len(self.replicas) - 1}",
+                code="not_found",
+                status=404,
+            )
+        return self.replicas[number]
+
+    def _open(self) -> list[Replica]:
+        """The replicas that take requests: those that serve, else those that are started again."""
+        left = [one for one in self.replicas if one.death_reason is None and not one.is_drained]
+        return [one for one in left if one.is_alive] or left
+
+    def _choose(self, request: Request, among: Sequence[Replica]) -> Replica:
+        if len(among) == 1:
+            return among[0]
+        for replica in self.replicas:
+            self._router.note(replica.number, len(replica.requests))
+        numbers = {replica.number for replica in among}
+        prompt = request.prompt_token_ids
+        return self.replicas[self._router.choose(prompt, request.cache_salt, numbers)]
+
+    async def _on_change(self, replica: Replica) -> None:
+        """An engine has died, or serves again: move requests from engines that do not serve."""
+        if replica.is_alive:
+            self._router.forget(replica.number)
+        for other in self.replicas:
+            if not other.is_alive:
+                await self._move_from(other)
+
+    async def _move_from(self, replica: Replica) -> int:
+        """Let other replicas go on with a replica's requests, except suspects; returns how many."""
+        # Held requests of an engine that is not started again may wait for another one to be.
+        targets = [
+            one
+            for one in self._open()
+            if one is not replica and (one.is_alive or replica.death_reason is not None)
+        ]
+        if not targets:
+            return 0
+        released = await replica.release()
+        chosen: set[int] = set()
+        for one in released:
+            target = self._choose(one.request, targets)
+            target.requests.adopt(one)
+            chosen.add(target.number)
+        for number in chosen:
+            await self.replicas[number].submit_held()
+        return len(released)

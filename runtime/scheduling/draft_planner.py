@@ -1,0 +1,211 @@
+"""Adds the guesses of a drafter (runtime/speculation) to the decodes of a planned step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ostinato.runtime.costs.cost_table import Chunk, CostTable
+from ostinato.runtime.kv.kv_cache_manager import KVCacheManager
+from ostinato.runtime.scheduling.sequence import Sequence
+from ostinato.runtime.scheduling.step_plan import StepPlan
+from ostinato.runtime.speculation.depth import (
+    Candidate,
+    DepthChooser,
+    DraftRecord,
+    StepLoad,
+)
+from ostinato.runtime.speculation.proposer import Draft, DraftSource, Proposer
+from ostinato.runtime.types.speculation import SpeculationReport, SpeculationStats
+from ostinato.runtime.types.step import ScheduledSequence
+
+__all__ = ("DraftPlanner",)
+
+
+class DraftPlanner:
+    """Adds drafts to a planned step, within its remaining tokens and blocks.
+
+    A draft preempts no sequence and delays no waiting one. Blocks with draft tokens are not
+    registered, because the tokens are not known yet.
+
+    Args:
+        proposer: the drafter.
+        cache: the KV cache manager.
+        max_drafts: draft tokens of one sequence in one step, at most.
+        costs: the step-cost table that chooses how many are verified; None = all.
+
+    Attributes:
+        stats: counters since the start.
+    """
+
+    def __init__(
+        self,
+        proposer: Proposer,
+        cache: KVCacheManager,
+        max_drafts: int,
+        *,
+        costs: CostTable | None = None,
+    ) -> None:
+        self.proposer = proposer
+        self.stats = SpeculationStats(accepted_per_position=[0] * max_drafts)
+        self._cache = cache
+        self._max_drafts = max_drafts
+        self._costs = costs
+        self._depth = DepthChooser(costs, max_drafts)
+        self._has_forced = False  # whether the last step's grammars forced tokens
+
+    def waits_for(self, sequence: Sequence) -> bool:
+        """Whether a sequence with a step in flight skips this step, because it is to be drafted.
+
+        Only the step after the one in flight can have drafts, since its last token is known then.
+        """
+        if sequence.num_drafts:  # which have not been verified
+            return True
+        record = sequence.draft_record
+        if self._depth.is_paused:
+            return False
+        if record is not None and record.num_idle and not record.skip():
+            return False
+        return self._guess(sequence, self._room(sequence)) is not None
+
+    def add(self, step: StepPlan, num_running: int) -> None:
+        """Extend the step's decode entries by drafts.
+
+        Only sequences without another step in flight get drafts, because their last token is known.
+
+        Args:
+            step: a step in which everything else is planned.
+            num_running: number of running sequences. One free block is left for each.
+        """
+        decodes = [entry.start for entry in step.scheduled if not entry.token_ids]
+        if not decodes:
+            return
+        step.load = self._load(step, decodes)
+        places: list[int] = []
+        candidates: list[Candidate] = []
+        for index, sequence in enumerate(step.sequences):
+            is_decode = not step.scheduled[index].token_ids
+            if is_decode and sequence.num_in_flight == 1 and step.budget_left > 0:
+                draft = self._guess(sequence, min(step.budget_left, self._room(sequence)))
+                if draft is not None:
+                    record = sequence.draft_record = sequence.draft_record or DraftRecord()
+                    places.append(index)
+                    candidates.append(Candidate(draft, record))
+        if not candidates:
+            return
+        counts = self._depth.choose(step.load, candidates)
+        for index, candidate, count in zip(places, candidates, counts, strict=True):
+            if (count := min(count, step.budget_left)) > 0:
+                self._take(step, index, candidate.draft, count, num_running)
+
+    def _load(self, step: StepPlan, decodes: list[int]) -> StepLoad:
+        """The step so far; `decodes` are the cached tokens of its decodes."""
+        num_decodes, context = len(decodes), sum(decodes) / len(decodes)
+        if self._costs is None or num_decodes == len(step.scheduled):
+            return StepLoad(num_decodes, context)
+        chunks = [
+            Chunk(entry.num_new_tokens, entry.start, entry.num_prompt_logits)
+            for entry in step.scheduled
+            if entry.token_ids
+        ]
+        both = self._costs.mixed_seconds(num_decodes, context, chunks)
+        prompts = both - self._costs.decode_seconds(num_decodes, context)
+        return StepLoad(num_decodes, context, max(0.0, prompts))
+
+    def observe(self, step: StepPlan, seconds: float) -> None:
+        """Learn from the seconds that a step took, once its result was processed."""
+        if step.load is not None and not step.load.prompt_seconds:
+            self._depth.observe(step.load, step.num_drafts, step.num_accepted, seconds)
+            self.stats.num_pauses = self._depth.num_pauses
+
+    def settle(self, step: StepPlan, sequence: Sequence, num_accepted: int) -> SpeculationReport:
+        """Count the positions of refused drafts as not computed; a later step computes them.
+
+        Args:
+            step: the step that verified them.
+            sequence: has drafts in this step.
+            num_accepted: leading drafts that were right.
+        """
+        num_drafts = sequence.num_drafts
+        sequence.num_computed_tokens -= num_drafts - num_accepted
+        sequence.num_drafts = 0
+        self.stats.add(num_drafts, num_accepted)
+        step.num_accepted += num_accepted
+        draft, record = sequence.draft, sequence.draft_record
+        assert draft is not None, "a sequence with drafts has its guess"
+        assert record is not None, "a sequence with drafts has a record of them"
+        self._depth.verified(Candidate(draft, record), num_drafts, num_accepted)
+        is_predicted = draft.source is DraftSource.prediction
+        return SpeculationReport(
+            1,
+            num_drafts,
+            num_accepted,
+            num_accepted if is_predicted else 0,
+            num_drafts - num_accepted if is_predicted else 0,
+        )
+
+    def take_forced(self, step: StepPlan, forced: Mapping[int, list[int]]) -> None:
+        """Keep the tokens that grammars force for the next drafts.
+
+        Args:
+            step: the step that was read.
+            forced: `StepResult.forced_token_ids`.
+        """
+        if not forced and not self._has_forced:
+            return
+        self._has_forced = bool(forced)
+        place = 0
+        for entry, sequence in zip(step.scheduled, step.sequences, strict=True):
+            if entry.num_logits:
+                sequence.forced_token_ids = forced.get(place, [])
+                place += 1
+
+    @staticmethod
+    def _room(sequence: Sequence) -> int:
+        """Drafts that leave room for the token behind them."""
+        return sequence.max_num_tokens - sequence.num_tokens - 1
+
+    def _guess(self, sequence: Sequence, most: int) -> Draft | None:
+        """The draft of a sequence, with at least one token."""
+        request = sequence.request
+        most = min(self._max_drafts, most)
+        if most < 1 or sequence.beam is not None or not request.sampling.speculation:
+            return None
+        if sequence.forced_token_ids:
+            return Draft(sequence.forced_token_ids[:most], DraftSource.grammar)
+        draft = self.proposer.propose(request, sequence.token_ids, most)
+        if draft is None or not draft.token_ids:
+            return None
+        return draft._replace(token_ids=draft.token_ids[:most])
+
+    def _take(self, step: StepPlan, index: int, draft: Draft, count: int, num_running: int) -> None:
+        """Put `count` tokens of a draft into an entry of the step, or those that fit into it."""
+        entry, sequence = step.scheduled[index], step.sequences[index]
+        count = step.fitting_drafts(count, entry.start + 1)
+        count, new_block_ids = self._take_blocks(sequence, count, num_running)
+        if count < 1:
+            return
+        step.take_drafts(count, entry.start + 1)
+        sequence.num_computed_tokens += count
+        sequence.num_drafts, sequence.draft = count, draft
+        step.scheduled[index] = ScheduledSequence(
+            entry.row,
+            entry.start,
+            1 + count,
+            [sequence.token_ids[-1], *draft.token_ids[:count]],
+            [*entry.new_block_ids, *new_block_ids],
+            1 + count,
+        )
+
+    def _take_blocks(
+        self, sequence: Sequence, count: int, num_running: int
+    ) -> tuple[int, list[int]]:
+        """How many of `count` drafts have room in the table, and the new blocks for them."""
+        cache, table = self._cache, sequence.block_table
+        needed = sequence.num_computed_tokens + count
+        room = len(table.block_ids) * cache.block_size
+        if needed <= room:
+            return count, []
+        missing = -(-needed // cache.block_size) - len(table.block_ids)
+        if missing + num_running <= cache.num_free_blocks:
+            return count, cache.allocate(table, needed) or []
+        return room - sequence.num_computed_tokens, []

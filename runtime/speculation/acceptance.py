@@ -1,0 +1,88 @@
+"""How often drafts are right: by source, strength and place, and for each sequence of its own.
+
+The rates follow the traffic: counts lose half of their weight in 256 verified drafts.
+"""
+
+from __future__ import annotations
+
+from ostinato.runtime.speculation.proposer import Draft, DraftSource
+
+__all__ = ("AcceptanceRates", "OwnRate", "strength_class")
+
+_HALF_LIFE = 256  # verified drafts of one source and strength
+_OWN_HALF_LIFE = 32  # verified draft tokens of one sequence
+_PRIOR_WEIGHT = 4.0  # of the rate before anything was verified, in draft tokens
+_OWN_PRIOR_WEIGHT = 4.0  # of the common rate against a sequence's own, in draft tokens
+_CLASSES = (2, 3, 4, 6, 8, 16, 32)  # match lengths; those between count as the one below
+_PRIORS = {DraftSource.grammar: 0.9, DraftSource.prediction: 0.8}
+_PRIOR = 0.4  # of the other sources
+
+
+def strength_class(strength: int) -> int:
+    """Drafts of one class are expected to be right equally often."""
+    return max((one for one in _CLASSES if one <= strength), default=0)
+
+
+class OwnRate:
+    """How often the drafts of one sequence were right."""
+
+    __slots__ = ("num_right", "num_tried")
+
+    def __init__(self) -> None:
+        self.num_right = 0.0
+        self.num_tried = 0.0
+
+    def add(self, num_tried: int, num_right: int) -> None:
+        """Count draft tokens that were compared, and those of them that were right."""
+        keep = 0.5 ** (num_tried / _OWN_HALF_LIFE)
+        self.num_tried = self.num_tried * keep + num_tried
+        self.num_right = self.num_right * keep + num_right
+
+    def blend(self, common: float) -> float:
+        """The rate of this sequence; near the common one while it has few drafts."""
+        return (self.num_right + _OWN_PRIOR_WEIGHT * common) / (self.num_tried + _OWN_PRIOR_WEIGHT)
+
+
+class AcceptanceRates:
+    """The common rates of an engine.
+
+    Args:
+        max_drafts: places of the longest draft.
+    """
+
+    def __init__(self, max_drafts: int) -> None:
+        self._max_drafts = max_drafts
+        self._counts: dict[tuple[DraftSource, int], tuple[list[float], list[float]]] = {}
+
+    def add(self, draft: Draft, num_drafts: int, num_accepted: int) -> None:
+        """Count a verified draft of `num_drafts` tokens, the first `num_accepted` of them right."""
+        tried, right = self._of(draft)
+        keep = 0.5 ** (1 / _HALF_LIFE)
+        for place in range(self._max_drafts):
+            tried[place] *= keep
+            right[place] *= keep
+        for place in range(min(num_accepted + 1, num_drafts)):
+            tried[place] += 1.0
+            right[place] += place < num_accepted
+
+    def survival(self, draft: Draft, own: OwnRate) -> list[float]:
+        """By place: the probability that this draft token and all before it are right."""
+        tried, right = self._of(draft)
+        prior = _PRIORS.get(draft.source, _PRIOR)
+        chances: list[float] = []
+        chance = 1.0
+        for place in range(len(draft.token_ids)):
+            common = (right[place] + _PRIOR_WEIGHT * prior) / (tried[place] + _PRIOR_WEIGHT)
+            # The rate of one place is the best guess of the next, which is verified less often.
+            prior = common
+            chance *= own.blend(common)
+            chances.append(chance)
+        return chances
+
+    def _of(self, draft: Draft) -> tuple[list[float], list[float]]:
+        key = draft.source, strength_class(draft.strength)
+        counts = self._counts.get(key)
+        if counts is None:
+            size = self._max_drafts
+            counts = self._counts[key] = [0.0] * size, [0.0] * size
+        return counts

@@ -1,0 +1,122 @@
+"""The server's earlier answers, searched for the last tokens of a sequence.
+
+Answers lie in a ring of token ids, the newest in the place of the oldest. A hash table has the
+latest place behind each key, and each place has the distance to the one before it with the same
+hash. Nothing else is stored, so the memory is fixed: 16 bytes per token.
+
+A sequence finds only answers of its own partition: those of requests with the same cache salt and
+the same adapters, as in the prefix cache. Otherwise the time of a reply would tell one client what
+the server has answered to another.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_right
+from collections.abc import Hashable, Sequence
+
+from ostinato.runtime.speculation.text_index import MAX_MATCH
+
+__all__ = ("AnswerHistory",)
+
+_MAX_CANDIDATES = 6  # places of one hash that are compared, the latest first
+_LEAD = 16  # prompt tokens that are kept before an answer, so that its beginning is found
+_FAR = 1 << 30
+
+
+class AnswerHistory:
+    """A bounded memory of answers.
+
+    Args:
+        num_tokens: tokens that are kept.
+        min_match: tokens of a key.
+    """
+
+    def __init__(self, num_tokens: int, min_match: int) -> None:
+        self._num_tokens = num_tokens
+        self._min_match = min_match
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all answers."""
+        size = self._num_tokens
+        self._ring = array("i", [0]) * size
+        self._distance = array("i", [0]) * size  # to the place before with the same hash; 0 = none
+        self._table = array("q", [-1]) * size  # by hash: the latest place
+        self._end = 0  # number of tokens so far; places count from the first token ever
+        self._begins: list[int] = []  # of the answers, rising
+        self._partitions: list[Hashable] = []  # of the answers
+
+    def learn(
+        self, partition: Hashable, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]
+    ) -> None:
+        """Add an answer, and the last tokens of its prompt."""
+        text = [*prompt_token_ids[-_LEAD:], *output_token_ids]
+        text = text[-(self._num_tokens // 2) :]
+        size, ring, table, distance = self._num_tokens, self._ring, self._table, self._distance
+        begin, num_key = self._end, self._min_match
+        self._begins.append(begin)
+        self._partitions.append(partition)
+        for place, token in enumerate(text, begin):
+            ring[place % size] = token
+        for place in range(begin + num_key, begin + len(text)):
+            at = hash(tuple(text[place - num_key - begin : place - begin])) % size
+            before = table[at]
+            distance[place % size] = 0 if before < 0 else min(place - before, _FAR)
+            table[at] = place
+        self._end = begin + len(text)
+        self._drop_overwritten()
+
+    def find(
+        self, partition: Hashable, token_ids: Sequence[int], most: int
+    ) -> tuple[list[int], int] | None:
+        """What followed the last tokens of a sequence in an answer of its partition.
+
+        Args:
+            partition: of the sequence.
+            token_ids: the sequence.
+            most: tokens that are returned at most.
+
+        Returns:
+            The tokens and the number of tokens that match before them; None without a match.
+        """
+        size, num_key, num_tokens = self._num_tokens, self._min_match, len(token_ids)
+        if num_tokens < num_key or not self._begins:
+            return None
+        place = self._table[hash(tuple(token_ids[num_tokens - num_key :])) % size]
+        best, best_length, best_end = -1, num_key - 1, 0
+        for _ in range(_MAX_CANDIDATES):
+            if place < self._begins[0]:
+                break
+            index = bisect_right(self._begins, place) - 1
+            if self._partitions[index] == partition:
+                length = self._match_length(place, self._begins[index], token_ids)
+                if length > best_length:
+                    best, best_length = place, length
+                    more = index + 1 < len(self._begins)
+                    best_end = self._begins[index + 1] if more else self._end
+            step = self._distance[place % size]
+            if not step:
+                break
+            place -= step
+        if best < 0:
+            return None
+        ring = self._ring
+        draft = [ring[place % size] for place in range(best, min(best + most, best_end))]
+        return draft, best_length
+
+    def _match_length(self, place: int, begin: int, token_ids: Sequence[int]) -> int:
+        ring, size, end = self._ring, self._num_tokens, len(token_ids)
+        most = min(place - begin, end, MAX_MATCH)
+        length = 0
+        while length < most and ring[(place - 1 - length) % size] == token_ids[end - 1 - length]:
+            length += 1
+        return length
+
+    def _drop_overwritten(self) -> None:
+        """Forget the answers of which some tokens are overwritten."""
+        first = self._end - self._num_tokens
+        num_lost = bisect_right(self._begins, first - 1)
+        if num_lost:
+            del self._begins[:num_lost]
+            del self._partitions[:num_lost]

@@ -1,0 +1,188 @@
+"""Chooses how many draft tokens a step verifies, from measured costs and acceptance.
+
+A draft token is worth its place if it raises the tokens that the step is expected to give by a
+larger factor than the seconds that it takes. With S decoding sequences and the probabilities s_1 >=
+s_2 >= ... that draft tokens and all before them in their draft are right, the step gets the B
+tokens that maximise
+
+    (S + s_1 + ... + s_B) / seconds(S, B)
+
+B is 0 where drafts do not pay. The seconds are those of the step-cost table, corrected by the steps
+that were observed. If steps with drafts are slower than plain ones nevertheless, drafts pause.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ostinato.runtime.costs.cost_table import CostTable
+from ostinato.runtime.speculation.acceptance import AcceptanceRates, OwnRate
+from ostinato.runtime.speculation.proposer import Draft
+
+__all__ = ("Candidate", "DepthChooser", "DraftRecord", "StepLoad")
+
+_FIRST_PROBE, _LAST_PROBE = 8, 256  # steps of a sequence without drafts before one is tried
+_CORRECTION = 0.05  # weight of the newest step in the corrections of the costs
+_WINDOW = 64  # steps with drafts after which their gain is checked
+_PAUSE = 256  # steps without drafts after a check that found a loss
+
+
+class DraftRecord:
+    """What is known of the drafts of one sequence."""
+
+    __slots__ = ("num_idle", "own", "wait")
+
+    def __init__(self) -> None:
+        self.own = OwnRate()
+        self.num_idle = 0  # steps since its last draft
+        self.wait = _FIRST_PROBE  # steps without drafts before one token is tried
+
+    def skip(self) -> bool:
+        """Count a step without drafts; returns whether one token is to be tried in it instead."""
+        self.num_idle += 1
+        return self.num_idle >= self.wait
+
+    def add(self, num_drafts: int, num_accepted: int) -> None:
+        """Count a verified draft."""
+        self.own.add(min(num_accepted + 1, num_drafts), num_accepted)
+        is_wrong = not num_accepted
+        self.wait = min(_LAST_PROBE, 2 * self.wait) if is_wrong else _FIRST_PROBE
+
+
+class StepLoad(NamedTuple):
+    """The step without drafts."""
+
+    num_decodes: int
+    context: float  # mean number of cached tokens of the decodes
+    prompt_seconds: float = 0.0  # predicted for the prompts beside the decodes
+
+
+class Candidate(NamedTuple):
+    """A sequence that could be drafted."""
+
+    draft: Draft
+    record: DraftRecord
+
+
+class DepthChooser:
+    """Chooses the draft tokens of each step.
+
+    Args:
+        costs: the step-cost table; None = not measured, and all drafts are verified.
+        max_drafts: draft tokens of one sequence in one step, at most.
+
+    Attributes:
+        num_pauses: times that drafts paused because they were slower.
+    """
+
+    def __init__(self, costs: CostTable | None, max_drafts: int) -> None:
+        self.num_pauses = 0
+        self._costs = costs
+        self._rates = AcceptanceRates(max_drafts)
+        self._surcharges: dict[int, list[float]] = {}  # by decodes: seconds by draft tokens
+        self._max_drafts = max_drafts
+        self._num_paused = 0  # steps that the pause still lasts
+        self._plain = 1.0  # observed / predicted seconds of steps without drafts
+        self._drafted = 1.0  # the same of steps with drafts, in addition
+        self._num_steps = 0  # with drafts, of the running check
+        self._seconds = 0.0  # of these steps
+        self._plain_seconds = 0.0  # that their tokens would have taken without drafts
+
+    def choose(self, load: StepLoad, candidates: Sequence[Candidate]) -> list[int]:
+        """The number of draft tokens of each candidate.
+
+        Args:
+            load: the step, with at least one decode.
+            candidates: sequences of the step with their drafts.
+        """
+        if self._costs is None:
+            return [len(one.draft.token_ids) for one in candidates]
+        if self._num_paused:
+            return [0] * len(candidates)
+        chances = [
+            (chance, -place, index)
+            for index, one in enumerate(candidates)
+            for place, chance in enumerate(self._rates.survival(one.draft, one.record.own))
+        ]
+        chances.sort(reverse=True)  # equal chances: the earlier places first
+        expected, surcharges = float(load.num_decodes), self._surcharges_of(load.num_decodes)
+        plain = self._plain_prediction(load)
+        best, best_rate = 0, expected / plain
+        for count, (chance, _, _) in enumerate(chances, 1):
+            expected += chance
+            rate = expected / ((plain + surcharges[count]) * self._drafted)
+            if rate > best_rate:
+                best, best_rate = count, rate
+        counts = [0] * len(candidates)
+        for _, _, index in chances[:best]:
+            counts[index] += 1
+        for index, one in enumerate(candidates):
+            if counts[index] or one.record.skip():
+                counts[index] = counts[index] or 1
+                one.record.num_idle = 0
+        return counts
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether there are no drafts for a while, because steps with them were slower."""
+        return self._num_paused > 0
+
+    def seconds(self, load: StepLoad, num_drafts: int) -> float:
+        """Predicted seconds of the step with so many draft tokens, corrected by observation."""
+        plain = self._plain_prediction(load)
+        if not num_drafts:
+            return plain * self._plain
+        surcharge = self._surcharges_of(load.num_decodes)[num_drafts]
+        return (plain + surcharge) * self._plain * self._drafted
+
+    def _plain_prediction(self, load: StepLoad) -> float:
+        assert self._costs is not None, "the step costs are measured"
+        decode = self._costs.decode_seconds(load.num_decodes, load.context)
+        return max(decode + load.prompt_seconds, 1e-9)
+
+    def _surcharges_of(self, num_decodes: int) -> list[float]:
+        """By the number of draft tokens: the seconds that they add."""
+        surcharges = self._surcharges.get(num_decodes)
+        if surcharges is None:
+            assert self._costs is not None, "the step costs are measured"
+            most = num_decodes * self._max_drafts
+            surcharges = self._surcharges[num_decodes] = [
+                self._costs.verify_surcharge(num_decodes, count) if count else 0.0
+                for count in range(most + 1)
+            ]
+        return surcharges
+
+    def verified(self, candidate: Candidate, num_drafts: int, num_accepted: int) -> None:
+        """Learn from a verified draft of `num_drafts` tokens."""
+        self._rates.add(candidate.draft, num_drafts, num_accepted)
+        candidate.record.add(num_drafts, num_accepted)
+
+    def observe(self, load: StepLoad, num_drafts: int, num_accepted: int, seconds: float) -> None:
+        """Learn from the seconds that a step took.
+
+        Args:
+            load: the step.
+            num_drafts: its draft tokens.
+            num_accepted: those of them that were right.
+            seconds: from its launch until its tokens were there.
+        """
+        if self._costs is None:
+            return
+        self._num_paused = max(0, self._num_paused - 1)
+        ratio = seconds / self.seconds(load, num_drafts)
+        # One step that was held up says nothing about the next.
+        ratio = min(2.0, max(0.5, ratio)) ** _CORRECTION
+        if not num_drafts:
+            self._plain *= ratio
+            return
+        self._drafted *= ratio
+        self._num_steps += 1
+        self._seconds += seconds
+        num_tokens = load.num_decodes + num_accepted
+        self._plain_seconds += self.seconds(load, 0) * num_tokens / load.num_decodes
+        if self._num_steps == _WINDOW:
+            if self._seconds > self._plain_seconds:
+                self._num_paused = _PAUSE
+                self.num_pauses += 1
+            self._num_steps, self._seconds, self._plain_seconds = 0, 0.0, 0.0

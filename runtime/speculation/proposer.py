@@ -1,0 +1,78 @@
+"""The protocol of drafters, which guess the tokens that follow a sequence's last one.
+
+A step computes the guesses beside the last token. Sampling draws each position as plain decoding
+does, and keeps the tokens up to the first that differs from its draft. So drafts never change the
+output, and a drafter may guess anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import StrEnum
+from typing import NamedTuple, Protocol
+
+from ostinato.runtime.types.request import Request
+
+__all__ = ("Draft", "DraftSource", "Proposer")
+
+
+class DraftSource(StrEnum):
+    """Where a draft comes from."""
+
+    grammar = "grammar"  # forced by the request's grammar
+    prediction = "prediction"  # the request's `prediction`
+    ngram = "ngram"  # the sequence's own text
+    history = "history"  # earlier answers
+    model = "model"  # a draft model
+
+
+class Draft(NamedTuple):
+    """Guesses of the next tokens.
+
+    Attributes:
+        token_ids: ids of the vocabulary, in order.
+        source: where they come from.
+        strength: how well they are founded: the number of tokens that match before them, or 0.
+            Drafts of one source and strength are expected to be right equally often.
+    """
+
+    token_ids: Sequence[int]
+    source: DraftSource
+    strength: int = 0
+
+
+class Proposer(Protocol):
+    """A drafter. It sees only what is known when a step is planned."""
+
+    @property
+    def max_drafts(self) -> int:
+        """The most draft tokens for one sequence in one step, at least 1.
+
+        The engine plans memory for as many rows of logits.
+        """
+        ...
+
+    def propose(self, request: Request, token_ids: Sequence[int], most: int) -> Draft | None:
+        """Guess the next tokens of a sequence.
+
+        Args:
+            request: the sequence's request.
+            token_ids: its prompt and the output so far; must not be changed.
+            most: draft tokens that can be used, at least 1.
+
+        Returns:
+            Up to `most` tokens (further ones are ignored); None = no guess.
+        """
+        ...
+
+    def learn(self, request: Request, token_ids: Sequence[int]) -> None:
+        """Take in the prompt and the whole output of a request that ended as it should."""
+        ...
+
+    def forget(self, request_id: str) -> None:
+        """Drop the state of a request that has ended, however it did."""
+        ...
+
+    def reset(self) -> None:
+        """Drop all that was learned from requests that have ended."""
+        ...

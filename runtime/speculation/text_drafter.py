@@ -1,0 +1,109 @@
+"""The drafter without a model: continues earlier text that ended as the sequence does now.
+
+It looks in up to three texts: the request's `prediction`, the sequence's own prompt and output, and
+the earlier answers of the server. The longest match gives the draft.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+from ostinato.conf.speculation.speculation_schema import SpeculationConfig
+from ostinato.runtime.speculation.answer_history import AnswerHistory
+from ostinato.runtime.speculation.prediction import PredictionFollower
+from ostinato.runtime.speculation.proposer import Draft, DraftSource
+from ostinato.runtime.speculation.text_index import TextIndex
+from ostinato.runtime.types.request import Request
+
+__all__ = ("TextDrafter",)
+
+
+class _Texts:
+    """What a running request may be continued from."""
+
+    __slots__ = ("own", "prediction")
+
+    def __init__(self, own: TextIndex | None, prediction: PredictionFollower | None) -> None:
+        self.own = own
+        self.prediction = prediction
+
+
+class TextDrafter:
+    """Implements `Proposer`.
+
+    Args:
+        config: which texts are searched.
+    """
+
+    def __init__(self, config: SpeculationConfig) -> None:
+        self._config = config
+        self._history: AnswerHistory | None = None
+        if config.method.uses_history:
+            self._history = AnswerHistory(config.history_tokens, config.min_match)
+        self._texts: dict[str, _Texts] = {}
+
+    @property
+    def max_drafts(self) -> int:
+        return self._config.max_tokens
+
+    def propose(self, request: Request, token_ids: Sequence[int], most: int) -> Draft | None:
+        texts = self._texts.get(request.request_id)
+        if texts is None:
+            texts = self._texts[request.request_id] = self._begin(request, token_ids)
+        best = None
+        if texts.prediction is not None:
+            best = texts.prediction.propose(token_ids, most)
+        if texts.own is not None:
+            texts.own.take(len(token_ids))
+            match = texts.own.find(token_ids)
+            if match is not None and (best is None or match.length > best.strength):
+                draft = _continue(token_ids, match.place, most)
+                best = Draft(draft, DraftSource.ngram, match.length)
+        if self._history is not None:
+            found = self._history.find(_partition(request), token_ids, most)
+            if found is not None and (best is None or found[1] > best.strength):
+                best = Draft(found[0], DraftSource.history, found[1])
+        return best
+
+    def learn(self, request: Request, token_ids: Sequence[int]) -> None:
+        if self._history is not None:
+            prompt = request.prompt_token_ids
+            self._history.learn(_partition(request), prompt, token_ids[len(prompt) :])
+
+    def forget(self, request_id: str) -> None:
+        self._texts.pop(request_id, None)
+
+    def reset(self) -> None:
+        if self._history is not None:
+            self._history.clear()
+
+    def _begin(self, request: Request, token_ids: Sequence[int]) -> _Texts:
+        config, predicted = self._config, request.prediction_token_ids
+        return _Texts(
+            TextIndex(token_ids, config.min_match) if config.method.uses_ngram else None,
+            PredictionFollower(
+                predicted,
+                num_prompt_tokens=len(request.prompt_token_ids),
+                min_match=config.min_match,
+            )
+            if predicted
+            else None,
+        )
+
+
+def _partition(request: Request) -> Hashable:
+    """Answers are found only by requests of the same partition."""
+    return request.cache_salt, request.cache_keys
+
+
+def _continue(token_ids: Sequence[int], place: int, most: int) -> list[int]:
+    """The tokens from `place` on; at the end of the text they begin again at `place`.
+
+    A text that repeats with a period of p tokens is found p tokens before its end, and would
+    otherwise be continued for p tokens only.
+    """
+    draft = list(token_ids[place : place + most])
+    period = len(draft)
+    while len(draft) < most:
+        draft.append(draft[len(draft) - period])
+    return draft

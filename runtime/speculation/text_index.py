@@ -1,0 +1,88 @@
+"""Finds where the last tokens of a sequence occurred before, in its own text or in another one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+__all__ = ("MAX_MATCH", "Match", "TextIndex", "match_length")
+
+MAX_MATCH = 32  # a longer match is as good as this
+_MAX_CANDIDATES = 6  # places of one key that are compared, the latest first
+_MAX_TOKENS = 16384  # of the text at the beginning, the last ones are searched
+_MOST_AT_ONCE = 1024  # tokens that one call takes in, at about half a microsecond each
+
+
+class Match(NamedTuple):
+    """A place in a text whose tokens before it are the last ones of a sequence."""
+
+    place: int  # index of the token that followed
+    length: int  # number of equal tokens before it, up to MAX_MATCH
+
+
+class TextIndex:
+    """The places of a text by the `min_match` tokens before them.
+
+    The text may grow. It is taken in piece by piece, so no call takes longer than a millisecond.
+    It takes about 150 bytes per token.
+
+    Args:
+        text: token ids; tokens are only appended. Of what it has at first, the last 16,384 tokens
+            are searched.
+        min_match: tokens of a key.
+    """
+
+    def __init__(self, text: Sequence[int], min_match: int) -> None:
+        self._text = text
+        self._min_match = min_match
+        self._latest: dict[int, int] = {}  # hash of a key -> the latest place behind it
+        self._first = max(min_match, len(text) - _MAX_TOKENS)  # the first place that is taken in
+        self._next = self._first  # the next place to take in
+        # By distance from the first place: the place before with the same hash; 0 = none.
+        self._earlier: list[int] = []
+
+    def take(self, end: int) -> None:
+        """Take in the places before `end`, or the next 1024 of them."""
+        text, size, latest, earlier = self._text, self._min_match, self._latest, self._earlier
+        end = min(end, len(text), self._next + _MOST_AT_ONCE)
+        for place in range(self._next, end):
+            key = hash(tuple(text[place - size : place]))
+            earlier.append(latest.get(key, 0))
+            latest[key] = place
+        self._next = max(self._next, end)
+
+    def find(self, token_ids: Sequence[int], *, near: int = 0) -> Match | None:
+        """The place with the longest match; None without one.
+
+        Args:
+            token_ids: the sequence whose last tokens are looked up.
+            near: of places with equally long matches, the first from here on is preferred, then
+                the latest one.
+        """
+        size, num_tokens = self._min_match, len(token_ids)
+        if num_tokens < size:
+            return None
+        place = self._latest.get(hash(tuple(token_ids[num_tokens - size :])), 0)
+        best: Match | None = None
+        for _ in range(_MAX_CANDIDATES):
+            if not place:
+                break
+            length = match_length(self._text, place, token_ids)
+            if length >= size and (
+                best is None
+                or length > best.length
+                or (length == best.length and place >= near > 0)
+            ):
+                best = Match(place, length)
+            place = self._earlier[place - self._first]
+        return best
+
+
+def match_length(text: Sequence[int], place: int, token_ids: Sequence[int]) -> int:
+    """Number of tokens before `place` that are the last of `token_ids`, up to MAX_MATCH."""
+    end = len(token_ids)
+    most = min(place, end, MAX_MATCH)
+    length = 0
+    while length < most and text[place - 1 - length] == token_ids[end - 1 - length]:
+        length += 1
+    return length

@@ -1,0 +1,122 @@
+"""The files of a tokenizer: those of a Hugging Face directory, or what a GGUF file has instead.
+
+Imports neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from ostinato.models.gguf.gguf_file import GGUFError, GGUFFile, is_gguf_path, open_gguf
+from ostinato.models.gguf.gguf_tokenizer import gguf_tokenizer_config, gguf_tokenizer_json
+from ostinato.runtime.errors import StartupError
+
+__all__ = ("TokenizerFiles",)
+
+
+class TokenizerFiles:
+    """The texts that a tokenizer is made of.
+
+    Args:
+        path: a directory or a GGUF file.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+
+    def tokenizer_json(self) -> str | None:
+        """The tokenizer.json; None if the directory has none.
+
+        Raises:
+            StartupError: it can not be read.
+        """
+        if self._gguf is None:
+            return _read_text(self.path / "tokenizer.json")
+        try:
+            return gguf_tokenizer_json(self._gguf)
+        except GGUFError as error:
+            raise StartupError(str(error)) from error
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """The tokenizer_config.json; {} if there is none.
+
+        Raises:
+            StartupError: it can not be read.
+        """
+        if self._gguf is None:
+            return _read_json(self.path / "tokenizer_config.json")
+        try:
+            return gguf_tokenizer_config(self._gguf)
+        except GGUFError as error:
+            raise StartupError(str(error)) from error
+
+    @cached_property
+    def special_tokens_map(self) -> dict[str, Any]:
+        """The special_tokens_map.json of an older directory; {} if there is none.
+
+        Raises:
+            StartupError: it can not be read.
+        """
+        return _read_json(self.path / "special_tokens_map.json") if self._gguf is None else {}
+
+    def template_source(self, user_file: str) -> str | None:
+        """The chat template from the first place that has one: the user's file, then the model's.
+
+        Args:
+            user_file: a Jinja file; "" = none is given.
+
+        Raises:
+            StartupError: a file can not be read, or the user's is not there.
+        """
+        for file in (Path(user_file),) if user_file else (self.path / "chat_template.jinja",):
+            text = None if self._gguf is not None and not user_file else _read_text(file)
+            if text is not None:
+                return text
+            if user_file:
+                raise StartupError(f"model.chat_template: there is no file {user_file}")
+        template = self.config.get("chat_template")
+        if isinstance(template, list):  # named templates for several uses, such as tools
+            named = {entry["name"]: entry["template"] for entry in template}
+            template = named.get("default")
+        if template is None and self._gguf is None:
+            template = _read_json(self.path / "chat_template.json").get("chat_template")
+        return template if isinstance(template, str) else None
+
+    @cached_property
+    def _gguf(self) -> GGUFFile | None:
+        if not is_gguf_path(self.path):
+            return None
+        try:
+            return open_gguf(self.path)
+        except GGUFError as error:
+            raise StartupError(str(error)) from error
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    """The JSON object in a file; {} if there is no such file."""
+    text = _read_text(file)
+    if text is None:
+        return {}
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise StartupError(f"{file} is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise StartupError(f"{file} must hold a JSON object, got {type(value).__name__}")
+    return value
+
+
+def _read_text(file: Path) -> str | None:
+    """The text of a file; None if there is no such file."""
+    try:
+        return file.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise StartupError(f"{file} can not be read: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise StartupError(f"{file} is not UTF-8: {error}") from error

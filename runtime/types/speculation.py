@@ -1,0 +1,66 @@
+"""Counters of speculation: of an engine for metrics, and of one request for its reply."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import zip_longest
+
+import msgspec
+
+__all__ = ("SpeculationReport", "SpeculationStats", "sum_reports", "sum_speculation")
+
+
+class SpeculationStats(msgspec.Struct, array_like=True, gc=False):
+    """Counters of an engine since its start."""
+
+    num_drafts: int = 0  # drafts of one sequence that a step verified
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    accepted_per_position: list[int] = []  # accepted tokens by their place in the draft
+    num_pauses: int = 0  # times that drafts paused because steps with them were slower
+
+    def copy(self) -> SpeculationStats:
+        """The counters of now."""
+        counts = self.accepted_per_position[:]
+        return msgspec.structs.replace(self, accepted_per_position=counts)
+
+    def add(self, num_drafts: int, num_accepted: int) -> None:
+        """Count a verified draft of `num_drafts` tokens, the first `num_accepted` of them right."""
+        self.num_drafts += 1
+        self.num_draft_tokens += num_drafts
+        self.num_accepted_tokens += num_accepted
+        for place in range(num_accepted):
+            self.accepted_per_position[place] += 1
+
+
+class SpeculationReport(msgspec.Struct, array_like=True, gc=False):
+    """Counters of one request: of a step, or summed."""
+
+    num_drafts: int = 0  # steps that verified a draft
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_accepted_prediction_tokens: int = 0  # the part that its `prediction` gave
+    num_rejected_prediction_tokens: int = 0  # refused draft tokens of its `prediction`
+
+
+def sum_reports(reports: Iterable[SpeculationReport | None]) -> SpeculationReport | None:
+    """The sums of the counters; None if there is no report."""
+    given = [one for one in reports if one is not None]
+    if len(given) < 2:
+        return given[0] if given else None
+    names = SpeculationReport.__struct_fields__
+    return SpeculationReport(*(sum(getattr(one, name) for one in given) for name in names))
+
+
+def sum_speculation(stats: Sequence[SpeculationStats]) -> SpeculationStats | None:
+    """The counters of several engines as those of one; None without any."""
+    if not stats:
+        return None
+    columns = zip_longest(*(one.accepted_per_position for one in stats), fillvalue=0)
+    return SpeculationStats(
+        sum(one.num_drafts for one in stats),
+        sum(one.num_draft_tokens for one in stats),
+        sum(one.num_accepted_tokens for one in stats),
+        [sum(column) for column in columns],
+        sum(one.num_pauses for one in stats),
+    )

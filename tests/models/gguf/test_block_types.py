@@ -1,0 +1,82 @@
+"""Every type of quantised tensors gives the bits of the `gguf` package's formula."""
+
+from __future__ import annotations
+
+import itertools
+import re
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType
+
+from ostinato.models.gguf.block_types import (
+    FLOAT_TYPES,
+    GROUPED_TYPES,
+    dequantize,
+    why_unsupported,
+)
+from ostinato.models.gguf.gguf_file import TENSOR_TYPES
+from ostinato.models.gguf.stored_formats import FORMATS, common_format, in_format
+from tests.arch.tree import ROOT
+
+
+@pytest.mark.parametrize("name", GROUPED_TYPES)
+def test_values_are_bitwise_those_of_the_package(name: str) -> None:
+    kind = GGMLQuantizationType[name]
+    _, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+    blocks = np.random.default_rng(0).integers(0, 256, (999, block_bytes), dtype=np.uint8)
+    with np.errstate(all="ignore"):  # random scales are sometimes infinite
+        theirs = gguf.quants.dequantize(blocks, kind)
+    ours = dequantize(name, torch.from_numpy(blocks)).numpy()
+    assert np.array_equal(ours.view(np.int32), theirs.view(np.int32)) or np.array_equal(
+        ours, theirs, equal_nan=True
+    )
+
+
+@pytest.mark.parametrize("names", list(itertools.combinations_with_replacement(FORMATS, 2)))
+def test_formats_hold_each_number_of_their_types(names: tuple[str, str]) -> None:
+    form = common_format(set(names))
+    generator = np.random.default_rng(0)
+    for name in set(names):
+        _, block_bytes = gguf.GGML_QUANT_SIZES[GGMLQuantizationType[name]]
+        blocks = torch.from_numpy(generator.integers(0, 256, (99, block_bytes), dtype=np.uint8))
+        if name == "MXFP4":
+            blocks[:, 0] = blocks[:, 0].clamp(max=240)  # larger sums would overflow
+        found = in_format(name, blocks, form)
+        values = found["values"].view(99, -1, form.group_size).float()
+        assert int(values.max()) < 1 << form.bits
+        factors = {key: value for key, value in found.items() if key != "values"}
+        for factor in factors.values():
+            assert torch.equal(factor.to(form.factors).float().nan_to_num(), factor.nan_to_num())
+        scales = factors["scales"][:, :, None]
+        if form.kind == "minimums":
+            dense = values * scales - factors["minimums"][:, :, None]
+        else:
+            dense = (values - form.offset) * scales
+        expected = dequantize(name, blocks)
+        finite = expected.isfinite()
+        dense = dense.view(99, -1)
+        assert torch.equal(dense[finite], expected[finite])
+
+
+def test_other_types_are_refused_with_a_remedy() -> None:
+    names = {name for name, _, _ in TENSOR_TYPES.values()}
+    refused = {name for name in names if why_unsupported(name) is not None}
+    assert refused == names - FLOAT_TYPES.keys() - GROUPED_TYPES.keys()
+    assert "Q4_K_M" in str(why_unsupported("IQ2_XXS"))
+
+
+def test_the_page_lists_the_formats() -> None:
+    page = (ROOT / "docs/gguf.md").read_text(encoding="utf-8")
+    rows = re.findall(
+        r"^\| ([\w, ]+) \| (\d) bits \| (\d+) \| (\w+) \| (\w*) ?\| ([\d.]+) \|$", page, re.M
+    )
+    listed = {name: row[1:] for row in rows for name in row[0].split(", ")}
+    expected = {}
+    for name, form in FORMATS.items():
+        bits = form.packed_shape(32, 256)[1] / 256 / 32 * 8
+        minimums = "" if form.symmetric else form.scales
+        expected[name] = (str(form.bits), str(form.group_size), form.scales, minimums, f"{bits:g}")
+    assert listed == expected

@@ -1,0 +1,138 @@
+"""GGUF files of every architecture against transformers on the same numbers, in float32."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from ostinato.models.gguf.stored_formats import FORMATS
+from ostinato.models.quantized_checkpoints.gguf import AsStored
+from tests.models.driver import Driver, Sequence
+from tests.models.gguf_files import save_checkpoint, write_gguf
+from tests.models.parity import PROMPT, Expected, check_whole, load
+
+# Files do not have Gemma's query_pre_attn_scalar, Mistral's window, nor mixed layers of Qwen.
+MODELS: dict[str, dict[str, Any]] = {
+    "gemma": {},
+    "gemma2": {"query_pre_attn_scalar": 32},
+    "gemma3": {"query_pre_attn_scalar": 32},
+    "gpt-oss": {},
+    "llama-linear-bias": {},
+    "llama-mqa": {},
+    "llama-tied": {},
+    "llama-yarn": {},
+    "llama3": {},
+    "mistral": {"sliding_window": None},
+    "mixtral": {"intermediate_size": 64},
+    "phi3": {},
+    "phi3-longrope": {},
+    "phi3-partial": {},
+    "qwen2": {},
+    "qwen2-moe": {"decoder_sparse_step": 1, "shared_expert_intermediate_size": 64},
+    "qwen3": {},
+    "qwen3-moe": {},
+    "qwen3-tied": {},
+}
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory):
+    """(name, type of matrices) -> (the file, what transformers computes on the same numbers)."""
+
+    @cache
+    def write(name: str, kind: str) -> tuple[Path, Expected]:
+        directory = save_checkpoint(name, tmp_path_factory.mktemp(name), **MODELS[name])
+        file = write_gguf(
+            directory, directory / f"{name}-{kind}.gguf", type_of=lambda own: type_for(own, kind)
+        )
+        attention = "eager"
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            directory, dtype=torch.float32, attn_implementation=attention
+        ).eval()
+        with torch.no_grad():
+            logits = model(torch.tensor([PROMPT])).logits[0]
+        return file, Expected(model, directory, logits)
+
+    return write
+
+
+def type_for(name: str, kind: str) -> str:
+    """Routers stay floats, as llama.cpp keeps them."""
+    return "F32" if "ffn_gate_inp" in name else kind
+
+
+WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1, "head_dim": 64}
+
+
+def mixed_types(name: str) -> str:
+    """As in files named Q4_K_M: some parts of a stacked matrix have more bits."""
+    return "Q6_K" if "attn_v" in name or name in ("output.weight", "token_embd.weight") else "Q4_K"
+
+
+@pytest.mark.parametrize("kind", [*FORMATS, "mixed"])
+def test_integers_and_scales_are_multiplied_as_stored(tmp_path: Path, kind: str) -> None:
+    directory = save_checkpoint("llama3", tmp_path, **WIDE)
+    file = write_gguf(
+        directory,
+        tmp_path / "model.gguf",
+        type_of=mixed_types if kind == "mixed" else lambda name: kind,
+    )
+    expected = load_file(directory / "model.safetensors")
+    model, config = load(file, "cpu", pack=True)
+    assert config.dtype is torch.bfloat16
+    layer, prefix = model.layers[0], "model.layers.0"
+    for module, parts in {
+        layer.self_attn.qkv_proj: [f"{prefix}.self_attn.{side}_proj" for side in "qkv"],
+        layer.self_attn.o_proj: [f"{prefix}.self_attn.o_proj"],
+        layer.mlp.gate_up_proj: [f"{prefix}.mlp.gate_proj", f"{prefix}.mlp.up_proj"],
+        layer.mlp.down_proj: [f"{prefix}.mlp.down_proj"],
+        model.embed_tokens: ["model.embed_tokens"],
+        model.lm_head: ["lm_head"],
+    }.items():
+        assert isinstance(module.method, AsStored), parts
+        stored = torch.cat([expected[f"{part}.weight"] for part in parts])
+        assert torch.equal(module.dense(), stored), parts
+    reference = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    with torch.no_grad():
+        logits = reference.eval()(torch.tensor([PROMPT])).logits[0]
+    driver = Driver(model, config, dtype=torch.float32)
+    ours = driver.prefill(Sequence(PROMPT), [20, len(PROMPT) - 20])
+    # Activations are rounded to 8 bits, as llama.cpp rounds them.
+    assert float((ours - logits).norm() / logits.norm()) < 0.05
+
+
+def test_experts_are_multiplied_as_stored(written) -> None:
+    file, expected = written("mixtral", "Q8_0")
+    stored = load_file(expected.directory / "model.safetensors")
+    model, _ = load(file, "cpu", pack=True)
+    layer = model.layers[0]
+    prefix = "model.layers.0.block_sparse_moe.experts"
+    for module, parts in {
+        layer.mlp.experts.gate_up_proj: ("w1", "w3"),
+        layer.mlp.experts.down_proj: ("w2",),
+    }.items():
+        assert isinstance(module.method, AsStored)
+        matrices = [
+            torch.cat([stored[f"{prefix}.{expert}.{part}.weight"] for part in parts])
+            for expert in range(4)
+        ]
+        assert torch.equal(module.dense(), torch.stack(matrices))
+        x = torch.randn(7, module.in_features, generator=torch.Generator().manual_seed(0))
+        ids = torch.tensor([[0, 3], [1, 2], [2, 0], [3, 1], [0, 1], [2, 3], [1, 0]])
+        exact = torch.einsum("tkoi,ti->tko", module.dense()[ids], x).flatten(0, 1)
+        error = (module(x, ids.int()) - exact).norm() / exact.norm()
+        assert float(error) < 0.02  # logits would differ more, as near ties choose other experts
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_and_greedy_tokens(written, name: str) -> None:
+    file, expected = written(name, "F32")
+    model, config = load(file, "cpu")
+    assert config.eos_token_ids == ()
+    check_whole(Driver(model, config), expected)

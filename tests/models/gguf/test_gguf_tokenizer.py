@@ -1,0 +1,240 @@
+"""Tokenizers of GGUF files give the ids of the tokenizers that they were written from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import pre_tokenizers
+from transformers.integrations.gguf.gguf_tokenizer_mapping import (
+    GGUF_PRE_TOKENIZER_SPLITS,
+    convert_gguf_tokenizer,
+)
+
+from ostinato.models.gguf.gguf_file import GGUFError, open_gguf
+from ostinato.models.gguf.gguf_tokenizer import gguf_tokenizer_json
+from ostinato.runtime.errors import StartupError
+from ostinato.runtime.text.tokenizer import Tokenizer
+from tests.models.gguf_files import add_tokenizer
+from tests.runtime.text import tokenizer_builders as build
+
+TEXTS = [
+    *build.CORPUS,
+    "",
+    " ",
+    "   three spaces\n\n\nthree lines\t\ttabs ",
+    "I'll say: it's 1234567 o'clock, ISN'T IT? (x_1+y)//2 == 3.14",
+    "<|begin|>user\nplain added é<|end|> <s>after</s>",
+    "ﬁ e\u0301 \u1e9b\u0323 \U0001f469\u200d\U0001f469 \ud55c\uae00",
+]
+
+
+def write(
+    file: Path,
+    tokenizer: tokenizers.Tokenizer | None,
+    *,
+    architecture: str = "llama",
+    more: Callable[[gguf.GGUFWriter], None] = lambda writer: None,
+    **keys: Any,
+) -> Path:
+    writer = gguf.GGUFWriter(file, architecture)
+    if tokenizer is not None:
+        add_tokenizer(writer, json.loads(tokenizer.to_str()), **keys)
+    more(writer)
+    writer.add_tensor("token_embd.weight", np.ones((2, 32), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file
+
+
+def split_by(expression: str) -> tokenizers.Tokenizer:
+    """The byte-level tokenizer with another splitting of texts into words."""
+    made = tokenizers.Tokenizer.from_str(build.byte_level_bpe().to_str())
+    made.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(tokenizers.Regex(expression), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    return made
+
+
+@pytest.mark.parametrize("pre", ["llama-bpe", "qwen2", "tekken", "gpt-4o", "smaug-bpe"])
+def test_byte_level_tokenizers_split_words_as_transformers_does(tmp_path: Path, pre: str) -> None:
+    theirs = split_by(GGUF_PRE_TOKENIZER_SPLITS[pre])
+    file = write(tmp_path / "t.gguf", theirs, pre=pre, bos_token_id=0, add_bos_token=False)
+    ours = Tokenizer.from_path(file)
+    if pre == "qwen2":  # whose own tokenizer composes characters first
+        theirs.normalizer = tokenizers.normalizers.NFC()
+    if pre in ("llama-bpe", "tekken"):
+        theirs.model.ignore_merges = True
+    for text in TEXTS:
+        expected = theirs.encode(text)
+        assert ours.encode(text) == expected.ids, text
+        assert ours.decode(expected.ids) == theirs.decode(expected.ids)
+    assert ours.vocab_size == theirs.get_vocab_size()
+
+
+@pytest.mark.parametrize(("pre", "digits"), [("gpt-2", False), ("smollm", True)])
+def test_byte_level_tokenizers_with_the_words_of_gpt2(
+    tmp_path: Path, pre: str, digits: bool
+) -> None:
+    theirs = tokenizers.Tokenizer.from_str(build.byte_level_bpe().to_str())
+    if digits:
+        steps = [pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        theirs.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    ours = Tokenizer.from_path(write(tmp_path / "t.gguf", theirs, pre=pre))
+    for text in TEXTS:
+        assert ours.encode(text) == theirs.encode(text).ids, text
+
+
+@pytest.fixture(scope="module")
+def sentencepiece(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    file = tmp_path_factory.mktemp("spm") / "t.gguf"
+    keys: dict[str, Any] = {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0}
+    return Tokenizer.from_path(write(file, build.byte_fallback_bpe(), **keys))
+
+
+def test_sentencepiece_tokenizers(sentencepiece: Tokenizer) -> None:
+    theirs = build.byte_fallback_bpe()
+    for text in TEXTS:
+        expected = theirs.encode(text)
+        assert sentencepiece.encode(text) == expected.ids, text
+        assert sentencepiece.decode(expected.ids) == theirs.decode(expected.ids)
+    assert sentencepiece.special_tokens == {
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "unk_token": "<unk>",
+    }
+
+
+@given(text=st.text(alphabet="the quickbrown ▁é\n<s>", max_size=30))
+def test_merges_follow_from_scores(sentencepiece: Tokenizer, text: str) -> None:
+    expected = build.byte_fallback_bpe().encode(text).ids
+    assert sentencepiece.encode(text) == expected
+
+
+def test_gemma(tmp_path: Path) -> None:
+    """Spaces are tokens of their own; a text gets no space before it."""
+    tokens = ["<pad>", "<eos>", "<bos>", "<unk>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    tokens += ["  ", "▁a", "ab", "▁ab", "▁", "a", "b", "<start_of_turn>"]
+    kinds = [3, 3, 3, 2] + [6] * 256 + [4] + [1] * 6 + [3]
+
+    def vocabulary(writer: gguf.GGUFWriter) -> None:
+        writer.add_tokenizer_model("llama")
+        writer.add_token_list(tokens)
+        writer.add_token_scores([0.0] * len(tokens))
+        writer.add_token_types(kinds)
+        writer.add_bos_token_id(2)
+        writer.add_unk_token_id(3)
+        writer.add_add_space_prefix(False)
+
+    file = write(tmp_path / "t.gguf", None, architecture="gemma2", more=vocabulary)
+    theirs, _ = convert_gguf_tokenizer(
+        "gemma2",
+        {
+            "tokenizer_type": "llama",
+            "tokens": tokens,
+            "scores": [0.0] * len(tokens),
+            "token_type": kinds,
+            "bos_token_id": 2,
+            "unk_token_id": 3,
+        },
+    )
+    ours = Tokenizer.from_path(file)
+    for text in ("ab", " ab", "a  b", "<start_of_turn>ab a\n", "é▁a"):
+        expected = theirs.encode(text, add_special_tokens=False).ids
+        assert ours.encode(text) == [2, *expected], text
+        assert ours.decode(expected) == theirs.decode(expected)
+
+
+@pytest.mark.parametrize(
+    ("keys", "added"),
+    [
+        ({"pre": "gpt-2"}, ([], [])),
+        ({"pre": "gpt-2", "add_bos_token": True, "add_eos_token": True}, ([0], [1])),
+        ({"pre": "llama-bpe"}, ([0], [])),
+        ({"pre": "llama-bpe", "add_bos_token": False, "add_eos_token": True}, ([], [1])),
+    ],
+)
+def test_tokens_around_a_text(
+    tmp_path: Path, keys: dict[str, Any], added: tuple[list[int], list[int]]
+) -> None:
+    keys = {**keys, "bos_token_id": 0, "eos_token_id": 1}
+    tokenizer = Tokenizer.from_path(write(tmp_path / "t.gguf", build.byte_level_bpe(), **keys))
+    plain = tokenizer.encode("the fox", add_special_tokens=False)
+    assert tokenizer.encode("the fox") == [*added[0], *plain, *added[1]]
+
+
+def test_the_chat_template(tmp_path: Path) -> None:
+    file = write(
+        tmp_path / "t.gguf",
+        build.byte_level_bpe(),
+        pre="gpt-2",
+        bos_token_id=0,
+        more=lambda writer: writer.add_chat_template("{{ bos_token }}{{ messages[0].content }}"),
+    )
+    messages = [{"role": "user", "content": "Hello"}]
+    assert Tokenizer.from_path(file).apply_chat_template(messages) == "<|begin|>Hello"
+    mine = tmp_path / "mine.jinja"
+    mine.write_text("mine")
+    ours = Tokenizer.from_path(file, chat_template_file=str(mine))
+    assert ours.apply_chat_template(messages) == "mine"
+
+
+def test_a_whole_tokenizer_json_is_taken_as_it_is(tmp_path: Path) -> None:
+    text = build.metaspace_unigram().to_str()
+    file = write(
+        tmp_path / "t.gguf",
+        build.byte_level_bpe(),
+        pre="gpt-2",
+        more=lambda writer: writer.add_string("tokenizer.huggingface.json", text),
+    )
+    assert gguf_tokenizer_json(open_gguf(file)) == text
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (lambda writer: None, "tokenizer.ggml.model is None"),
+        (lambda writer: writer.add_tokenizer_model("rwkv"), "is 'rwkv'; byte-level BPE"),
+        (lambda writer: writer.add_tokenizer_model("gpt2"), "no list tokenizer.ggml.tokens"),
+    ],
+)
+def test_other_vocabularies_are_refused(
+    tmp_path: Path, more: Callable[[gguf.GGUFWriter], None], message: str
+) -> None:
+    file = write(tmp_path / "t.gguf", None, more=more)
+    with pytest.raises(StartupError, match=message) as refused:
+        Tokenizer.from_path(file)
+    assert "model.tokenizer=DIRECTORY" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"pre": "viking"}, "tokenizer.ggml.pre is 'viking'; supported are llama3"),
+        ({"pre": "gpt-2", "eos_token_id": 9999}, "eos_token_id=9999 is not a token"),
+        ({"pre": "gpt-2", "token_type": [1, 2]}, "token_type must have 401 numbers"),
+        ({"pre": "gpt-2", "merges": ["a b", "zz"]}, "has 'zz', which joins no two tokens"),
+    ],
+)
+def test_wrong_keys_are_refused(tmp_path: Path, keys: dict[str, Any], message: str) -> None:
+    file = write(tmp_path / "t.gguf", build.byte_level_bpe(), pre="gpt-2")
+    opened = open_gguf(file)
+    changed = {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
+    if "token_type" in keys:
+        changed["tokenizer.ggml.token_type"] = np.array(keys["token_type"])
+    opened.metadata = {**opened.metadata, **changed}
+    with pytest.raises(GGUFError, match=message):
+        gguf_tokenizer_json(opened)

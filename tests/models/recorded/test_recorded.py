@@ -1,0 +1,228 @@
+"""Models that run through transformers give what transformers gives (tests/models/parity.py)."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from docs.list_models import NOT_RECORDED, RECORDED
+from ostinato.conf.schema import GraphForm, ModelImplementation, ModelSection, Quantization
+from ostinato.graphs.compiler.compile import compile_model
+from ostinato.graphs.compiler.programs import LayerProgram
+from ostinato.models.checkpoints.checkpoint import Checkpoint, CheckpointError, open_checkpoint
+from ostinato.models.config.model_config import ModelConfig
+from ostinato.models.linear_layers import LinearBase
+from ostinato.models.recorded import hf_model
+from ostinato.models.recorded.recorded_modules import RecordedLayer
+from ostinato.models.registry import read_model_config
+from ostinato.ops.native import library as native
+from tests.models.driver import Driver, Sequence
+from tests.models.parity import PROMPT, Expected, check_all, expect, load
+from tests.models.random_checkpoints import VARIANTS
+from tests.models.recorded.recorded_variants import FORCED, REFUSED, UNKNOWN
+
+TRANSFORMERS = ModelImplementation.transformers
+# Interleaved rotation; windows and norms of heads; experts with a router of their own; soft caps.
+QUICK = {"helium", "exaone4", "phimoe", "gemma2"}
+
+
+def names(all_names: Any) -> list[Any]:
+    """Those that are not quick are slow."""
+    return [
+        name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in all_names
+    ]
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory):
+    """variant name -> Expected, computed once."""
+
+    @cache
+    def compute(name: str) -> Expected:
+        return expect((UNKNOWN | VARIANTS)[name], tmp_path_factory.mktemp(name))
+
+    return compute
+
+
+@pytest.mark.parametrize("name", names([*UNKNOWN, *FORCED]))
+def test_eager(expected, name: str) -> None:
+    # An architecture without an implementation here goes to transformers by itself.
+    implementation = TRANSFORMERS if name in FORCED else ModelImplementation.auto
+    model, config = load(expected(name).directory, "cpu", implementation=implementation)
+    assert config.recorded is not None
+    check_all(Driver(model, config), expected(name))
+
+
+@pytest.mark.parametrize(
+    "name", ["llama3", *(pytest.param(name, marks=pytest.mark.slow) for name in sorted(QUICK))]
+)
+def test_captured(expected, name: str) -> None:
+    """Packed, compiled layer by layer, and recorded as a CPU graph."""
+    native.load("core")
+    model, config = load(expected(name).directory, "cpu", pack=True, implementation=TRANSFORMERS)
+    driver = Driver(model, config)
+    example = driver.batch([(Sequence(PROMPT), 5), (Sequence(PROMPT), 7)])
+    program = compile_model(model, GraphForm.layer, example, driver.cache)(model)
+    driver.forward = program
+    with program.recording():
+        driver.prefill(Sequence(PROMPT), [len(PROMPT)])
+    assert program.layers_by_program == {LayerProgram.captured: config.num_layers}
+    check_all(driver, expected(name))
+
+
+@pytest.mark.slow  # torch stores the graph in a fresh process, and fails after some other tests
+def test_compiled_as_one_graph(expected) -> None:
+    model, config = load(expected("llama3").directory, "cpu", implementation=TRANSFORMERS)
+    driver = Driver(model, config)
+    example = driver.batch([(Sequence(PROMPT), 5), (Sequence(PROMPT), 7)])
+    driver.forward = compile_model(model, GraphForm.model, example, driver.cache)(model)
+    check_all(driver, expected("llama3"))
+
+
+def test_llama_becomes_the_ops_of_the_native_model(expected) -> None:
+    """The same matrices, so that packing and quantization apply; no torch operations are left."""
+    recorded, _ = load(expected("llama3").directory, "cpu", implementation=TRANSFORMERS)
+    native_model, _ = load(expected("llama3").directory, "cpu")
+
+    def sizes(model: torch.nn.Module) -> list[tuple[int, int]]:
+        found = (module for module in model.modules() if isinstance(module, LinearBase))
+        return sorted((module.out_features, module.in_features) for module in found)
+
+    assert sizes(recorded) == sizes(native_model)
+    layer = recorded.layers[0]
+    assert isinstance(layer, RecordedLayer)
+    assert "aten." not in layer.recorded_layer.code
+
+
+def test_quantised_weights_are_those_of_the_native_model(expected) -> None:
+    def logits(implementation: ModelImplementation) -> torch.Tensor:
+        model, config = load(
+            expected("llama3").directory,
+            "cpu",
+            pack=True,
+            implementation=implementation,
+            quantization=Quantization.int8,
+        )
+        return Driver(model, config).prefill(Sequence(PROMPT), [len(PROMPT)])
+
+    ours, native_logits = logits(TRANSFORMERS), logits(ModelImplementation.native)
+    torch.testing.assert_close(ours, native_logits, atol=1e-4, rtol=0)
+
+
+def test_the_page_lists_what_is_tested() -> None:
+    tested = {MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[variant.model_type] for variant in UNKNOWN.values()}
+    assert set(RECORDED) == tested
+    assert NOT_RECORDED.keys() == REFUSED.keys()
+
+
+def read(
+    config: dict[str, Any], implementation: ModelImplementation = ModelImplementation.auto
+) -> ModelConfig:
+    checkpoint = Checkpoint(path=None, hf_config=config, generation_config={})
+    return read_model_config(checkpoint, implementation)
+
+
+@pytest.mark.parametrize("architecture", REFUSED)
+def test_what_is_not_exact_is_refused(architecture: str) -> None:
+    model_type, settings, why = REFUSED[architecture]
+    config = {**settings, "architectures": [architecture], "model_type": model_type}
+    with pytest.raises(ValueError, match=why) as error:
+        read(config)
+    assert f"architecture {architecture!r} is not supported" in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["falcon-7b", "bloom", "mpt"])
+def test_families_with_attention_of_their_own_stay_native(name: str) -> None:
+    variant = VARIANTS[name]
+    architecture = {"falcon": "Falcon", "bloom": "Bloom", "mpt": "Mpt"}[variant.model_type]
+    config = {
+        **variant.settings,
+        "architectures": [f"{architecture}ForCausalLM"],
+        "model_type": variant.model_type,
+    }
+    assert read(config).recorded is None
+    with pytest.raises(ValueError, match=r"implementation=transformers.*attention of its own"):
+        read(config, TRANSFORMERS)
+
+
+def config_of(directory: Path) -> dict[str, Any]:
+    return json.loads((directory / "config.json").read_text(encoding="utf-8"))
+
+
+def test_native_alone_refuses_unknown_architectures(expected) -> None:
+    config = config_of(expected("helium").directory)
+    with pytest.raises(ValueError, match="'HeliumForCausalLM' is not supported; supported are"):
+        read(config, ModelImplementation.native)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"logit_temperature": 0.5}, "HeliumConfig .* does not know logit_temperature"),
+        ({"is_causal": False}, "not that of causal attention|is not causal"),
+        (
+            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+            "can not be recorded|from the length of a sequence",
+        ),
+    ],
+)
+def test_keys_that_would_change_the_result_are_refused(
+    expected, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        read(config_of(expected("helium").directory) | changes)
+
+
+def test_a_key_without_effect_can_be_removed(expected) -> None:
+    section = ModelSection(
+        path=str(expected("helium").directory), config={"logit_temperature": None}
+    )
+    assert read_model_config(open_checkpoint(section)).recorded is not None
+
+
+def rewritten(source: Path, target: Path, change: Any) -> Path:
+    """A copy of a checkpoint whose tensors `change` has edited."""
+    (target / "config.json").write_text((source / "config.json").read_text())
+    tensors = load_file(source / "model.safetensors")
+    change(tensors)
+    save_file(tensors, target / "model.safetensors")
+    return target
+
+
+def test_missing_experts_are_named(expected, tmp_path: Path) -> None:
+    name = "model.layers.1.block_sparse_moe.experts.2.w3.weight"
+    directory = rewritten(expected("phimoe").directory, tmp_path, lambda found: found.pop(name))
+    with pytest.raises(CheckpointError, match=f"lacks tensor {name}"):
+        load(directory, "cpu")
+
+
+def test_a_head_that_differs_from_the_embedding_it_is_tied_to_is_refused(
+    expected, tmp_path: Path
+) -> None:
+    directory = rewritten(
+        expected("gemma2").directory,
+        tmp_path,
+        lambda found: found.update({"lm_head.weight": torch.zeros(199, 64)}),
+    )
+    with pytest.raises(CheckpointError, match="differs from the embedding that it is tied to"):
+        load(directory, "cpu", implementation=TRANSFORMERS)
+
+
+def test_other_modelling_code_is_another_model(
+    expected, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The configuration is part of a bundle's key, so its programs are compiled anew."""
+    config = config_of(expected("helium").directory)
+    before = read(config)
+    copy = tmp_path / "modeling_helium.py"
+    copy.write_text("# changed")
+    files = hf_model.source_files
+    monkeypatch.setattr(hf_model, "source_files", lambda found: [*files(found), copy])
+    assert repr(read(config)) != repr(before)

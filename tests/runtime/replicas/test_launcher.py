@@ -1,0 +1,66 @@
+"""What a later engine process must have in common with the first one, with scripted processes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq.asyncio
+
+from ostinato.runtime.errors import StartupError
+from ostinato.runtime.process.ipc import EngineReady
+from ostinato.runtime.replicas.launcher import EngineLauncher
+from ostinato.runtime.replicas.placement import Placement
+from ostinato.runtime.types.engine_info import EngineStats, ServedModel
+from tests.runtime.tiny import tiny_config
+
+
+class ScriptedEngine:
+    """A process that has started."""
+
+    def __init__(self, **model: Any) -> None:
+        facts = {"name": "m", "max_model_len": 64, "vocab_size": 300, "eos_token_ids": (1,)}
+        self._model = ServedModel(tokenizer="", **(facts | model))
+        self.is_killed = False
+
+    async def wait_until_ready(self, on_phase: Callable[[str, float], None]) -> EngineReady:
+        return EngineReady(self._model, EngineStats())
+
+    def kill(self) -> None:
+        self.is_killed = True
+
+
+def start(first: ScriptedEngine, second: ScriptedEngine) -> EngineLauncher:
+    config = tiny_config()
+    launcher = EngineLauncher(
+        "engine 1",
+        Placement(config=config.engine),
+        config.server,
+        zmq.asyncio.Context.instance(),
+        Path("unused"),
+    )
+
+    async def both() -> None:
+        await launcher.wait_for_first(first, lambda name, seconds: None)
+        await launcher.wait_for_next(second)
+
+    asyncio.run(both())
+    return launcher
+
+
+def test_other_weights_of_the_same_model_are_accepted() -> None:
+    second = ScriptedEngine(created=5, startup_seconds={"weights": 2.0})
+    launcher = start(ScriptedEngine(), second)
+    assert not second.is_killed
+    assert launcher._config.model.max_model_len == 64
+
+
+@pytest.mark.parametrize("change", [{"vocab_size": 301}, {"eos_token_ids": (1, 2)}])
+def test_a_model_of_another_kind_is_refused(change: dict[str, Any]) -> None:
+    second = ScriptedEngine(**change)
+    with pytest.raises(StartupError, match=f"another {next(iter(change))} than before"):
+        start(ScriptedEngine(), second)
+    assert second.is_killed

@@ -1,0 +1,235 @@
+"""A client of two engine processes: where requests go when an engine dies or rests, with real processes.
+
+tests/e2e/test_replicas.py has the same for servers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Awaitable, Callable, Iterator
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ostinato import SamplingParams
+from ostinato.runtime.client.client import EngineClient
+from ostinato.runtime.errors import InvalidRequestError, StartupError
+from ostinato.runtime.process.ipc import AddRequest, ClientMessage
+from ostinato.runtime.types.engine_info import EngineStats, continued, sum_stats
+from tests.runtime.client.test_client import until
+from tests.runtime.tiny import tiny_config
+
+LONG = SamplingParams(temperature=1.3, seed=7, max_tokens=80, ignore_eos=True)
+PROMPTS = [[5 + index, 6, 7, 8] * (1 + index) for index in range(6)]
+Scenario = Callable[[EngineClient], Awaitable[None]]
+
+
+@pytest.fixture(scope="module")
+def run() -> Iterator[Callable[[Scenario], None]]:
+    """Runs scenarios with one client, whose engines serve and are idle before and after each."""
+
+    async def run_one(scenario: Scenario) -> None:
+        await asyncio.wait_for(scenario(client), 250)
+        await until(lambda: all(one.status.state == "serving" for one in client.replicas), 100)
+        await until(lambda: client.num_unfinished == client.stats.num_running == 0)
+
+    overrides = ("parallel.data=2", "parallel.router=least_load", "server.restart_backoff_s=0.1")
+    with asyncio.Runner() as runner:
+        client = EngineClient(tiny_config(*overrides, "server.max_restarts=50"))
+        try:
+            runner.run(client.start())
+            yield lambda scenario: runner.run(run_one(scenario))
+        finally:
+            runner.run(client.close())
+
+
+async def tokens_of(client: EngineClient, name: str, prompt: list[int]) -> list[int]:
+    return [
+        token
+        async for output in client.generate(name, prompt, LONG)
+        for token in output.new_token_ids
+    ]
+
+
+async def together(client: EngineClient) -> list[list[int]]:
+    return await asyncio.gather(*(tokens_of(client, f"{i}", p) for i, p in enumerate(PROMPTS)))
+
+
+def restarts_of(client: EngineClient) -> list[dict[str, int]]:
+    return [dict(replica.restarts) for replica in client.replicas]
+
+
+def test_requests_of_a_killed_engine_go_on_in_the_other_at_once(
+    run: Callable[[Scenario], None],
+) -> None:
+    async def scenario(client: EngineClient) -> None:
+        expected = [await tokens_of(client, f"alone-{i}", p) for i, p in enumerate(PROMPTS)]
+        task = asyncio.create_task(together(client))
+        first, second = client.replicas
+        await until(lambda: len(first.requests) == len(second.requests) == 3)
+        await until(lambda: client.stats.num_running == 6)
+        assert first.pid not in (None, second.pid)
+        os.kill(first.pid or 0, signal.SIGKILL)
+        await until(lambda: not first.is_alive)
+        await until(lambda: not len(first.requests))
+        assert not first.is_alive, "its requests waited for it"
+        assert client.is_alive
+        assert client.restart_reason is None
+        assert first.status.state == "restarting"
+        assert await tokens_of(client, "meanwhile", PROMPTS[0]) == expected[0]
+        assert await task == expected
+        assert restarts_of(client) == [{"killed": 1}, {}]
+
+    run(scenario)
+
+
+def test_a_request_that_kills_its_engine_kills_no_other(
+    run: Callable[[Scenario], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario(client: EngineClient) -> None:
+        expected = await together(client)
+        before = restarts_of(client)
+        poisoned: list[int] = []
+
+        def poison(number: int) -> None:
+            """The engine dies whenever it gets this request, before it has returned anything."""
+            replica = client.replicas[number]
+            send = replica._send
+
+            async def send_or_die(message: ClientMessage) -> None:
+                if isinstance(message, AddRequest) and "poison" in message.request.request_id:
+                    poisoned.append(number)
+                    replica.requests.mark_running([message.request.request_id])
+                    os.kill(replica.pid or 0, signal.SIGSEGV)
+                else:
+                    await send(message)
+
+            monkeypatch.setattr(replica, "_send", send_or_die)
+
+        poison(0)
+        poison(1)
+        task = asyncio.create_task(together(client))
+        await until(lambda: client.stats.num_running == 6)
+        output = await anext(client.generate("poison", [9, 9, 9], LONG))
+        assert "request poison was running when the engine died 2 times" in (output.error or "")
+        assert await task == expected
+        assert poisoned in ([0, 0], [1, 1])
+        hit = poisoned[0]
+        after = restarts_of(client)
+        assert after[1 - hit] == before[1 - hit]
+        assert after[hit] == {**before[hit], "crash": 2}
+
+    run(scenario)
+
+
+def test_a_drained_engine_gets_no_requests_and_gives_its_own_away(
+    run: Callable[[Scenario], None],
+) -> None:
+    async def scenario(client: EngineClient) -> None:
+        expected = await together(client)
+        first, second = client.replicas
+        task = asyncio.create_task(together(client))
+        await until(lambda: len(first.requests) == 3)
+        assert await client.drain_engine(0, timeout_s=0) == 3
+        assert (len(first.requests), first.status.state) == (0, "drained")
+        assert await task == expected
+        computed = first.stats.num_output_tokens
+        assert await together(client) == expected
+        assert first.stats.num_output_tokens == computed
+        with pytest.raises(InvalidRequestError, match="no other engine takes requests"):
+            await client.drain_engine(1, timeout_s=0)
+        with pytest.raises(InvalidRequestError, match="engines 0 to 1"):
+            client.resume_engine(2)
+        client.resume_engine(0)
+        task = asyncio.create_task(together(client))
+        await until(lambda: len(first.requests) == len(second.requests) == 3)
+        assert await client.drain_engine(0, timeout_s=100) == 0
+        client.resume_engine(0)
+        assert await task == expected
+
+    run(scenario)
+
+
+def test_weights_are_reloaded_in_one_engine_after_the_other(
+    run: Callable[[Scenario], None],
+) -> None:
+    async def scenario(client: EngineClient) -> None:
+        expected = await together(client)
+        pids, before = [one.pid for one in client.replicas], client.restarts
+        done = asyncio.Event()
+
+        async def keep_asking() -> int:
+            count = 0
+            while not done.is_set():
+                assert await together(client) == expected
+                count += 1
+                await asyncio.sleep(0.2)  # the engines that start need the cores
+            return count
+
+        asking = asyncio.create_task(keep_asking())
+        reload = asyncio.create_task(client.reload_weights(timeout_s=0))
+        await until(lambda: not client.replicas[0].is_alive)
+        with pytest.raises(InvalidRequestError, match="are being reloaded"):
+            await client.reload_weights(timeout_s=0)
+        while not reload.done():
+            assert client.is_alive
+            await asyncio.sleep(0.01)
+        await reload
+        done.set()
+        assert await asking > 0
+        assert set(pids).isdisjoint(one.pid for one in client.replicas)
+        assert client.restarts == {**before, "reload": 2}
+
+    run(scenario)
+
+
+def test_the_engine_that_can_not_start_is_named() -> None:
+    async def scenario() -> None:
+        config = tiny_config(
+            "parallel.data=2", "model.load_format=auto", model__path="/nowhere/at/all"
+        )
+        client = EngineClient(config)
+        try:
+            with pytest.raises(StartupError, match=r"^engine [01] of 2: .*/nowhere/at/all"):
+                await client.start()
+        finally:
+            await client.close()
+
+    asyncio.run(scenario())
+
+
+counts = st.integers(0, 1000)
+some_stats = st.builds(
+    EngineStats,
+    num_running=counts,
+    num_steps=counts,
+    steps_by_kind=st.dictionaries(st.sampled_from(["captured", "eager"]), counts),
+    iteration_tokens=st.lists(counts, min_size=3, max_size=3),
+    predicted_ttft_seconds=st.floats(0, 9),
+)
+
+
+@settings(max_examples=50)
+@given(st.lists(some_stats, min_size=1, max_size=4))
+def test_stats_of_replicas_add_up(stats: list[EngineStats]) -> None:
+    total = sum_stats(stats)
+    assert total.num_running == sum(one.num_running for one in stats)
+    assert sum(total.steps_by_kind.values()) == sum(
+        sum(one.steps_by_kind.values()) for one in stats
+    )
+    assert sum(total.iteration_tokens) == sum(sum(one.iteration_tokens) for one in stats)
+    assert total.predicted_ttft_seconds == min(one.predicted_ttft_seconds for one in stats)
+
+
+def test_counters_go_on_over_a_restart_and_gauges_do_not() -> None:
+    before = EngineStats(
+        num_running=3, num_blocks=9, num_output_tokens=70, predicted_step_seconds=2
+    )
+    now = EngineStats(num_running=1, num_blocks=8, num_output_tokens=5, predicted_step_seconds=1)
+    joined = continued(before, now)
+    assert (joined.num_running, joined.num_blocks, joined.num_output_tokens) == (1, 8, 75)
+    assert joined.predicted_step_seconds == 1
+    assert continued(None, now) is now

@@ -1,0 +1,118 @@
+"""Scheduler: a request of many sequences gives rows to the requests of others."""
+
+from __future__ import annotations
+
+import itertools
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ostinato.runtime.scheduling.scheduler import Scheduler
+from ostinato.runtime.types.params import PoolingParams, SamplingParams
+from ostinato.runtime.types.request import Request
+from ostinato.runtime.types.step import StepResult
+from tests.runtime.scheduling.scheduler_steps import make_request, make_scheduler, must_schedule
+
+
+def many(name: str, count: int, max_tokens: int = 20) -> list[Request]:
+    """The sequences of one request, as `make_requests` places them."""
+    return [
+        make_request(f"{name}:{place}", [5, 6, 7], place=place, max_tokens=max_tokens)
+        for place in range(count)
+    ]
+
+
+def run_step(scheduler: Scheduler) -> tuple[list[str], list[str]]:
+    """Run a step; the ids that it admitted, and those that it ended."""
+    output = must_schedule(scheduler)
+    num_samples = sum(entry.num_logits for entry in output.scheduled)
+    ended = scheduler.update(output, StepResult([9] * num_samples))
+    scheduler.check_integrity()
+    admitted = [one.request.request_id for one in output.admitted]
+    return admitted, [one.request_id for one in ended if one.finish_reason is not None]
+
+
+def test_a_new_request_gets_the_row_of_the_last_sequence_of_a_large_one() -> None:
+    scheduler = make_scheduler(*many("large", 8))
+    assert run_step(scheduler)[0] == [f"large:{place}" for place in range(4)]
+    load = scheduler.load()
+    assert load.num_free_rows == 2  # those of places 2 and 3, which give way to a new request
+    assert load.num_waiting == 0  # no sequence that a new request has to wait for
+    scheduler.add(make_request("new", [8]))
+    assert run_step(scheduler)[0] == ["new"]
+    running = sorted(one.request.request_id for one in scheduler.queues.running)
+    assert running == ["large:0", "large:1", "large:2", "new"]
+    scheduler.add(make_request("second", [8]))
+    assert run_step(scheduler)[0] == []  # the turn of place 2 is before that of this request
+    assert scheduler.num_preemptions == 1
+
+
+def test_two_large_requests_share_the_rows() -> None:
+    scheduler = make_scheduler(*many("one", 8))
+    run_step(scheduler)
+    for request in many("other", 8):
+        scheduler.add(request)
+    run_step(scheduler)
+    running = sorted(one.request.request_id for one in scheduler.queues.running)
+    assert running == ["one:0", "one:1", "one:2", "other:0"]
+    for place in range(3):
+        scheduler.abort(f"one:{place}")
+    run_step(scheduler)
+    running = sorted(one.request.request_id for one in scheduler.queues.running)
+    assert running == ["one:3", "other:0", "other:1", "other:2"]
+
+
+def test_beams_give_way_as_well() -> None:
+    sampling = SamplingParams(use_beam_search=True, n=4, best_of=4, max_tokens=10)
+    search = Request(request_id="beams", prompt_token_ids=[5, 6], sampling=sampling)
+    scheduler = make_scheduler(search)
+    group = scheduler._beams._groups["beams"]
+    first = group.sequences[0]
+    places = [group.fork(first).order[1] - first.order[1] for _ in range(3)]
+    assert places == [1, 2, 3]
+    group.free_place(group.fork(first))  # a beam of place 4 that is dropped
+    assert group.fork(first).order[1] - first.order[1] == 4
+
+
+def test_a_preempted_text_whose_vector_arrives_is_not_computed_again() -> None:
+    def pooled(name: str, place: int = 0) -> Request:
+        return Request(
+            request_id=name,
+            prompt_token_ids=[5, 6, 7],
+            sampling=SamplingParams(max_tokens=1),
+            pooling=PoolingParams(),
+            place=place,
+        )
+
+    scheduler = make_scheduler(*(pooled(f"large:{place}", place) for place in range(4)))
+    first = must_schedule(scheduler)
+    scheduler.add(pooled("new"))
+    scheduler.schedule()  # preempts the last of those that are in flight
+    assert scheduler.num_preemptions == 1
+    outputs = scheduler.update(first, StepResult([], pooled=[b"v"] * 4))
+    assert [one.request_id for one in outputs] == [f"large:{place}" for place in range(4)]
+    second = must_schedule(scheduler)
+    assert [one.request.request_id for one in second.admitted] == ["new"]
+    scheduler.update(second, StepResult([], pooled=[b"v"]))
+    scheduler.check_integrity()
+    assert not scheduler.has_work
+
+
+@given(st.lists(st.tuples(st.integers(1, 12), st.integers(0, 6)), min_size=1, max_size=6))
+def test_every_sequence_ends_however_many_come_later(arrivals: list[tuple[int, int]]) -> None:
+    """Requests of some sequences arrive some steps apart; none is starved."""
+    scheduler = make_scheduler(num_blocks=30)
+    ended: list[str] = []
+    expected: set[str] = set()
+    for number, (count, num_steps) in enumerate(arrivals):
+        for request in many(f"r{number}", count, max_tokens=5):
+            scheduler.add(request)
+            expected.add(request.request_id)
+        for _ in itertools.takewhile(lambda _: scheduler.has_work, range(num_steps)):
+            ended += run_step(scheduler)[1]
+    for _ in range(5 * 12 * 6 * 2):
+        if not scheduler.has_work:
+            break
+        ended += run_step(scheduler)[1]
+    assert set(ended) == expected
+    assert len(ended) == len(expected)

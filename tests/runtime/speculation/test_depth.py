@@ -1,0 +1,139 @@
+"""The number of drafts: the best by expected tokens per second, none where drafts do not pay."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ostinato.runtime.costs.cost_table import CostTable
+from ostinato.runtime.speculation.acceptance import AcceptanceRates, OwnRate
+from ostinato.runtime.speculation.depth import Candidate, DepthChooser, DraftRecord, StepLoad
+from ostinato.runtime.speculation.proposer import Draft, DraftSource
+from tests.runtime.cost_tables import make_table
+
+MAX_DRAFTS = 7
+HALF = Draft([1] * MAX_DRAFTS, DraftSource.ngram, 4)
+
+
+def table(token_ms: float, plain_ms: float = 4.0) -> CostTable:
+    """Every token beside the first of a sequence adds `token_ms`."""
+    base = make_table(step_ms=plain_ms, token_ms=0.0, seq_ms=0.0, pair_us=0.0)
+    return CostTable.from_medians(
+        tokens=base.tokens,
+        seqs=base.seqs,
+        contexts=base.contexts,
+        seconds=base.seconds,
+        decode=base.decode,
+        verify={(q, s): token_ms * s * (q - 1) / 1e3 for q in (2, 4, 8) for s in (1, 4, 16)},
+    )
+
+
+def candidates(count: int, draft: Draft = HALF) -> list[Candidate]:
+    return [Candidate(draft, DraftRecord()) for _ in range(count)]
+
+
+def teach(chooser: DepthChooser, one: Candidate, num_accepted: int, times: int = 300) -> None:
+    for _ in range(times):
+        chooser.verified(one, MAX_DRAFTS, num_accepted)
+
+
+def test_all_drafts_are_verified_without_measured_costs() -> None:
+    assert DepthChooser(None, MAX_DRAFTS).choose(StepLoad(2, 0.0), candidates(2)) == [7, 7]
+
+
+def test_drafts_that_are_right_go_deep_and_wrong_ones_end() -> None:
+    chooser = DepthChooser(table(0.2), MAX_DRAFTS)
+    (one,) = candidates(1)
+    teach(chooser, one, MAX_DRAFTS)
+    assert chooser.choose(StepLoad(1, 0.0), [one]) == [7]
+    teach(chooser, one, 0)
+    counts = [chooser.choose(StepLoad(1, 0.0), [one])[0] for _ in range(1000)]
+    assert set(counts) == {0, 1}
+    assert sum(counts) == 1000 // one.record.wait == 3  # one token is tried now and then
+
+
+def test_a_batch_that_is_bound_by_arithmetic_gets_no_drafts() -> None:
+    """Where a token costs as much as a sequence, a draft that may be wrong only loses."""
+    load = StepLoad(16, 0.0)
+    costs = table(4.0 / 16)
+    chooser = DepthChooser(costs, MAX_DRAFTS)
+    assert chooser.choose(load, candidates(16)) == [0] * 16
+    alone = DepthChooser(costs, MAX_DRAFTS).choose(StepLoad(1, 0.0), candidates(1))
+    assert alone[0] > 0
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 7), st.integers(1, 7)), min_size=1, max_size=3),
+    st.floats(0.01, 3.0),
+)
+def test_the_choice_is_the_best_of_all(ones: list[tuple[int, int]], token_ms: float) -> None:
+    """Compared with every combination of depths."""
+    chooser = DepthChooser(table(token_ms), MAX_DRAFTS)
+    given_ones = []
+    for strength, (num_right, length) in enumerate(ones):
+        draft = Draft([1] * length, DraftSource.ngram, 2 + 2 * strength)
+        given_ones.append(Candidate(draft, DraftRecord()))
+        for _ in range(20):
+            chooser.verified(given_ones[-1], length, min(num_right, length))
+    load = StepLoad(len(ones) + 1, 0.0)
+    chances = [chooser._rates.survival(one.draft, one.record.own) for one in given_ones]
+
+    def rate(counts: tuple[int, ...]) -> float:
+        tokens = load.num_decodes + sum(
+            sum(chances[index][:count]) for index, count in enumerate(counts)
+        )
+        return tokens / chooser.seconds(load, sum(counts))
+
+    best = max(map(rate, product(*(range(length + 1) for _, length in ones))))
+    chosen = tuple(chooser.choose(load, given_ones))
+    assert rate(chosen) == pytest.approx(best)
+
+
+@given(st.lists(st.integers(0, MAX_DRAFTS), max_size=50), st.integers(1, MAX_DRAFTS))
+def test_later_drafts_are_never_likelier(accepted: list[int], length: int) -> None:
+    rates, own = AcceptanceRates(MAX_DRAFTS), OwnRate()
+    for num_accepted in accepted:
+        rates.add(HALF, MAX_DRAFTS, num_accepted)
+        own.add(min(num_accepted + 1, MAX_DRAFTS), num_accepted)
+    chances = rates.survival(HALF._replace(token_ids=[1] * length), own)
+    assert chances == sorted(chances, reverse=True)
+    assert all(0.0 <= chance <= 1.0 for chance in chances)
+
+
+def test_drafts_pause_when_their_steps_are_slower_than_plain_ones() -> None:
+    chooser = DepthChooser(table(0.1), MAX_DRAFTS)
+    load, ones = StepLoad(1, 0.0), candidates(1)
+    for _ in range(64):
+        chooser.observe(load, 7, 0, 0.012)
+    assert chooser.is_paused
+    assert chooser.num_pauses == 1
+    assert chooser.choose(load, ones) == [0]
+    for _ in range(256):
+        chooser.observe(load, 0, 0, 0.004)
+    assert not chooser.is_paused
+
+
+def test_observed_seconds_correct_the_predicted_ones() -> None:
+    chooser = DepthChooser(table(0.1), MAX_DRAFTS)
+    load = StepLoad(1, 0.0)
+    for _ in range(500):
+        chooser.observe(load, 0, 0, 0.006)
+        chooser.observe(load, 7, 7, 0.009)
+    assert chooser.seconds(load, 0) == pytest.approx(0.006, rel=0.02)
+    assert chooser.seconds(load, 7) == pytest.approx(0.009, rel=0.02)
+    assert not chooser.is_paused
+
+
+def test_a_surcharge_grows_with_drafts_and_sequences() -> None:
+    costs = table(0.2)
+    assert costs.verify_surcharge(1, 0) == 0.0
+    assert costs.verify_surcharge(1, 3) == pytest.approx(0.0006)
+    assert costs.verify_surcharge(1, 15) == pytest.approx(0.003)  # past the last measured point
+    assert costs.verify_surcharge(2, 6) == pytest.approx(0.0012)
+    assert costs.verify_surcharge(32, 32) == pytest.approx(0.0064)
+    assert CostTable.from_bytes(costs.to_bytes()) == costs
+    unmeasured = make_table()
+    assert unmeasured.verify_surcharge(1, 3) == pytest.approx(0.0003)
