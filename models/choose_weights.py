@@ -34,7 +34,6 @@ __all__ = ("PLAIN", "WeightPolicy", "WeightsByRole", "choose_weights")
 
 # Smaller tables, those of positions and segments, would save nothing.
 _MIN_TABLE_ROWS = 4096
-_DEQUANTIZED = "gguf"  # models/gguf/ dequantises while it loads
 # Endings of tensors that only one quantization has.
 _MARKERS = (".qweight", ".weight_packed", ".weight_scale_inv", ".weight_scale_2", "_blocks")
 
@@ -194,10 +193,6 @@ def _from_checkpoint(
         raise ValueError(
             f"model.quantization={section.quantization}, but the checkpoint is quantised already "
             f"({method}); leave it out"
-        )
-    if method == _DEQUANTIZED:
-        return WeightsByRole(
-            layers=unquantized, router=unquantized, head=unquantized, embedding=Plain()
         )
     make = _entry(quantized_checkpoints, method, "from_checkpoint")
     if make is None:
