@@ -89,12 +89,14 @@ def test_a_prediction_is_counted_in_the_usage(server):
 
 
 def test_the_log_line_counts_the_drafts_of_a_request(server):
-    request = {"prompt": TEXT * 6, "max_tokens": 40, "temperature": 0, "request_id": "counted"}
-    post(server, COMPLETIONS, {**request, "ignore_eos": True})
+    """The second answer has the first one as history, so it surely has drafts."""
+    request = {"prompt": TEXT * 6, "max_tokens": 40, "temperature": 0, "ignore_eos": True}
+    for request_id in ("earlier", "counted"):
+        post(server, COMPLETIONS, {**request, "request_id": request_id})
     line = server.wait_for_line("cmpl-counted done")
     counts = re.search(r" drafted=(\d+) accepted=(\d+) ", line + " ")
     assert counts is not None, line
-    assert 0 <= int(counts[2]) <= int(counts[1])
+    assert 0 < int(counts[2]) <= int(counts[1])
 
 
 def test_a_prediction_contradicts_a_request_without_drafts(server):
