@@ -22,9 +22,10 @@ from ostinato.models.layers import (
     build_norm,
     build_rms_norm,
 )
-from ostinato.models.linear_layers import BuildOptions, Embedding, OutputHead
+from ostinato.models.linear_layers import BuildOptions
 from ostinato.models.moe import MoE
 from ostinato.models.step_tensors import DEFAULT_ROPE, LOCAL_ROPE, ForwardBatch, StepInputs
+from ostinato.models.vocabulary_layers import Embedding, OutputHead
 
 __all__ = ("LLAMA_NAMES", "Decoder", "DecoderBlock")
 

@@ -134,6 +134,9 @@ class Attention(nn.Module):
         options: dtype, device, attention backend and shard.
         sliding_window: tokens that a row sees, itself included; 0 = all.
         rope_kind: the rotary table, a key of `StepInputs.rope`; None = nothing is rotated.
+
+    Attributes:
+        held: of parameters that this rank has a part of, the elements that it holds.
     """
 
     def __init__(
@@ -156,8 +159,6 @@ class Attention(nn.Module):
             raise ValueError(
                 "a norm of each head (QKNorm.head) needs a layer with rotary positions"
             )
-        if spec.qk_norm is QKNorm.full and not heads.is_whole:
-            raise ValueError("a norm over all heads can not be sharded; set parallel.tensor=1")
         self.sliding_window = sliding_window
         self.scale = config.attention_scale or config.head_dim**-0.5
         self.soft_cap = config.attention_soft_cap
@@ -183,10 +184,9 @@ class Attention(nn.Module):
             )
         self.alibi_slopes: Tensor | None
         self.register_buffer("alibi_slopes", slopes, persistent=False)
-        if spec.has_sinks and not heads.is_whole:
-            raise ValueError("attention sinks can not be sharded; set parallel.tensor=1")
         single = replace(options, dtype=torch.float32)
         self.sinks = single.empty(heads.size) if spec.has_sinks else None
+        self.held = {"sinks": heads}
 
     def forward(
         self,

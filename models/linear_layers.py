@@ -1,4 +1,4 @@
-"""Linear layers and embeddings: modules around one weight matrix [out_features, in_features].
+"""Linear layers: modules around one weight matrix [out_features, in_features].
 
 The weight method (models/weight_methods/) stores and multiplies the matrix. Spans
 (models/sharding.py) say which part of it this rank holds.
@@ -21,17 +21,18 @@ from ostinato.models.weight_methods.weight_method import (
     StoredTensor,
     WeightMethod,
 )
+from ostinato.ops.parallel.collectives import all_reduce
+from ostinato.ops.parallel.group import ParallelGroup
 
 __all__ = (
     "BIAS",
     "BuildOptions",
-    "Embedding",
     "ExpertLinear",
     "Linear",
     "LinearBase",
     "MergedLinear",
-    "OutputHead",
     "RouterLinear",
+    "join_group",
 )
 
 BIAS = StoredTensor((OUT,))
@@ -93,6 +94,10 @@ class LinearBase(nn.Module):
         )
         self.has_bias = bias
         self.bias: nn.Parameter | None = None
+        self.group: Tensor | None
+        self.register_buffer("group", None, persistent=False)
+        if self.is_partial:
+            self._meet_others()
         self._names: tuple[str, ...] = ()  # of the matrix's parameters
         self._method: WeightMethod | None = None
         self._pending: dict[int, _Pending] = {}  # by expert; 0 where there are none
@@ -126,7 +131,7 @@ class LinearBase(nn.Module):
     @property
     def static_key(self) -> tuple[object, ...]:
         """What a traced program depends on besides tensors."""
-        return (*self.method.static_key, self.has_bias, self.inputs.start == 0)
+        return (*self.method.static_key, self.has_bias, self.is_partial)
 
     def parts(self, order: Tensor | None = None) -> list[Part]:
         """The module's matrix as one stored matrix.
@@ -160,7 +165,13 @@ class LinearBase(nn.Module):
         return found
 
     def use(self, method: WeightMethod) -> None:
-        """Take a weight method, and unset memory for its parameters and the bias."""
+        """Take a weight method, and unset memory for its parameters and the bias.
+
+        Raises:
+            ValueError: the method can not store the columns that this rank holds.
+        """
+        if (reason := method.why_indivisible(self.inputs)) is not None:
+            raise ValueError(f"weights as {method.name}: {reason}")
         for name in self._names:
             delattr(self, name)
         self._method = method
@@ -214,17 +225,27 @@ class LinearBase(nn.Module):
     ) -> Tensor:
         """[T, in_features] -> [T, out_features], plus bias and residual if there are any.
 
-        If the result is a partial sum, only the first rank adds bias and residual.
+        Of a partial sum the residual is added by `reduce`.
         """
-        if self.inputs.start:
-            residual = None
         return self.method.apply(
             self.weights, self.spec, x, self.bias, residual, float32_output=float32_output
         )
 
+    def reduce(self, partial: Tensor, residual: Tensor | None) -> Tensor:
+        """The sum of all ranks' partial results [T, out_features], plus the residual."""
+        assert self.group is not None, "a module without a group has no partial results"
+        return all_reduce(partial, residual, self.group, self.spec.dtype)
+
     def dense(self) -> Tensor:
         """The matrix that the parameters stand for: [out_features, in_features]."""
         return self.method.dense(self.weights, self.spec)
+
+    def _meet_others(self) -> None:
+        """Make room for the group's handle, which `join_group` writes.
+
+        It is a tensor, so that ranks whose groups are at different addresses run one program.
+        """
+        self.group = torch.zeros(1, dtype=torch.int64)
 
     def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> nn.Parameter:
         """Memory; nothing is written, so a CPU maps no page of it before it is loaded."""
@@ -280,7 +301,12 @@ class Linear(LinearBase):
         super().__init__(in_features, (out_features,), options, bias=bias)
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """[T, in_features] -> [T, out_features], plus a residual of that shape if there is one."""
+        """[T, in_features] -> [T, out_features], plus a residual of that shape if there is one.
+
+        Partial sums are added over all ranks. On CPUs they are added before they are rounded.
+        """
+        if self.is_partial:
+            return self.reduce(self.multiply(x, float32_output=True), residual)
         return self.multiply(x, residual)
 
 
@@ -296,34 +322,6 @@ class RouterLinear(Linear):
     """Hidden states to a logit for each expert."""
 
     role = MatrixRole.router
-
-
-class OutputHead(Linear):
-    """Hidden states to logits."""
-
-    role = MatrixRole.head
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[S, D] -> [S, vocab_size] float32."""
-        return self.multiply(hidden, float32_output=True)
-
-
-class Embedding(LinearBase):
-    """Rows of a table [num_rows, D]; with `is_head` the output head reads the same table."""
-
-    def __init__(
-        self, num_rows: int, hidden_size: int, options: BuildOptions, *, is_head: bool = False
-    ) -> None:
-        super().__init__(hidden_size, (num_rows,), options)
-        self.role = MatrixRole.tied if is_head else MatrixRole.embedding
-
-    def forward(self, ids: Tensor) -> Tensor:
-        """[T] int64 -> [T, D]."""
-        return self.method.rows(self.weights, self.spec, ids)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[S, D] -> [S, num_rows] float32."""
-        return self.multiply(hidden, float32_output=True)
 
 
 class ExpertLinear(LinearBase):
@@ -389,3 +387,15 @@ class ExpertLinear(LinearBase):
         place: Tensor = getattr(self, name)[expert]
         if tensor.data_ptr() != place.data_ptr():
             place.copy_(tensor)
+
+
+def join_group(model: nn.Module, group: ParallelGroup) -> None:
+    """Let the layers of a rank exchange values with the other ranks of a group.
+
+    Args:
+        model: of one rank, with any weights.
+        group: it must not be closed before the model's last step.
+    """
+    for module in model.modules():
+        if isinstance(module, LinearBase) and module.group is not None:
+            module.group.fill_(group.handle)

@@ -39,7 +39,9 @@ class Experts(nn.Module):
     ) -> Tensor:
         """[T, D] -> [T, D]: the weighted sum over each token's experts, added to the residual."""
         inner = activate(self.gate_up_proj(x, ids), self.activation, gated=True)
-        return self.down_proj(inner, ids, routing_weights, residual)
+        if not self.down_proj.is_partial:
+            return self.down_proj(inner, ids, routing_weights, residual)
+        return self.down_proj.reduce(self.down_proj(inner, ids, routing_weights), residual)
 
     def static_key(self) -> tuple[object, ...]:
         """What the traced program depends on besides tensors."""
@@ -74,8 +76,6 @@ class MoE(nn.Module):
         """[T, D] -> [T, D], added to the residual if there is one."""
         if self.shared_expert is not None:
             residual = self.shared_expert(x, residual)
-        elif self.experts.down_proj.inputs.start:
-            residual = None  # which the first rank adds
         if self.gated_expert is not None and self.shared_gate is not None:
             ids, weights = route(self.shared_gate(x), _ONE_EXPERT)
             residual = self.gated_expert(x, ids, weights, residual)

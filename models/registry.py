@@ -146,7 +146,8 @@ def build_model(
         attention_backend: a name that `select_backend` returned.
         max_model_len: tokens of the longest context; None = as its config says.
         weights: the weight method of each matrix.
-        shard: the part of every layer that this rank holds; embeddings and output head are whole.
+        shard: the part of every layer that this rank holds. `join_group` (models/linear_layers.py)
+            must follow before the model is run.
 
     Raises:
         ValueError: the architecture is unknown, `max_model_len` is above what the model states,
@@ -159,6 +160,8 @@ def build_model(
             f"model.max_model_len must be at most {config.max_model_len}, what the model states, "
             f"got {length}; a longer context needs rotary scaling (model.config.rope_parameters)"
         )
+    if (reason := config.why_unshardable(shard.size)) is not None:
+        raise ValueError(reason)
     options = BuildOptions(
         dtype=dtype,
         device=device,

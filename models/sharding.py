@@ -7,10 +7,13 @@ are divided (column-parallel) compute their part of the result; layers whose inp
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-__all__ = ("WHOLE", "Shard", "Span")
+__all__ = ("WHOLE", "Shard", "Span", "why_cut", "why_indivisible")
+
+_MOST_NAMED = 64  # ranks, in a refusal
 
 
 class Span(NamedTuple):
@@ -80,6 +83,68 @@ class Shard:
             )
         return Span(self.rank * num_kv_heads // self.size, 1, num_kv_heads)
 
+    def vocabulary(self, vocab_size: int) -> Span:
+        """The tokens whose logits this rank computes: an even part, or all if there is none.
+
+        With an even part all ranks run one program. A size that can not be divided is small
+        compared with the layers, or it is odd, as that of GPT-2.
+        """
+        is_even = vocab_size % self.size == 0
+        return self.span(vocab_size, "vocab_size") if is_even else Span.of(vocab_size)
+
 
 WHOLE = Shard()
 """The only rank: it holds everything."""
+
+
+def why_indivisible(ranks: int, num_kv_heads: int, sizes: Mapping[str, int]) -> str | None:
+    """Why a model can not be divided among so many ranks, and which numbers of ranks can be used.
+
+    Args:
+        ranks: of the group.
+        num_kv_heads: heads of keys and values, which several ranks may repeat.
+        sizes: the dimensions that are divided evenly, by name.
+
+    Returns:
+        One line; None if it can.
+    """
+    reason = _first_obstacle(ranks, num_kv_heads, sizes)
+    if reason is None:
+        return None
+    most = min(_MOST_NAMED, *sizes.values())
+    fitting = [
+        str(n) for n in range(1, most + 1) if _first_obstacle(n, num_kv_heads, sizes) is None
+    ]
+    return f"{reason}; set parallel.tensor to {' or '.join(fitting)}"
+
+
+def why_cut(columns: Span, unit: int) -> str | None:
+    """Why this part of a matrix's columns is not made of whole groups, and what would be.
+
+    Args:
+        columns: that a rank holds.
+        unit: columns of a group, which share a scale.
+
+    Returns:
+        One line; None if it is.
+    """
+    if columns.is_whole or columns.size % unit == 0:
+        return None
+    groups = columns.total // unit if columns.total % unit == 0 else 1
+    fitting = [str(n) for n in range(1, min(_MOST_NAMED, groups) + 1) if groups % n == 0]
+    return (
+        f"{columns.total} columns in groups of {unit} can not be divided among "
+        f"{columns.total // columns.size} tensor-parallel ranks; set parallel.tensor to "
+        f"{' or '.join(fitting)}"
+    )
+
+
+def _first_obstacle(ranks: int, num_kv_heads: int, sizes: Mapping[str, int]) -> str | None:
+    shard = Shard(0, ranks)
+    try:
+        for what, total in sizes.items():
+            shard.span(total, what)
+        shard.kv_heads(num_kv_heads)
+    except ValueError as error:
+        return str(error)
+    return None

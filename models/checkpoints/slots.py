@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ostinato.models.base import CheckpointLayout, LanguageModel
 from ostinato.models.checkpoints.checkpoint import CheckpointError
-from ostinato.models.layers import RMSNorm
+from ostinato.models.layers import Attention, RMSNorm
 from ostinato.models.linear_layers import BIAS, ExpertLinear, LinearBase
 from ostinato.models.sharding import Span
 from ostinato.models.weight_methods.weight_method import FLOATS, Part, StoredTensor
@@ -109,8 +109,10 @@ def _parameter_slots(
 ) -> Iterator[tuple[str, Slot]]:
     order = _order_of(name, layout)
     offset = module.stored_offset if isinstance(module, RMSNorm) else 0.0
+    held = module.held if isinstance(module, Attention) else {}
     for kind, parameter in module.named_parameters(recurse=False):
-        yield f"{name}.{kind}", _ParameterSlot(parameter, order, offset)
+        span = held.get(kind)
+        yield f"{name}.{kind}", _ParameterSlot(parameter, order, offset, span)
 
 
 def _matrix_slots(
@@ -162,9 +164,13 @@ class _ParameterSlot:
     parameter: nn.Parameter
     order: Tensor | None
     offset: float  # added to what is stored
+    span: Span | None = None  # the elements of a stored vector that the parameter holds; None = all
 
     def fill(self, stored_name: str, tensor: Tensor) -> None:
-        _check(stored_name, tensor, tuple(self.parameter.shape), FLOATS)
+        shape = tuple(self.parameter.shape) if self.span is None else (self.span.total,)
+        _check(stored_name, tensor, shape, FLOATS)
+        if self.span is not None:
+            tensor = tensor.narrow(0, self.span.start, self.span.size)
         value = tensor if self.order is None else tensor[self.order]
         self.parameter.copy_(value.double() + self.offset if self.offset else value)
 

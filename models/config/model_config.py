@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 from ostinato.conf.schema import CacheDType, DType
-from ostinato.models.config.block_spec import LLAMA_BLOCK, BlockSpec
+from ostinato.models.config.block_spec import LLAMA_BLOCK, BlockSpec, QKNorm
 from ostinato.models.config.hf_source import HFModelSource
 from ostinato.models.config.model_kind import DECODER, ModelKind
 from ostinato.models.config.moe_spec import MoESpec
 from ostinato.models.kv_cache import KVCacheSpec
-from ostinato.models.sharding import WHOLE, Shard
+from ostinato.models.sharding import WHOLE, Shard, why_indivisible
 from ostinato.models.step_tensors import DEFAULT_ROPE
 from ostinato.ops.attention import AttentionSpec
 from ostinato.ops.rope import Rope
@@ -93,6 +93,30 @@ class ModelConfig:
         if self.rope is None:
             return None
         return self.rope_kinds[layer] if self.rope_kinds else DEFAULT_ROPE
+
+    def why_unshardable(self, ranks: int) -> str | None:
+        """Why so many tensor-parallel ranks can not compute the model together, in one line.
+
+        None if they can. The line names the numbers of ranks that can be used.
+        """
+        if ranks == 1:
+            return None
+        for what, is_so in (
+            ("models through transformers", self.recorded is not None),
+            ("encoders", not self.kind.generates),
+            ("models with cross attention", bool(self.max_encoder_tokens)),
+            ("models with a norm over all heads", self.block.qk_norm is QKNorm.full),
+        ):
+            if is_so:
+                return f"{what} are not divided among ranks; set parallel.tensor to 1"
+        sizes = {"num_attention_heads": self.num_heads}
+        if self.moe is None or not all(self.moe.layers):
+            sizes["intermediate_size"] = self.intermediate_size
+        if self.moe is not None:
+            sizes["intermediate size of an expert"] = self.moe.intermediate_size
+            if self.moe.shared_size:
+                sizes["intermediate size of the shared expert"] = self.moe.shared_size
+        return why_indivisible(ranks, self.num_kv_heads, sizes)
 
     def kv_cache_spec(
         self, block_size: int, dtype: torch.dtype, *, shard: Shard = WHOLE

@@ -18,8 +18,9 @@ from ostinato.models.base import (
 from ostinato.models.config.encoder_config import read_encoder_config
 from ostinato.models.config.model_config import HFConfig, ModelConfig
 from ostinato.models.layers import LayerNorm
-from ostinato.models.linear_layers import BuildOptions, Embedding, Linear, MergedLinear
+from ostinato.models.linear_layers import BuildOptions, Linear, MergedLinear
 from ostinato.models.step_tensors import ForwardBatch, StepInputs
+from ostinato.models.vocabulary_layers import Embedding
 from ostinato.ops.activation import activate
 from ostinato.ops.encoder_attention import encoder_attention
 

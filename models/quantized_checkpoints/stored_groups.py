@@ -22,6 +22,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from ostinato.models.sharding import Span, why_cut
 from ostinato.models.weight_methods.grouped import QuantizedMatrix
 from ostinato.models.weight_methods.weight_method import (
     IN,
@@ -84,6 +85,14 @@ class StoredGroups(QuantizedMatrix):
         kind = "" if self.symmetric else "asymmetric "
         order = ", act-order" if self.has_order else ""
         return f"{kind}int{self.bits} in {groups}{order}"
+
+    def why_indivisible(self, columns: Span) -> str | None:
+        if self.has_order and not columns.is_whole:
+            return (
+                "the columns of a group lie apart (act-order), so they can not be divided among "
+                "ranks; set parallel.tensor to 1"
+            )
+        return None if self.group_size == -1 else why_cut(columns, self.group_size)
 
     def parameters(self, spec: MatrixSpec) -> dict[str, ParameterSpec]:
         shape = self.form(spec).packed_shape(spec.out_features, spec.in_features)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Node
 
-from ostinato.models.linear_layers import BuildOptions, Embedding, MergedLinear, OutputHead
+from ostinato.models.linear_layers import BuildOptions, MergedLinear
 from ostinato.models.recorded.fusions import Fused, fuse
 from ostinato.models.recorded.graph_parts import PartBuilder
 from ostinato.models.recorded.graph_values import drop_unused
@@ -30,6 +30,7 @@ from ostinato.models.recorded.recorded_modules import (
 )
 from ostinato.models.recorded.recording import Recording
 from ostinato.models.step_tensors import RopeRows, TableRows
+from ostinato.models.vocabulary_layers import Embedding, OutputHead
 
 __all__ = ("Assembly", "Tables")
 

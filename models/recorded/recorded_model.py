@@ -18,7 +18,6 @@ from ostinato.models.recorded.hf_model import find_source
 from ostinato.models.recorded.leaf_modules import ExpertsLeaf, LinearLeaf
 from ostinato.models.recorded.recording import record
 from ostinato.models.recorded.stored_names import checkpoint_layout
-from ostinato.models.sharding import WHOLE
 from ostinato.models.step_tensors import ForwardBatch, StepInputs
 
 __all__ = ("RecordedCausalLM",)
@@ -82,8 +81,6 @@ class RecordedCausalLM(CausalLM):
 
     def __init__(self, config: ModelConfig, options: BuildOptions) -> None:
         super().__init__()
-        if options.shard != WHOLE:
-            raise ValueError("models through transformers are not sharded; set parallel.tensor=1")
         assert config.recorded is not None, "the configuration names the code of the model"
         recording = record(config.recorded, options.dtype)
         assembly = Assembly(recording, options)

@@ -13,11 +13,9 @@ from ostinato.models.base import DecoderLayer
 from ostinato.models.layers import LayerNorm, RMSNorm
 from ostinato.models.linear_layers import (
     BuildOptions,
-    Embedding,
     ExpertLinear,
     Linear,
     LinearBase,
-    OutputHead,
     RouterLinear,
 )
 from ostinato.models.recorded.leaf_modules import (
@@ -29,6 +27,7 @@ from ostinato.models.recorded.leaf_modules import (
 )
 from ostinato.models.recorded.recording import AttentionCall
 from ostinato.models.step_tensors import StepInputs
+from ostinato.models.vocabulary_layers import Embedding, OutputHead
 from ostinato.ops.activation import activate
 from ostinato.ops.attention import paged_attention
 

@@ -14,6 +14,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from ostinato.models.sharding import Span, why_cut
 from ostinato.models.weight_methods.weight_method import (
     IN,
     OUT,
@@ -135,6 +136,9 @@ class GroupQuantized(QuantizedMatrix):
     @property
     def name(self) -> str:
         return QuantFormat(self.bits, self.group_size, self.symmetric).name
+
+    def why_indivisible(self, columns: Span) -> str | None:
+        return why_cut(columns, self.group_size)
 
     @property
     def stored(self) -> Mapping[str, StoredTensor]:

@@ -188,6 +188,10 @@ class WeightMethod(ABC):
         """Why no kernel supports this device with activations of this dtype; None if one does."""
         return None
 
+    def why_indivisible(self, columns: Span) -> str | None:
+        """Why a rank can not hold these columns of a matrix, in one line; None if it can."""
+        return None
+
     @abstractmethod
     def parameters(self, spec: MatrixSpec) -> dict[str, ParameterSpec]:
         """The parameters that the kernel reads, by name."""

@@ -79,6 +79,7 @@ LIBRARIES: dict[str, tuple[tuple[str, ...], ...]] = {
             "rows/elementwise",
             "rows/sampling",
             "rows/logprobs",
+            "collectives/collectives",
             "core/cpu_graph",
         ),
     ),

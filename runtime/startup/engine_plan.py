@@ -13,6 +13,7 @@ from ostinato.conf.schema import Determinism, GraphMode
 from ostinato.graphs.buckets import BucketTable
 from ostinato.models.kv_cache import KVCacheSpec
 from ostinato.models.registry import class_of
+from ostinato.models.sharding import WHOLE, Shard
 from ostinato.models.step_tensors import num_kv_groups
 from ostinato.ops.attention import AttentionSpec, load_backend, select_backend
 from ostinato.runtime.errors import StartupError
@@ -50,9 +51,7 @@ class EnginePlan:
     @property
     def kv_cache_spec(self) -> KVCacheSpec:
         """Shapes of the KV cache."""
-        return self.source.config.kv_cache_spec(
-            self.config.cache.block_size, self.source.cache_dtype
-        )
+        return self.source.kv_cache_spec(self.config.cache.block_size)
 
     @property
     def kv_groups(self) -> tuple[KVGroup, ...]:
@@ -89,7 +88,13 @@ class EnginePlan:
         return "; ".join(reasons) or None
 
 
-def make_plan(config: EngineConfig, threads: int, *, max_drafts: int | None = None) -> EnginePlan:
+def make_plan(
+    config: EngineConfig,
+    threads: int,
+    *,
+    max_drafts: int | None = None,
+    shard: Shard = WHOLE,
+) -> EnginePlan:
     """Find the model and decide how it will run.
 
     Args:
@@ -97,11 +102,12 @@ def make_plan(config: EngineConfig, threads: int, *, max_drafts: int | None = No
         threads: threads of the model on a CPU.
         max_drafts: draft tokens of one sequence in one step, at most; 0 = no drafter, None = as
             configured.
+        shard: the part of the model that this rank holds.
 
     Raises:
         StartupError: there is no such model, it does not fit, or it does not support a setting.
     """
-    source = open_model(config, max_drafts=max_drafts)
+    source = open_model(config, max_drafts=max_drafts, shard=shard)
     memory = plan_engine(config, source)
     backend = _select_backend(config, source)
     _check_graphs(config, source, backend)

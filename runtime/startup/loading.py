@@ -49,7 +49,7 @@ def begin_model(
     # The key holds everything that a loaded model depends on.
     sections = (config.model, config.device, config.graphs)
     cache = (config.cache.block_size, config.cache.dtype)
-    key = repr((*sections, *cache, plan.backend, memory.max_model_len))
+    key = repr((*sections, *cache, plan.backend, memory.max_model_len, plan.source.shard))
     kept = None if model_cache is None else model_cache.get(key)
     if kept is not None:
         return kept.model, lambda kv_cache, buffers, bundle: kept.bind
@@ -86,6 +86,7 @@ def _build(plan: EnginePlan) -> LanguageModel:
         attention_backend=plan.backend,
         max_model_len=plan.memory.max_model_len,
         weights=source.weights,
+        shard=source.shard,
     )
 
 
@@ -159,5 +160,6 @@ def open_bundle(plan: EnginePlan) -> Bundle | None:
             "weights": repr(source.weights),
             "block_size": str(config.cache.block_size),
             "max_model_len": str(plan.memory.max_model_len),
+            "ranks": str(source.shard.size),
         },
     )

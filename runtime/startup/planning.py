@@ -27,7 +27,9 @@ from ostinato.models.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from ostinato.models.checkpoints.pooling_files import PoolingFiles, read_pooling_files
 from ostinato.models.choose_weights import WeightPolicy, choose_weights
 from ostinato.models.config.model_config import ModelConfig, resolve_cache_dtype, resolve_dtype
+from ostinato.models.kv_cache import KVCacheSpec
 from ostinato.models.registry import build_model, read_model_config
+from ostinato.models.sharding import WHOLE, Shard
 from ostinato.models.step_tensors import StepSizes, num_kv_groups
 from ostinato.ops.attention import AttentionPlanner, AttentionSpec, workspace_bytes
 from ostinato.runtime.costs.cost_table import CostTable
@@ -61,16 +63,29 @@ class ModelSource:
     limits: StepLimits  # the limits that buffers, buckets and memory are sized for
     pooling: PoolingFiles  # the pooling that the checkpoint states
     weights: WeightPolicy  # how each matrix is stored and multiplied
+    shard: Shard = WHOLE  # the part of the model that this rank holds
 
     def attention_spec(self, block_size: int) -> AttentionSpec:
         """The requirements of the model on an attention backend."""
         return self.config.attention_spec(
-            block_size, self.dtype, self.device, cache_dtype=self.cache_dtype
+            block_size,
+            self.dtype,
+            self.device,
+            cache_dtype=self.cache_dtype,
+            shard=self.shard,
         )
+
+    def kv_cache_spec(self, block_size: int) -> KVCacheSpec:
+        """The shapes of the KV cache on this rank."""
+        return self.config.kv_cache_spec(block_size, self.cache_dtype, shard=self.shard)
 
 
 def open_model(
-    config: EngineConfig, device: torch.device | None = None, *, max_drafts: int | None = None
+    config: EngineConfig,
+    device: torch.device | None = None,
+    *,
+    max_drafts: int | None = None,
+    shard: Shard = WHOLE,
 ) -> ModelSource:
     """Find the model and read its configuration; loads no weights.
 
@@ -79,9 +94,11 @@ def open_model(
         device: a device to plan for, which need not exist; None = the configured one.
         max_drafts: draft tokens of one sequence in one step, at most; 0 = no drafter, None = as
             configured.
+        shard: the part of the model that this rank holds.
 
     Raises:
-        StartupError: there is no such model, or it is not supported.
+        StartupError: there is no such model, it is not supported, or it can not be divided among
+            so many ranks.
     """
     try:
         checkpoint = open_checkpoint(config.model)
@@ -91,6 +108,8 @@ def open_model(
         raise StartupError(str(error)) from error
     if pooling.unsupported is not None and config.model.pooling is PoolingChoice.auto:
         raise StartupError(f"{pooling.unsupported}; choose one with model.pooling")
+    if (reason := model_config.why_unshardable(shard.size)) is not None:
+        raise StartupError(f"parallel.tensor={shard.size}: {reason}")
     dtype = resolve_dtype(config.model.dtype, model_config)
     device = device or resolve_device(config.device.name)
     is_cpu = device.type == "cpu"
@@ -116,6 +135,7 @@ def open_model(
         limits=limits,
         pooling=pooling,
         weights=weights,
+        shard=shard,
     )
 
 
@@ -195,23 +215,18 @@ def plan_engine(
     """
     model = source.config
     is_cpu = source.device.type == "cpu"
-    skeleton = build_model(
-        model,
-        dtype=source.dtype,
-        device=torch.device("meta"),
-        attention_backend="reference",
-        weights=source.weights,
-    )
+    skeleton = _skeleton(source)
     tensors = [*skeleton.parameters(), *skeleton.buffers()]
     keys = bucket_table(config, source).keys
     limits = source.limits
     return plan_memory(
         ModelFootprint(
             weights_bytes=sum(tensor.numel() * tensor.itemsize for tensor in tensors),
-            kv_bytes_per_token=model.kv_cache_spec(1, source.cache_dtype).bytes_per_block,
+            kv_bytes_per_token=source.kv_cache_spec(1).bytes_per_block,
             hidden_size=model.hidden_size,
-            intermediate_size=model.widest_mlp,
-            qkv_size=(model.num_heads + 2 * model.num_kv_heads) * model.head_dim,
+            # Of experts some values are as wide as hidden states, which every rank holds whole.
+            intermediate_size=model.widest_mlp // (1 if model.has_experts else source.shard.size),
+            qkv_size=_qkv_size(source),
             dtype_bytes=source.dtype.itemsize,
             max_model_len=model.max_model_len,
             num_fixed_groups=num_kv_groups(type(skeleton).step_tensors) - 1,
@@ -243,6 +258,36 @@ def plan_engine(
             max_tokens=max((key.num_tokens for key in keys), default=0),
         ),
     )
+
+
+def _skeleton(source: ModelSource) -> LanguageModel:
+    """The model of this rank without memory, for the sizes of its weights.
+
+    Raises:
+        StartupError: a quantised matrix can not be divided among so many ranks.
+    """
+    try:
+        return build_model(
+            source.config,
+            dtype=source.dtype,
+            device=torch.device("meta"),
+            attention_backend="reference",
+            weights=source.weights,
+            shard=source.shard,
+        )
+    except ValueError as error:
+        if source.shard == WHOLE:
+            raise
+        raise StartupError(f"parallel.tensor={source.shard.size}: {error}") from error
+
+
+def _qkv_size(source: ModelSource) -> int:
+    """Values of one token between the projections and the attention, on this rank."""
+    model, shard = source.config, source.shard
+    if shard == WHOLE:
+        return (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
+    num_kv_heads = shard.kv_heads(model.num_kv_heads).size
+    return (model.num_heads // shard.size + 2 * num_kv_heads) * model.head_dim
 
 
 def _free_bytes(config: EngineConfig, *, is_cpu: bool) -> int:
@@ -314,7 +359,7 @@ def plan_measured(
     Raises:
         StartupError: the engine does not fit into the memory.
     """
-    spec = source.config.kv_cache_spec(config.cache.block_size, source.cache_dtype)
+    spec = source.kv_cache_spec(config.cache.block_size)
 
     def largest_step() -> None:
         null_block = spec.allocate(1, source.device)

@@ -73,7 +73,7 @@ from torch import nn
 from ostinato.models.base import CausalLM, DecoderLayer
 from ostinato.models.config.decoder_config import read_decoder_config
 from ostinato.models.layers import Attention, RotaryEmbedding, build_mlp, build_norm
-from ostinato.models.linear_layers import Embedding, OutputHead
+from ostinato.models.vocabulary_layers import Embedding, OutputHead
 from ostinato.models.step_tensors import DEFAULT_ROPE, StepInputs
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from ostinato.models.base import CausalLM
 from ostinato.models.config.model_config import ModelConfig
 from ostinato.models.kv_cache import KVCache
+from ostinato.models.sharding import WHOLE, Shard
 from ostinato.models.step_tensors import ForwardBatch
 
 Forward = Callable[[ForwardBatch, KVCache], Tensor]
@@ -44,6 +45,7 @@ class Driver:
         max_len: int = 256,
         pad_to: int = 2,
         dtype: torch.dtype | None = None,
+        shard: Shard = WHOLE,
     ) -> None:
         self.model = model
         self.forward = forward or model
@@ -51,7 +53,7 @@ class Driver:
         self.pad_to = pad_to  # fewest rows of a step, as compiled graphs are never traced with one
         self.max_blocks = -(-max_len // self.block_size)
         self.dtype = dtype or next(model.parameters()).dtype
-        self.cache = config.kv_cache_spec(self.block_size, self.dtype).allocate(
+        self.cache = config.kv_cache_spec(self.block_size, self.dtype, shard=shard).allocate(
             num_blocks, torch.device("cpu")
         )
         # Handed out from the end, so that no sequence sits in the blocks 1, 2, 3, ...

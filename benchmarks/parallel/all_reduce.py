@@ -1,0 +1,158 @@
+"""Measures the sum over tensor-parallel ranks on CPUs: `ostinato::all_reduce` between processes.
+
+    python -m ostinato.benchmarks.parallel.all_reduce
+    python -m ostinato.benchmarks.parallel.all_reduce --ranks 2 --rows 1,32,512 --json FILE
+
+Each rank is a process with one thread; the machine should have a core for each and no other work.
+The values are float32, as the partial sums of layers on CPUs are. Two figures for each shape:
+
+one      microseconds of one sum, called from Python as a captured graph of one call. It includes
+         the call, and the time that this process waits for the loop of the other one.
+in step  microseconds of a sum in a captured graph of 16, as many as a decode step of llama-45m has
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from ostinato.benchmarks.machine.probes import LoadMeter, commit_of
+from ostinato.ops.native.cpu_graph import CpuGraph
+from ostinato.ops.native.library import load
+from ostinato.ops.parallel.collectives import all_reduce
+from ostinato.ops.parallel.group import ParallelGroup, create_segment
+from ostinato.runtime.machine_info import cpu_name, package_versions
+
+__all__ = ("percentile", "time_sums")
+
+_MODULE = "ostinato.benchmarks.parallel.all_reduce"
+_IN_STEP = 16
+
+
+def percentile(values: list[float], percent: float) -> float:
+    """The smallest value that at least this share of the values does not exceed."""
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)]
+
+
+def time_sums(
+    group: ParallelGroup, shape: tuple[int, int], *, sums: int, rounds: int
+) -> list[float]:
+    """Microseconds of a sum over the ranks; every rank of the group must call this.
+
+    Args:
+        group: with this process's rank.
+        shape: [T, D] of the values, float32.
+        sums: sums of one captured graph, whose time is divided by their number.
+        rounds: replays that are timed; a tenth as many come before.
+
+    Returns:
+        One number for each replay.
+    """
+    graph, handle = CpuGraph(), torch.tensor([group.handle])
+    value = graph.input(torch.float32, shape)
+    slot = graph.constant(handle)
+    for _ in range(sums):
+        graph.begin_layer()
+        arguments = [value, None, slot, "float32"]
+        (result,) = graph.call(torch.ops.ostinato.all_reduce.default, arguments)
+    graph.set_result(result)
+    x, out = torch.ones(shape), torch.empty(shape)
+    all_reduce(x, None, handle, torch.float32)  # all ranks have come
+    addresses = (ctypes.c_void_p * 1)(x.data_ptr())
+    found: list[float] = []
+    for _ in range(rounds + rounds // 10):
+        begin = time.perf_counter()
+        graph.replay(shape[0], 0, 0, addresses, out)
+        found.append(1e6 * (time.perf_counter() - begin) / sums)
+    return found[-rounds:]
+
+
+def _measure(group: ParallelGroup, rows: list[int], width: int) -> list[dict[str, float]]:
+    found: list[dict[str, float]] = []
+    for num_rows in rows:
+        rounds = max(50, 6000 // num_rows)
+        figures: dict[str, float] = {"rows": num_rows, "width": width}
+        for name, sums in (("one", 1), ("in step", _IN_STEP)):
+            times = time_sums(group, (num_rows, width), sums=sums, rounds=rounds)
+            for percent in (50, 99):
+                figures[f"{name} p{percent} us"] = round(percentile(times, percent), 2)
+        found.append(figures)
+    return found
+
+
+def _start_others(arguments: argparse.Namespace, segment: int) -> list[subprocess.Popen[bytes]]:
+    shape = ["--rows", ",".join(map(str, arguments.rows)), "--width", str(arguments.width)]
+    command = [sys.executable, "-m", _MODULE, "--ranks", str(arguments.ranks), *shape]
+    return [
+        subprocess.Popen([*command, "--join", f"{segment}:{rank}"], pass_fds=(segment,))
+        for rank in range(1, arguments.ranks)
+    ]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=_MODULE, description=__doc__)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument(
+        "--rows", type=lambda text: [int(each) for each in text.split(",")], default=[1, 32, 512]
+    )
+    parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--join", default="", help=argparse.SUPPRESS)  # descriptor:rank
+    return parser
+
+
+def main() -> int:
+    arguments = _parser().parse_args()
+    torch.set_num_threads(1)
+    load("core")
+    if arguments.join:
+        segment, rank = map(int, arguments.join.split(":"))
+        group = ParallelGroup(segment, rank, arguments.ranks)
+        _measure(group, arguments.rows, arguments.width)
+        return 0
+    segment = create_segment(arguments.ranks)
+    others = _start_others(arguments, segment)
+    group = ParallelGroup(segment, 0, arguments.ranks)
+    meter = LoadMeter()
+    figures = _measure(group, arguments.rows, arguments.width)
+    codes = [other.wait() for other in others]
+    conditions = {
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": commit_of(Path(__file__).parent),
+        "cpu": cpu_name(),
+        "cores": os.cpu_count(),
+        "ranks": arguments.ranks,
+        "load_average": os.getloadavg()[0],
+        # The time of the other ranks counts as that of other programs while they run.
+        "cpu_besides_rank_0": round(meter.stop(), 3),
+        "versions": package_versions(),
+    }
+    table = Table(box=box.SIMPLE)
+    for name in figures[0]:
+        table.add_column(name, justify="right")
+    for row in figures:
+        table.add_row(*(f"{value:g}" for value in row.values()))
+    console = Console()
+    console.print(table)
+    console.print(", ".join(f"{key} {value}" for key, value in list(conditions.items())[2:7]))
+    if arguments.json:
+        arguments.json.write_text(json.dumps({"conditions": conditions, "sums": figures}, indent=1))
+    return max(codes, default=0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,74 @@
+"""Matrices with a row for each token of the vocabulary: embeddings and output heads.
+
+Of a tensor-parallel group, each rank holds the rows of a part of the vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ostinato.models.linear_layers import BuildOptions, LinearBase
+from ostinato.models.sharding import Span
+from ostinato.models.weight_methods.weight_method import MatrixRole
+from ostinato.ops.parallel.collectives import gather_vocab
+
+__all__ = ("Embedding", "OutputHead")
+
+
+class _VocabularyLinear(LinearBase):
+    """A matrix with a row for each token; a rank may hold the rows of a part of the vocabulary."""
+
+    def __init__(
+        self, hidden_size: int, vocabulary: Span, options: BuildOptions, *, bias: bool = False
+    ) -> None:
+        super().__init__(hidden_size, (vocabulary,), options, bias=bias)
+        self.vocabulary = vocabulary
+        if not vocabulary.is_whole:
+            self._meet_others()
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[S, D] -> [S, vocab_size] float32: of the whole vocabulary, on every rank."""
+        part = self.multiply(hidden, float32_output=True)
+        if self.group is None:
+            return part
+        return gather_vocab(part, self.group, self.vocabulary.total // self.vocabulary.size)
+
+
+class OutputHead(_VocabularyLinear):
+    """Hidden states to logits."""
+
+    role = MatrixRole.head
+
+    def __init__(
+        self, hidden_size: int, vocab_size: int, options: BuildOptions, *, bias: bool = False
+    ) -> None:
+        super().__init__(hidden_size, options.shard.vocabulary(vocab_size), options, bias=bias)
+
+
+class Embedding(_VocabularyLinear):
+    """Rows of a table [num_rows, D].
+
+    With `is_head` the output head reads the same table, and it is divided among the ranks.
+    """
+
+    first_row: Tensor  # [1] int64; the first row of this rank
+
+    def __init__(
+        self, num_rows: int, hidden_size: int, options: BuildOptions, *, is_head: bool = False
+    ) -> None:
+        rows = options.shard.vocabulary(num_rows) if is_head else Span.of(num_rows)
+        super().__init__(hidden_size, rows, options)
+        self.role = MatrixRole.tied if is_head else MatrixRole.embedding
+        if not rows.is_whole:
+            first_row = torch.tensor([rows.start], device=options.device)
+            self.register_buffer("first_row", first_row, persistent=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """[T] int64 -> [T, D]; a rank without a token's row adds zeros."""
+        if self.group is None:
+            return self.method.rows(self.weights, self.spec, ids)
+        own = ids - self.first_row
+        is_here = (own >= 0) & (own < self.vocabulary.size)
+        rows = self.method.rows(self.weights, self.spec, torch.where(is_here, own, 0))
+        return self.reduce(torch.where(is_here[:, None], rows, 0), None)

@@ -1,0 +1,159 @@
+// A group of processes, one for each tensor-parallel rank, that exchange values through shared memory.
+//
+// The segment has a header and two slots for each rank. A value that is larger than a slot goes through in pieces. For
+// each piece a rank writes its part into one of its slots, publishes a sequence number, waits until all ranks have
+// published that number, and reads the slots. A rank publishes piece p + 1 after it has read piece p. So when it has
+// seen p + 1 of all ranks, it may write p + 2 into the slot of p. No second barrier is needed.
+//
+// A waiting rank spins for a short time, because ranks reach an exchange within microseconds of each other. Then it
+// sleeps on a futex, so that it uses no processor while another rank is late.
+#pragma once
+
+#include <linux/futex.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace ostinato::collectives {
+
+constexpr int kMaxRanks = 32;
+constexpr int64_t kHeaderBytes = 4096;
+
+// The beginning of the segment; group.py writes the first three fields.
+struct Header {
+  uint32_t magic, world, slot_bytes;
+  alignas(64) std::atomic<uint32_t> aborted;  // 1 = all waits of all ranks end with an error
+  struct alignas(64) Rank {
+    std::atomic<uint32_t> published;  // number of the last piece that this rank has written; wraps around
+    std::atomic<uint32_t> num_sleeping;  // ranks that sleep until `published` changes
+  } ranks[kMaxRanks];
+};
+static_assert(sizeof(Header) <= kHeaderBytes && std::atomic<uint32_t>::is_always_lock_free);
+
+// One rank's membership. For one thread at a time, except `abort`.
+class Group {
+ public:
+  using Clock = std::chrono::steady_clock;
+
+  Group(void* memory, int64_t bytes, int rank, std::chrono::microseconds spin, std::chrono::milliseconds timeout)
+      : header_(static_cast<Header*>(memory)), bytes_(bytes), rank_(rank), spin_(spin), timeout_(timeout),
+        sequence_(header_->ranks[rank].published.load()) {}
+  Group(const Group&) = delete;
+  Group& operator=(const Group&) = delete;
+  ~Group() { munmap(header_, bytes_); }
+
+  int world() const { return static_cast<int>(header_->world); }
+  int64_t slot_bytes() const { return header_->slot_bytes; }
+
+  // Passes `count` elements of `element_bytes` through the slots, in pieces.
+  //
+  // write(first, size, own) copies elements [first, first + size) of this rank into its slot.
+  // read(first, size, slot_of) reads the same elements of all ranks; slot_of(rank) is where a rank's are.
+  template <class Write, class Read>
+  void exchange(int64_t count, int64_t element_bytes, const Write& write, const Read& read) {
+    if (header_->aborted.load(std::memory_order_relaxed) != 0) fail("the group of ranks was ended");
+    const int64_t piece = slot_bytes() / element_bytes;
+    for (int64_t first = 0; first < count; first += piece) {
+      const int64_t size = std::min(piece, count - first);
+      ++sequence_;
+      write(first, size, slot(rank_));
+      publish();
+      for (int rank = 0; rank < world(); ++rank) {
+        if (rank != rank_) wait_for(rank);
+      }
+      read(first, size, [this](int rank) -> const char* { return slot(rank); });
+    }
+  }
+
+  // Ends all present and later waits of all ranks with an error. From any thread.
+  void abort() {
+    header_->aborted.store(1);
+    for (int rank = 0; rank < world(); ++rank) wake(header_->ranks[rank].published);
+  }
+
+ private:
+  char* slot(int rank) const {
+    return reinterpret_cast<char*>(header_) + kHeaderBytes + (2 * rank + (sequence_ & 1)) * slot_bytes();
+  }
+
+  void publish() {
+    Header::Rank& own = header_->ranks[rank_];
+    // Sequentially consistent, as the loads and stores of a rank that is about to sleep: either this rank sees that it
+    // sleeps, or that rank sees the new number.
+    own.published.store(sequence_);
+    if (own.num_sleeping.load() != 0) wake(own.published);
+  }
+
+  void wait_for(int rank) {
+    Header::Rank& peer = header_->ranks[rank];
+    const auto has_come = [&] {
+      return static_cast<int32_t>(peer.published.load(std::memory_order_acquire) - sequence_) >= 0;
+    };
+    if (has_come()) return;
+    const auto begin = Clock::now();
+    while (Clock::now() - begin < spin_) {
+      for (int i = 0; i < 32; ++i) {
+        pause();
+        if (has_come()) return;
+      }
+    }
+    const Sleeping sleeping(peer.num_sleeping);
+    while (true) {
+      const uint32_t seen = peer.published.load();
+      if (static_cast<int32_t>(seen - sequence_) >= 0) return;
+      if (header_->aborted.load() != 0) fail("the group of ranks was ended while rank " + std::to_string(rank) + " was awaited");
+      if (Clock::now() - begin > timeout_) {
+        abort();
+        fail("rank " + std::to_string(rank) + " of " + std::to_string(world()) + " did not come within " +
+             std::to_string(timeout_.count()) + " ms");
+      }
+      sleep_on(peer.published, seen);
+    }
+  }
+
+  struct Sleeping {
+    explicit Sleeping(std::atomic<uint32_t>& number) : count(number) { count.fetch_add(1); }
+    ~Sleeping() { count.fetch_sub(1); }
+    std::atomic<uint32_t>& count;
+  };
+
+  [[noreturn]] void fail(const std::string& reason) const {
+    throw std::runtime_error("rank " + std::to_string(rank_) + ": " + reason);
+  }
+
+  static void pause() {
+#if defined(__x86_64__)
+    _mm_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+  }
+
+  // At most 20 ms, so that `aborted` and the time are looked at.
+  static void sleep_on(std::atomic<uint32_t>& word, uint32_t seen) {
+    const timespec most{0, 20'000'000};
+    syscall(SYS_futex, &word, FUTEX_WAIT, seen, &most, nullptr, 0);
+  }
+  static void wake(std::atomic<uint32_t>& word) { syscall(SYS_futex, &word, FUTEX_WAKE, kMaxRanks, nullptr, nullptr, 0); }
+
+  Header* header_;
+  int64_t bytes_;
+  int rank_;
+  std::chrono::microseconds spin_;
+  std::chrono::milliseconds timeout_;
+  uint32_t sequence_;  // of the last piece; the same on all ranks
+};
+
+}  // namespace ostinato::collectives
