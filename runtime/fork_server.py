@@ -29,14 +29,14 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
-from enum import IntEnum, StrEnum
+from enum import IntEnum
 from pathlib import Path
 from typing import NamedTuple
 
+from ostinato.runtime.sandbox import FailureReason, Fault
+
 __all__ = (
     "BeginPart",
-    "FailureReason",
-    "Fault",
     "ForkServer",
     "Job",
     "JobError",
@@ -79,21 +79,6 @@ class JobLimits(NamedTuple):
     is_shared: bool = False
 
 
-class Fault(StrEnum):
-    """The cause of a job without an answer."""
-
-    job = "job"  # the job exceeds a limit, and would do so again
-    start = "start"  # no process could be started for it
-    unknown = "unknown"  # the process ended; another try may succeed
-
-
-class FailureReason(NamedTuple):
-    """Why a job has no answer."""
-
-    text: str  # for Fault.job "more than 2 s of processor time"; else what the process did
-    fault: Fault
-
-
 class JobError(Exception):
     """A job has ended without an answer.
 
@@ -124,7 +109,7 @@ class _Kind(IntEnum):
 
 
 class ForkServer:
-    """The server process, started by the first job and again when it has ended.
+    """The server process, started by `start` or the first job, and again when it has ended.
 
     All methods run on one event loop.
 
@@ -144,6 +129,16 @@ class ForkServer:
     def pid(self) -> int | None:
         """The id of the server process, or None when there is none."""
         return None if self._process is None else self._process.pid
+
+    def start(self) -> None:
+        """Start the server process if it does not run, so that the first job does not wait for it.
+
+        Raises:
+            JobError: it can not be started.
+        """
+        if self._process is None or self._process.poll() is not None:
+            self.close()
+            self._start()
 
     async def call(self, job: bytes, limits: JobLimits) -> bytes:
         """The answer to a job. Cancelling the call ends the job.
@@ -214,9 +209,7 @@ class ForkServer:
 
     def _hand_over(self, theirs: socket.socket) -> None:
         """Give a fork's socket to the server process, which forks."""
-        if self._process is None or self._process.poll() is not None:
-            self.close()
-            self._start()
+        self.start()
         assert self._control is not None, "started"
         try:
             socket.send_fds(self._control, [b"j"], [theirs.fileno()])

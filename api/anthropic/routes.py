@@ -21,6 +21,7 @@ from ostinato.api.http.endpoints import post_endpoint
 from ostinato.api.http.handlers import (
     HttpRequest,
     SharedService,
+    admit,
     json_bytes,
     prepare,
     respond,
@@ -45,7 +46,7 @@ async def messages(request: HttpRequest, service: SharedService) -> Response[byt
     prepared = await prepare(request, service, prepare_messages, context)
     ready = prepared.ready
     with renamed(FIELD_NAMES):
-        await service.runner.prepare(ready.constraint_field, [ready.generation], context)
+        await admit(request, service, ready.constraint_field, [ready.generation], context)
     reply = MessagesReply(service, prepared, context)
     return await respond(request, reply, stream=prepared.stream, form=NAMED_EVENTS)
 

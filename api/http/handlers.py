@@ -12,8 +12,10 @@ from litestar.exceptions import InternalServerException
 from litestar.response import Stream
 
 from ostinato.api.base.errors import ClientGoneError
-from ostinato.api.base.request_context import RequestContext
+from ostinato.api.base.request_context import RequestContext, request_id_of
 from ostinato.api.http.sse import OPENAI_EVENTS, EventForm, sse, until_disconnect
+from ostinato.api.observability.request_log import log_request
+from ostinato.api.preparation.generation import Generation
 from ostinato.api.preparation.preparation import Arrival
 from ostinato.api.preparation.preparer import Prepare
 from ostinato.api.service.service import Service
@@ -25,6 +27,7 @@ __all__ = (
     "Reply",
     "SharedService",
     "Status",
+    "admit",
     "body_bytes",
     "event_stream",
     "json_bytes",
@@ -102,10 +105,28 @@ async def prepare(
     if prepared is not None:
         return prepared
     work = service.preparer.run_apart(function, data, known)
-    try:
-        return await until_disconnect(request.receive, work)
-    finally:
-        work.close()  # does nothing unless the work never began
+    return await _while_connected(request, work, "preparation")
+
+
+async def admit(
+    request: HttpRequest,
+    service: Service,
+    constraint_field: str,
+    generations: Sequence[Generation],
+    context: RequestContext,
+) -> None:
+    """Call `RequestRunner.prepare`; a disconnect of the client ends the wait for its grammar.
+
+    Raises:
+        InvalidRequestError: as `RequestRunner.prepare`.
+        OverloadedError: the queue is full.
+        ClientGoneError: the connection closed before the grammar was ready.
+    """
+    work = service.runner.prepare(constraint_field, generations, context)
+    if generations[0].sampling.structured_outputs is None:
+        await work  # which waits for nothing
+    else:
+        await _while_connected(request, work, "grammar")
 
 
 async def body_bytes(request: HttpRequest) -> bytes:
@@ -113,7 +134,25 @@ async def body_bytes(request: HttpRequest) -> bytes:
     try:
         return await request.body()
     except InternalServerException as error:  # raised by Litestar for a body that breaks off
+        _log_disconnect(request, "body")
         raise ClientGoneError from error
+
+
+async def _while_connected(request: HttpRequest, work: Coroutine[Any, Any, T], phase: str) -> T:
+    """The result of work before the engine's; a disconnect cancels it and is logged."""
+    try:
+        return await until_disconnect(request.receive, work)
+    except ClientGoneError:
+        _log_disconnect(request, phase)
+        raise
+    finally:
+        work.close()  # does nothing unless the work never began
+
+
+def _log_disconnect(request: HttpRequest, phase: str) -> None:
+    """Write the log line of a request that has not reached the engine."""
+    fields = {"phase": phase, "endpoint": request.url.path}
+    log_request(request_id_of(request.scope), "disconnected", fields)
 
 
 async def respond(

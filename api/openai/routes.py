@@ -11,6 +11,7 @@ from ostinato.api.http.endpoints import post_endpoint
 from ostinato.api.http.handlers import (
     HttpRequest,
     SharedService,
+    admit,
     json_bytes,
     prepare,
     respond,
@@ -47,7 +48,7 @@ async def chat_completions(
     context = context_of("/v1/chat/completions", request)
     prepared = await prepare(request, service, prepare_chat_completion, context)
     ready = prepared.ready
-    await service.runner.prepare(ready.constraint_field, [ready.generation], context)
+    await admit(request, service, ready.constraint_field, [ready.generation], context)
     reply = ChatReply(service, prepared, context)
     return await respond(request, reply, stream=prepared.stream)
 
@@ -65,7 +66,7 @@ async def plain_completions(
     context = context_of("/v1/completions", request)
     prepared = await prepare(request, service, prepare_completion, context)
     generations = prepared.generations
-    await service.runner.prepare(prepared.constraint_field, generations, context)
+    await admit(request, service, prepared.constraint_field, generations, context)
     reply = CompletionReply(service, prepared, generations, context)
     return await respond(request, reply, stream=prepared.stream)
 

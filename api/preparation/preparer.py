@@ -29,7 +29,8 @@ from ostinato.api.preparation.preparation import (
 )
 from ostinato.api.preparation.prompt_encoder import TextSource
 from ostinato.runtime.errors import InvalidRequestError
-from ostinato.runtime.fork_server import Fault, ForkServer, JobError, JobLimits
+from ostinato.runtime.fork_server import ForkServer, JobError, JobLimits
+from ostinato.runtime.sandbox import Fault
 from ostinato.runtime.types.engine_info import ServedModel
 
 __all__ = ("ForkAnswer", "ForkJob", "ForkStart", "Prepare", "Preparer", "Refusal", "read_job")
@@ -100,6 +101,16 @@ class Preparer:
         self._turns = asyncio.Semaphore(8)
         self._large_turns = asyncio.Semaphore(2)
 
+    def start(self) -> None:
+        """Start the fork server, once the model is known: it takes a second to load the tokenizer.
+
+        If it can not be started now, the next request that needs it tries again.
+        """
+        try:
+            self._forks().start()
+        except JobError as error:
+            _LOG.warning("the process that prepares requests %s", error.reason.text)
+
     def run_inline(self, prepare: Prepare[T], data: bytes, arrival: Arrival) -> T | None:
         """The result of `prepare` for a small request; None = it needs a fork.
 
@@ -141,27 +152,29 @@ class Preparer:
     async def _fork(
         self, prepare: Prepare[T], data: bytes, arrival: Arrival, limits: JobLimits
     ) -> T:
-        if self._server is None:
-            self._server = ForkServer(FORK_MODULE, msgspec.json.encode(self._start()))
+        server = self._forks()
         ordered = ForkJob(function=prepare.__name__, arrival=arrival, is_shared=limits.is_shared)
         job = b"%s\n%s" % (msgspec.json.encode(ordered), data)
         for number in range(_NUM_TRIES):
             try:
-                answer = await self._server.call(job, limits)
+                answer = await server.call(job, limits)
             except JobError as error:
                 _raise_for(error, is_last=number + 1 == _NUM_TRIES)
             else:
                 return _read_answer(prepare, answer)
         raise AssertionError("the last try has a result or raises")
 
-    def _start(self) -> ForkStart:
-        tokenizer = self._source.tokenizer
-        template = None if tokenizer is None else tokenizer.chat_template
-        return ForkStart(
-            model=self._source.model,
-            chat_template=None if template is None else template.source,
-            settings=self._settings,
-        )
+    def _forks(self) -> ForkServer:
+        if self._server is None:
+            tokenizer = self._source.tokenizer
+            template = None if tokenizer is None else tokenizer.chat_template
+            start = ForkStart(
+                model=self._source.model,
+                chat_template=None if template is None else template.source,
+                settings=self._settings,
+            )
+            self._server = ForkServer(FORK_MODULE, msgspec.json.encode(start))
+        return self._server
 
 
 def _size(data: bytes, arrival: Arrival) -> int:

@@ -20,6 +20,7 @@ from ostinato.api.http.endpoints import delete_endpoint, get_endpoint, post_endp
 from ostinato.api.http.handlers import (
     HttpRequest,
     SharedService,
+    admit,
     event_stream,
     json_bytes,
     json_response,
@@ -62,7 +63,7 @@ async def create_response(request: HttpRequest, service: SharedService) -> Respo
     if body.background:
         service.background.check()
     with renamed(FIELD_NAMES):
-        await service.runner.prepare(ready.constraint_field, [ready.generation], context)
+        await admit(request, service, ready.constraint_field, [ready.generation], context)
     reply = ResponsesReply(service, prepared, stores=stores, context=context)
     if body.background:
         release = keep_counted(request.scope)

@@ -207,6 +207,7 @@ class _Server:
         self._on_phase("launch", self._client.startup_seconds["launch"])
         self._service.admission.phase = "loading"
         await self._client.wait_until_ready(self._on_phase)
+        self._service.preparer.start()
         self._service.admission.phase = None
         gc.collect()
         gc.freeze()  # objects of the start-up are never freed, so collections skip them

@@ -65,6 +65,7 @@ class GrammarCompiler:
         ]
         self._idle = list(self._processes)
         self._turn = asyncio.Semaphore(_NUM_PROCESSES)
+        self._checks: set[asyncio.Task[GrammarAnswer | None]] = set()
         self._cache: OrderedDict[bytes, GrammarAnswer] = OrderedDict()
         self._cached_bytes = 0
         self.num_hits = 0
@@ -92,29 +93,47 @@ class GrammarCompiler:
         return _grammar(answer)
 
     async def compile_async(self, params: StructuredOutputsParams) -> str:
-        """`compile` for an event loop; looks into the cache again after a wait for a process."""
+        """`compile` for an event loop; looks into the cache again after a wait for a process.
+
+        Cancelling the call gives up its place in the queue for a process. A check that has begun
+        goes on, because ending it would end a process that takes seconds to start.
+        """
         job = _job(params)
         answer = self._cached(job)
         if answer is not None:
             return _grammar(answer)
         for number in range(_NUM_TRIES):
-            async with self._turn:
-                answer = self._cache.get(job)
-                if answer is not None:  # another request compiled the same constraint
-                    break
-                process = self._idle.pop()
-                try:
-                    data = await call(process, job)
-                except SandboxError as error:
-                    answer = self._refusal(job, error, is_last=number + 1 == _NUM_TRIES)
-                else:
-                    answer = msgspec.json.decode(data, type=GrammarAnswer)
-                    self._keep(job, answer)
-                finally:
-                    self._idle.append(process)
+            await self._turn.acquire()
+            answer = self._cache.get(job)
+            if answer is not None:  # another request compiled the same constraint
+                self._turn.release()
+                break
+            check = asyncio.create_task(self._check(job, is_last=number + 1 == _NUM_TRIES))
+            self._checks.add(check)
+            check.add_done_callback(self._end_check)
+            answer = await asyncio.shield(check)
             if answer is not None:
                 break
         return _grammar(answer)
+
+    async def _check(self, job: bytes, *, is_last: bool) -> GrammarAnswer | None:
+        """Check a constraint in an idle process; raises and returns as `_refusal`."""
+        process = self._idle.pop()
+        try:
+            data = await call(process, job)
+        except SandboxError as error:
+            return self._refusal(job, error, is_last=is_last)
+        finally:
+            self._idle.append(process)
+            self._turn.release()
+        answer = msgspec.json.decode(data, type=GrammarAnswer)
+        self._keep(job, answer)
+        return answer
+
+    def _end_check(self, check: asyncio.Task[GrammarAnswer | None]) -> None:
+        self._checks.discard(check)
+        if not check.cancelled():
+            check.exception()  # asyncio logs an error that nothing has read; its caller has gone
 
     def close(self) -> None:
         """End the processes."""

@@ -119,7 +119,6 @@ def test_the_bundled_model_gives_vectors_and_answers(demo):
     assert response.json()["usage"]["completion_tokens"] == 3
 
 
-@pytest.mark.slow
 def test_a_client_that_goes_away_frees_its_blocks(demo):
     with pytest.raises(httpx.ReadTimeout):
         HTTP.post(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import httpx
 import psutil
@@ -13,6 +15,28 @@ from tests.e2e.server_process import HTTP, ServerProcess
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 PROSE = "once upon a time there was " * 200_000
+
+
+LONG = "a b " * 100_000  # large enough for a process of its own
+MESSAGES = [{"role": "user", "content": LONG}]
+ENDLESS = {
+    "messages": MESSAGES,
+    "chat_template": "{% for a in range(100000) %}{% for b in range(100000) %}{% endfor %}{% endfor %}",
+}
+BODIES = {
+    CHAT: {"messages": MESSAGES},
+    COMPLETIONS: {"prompt": LONG},
+    "/v1/messages": {"messages": MESSAGES, "max_tokens": 4},
+    "/v1/messages/count_tokens": {"messages": MESSAGES},
+    "/v1/responses": {"input": LONG},
+    "/v1/responses/input_tokens": {"input": LONG},
+    "/v1/embeddings": {"input": LONG},
+    "/v1/score": {"queries": LONG, "documents": "a"},
+    "/v1/rerank": {"query": LONG, "documents": ["a"]},
+    "/tokenize": {"prompt": LONG},
+    "/detokenize": {"tokens": [700] * 100_000},
+    "/invocations": {"prompt": LONG},
+}
 
 
 @pytest.fixture(scope="module")
@@ -93,6 +117,61 @@ def test_a_request_of_many_sequences_leaves_a_row_to_others(server):
         assert post(server, COMPLETIONS, {"prompt": "Hi", "max_tokens": 4}).status_code == 200
         assert server.metrics()["ostinato_requests_running"] > 0
         assert next(lines) is not None
+
+
+def connect(server: ServerProcess, path: str, body: dict, request_id: str) -> socket.socket:
+    """A connection on which a whole request was sent."""
+    data = json.dumps(body).encode()
+    url = httpx.URL(server.url)
+    connection = socket.create_connection((url.host, url.port), timeout=60)
+    connection.sendall(
+        f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        f"X-Request-Id: {request_id}\r\nContent-Length: {len(data)}\r\n\r\n".encode()
+        + data
+    )
+    return connection
+
+
+def until(condition: Callable[[], object], what: str) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.01)
+
+
+def large_forks(server: ServerProcess) -> list[psutil.Process]:
+    """The processes that prepare large bodies. They have a lower priority than the server."""
+    process = psutil.Process(server.pid)
+    forks = process.children(recursive=True)
+    return [one for one in forks if one.is_running() and one.nice() > process.nice()]
+
+
+def test_a_client_that_leaves_while_its_body_is_prepared(server):
+    """It is logged, and its work ends, whether it has begun or waits for a process."""
+    working = [connect(server, CHAT, ENDLESS, f"works-{number}") for number in range(2)]
+    until(lambda: len(large_forks(server)) == 2, "two large bodies are not prepared at once")
+    for number, (path, body) in enumerate(BODIES.items()):  # these wait
+        connect(server, path, body, f"waits-{number}").close()
+    for number, path in enumerate(BODIES):
+        line = f"disconnected phase=preparation endpoint={path}"
+        assert server.log_of(f"waits-{number} ") == f"waits-{number} {line}"
+    for connection in working:
+        connection.close()
+    until(lambda: not large_forks(server), "a process works for a client that has left")
+    for number in range(2):
+        assert "disconnected phase=preparation" in server.log_of(f"works-{number} ")
+    assert server.metrics()["ostinato_requests_running"] == 0
+
+
+def test_a_client_that_leaves_before_the_end_of_its_body(server):
+    url = httpx.URL(server.url)
+    with socket.create_connection((url.host, url.port), timeout=60) as connection:
+        connection.sendall(
+            f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            'X-Request-Id: half\r\nContent-Length: 100\r\n\r\n{"prompt"'.encode()
+        )
+    line = f"half disconnected phase=body endpoint={COMPLETIONS}"
+    assert server.log_of("half ") == line
 
 
 @pytest.mark.parametrize("content", ["Hi", "Hi" * 4000])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -9,10 +10,11 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
 import jsonschema
 import psutil
 import pytest
@@ -111,8 +113,12 @@ def grammar_processes(server: ServerProcess) -> list[psutil.Process]:
 
 
 def processes(server: ServerProcess, module: str) -> list[psutil.Process]:
-    children = psutil.Process(server.pid).children()
-    return [one for one in children if module in one.cmdline()]
+    found = []
+    for one in psutil.Process(server.pid).children():
+        with contextlib.suppress(psutil.Error):  # it was killed, and the server has not reaped it
+            if module in one.cmdline():
+                found.append(one)
+    return found
 
 
 class TestProcess:
@@ -136,6 +142,36 @@ class TestProcess:
                 os.kill(pid, signal.SIGKILL)
             assert waiting.result(120)["text"] == "held"
         assert not stopped & {process.pid for process in grammar_processes(server)}
+
+    def test_a_client_that_leaves_in_the_queue(self, server):
+        """Both processes are suspended with a job each, so a third request waits for its turn."""
+
+        def suspend() -> None:
+            for process in grammar_processes(server):
+                process.suspend()
+
+        def held(choice: str) -> Future[dict[str, Any]]:
+            return pool.submit(complete, server, structured_outputs={"choice": [choice]})
+
+        complete(server, structured_outputs={"choice": ["warm"]})
+        with ThreadPoolExecutor(2) as pool:
+            suspend()
+            answers = [held("hold 0")]
+            complete(server, structured_outputs={"choice": ["warm as well"]})  # the other process
+            suspend()
+            answers.append(held("hold 1"))
+            with pytest.raises(httpx.ReadTimeout):
+                HTTP.post(
+                    f"{server.url}/v1/completions",
+                    json={"prompt": "A", "structured_outputs": {"choice": ["gone"]}},
+                    headers={"X-Request-Id": "left"},
+                    timeout=httpx.Timeout(60, read=0.5),
+                )
+            line = "left disconnected phase=grammar endpoint=/v1/completions"
+            assert server.log_of("left ") == line
+            for process in grammar_processes(server):
+                process.resume()
+            assert [one.result(120)["text"] for one in answers] == ["hold 0", "hold 1"]
 
     def test_none_can_be_started(self, server, python):
         """The server can not start a process, so it answers 503, not 400."""

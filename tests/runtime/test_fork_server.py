@@ -12,7 +12,8 @@ from collections.abc import Awaitable, Callable
 import psutil
 import pytest
 
-from ostinato.runtime.fork_server import Fault, ForkServer, JobError, JobLimits
+from ostinato.runtime.fork_server import ForkServer, JobError, JobLimits
+from ostinato.runtime.sandbox import Fault
 
 LIMITS = JobLimits(memory_bytes=1 << 28)
 CHILD = "tests.runtime.fork_child"
@@ -36,16 +37,22 @@ def run(
     asyncio.run(main())
 
 
+async def until(condition: Callable[[], object]) -> None:
+    """Waits until the condition holds; fails after a minute."""
+    async with asyncio.timeout(60):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
 async def sleeping(server: ForkServer) -> tuple[asyncio.Task[bytes], psutil.Process]:
     """A job that takes a minute, alone, and its fork."""
     await server.call(b"a", LIMITS)
     process = psutil.Process(server.pid)
-    while process.children():  # the fork before has answered and not ended
-        await asyncio.sleep(0.01)
+    await until(lambda: not process.children())  # the fork before has answered and not ended
     call = asyncio.create_task(server.call(b"sleep", LIMITS))
-    while not (forks := process.children()):
-        await asyncio.sleep(0.01)
-    return call, forks[0]
+    await until(process.children)
+    (fork,) = process.children()
+    return call, fork
 
 
 def test_each_job_has_a_process_of_its_own():
@@ -58,6 +65,23 @@ def test_each_job_has_a_process_of_its_own():
         assert parents == {server.pid}
         # What was loaded is there, and no job sees another's changes.
         assert {tuple(answer.split()[:2]) for answer in answers} == {(b"1001", b"hello")}
+
+    run(test)
+
+
+def test_it_can_be_started_before_its_first_job():
+    async def test(server):
+        server.start()
+        pid = server.pid
+        server.start()  # does nothing while it runs
+        assert server.pid == pid is not None
+        assert (await server.call(b"a", LIMITS)).startswith(b"1001 hello")
+        assert server.pid == pid
+        os.kill(pid, signal.SIGKILL)
+        await until(lambda: server._process.poll() is not None)
+        server.start()
+        assert server.pid != pid
+        assert (await server.call(b"a", LIMITS)).startswith(b"1001 hello")
 
     run(test)
 
@@ -255,8 +279,7 @@ def test_it_ends_with_its_parent(capfd):
         await asyncio.gather(call, return_exceptions=True)
         # The adopting process may not reap it, as the first process of a container does not.
         with contextlib.suppress(psutil.NoSuchProcess):
-            while fork.status() != psutil.STATUS_ZOMBIE:
-                await asyncio.sleep(0.01)
+            await until(lambda: fork.status() == psutil.STATUS_ZOMBIE)
 
     run(test)
     assert capfd.readouterr().err == ""
