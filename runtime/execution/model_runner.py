@@ -14,6 +14,7 @@ from ostinato.graphs.threads import StepThreads
 from ostinato.runtime.execution.batch_builder import BatchBuilder, StepShape
 from ostinato.runtime.execution.pooler import PendingVectors, Pooler
 from ostinato.runtime.execution.prompt_logprobs import PromptScorer
+from ostinato.runtime.sampling.grammar_masks import MASKS_S
 from ostinato.runtime.sampling.row_state import RowState
 from ostinato.runtime.sampling.sampler import PendingTokens, Sampler, VerifiedTokens
 from ostinato.runtime.types.outputs import TokenLogprobs
@@ -125,6 +126,7 @@ class ModelRunner:
         return pending
 
     def _launch(self, output: SchedulerOutput, step: StepShape) -> PendingStep:
+        begin = time.perf_counter()
         if step.sampled_rows:
             self._sampler.stage(step.sampled_rows, step.sampled_positions, step.drafts)
         prompt_logprobs, vectors = None, None
@@ -150,7 +152,10 @@ class ModelRunner:
                 pending.logits = logits
                 self._undrawn = pending
             else:
-                self._draw(pending, logits)
+                # Where the model has taken long, masks may take half as long. Otherwise the rows of
+                # a batch would take turns although its other rows wait for the model anyway.
+                seconds = (time.perf_counter() - begin) / 2
+                self._draw(pending, logits, max(MASKS_S, seconds))
         return pending
 
     def read(self, pending: PendingStep) -> StepResult:
@@ -172,11 +177,11 @@ class ModelRunner:
         self.model_seconds += time.perf_counter() - begin
         return result
 
-    def _draw(self, pending: PendingStep, logits: Tensor) -> None:
+    def _draw(self, pending: PendingStep, logits: Tensor, masks_s: float = MASKS_S) -> None:
         # The sampling op uses no threads of OpenMP or MKL; torch's operations do.
         reports = self._sampler.reports_logprobs
         with self._hold_for_logits(logits.numel()) if reports else nullcontext():
-            pending.tokens = self._sampler.launch(logits)
+            pending.tokens = self._sampler.launch(logits, masks_s)
         self._buffers.store_last_tokens(pending.tokens.last_tokens)
 
     def _hold_threads(

@@ -2,10 +2,14 @@
 
 A row's mask depends on the token that it sampled last. If two successive steps both have such a
 row, the second step's draw waits until the first step has been read. Its model runs meanwhile.
+
+The masks of a step take a limited time. Rows whose masks do not fit draw no token in this step, and
+have the first turns in the next one, which computes their position again.
 """
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
@@ -23,7 +27,13 @@ from ostinato.runtime.types.request import Request
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher
 
-__all__ = ("GrammarMasks", "GrammarRow", "MatcherSource", "forced_tokens")
+__all__ = ("MASKS_S", "GrammarMasks", "GrammarRow", "MatcherSource", "forced_tokens")
+
+# Seconds of a step after which no further masks are begun. Masks that are being made then are
+# completed: at most `_ROWS_PER_THREAD` for each thread, of 5 ms each (runtime/grammar/matcher.py).
+MASKS_S = 0.02
+_ROWS_PER_THREAD = 4
+_MAX_THREADS = 32
 
 MatcherSource = Callable[[Request], "LLMatcher"]
 _NOTHING_LEFT = (
@@ -37,6 +47,8 @@ class GrammarRow:
 
     Attributes:
         matcher: the grammar's matcher; None = the row has no grammar.
+        position: of the token that the next mask is for, in the sequence.
+        num_turns: steps that the row has waited for its mask.
         num_unread: tokens that were drawn for the row and have not been read yet.
         ending: None while the answer continues; "" = the grammar is complete; else the error.
     """
@@ -50,7 +62,9 @@ class GrammarRow:
         "ending",
         "matcher",
         "min_position",
+        "num_turns",
         "num_unread",
+        "position",
     )
 
     def __init__(
@@ -62,6 +76,8 @@ class GrammarRow:
     ) -> None:
         params = request.sampling
         self.matcher = matcher
+        self.position = len(request.prompt_token_ids) + len(output_token_ids)
+        self.num_turns = 0
         self.num_unread = 0
         self.ending: str | None = None
         self._kept = None
@@ -126,6 +142,7 @@ class GrammarRow:
             error, and the token is not part of the answer.
         """
         self.num_unread -= 1
+        self.position += 1
         if self.ending is not None:
             return self.ending
         if self._thinking is not None:
@@ -167,7 +184,9 @@ class GrammarMasks:
         self._vocab_size = vocab_size
         self._device = device
         self._matchers = matchers
+        self._num_threads = min(len(os.sched_getaffinity(0)), _MAX_THREADS)
         self._executor: LLExecutor | None = None
+        self._seconds_left = MASKS_S  # of the present step
         self.seconds = 0.0
 
     def admit(self, request: Request, output_token_ids: list[int]) -> GrammarRow | None:
@@ -180,25 +199,54 @@ class GrammarMasks:
             matcher = self._matchers(request)
         return GrammarRow(matcher, request, output_token_ids, self._vocab_size)
 
+    def begin_step(self, seconds: float = MASKS_S) -> None:
+        """Allow the masks of the next calls of `apply` so many seconds together."""
+        self._seconds_left = seconds
+
     def apply(
         self, logits: Tensor, rows: Sequence[GrammarRow | None], positions: Sequence[int]
-    ) -> None:
+    ) -> set[int]:
         """Set the logits of tokens that are not allowed to minus infinity, in place.
 
         Args:
             logits: [R, V] float32.
             rows: [R], the mask state of each row or None. All their drawn tokens have been read.
             positions: [R], the position of each row's new token in its sequence.
+
+        Returns:
+            Indices of the rows without a mask, whose drawn tokens are void. The step has no time
+            for their masks, or it was launched as if the step before had drawn their token.
         """
         begin = time.perf_counter()
-        where = [index for index, row in enumerate(rows) if row is not None]
-        states = [row for row in rows if row is not None]
-        bits = self._fill(states)
+        where: list[int] = []
+        states: list[GrammarRow] = []
+        held: set[int] = set()
+        for index, row in enumerate(rows):
+            if row is None:
+                continue
+            if row.matcher is not None and row.position != positions[index]:
+                held.add(index)
+                continue
+            where.append(index)
+            states.append(row)
+        bits, waiting = self._fill(states)
         array = bits.numpy()
         for place, (index, state) in enumerate(zip(where, states, strict=True)):
+            if place in waiting:
+                array[place] = -1
+                state.num_turns += 1
+                held.add(index)
+                continue
             state.limit(array[place], positions[index])
+            state.num_turns = 0
             state.num_unread += 1
         self.seconds += time.perf_counter() - begin
+        if where:
+            self._mask(logits, where, bits)
+        return held
+
+    def _mask(self, logits: Tensor, where: list[int], bits: Tensor) -> None:
+        """Apply the masks [C, W] int32 to the rows `where` [C] of the logits."""
         indices = torch.tensor(where, dtype=torch.int64, pin_memory=bits.is_pinned())
         indices = indices.to(self._device, non_blocking=True)
         bits = bits.to(self._device, non_blocking=True)
@@ -206,31 +254,47 @@ class GrammarMasks:
         for some, their_bits in zip(indices.split(at_once), bits.split(at_once), strict=True):
             apply_token_bitmask(logits, some, their_bits)
 
-    def _fill(self, states: Sequence[GrammarRow]) -> Tensor:
-        """[C, W] int32: the masks of the rows that have grammars; all bits of the others."""
+    def _fill(self, states: Sequence[GrammarRow]) -> tuple[Tensor, set[int]]:
+        """The masks of the rows that have grammars, and all bits of the others.
+
+        Returns:
+            [C, W] int32, and the indices of the rows for whose masks there was no time.
+        """
         words = -(-self._vocab_size // 32)
         # New memory in every step: the device may still copy from that of the last step.
         bits = torch.empty(
             (len(states), words), dtype=torch.int32, pin_memory=self._device.type == "cuda"
         )
-        open_rows = []
+        open_rows: list[tuple[LLMatcher, int]] = []
         for place, state in enumerate(states):
             if state.matcher is None:
                 bits[place] = -1
             elif state.ending is None:
                 open_rows.append((state.matcher, place))
-        if len(open_rows) == 1:
-            ((matcher, place),) = open_rows
-            matcher.unsafe_compute_mask_ptr(bits[place].data_ptr(), words * 4)
-        elif open_rows:
-            if self._executor is None:
-                from llguidance import LLExecutor
+        at_once = _ROWS_PER_THREAD * self._num_threads
+        if len(open_rows) > at_once:
+            open_rows.sort(key=lambda row: -states[row[1]].num_turns)
+        begin = time.perf_counter()
+        while open_rows and self._seconds_left > 0:
+            self._make(open_rows[:at_once], bits)
+            del open_rows[:at_once]
+            now = time.perf_counter()
+            self._seconds_left -= now - begin
+            begin = now
+        return bits, {place for _, place in open_rows}
 
-                self._executor = LLExecutor()
-            self._executor.unsafe_compute_mask_ptr(
-                open_rows, bits.data_ptr(), words * 4, len(states)
-            )
-        return bits
+    def _make(self, rows: list[tuple[LLMatcher, int]], bits: Tensor) -> None:
+        """Write the masks of some rows; each has its matcher and its place in `bits`."""
+        num_bytes = bits.shape[1] * 4
+        if len(rows) == 1:
+            ((matcher, place),) = rows
+            matcher.unsafe_compute_mask_ptr(bits[place].data_ptr(), num_bytes)
+            return
+        if self._executor is None:
+            from llguidance import LLExecutor
+
+            self._executor = LLExecutor(self._num_threads)
+        self._executor.unsafe_compute_mask_ptr(rows, bits.data_ptr(), num_bytes, len(bits))
 
 
 def _bits(token_ids: Sequence[int], vocab_size: int) -> np.ndarray:

@@ -11,7 +11,8 @@ log-probabilities.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
+from itertools import compress
 from typing import NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ from ostinato.graphs.sampling_graph import EagerSampler, TokenSampler
 from ostinato.ops.sample_rows import RowSampling, SamplePath, sample_path, sampling_workspace_bytes
 from ostinato.ops.sampling import uniform_number
 from ostinato.runtime.sampling.grammar_masks import (
+    MASKS_S,
     GrammarMasks,
     GrammarRow,
     MatcherSource,
@@ -91,10 +93,12 @@ class PendingTokens:
         token_ids: Tensor,
         logprobs: PendingLogprobs | None,
         grammars: Sequence[GrammarRow | None] = (),
+        held: Set[int] = frozenset(),
         *,
         reports_forced: bool = False,
     ) -> None:
         self.last_tokens = token_ids
+        self._held = held  # rows whose tokens are void
         self._reports_forced = reports_forced
         self._logprobs = logprobs
         self._grammars = grammars  # mask state of each row of the step; empty = no row has one
@@ -111,12 +115,22 @@ class PendingTokens:
         """Wait for the device; returns the tokens after passing them to the rows' grammars."""
         if self._copied is not None:
             self._copied.synchronize()
+        token_ids: list[int] = self._host.tolist()
         logprobs = None if self._logprobs is None else self._logprobs.read()
-        result = StepResult(self._host.tolist(), logprobs)
+        counts = None
+        if self._held:
+            counts = [int(index not in self._held) for index in range(len(token_ids))]
+            token_ids = list(compress(token_ids, counts))
+            logprobs = None if logprobs is None else list(compress(logprobs, counts))
+        result = StepResult(token_ids, logprobs, counts=counts)
+        place = 0  # of the row's token in the result
         for index, grammar in enumerate(self._grammars):
-            ending = None if grammar is None else grammar.take(result.token_ids[index])
+            if index in self._held:
+                continue
+            ending = None if grammar is None else grammar.take(token_ids[place])
             if ending is not None:
-                result.endings[index] = ending
+                result.endings[place] = ending
+            place += 1
         if self._reports_forced:
             result.forced_token_ids = forced_tokens(self._grammars)
         return result
@@ -233,17 +247,20 @@ class Sampler:
         grammars = (state.grammar for state in self._staged)
         return any(grammar is not None and grammar.num_unread for grammar in grammars)
 
-    def launch(self, logits: Tensor) -> PendingTokens | VerifiedTokens:
+    def launch(self, logits: Tensor, masks_s: float = MASKS_S) -> PendingTokens | VerifiedTokens:
         """Pick the tokens of the staged rows; without drafts it does not wait for the device.
 
         Args:
             logits: [R, V] float32; changed in place.
+            masks_s: seconds after which no further masks of grammars are begun. Their rows get no
+                token: `StepResult.counts`.
         """
+        self.grammars.begin_step(masks_s)
         if self._drafts is not None:
             return self._verify(logits, self._drafts)
         states = self._staged
         raw = logits.clone() if any(map(self._reports_before, self._reporting)) else logits
-        token_ids, masks = self._pick(logits, self._rows, states, self._positions)
+        token_ids, masks, held = self._pick(logits, self._rows, states, self._positions)
         if raw is not logits:
             # A beam search needs the likeliest tokens after the edits.
             for index, state in enumerate(states):
@@ -252,7 +269,7 @@ class Sampler:
         logprobs = None
         if self._reporting:
             logprobs = start_logprobs(raw, token_ids, [state.reported for state in states])
-        return PendingTokens(token_ids, logprobs, masks, reports_forced=self._reports_forced)
+        return PendingTokens(token_ids, logprobs, masks, held, reports_forced=self._reports_forced)
 
     def sample(self, logits: Tensor, rows: list[int], positions: list[int]) -> StepResult:
         """Call `stage`, `launch` and `read`."""
@@ -263,7 +280,8 @@ class Sampler:
         """Draw every sequence's tokens until one differs from its draft.
 
         In each round, every unfinished sequence draws its next token. A sequence whose draws do not
-        depend on its output draws all its tokens in the first round.
+        depend on its output draws all its tokens in the first round. A sequence without time for
+        its next mask ends with the tokens that it has.
         """
         starts = [0]
         for guesses in drafts:
@@ -279,10 +297,13 @@ class Sampler:
                 end = first + 1 if self._depends_on_output(first) else starts[seq + 1]
                 chosen += range(first, end)
                 counts.append(end - first)
-            drawn, masks = self._pick_some(logits, chosen)
+            drawn, masks, held = self._pick_some(logits, chosen)
             still_open: list[int] = []
             begin = 0
             for seq, count in zip(open_seqs, counts, strict=True):
+                if begin in held:  # a row with a mask is drawn alone
+                    begin += count
+                    continue
                 for token, mask in zip(
                     drawn[begin : begin + count], masks[begin : begin + count], strict=True
                 ):
@@ -320,8 +341,9 @@ class Sampler:
         begins = [0]
         for some in tokens:
             begins.append(begins[-1] + len(some))
+        last = [some[-1] if some else 0 for some in tokens]  # 0: the next step gets it by value
         return VerifiedTokens(
-            torch.tensor([some[-1] for some in tokens], dtype=torch.int64, device=self._device),
+            torch.tensor(last, dtype=torch.int64, device=self._device),
             flat,
             list(map(len, tokens)),
             {begins[seq] + index: ending for (seq, index), ending in endings.items()},
@@ -333,39 +355,47 @@ class Sampler:
 
     def _pick_some(
         self, logits: Tensor, chosen: list[int]
-    ) -> tuple[list[int], Sequence[GrammarRow | None]]:
-        """Draw for some rows of the logits. Only the rows of beams are changed."""
+    ) -> tuple[list[int], Sequence[GrammarRow | None], Set[int]]:
+        """Draw for some rows of the logits, as `_pick`. Only the rows of beams are changed."""
         states = [self._staged[index] for index in chosen]
         positions = [self._positions[index] for index in chosen]
         part = logits[torch.tensor(chosen, device=self._device)]
         self._stage_draws(states, positions)
-        token_ids, masks = self._pick(
+        token_ids, masks, held = self._pick(
             part, [self._rows[index] for index in chosen], states, positions
         )
         for place, state in enumerate(states):
             if state.is_beam:
                 logits[chosen[place]] = part[place]
-        return token_ids.tolist(), masks or [None] * len(chosen)
+        return token_ids.tolist(), masks or [None] * len(chosen), held
 
     def _pick(
         self, logits: Tensor, rows: list[int], states: list[_Row], positions: list[int]
-    ) -> tuple[Tensor, Sequence[GrammarRow | None]]:
+    ) -> tuple[Tensor, Sequence[GrammarRow | None], Set[int]]:
         """Change the logits as the rows' parameters ask, draw, and take in the tokens.
 
         Returns:
-            [R] int64 token ids, and the mask state of each row; empty when no row was masked.
+            [R] int64 token ids; the mask state of each row, empty when no row was masked; and the
+            indices of rows without time for their masks, whose tokens are void.
         """
         processors = self._processors if any(state.is_edited for state in states) else ()
         for processor in processors:
             processor.apply(logits, rows, positions)
         masks = [None if state.grammar is None else state.mask for state in states]
         has_masks = any(mask is not None for mask in masks)
+        held: Set[int] = frozenset()
         if has_masks:
-            self.grammars.apply(logits, masks, positions)
+            held = self.grammars.apply(logits, masks, positions)
         token_ids = self._token_sampler.run(logits)
-        for processor in processors:
-            processor.advance(rows, token_ids)
-        return token_ids, masks if has_masks else ()
+        if processors:
+            drawn, drawn_ids = rows, token_ids
+            if held:
+                kept = [index for index in range(len(rows)) if index not in held]
+                drawn = [rows[index] for index in kept]
+                drawn_ids = token_ids[torch.tensor(kept, dtype=torch.int64, device=self._device)]
+            for processor in processors:
+                processor.advance(drawn, drawn_ids)
+        return token_ids, masks if has_masks else (), held
 
     def _stage_draws(self, states: list[_Row], positions: list[int]) -> None:
         self._token_sampler.stage(

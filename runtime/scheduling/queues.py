@@ -149,6 +149,7 @@ class SequenceQueues:
         for table in sequence.block_tables:
             self.cache.free(table)
         sequence.num_computed_tokens = 0
+        sequence.is_held = False
 
     def num_reclaimable_blocks(self, sequence: Sequence) -> int:
         """Blocks that become free when the sequence gives up its own."""

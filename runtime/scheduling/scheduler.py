@@ -269,9 +269,11 @@ class Scheduler:
             sequence.num_in_flight -= 1
             if entry.num_logits:
                 count = 1 if next_counts is None else next(next_counts)
-                report = self._settle_drafts(step, sequence, count - 1)
+                report = self._settle_drafts(step, sequence, count - 1) if count else None
                 if sequence.status is _FINISHED:
                     pass
+                elif not count:
+                    sequence.hold()
                 elif sequence.beam is not None:
                     self._beams.take(sequence, logprobs[index] if logprobs else None)
                 elif next_counts is None:
@@ -283,10 +285,9 @@ class Scheduler:
             if sequence.status is not _RUNNING:
                 has_ended = True
                 self.queues.settle(sequence)
-        if counts is None:
-            self.num_output_tokens += len(outputs)
-        else:
-            self.num_output_tokens += sum(len(one.new_token_ids) for one in outputs)
+        self.num_output_tokens += (
+            len(outputs) if counts is None else sum(len(one.new_token_ids) for one in outputs)
+        )
         if has_ended:
             self.queues.remove_ended()
         for transfer_id, num_blocks in result.finished_loads:

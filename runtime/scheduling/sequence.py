@@ -68,6 +68,7 @@ class Sequence:
         "forced_token_ids",
         "has_loaded",
         "has_logprobs",
+        "is_held",
         "max_num_tokens",
         "min_num_tokens",
         "num_cached_tokens",
@@ -117,6 +118,9 @@ class Sequence:
         self.forced_token_ids: list[int] = []  # tokens that its grammar forces after the last one
         self.has_loaded = False  # whether it has loaded blocks from a slower tier
         self.num_in_flight = 0  # steps in flight that include it
+        # Whether its last step gave no token. The next one computes its last position again, once
+        # no step is in flight that was planned as if there were a token.
+        self.is_held = False
         self.num_cached_tokens: int | None = None  # prefix hits at first admission; None before it
         self.num_preemptions = 0
         # Log-probabilities of prompt tokens 1, 2, ... so far; None = not requested, or returned.
@@ -182,7 +186,14 @@ class Sequence:
         known, computed = self.num_prefill_tokens, self.num_computed_tokens
         if self.beam is not None:  # the search sets its last token, which is missing while it waits
             return self.num_output_tokens > 0 and known - computed == 1
-        return known <= computed and computed + 1 < self.max_num_tokens
+        return self.is_held or (known <= computed and computed + 1 < self.max_num_tokens)
+
+    def hold(self) -> None:
+        """Take back its last step, which gave no token."""
+        self.is_held = True
+        self.num_drafts = 0
+        self.num_prefill_tokens = self.num_tokens
+        self.num_computed_tokens = self.num_tokens - 1
 
     def append(self, token_id: int) -> None:
         """Append a sampled token."""

@@ -146,7 +146,7 @@ class StepPlan:
         else:
             most = [entry.num_logits for entry in self.scheduled if entry.num_logits]
             is_right = len(counts) == len(most) and sum(counts) == num_tokens
-            is_right = is_right and all(1 <= n <= m for n, m in zip(counts, most, strict=True))
+            is_right = is_right and all(0 <= n <= m for n, m in zip(counts, most, strict=True))
         if not is_right or len(result.logprobs or result.token_ids) != num_tokens:
             raise ValueError(
                 f"the step samples {self.num_samples} tokens"

@@ -87,6 +87,8 @@ class StepPlanner:
             if sequence.status is not _RUNNING:
                 break  # it and all after it were preempted
             start = sequence.num_computed_tokens
+            if sequence.is_held and sequence.num_in_flight:
+                continue  # a step in flight was planned as if it had its next token
             if start < sequence.num_prefill_tokens:
                 num_left = sequence.num_prefill_tokens - start
                 has_scores = sequence.num_prompt_logits(start, start + 1) > 0
@@ -226,8 +228,10 @@ class StepPlanner:
                 num_logits,
                 num_prompt_logits,
                 is_pooled,
+                sequence.is_held,
             )
         )
+        sequence.is_held = False
         step.sequences.append(sequence)
         self.num_prompt_tokens += max(0, min(end, sequence.num_prompt_tokens) - start)
         self._cache.register(sequence.block_table, sequence.token_ids, end)

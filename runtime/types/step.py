@@ -46,6 +46,8 @@ class ScheduledSequence(msgspec.Struct, frozen=True, array_like=True):
     num_logits: int
     num_prompt_logits: int = 0  # leading positions whose next prompt token is scored
     is_pooled: bool = False  # the positions' hidden states go into a vector
+    # A decode whose last step gave no token: `token_ids` has the last token.
+    is_repeated: bool = False
 
     @property
     def num_drafts(self) -> int:
@@ -55,7 +57,7 @@ class ScheduledSequence(msgspec.Struct, frozen=True, array_like=True):
     @property
     def is_decode(self) -> bool:
         """Whether it decodes, not computes a chunk of known tokens."""
-        return not self.token_ids or self.num_logits > 1
+        return not self.token_ids or self.num_logits > 1 or self.is_repeated
 
 
 class BlockTransfer(msgspec.Struct, frozen=True, array_like=True):
@@ -104,7 +106,8 @@ class StepResult(msgspec.Struct, array_like=True):
     # By index of a token after which a sequence's grammar ended: "" = the grammar is complete and
     # the token is kept; else the error, and the token is dropped.
     endings: dict[int, str] = {}
-    # Tokens of each entry that samples, 1 to `num_logits`; None = one each.
+    # Tokens of each entry that samples, 0 to `num_logits`; None = one each. 0: the step had no time
+    # for the mask of the row's grammar, so a later step computes its last position again.
     counts: list[int] | None = None
     # (transfer_id, number of leading blocks that were loaded) of each load that has ended.
     finished_loads: list[tuple[int, int]] = []

@@ -13,6 +13,7 @@ each changes a digest, and with it a token.
 from __future__ import annotations
 
 import math
+import random
 from dataclasses import dataclass, field
 
 from ostinato.runtime.scheduling.beam_search import BeamSearch, num_candidates
@@ -127,15 +128,21 @@ class Row:
     prompt_token_ids: list[int] = field(default_factory=list)
     num_candidates: int = 0  # of a beam
     encoder_slots: list[int] = field(default_factory=list)  # first slots of its encoder's blocks
+    held_at: int | None = None  # the position that gave no token and is to be computed again
+    num_holds: int = 0  # in a row
 
 
 class SimulatedDevice:
     """Executes steps in the order in which they come, like one stream of a real device.
 
     Loads end when `finish_loads` is called; until then no step may touch their blocks.
+
+    With `hold_seed`, rows get no token at random steps, at most twice in a row, as rows that wait for
+    the masks of their grammars.
     """
 
-    def __init__(self, total_blocks: int, block_size: int) -> None:
+    def __init__(self, total_blocks: int, block_size: int, hold_seed: int | None = None) -> None:
+        self._holds = None if hold_seed is None else random.Random(hold_seed)
         self.total_blocks = total_blocks
         self.block_size = block_size
         self.rows: dict[int, Row] = {}
@@ -169,7 +176,8 @@ class SimulatedDevice:
                 self._second[self._slot(entry.row, position)] = digest
         sampling = [entry for entry in output.scheduled if entry.num_logits]
         tokens = [self._sample(entry) for entry in sampling]
-        counts = [len(some) for some in tokens] if output.num_drafts else None
+        has_counts = output.num_drafts or not all(tokens)
+        counts = [len(some) for some in tokens] if has_counts else None
         candidates = [
             self._candidates(entry)
             for entry, some in zip(sampling, tokens, strict=True)
@@ -234,6 +242,10 @@ class SimulatedDevice:
         if row.num_computed_tokens is None:
             inside = entry.start % self.block_size
             assert not inside or row.num_candidates, "a prefix hit ends inside a block"
+        elif entry.is_repeated:
+            assert entry.start == row.held_at, "another position is repeated than the one held"
+            assert len(entry.token_ids) == entry.num_new_tokens == 1
+            row.held_at = None
         else:
             assert entry.start == row.num_computed_tokens, "a position is skipped or repeated"
         assert entry.num_new_tokens >= 1
@@ -302,6 +314,14 @@ class SimulatedDevice:
     def _sample(self, entry: ScheduledSequence) -> list[int]:
         """The tokens of the entry: up to the first that is not the guess for its position."""
         row, tokens = self.rows[entry.row], []
+        if row.held_at is not None:
+            return []  # it was planned as if the step before had given a token
+        if self._holds is not None and not row.num_candidates:
+            row.num_holds = (row.num_holds + 1) * (self._holds.random() < 0.3) % 3
+            if row.num_holds:
+                row.held_at = entry.start + entry.num_new_tokens - 1 - entry.num_drafts
+                row.last_token = -5  # of no sequence
+                return []
         first = entry.num_new_tokens - 1 - entry.num_drafts
         for index in range(first, entry.num_new_tokens):
             token = to_token(self._attend_second(entry.row, entry.start + index + 1))

@@ -44,8 +44,10 @@ class SimulatedEngine:
         num_tier_places: int = 0,
         num_cross_groups: int = 0,
         score_tokens: float = 0.0,
+        hold_seed: int | None = None,
     ) -> None:
         """With `costs`, no step with decodes may take longer than `target_s`."""
+        self._has_holds = hold_seed is not None
         self.config = SchedulerConfig(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
@@ -72,7 +74,7 @@ class SimulatedEngine:
             proposer=drafter,
             score_tokens=score_tokens,
         )
-        self.device = SimulatedDevice(total_blocks, block_size)
+        self.device = SimulatedDevice(total_blocks, block_size, hold_seed)
         self.requests: dict[str, Request] = {}
         self.tokens: dict[str, list[int]] = {}
         self.endings: dict[str, SequenceOutput] = {}
@@ -149,6 +151,8 @@ class SimulatedEngine:
         # The first in order advances at least every other step, and at worst each sequence is
         # computed twice: once for nothing, and once as the first.
         last_step = self.num_steps + 4 * sum(lengths) + 10 + 2 * len(lengths)
+        if self._has_holds:
+            last_step *= 4  # each token may wait for two steps, with one in flight after each
         while self.scheduler.has_work:
             assert self.num_steps <= last_step, f"{list(self.scheduler.requests())} starve"
             launched = self.launch()

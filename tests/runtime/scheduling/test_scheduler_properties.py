@@ -91,6 +91,7 @@ def engines(draw: st.DrawFn) -> SimulatedEngine:
         drafter=None if accuracy is None else OracleDrafter(accuracy, VOCAB_SIZE),
         num_tier_places=draw(st.sampled_from([0, 0, 3, 40])),
         num_cross_groups=num_cross_groups,
+        hold_seed=draw(st.sampled_from([None, None, 1, 2, 3])),
     )
 
 
@@ -178,6 +179,7 @@ def run_workload(
     target_s: float | None = None,
     accuracy: float | None = None,
     num_tier_places: int = 0,
+    hold_seed: int | None = None,
 ) -> SimulatedEngine:
     """Forty requests of mixed lengths that share beginnings, arriving over time."""
     generator = random.Random(11)
@@ -193,6 +195,7 @@ def run_workload(
         target_s=target_s or 0.0,
         drafter=None if accuracy is None else OracleDrafter(accuracy, VOCAB_SIZE),
         num_tier_places=num_tier_places,
+        hold_seed=hold_seed,
     )
     stems = [[generator.randrange(VOCAB_SIZE) for _ in range(60)] for _ in range(4)]
     for index in range(40):
@@ -294,6 +297,22 @@ def test_tokens_do_not_depend_on_drafts(total_blocks: int, accuracy: float) -> N
         assert drafts.num_accepted_tokens == accuracy * drafts.num_draft_tokens
     else:
         assert 0 < drafts.num_accepted_tokens < drafts.num_draft_tokens
+
+
+@pytest.mark.parametrize("lookahead", [False, True])
+@pytest.mark.parametrize("accuracy", [None, 0.5])
+@pytest.mark.parametrize("total_blocks", [25, 200])
+def test_tokens_do_not_depend_on_rows_that_wait_for_their_masks(
+    total_blocks: int, accuracy: float | None, lookahead: bool
+) -> None:
+    engine = run_workload(
+        lookahead=lookahead,
+        total_blocks=total_blocks,
+        max_num_batched_tokens=19,
+        accuracy=accuracy,
+        hold_seed=1,
+    )
+    assert engine.tokens == plain_tokens()
 
 
 def test_tokens_do_not_depend_on_drafts_beside_a_step_in_flight_and_a_target() -> None:

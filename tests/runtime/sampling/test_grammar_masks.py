@@ -1,0 +1,192 @@
+"""Masks of a step within a limited time: rows take turns, and no answer changes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import ostinato
+from ostinato import LLM, SamplingParams, StructuredOutputsParams
+from ostinato.runtime.grammar.llguidance_text import grammar_text
+from ostinato.runtime.grammar.matcher import build_matcher, load_grammar_tokenizer
+from ostinato.runtime.sampling import grammar_masks
+from ostinato.runtime.sampling.grammar_masks import GrammarMasks, GrammarRow
+from ostinato.runtime.types.outputs import CompletionOutput
+from ostinato.runtime.types.request import Request
+from tests.runtime.drafters import ReplayDrafter, make_llm
+from tests.runtime.engine.test_engine import make_prompts
+from tests.runtime.tiny import MODEL, tiny_config
+
+DEMO = str(Path(ostinato.__file__).parents[1] / "models" / "demo")
+VOCAB_SIZE, EOS = 3077, 2  # five ids more than the tokenizer has
+WORDS = StructuredOutputsParams(regex="([a-z]{1,9} ){2,30}")
+CPU = torch.device("cpu")
+
+
+class Rows:
+    """Rows with one grammar, and masks whose steps have no time beyond their first group."""
+
+    def __init__(self, count: int, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(grammar_masks, "_ROWS_PER_THREAD", at_once)
+        tokenizer = load_grammar_tokenizer(DEMO, VOCAB_SIZE, (EOS,))
+        matcher = build_matcher(tokenizer, grammar_text(WORDS, {}))
+        self.masks = GrammarMasks(
+            vocab_size=VOCAB_SIZE, device=CPU, matchers=lambda request: matcher.deep_copy()
+        )
+        self.masks._num_threads = 1
+        request = Request(
+            request_id="r",
+            prompt_token_ids=[5, 6, 7],
+            sampling=SamplingParams(),
+            eos_token_ids=(EOS,),
+            grammar="words",
+        )
+        rows = [self.masks.admit(request, []) for _ in range(count)]
+        self.rows: list[GrammarRow] = [row for row in rows if row is not None]
+
+    def step(self) -> set[int]:
+        """Draw the first allowed token of every row with a mask; returns the rows without one."""
+        logits = torch.zeros(len(self.rows), VOCAB_SIZE)
+        self.masks.begin_step(1e-9)
+        held = self.masks.apply(logits, self.rows, [row.position for row in self.rows])
+        for index, row in enumerate(self.rows):
+            if index not in held:
+                allowed = logits[index].isfinite()
+                assert 0 < allowed.sum() < VOCAB_SIZE
+                assert row.take(int(allowed.nonzero()[0])) is None
+            else:
+                assert logits[index].isfinite().all()
+        return held
+
+
+def test_rows_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twenty rows, of which a step has time for six: a row waits for three steps at most."""
+    rows = Rows(20, 6, monkeypatch)
+    drawn = [0] * 20
+    waited = [0] * 20
+    for _ in range(30):
+        held = rows.step()
+        assert len(held) == 14
+        for index in range(20):
+            waited[index] = waited[index] + 1 if index in held else 0
+            drawn[index] += index not in held
+        assert max(waited) <= 3
+    assert min(drawn) >= 7  # of 30 steps, one in four
+    assert [row.position for row in rows.rows] == [3 + count for count in drawn]
+
+
+def test_a_step_without_time_left_makes_no_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Later draws of the same step, as for drafts, make no masks."""
+    rows = Rows(4, 6, monkeypatch)
+    assert rows.step() == set()
+    logits = torch.zeros(4, VOCAB_SIZE)
+    positions = [row.position for row in rows.rows]
+    assert rows.masks.apply(logits, rows.rows, positions) == {0, 1, 2, 3}
+    assert rows.step() == set()
+
+
+def test_a_row_that_is_a_position_ahead_gets_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a step that was launched before its row was known to wait."""
+    rows = Rows(3, 6, monkeypatch)
+    positions = [row.position for row in rows.rows]
+    positions[1] += 1
+    assert rows.masks.apply(torch.zeros(3, VOCAB_SIZE), rows.rows, positions) == {1}
+    assert [row.num_unread for row in rows.rows] == [1, 0, 1]
+
+
+def config(*overrides: str) -> object:
+    return tiny_config(
+        *overrides,
+        model__config={**MODEL, "vocab_size": VOCAB_SIZE, "eos_token_id": EOS},
+        model__tokenizer=DEMO,
+    )
+
+
+SAMPLING = [
+    SamplingParams(temperature=1.0, seed=1, max_tokens=24, structured_outputs=WORDS),
+    SamplingParams(
+        temperature=1.0,
+        seed=2,
+        max_tokens=24,
+        logprobs=2,
+        frequency_penalty=0.7,
+        repetition_penalty=1.2,
+        structured_outputs=WORDS,
+    ),
+    SamplingParams(
+        temperature=0.0,
+        max_tokens=24,
+        prompt_logprobs=1,
+        structured_outputs=StructuredOutputsParams(json={"type": "array", "maxItems": 3}),
+    ),
+    SamplingParams(
+        seed=3, max_tokens=12, structured_outputs=StructuredOutputsParams(choice=["yes", "no way"])
+    ),
+    SamplingParams(temperature=1.0, seed=4, max_tokens=24, ignore_eos=True, presence_penalty=0.5),
+    SamplingParams(use_beam_search=True, n=2, best_of=3, max_tokens=6, ignore_eos=True),
+]
+MIXED = [SAMPLING[index % len(SAMPLING)] for index in range(18)]
+PROMPTS = make_prompts(len(MIXED))
+
+
+def completions(llm: LLM) -> list[list[CompletionOutput]]:
+    llm.reset_prefix_cache()
+    return [one.outputs for one in llm.generate(PROMPTS, MIXED, use_progress=False)]
+
+
+@pytest.fixture(scope="module")
+def plain() -> list[list[CompletionOutput]]:
+    with LLM(config=config("scheduler.overlap=false")) as llm:
+        return completions(llm)
+
+
+@pytest.fixture(scope="module")
+def drafting(plain: list[list[CompletionOutput]]) -> Iterator[LLM]:
+    drafter = ReplayDrafter(max_drafts=3, vocab_size=VOCAB_SIZE)
+    drafter.memorize(PROMPTS, [some[0].token_ids for some in plain])
+    drafter.accuracy = 0.7
+    with make_llm(config("scheduler.overlap=false"), drafter) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def overlapped() -> Iterator[LLM]:
+    with LLM(config=config("scheduler.overlap=true", "graphs.mode=captured")) as llm:
+        yield llm
+
+
+@pytest.mark.parametrize("kind", ["plain", "overlapped", "drafting"])
+def test_rows_that_wait_change_no_answer(
+    request: pytest.FixtureRequest,
+    plain: list[list[CompletionOutput]],
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+) -> None:
+    """Steps have time for one mask. Texts, log-probabilities and ends are those without a limit."""
+    llm = (
+        LLM(config=config("scheduler.overlap=false"))
+        if kind == "plain"
+        else request.getfixturevalue(kind)
+    )
+    held = 0
+    apply = GrammarMasks.apply
+
+    def counted(self: GrammarMasks, *arguments: object) -> set[int]:
+        nonlocal held
+        waiting = apply(self, *arguments)
+        held += len(waiting)
+        return waiting
+
+    monkeypatch.setattr(GrammarMasks, "apply", counted)
+    assert completions(llm) == plain
+    assert held == 0
+    monkeypatch.setattr(grammar_masks, "_ROWS_PER_THREAD", 1)
+    begin = GrammarMasks.begin_step
+    monkeypatch.setattr(GrammarMasks, "begin_step", lambda self, seconds=0: begin(self, 1e-9))
+    monkeypatch.setattr(llm._engine._executor._runner._sampler.grammars, "_num_threads", 1)
+    assert completions(llm) == plain
+    assert held > 50
+    llm._engine.check_integrity()
