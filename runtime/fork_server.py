@@ -1,11 +1,11 @@
-"""Runs jobs on texts of clients in forks of one warm process, each with limits of time and memory.
+"""Runs jobs on clients' texts (templates, tokenizing) in forks of a process that is already loaded.
 
 A slow job must not delay the event loop or another job, and its memory must return to the system.
-So each job has a process of its own: a fork of a server process that has loaded what all jobs need
-(a tokenizer). A fork takes milliseconds, and shares the memory of what was loaded.
+So each job has limits of time and memory, and a process of its own: a fork of a server process that
+has loaded what all jobs need (a tokenizer). A fork takes milliseconds, and shares what was loaded.
 
-Most of the time of a short job is that of the fork and of its page faults. So short jobs that the
-parent marks as `is_shared` may follow each other in one fork.
+A short job spends most of its time on the fork and its page faults. So short jobs that the parent
+marks as `is_shared` may follow each other in one fork.
 
 The parent owns a `ForkServer`, the child's main calls `serve_forks`. A fork has a pair of sockets
 of its own. The parent keeps one end and sends the other to the server process, which forks. The
@@ -47,8 +47,8 @@ __all__ = (
 _SIZE = struct.Struct("<Q")
 _JOB = struct.Struct("<QQi?")  # length, memory_bytes, niceness, is_shared
 _FRAME = struct.Struct("<BQ")  # kind, length
-# Exit code of a fork, or the negative number of a signal; and how many bytes more than the server
-# process a fork may have by the limit that the system sets, -1 = there is none.
+# Two fields. The first is the exit code of a fork, or the negative number of a signal. The second
+# is how many bytes a fork may add to the server process's under the system's limit; -1 = no limit.
 _END = struct.Struct("<iq")
 _CPU = struct.Struct("<d")
 _READY = b"r"  # sent by the server process when it is ready for jobs
@@ -71,7 +71,8 @@ class JobLimits(NamedTuple):
         memory_bytes: address space beyond what the process has before the job.
         niceness: above 0, the job gives way to other processes and to other jobs.
         is_shared: the job may run in a fork that has done other jobs, and further ones may follow.
-            It has no niceness, which they would have too, and leaves nothing that they could read.
+            Its `niceness` is 0, because later jobs in the fork would get its priority too. It must
+            leave nothing in the process that they could read.
     """
 
     memory_bytes: int
@@ -123,7 +124,7 @@ class ForkServer:
         self._first = first
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
-        self._idle: list[_Fork] = []  # the one that worked last is the last
+        self._idle: list[_Fork] = []  # the most recently used one is the last
 
     @property
     def pid(self) -> int | None:
@@ -295,7 +296,7 @@ def serve_forks(begin: Callable[[bytes], Job]) -> int:
         return 0
     job = begin(first)
     gc.collect()
-    gc.freeze()  # else collections in the forks write to the shared memory and so copy it
+    gc.freeze()  # else collections in the forks would write to the shared memory and copy it
     awake, wake = socket.socketpair()
     awake.setblocking(False)
     wake.setblocking(False)
@@ -311,7 +312,7 @@ def serve_forks(begin: Callable[[bytes], Job]) -> int:
         sources = [key.fileobj for key, _ in selector.select()]
         if awake in sources:
             awake.recv(_READ)
-            _bury(connections)
+            _reap(connections)
         if control not in sources:
             continue
         try:
@@ -335,7 +336,7 @@ def serve_forks(begin: Callable[[bytes], Job]) -> int:
         connections[pid] = connection
 
 
-def _bury(connections: dict[int, socket.socket]) -> None:
+def _reap(connections: dict[int, socket.socket]) -> None:
     """Reap the forks that have ended, and report those without an answer to the parent."""
     while connections:
         pid, status = os.waitpid(-1, os.WNOHANG)
@@ -359,7 +360,7 @@ def _report_end(connection: socket.socket, code: int) -> None:
 
 
 def _work(connection: socket.socket, job: Job) -> None:
-    """Do one job, or several that may share a process, and end this process."""
+    """Do the jobs of one fork: one, or several with `is_shared`. Then end the process."""
 
     def begin_part(name: str, cpu_s: float) -> None:
         _send(connection, _Kind.part, _CPU.pack(cpu_s) + name.encode())

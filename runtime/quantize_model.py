@@ -40,7 +40,7 @@ _WEIGHT_INDEX = ".index.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizeReport:
-    """The result of a quantization."""
+    """The sizes and the perplexity of a checkpoint before and after it was quantised."""
 
     directory: Path
     num_matrices: int
@@ -60,7 +60,7 @@ def quantize_model(
     Args:
         config: its `model` section names the checkpoint.
         section: the format, and the texts.
-        on_matrix: called after each matrix with the number that are done and of all.
+        on_matrix: called after each matrix with the number of finished matrices and of all.
 
     Raises:
         StartupError: the model, the format or a file is not supported, with the reason.
@@ -144,7 +144,7 @@ def _read_texts(
 
 
 class _Quantization:
-    """One model on its way to a quantised checkpoint."""
+    """Quantises one model and writes its checkpoint."""
 
     def __init__(
         self,
@@ -200,7 +200,7 @@ class _Quantization:
         self._on_matrix(self._done, self._total)
 
     def _write(self, files: list[Path], target: Path) -> int:
-        """Write weights, settings and the tokenizer's files; the bytes of the weights."""
+        """Write weights, settings and the tokenizer's files; returns the bytes of the weights."""
         section, checkpoint = self._section, self._source.checkpoint
         target.mkdir(parents=True, exist_ok=True)
         weight_map: dict[str, str] = {}
@@ -227,7 +227,7 @@ class _Quantization:
         return sum(file.stat().st_size for file in target.glob("*.safetensors"))
 
     def _module_of(self, stored: str) -> str:
-        """The name, with prefix, of the module whose weight this stored tensor is."""
+        """The quantised module whose weight this stored tensor is, with prefix; empty = none."""
         module = stored.removesuffix(".weight")
         if module == stored:
             return ""

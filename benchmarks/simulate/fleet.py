@@ -76,7 +76,7 @@ def _run(
     """Simulate the replicas `mine` of the fleet; requests for others are only counted."""
     results = SimulationResults()
     replicas = {index: Replica(spec, results, fast_forward=fast_forward) for index in mine}
-    watch = _Watch(replicas) if router.looks else None
+    watch = _Watch(replicas) if router.reads_loads else None
     for key, arrival in enumerate(traffic()):
         if watch is not None:
             watch.advance(arrival.time_s, router)

@@ -177,7 +177,7 @@ class _Dependent:
 
     def _end(self, place: int, now: float) -> None:
         self._num_live -= 1
-        if self._router.looks:
+        if self._router.reads_loads:
             for index, replica in enumerate(self._replicas):
                 self._router.note(index, replica.num_live)
         following = self._next.get(place)

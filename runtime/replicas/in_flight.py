@@ -8,12 +8,12 @@ again with their tokens, as the scheduler resumes a preempted sequence.
       ^        |                                |
       +--------+--------------------------------+ the engine died
 
-A request that was running when an engine died may have caused the death, so it is a suspect. Death
-by SIGKILL makes suspects of requests that were running at the death before it, too. Suspects stay
-with their replica and are quarantined: they are submitted one at a time, before all others. The
-next one is submitted when the one before is cleared: it has ended, has returned a token, or (a
-prompt in chunks, a beam search) has computed more positions than at the death. So when a request
-kills the engine again, it runs alone, and the other requests continue.
+A request that was running when an engine died may have caused the death, so it is a suspect. After
+a death by SIGKILL, only requests that were also running at the death before are suspects. Suspects
+stay with their replica and are quarantined: they are submitted one at a time, before all others.
+The next one is submitted when the one before is cleared. A suspect is cleared when it has ended,
+has returned a token, or (a prompt in chunks, a beam search) has computed more positions than at the
+death. So a request that kills the engine again runs alone, and the other requests continue.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ostinato.runtime.types.request import Request
 
 __all__ = ("InFlightRequest", "InFlightRequests", "given_up_output")
 
-Q = TypeVar("Q")  # what reads a request's outputs
+Q = TypeVar("Q")  # the queue that gets a request's outputs
 
 
 class InFlightRequest(Generic[Q]):
@@ -203,7 +203,7 @@ class InFlightRequests(Generic[Q]):
 
         Args:
             num_allowed: deaths in a row that a request survives.
-            num_free: deaths in a row that make no suspect of it.
+            num_free: deaths in a row after which a running request is not a suspect yet.
 
         Returns:
             The requests that are given up. They are forgotten.

@@ -48,7 +48,7 @@ class Inspector:
         try:
             return await asyncio.wait_for(asyncio.shield(asked), timeout_s)
         except TimeoutError:
-            # The engine may have been restarted and not know the question: ask again next time.
+            # A restarted engine has not got the question, so the next call sends it again.
             if self._asked is asked:
                 self._asked = None
             raise

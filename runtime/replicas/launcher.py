@@ -25,7 +25,7 @@ __all__ = ("EngineLauncher",)
 
 # A restart may take ten times as long as all phases of the first start, and at least this long.
 _SHORTEST_START_LIMIT_S = 300.0
-# What requests were checked against when they were admitted.
+# Properties of the model that requests are checked against. A restart must not change them.
 _FACTS = ("vocab_size", "eos_token_ids", "tasks", "embedding_size", "num_labels", "num_segments")
 
 
@@ -33,7 +33,7 @@ class EngineLauncher:
     """Starts engine processes, one at a time.
 
     Args:
-        name: of the processes, for messages and logs.
+        name: of the replica's processes, in messages and logs.
         placement: the engine's configuration and its part of the machine.
         server: the settings for logs and profiles.
         context: makes the sockets; it outlives this object.
@@ -87,7 +87,10 @@ class EngineLauncher:
     async def wait_for_first(
         self, engine: EngineProcess, on_phase: Callable[[str, float], None]
     ) -> EngineReady:
-        """Wait until the first process serves; the others will accept every request that it does.
+        """Wait until the first process serves.
+
+        Further processes get its context length and its instruction set. So they accept every
+        request that the first one does, and give the same bits.
 
         Args:
             engine: from `spawn`.
@@ -100,7 +103,7 @@ class EngineLauncher:
         ready = await engine.wait_until_ready(on_phase)
         section = replace(self._config.model, max_model_len=ready.model.max_model_len)
         self._config = replace(self._config, model=section)
-        if isa := ready.model.isa:  # and give streams that go on the bits that they would have had
+        if isa := ready.model.isa:
             device = replace(self._config.device, isa=InstructionSetName(isa))
             self._config = replace(self._config, device=device)
         self._model = ready.model
@@ -109,7 +112,7 @@ class EngineLauncher:
         return ready
 
     async def wait_for_next(self, engine: EngineProcess) -> EngineReady:
-        """Wait until a further process serves. One that does not start, or in time, is killed.
+        """Wait until a further process serves. If it fails or takes too long, it is killed.
 
         Raises:
             StartupError: the engine can not start, takes too long, or has another kind of model;

@@ -104,7 +104,7 @@ class Replica:
         self._restarts = RestartPolicy(
             server.max_restarts, server.restart_window_s, server.restart_backoff_s
         )
-        self._before: EngineStats | None = None  # the last figures of the engine before
+        self._before: EngineStats | None = None  # the last figures of the process before this one
         self.stats = EngineStats()  # newest; counters go on over restarts
 
     @property
@@ -129,7 +129,7 @@ class Replica:
 
     @property
     def status(self) -> ReplicaStatus:
-        """What it does now."""
+        """The replica's state, as `GET /health` shows it."""
         reason = self._death or self._restarting
         if reason == _NOT_STARTED:
             state, reason = ReplicaState.starting, None
@@ -207,7 +207,7 @@ class Replica:
         await self.submit_held()
 
     async def release(self) -> list[InFlightRequest[Reader]]:
-        """Stop its requests, except suspects; returns them with their tokens, for another one."""
+        """Take the requests, except suspects, from the engine; returns them for other replicas."""
         submitted = self._requests.submitted_ids() if self.is_alive else []
         released = self._requests.release()
         gone = {one.request.request_id for one in released}
@@ -324,16 +324,16 @@ class Replica:
 
     async def _receive(self) -> Death:
         """Handle the engine's messages until it ends; returns how it ended."""
-        engine, last_words = self._engine, None
+        engine, reported_error = self._engine, None
         assert engine is not None, "started"
         while (message := await engine.next_message()) is not None:
             if isinstance(message, EngineFailed):
-                last_words = message.message
+                reported_error = message.message
             else:
                 await self._handle(message)
-        if self._reloading is not None and self._hang is None and last_words is None:
+        if self._reloading is not None and self._hang is None and reported_error is None:
             return Death(DeathReason.reload, "its weights are loaded again")
-        death = death_of(engine.return_code, last_words, self._hang)
+        death = death_of(engine.return_code, reported_error, self._hang)
         keep_flight(flight_path(engine.path), self._server.flight_recorder_dir, death.text)
         return death
 

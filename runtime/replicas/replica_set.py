@@ -1,7 +1,7 @@
 """All replicas of a server: routes requests to them, moves requests, drains and reloads replicas.
 
 When an engine dies, its requests go on in the other replicas at once, with the tokens that they
-have. Suspects (in_flight.py) stay with their replica, so that one request can not end them all.
+have. Suspects (in_flight.py) stay with their replica, so that one request can not end all engines.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ class ReplicaSet:
 
     async def _move_from(self, replica: Replica) -> int:
         """Let other replicas go on with a replica's requests, except suspects; returns how many."""
-        # Held requests of an engine that is not started again may wait for another one to be.
+        # If the engine is not started again, its requests may also go to one that is restarting.
         targets = [
             one
             for one in self._open()

@@ -1,7 +1,7 @@
 """The restart policy: when a dead engine is started again, and after how many deaths it is not.
 
-The first restart comes at once. Each further one within the window waits twice as long as the one
-before. The caller passes the time.
+The first restart comes at once, the second one after `backoff_s`. Each further one within the
+window waits twice as long as the one before. The caller passes the time: no clock is read here.
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ class Death(NamedTuple):
         return 1 if self.reason is DeathReason.killed else 0
 
 
-def death_of(return_code: int, last_words: str | None = None, hang: str | None = None) -> Death:
+def death_of(return_code: int, reported_error: str | None = None, hang: str | None = None) -> Death:
     """The reason for the end of an engine process.
 
     Args:
         return_code: of the process; negative for a signal, as `subprocess` has it.
-        last_words: the error that the engine reported before it ended; None = none.
+        reported_error: the error that the engine reported before it ended; None = none.
         hang: why the watchdog killed it; None = it did not.
     """
     if hang is not None:
         return Death(DeathReason.hang, hang)
-    if last_words is not None:
-        return Death(DeathReason.error, last_words)
+    if reported_error is not None:
+        return Death(DeathReason.error, reported_error)
     if return_code >= 0:
         return Death(DeathReason.exit, f"its process exited with code {return_code}")
     try:

@@ -14,7 +14,7 @@ __all__ = ("ROUTERS", "LeastLoad", "PrefixAware", "RoundRobin", "Router", "make_
 class Router(Protocol):
     """Chooses a replica for each request."""
 
-    looks: bool  # whether it reads the replicas' loads, which must be up to date then
+    reads_loads: bool  # whether `note` must be called with the replicas' loads before `choose`
 
     def choose(
         self, prompt: Sequence[int], salt: str = "", among: Collection[int] | None = None
@@ -40,7 +40,7 @@ class Router(Protocol):
 class RoundRobin:
     """Chooses the replicas one after the other."""
 
-    looks = False
+    reads_loads = False
 
     def __init__(self, num_replicas: int) -> None:
         self._num_replicas = num_replicas
@@ -63,9 +63,9 @@ class RoundRobin:
 
 
 class LeastLoad:
-    """Chooses the replica with the fewest requests; of equals, the one that had so few first."""
+    """Chooses the replica with the fewest requests; of equals, the one that reached it first."""
 
-    looks = True
+    reads_loads = True
 
     def __init__(self, num_replicas: int) -> None:
         # {load: replicas with this load, in the order in which they reached it}.
@@ -99,11 +99,11 @@ class PrefixAware:
     is known, or if the known replica has more than twice the least load plus `_SLACK` requests.
     """
 
-    looks = True
+    reads_loads = True
     _MEMORY = 1 << 16
     _SLACK = 4
-    # Blocks of a prompt that are looked at: hashing takes about a microsecond a block, in the API
-    # process. Longer prompts differ in these, or share a replica.
+    # Blocks of a prompt that are compared. Hashing takes about a microsecond a block, in the API
+    # process. Prompts that differ only after these blocks go to the same replica.
     _LONGEST = 1024
 
     def __init__(self, num_replicas: int, block_size: int) -> None:

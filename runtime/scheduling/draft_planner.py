@@ -31,7 +31,8 @@ class DraftPlanner:
         proposer: the drafter.
         cache: the KV cache manager.
         max_drafts: draft tokens of one sequence in one step, at most.
-        costs: the step-cost table that chooses how many are verified; None = all.
+        costs: the step-cost table, by which the number of drafts is chosen; None = all drafts are
+            verified.
 
     Attributes:
         stats: counters since the start.
@@ -54,11 +55,11 @@ class DraftPlanner:
         self._has_forced = False  # whether the last step's grammars forced tokens
 
     def waits_for(self, sequence: Sequence) -> bool:
-        """Whether a sequence with a step in flight skips this step, because it is to be drafted.
+        """Whether a sequence with a step in flight skips this step, so that it can get a draft.
 
-        Only the step after the one in flight can have drafts, since its last token is known then.
+        A draft needs the sequence's last token, which is known when the step in flight is read.
         """
-        if sequence.num_drafts:  # which have not been verified
+        if sequence.num_drafts:  # the step in flight verifies them
             return True
         record = sequence.draft_record
         if self._depth.is_paused:
@@ -68,7 +69,7 @@ class DraftPlanner:
         return self._guess(sequence, self._room(sequence)) is not None
 
     def add(self, step: StepPlan, num_running: int) -> None:
-        """Extend the step's decode entries by drafts.
+        """Add drafts to the decodes of a step.
 
         Only sequences without another step in flight get drafts, because their last token is known.
 
@@ -98,7 +99,7 @@ class DraftPlanner:
                 self._take(step, index, candidate.draft, count, num_running)
 
     def _load(self, step: StepPlan, decodes: list[int]) -> StepLoad:
-        """The step so far; `decodes` are the cached tokens of its decodes."""
+        """The work that is planned so far; `decodes` has the cached tokens of each decode."""
         num_decodes, context = len(decodes), sum(decodes) / len(decodes)
         if self._costs is None or num_decodes == len(step.scheduled):
             return StepLoad(num_decodes, context)
@@ -123,7 +124,7 @@ class DraftPlanner:
         Args:
             step: the step that verified them.
             sequence: has drafts in this step.
-            num_accepted: leading drafts that were right.
+            num_accepted: how many drafts were right, counted from the first.
         """
         num_drafts = sequence.num_drafts
         sequence.num_computed_tokens -= num_drafts - num_accepted
@@ -131,7 +132,7 @@ class DraftPlanner:
         self.stats.add(num_drafts, num_accepted)
         step.num_accepted += num_accepted
         draft, record = sequence.draft, sequence.draft_record
-        assert draft is not None, "a sequence with drafts has its guess"
+        assert draft is not None, "a sequence with drafts keeps the draft that they come from"
         assert record is not None, "a sequence with drafts has a record of them"
         self._depth.verified(Candidate(draft, record), num_drafts, num_accepted)
         is_predicted = draft.source is DraftSource.prediction
@@ -144,7 +145,7 @@ class DraftPlanner:
         )
 
     def take_forced(self, step: StepPlan, forced: Mapping[int, list[int]]) -> None:
-        """Keep the tokens that grammars force for the next drafts.
+        """Store the tokens that grammars force. They are the next drafts of their sequences.
 
         Args:
             step: the step that was read.
@@ -161,11 +162,11 @@ class DraftPlanner:
 
     @staticmethod
     def _room(sequence: Sequence) -> int:
-        """Drafts that leave room for the token behind them."""
+        """How many drafts fit into the sequence, with one more token after them."""
         return sequence.max_num_tokens - sequence.num_tokens - 1
 
     def _guess(self, sequence: Sequence, most: int) -> Draft | None:
-        """The draft of a sequence, with at least one token."""
+        """The draft of a sequence, with at least one token; None without one."""
         request = sequence.request
         most = min(self._max_drafts, most)
         if most < 1 or sequence.beam is not None or not request.sampling.speculation:

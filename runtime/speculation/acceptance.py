@@ -1,6 +1,6 @@
-"""How often drafts are right: by source, strength and place, and for each sequence of its own.
+"""Acceptance rates of draft tokens: by drafter, match length and position, and by sequence.
 
-The rates follow the traffic: counts lose half of their weight in 256 verified drafts.
+The rates follow the traffic: a count loses half of its weight while 256 more drafts are verified.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ __all__ = ("AcceptanceRates", "OwnRate", "strength_class")
 
 _HALF_LIFE = 256  # verified drafts of one source and strength
 _OWN_HALF_LIFE = 32  # verified draft tokens of one sequence
-_PRIOR_WEIGHT = 4.0  # of the rate before anything was verified, in draft tokens
-_OWN_PRIOR_WEIGHT = 4.0  # of the common rate against a sequence's own, in draft tokens
-_CLASSES = (2, 3, 4, 6, 8, 16, 32)  # match lengths; those between count as the one below
-_PRIORS = {DraftSource.grammar: 0.9, DraftSource.prediction: 0.8}
-_PRIOR = 0.4  # of the other sources
+_PRIOR_WEIGHT = 4.0  # draft tokens that the assumed initial rate counts as
+_OWN_PRIOR_WEIGHT = 4.0  # draft tokens that the common rate counts as in a sequence's own rate
+_CLASSES = (2, 3, 4, 6, 8, 16, 32)  # match lengths; one between two counts as the lower one
+_PRIORS = {DraftSource.grammar: 0.9, DraftSource.prediction: 0.8}  # assumed initial rates
+_PRIOR = 0.4  # the initial rate of the other sources
 
 
 def strength_class(strength: int) -> int:
-    """Drafts of one class are expected to be right equally often."""
+    """The class of a match length. Drafts of one class are expected to be right equally often."""
     return max((one for one in _CLASSES if one <= strength), default=0)
 
 
@@ -39,15 +39,15 @@ class OwnRate:
         self.num_right = self.num_right * keep + num_right
 
     def blend(self, common: float) -> float:
-        """The rate of this sequence; near the common one while it has few drafts."""
+        """The sequence's rate. It is near the common one while few of its drafts are verified."""
         return (self.num_right + _OWN_PRIOR_WEIGHT * common) / (self.num_tried + _OWN_PRIOR_WEIGHT)
 
 
 class AcceptanceRates:
-    """The common rates of an engine.
+    """The rates over all sequences of an engine.
 
     Args:
-        max_drafts: places of the longest draft.
+        max_drafts: draft tokens of one sequence in one step, at most.
     """
 
     def __init__(self, max_drafts: int) -> None:
@@ -66,14 +66,14 @@ class AcceptanceRates:
             right[place] += place < num_accepted
 
     def survival(self, draft: Draft, own: OwnRate) -> list[float]:
-        """By place: the probability that this draft token and all before it are right."""
+        """For each draft token: the probability that it and all before it are right."""
         tried, right = self._of(draft)
         prior = _PRIORS.get(draft.source, _PRIOR)
         chances: list[float] = []
         chance = 1.0
         for place in range(len(draft.token_ids)):
             common = (right[place] + _PRIOR_WEIGHT * prior) / (tried[place] + _PRIOR_WEIGHT)
-            # The rate of one place is the best guess of the next, which is verified less often.
+            # The next place is verified less often, so its rate is assumed to be that of this one.
             prior = common
             chance *= own.blend(common)
             chances.append(chance)

@@ -1,11 +1,11 @@
-"""The server's earlier answers, searched for the last tokens of a sequence.
+"""The engine's earlier answers, searched for the last tokens of a sequence.
 
-Answers lie in a ring of token ids, the newest in the place of the oldest. A hash table has the
-latest place behind each key, and each place has the distance to the one before it with the same
-hash. Nothing else is stored, so the memory is fixed: 16 bytes per token.
+Answers are in a ring buffer of token ids, where the newest overwrite the oldest. A key is
+`min_match` successive tokens. A hash table gives the latest place after each key. Each place stores
+the distance to the place before it with the same hash. The memory is fixed: 16 bytes per token.
 
 A sequence finds only answers of its own partition: those of requests with the same cache salt and
-the same adapters, as in the prefix cache. Otherwise the time of a reply would tell one client what
+the same adapters, as in the prefix cache. Otherwise the speed of a reply would tell one client what
 the server has answered to another.
 """
 
@@ -70,15 +70,15 @@ class AnswerHistory:
     def find(
         self, partition: Hashable, token_ids: Sequence[int], most: int
     ) -> tuple[list[int], int] | None:
-        """What followed the last tokens of a sequence in an answer of its partition.
+        """Find the last tokens of a sequence in an answer of its partition; return what followed.
 
         Args:
             partition: of the sequence.
             token_ids: the sequence.
-            most: tokens that are returned at most.
+            most: the largest number of tokens to return.
 
         Returns:
-            The tokens and the number of tokens that match before them; None without a match.
+            The tokens, and how many tokens before them match; None without a match.
         """
         size, num_key, num_tokens = self._num_tokens, self._min_match, len(token_ids)
         if num_tokens < num_key or not self._begins:

@@ -1,14 +1,13 @@
 """Chooses how many draft tokens a step verifies, from measured costs and acceptance.
 
-A draft token is worth its place if it raises the tokens that the step is expected to give by a
-larger factor than the seconds that it takes. With S decoding sequences and the probabilities s_1 >=
-s_2 >= ... that draft tokens and all before them in their draft are right, the step gets the B
-tokens that maximise
+The choice maximises the tokens that a step is expected to give per second. A step has S decoding
+sequences. Let s_1 >= s_2 >= ... be, for all their draft tokens, the probability that the token and
+all before it in its draft are right. The step gets the first B of these tokens, so that B maximises
 
     (S + s_1 + ... + s_B) / seconds(S, B)
 
 B is 0 where drafts do not pay. The seconds are those of the step-cost table, corrected by the steps
-that were observed. If steps with drafts are slower than plain ones nevertheless, drafts pause.
+that were observed. If steps with drafts turn out slower than plain ones, drafts pause.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _PAUSE = 256  # steps without drafts after a check that found a loss
 
 
 class DraftRecord:
-    """What is known of the drafts of one sequence."""
+    """How often the drafts of one sequence were right, and when the next one is tried."""
 
     __slots__ = ("num_idle", "own", "wait")
 
@@ -51,7 +50,7 @@ class DraftRecord:
 
 
 class StepLoad(NamedTuple):
-    """The step without drafts."""
+    """The work of a step before drafts are added."""
 
     num_decodes: int
     context: float  # mean number of cached tokens of the decodes
@@ -59,7 +58,7 @@ class StepLoad(NamedTuple):
 
 
 class Candidate(NamedTuple):
-    """A sequence that could be drafted."""
+    """The draft of one sequence, and the record of its earlier drafts."""
 
     draft: Draft
     record: DraftRecord
@@ -84,13 +83,13 @@ class DepthChooser:
         self._max_drafts = max_drafts
         self._num_paused = 0  # steps that the pause still lasts
         self._plain = 1.0  # observed / predicted seconds of steps without drafts
-        self._drafted = 1.0  # the same of steps with drafts, in addition
-        self._num_steps = 0  # with drafts, of the running check
-        self._seconds = 0.0  # of these steps
-        self._plain_seconds = 0.0  # that their tokens would have taken without drafts
+        self._drafted = 1.0  # a further factor for the seconds of steps with drafts
+        self._num_steps = 0  # steps with drafts since the last check of their gain
+        self._seconds = 0.0  # that these steps took
+        self._plain_seconds = 0.0  # that steps without drafts would have taken for the same tokens
 
     def choose(self, load: StepLoad, candidates: Sequence[Candidate]) -> list[int]:
-        """The number of draft tokens of each candidate.
+        """How many draft tokens of each candidate the step verifies.
 
         Args:
             load: the step, with at least one decode.
@@ -125,11 +124,11 @@ class DepthChooser:
 
     @property
     def is_paused(self) -> bool:
-        """Whether there are no drafts for a while, because steps with them were slower."""
+        """Whether drafts pause, because steps with them were slower."""
         return self._num_paused > 0
 
     def seconds(self, load: StepLoad, num_drafts: int) -> float:
-        """Predicted seconds of the step with so many draft tokens, corrected by observation."""
+        """Predicted seconds of the step with `num_drafts` draft tokens, corrected as observed."""
         plain = self._plain_prediction(load)
         if not num_drafts:
             return plain * self._plain
@@ -142,7 +141,7 @@ class DepthChooser:
         return max(decode + load.prompt_seconds, 1e-9)
 
     def _surcharges_of(self, num_decodes: int) -> list[float]:
-        """By the number of draft tokens: the seconds that they add."""
+        """The seconds that draft tokens add to a step, indexed by their number."""
         surcharges = self._surcharges.get(num_decodes)
         if surcharges is None:
             assert self._costs is not None, "the step costs are measured"
@@ -164,14 +163,14 @@ class DepthChooser:
         Args:
             load: the step.
             num_drafts: its draft tokens.
-            num_accepted: those of them that were right.
-            seconds: from its launch until its tokens were there.
+            num_accepted: how many of them were right.
+            seconds: from its launch until its tokens were read.
         """
         if self._costs is None:
             return
         self._num_paused = max(0, self._num_paused - 1)
         ratio = seconds / self.seconds(load, num_drafts)
-        # One step that was held up says nothing about the next.
+        # A single slow step says little about the next ones.
         ratio = min(2.0, max(0.5, ratio)) ** _CORRECTION
         if not num_drafts:
             self._plain *= ratio

@@ -1,4 +1,4 @@
-"""Follows the text that a request predicts for its answer (`prediction` of the OpenAI API)."""
+"""Drafts tokens from the text that a request predicts for its answer (OpenAI's `prediction`)."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ __all__ = ("PredictionFollower",)
 
 
 class PredictionFollower:
-    """The place in a predicted answer that the answer has come to.
+    """Keeps the place in the prediction that corresponds to the end of the answer.
 
-    While the answer is as predicted, the place advances with it. After a difference it is found
-    again by the last tokens of the answer. Until then as many tokens are taken to be replaced as
-    the answer has.
+    Each new token of the answer advances the place by one, also when it differs from the
+    prediction. After a difference the last tokens of the answer are looked up in the prediction.
+    Where they are found, the place is moved.
 
     Args:
         predicted: token ids of the prediction.
         num_prompt_tokens: tokens before the answer.
-        min_match: tokens by which the place is found again.
+        min_match: tokens that must match to move the place.
     """
 
     def __init__(self, predicted: Sequence[int], *, num_prompt_tokens: int, min_match: int) -> None:

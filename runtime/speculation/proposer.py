@@ -1,8 +1,8 @@
 """The protocol of drafters, which guess the tokens that follow a sequence's last one.
 
-A step computes the guesses beside the last token. Sampling draws each position as plain decoding
-does, and keeps the tokens up to the first that differs from its draft. So drafts never change the
-output, and a drafter may guess anything.
+A step computes the last token and the guesses after it together. The sampler draws a token for each
+position as plain decoding does. It keeps the tokens up to and including the first that differs from
+its draft. So drafts never change the output, and a drafter may guess anything.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Draft(NamedTuple):
     Attributes:
         token_ids: ids of the vocabulary, in order.
         source: where they come from.
-        strength: how well they are founded: the number of tokens that match before them, or 0.
+        strength: the number of tokens that match before them; 0 = the source has no such number.
             Drafts of one source and strength are expected to be right equally often.
     """
 
@@ -48,7 +48,7 @@ class Proposer(Protocol):
     def max_drafts(self) -> int:
         """The most draft tokens for one sequence in one step, at least 1.
 
-        The engine plans memory for as many rows of logits.
+        The engine plans memory for this many further rows of logits per sequence.
         """
         ...
 
@@ -66,11 +66,11 @@ class Proposer(Protocol):
         ...
 
     def learn(self, request: Request, token_ids: Sequence[int]) -> None:
-        """Take in the prompt and the whole output of a request that ended as it should."""
+        """Learn from the prompt and output of a request that ended by `stop` or `length`."""
         ...
 
     def forget(self, request_id: str) -> None:
-        """Drop the state of a request that has ended, however it did."""
+        """Drop the state of a request that has ended, whatever ended it."""
         ...
 
     def reset(self) -> None:

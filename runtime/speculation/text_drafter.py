@@ -1,7 +1,8 @@
-"""The drafter without a model: continues earlier text that ended as the sequence does now.
+"""The drafter without a model (n-gram lookup): finds a sequence's last tokens in earlier text.
 
-It looks in up to three texts: the request's `prediction`, the sequence's own prompt and output, and
-the earlier answers of the server. The longest match gives the draft.
+The draft is what followed them there. Up to three texts are searched: the request's `prediction`,
+the sequence's own prompt and output, and the earlier answers of the engine. The longest match gives
+the draft.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ __all__ = ("TextDrafter",)
 
 
 class _Texts:
-    """What a running request may be continued from."""
+    """The texts of one request in which its last tokens are looked up."""
 
     __slots__ = ("own", "prediction")
 
@@ -97,10 +98,10 @@ def _partition(request: Request) -> Hashable:
 
 
 def _continue(token_ids: Sequence[int], place: int, most: int) -> list[int]:
-    """The tokens from `place` on; at the end of the text they begin again at `place`.
+    """The tokens from `place` on, repeated until there are `most`.
 
-    A text that repeats with a period of p tokens is found p tokens before its end, and would
-    otherwise be continued for p tokens only.
+    In a text that repeats with a period of p tokens, `place` is p tokens before the end. Without
+    the repetition the draft would have p tokens only.
     """
     draft = list(token_ids[place : place + most])
     period = len(draft)

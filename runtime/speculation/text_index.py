@@ -9,8 +9,8 @@ __all__ = ("MAX_MATCH", "Match", "TextIndex", "match_length")
 
 MAX_MATCH = 32  # a longer match is as good as this
 _MAX_CANDIDATES = 6  # places of one key that are compared, the latest first
-_MAX_TOKENS = 16384  # of the text at the beginning, the last ones are searched
-_MOST_AT_ONCE = 1024  # tokens that one call takes in, at about half a microsecond each
+_MAX_TOKENS = 16384  # tokens of the initial text that are indexed, counted from its end
+_MOST_AT_ONCE = 1024  # tokens that one call indexes, at about half a microsecond each
 
 
 class Match(NamedTuple):
@@ -21,28 +21,28 @@ class Match(NamedTuple):
 
 
 class TextIndex:
-    """The places of a text by the `min_match` tokens before them.
+    """Gives, for `min_match` tokens, the places in a text that follow them.
 
-    The text may grow. It is taken in piece by piece, so no call takes longer than a millisecond.
-    It takes about 150 bytes per token.
+    The text may grow. It is indexed piece by piece, so no call takes longer than a millisecond. The
+    index takes about 150 bytes per token.
 
     Args:
-        text: token ids; tokens are only appended. Of what it has at first, the last 16,384 tokens
-            are searched.
+        text: token ids; tokens are only appended. Of the initial text only the last 16,384 tokens
+            are indexed.
         min_match: tokens of a key.
     """
 
     def __init__(self, text: Sequence[int], min_match: int) -> None:
         self._text = text
         self._min_match = min_match
-        self._latest: dict[int, int] = {}  # hash of a key -> the latest place behind it
-        self._first = max(min_match, len(text) - _MAX_TOKENS)  # the first place that is taken in
-        self._next = self._first  # the next place to take in
+        self._latest: dict[int, int] = {}  # hash of a key -> the latest place after it
+        self._first = max(min_match, len(text) - _MAX_TOKENS)  # the first place that is indexed
+        self._next = self._first  # the next place to index
         # By distance from the first place: the place before with the same hash; 0 = none.
         self._earlier: list[int] = []
 
     def take(self, end: int) -> None:
-        """Take in the places before `end`, or the next 1024 of them."""
+        """Index the places before `end`, at most the next 1024 of them."""
         text, size, latest, earlier = self._text, self._min_match, self._latest, self._earlier
         end = min(end, len(text), self._next + _MOST_AT_ONCE)
         for place in range(self._next, end):
@@ -56,8 +56,8 @@ class TextIndex:
 
         Args:
             token_ids: the sequence whose last tokens are looked up.
-            near: of places with equally long matches, the first from here on is preferred, then
-                the latest one.
+            near: among equally long matches, the first place at or after `near` is preferred;
+                else the latest one. 0 = always the latest.
         """
         size, num_tokens = self._min_match, len(token_ids)
         if num_tokens < size:

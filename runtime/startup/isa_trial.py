@@ -1,14 +1,15 @@
-"""Times the linear op of a model's own shapes on the instruction sets that the machine runs.
+"""Chooses the CPU instruction set at start-up, by timing a model's linear layers on each.
 
-The best one by name is not always the fastest: on some processors the bfloat16 dot product of
-`avx512bf16` is slower than widening to float32, as `avx512` does. So with `device.isa=auto` the
-levels are timed at the first start, and the fastest is used. The decision is stored beside the
-bundles, and later starts on this processor repeat it, because it decides the bits of logits.
+The highest level of `ISA_LEVELS` is not always the fastest. On some processors the bfloat16 dot
+product of `avx512bf16` is slower than widening to float32, as `avx512` does. So with
+`device.isa=auto` the levels are timed at the first start, and the fastest is used. The decision is
+stored beside the bundles. Later starts on this processor use the same level, because the level
+decides the bits of logits.
 
-Only levels that are compiled already take part: a wheel carries all of them, and `run compile`
-builds them and decides anew. Only bfloat16 layers are timed: for float32 and for quantised weights
-a better level has the same instructions or better ones. `portable` takes no part, nor do oneDNN and
-other libraries, whose order of sums depends on the number of rows.
+Only levels whose kernels are compiled are timed. A wheel carries all of them, and `run compile`
+builds them and decides anew. Only bfloat16 layers are timed: for float32 and quantised weights a
+higher level has the same instructions or better ones. `portable` is not timed. Neither are oneDNN
+and other libraries, whose order of sums depends on the number of rows.
 """
 
 from __future__ import annotations
@@ -42,9 +43,9 @@ _LOG = logging.getLogger(__name__)
 _ENTRY = "trial.json"
 _ROWS = (1, 4, 16, 64, 512)
 _SAMPLES = 3
-_MOST_WEIGHTS = 1 << 22  # of a matrix that are multiplied; the rate of more is the same
-_MANY_ROWS = 64  # with more, an eighth of these is enough
-_MARGIN = 0.85  # a level replaces a better one by name if it takes less than this part of its time
+_MOST_WEIGHTS = 1 << 22  # of a matrix that are multiplied; more weights have the same rate
+_MANY_ROWS = 64  # with more rows than this, an eighth of the weights is multiplied
+_MARGIN = 0.85  # a lower level replaces a higher one if it takes less than this part of its time
 
 
 def try_levels(config: EngineConfig, source: ModelSource, *, anew: bool = False) -> IsaTrial | None:
@@ -66,7 +67,7 @@ def try_levels(config: EngineConfig, source: ModelSource, *, anew: bool = False)
     if config.device.isa is not InstructionSetName.auto:
         stored = stored_trial(config, source)
         return stored if stored is not None and stored.isa == config.device.isa.value else None
-    if (used := loaded_isa()) is not None:  # a process uses one only
+    if (used := loaded_isa()) is not None:  # a process uses one instruction set only
         return IsaTrial(used, {})
     if not anew and (stored := stored_trial(config, source)) is not None:
         return stored  # also from a directory that can not be written
@@ -95,16 +96,16 @@ def stored_trial(config: EngineConfig, source: ModelSource) -> IsaTrial | None:
 
 
 def build_levels(config: EngineConfig, source: ModelSource) -> None:
-    """Compile the kernels of every level that would take part, as far as the compiler can."""
+    """Compile the kernels of every level that is timed, as far as the compiler can."""
     for level in _vector_levels() if _matters(config, source) else []:
-        with contextlib.suppress(build.NativeBuildError):  # of the best one `load` reports it
+        with contextlib.suppress(build.NativeBuildError):  # `load` reports it for the level in use
             build.build("core", level)
 
 
 def time_levels(levels: Sequence[str], config: ModelConfig) -> dict[str, dict[str, float]]:
     """Microseconds of the products of one layer, by level and number of rows; the least of three.
 
-    They are CPU time of one thread, which other programs on the machine change least.
+    They are CPU time of one thread, because other programs on the machine change it little.
 
     Args:
         levels: of ISA_LEVELS; their libraries are loaded, and built first where they are missing.
@@ -131,10 +132,14 @@ def time_levels(levels: Sequence[str], config: ModelConfig) -> dict[str, dict[st
 
 
 def fastest(microseconds: Mapping[str, Mapping[str, float]]) -> str:
-    """The level to use, of levels that are given best by name first.
+    """The level to use.
 
-    A level's figure is the mean over numbers of rows of its time over the least. A level replaces
-    those before it only if it is clearly faster.
+    For each number of rows, a level's time is divided by the least time of all levels. A level's
+    figure is the mean of these ratios. A level replaces those before it only if it is clearly
+    faster.
+
+    Args:
+        microseconds: by level, the highest level first, then by number of rows.
     """
     rows = next(iter(microseconds.values()))
     least = {count: min(times[count] for times in microseconds.values()) for count in rows}
@@ -200,7 +205,7 @@ def _read(bundle: Bundle) -> IsaTrial | None:
     except msgspec.DecodeError as error:
         _LOG.warning("instruction sets are compared again: %s", error)
         return None
-    # A kernel may refuse a level that it allowed before.
+    # The operating system may no longer allow a level that it allowed before.
     return trial if trial.isa in runnable_levels() else None
 
 
