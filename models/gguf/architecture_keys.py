@@ -1,4 +1,4 @@
-"""The keys of one architecture in a GGUF file's metadata: typed, and none of them overlooked."""
+"""Reads the keys of one architecture from a GGUF file's metadata. Unread keys are refused."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ostinato.models.gguf.gguf_file import GGUFError, GGUFFile
 
 __all__ = ("ArchitectureKeys",)
 
-# They say nothing about the computation, or repeat what tensors say.
+# Keys that do not change the computation, or that repeat what the tensors' shapes say.
 _WITHOUT_EFFECT = {"vocab_size", "rope.scaling.finetuned", "tensor_data_layout"}
 # Keys that must have this value where they are stated, because nothing else is implemented.
 _MUST_BE = {
@@ -25,7 +25,7 @@ _MUST_BE = {
 
 
 class ArchitectureKeys:
-    """The keys of one architecture; knows which of them have been read."""
+    """The keys of one architecture. Records which of them have been read."""
 
     def __init__(self, file: GGUFFile) -> None:
         self.file = file
@@ -33,11 +33,11 @@ class ArchitectureKeys:
         self._read: set[str] = set()
 
     def ignore(self, *keys: str) -> None:
-        """Know keys whose value has no effect here."""
+        """Accept keys whose value has no effect here."""
         self._read |= set(keys)
 
     def integer(self, key: str) -> int | None:
-        """A whole number of at least 0; an array with one for each layer if they are equal."""
+        """A whole number of at least 0, or an array of equal ones, one for each layer."""
         self._read.add(key)
         value = self.file.metadata.get(self._prefix + key)
         if isinstance(value, np.ndarray) and value.dtype.kind in "iu":
@@ -51,7 +51,7 @@ class ArchitectureKeys:
         return value
 
     def size(self, key: str) -> int:
-        """An integer that is there and not 0."""
+        """A whole number of at least 1, which the file must state."""
         value = self.integer(key)
         if not value:
             stated = "is not there" if value is None else f"is {value}"

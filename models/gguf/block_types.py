@@ -1,7 +1,7 @@
-"""The tensor types of GGUF files: how blocks of bytes stand for integers and scales, or for floats.
+"""The tensor types of GGUF files: decodes their blocks of bytes into integers and scales.
 
-A row of a quantised tensor is a sequence of blocks of 32 or 256 values. Each type here is a
-function from blocks to integers with a scale, and for some types a shift, per group of values:
+A row of a quantised tensor is a sequence of blocks of 32 or 256 values. Each type has a function
+that decodes blocks into integers. Each group of integers has a scale, and for some types a shift:
 
     value = integer * scale + shift
 
@@ -24,7 +24,7 @@ FLOAT_TYPES = {
     "F16": torch.float16,
     "BF16": torch.bfloat16,
 }
-"""Types that are stored as they are multiplied -> their dtype."""
+"""Types whose tensors hold floats -> their dtype."""
 
 # The 16 values of IQ4_NL and IQ4_XS, and those of MXFP4 times 2.
 _NONLINEAR = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
@@ -32,7 +32,7 @@ _E2M1_TIMES_2 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
 
 class Grouped(NamedTuple):
-    """Integers and what they are multiplied with."""
+    """Decoded blocks: integers, and a scale and perhaps a shift for each group of them."""
 
     values: Tensor  # [blocks, values of a block] int8 or uint8
     scales: Tensor  # [blocks, groups of a block] float32
@@ -134,7 +134,7 @@ def _q3_k(blocks: Tensor) -> Grouped:
 
 
 def _k_factors(packed: Tensor) -> tuple[Tensor, Tensor]:
-    """Eight 6-bit scales and eight 6-bit minima of 12 bytes (Q4_K, Q5_K): each [blocks, 8]."""
+    """Eight 6-bit scales and eight 6-bit minima from 12 bytes (Q4_K, Q5_K): each [blocks, 8]."""
     scale, least, rest = packed[:, :4], packed[:, 4:8], packed[:, 8:]
     scales = torch.cat((scale & 63, rest & 15 | scale >> 2 & 48), 1)
     minima = torch.cat((least & 63, rest >> 4 | least >> 2 & 48), 1)
@@ -197,4 +197,4 @@ GROUPED_TYPES: dict[str, Callable[[Tensor], Grouped]] = {
     "IQ4_XS": _iq4_xs,
     "MXFP4": _mxfp4,
 }
-"""Quantised types -> the function that takes their blocks apart: [blocks, bytes] uint8."""
+"""Quantised types -> the function that decodes their blocks [blocks, bytes] uint8."""

@@ -1,8 +1,8 @@
-"""Reads the config.json that a GGUF file's model would have from the file's metadata.
+"""Makes a Hugging Face config.json from the metadata of a GGUF file.
 
-The keys are llama.cpp's (gguf-py/gguf/constants.py), the result has the names of Hugging Face, so
-families read it as they read a config.json. A key of the architecture that is not known here may
-change the output, so it is refused by its name.
+The metadata has llama.cpp's keys (gguf-py/gguf/constants.py). The result has the keys of Hugging
+Face, so the model families read it like a config.json. A key of the architecture that is not known
+here may change the output, so the file is refused with the key's name.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def read_gguf_generation_config(file: GGUFFile) -> dict[str, Any]:
 
 
 def _common(keys: ArchitectureKeys) -> dict[str, Any]:
-    """What all architectures have."""
+    """The part of the config that all architectures have."""
     file, tensors = keys.file, keys.file.tensors
     hidden, layers = keys.size("embedding_length"), keys.size("block_count")
     heads = keys.size("attention.head_count")
@@ -131,8 +131,10 @@ def _refuse_types(file: GGUFFile) -> None:
 
 
 def _dtype_without_loss(file: GGUFFile) -> str:
-    """The dtype that keeps all matrices: quantised ones are multiplied as they are stored, and
-    routers are F32 in files of bfloat16 models too.
+    """The dtype that rounds no float matrix.
+
+    Quantised matrices do not count, because they are multiplied as they are stored. Routers do not
+    count either: they are F32 in files of bfloat16 models too.
     """
     matrices = [tensor for tensor in file.tensors.values() if len(tensor.shape) > 1]
     types = {tensor.type for tensor in matrices if "ffn_gate_inp" not in tensor.name}
@@ -227,9 +229,9 @@ def _rope(keys: ArchitectureKeys, head_dim: int) -> dict[str, Any]:
 
 
 def _divisors(keys: ArchitectureKeys) -> tuple[list[float], list[float]] | None:
-    """The divisors of the frequencies, which files have as tensors: short and long contexts'.
+    """The divisors of the rotary frequencies, for short and for long contexts.
 
-    `rope_freqs` has those of Llama 3.1's scaling, the others LongRoPE's.
+    Files store them as tensors: `rope_freqs` for the scaling of Llama 3.1, the others for LongRoPE.
     """
     file = keys.file
     names = ("rope_freqs.weight",) * 2
@@ -307,8 +309,8 @@ def _gemma(keys: ArchitectureKeys, config: dict[str, Any]) -> dict[str, Any]:
 def _newer_gemma(
     keys: ArchitectureKeys, config: dict[str, Any], architecture: str, layers_of_27b: int
 ) -> dict[str, Any]:
-    """Gemma 2 and 3. Files do not have `query_pre_attn_scalar`: it is the size of a head, except
-    in the models of 27B parameters, which llama.cpp too knows by their number of layers.
+    """Gemma 2 and 3. Files do not have `query_pre_attn_scalar`. It is the size of a head, except in
+    the models of 27B parameters. These are recognised by their number of layers, as in llama.cpp.
     """
     is_27b = config["num_hidden_layers"] == layers_of_27b
     per_head = config["hidden_size"] // config["num_attention_heads"]
@@ -376,4 +378,4 @@ ARCHITECTURES: dict[str, Callable[[ArchitectureKeys, dict[str, Any]], dict[str, 
     "phi3": _phi3,
     "gpt-oss": _gpt_oss,
 }
-"""`general.architecture` -> what the config of its models has besides the common keys."""
+"""`general.architecture` -> the function that reads the keys besides the common ones."""

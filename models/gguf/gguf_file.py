@@ -43,8 +43,8 @@ _VERSIONS = (2, 3)
 _SPLIT_NAME = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL)
 
 # Files of real models have some 20 MB before the data of tensors: a vocabulary and its merges, a
-# few dozen keys and a few thousand tensors. No more is mapped, because some processes that read a
-# tokenizer may map little.
+# few dozen keys and a few thousand tensors. No more than this is mapped, because a process that
+# reads only the tokenizer may have a limit of memory (runtime/fork_server.py).
 _MAX_HEADER = 1 << 28
 _MAX_KEYS = 65_536
 _MAX_TENSORS = 1_000_000
@@ -164,7 +164,7 @@ class GGUFFile:
 
         Args:
             key: its full name.
-            kind: str, bool, list (of texts), int, or float, which whole numbers are too.
+            kind: str, bool, list (of texts), int or float. As a float, whole numbers are read too.
 
         Raises:
             GGUFError: the value is of another kind, or not finite.
@@ -182,7 +182,7 @@ class GGUFFile:
 
 
 def _is_finite(value: object, kind: type) -> bool:
-    """Whether a value is of a kind, and not infinite or NaN; truth values are no numbers."""
+    """Whether a value is of a kind, and not infinite or NaN. A bool is not a number here."""
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         return False
     return not isinstance(value, float) or math.isfinite(value)
@@ -196,7 +196,7 @@ def is_gguf_path(path: str | Path) -> bool:
 def find_gguf(directory: Path) -> Path | None:
     """The first file of the only GGUF model in a directory; None when there is no GGUF file.
 
-    Files `mmproj*`, which are projectors of images, are left aside.
+    Files `mmproj*` are ignored: they are projectors of images.
 
     Raises:
         GGUFError: there are several models; the text names them.
@@ -321,7 +321,7 @@ class _Header:
             )
 
     def _take(self, size: int, what: str) -> int:
-        """The place of the next `size` bytes, which are passed."""
+        """Skip the next `size` bytes; returns where they begin."""
         place = self._place
         if size > len(self._data) - place:
             raise self._error(f"{what} needs {size} bytes at {place}, and {self._available()}")
@@ -343,7 +343,7 @@ class _Header:
             raise self._error(f"the string at {place} is not UTF-8") from error
 
     def _strings(self, count: int) -> list[str]:
-        """Strings of an array; a vocabulary has some hundred thousand, so this loop is short."""
+        """The strings of an array. A vocabulary has some hundred thousand, so the loop is fast."""
         data, place, size = self._data, self._place, len(self._data)
         length_at = struct.Struct("<Q").unpack_from
         found: list[bytes] = []

@@ -25,7 +25,8 @@ __all__ = ("module_types", "read_tensors")
 
 # Values that are dequantised at a time: the intermediate tensors stay in the processor's caches.
 _CHUNK_VALUES = 1 << 18
-_WITHOUT_WEIGHTS = re.compile(r"rope_freqs|rope_factors|attn_rot_embd")  # or read with the config
+# Tensors that are no weights. gguf_config.py reads some of them.
+_WITHOUT_WEIGHTS = re.compile(r"rope_freqs|rope_factors|attn_rot_embd")
 _BLOCK = re.compile(r"blk\.(\d+)\.(.+)\.(weight|bias)")  # number, name, kind
 _STACKED = re.compile(r"\bffn_(gate|up|down)_exps\b")
 _ANY_EXPERT = re.compile(r"\.experts\.\d+\.")
@@ -80,7 +81,7 @@ _MIXTRAL_SIDES = {"gate": "w1", "up": "w3", "down": "w2"}
 def module_types(file: GGUFFile) -> dict[str, list[str]]:
     """The types of all matrices, by their modules in a Hugging Face checkpoint.
 
-    The first expert's module stands for all of a layer, with the types of all of them.
+    All experts of a layer are listed under the first one's module, with the types of all.
 
     Raises:
         GGUFError: a tensor has a name that is not known.
@@ -106,13 +107,14 @@ def read_tensors(
     Args:
         file: the opened model.
         dtype: that quantised tensors are dequantised to.
-        types_of: the types whose `common_format` a module has that takes integers and scales as
-            they are stored, by its name in a Hugging Face checkpoint; () = it takes floats.
+        types_of: gives, for a module's name in a Hugging Face checkpoint, the types of its matrix.
+            The module gets integers and scales in the `common_format` of these types. () = it gets
+            floats.
 
     Yields:
         The name in a Hugging Face checkpoint, the tensor, and how many bytes the file has of it.
-        The kind `weight` is replaced by the keys of `in_format` where there is a format. A tensor
-        that is not quantised may be a view of the mapped file.
+        Where a module gets integers, its name is followed by the keys of `in_format` in place of
+        `weight`. A tensor that is not quantised may be a view of the mapped file.
 
     Raises:
         GGUFError: a tensor has a name that is not known.
@@ -135,7 +137,7 @@ def read_tensors(
                     restored = names.restored(tensor, value)
                     parts = restored if _STACKED.search(tensor.name) else (restored,)
                     for module, part in zip(modules, parts, strict=True):
-                        # The one parameter that is no module.
+                        # `sinks` is a parameter of the attention module, without one of its own.
                         full = module if module.endswith(".sinks") else f"{module}.{kind}"
                         yield full, part, num_bytes
                 mapped.give_back(tensor)
@@ -167,7 +169,7 @@ class _Mapped:
         return result.view(tensor.shape)
 
     def read_groups(self, tensor: GGUFTensor, form: QuantFormat) -> Mapping[str, Tensor]:
-        """The integers, scales and minimums, with the file's dimensions but for the last one."""
+        """The integers, scales and minimums, in the file's shape except for the last dimension."""
         found: dict[str, list[Tensor]] = {}
         for chunk in self._chunks(tensor):
             for kind, part in in_format(tensor.type, chunk, form).items():
@@ -181,7 +183,7 @@ class _Mapped:
         )
 
     def _chunks(self, tensor: GGUFTensor) -> tuple[Tensor, ...]:
-        """The blocks [blocks, bytes], some of them at a time."""
+        """The tensor's blocks in pieces [blocks, bytes] of at most `_CHUNK_VALUES` values."""
         _, block_values, block_bytes = next(
             sizes for sizes in TENSOR_TYPES.values() if sizes[0] == tensor.type
         )
@@ -216,7 +218,7 @@ class _Names:
             self._heads = {"attn_q": heads, "attn_k": kv_heads}
 
     def modules(self, tensor: GGUFTensor) -> list[str]:
-        """The modules whose tensor it is; several of stacked experts.
+        """The modules that a tensor belongs to; several if it stacks experts.
 
         Raises:
             GGUFError: its name is not known.
@@ -251,14 +253,17 @@ class _Names:
 
 
 def _count(value: object) -> int:
-    """A number of the metadata, or of the first layer; models/gguf/gguf_config.py checks it."""
+    """A number of the metadata; of an array the first one. models/gguf/gguf_config.py checks it."""
     if isinstance(value, np.ndarray):
         value = value.tolist()[0] if value.size else 0
     return value if isinstance(value, int) else 0
 
 
 def _rotary_halves(value: Tensor, num_heads: int) -> Tensor:
-    """Rows of each head whose rotary pairs are side by side, with first halves before second."""
+    """Reorder the rows of each head from llama.cpp's order to that of Hugging Face.
+
+    llama.cpp puts the two rows of a rotary pair side by side, Hugging Face half a head apart.
+    """
     pairs = value.view(num_heads, -1, 2, *value.shape[1:])
     return pairs.transpose(1, 2).reshape(value.shape)
 

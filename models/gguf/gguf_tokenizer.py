@@ -173,7 +173,8 @@ class _Vocabulary:
         """The tokens that are found in a text before it is split.
 
         Args:
-            vocab: the model's. Tokens that it spells otherwise are found after the normalisation.
+            vocab: of the tokenizer. A token that it spells otherwise is not listed, because it is
+                found in the normalised text.
         """
         named = {self.special_id(name) for name in ("bos", "eos", "unknown", "padding")}
         found: list[dict[str, Any]] = []
@@ -195,7 +196,7 @@ class _Vocabulary:
         return found
 
     def _strips_right(self, token_id: int) -> bool:
-        """Phi-3's tokens of conversations swallow the white space after them; files do not say."""
+        """Whether white space after a token is dropped, as in Phi-3's chats; files do not say."""
         if self.file.architecture != "phi3" or self.model != "llama":
             return False
         token = self.tokens[token_id]
@@ -290,7 +291,7 @@ def _byte_level(vocabulary: _Vocabulary) -> dict[str, Any]:
 def _sentencepiece(vocabulary: _Vocabulary) -> dict[str, Any]:
     is_gemma = vocabulary.file.architecture.startswith("gemma")
     tokens = vocabulary.tokens
-    if is_gemma:  # tokens of several spaces are there as such, but normalised texts have none
+    if is_gemma:  # files spell runs of spaces with spaces; normalised texts have _UNDERSCORE
         tokens = [
             _UNDERSCORE * len(each) if each and not each.strip(" ") else each for each in tokens
         ]
@@ -335,13 +336,13 @@ def _sentencepiece(vocabulary: _Vocabulary) -> dict[str, Any]:
 
 
 def _merges_of(vocab: Mapping[str, int], ranks: Mapping[str, float]) -> list[tuple[str, str]]:
-    """The pairs of tokens that make a token, those that make the best one first.
+    """All pairs of tokens that join to a token, in the order of the joined token's score.
 
     SentencePiece merges the pair whose result has the highest score, the leftmost of equal ones.
 
     Args:
         vocab: all tokens.
-        ranks: the scores of those that are made of others.
+        ranks: the scores of the tokens that may be made of others.
     """
     found: list[tuple[float, int, int, str, str]] = []
     for token, rank in ranks.items():

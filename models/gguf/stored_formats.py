@@ -1,8 +1,8 @@
-"""The formats in which kernels multiply the integers and scales of GGUF files as they are stored.
+"""Converts the blocks of GGUF files to the formats that the kernels of ops/quantized.py multiply.
 
-The formats are those of ops/quantized.py. Each holds every number of its types exactly, so nothing
-is rounded a second time. Types of different formats that one matrix stacks (Q4_K and Q6_K are usual
-in files named Q4_K_M) share a format that holds both.
+A format holds every number of its types exactly, so nothing is rounded a second time. One matrix
+may stack tensors of different types (Q4_K and Q6_K are usual in files named Q4_K_M). They share a
+format that holds both.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ FORMATS = {
 """Type -> the smallest format that holds it. Scales of super-blocks are products of a float16 and
 an integer of 6 or 8 bits, which need float32."""
 
-# Of types with negative integers: the least one, negated. With a larger offset in its place,
-# integer * scale of Q6_K and IQ4_XS would not be exact in float32.
+# Types with negative integers -> what is added so that the least integer becomes 0. With a larger
+# number, integer * scale of Q6_K and IQ4_XS would not be exact in float32.
 _LEAST = {"Q4_0": 8, "Q5_0": 16, "Q8_0": 128, "Q3_K": 4, "Q6_K": 32}
 _LEAST |= {"IQ4_NL": 127, "IQ4_XS": 127, "MXFP4": 12}
 
@@ -57,12 +57,12 @@ def common_format(types: Collection[str]) -> QuantFormat:
 
 
 def in_format(type_name: str, blocks: Tensor, form: QuantFormat) -> dict[str, Tensor]:
-    """Blocks of a type in a format.
+    """Convert blocks of a type to a format.
 
     Args:
         type_name: a key of `FORMATS`.
         blocks: [blocks, bytes] uint8.
-        form: `common_format` of types with this one among them.
+        form: `common_format` of types that include this one.
 
     Returns:
         `values` [blocks, values of a block] uint8, `scales` [blocks, groups of a block] float32,

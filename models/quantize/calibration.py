@@ -100,7 +100,7 @@ class Calibrator:
 
 
 def _adder(sums: dict[str, Tensor], name: str) -> Callable[..., None]:
-    """A hook that adds x^T x of a module's inputs."""
+    """A hook that adds x^T x of a module's inputs to `sums[name]`."""
 
     def add(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         x = inputs[0].float()

@@ -1,8 +1,8 @@
 """Rounds a matrix to integers with a scale for each group of a row.
 
-`round_to_nearest` takes every weight alone. `round_by_hessian` is GPTQ (Frantar et al.,
-arXiv:2210.17323): it rounds one column after the other and changes the columns that are left so
-that the products with the calibration text's activations stay as they were.
+`round_to_nearest` rounds each weight by itself. `round_by_hessian` is GPTQ (Frantar et al.,
+arXiv:2210.17323): it rounds one column after the other. After each column it changes the columns
+that are left, so that products with the calibration text's activations change least.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from torch import Tensor
 __all__ = ("Grid", "Rounded", "choose_grid", "round_by_hessian", "round_to_nearest")
 
 _SHRUNK = (1.0, 0.96, 0.92, 0.88, 0.84, 0.8, 0.76)  # parts of a group's range that are tried
-_BLOCK = 128  # columns whose effect on those after them is added at once
-_DAMPING = 0.01  # of the Hessian's mean diagonal
+_BLOCK = 128  # columns after which the columns that are left are changed, all at once
+_DAMPING = 0.01  # added to the Hessian's diagonal, as a part of its mean
 
 
 class Grid(NamedTuple):
-    """The integers of a matrix [N, K] before they are chosen."""
+    """The scales and zero points of a matrix [N, K]: the numbers that its weights can become."""
 
     bits: int
     group_size: int
@@ -107,7 +107,7 @@ def _grid_of(
 
 
 def round_to_nearest(weight: Tensor, grid: Grid) -> Rounded:
-    """Every weight [N, K] to its nearest integer."""
+    """Round every weight of [N, K] to its nearest integer."""
     values = grid.nearest(weight, *grid.spread(weight.shape[1]))
     return Rounded(grid, values.to(torch.uint8))
 

@@ -26,7 +26,7 @@ _PACKINGS = {
     "auto_round:gptqmodel": 2,
     "auto_round:auto_awq": None,
 }
-_FLOAT_BITS = 16  # from here on a module of `extra_config` is a float
+_FLOAT_BITS = 16  # a module of `extra_config` with this many bits or more is a float
 # How the checkpoint was made, or how another library is to run it.
 _MADE_WITH = (
     "amp",
@@ -101,7 +101,7 @@ def from_checkpoint(
     keys.text("data_type", one_of=("int",), default="int")
     keys.must_be("act_bits", 16, 32)
     keys.must_be("act_data_type", "float", "int")
-    for name in ("act_dynamic", "act_group_size", "act_sym"):  # of activations that stay floats
+    for name in ("act_dynamic", "act_group_size", "act_sym"):  # for activations, which are floats
         keys.without_effect(name)
     blocks = keys.value("block_name_to_quantize", default=[])
     blocks = blocks.split(",") if isinstance(blocks, str) else blocks

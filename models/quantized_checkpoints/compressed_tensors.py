@@ -4,8 +4,9 @@
 `targets` names a group's modules. The formats of integers are in packed_integers.py, those of
 floats in stored_floats.py.
 
-Activations are rounded as ops/quantized.py says, whatever `input_activations` states: in groups of
-a row, which is finer than a scale a token. Scales of activations that are stored are not used.
+`input_activations` has no effect. The kernels round activations in groups of a row
+(ops/quantized.py), which is finer than one scale for each token. Stored scales of activations are
+not used.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from ostinato.models.weight_methods.weight_method import WeightMethod
 
 __all__ = ("from_checkpoint",)
 
-_INTEGERS = {"pack-quantized": True, "int-quantized": False}  # whether words hold several
+_INTEGERS = {"pack-quantized": True, "int-quantized": False}  # whether several are in a word
 _FORMATS = (*_INTEGERS, "float-quantized", "nvfp4-pack-quantized")
 _GROUPS = (16, 32, 64, 128, 256, 512, 1024)
 # How the scales were found.
@@ -87,7 +88,7 @@ def from_checkpoint(
     for name in ("sparsity_config", "transform_config"):
         if keys.value(name, default=None):
             raise keys.error(name, "is not supported; use a checkpoint without it")
-    # Its scales are for 8-bit caches, which CPUs do not have here. An exact cache needs none.
+    # Its scales are fixed ones for an 8-bit cache. The int8 cache here computes its own.
     keys.without_effect("kv_cache_scheme")
     keys.without_effect(*_MADE_WITH)
     keys.finish()
@@ -162,7 +163,7 @@ def _floats(weights: ConfigKeys, one_dims: int) -> Float8:
 
 
 def _check_inputs(group: ConfigKeys) -> None:
-    """The rounding of activations that the checkpoint was made for; ours is finer."""
+    """Check the settings for activations. They have no effect: the kernels round more finely."""
     stated = group.value("input_activations", default=None)
     if stated is not None:
         inputs = ConfigKeys(stated, "quantization_config.config_groups input_activations")

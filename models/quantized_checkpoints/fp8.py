@@ -1,4 +1,4 @@
-"""Checkpoints of `quant_method: fp8`: DeepSeek's and Qwen's blocks, and a scale for each matrix.
+"""Checkpoints of `quant_method: fp8`: a scale for each block (DeepSeek, Qwen) or each matrix.
 
 weight            float8_e4m3fn [out, in]
 weight_scale_inv  [out / 128, in / 128], multiplied despite its name; with weight_block_size
@@ -25,7 +25,7 @@ class FloatPolicy(CheckpointPolicy):
 
     library: str
     method: Float4 | Float8
-    key: str  # that lists them
+    key: str  # the setting that lists the floats
     floats: tuple[str, ...]
 
     @property

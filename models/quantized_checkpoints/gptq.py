@@ -7,7 +7,7 @@
 
 A weight is (q - z) * scale. Version 1 stores z - 1 in `qzeros`, version 2 stores z. The label
 `checkpoint_format` is wrong in some files (GPTQModel 5 writes version 2 under `gptq`). The zero
-points of symmetric weights are known, so that for them the version is told by the values.
+point of symmetric weights is known. So for them both versions are accepted under either label.
 """
 
 from __future__ import annotations

@@ -1,16 +1,22 @@
 """The integers of compressed-tensors' checkpoints: `pack-quantized` and `int-quantized`.
 
+pack-quantized:
+
     weight_packed      int32 [out, in * bits / 32]: a word has successive inputs
     weight_zero_point  int32 [out * bits / 32, groups]: a word has successive outputs
     weight_shape       int64 [2]: out, in
-    weight_g_idx       int32 [in]: the group of each input; with `actorder` only
 
-    weight             int8 [out, in], of the other format
+int-quantized:
+
+    weight             int8 [out, in]
     weight_zero_point  int8 [out, groups]
 
-    weight_scale       [out, groups], of both; [1] when the whole matrix has one scale
+both:
 
-Packed integers are stored plus 2**(bits - 1). A weight is (q - z) * scale.
+    weight_scale       [out, groups]; [1] when the whole matrix has one scale
+    weight_g_idx       int32 [in]: the group of each input; with `actorder` only
+
+Packed integers are stored with 2**(bits - 1) added. A weight is (q - z) * scale.
 """
 
 from __future__ import annotations
@@ -38,7 +44,7 @@ _WORDS = (torch.int32,)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedIntegers(StoredGroups):
-    """Integers with scales a group, a row or a matrix."""
+    """Integers with a scale for each group, each row or the whole matrix."""
 
     is_packed: bool
     has_one_scale: bool = False  # for the whole matrix

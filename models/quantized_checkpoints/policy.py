@@ -42,7 +42,7 @@ class CheckpointPolicy(ABC):
     marker: ClassVar[str]  # the stored tensor that a quantised module has and a float one lacks
     uses_cpu_kernels: ClassVar[bool] = True
     is_batch_invariant: ClassVar[bool] = True
-    # Scales of activations, which are rounded more finely or not at all, and of an 8-bit KV cache.
+    # Stored scales that are not used: those of activations and of an 8-bit KV cache.
     ignored: ClassVar[tuple[str, ...]] = (
         r"\.input_(scale|zero_point|global_scale)$",
         _CACHE_SCALES,

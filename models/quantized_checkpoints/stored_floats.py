@@ -5,7 +5,7 @@ each row, or one for each block. Activations are not rounded, so products are mo
 of libraries that round them to 8 bits.
 
 `Float4`: floats of 4 bits (e2m1), two in a byte, the first in the lower half. A group's scale is a
-float of 8 bits; a matrix may have a further one (NVFP4).
+float of 8 bits. The whole matrix may have a second scale (NVFP4).
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class Float4(StoredGroups):
         if whole is not None:
             # compressed-tensors stores the inverse of the matrix's scale
             scales = scales * whole if self.library == "modelopt" else scales / whole
-        # The kernel's table has twice the floats.
+        # The kernel's table has the floats times 2.
         return super(Float4, self).finish({**tensors, "scales": scales / 2}, spec)
 
     def _placed(self, entry: str) -> StoredTensor:

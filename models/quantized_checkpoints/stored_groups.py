@@ -38,7 +38,7 @@ from ostinato.ops.quantized_reference import QuantFormat
 
 __all__ = ("G_IDX", "StoredGroups", "check_scales", "unpack_words")
 
-_MOST = 256  # values of a group of the kernel
+_MOST = 256  # values in the largest group that the kernels take
 G_IDX = StoredTensor((IN,), dtypes=(torch.int32, torch.int64), converted=False)
 
 
@@ -53,7 +53,7 @@ class StoredGroups(QuantizedMatrix):
     group_size: int  # -1 = a row is one group
     symmetric: bool
     scale_dtype: str = "float16"  # in the checkpoint
-    has_order: bool = False  # the columns of a group lie apart (act-order)
+    has_order: bool = False  # the columns of a group do not lie side by side (act-order)
 
     @abstractmethod
     def unpacked(self, name: str, value: Tensor, part: Part) -> tuple[str, Tensor]:
@@ -65,7 +65,8 @@ class StoredGroups(QuantizedMatrix):
             part: the stored matrix.
 
         Returns:
-            `values`, `scales`, `zeros`, `g_idx`, or `` for a tensor that is checked only; and it.
+            The name `values`, `scales`, `zeros` or `g_idx`, and the converted tensor. The name is
+            empty for a tensor that is only checked.
 
         Raises:
             ValueError: it has contents that the format does not allow.
@@ -217,7 +218,7 @@ def unpack_words(words: Tensor, bits: int, dim: int, order: tuple[int, ...] = ()
 
 
 def stored_dtype(headers: Mapping[str, object], suffix: str, default: str) -> str:
-    """The dtype of the stored tensors whose names end so."""
+    """The dtype of the first stored tensor whose name ends with `suffix`, or `default`."""
     for name, header in headers.items():
         if name.endswith(suffix):
             dtype = getattr(header, "dtype", None)

@@ -35,12 +35,12 @@ from ostinato.models.vocabulary_layers import Embedding, OutputHead
 __all__ = ("Assembly", "Tables")
 
 _TABLE_DIMS = 2  # [positions, width]
-_FEW_POSITIONS = 9  # on which the halves of a table are compared
+_FEW_POSITIONS = 9  # positions at which the halves of a table are compared
 
 
 @dataclass(slots=True, eq=False)
 class Tables:
-    """Values by position, for all positions."""
+    """Tables that follow from the position alone, such as rotary cosines, for all positions."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)  # [positions, width]
     pairs: dict[str, tuple[str, ...]] = field(default_factory=dict)  # kind -> one or two tensors
@@ -83,7 +83,7 @@ class Assembly:
             yield self._layer(part, f"{name}.")
 
     def finish(self) -> RecordedGraph:
-        """[R, D] -> [R, D]: what precedes the output head."""
+        """[R, D] -> [R, D]: the part between the last layer and the output head."""
         parts = self._parts
         builder = self._builder("")
         builder.input("hidden", parts.layers[-1].result)
@@ -158,7 +158,7 @@ class Assembly:
             node = builder.input(f"table_{self._number(table)}")
             node.meta["val"] = value = table.meta["val"][0]
             inputs[node] = table
-            # A table has rows of numbers; other shapes are made of them.
+            # A table is passed as [T, width]; other shapes are restored from it.
             is_flat = value.dim() == _TABLE_DIMS
             sizes = (-1, *map(int, value.shape[1:]))
             builder.bind(table, node if is_flat else builder.reshaped(node, sizes))
@@ -225,7 +225,7 @@ class Assembly:
             device, length = self._options.device, self._options.max_model_len
             if is_half:
                 while table.target is torch.ops.aten._to_copy.default:
-                    (table,) = table.all_input_nodes  # before it is rounded to the model's dtype
+                    (table,) = table.all_input_nodes  # skip the rounding to the model's dtype
             if device.type == "meta":
                 few = compute_table(self._recording, table, 1)
                 rows = torch.empty((length, *few.shape[1:]), dtype=few.dtype, device=device)

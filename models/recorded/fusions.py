@@ -1,4 +1,4 @@
-"""Rewrites the graph of a part with this project's ops, where torch operations mean the same.
+"""Fuses torch operations in the graph of a recorded part into this project's ops.
 
 | in the graph | becomes |
 |---|---|
@@ -35,7 +35,7 @@ _HIDDEN_DIMS = 2  # [T, D]
 
 @dataclass(slots=True)
 class Fused:
-    """What the rewriting changed besides the graph."""
+    """What `fuse` changed, for the caller, which builds the modules and inputs."""
 
     merged: dict[str, tuple[str, ...]] = field(default_factory=dict)  # new module -> its parts
     # (cos, sin) inputs that became halves: placeholders of the graph.
@@ -72,7 +72,8 @@ def fuse(
 def _merge_linears(graph: Graph, leaves: Mapping[str, Leaf], fused: Fused) -> None:
     """Stack the matrices of linear layers that read the same tensor.
 
-    Only where the parts of the result need no copy: all are heads, or they are gate and factor.
+    This is done only where no part of the result has to be copied: all parts are attention heads,
+    or the two parts are a gate and what it multiplies.
     """
     groups: dict[tuple[Any, ...], list[Node]] = defaultdict(list)
     for node in graph.find_nodes(op="call_module"):
@@ -273,7 +274,7 @@ def _is_slice(node: Any, x: Node, begin: int, end: int) -> bool:
 
 
 def _transposed_source(x: Node) -> Node | None:
-    """The tensor [T, H, d] of which x [H, T, d], or a first part of x's source, was made."""
+    """The tensor [T, H, d] that x [H, T, d] is the transpose of; x may have its first columns."""
     if x.target is _aten.slice.Tensor and x.args[1] == 2 and not x.args[2]:
         x = x.args[0]  # pyright: ignore
     if x.op == "call_method" and x.target == "transpose" and x.args[1:] == (0, 1):
@@ -283,7 +284,7 @@ def _transposed_source(x: Node) -> Node | None:
 
 
 def _with_rest(node: Node, x: Node) -> tuple[Node, Node] | None:
-    """Of a partly rotated head: the node that puts both parts together, and the whole heads.
+    """For heads that are rotated in part: the node that joins both parts, and the whole heads.
 
     None if x is the whole head.
     """
@@ -302,7 +303,7 @@ def _with_rest(node: Node, x: Node) -> tuple[Node, Node] | None:
 
 
 def _cancel_copies(graph: Graph) -> None:
-    """Remove pairs of equal transpositions, and copies of values that are in order."""
+    """Remove pairs of equal transpositions, and copies of values that are contiguous already."""
     for node in list(graph.nodes):
         if node.op == "call_method" and node.target == "transpose":
             source = node.args[0]
@@ -348,7 +349,7 @@ def _takes_residual(result: Any, other: Any, leaves: Mapping[str, Leaf]) -> bool
 
 
 def _select_rows(graph: Graph, rows: Node) -> None:
-    """Drop the rows that are not wanted right after attention; at the end if that is not possible.
+    """Drop unwanted rows right after attention, or at the end of the layer if that is not possible.
 
     After attention each value of a token is computed from values of that token alone.
     """
@@ -383,7 +384,7 @@ def _select_rows(graph: Graph, rows: Node) -> None:
 
 
 def _later(node: Node) -> set[Node]:
-    """All nodes that follow from this one, without it and the output."""
+    """All nodes that depend on this one, without the output."""
     found: set[Node] = set()
     todo = [node]
     while todo:

@@ -1,9 +1,9 @@
 """Converts a part of a recorded graph to one over the tokens of a step: [T, ...] without a batch.
 
-transformers computes [1, T, ...]. Every value whose first size is 1 loses it. Each operation has a
-rule for that, and the rules are also the list of operations that are served: each must compute a
-token's values from those of the same token. An operation that mixes tokens, outside of attention,
-is refused by its name.
+transformers computes [1, T, ...]. Every value whose first size is 1 loses that dimension. Each
+operation has a rule for the conversion. An operation without a rule is refused by its name. So is
+one that mixes tokens, outside of attention: all others must compute a token's values from those of
+the same token.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class PartBuilder:
         return recorded in self._new
 
     def bind(self, recorded: Node, value: Node) -> None:
-        """Let a node of the part stand for a value of the run."""
+        """Use a node of the part as the converted value of a recorded one."""
         self._set(recorded, value)
 
     def reshaped(self, node: Node, sizes: tuple[int, ...]) -> Node:
@@ -127,7 +127,7 @@ class PartBuilder:
             target = recorded.target = without_writing(recorded)
         rule = self._rule(target)
         if rule is None:
-            raise ValueError(f"it computes {target}, of which is not known that tokens stay apart")
+            raise ValueError(f"it computes {target}, which has no rule here and may mix tokens")
         rule(recorded)
         node = self._new.get(recorded)
         if isinstance(node, Node):
@@ -146,7 +146,7 @@ class PartBuilder:
     # ---- rules ----
 
     def _same(self, recorded: Node) -> None:
-        """The operation itself, over its inputs with their batch."""
+        """Keep the operation as recorded: its inputs get their batch dimension back."""
         arguments = self._restored(recorded.args)
         node = self._call(recorded.target, arguments, dict(recorded.kwargs))
         self._set_whole(recorded, node)
@@ -206,7 +206,7 @@ class PartBuilder:
         self._set(recorded, node)
 
     def _ordered(self, node: Node) -> Node:
-        """The value with its elements in order, as this project's ops and views need them."""
+        """The value, contiguous in memory, as this project's ops and views need it."""
         return node if in_order(node) else self.graph.call_method("contiguous", (node,))
 
     def _item(self, recorded: Node) -> None:
@@ -352,7 +352,7 @@ class PartBuilder:
         self._new[recorded] = self._call(recorded.target, self._mapped(recorded.args), {})
 
     def _product(self, recorded: Node) -> None:
-        """A matrix product, whose summed dimensions are no tokens."""
+        """A matrix product, which must not sum over tokens."""
         factors = recorded.args[-2:]
         summed = [recorded_value(factors[0]).shape[-1], recorded_value(factors[1]).shape[-2]]
         if any(isinstance(size, torch.SymInt) for size in summed):
@@ -365,7 +365,7 @@ class PartBuilder:
         """A parameter or buffer of the model."""
         name = self._recording.tensors.get(recorded.name)
         if name is None:
-            raise ValueError("it reads the mask of padding, or token ids in a layer")
+            raise ValueError("it reads the padding mask, or token ids in a layer")
         self.tensor_names.append(name)
         node = self.graph.get_attr(name.removeprefix(self._prefix))
         self._new[recorded] = node
@@ -383,7 +383,7 @@ class PartBuilder:
                 raise ValueError(f"{recorded.target} pairs the tokens of a step with each other")
 
     def _stripped(self, recorded: Node) -> Any:
-        """The value without data, without its batch."""
+        """The shape and dtype of a value without its batch."""
         value = recorded_value(recorded)
         if isinstance(value, Tensor) and has_batch(value):
             return ValueShape(tuple(value.shape[1:]), value.dtype)
@@ -397,7 +397,7 @@ class PartBuilder:
         if isinstance(value, Tensor) and has_batch(value):
             self._has_batch.add(recorded)
         elif isinstance(value, list | tuple):
-            pass  # items are looked at one by one
+            pass  # `_item` looks at each item
 
     def _set_whole(self, recorded: Node, node: Node) -> None:
         """Note the result of an operation that kept the batch."""
@@ -410,7 +410,7 @@ class PartBuilder:
         self._new[recorded] = node
 
     def _restored(self, arguments: Any) -> Any:
-        """Arguments with their batch."""
+        """The converted arguments, with their batch dimension added again."""
 
         def restore(node: Node) -> Any:
             new = self._new[node]

@@ -1,4 +1,4 @@
-"""The operations and values of a recorded graph: dimensions, sizes, order in memory, arguments."""
+"""Helpers for recorded graphs: kinds of operations, shapes, memory order and arguments of nodes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ __all__ = (
 
 _aten = torch.ops.aten
 
-# Operations along a dimension: the argument with its number, or with several.
+# Operations along dimensions -> index and name of the argument that says which dimensions.
 ALONG_DIM: dict[Any, tuple[int, str]] = {
     _aten.slice.Tensor: (1, "dim"),
     _aten.select.int: (1, "dim"),
@@ -57,7 +57,7 @@ ALONG_DIM: dict[Any, tuple[int, str]] = {
     _aten.unbind.int: (1, "dim"),
 }
 DEFAULT_DIM = {_aten.topk.default: -1, _aten.sort.default: -1}
-# Matrix products: their factors' last and last but one dimension are summed over.
+# Matrix products. They sum over the first factor's last and the second's last but one dimension.
 PRODUCTS = (_aten.mm.default, _aten.bmm.default, _aten.addmm.default)
 COPIES = (
     _aten.clone.default,
@@ -88,7 +88,7 @@ class ValueShape:
 
 
 def without_writing(recorded: Node) -> Any:
-    """The operation that gives the result of one that overwrites its input.
+    """The out-of-place form of an operation that overwrites its input.
 
     Raises:
         ValueError: there is none, or the input is read elsewhere too.
@@ -111,7 +111,7 @@ def drop_unused(graph: Graph) -> None:
 
 
 def transposed(graph: Graph, node: Node, first: int = 0, second: int = 1) -> Node:
-    """Two dimensions of a value exchanged; twice is not at all."""
+    """Exchange two dimensions of a value. If it is such an exchange itself, it is undone."""
     if is_transpose(node) and (node.args[1], node.args[2]) == (first, second):
         source = node.args[0]
         assert isinstance(source, Node), "it is a value of the graph"
@@ -120,7 +120,7 @@ def transposed(graph: Graph, node: Node, first: int = 0, second: int = 1) -> Nod
 
 
 def in_order(node: Node) -> bool:
-    """Whether the elements of a value are known to be in order in memory."""
+    """Whether a value is known to be contiguous in memory."""
     if node.op in ("call_module", "placeholder"):
         return True
     if node.op == "call_method":

@@ -92,7 +92,7 @@ def hf_model(source: HFModelSource, dtype: torch.dtype) -> Any:
     try:
         with torch.device("meta"):
             model = model_class._from_config(config, attn_implementation=ATTENTION, dtype=dtype)
-    except Exception as error:  # a model's code may raise anything for a config that it dislikes
+    except Exception as error:  # a model's code may raise anything for a config that it refuses
         raise ValueError(
             f"transformers can not build {model_class.__name__}: {first_line(error)}"
         ) from error

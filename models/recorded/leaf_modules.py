@@ -1,8 +1,9 @@
 """Which modules of a transformers model this project's own modules replace.
 
-Norms are recognised by their numbers, because every family has a class of its own for the same few
-functions. Experts are recognised by their class. Linear layers and embeddings are recognised while
-the model runs (models/recorded/recording.py): a function of torch reads the weight of a module.
+Norms are recognised by their results on random numbers, because every family has a class of its own
+for the same few functions. Experts are recognised by their class. Linear layers and embeddings are
+recognised while the model runs (models/recorded/recording.py): a function of torch reads the weight
+of a module.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from ostinato.ops.norm import layer_norm, plain_rms_norm
 
 __all__ = ("EmbeddingLeaf", "ExpertsLeaf", "Leaf", "LinearLeaf", "NormLeaf", "find_leaves")
 
-_ROWS = 3  # of random numbers on which norms are compared
+_ROWS = 3  # rows of random numbers on which norms are compared
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +109,7 @@ def _experts_of(name: str, module: Any, activation: str | None) -> ExpertsLeaf:
 
 @torch.no_grad()
 def _norm_of(module: Any) -> NormLeaf | None:
-    """The norm that gives the same numbers, or None."""
+    """The norm of this project that gives the same results, or None."""
     parameters = dict(module.named_parameters(recurse=False))
     weight, bias = parameters.get("weight"), parameters.get("bias")
     if weight is None or weight.dim() != 1 or parameters.keys() - {"weight", "bias"}:
@@ -124,7 +125,7 @@ def _norm_of(module: Any) -> NormLeaf | None:
     x = torch.randn(_ROWS, size, generator=generator)
     try:
         theirs = torch.func.functional_call(module, values, (x,))
-    except (RuntimeError, TypeError):  # it is no function of one tensor
+    except (RuntimeError, TypeError):  # it does not take one tensor
         return None
     if not isinstance(theirs, Tensor) or theirs.shape != x.shape:
         return None

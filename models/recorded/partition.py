@@ -40,7 +40,7 @@ class Partition:
 
     ids: Node
     positions: Node
-    begin: tuple[Node, ...]  # nodes that the hidden states before the layers follow from
+    begin: tuple[Node, ...]  # nodes that compute the input of the first layer
     layers: tuple[LayerPart, ...]
     finish: tuple[Node, ...]  # from the last layer to the input of the output head
     head: Node  # the output head's call
@@ -58,7 +58,7 @@ def partition(recording: Recording) -> Partition:
     graph = recording.graph.graph
     ids, positions, padding = list(graph.find_nodes(op="placeholder"))[-3:]
     if padding.users:
-        raise ValueError(f"{_kind(recording)} reads the mask of padding")
+        raise ValueError(f"{_kind(recording)} reads the padding mask")
     (output,) = graph.find_nodes(op="output")
     result = output.all_input_nodes[0]
     from_ids, from_positions = _descendants(ids), _descendants(positions)
@@ -165,7 +165,7 @@ def _kind(recording: Recording) -> str:
 
 
 def _group(recording: Recording, node: Node) -> int:
-    """0 = before the layers, i + 1 = layer i, then what follows them."""
+    """The part of a node: 0 = before the layers, i + 1 = layer i, num_layers + 1 = after them."""
     num_layers = len(recording.layers)
     section = recording.sections.get(node.name, 2 * num_layers)
     return min((section + 1) // 2, num_layers + 1) if section < 2 * num_layers else num_layers + 1
@@ -187,7 +187,7 @@ def _outer_inputs(nodes: Iterable[Node]) -> list[Node]:
 
 
 def _with_constants(nodes: list[Node], variable: set[Node]) -> list[Node]:
-    """The nodes, after those of other parts that depend on nothing a step decides."""
+    """The nodes, with constant nodes of other parts that they need placed before them."""
     own = set(nodes)
     constant = [
         node for node in _outer_inputs(nodes) if node not in variable and node.op == "call_function"

@@ -1,4 +1,7 @@
-"""A causal language model that was recorded from transformers, as one of this project's models."""
+"""The model class for architectures without a family here: runs a graph recorded from transformers.
+
+docs/models.md says which models it serves.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,7 @@ class RecordedCausalLM(CausalLM):
         recording = record(source, dtype)
         config = recording.model.config.get_text_config()
         length = _context(config)
-        # Building the parts shows what is not served before any weight is read.
+        # Building the parts raises for what is not served, before any weight is read.
         meta = BuildOptions(
             dtype=dtype,
             device=torch.device("meta"),

@@ -43,7 +43,7 @@ __all__ = (
 
 
 class RecordedGraph(nn.Module):
-    """A graph as a module. Compiled programs can not be stored with the classes that FX makes.
+    """A graph as a module. It is no `GraphModule`, whose class a stored program can not refer to.
 
     Args:
         graph: calls modules and reads tensors by their names.

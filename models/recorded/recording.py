@@ -1,9 +1,9 @@
 """Records one run of a transformers model, without weights, as a graph of tensor operations.
 
-The run has one sequence of T tokens, T a symbol. The graph holds the modules that this project
-replaces as single nodes, and each attention call as one node with what the model says about it.
-What attention sees of the context is taken from the mask that the model makes: the mask function is
-evaluated, and must be that of causal attention, with a window or without.
+The run has one sequence of T tokens, T a symbol. Each module that this project replaces is one node
+of the graph. Each attention call is one node too, with its arguments. The sliding window of a call
+is read from its mask: the mask function of the model is evaluated, and must be that of causal
+attention, with a window or without.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ from ostinato.models.recorded.recorder_ops import recorded_attention, recorded_m
 
 __all__ = ("AttentionCall", "Recording", "record")
 
-_NUM_TOKENS = 23  # of the recorded run; any number that is no size of a model
+_NUM_TOKENS = 23  # of the recorded run; a number that is unlikely to be a size of the model
 _MATRIX_DIMS = 2
-_MASK_SPAN = 64  # positions on which mask functions are evaluated, and the window besides
+_MASK_SPAN = 64  # positions at which mask functions are evaluated, besides those of the window
 
 # Keyword arguments of attention calls that do not change its result.
 _WITHOUT_EFFECT = frozenset(
@@ -85,7 +85,7 @@ class Recording:
 
 @dataclass(slots=True, eq=False)
 class _Run:
-    """What is noted while the model runs."""
+    """What the recording functions note while the model runs."""
 
     model: Any
     names: dict[int, str]  # of modules, by id
@@ -101,7 +101,7 @@ _current: ContextVar[_Run] = ContextVar("recording")  # the run that is being re
 
 @lru_cache(maxsize=4)
 def record(source: HFModelSource, dtype: torch.dtype) -> Recording:
-    """Run a model once on tensors without data.
+    """Run a model once on tensors without data, and record it.
 
     Args:
         source: its code and sizes.
@@ -140,11 +140,11 @@ def record(source: HFModelSource, dtype: torch.dtype) -> Recording:
 
 
 class _Unfit(Exception):
-    """What the engine can not repeat."""
+    """The model does something that the engine can not repeat."""
 
 
 def _register() -> None:
-    """Tell transformers of the recording functions; doing it again changes nothing."""
+    """Register the recording functions with transformers. Repeated calls change nothing."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -188,7 +188,7 @@ def _check_calls(model: Any, layers: tuple[str, ...], calls: list[AttentionCall]
 
 @contextmanager
 def _leaves_in_place(model: nn.Module, leaves: dict[str, Leaf]) -> Iterator[None]:
-    """Let the replaced modules record themselves as one node."""
+    """Record each call of a replaced module as one node, within this context."""
     modules = dict(model.named_modules())
     for name, leaf in leaves.items():
         modules[name].forward = _recorder_of(name, leaf)
@@ -267,7 +267,7 @@ def _trace(noted: _Run, layers: tuple[str, ...]) -> tuple[GraphModule, list[str]
     dynamic = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.STATIC, DimDynamic.DYNAMIC])
     ids = mode.from_tensor(tokens, symbolic_context=dynamic)
     # Token ids and positions have one size, so the second is made of the first.
-    # A mask of padding keeps transformers from looking for packed sequences in the positions.
+    # With a padding mask, transformers does not look for packed sequences in the positions.
     with mode:
         positions = torch.empty_like(ids)
         padding = torch.empty_like(ids, dtype=torch.bool)
@@ -303,7 +303,7 @@ def _trace(noted: _Run, layers: tuple[str, ...]) -> tuple[GraphModule, list[str]
 
 
 class _Sections:
-    """Notes which nodes were added to the graph before, in and after each layer."""
+    """Records which nodes were added to the graph before, in and after each layer."""
 
     def __init__(self) -> None:
         self.of_nodes: dict[str, int] = {}
@@ -325,7 +325,11 @@ class _Sections:
 
 
 def _make_mask(**arguments: Any) -> Tensor:
-    """Stands for a mask; `_attend` looks up which one."""
+    """The mask function that transformers calls: checks the mask and notes its window.
+
+    Returns:
+        A tensor without meaning, by whose identity `_attend` finds the window.
+    """
     if arguments.get("use_vmap"):
         raise _Unfit("its attention mask is not that of causal attention")
     window = int(arguments.get("local_size") or 0)

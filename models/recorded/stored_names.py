@@ -1,7 +1,7 @@
 """The names of a recorded model's tensors in checkpoints.
 
 transformers renames tensors and stacks experts while it loads a checkpoint. Its list of these
-changes is read the other way round.
+changes is read in reverse: from the names of the loaded model to those of the checkpoint.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def checkpoint_layout(
 
     Args:
         recording: the recorded run.
-        merged: our merged modules -> the modules that each stacks.
+        merged: this project's merged modules -> the modules that each stacks.
         is_tied: the output head is the embedding.
 
     Raises:
