@@ -1,7 +1,7 @@
-"""The processor under a measurement: its class, by which results are kept apart, and its peak rate.
+"""Names the class of this machine's processor, and measures its peak rate of multiply-adds.
 
-Results of kernels are kept in `benchmarks/results/<class>/`, because figures of processors with
-other instruction sets say nothing about each other.
+Results of kernels are kept in `benchmarks/results/<class>/`, because results of processors with
+different instruction sets can not be compared.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ class _FakeEngine:
 
 
 def main(address: str) -> int:
-    """Serve until the client says so, or until its process ends."""
+    """Serve until the client sends `Shutdown` or its process ends."""
     start = b""
     while not start.endswith(b"\n"):
         start += os.read(0, 65536)

@@ -1,4 +1,4 @@
-"""Measures several engines behind one client: throughput, prefix hits, death of an engine.
+"""Measures several engines behind one client: throughput, prefix hits, the pause after a crash.
 
     python -m ostinato.benchmarks.parallel.several_engines
     python -m ostinato.benchmarks.parallel.several_engines --parts throughput,death --json FILE
@@ -53,7 +53,7 @@ _OWN = 32  # tokens of each prompt after its prefix
 _OUTPUT = 8  # tokens of the answers to prompts with a prefix
 _STREAMS = 32  # requests in progress
 _TOKENS = 96  # of each stream
-_SIMULATED_DEVICE = "l4"  # any will do: the requests wait for each other, and hits are counted
+_SIMULATED_DEVICE = "l4"  # any device: the speed changes no hits, as requests wait for each other
 
 
 def _config(model: str, num_engines: int, *overrides: str) -> RunConfig:

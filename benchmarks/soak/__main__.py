@@ -6,17 +6,21 @@
     python -m ostinato.benchmarks.soak --minutes 60 --seed 1 device.threads=1
 
 Good clients send prompts of random lengths with random options, several completions and prompts at
-once, and bad requests; some disconnect in the middle of an answer. Client libraries send requests
-of their own. Hostile connections send broken, slow and huge requests (`soak.hostile`), and the
-engine process is killed.
+once, and bad requests. Some of them disconnect in the middle of an answer. Client libraries send
+requests of their own. Hostile connections send broken, slow and huge requests (`soak.hostile`). The
+engine process is killed now and then.
 
-The checks: nothing compiled after the start; every KV block is free and block accounting is
-consistent; no 5xx but the 503 that says when to try again; no error in the log; memory, files,
-threads, processes and temporary files do not grow; `/health` answers within 100 ms; the p99 of good
-clients stays within twice of what it was before the hostile ones came. The last two and memory are
-checked in runs of 100 seconds and more. The KV cache is so small that sequences wait and are
-preempted (a model other than the demo needs its own `cache.memory_gib`). Needs `httpx`, of the
-extra `test`. The exit code is 1 if a check fails.
+The checks:
+
+- Nothing is compiled after the start. The log has no error.
+- Every KV block is free at the end, and block accounting is consistent.
+- No answer has a 5xx status other than a 503 with Retry-After.
+- Files, threads, processes and temporary files do not grow.
+- In runs of 100 seconds and more: memory does not grow, `/health` answers within 100 ms, and the
+  p99 of good clients is at most twice what it was before the hostile connections began.
+
+The KV cache is so small that sequences wait and are preempted. A model other than the demo needs
+its own `cache.memory_gib`. Needs `httpx`, of the extra `test`. The exit code is 1 if a check fails.
 """
 
 from __future__ import annotations
@@ -98,26 +102,36 @@ def _print(record: dict[str, Any]) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Run, print the table; the exit code."""
+    """Run the test and print the table; returns the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--minutes", type=float, default=5.0, help="how long requests are sent")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--clients", type=int, default=12, help="good ones")
+    parser.add_argument("--clients", type=int, default=12, help="number of good clients")
     parser.add_argument(
-        "--rate", type=float, default=0, help="requests of all per second; 0 = as many as possible"
+        "--rate",
+        type=float,
+        default=0,
+        help="requests per second of all good clients; 0 = as many as possible",
     )
-    parser.add_argument("--hostile", type=int, default=0, help="connections that misbehave")
+    parser.add_argument("--hostile", type=int, default=0, help="number of hostile connections")
     parser.add_argument(
-        "--hostile-rate", type=float, default=20, help="of their attacks, per second"
+        "--hostile-rate", type=float, default=20, help="short attacks per second of all of these"
     )
     parser.add_argument(
-        "--heavy-rate", type=float, default=0.2, help="of their heavy requests, per second"
+        "--heavy-rate", type=float, default=0.2, help="heavy requests per second of all of these"
     )
-    parser.add_argument("--stall-cases", default="", help="a regular expression for their names")
     parser.add_argument(
-        "--calm-minutes", type=float, default=0, help="before these come; 0 = from the start"
+        "--stall-cases", default="", help="a regular expression for names of heavy requests"
     )
-    parser.add_argument("--kill-every", type=float, default=0, help="seconds; 0 = no engine dies")
+    parser.add_argument(
+        "--calm-minutes",
+        type=float,
+        default=0,
+        help="minutes before attacks and kills begin; 0 = they begin at once",
+    )
+    parser.add_argument(
+        "--kill-every", type=float, default=0, help="seconds between kills of the engine; 0 = none"
+    )
     parser.add_argument(
         "--libraries", type=Path, help="install the client libraries here, and use them"
     )

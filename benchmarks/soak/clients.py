@@ -21,16 +21,16 @@ REPLY_S = 120.0  # the longest wait for a response
 
 @dataclass(slots=True)
 class ClientCounts:
-    """What the clients saw."""
+    """How the clients' requests ended."""
 
-    # answered, refused, hung up, told to come again
+    # answered, refused, hung up (by the client), told to come again (a 503 with Retry-After)
     exchanges: Counter[str] = field(default_factory=Counter)
     statuses: Counter[int] = field(default_factory=Counter)
     options: Counter[str] = field(default_factory=Counter)
-    wrong: list[str] = field(default_factory=list)  # answers that are not what was to come
+    wrong: list[str] = field(default_factory=list)  # answers that are not as expected
     answered: list[tuple[float, float]] = field(default_factory=list)  # time.time(), seconds
 
-    def blame(self, exchange: Exchange, what: str) -> None:
+    def add_wrong(self, exchange: Exchange, what: str) -> None:
         self.wrong.append(f"{exchange.path} {what[:500]}: {json.dumps(exchange.body)[:2000]}")
 
 
@@ -46,7 +46,7 @@ async def _exchange(client: httpx.AsyncClient, exchange: Exchange, counts: Clien
                     counts.exchanges["told to come again"] += 1
                 elif response.status_code != exchange.status:
                     await response.aread()
-                    counts.blame(exchange, f"gave {response.status_code}: {response.text}")
+                    counts.add_wrong(exchange, f"gave {response.status_code}: {response.text}")
                 elif response.status_code != 200:
                     await response.aread()
                     counts.exchanges["refused"] += 1
@@ -59,13 +59,13 @@ async def _exchange(client: httpx.AsyncClient, exchange: Exchange, counts: Clien
     except TimeoutError:
         counts.exchanges["hung up"] += 1
     except httpx.HTTPError as error:
-        counts.blame(exchange, f"broke: {type(error).__name__}: {error}")
+        counts.add_wrong(exchange, f"broke: {type(error).__name__}: {error}")
     if is_whole:
         counts.answered.append((sent, time.perf_counter() - begin))
 
 
 async def _read_stream(response: httpx.Response, exchange: Exchange, counts: ClientCounts) -> bool:
-    """Whether the client read to the end."""
+    """Read and check a stream; returns whether the client read to its end."""
     last, chunks, ended = "", 0, set()
     if exchange.chunks_read == 0:
         counts.exchanges["hung up"] += 1
@@ -84,7 +84,7 @@ async def _read_stream(response: httpx.Response, exchange: Exchange, counts: Cli
             return False
     _check_ends([reason for _, reason in ended], exchange, counts)
     if last != "data: [DONE]":
-        counts.blame(exchange, f"the stream ended with {last}")
+        counts.add_wrong(exchange, f"the stream ended with {last}")
     return True
 
 
@@ -95,7 +95,7 @@ def _check_choices(choices: list[dict[str, Any]], exchange: Exchange, counts: Cl
 def _check_ends(reasons: list[str], exchange: Exchange, counts: ClientCounts) -> None:
     counts.exchanges["answered"] += 1
     if len(reasons) != exchange.num_choices or not set(reasons) <= {"stop", "length", "repetition"}:
-        counts.blame(exchange, f"{exchange.num_choices} choices ended as {reasons}")
+        counts.add_wrong(exchange, f"{exchange.num_choices} choices ended as {reasons}")
 
 
 async def send_traffic(

@@ -44,7 +44,7 @@ def _poll(address: tuple[str, int]) -> list[tuple[float, float, int]]:
 
 
 def main(arguments: list[str]) -> int:
-    """Run; 0 as the exit code."""
+    """Poll until stdin is closed, and print the result; returns the exit code 0."""
     with suppress(PermissionError):
         os.nice(-5)  # it measures the server, not how long this process waits for a processor
     address = urlsplit(arguments[0])

@@ -1,4 +1,4 @@
-"""A process beside the soak test that measures or sends requests, and ends with a line of JSON."""
+"""Runs a helper process of the soak test, which sends requests or measures, and prints JSON."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ __all__ = ("SideProcess",)
 
 
 class SideProcess:
-    """Runs `command` with pipes as its stdin and stdout.
+    """A process with pipes as its stdin and stdout. Its last line of output is JSON.
 
     Args:
-        name: for errors.
-        directory: to run in; None = this one.
+        name: of the process, in errors.
+        command: its command line.
+        directory: where it runs; None = the working directory of this process.
     """
 
     def __init__(self, name: str, command: Sequence[str], directory: Path | None = None) -> None:
@@ -60,7 +61,7 @@ class SideProcess:
         return json.loads(lines[-1])
 
     def kill(self) -> None:
-        """End it; nothing when it has ended."""
+        """Kill it, if it still runs."""
         if self._process.poll() is None:
             self._process.kill()
             self._process.communicate()

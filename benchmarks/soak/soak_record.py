@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -12,28 +13,32 @@ from typing import Any
 
 import ostinato
 from ostinato.benchmarks.machine.probes import commit_of
-from ostinato.benchmarks.soak.soak_run import KEPT, OVERRIDES, Sightings, SoakPlan
+from ostinato.benchmarks.soak.soak_run import ALLOWED_GROWTH, OVERRIDES, Observations, SoakPlan
 from ostinato.benchmarks.soak.soak_server import Resources
 from ostinato.runtime.machine_info import cpu_name, gpu_names, package_versions
+from ostinato.runtime.replicas.restarts import death_of
 
 __all__ = ("record_of",)
 
-_GROWTH_MIB = 32.0  # that a process may grow by: the allocator's, not a request's
-_LONG_S = 100.0  # shorter runs are no measurement: their times and growth are not checked
+_GROWTH_MIB = 32.0  # that a process may grow by, as memory of the allocator
+_LONG_S = 100.0  # in shorter runs times and the growth of memory are not checked
 _MOST_SLOWER = 2.0  # p99 of good requests among hostile clients, against good ones alone
-_HEALTH_S = 0.1
-# What the log says, as an error, of an engine that was killed on purpose.
-_SAID_OF_KILLS = ("the engine died: its process was killed", "flight recorder: the last")
+_HEALTH_S = 0.1  # the longest allowed answer of /health
+# Errors in the log that are expected when the test kills an engine.
+_ERRORS_OF_KILLS = (
+    f"ended: {death_of(-signal.SIGKILL).text}",
+    "flight recorder: the last",
+)
 
 
-def record_of(plan: SoakPlan, seen: Sightings) -> dict[str, Any]:
+def record_of(plan: SoakPlan, seen: Observations) -> dict[str, Any]:
     """`checks` (name -> whether it holds), the figures behind them and the conditions."""
     late = _late_compiles(seen.metrics)
     errors = [
         line.rstrip()
         for line in seen.lines
         if (" ERROR " in line or "Traceback" in line)
-        and not (seen.kills and any(text in line for text in _SAID_OF_KILLS))
+        and not (seen.kills and any(text in line for text in _ERRORS_OF_KILLS))
     ]
     growth = _growth(seen.memory, plan)
     latency, health = _latency(plan, seen), _health(plan, seen)
@@ -58,7 +63,7 @@ def record_of(plan: SoakPlan, seen: Sightings) -> dict[str, Any]:
             "no 5xx but the announced 503": _num_faults(seen) == 0,
             "nothing else leaked": all(
                 after <= before + more
-                for (before, after), more in zip(kept.values(), KEPT, strict=True)
+                for (before, after), more in zip(kept.values(), ALLOWED_GROWTH, strict=True)
             ),
             "memory stands still": not is_long
             or all(sizes["growth_mib"] <= _GROWTH_MIB for sizes in growth.values()),
@@ -96,9 +101,11 @@ def record_of(plan: SoakPlan, seen: Sightings) -> dict[str, Any]:
     }
 
 
-def _num_faults(seen: Sightings) -> int:
-    """Answers with a 5xx; not counted are those that say when to try again, or come from /health
-    while an engine that was killed starts.
+def _num_faults(seen: Observations) -> int:
+    """The number of answers with a 5xx status that are errors.
+
+    Not counted are 503 answers with Retry-After, and answers of /health while a killed engine
+    starts again.
     """
     counts = seen.counts
     good = sum(count for status, count in counts.statuses.items() if status >= 500)
@@ -122,12 +129,13 @@ def _quantiles(series: Sequence[float]) -> dict[str, float]:
     }
 
 
-def _latency(plan: SoakPlan, seen: Sightings) -> dict[str, dict[str, float]]:
-    """Seconds to whole answers of good clients, alone and among hostile ones; {} = no calm time.
+def _latency(plan: SoakPlan, seen: Observations) -> dict[str, dict[str, float]]:
+    """Seconds to whole answers of good clients, by the time at which they were sent.
 
-    `storm` leaves out answers that were being made while a killed engine started again; `restarts`
-    has these. The first and last tenth of the calm time do not count: clients begin all at once,
-    and what is sent late meets the hostile ones.
+    `calm` is the time before the hostile clients begin, `storm` the time after that. `restarts` has
+    the answers that a restart of a killed engine overlapped; `storm` leaves these out. The first
+    and last tenth of the calm time do not count, because all clients begin at once, and late
+    answers overlap the storm. The result is empty if one of the two times has too few answers.
     """
     calm_end = seen.begin + plan.calm_s
     margin = 0.1 * plan.calm_s
@@ -144,8 +152,8 @@ def _latency(plan: SoakPlan, seen: Sightings) -> dict[str, dict[str, float]]:
     return {name: _quantiles(series) for name, series in found.items() if len(series) > 1}
 
 
-def _health(plan: SoakPlan, seen: Sightings) -> dict[str, dict[str, float]]:
-    """Milliseconds that `/health` took, with and without hostile clients."""
+def _health(plan: SoakPlan, seen: Observations) -> dict[str, dict[str, float]]:
+    """Milliseconds that `/health` took, before (`calm`) and after the hostile clients began."""
     calm_end = seen.begin + plan.calm_s
     parts = {
         "calm": [took for at, took, _ in seen.polls if at < calm_end],
@@ -166,7 +174,8 @@ def _health(plan: SoakPlan, seen: Sightings) -> dict[str, dict[str, float]]:
 def _growth(memory: Sequence[dict[str, float]], plan: SoakPlan) -> dict[str, dict[str, float]]:
     """MiB in the second and in the last quarter of the time with hostile clients.
 
-    The least of a quarter counts: what large requests leave is garbage until Python collects it.
+    The least value of a quarter counts, because memory of large requests is freed only when Python
+    collects garbage.
     """
     growth = {}
     quarter = (plan.seconds - plan.calm_s) / 4

@@ -1,4 +1,4 @@
-"""One soak test: a server, its good and hostile clients, kills of its engine, and what was seen."""
+"""Runs one soak test: a server, good and hostile clients, kills of the engine, observations."""
 
 from __future__ import annotations
 
@@ -21,43 +21,43 @@ from ostinato.benchmarks.soak.side_process import SideProcess
 from ostinato.benchmarks.soak.soak_server import Resources, SoakServer
 from ostinato.runtime.file_limit import raise_file_limit
 
-__all__ = ("OVERRIDES", "Sightings", "SoakPlan", "measure")
+__all__ = ("OVERRIDES", "Observations", "SoakPlan", "measure")
 
 # The KV cache is so small that sequences wait and are preempted. The store of replies is so small
-# that it is full before the memory is expected to stand still.
+# that it is full before the growth of memory is measured.
 OVERRIDES = (
     "server.port=0",
     "model.name=demo",
     "cache.memory_gib=0.004",
     "server.response_store_mib=8",
 )
-# More than before the traffic: pools of threads and of helper processes grow to their limits.
-KEPT = Resources(
+# By how much each may grow. Pools of threads and of helper processes grow to their limits.
+ALLOWED_GROWTH = Resources(
     fds=16, engine_fds=16, threads=16, engine_threads=16, processes=8, temporary_files=0
 )
 _SETTLE_S = 60.0
 _SAMPLE_S = 2.0
-_LATE_S = 300.0  # that a process beside the test may need for its last answers
+_LATE_S = 300.0  # that a helper process may take for its last answers
 _HERE = "ostinato.benchmarks.soak"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SoakPlan:
-    """What is sent, and what goes wrong on purpose.
+    """The traffic, the attacks and the kills of one soak test.
 
     Attributes:
         seconds: how long requests are sent, the calm time included.
         seed: of all requests. Their order at the server depends on timing.
         num_clients: good ones.
         rate: requests per second of all good clients; 0 = each sends as soon as it can.
-        calm_s: before the hostile clients and the kills come.
+        calm_s: seconds before the hostile connections and the kills begin.
         num_hostile: hostile connections.
-        hostile_rate: of their short attacks, per second of all.
-        heavy_rate: of their large requests, hard constraints and templates, per second of all.
+        hostile_rate: short attacks per second of all hostile connections.
+        heavy_rate: large requests, hard constraints and templates per second of all of these.
         stall_cases: a regular expression for names of `stall_cases`.
-        kill_every_s: the engine process is killed so often; 0 = never.
+        kill_every_s: seconds between two kills of the engine process; 0 = it is not killed.
         libraries: names of client libraries that send requests too.
-        library_directory: where these are installed; None = beside this package.
+        library_directory: where these are installed; None = in the environment of this process.
         overrides: configuration of the server, besides OVERRIDES.
     """
 
@@ -77,8 +77,8 @@ class SoakPlan:
 
 
 @dataclass(slots=True, kw_only=True)
-class Sightings:
-    """What was seen; times are those of `time.time()`."""
+class Observations:
+    """What was observed in one soak test; times are those of `time.time()`."""
 
     begin: float = 0.0
     counts: ClientCounts = field(default_factory=ClientCounts)
@@ -108,13 +108,13 @@ class Sightings:
         return spans
 
 
-def measure(plan: SoakPlan) -> Sightings:
+def measure(plan: SoakPlan) -> Observations:
     """Run the test.
 
     Raises:
         RuntimeError: the server or a process beside the test did not start, or failed.
     """
-    seen = Sightings()
+    seen = Observations()
     server = SoakServer([*OVERRIDES, *plan.overrides])
     try:
         url = server.wait_until_ready()
@@ -132,8 +132,10 @@ def measure(plan: SoakPlan) -> Sightings:
 
 
 @contextmanager
-def _side_processes(plan: SoakPlan, url: str, seen: Sightings) -> Iterator[dict[str, SideProcess]]:
-    """The health poll and the hostile clients, which wait to begin, and the libraries."""
+def _side_processes(
+    plan: SoakPlan, url: str, seen: Observations
+) -> Iterator[dict[str, SideProcess]]:
+    """Start the hostile clients, which wait for `begin`, the health poll and the libraries."""
     sides: dict[str, SideProcess] = {}
     with tempfile.TemporaryDirectory() as scratch:
         try:
@@ -169,7 +171,7 @@ def _side_processes(plan: SoakPlan, url: str, seen: Sightings) -> Iterator[dict[
 
 
 async def _drive(
-    plan: SoakPlan, url: str, server: SoakServer, sides: dict[str, SideProcess], seen: Sightings
+    plan: SoakPlan, url: str, server: SoakServer, sides: dict[str, SideProcess], seen: Observations
 ) -> None:
     seen.begin = time.time()
 
@@ -197,7 +199,7 @@ async def _drive(
     for task in others:
         task.cancel()
     await asyncio.gather(*others, return_exceptions=True)
-    for name in [name for name in sides if name != "health"]:  # which is to see the others' end
+    for name in [name for name in sides if name != "health"]:  # the health poll ends last
         result = await asyncio.to_thread(sides[name].result, _LATE_S)
         if name == "hostile":
             seen.hostile = result
@@ -208,7 +210,7 @@ async def _drive(
 
 
 def _settled_metrics(url: str) -> dict[str, float]:
-    """`/metrics` by name and labels, as soon as nothing runs; whatever there is after a minute."""
+    """`/metrics` by name and labels, as soon as no request is left, or after a minute."""
     deadline = time.monotonic() + _SETTLE_S
     while True:
         text = httpx.get(f"{url}/metrics", timeout=REPLY_S).text
@@ -224,11 +226,11 @@ def _settled_metrics(url: str) -> dict[str, float]:
 
 
 def _settled(server: SoakServer, before: Resources) -> Resources:
-    """The server's resources as soon as they are no more than they may be, or after a minute."""
+    """The server's resources as soon as they are within the limits, or after a minute."""
     deadline = time.monotonic() + _SETTLE_S
     while True:
         now = server.resources()
-        limits = (one + more for one, more in zip(before, KEPT, strict=True))
+        limits = (one + more for one, more in zip(before, ALLOWED_GROWTH, strict=True))
         is_within = all(one <= limit for one, limit in zip(now, limits, strict=True))
         if is_within or time.monotonic() > deadline:
             return now

@@ -21,7 +21,7 @@ _STOP_S = 60.0
 
 
 class Resources(NamedTuple):
-    """What the server's processes have at one time."""
+    """Numbers of files, threads and processes of the server at one time."""
 
     fds: int  # open files and sockets of the API process
     engine_fds: int
@@ -41,7 +41,7 @@ class SoakServer:
         self._temporary = tempfile.TemporaryDirectory(prefix="soak-")
         serve = (sys.executable, "-m", "ostinato", "serve")
         self.process = psutil.Popen(
-            # `env` becomes the server: the process is the same.
+            # `env` replaces itself by the server, so this is the server's process.
             ["env", f"TMPDIR={self._temporary.name}", *serve, *overrides],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -55,7 +55,7 @@ class SoakServer:
         self._reader.start()
 
     def wait_until_ready(self) -> str:
-        """Its URL.
+        """Wait until the server is ready; returns its URL.
 
         Raises:
             RuntimeError: it ended, or took too long.
@@ -72,7 +72,7 @@ class SoakServer:
         return next(line for line in self.lines if "answers 503 until" in line).split()[2]
 
     def resources(self) -> Resources:
-        """What its processes have now; zeros for an engine that does not run."""
+        """The resources of its processes now; zeros for an engine that does not run."""
         engine_fds = engine_threads = 0
         with suppress(psutil.Error):
             engine = self._engine()
@@ -106,7 +106,7 @@ class SoakServer:
         return False
 
     def stop(self) -> int:
-        """Ask it to end; its exit code, -9 when it had to be killed."""
+        """Ask it to end; returns its exit code, -9 when it had to be killed."""
         self.process.send_signal(signal.SIGTERM)
         try:
             code = self.process.wait(_STOP_S)
@@ -117,7 +117,7 @@ class SoakServer:
         return code
 
     def kill(self) -> None:
-        """End it however it is, and remove its temporary files."""
+        """Kill it, if it still runs, and remove its temporary files."""
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait()

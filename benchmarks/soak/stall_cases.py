@@ -1,4 +1,4 @@
-"""The requests for the measurement of stalls: requests of the largest allowed size, and attacks.
+"""The requests that `soak.stalls` measures: requests of the largest allowed size, and attacks.
 
 A case is one or several HTTP requests as bytes, each sent on a new connection, one after the other.
 `generation_cases` are for a model that generates, `pooling_cases` for an embedding model.
@@ -258,7 +258,7 @@ def _long_prompt(max_model_len: int) -> list[int]:
 
 
 def _many_sequences(max_model_len: int) -> list[StallCase]:
-    """Requests of as many sequences as one may have, with what costs most in each step."""
+    """Requests with the most sequences that one may have, and the costliest options."""
 
     def many(**fields: Any) -> dict[str, Any]:
         return _prompt(**{"n": 128, "max_tokens": 64, "ignore_eos": True, **fields})

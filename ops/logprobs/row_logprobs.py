@@ -42,7 +42,7 @@ def row_logprobs(logits: Tensor, token_ids: Tensor, top: int) -> RowLogprobs:
 
 
 def _plain(logits: Tensor, token_ids: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Plain torch, which tests compare the kernels with."""
+    """The op in plain torch. Tests compare the kernels with it."""
     logits = logits.masked_fill(logits.isnan(), _NEVER)
     chosen = logits.gather(-1, token_ids)
     total = logits.logsumexp(-1, keepdim=True)
@@ -59,7 +59,7 @@ def _on_cuda(logits: Tensor, token_ids: Tensor, top: int) -> tuple[Tensor, Tenso
 
 
 def _normalised(values: Tensor, total: Tensor) -> Tensor:
-    """`values` minus `total`; impossible values stay so in a row in which all are."""
+    """`values` minus `total`; -inf stays -inf, also in a row in which all logits are -inf."""
     return torch.where(values == _NEVER, values, values - total)
 
 

@@ -29,7 +29,7 @@ def _score_kernel(
     BLOCK: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):
-    """Program (row)."""
+    """One program for each row."""
     row = tl.program_id(0).to(tl.int64)
     never = float("-inf")
     begin = logits + row * row_stride

@@ -187,7 +187,7 @@ def _directory(library: str, isa: str) -> Path:
 
 
 def content_key(library: str, isa: str) -> str:
-    """A name made of all that the library depends on, except the compiler.
+    """A name with a digest of all that the library depends on, except the compiler.
 
     So a start that finds the library in the cache needs no compiler.
     """

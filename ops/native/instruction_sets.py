@@ -29,7 +29,7 @@ __all__ = (
 
 
 class InstructionSet(NamedTuple):
-    """What a library is compiled with."""
+    """The flags that a library is compiled with, and the processor features that it needs."""
 
     flags: tuple[str, ...]  # of the compiler
     features: frozenset[str]  # that /proc/cpuinfo must name

@@ -1,7 +1,7 @@
 """Loads libraries of C++ kernels (build.py) and makes them the CPU implementations of the ops.
 
 `load("core")` is called once, before the first call that should be fast. Until then the ops run as
-plain torch. `load("core", isa="avx2")` builds a lesser instruction set and installs it beside the
+plain torch. `load("core", isa="avx2")` builds a lower instruction set and installs it beside the
 default one, as `torch.ops.ostinato_avx2.*` with the same schemas, so that a test can compare
 instruction sets in one process.
 """
@@ -136,7 +136,7 @@ def _load(name: str, isa: str | None, namespace: str) -> NativeLibrary:
 
 
 def _first() -> NativeLibrary | None:
-    """The library that was loaded first, whose thread state all others share."""
+    """The library that was loaded first. All others share its thread state."""
     return next(iter(_loaded.values()), None)
 
 

@@ -13,7 +13,7 @@ from ostinato.benchmarks.soak.hostile.hostile_requests import (
     huge_number,
 )
 from ostinato.benchmarks.soak.libraries.client_libraries import command
-from ostinato.benchmarks.soak.soak_run import Sightings, SoakPlan
+from ostinato.benchmarks.soak.soak_run import Observations, SoakPlan
 from ostinato.benchmarks.soak.traffic import OPTIONS, Traffic
 from ostinato.runtime.types.params import SamplingParams
 
@@ -90,7 +90,7 @@ def test_restarts_are_the_spans_in_which_health_says_so() -> None:
         return at, 0.01, status
 
     polls = [poll(1.0, 200), poll(2.0, 200), poll(2.1, 503), poll(3.0, 503), poll(3.5, 200)]
-    seen = Sightings(polls=[*polls, poll(9.0, 200)], kills=[1.9, 8.0])
+    seen = Observations(polls=[*polls, poll(9.0, 200)], kills=[1.9, 8.0])
     assert seen.restarts == [(1.9, 3.51), (8.0, 8.0)]
 
 

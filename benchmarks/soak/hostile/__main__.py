@@ -2,11 +2,11 @@
 
     python -m ostinato.benchmarks.soak.hostile URL --connections 250 --seconds 60
 
-Every connection drips: it sends a byte of an unfinished request now and then. At random times it
-does something else. Light acts are the stages of `faults` and huge numbers. Heavy acts are hard
-constraints, hard templates and the cases of `stall_cases`; each of these groups has its turn, so
-all are sent equally often. The process writes `ready` when it has made its requests, begins when a
-line comes on stdin, and ends with its counts as one line of JSON.
+Every connection "drips": it sends a byte of an unfinished request now and then. At random times it
+performs an act instead. Light acts are the `STAGES` of faults.py, and requests with huge numbers.
+Heavy acts are hard constraints, hard templates and the cases of `stall_cases`. The groups of heavy
+acts take turns, so all are sent equally often. The process writes `ready` when it has made its
+requests, begins when it gets a line on stdin, and ends with its counts as one line of JSON.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from ostinato.runtime.file_limit import raise_file_limit
 
 __all__ = ("main",)
 
-_NICENESS = 5  # a hostile client is to load the server, not the clients beside it
+_NICENESS = 5  # hostile clients must not take processor time from the other clients
 _WORDS = ("A", "melody", "that", "is", "learned", "once", "can", "be", "repeated")
 _SHARE_OF_NUMBERS = 0.3  # of the light acts
 _BROKEN_HTTP, _HUGE_NUMBERS = "broken HTTP", "huge numbers"  # the groups of light acts
@@ -84,7 +84,7 @@ class _Counts:
 
 
 class _Hostile:
-    """What the connections do.
+    """The acts of the connections, and counts of their outcomes.
 
     Args:
         url: of the server.
@@ -146,7 +146,7 @@ class _Hostile:
             try:
                 answer = await stage(reader, writer, request)
             finally:
-                writer.transport.abort()  # no farewell
+                writer.transport.abort()  # closes at once, without sending what is buffered
         except (OSError, asyncio.IncompleteReadError):
             pass
         except (RuntimeError, TimeoutError) as error:
@@ -205,7 +205,7 @@ async def _run(
 
 
 def main(arguments: list[str]) -> int:
-    """Run; 0 as the exit code."""
+    """Send hostile requests and print the counts; returns the exit code 0."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("url")
     parser.add_argument("--connections", type=int, default=250)

@@ -1,7 +1,7 @@
-"""What a hostile connection of the soak test does: broken HTTP, slow bytes, hostile requests.
+"""Acts of a hostile connection of the soak test: broken HTTP, slow bytes, early disconnects.
 
-Each function of `STAGES` has a connection of its own. It returns the answer, or None where there is
-none to read.
+Each function of `STAGES` gets a connection of its own. It returns the answer, or None if it reads
+none.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ async def drip(
     """Send a request byte by byte and leave it unfinished.
 
     Args:
-        seconds: how long; the server may end it before, and then has answered.
+        seconds: how long bytes are sent. If the server answers before, its answer is returned.
         in_body: whether the headers are complete and the body drips.
     """
     writer.write(

@@ -186,7 +186,7 @@ _LIBRARIES: dict[str, Callable[[str], Iterator[Call]]] = {
 
 
 def main(arguments: list[str]) -> int:
-    """Run; 0 as the exit code."""
+    """Call the library until the time is over, and print the result; returns the exit code 0."""
     name, url, seconds = arguments
     calls = list(_LIBRARIES[name](url))
     wrong: list[str] = []

@@ -1,4 +1,4 @@
-"""Client libraries as traffic of the soak test: which can run here, and how they are installed."""
+"""The client libraries that send requests in the soak test: their installation and commands."""
 
 from __future__ import annotations
 

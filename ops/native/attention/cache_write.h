@@ -38,7 +38,7 @@ inline void write_keys(const uint32_t* rows, int64_t row_stride, const Run& run,
   }
 }
 
-// A row of a group holds the 16-bit values of two tokens in turns. If both are in the step, they are stored together.
+// A row of a group holds the 16-bit values of two tokens, interleaved. If both are in the step, they are stored together.
 inline void write_pairs(const uint16_t* rows, int64_t row_stride, const Run& run, int head_dim, uint16_t* group) {
   for (int i = 0; i < run.count;) {
     const int place = run.place + i;

@@ -1,6 +1,7 @@
-// Kinds of steps: how four bytes of the cache are multiplied by a query, or by the softmax's weights.
+// The multiply-accumulate step of the attention kernel, one struct for each type of the cache: it multiplies four bytes of keys
+// or values by a query or by the softmax's weights.
 //
-// A kind of step says what the cache and the other operand hold and how they are multiplied:
+// A struct says what the cache and the other operand hold and how they are multiplied:
 //   Step     four bytes of the cache, or one in a cache of 8 bits: `elements` of a key or a value
 //   Factor   four bytes of a query or of the softmax's weights; kParts of them for each step
 //   load<kPart>, load_first_8<kPart>, load_halves<kPart>   the operand of a part from a vector of steps, from its first 8,

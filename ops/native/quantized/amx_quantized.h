@@ -146,7 +146,7 @@ class QuantizedTileWorker {
   template <int kBlocks>
   void multiply_blocks(int64_t block, const uint8_t* weight, float* sums) {
     constexpr int64_t kStride = kPanel * 4;
-    alignas(64) int32_t whole[2][2 * kBlockSums];  // in turns: what a tile has just stored is slow to read
+    alignas(64) int32_t whole[2][2 * kBlockSums];  // used alternately: what a tile has just stored is slow to read
     const int height = blocks_.height;
     for (int64_t g = 0; g < weight_.groups; ++g) {
       amx::zero<0>();

@@ -1,8 +1,8 @@
 // The layout of a quantised linear weight, shared by the kernels that write it and those that read it.
 //
-// A weight [N, K] is stored as uint8 [panels][bytes]: a panel is 32 rows of the matrix, that is 32 columns of the
-// result, and holds its groups of K one after the other, each with what its products need, so that a product with
-// one row reads the whole tensor once, front to back. A group is
+// A weight [N, K] is stored as uint8 [panels][bytes]. A panel is 32 rows of the matrix, that is 32 columns of the
+// result. It holds its groups of K one after the other, each with its scales. So a product with one row reads the
+// whole tensor once, front to back. A group is
 //
 //   scales       32 factors
 //   zero points  32 factors, whole numbers relative to the offset; or minimums; left out when symmetric
@@ -75,16 +75,16 @@ inline QuantFormat read_format(Call& call) {
   return {static_cast<int>(bits), group_size, symmetric, type, kind == "minimums", kind == "e2m1", kind == "e4m3"};
 }
 
-// Factors of a group's header, from the index-th on.
+// One vector of factors of a group's header, from the index-th on.
 OSTINATO_INLINE F32 load_factors(const QuantFormat& format, const uint8_t* header, int64_t index) {
   if (format.factors == DType::bfloat16) return load(reinterpret_cast<const BFloat16*>(header) + index);
   if (format.factors == DType::float16) return load(reinterpret_cast<const Float16*>(header) + index);
   return load(reinterpret_cast<const float*>(header) + index);
 }
 
-// What a group's columns are scaled by, of one vector.
+// The scales and zero points of a group, for one vector of columns.
 struct Factors {
-  // Those from the column-th on, of one vector.
+  // For the columns from the column-th on.
   OSTINATO_INLINE Factors(const QuantFormat& format, const uint8_t* header, int64_t column)
       : scale(load_factors(format, header, column)), zero(broadcast(static_cast<float>(format.offset()))) {
     if (!format.symmetric) zero = zero + load_factors(format, header, kPanel + column);
@@ -101,7 +101,7 @@ struct Factors {
   F32 zero;  // the value that stands for zero; or the minimum
 };
 
-// Those of `kVectors` vectors from a column on.
+// The factors of `kVectors` vectors of columns from a column on.
 template <int kVectors>
 OSTINATO_INLINE std::array<Factors, kVectors> make_factors(const QuantFormat& format, const uint8_t* header, int64_t column) {
   return [&]<int... v>(std::integer_sequence<int, v...>) __attribute__((always_inline)) {

@@ -20,9 +20,9 @@ namespace ostinato::linear {
 // One instruction multiplies and adds four bytes a lane: unsigned weights, signed activations.
 constexpr int kQuantRows = 12;  // of the tallest tile
 constexpr int quant_units(Widening) { return 1; }    // four-byte units of a row's activations for each step of 4 values
-constexpr int quant_vectors(int) { return 2; }  // that a tile of so many rows is wide
+constexpr int quant_vectors(int) { return 2; }  // vectors of columns in a tile of that many rows
 using Bytes = __m512i;
-// of 32 bits in name too: with casts around each product, compilers copy the sums in every step
+// A type with lanes of 32 bits, because with casts around each product compilers copy the sums in every step.
 typedef int32_t Sums __attribute__((vector_size(64)));
 constexpr int kQuantWidth = 16;  // columns of a vector
 
@@ -106,7 +106,7 @@ constexpr int quant_units(Widening bits) { return bits == kBytes ? 2 : 1; }
 constexpr int quant_vectors(int rows) { return rows <= 2 ? 4 : 2; }
 constexpr int kQuantWidth = 8;
 constexpr int64_t word_steps(Widening bits) { return bits == kTable ? 4 : 8; }  // the table's values are up to 24
-// of the width of their lanes in name too, as above
+// Types with lanes of 32 and of 16 bits, for the same reason as above.
 typedef int32_t Sums __attribute__((vector_size(32)));
 typedef int16_t Words __attribute__((vector_size(32)));
 
@@ -128,7 +128,7 @@ OSTINATO_INLINE __m256i multiply(const Words&, __m256i w, __m256i x) { return _m
 template <class Lanes>
 OSTINATO_INLINE void add_product(Lanes& sum, __m256i w, __m256i x) {
   sum += (Lanes)multiply(sum, w, x);
-  asm volatile("" : "+x"(sum));  // products of later steps would be computed first, and not fit into the registers
+  asm volatile("" : "+x"(sum));  // else compilers compute products of later steps first, which do not fit into the registers
 }
 
 // Calls run(r, v) with each pair of constants. A loop over them would leave arrays of sums in memory, because compilers unroll
@@ -156,7 +156,7 @@ template <Widening Bits, class Lanes, int R, int V>
 OSTINATO_INLINE void sum_lines(Lanes (&sum)[R][V], const uint32_t* x, const uint8_t* data, int64_t lines) {
   for_sums<R, V>([&](auto r, auto v) __attribute__((always_inline)) { sum[r][v] = Lanes{}; });
   int64_t line = 0;
-  do {  // at least once, as below
+  do {  // at least once: with a branch around the loop, compilers keep its results in memory
     add_part<Bits, 0>(sum, x, data);
     add_part<Bits, 1>(sum, x, data);
     x += 2 * R;

@@ -9,7 +9,7 @@
 
 namespace ostinato::linear {
 
-constexpr int64_t kPassBytes = 16 << 10;  // of a panel that stay in the first level cache while rows pass by
+constexpr int64_t kPassBytes = 16 << 10;  // of a panel that stay in the first level cache while all rows are multiplied by them
 
 // Four values of K as the tile multiplies them.
 template <int Units>

@@ -40,7 +40,7 @@ void score(const float* logits, int64_t count, const int64_t* token_ids, int64_t
   if (top == 0) return;
   std::vector<Candidate> likeliest;
   row.candidates(top, likeliest);
-  // A logit that is NaN is no candidate.
+  // Tokens whose logit is NaN are not among the candidates. They come last.
   for (int64_t id = 0; id < count && static_cast<int64_t>(likeliest.size()) < top; ++id) {
     if (logits[id] != logits[id]) likeliest.push_back({kNever, static_cast<int32_t>(id)});
   }

@@ -1,4 +1,4 @@
-// One row of logits, as the kernels read it that draw tokens or give log-probabilities.
+// One row of logits: the maxima, sums and candidates that the kernels of sampling and of log-probabilities share.
 #pragma once
 
 #include "core/simd.h"
@@ -23,9 +23,9 @@ struct Candidate {
 
 inline bool likelier(const Candidate& a, const Candidate& b) { return a.logit > b.logit || (a.logit == b.logit && a.id < b.id); }
 
-// A row in chunks of kDepth vectors; past its end it is impossible. The maximum of lane l of chunk c is that of the
-// kDepth logits at c * kChunk + l + multiples of the width: no horizontal step is needed to find it. A token whose logit
-// is NaN is impossible too.
+// A row in chunks of kDepth vectors. Places past its end count as -inf, and so does a logit that is NaN. The maximum of
+// lane l of chunk c is that of the kDepth logits at c * kChunk + l + multiples of the width, so finding it needs no
+// operation across lanes.
 class Row {
  public:
   Row(const float* logits, int64_t count) : logits_(logits), count_(count), num_chunks_((count + kChunk - 1) / kChunk) {
@@ -39,7 +39,7 @@ class Row {
     for (int64_t c = 0; c < num_chunks_; ++c) {
       const float* from = chunk(c);
       F32 lanes = broadcast(kNever);
-      // In this order, because max gives its second argument where one is NaN.
+      // The load is the first argument, because max gives its second argument where one is NaN.
       for (int v = 0; v < kDepth; ++v) lanes = max(load(from + v * F32::width), lanes);
       store(maxima_.data() + c * F32::width, lanes);
       most = max(most, lanes);
@@ -95,7 +95,7 @@ class Row {
     return c * kChunk + last;
   }
 
-  // How many logits are larger.
+  // How many logits are larger than `logit`.
   int64_t count_above(float logit) const {
     int64_t found = 0;
     for (int64_t c = 0; c < num_chunks_; ++c) {
