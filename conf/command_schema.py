@@ -82,11 +82,11 @@ class QuantizeSection(Section):
         "how the integers are stored",
         one_of=("gptq", "awq", "compressed-tensors"),
     )
-    bits: int = setting(4, "of an integer", one_of=(4, 8))
+    bits: int = setting(4, "bits of an integer", one_of=(4, 8))
     group_size: int = setting(128, "weights that share a scale", one_of=(32, 64, 128))
     symmetric: bool = setting(True, "false = every group has a zero point too")
     calibration: str = setting(
-        "", "a text file; weights are rounded for its activations; empty = each to the nearest"
+        "", "a text file: GPTQ rounds for its activations; empty = round each weight to the nearest"
     )
     evaluation: str = setting("", "a text file whose perplexity is reported; empty = none")
     samples: int = setting(128, "rows of each text, at most", at_least=1)

@@ -31,7 +31,7 @@ class MessagesReply:
     """The reply to one request; use `stream` or `whole`, once.
 
     Args:
-        prepared: the request; `runner.prepare` has let it pass.
+        prepared: the request, which `runner.prepare` has accepted.
     """
 
     def __init__(

@@ -44,7 +44,7 @@ class ChatReply:
     """The reply to one request of `/v1/chat/completions`; use `stream` or `whole`, once.
 
     Args:
-        prepared: the request; `runner.prepare` has let it pass.
+        prepared: the request, which `runner.prepare` has accepted.
     """
 
     def __init__(self, service: Service, prepared: PreparedChat, context: RequestContext) -> None:
@@ -125,7 +125,7 @@ class CompletionReply:
 
     Args:
         prepared: the request.
-        generations: its prompts; `runner.prepare` has let them pass.
+        generations: its prompts, which `runner.prepare` has accepted.
     """
 
     def __init__(
@@ -200,7 +200,10 @@ class CompletionReply:
         output: RequestOutput,
         offsets: completions.TextOffsets,
     ) -> list[Completion]:
-        """The chunks of one output: the echoed prompt before the first, none for held text."""
+        """The chunks of one output. The echoed prompt comes before the first one.
+
+        There is no chunk while the text is held back.
+        """
         token_bytes, options = self._service.encoder.token_bytes, self._options
         has_offsets = options.num_top_logprobs is not None
         chunks = []
@@ -232,7 +235,7 @@ class CompletionReply:
         return chunks if chunk is None else [*chunks, chunk]
 
     def _with_report(self, chunk: Completion, prompt_index: int, begun: set[int]) -> Completion:
-        """The first chunk of each choice shows what the request asked for of the prompt."""
+        """Add what the request asked to be told of its prompt to each choice's first chunk."""
         choice = chunk.choices[0]
         if choice.index in begun:
             return chunk

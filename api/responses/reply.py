@@ -62,7 +62,7 @@ class ResponsesReply:
     """The reply to one request; use `stream` or `whole`, once.
 
     Args:
-        prepared: the request, whose id is the reply's; `runner.prepare` has let it pass.
+        prepared: the request, which `runner.prepare` has accepted. Its id is the reply's.
         stores: whether the reply is stored, under the request's id.
 
     Attributes:

@@ -1,7 +1,7 @@
 """The block table of one sequence: which KV cache blocks hold its tokens, and their hashes.
 
 Plain data. `KVCacheManager` fills a table, registers its full blocks and takes the blocks back. A
-table knows nothing of requests or of the scheduler: token ids and counts come with each call.
+table refers to no request and no scheduler: token ids and counts come with each call.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A second start loads what the first compiled; a damaged bundle costs one line and a compilation."""
+"""A second start loads what the first compiled. A damaged bundle gives one warning and is rebuilt."""
 
 from __future__ import annotations
 

@@ -151,7 +151,7 @@ def test_code_is_not_loaded_from_where_others_can_write(
     assert line.endswith(f"a bundle is code; chmod go-w {opened}")
     assert list(trusted_directories(root)) == []
     bundle.put("layer-0", b"mine")
-    bundle.save()  # must not make it look as if it were ours
+    bundle.save()  # must not replace files that another user may have written
     assert (directory / "layer-0").read_bytes() == FILES["layer-0"]
     assert not bundle.is_saved
     opened.chmod(0o700)
@@ -159,7 +159,7 @@ def test_code_is_not_loaded_from_where_others_can_write(
     assert list(trusted_directories(root)) == [directory]
 
 
-def test_a_place_that_can_not_be_written_costs_a_line(
+def test_a_place_that_can_not_be_written_gives_one_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     root = tmp_path / "file"
@@ -173,7 +173,7 @@ def test_a_place_that_can_not_be_written_costs_a_line(
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs limits of a process")
-def test_a_full_disk_costs_a_line_and_leaves_nothing(tmp_path: Path) -> None:
+def test_a_full_disk_gives_one_warning_and_leaves_nothing(tmp_path: Path) -> None:
     code = (
         "import logging, resource, signal, sys\n"
         "from pathlib import Path\n"

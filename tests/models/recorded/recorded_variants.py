@@ -63,7 +63,7 @@ UNKNOWN = {
 """Architectures that have no implementation here; by model type."""
 
 FORCED = ("gemma2", "granite", "llama3", "mistral", "phi", "qwen2", "qwen3", "smollm3")
-"""Variants with an implementation here, which `model.implementation=transformers` passes over."""
+"""Variants with an implementation here, which `model.implementation=transformers` does not use."""
 
 REFUSED = {
     "BambaForCausalLM": ("bamba", {}, "has attention of its own"),

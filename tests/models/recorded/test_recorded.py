@@ -34,7 +34,7 @@ QUICK = {"helium", "exaone4", "phimoe", "gemma2"}
 
 
 def names(all_names: Any) -> list[Any]:
-    """Those that are not quick are slow."""
+    """Test parameters. Those that are not in `QUICK` are marked slow."""
     return [
         name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in all_names
     ]

@@ -12,7 +12,7 @@ from ostinato.runtime.replicas.inspection import Inspector
 STATE: EngineState = object()  # type: ignore[assignment] - passed through, never looked at
 
 
-def test_all_who_ask_share_one_answer() -> None:
+def test_concurrent_callers_share_one_answer() -> None:
     async def scenario() -> None:
         now, sent = [0.0], []
 
@@ -36,7 +36,7 @@ def test_all_who_ask_share_one_answer() -> None:
     asyncio.run(scenario())
 
 
-def test_who_waits_in_vain_does_not_keep_the_next_from_asking() -> None:
+def test_after_a_timeout_the_next_caller_sends_a_new_question() -> None:
     async def scenario() -> None:
         sent = []
 

@@ -1,4 +1,4 @@
-"""A client of two engine processes: where requests go when an engine dies or rests, with real processes.
+"""A client of two engine processes: where requests go when an engine dies or is drained.
 
 tests/e2e/test_replicas.py has the same for servers.
 """

@@ -1,4 +1,4 @@
-"""The number of drafts: the best by expected tokens per second, none where drafts do not pay."""
+"""The number of drafts maximises the expected tokens per second, and is 0 where drafts do not pay."""
 
 from __future__ import annotations
 

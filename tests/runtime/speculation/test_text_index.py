@@ -1,4 +1,4 @@
-"""The index of a text and the history of answers find what a plain search finds."""
+"""The index of a text and the history of answers find the matches that a plain search finds."""
 
 from __future__ import annotations
 
