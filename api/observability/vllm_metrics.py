@@ -1,7 +1,7 @@
 """Our metrics under vLLM's names, for dashboards made for vLLM; renamed at each scrape.
 
-vLLM's names have a colon and the labels `model_name` and `engine`. They are sums over all engines
-of this server, as engine "0".
+vLLM's names have a colon and the labels `model_name` and `engine`. The values are sums over all
+engines of this server, under `engine="0"`.
 """
 
 from __future__ import annotations

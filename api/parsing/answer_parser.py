@@ -110,7 +110,7 @@ class AnswerParser:
         return self._without_content(self._calls.feed(text))
 
     def _without_content(self, events: list[Event]) -> list[Event]:
-        """The events with the texts of custom tools, without content where an answer has none."""
+        """The events for the reply: custom tools get texts, and `only_calls` drops content."""
         events = self._inputs.feed(events)
         if not self._only_calls:
             return events

@@ -1,4 +1,4 @@
-"""Checks generation requests and builds them for the engine; the engine refuses none of them."""
+"""Checks generation requests and builds the engine's requests, none of which the engine refuses."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _MASK = (1 << 63) - 1
 
 
 class PreparedParts(msgspec.Struct, frozen=True):
-    """Parts of a request that were made before: its prompt and parameters are resolved, too."""
+    """Parts of a request that are computed once its prompt and parameters are resolved."""
 
     grammar: str = ""  # what `GrammarCompiler` made of the constraint; empty without one
     bad_words_token_ids: list[list[int]] = []
@@ -189,15 +189,15 @@ def make_requests(
 
     Args:
         prompt_token_ids: as `resolve` returns them, and `sampling` too.
-        place: sequences of earlier prompts of the same HTTP request.
-        parts: made of `sampling`.
+        place: how many sequences the earlier prompts of the same HTTP request have.
+        parts: computed from `sampling`.
     """
     seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
     has_grammar = sampling.structured_outputs is not None
     assert has_grammar == bool(parts.grammar), "structured_outputs were not made a grammar"
     count, each = (
         sampling.num_candidates,
-        # What `parts` stands for, and so does not cross the border twice.
+        # `parts` has the results of these two, so the engine process does not get the sources.
         msgspec.structs.replace(sampling, structured_outputs=None, bad_words=()),
     )
     if sampling.use_beam_search:

@@ -33,7 +33,7 @@ def name_of(value: object) -> str:
 def linear_problem(
     rows: int, out_features: int, in_features: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """x whose rows are farther apart than they are long, a weight and a bias."""
+    """x with a row stride that is larger than a row, a weight and a bias."""
     generator = torch.Generator().manual_seed(rows * 7919 + out_features * 31 + in_features)
     x = torch.randn(rows, in_features + 3, generator=generator).to(dtype)[:, :in_features]
     weight = torch.randn(out_features, in_features, generator=generator).to(dtype)
@@ -42,8 +42,9 @@ def linear_problem(
 
 
 def assert_within(result: Tensor, exact: Tensor, bound: Tensor) -> None:
-    """That `result` is contiguous and at most `bound` from `exact`, float64, before it was rounded
-    to bfloat16 if it was.
+    """Check that `result` is contiguous and within `bound` of `exact` (float64).
+
+    For a bfloat16 result the error of the last rounding is added to the bound.
     """
     if result.dtype == torch.bfloat16:
         bound = bound + 2.0**-8 * (exact.abs() + bound)

@@ -30,7 +30,7 @@ def kernels(request: pytest.FixtureRequest) -> SimpleNamespace:
 
 
 def _random(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
-    """Values whose rows are farther apart than they are long."""
+    """Values with a row stride that is larger than a row."""
     generator = torch.Generator().manual_seed(seed + sum(shape))
     wide = torch.randn(*shape[:-1], shape[-1] + 3, generator=generator) * 2
     return wide.to(dtype)[..., : shape[-1]]
@@ -101,7 +101,7 @@ def test_activations(kernels: SimpleNamespace, dtype: torch.dtype, kind: str) ->
 
 
 @pytest.mark.parametrize("count", _COUNTS)
-def test_activation_of_any_length_without_threads_showing(
+def test_activation_of_any_length_gives_the_same_bits_with_any_number_of_threads(
     kernels: SimpleNamespace, count: int
 ) -> None:
     x = _random(300, 2 * count, dtype=torch.float32)  # enough rows for several workers

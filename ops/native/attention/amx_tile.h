@@ -1,8 +1,8 @@
 // One tile of bfloat16 attention by matrix tiles (core/amx.h): up to 64 keys and values against blocks of 16 query rows.
 //
-// A group of the cache holds the keys of 16 tokens as tiles B: 16 steps of two dimensions are 1 KiB. Values lie in groups of
-// 16 tokens, that is 8 rows of pairs, wherever their block is. They are copied side by side first, so that a tile B has 32
-// tokens, and tokens that the context does not have become zeros.
+// A group of the cache holds the keys of 16 tokens as tiles B: 16 steps of two dimensions are 1 KiB. Groups of values have 16
+// tokens too, that is 8 rows of pairs, and lie in the blocks of the cache. Two groups are needed for a tile B of 32 tokens. So
+// values are copied side by side first. Places past the end of the context become zeros.
 //
 // Order of sums: a score runs over the dimensions, an output over the tile's 64 keys, in parts of 32 as amx_linear.h
 // describes. The sums of a row contain no other row.
@@ -87,8 +87,8 @@ OSTINATO_INLINE void with_tiles(int count, const Run& run) {
   if (count == 4) run(std::integral_constant<int, 4>{});
 }
 
-// scores [rows][kTile] = queries [rows][units] times kVectors tiles of 16 keys, [units][16] each. Groups of values `next`, which
-// are as large, are fetched meanwhile, if that is not null.
+// scores [rows][kTile] = queries [rows][units] times kVectors tiles of 16 keys, [units][16] each. Meanwhile the groups of
+// values `next` are prefetched, unless `next` is null. They have the same size.
 template <int kVectors>
 void score_tiles(const uint32_t* queries, int units, const uint32_t* const* keys, const uint32_t* const* next,
                  float* scores) {
@@ -115,8 +115,8 @@ void score_tiles(const uint32_t* queries, int units, const uint32_t* const* keys
   for_tiles<kVectors>([&](auto v) { amx::store<v>(scores + v * amx::kTileColumns, kTile * 4); });
 }
 
-// out [rows][stride] += weights [rows][kTile / 2] times kColumns tiles of 16 dimensions of values [kTile / 2][stride]. The
-// same dimensions of the keys `next` are fetched meanwhile, if that is not null.
+// out [rows][stride] += weights [rows][kTile / 2] times kColumns tiles of 16 dimensions of values [kTile / 2][stride].
+// Meanwhile the same dimensions of the keys `next` are prefetched, unless `next` is null.
 template <int kColumns>
 void add_value_tiles(const uint32_t* weights, const uint32_t* values, int stride, const uint32_t* const* next, float* out) {
   const int64_t row_bytes = stride * 4;

@@ -1,4 +1,4 @@
-"""The load client against servers that answer, and against those that do not."""
+"""The load client against servers that answer, and against servers that fail or stall."""
 
 from __future__ import annotations
 
@@ -138,9 +138,7 @@ def test_an_address_that_refuses():
         (stall, "stalled", "no byte for 0.3 s"),
     ],
 )
-def test_answers_that_are_none_are_counted_and_the_run_ends(
-    handler: Any, expected: str, words: str
-):
+def test_failed_answers_are_counted_and_the_run_ends(handler: Any, expected: str, words: str):
     with Answering(handler) as server:
         report = run(server.url, requests(3), concurrency=3, stall_timeout_s=0.3)
     assert statuses(report) == [expected] * 3
@@ -203,7 +201,7 @@ def test_what_a_frozen_client_did_not_send_in_time_counts_as_latency():
     assert "requests were sent up to" in warning
 
 
-def test_a_client_ends_with_whoever_started_it():
+def test_a_client_ends_when_its_parent_stops_reading():
     requests = [JobRequest(prompt=[1], max_tokens=2, at_s=0.1 * n) for n in range(36_000)]
     with Answering(answer()) as server:
         process = subprocess.Popen(

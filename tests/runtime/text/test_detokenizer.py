@@ -1,4 +1,4 @@
-"""Incremental detokenisation: however tokens are grouped, the text of decoding them at once."""
+"""Incremental detokenisation gives the text of decoding all tokens at once, in any grouping."""
 
 from __future__ import annotations
 
@@ -211,7 +211,7 @@ class TestStopStrings:
         assert text == "the quick "
         assert detokenizer.stop_reason == "brown"
 
-    def test_or_after_it(self):
+    def test_the_stop_string_is_part_of_the_text_on_request(self):
         text, _ = detokenize(
             BYTE_LEVEL,
             [BYTE_LEVEL.encode("the quick brown fox")],
@@ -255,7 +255,7 @@ class TestStopStrings:
         assert matcher.feed("abcdef") == "a"
         assert matcher.matched == "bc"
 
-    def test_on_a_tie_the_longer_one(self):
+    def test_of_two_stops_that_complete_at_once_the_longer_one_wins(self):
         matcher = StopStringMatcher(("c", "abc"))
         assert matcher.feed("xabc") == "x"
         assert matcher.matched == "abc"

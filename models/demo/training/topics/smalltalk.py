@@ -1,7 +1,7 @@
 """Small talk of the demo model: what people say to a chat, and what it answers.
 
 Each block is `question / question / ...` on one line and the possible answers on the `>` lines that
-follow. The first answer is the usual one, so that temperature 0 has something to settle on.
+follow. The first answer is trained most often, so that it is the answer at temperature 0.
 """
 
 from typing import Final
