@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ostinato.models.gguf.stored_formats import FORMATS, common_format
 from ostinato.models.quantized_checkpoints.policy import Headers
+from ostinato.models.sharding import Span, why_cut
 from ostinato.models.weight_methods.grouped import QuantizedMatrix
 from ostinato.models.weight_methods.packed import Packed
 from ostinato.models.weight_methods.plain import Plain
@@ -55,6 +56,9 @@ class AsStored(QuantizedMatrix):
         values = StoredTensor((OUT, IN), (torch.uint8,), converted=False)
         found = {"values": values, "scales": groups}
         return found if form.symmetric else found | {"minimums": groups}
+
+    def why_indivisible(self, columns: Span) -> str | None:
+        return why_cut(columns, common_format(self.types).group_size)
 
     def parameters(self, spec: MatrixSpec) -> dict[str, ParameterSpec]:
         shape = common_format(self.types).packed_shape(spec.out_features, spec.in_features)

@@ -223,6 +223,23 @@ def test_ranks_give_the_bits_of_sums_in_rank_order(
     ranks.close()
 
 
+def test_the_bits_of_a_token_do_not_depend_on_its_batch(tmp_path: Path) -> None:
+    small = variant("llama3")
+    save(reference_model(small), small, tmp_path)
+    ranks = Together(tmp_path, 2, weights=PACKED, dtype=torch.bfloat16)
+
+    def alone(rank: int) -> Tensor:
+        driver = ranks.driver(rank)
+        one, two = Sequence(PROMPT), Sequence(PROMPT[:20])
+        found = [driver.step([(one, 1)])[0] for _ in range(30)]
+        found.append(driver.prefill(one, [13]))
+        return torch.cat([*found, driver.prefill(two, [19, 1])])
+
+    for apart, together in zip(ranks.run(alone), logits_of(ranks), strict=True):
+        assert torch.equal(apart, together)
+    ranks.close()
+
+
 class Store:
     """Compiled programs in memory."""
 
