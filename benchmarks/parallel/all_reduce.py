@@ -98,7 +98,7 @@ def _measure(group: ParallelGroup, rows: list[int], width: int) -> list[dict[str
         for name, sums in (("one", 1), ("in step", _IN_STEP)):
             times = time_sums(group, (num_rows, width), sums=sums, rounds=rounds)
             for percent in (50, 99):
-                figures[f"{name} p{percent} us"] = round(percentile(times, percent), 2)
+                figures[f"{name} p{percent}"] = round(percentile(times, percent), 2)
             quiet = min(_windows(times), key=lambda window: percentile(window, 99))
             for percent in (50, 99):
                 figures[f"{name} quiet p{percent}"] = round(percentile(quiet, percent), 2)
@@ -153,11 +153,11 @@ def main() -> int:
         "cpu_besides_rank_0": round(meter.stop(), 3),
         "versions": package_versions(),
     }
-    table = Table(box=box.SIMPLE)
+    table = Table(title="microseconds of a sum", box=box.SIMPLE)
     for name in figures[0]:
         table.add_column(name, justify="right")
     for row in figures:
-        table.add_row(*(f"{value:g}" for value in row.values()))
+        table.add_row(*(f"{value:.4g}" for value in row.values()))
     console = Console()
     console.print(table)
     console.print(", ".join(f"{key} {value}" for key, value in list(conditions.items())[2:7]))

@@ -63,7 +63,8 @@ void reduce(Group& group, const Threads& threads, const Tensor& partial, const T
     for_parts(threads, size, sizeof(T), [&](int64_t begin, int64_t count) {
       const T* parts[kMaxRanks];
       for (int rank = 0; rank < group.world(); ++rank) {
-        parts[rank] = reinterpret_cast<const T*>(slot_of(rank)) + begin;
+        const T* part = rank == group.rank() ? own + first : reinterpret_cast<const T*>(slot_of(rank));
+        parts[rank] = part + begin;
       }
       const int64_t at = first + begin;
       sum_parts(parts, group.world(), added == nullptr ? nullptr : added + at, count, out.as<Out>() + at);

@@ -54,6 +54,7 @@ class Group {
   Group& operator=(const Group&) = delete;
   ~Group() { munmap(header_, bytes_); }
 
+  int rank() const { return rank_; }
   int world() const { return static_cast<int>(header_->world); }
   int64_t slot_bytes() const { return header_->slot_bytes; }
 
