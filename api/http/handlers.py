@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
 
 import msgspec
@@ -13,6 +14,7 @@ from litestar.response import Stream
 
 from ostinato.api.base.errors import ClientGoneError
 from ostinato.api.base.request_context import RequestContext, request_id_of
+from ostinato.api.http.json_parts import json_parts
 from ostinato.api.http.sse import OPENAI_EVENTS, EventForm, sse, until_disconnect
 from ostinato.api.observability.request_log import log_request
 from ostinato.api.preparation.generation import Generation
@@ -39,6 +41,8 @@ __all__ = (
 )
 
 T = TypeVar("T")
+_LARGE = 1 << 20  # bytes of an answer above which it is encoded while it is sent
+_PIECE = 64 << 10  # bytes that are sent in one call
 HttpRequest = Request[Any, Any, Any]
 SharedService = NamedDependency[Service]
 
@@ -173,7 +177,7 @@ def event_stream(events: AsyncGenerator[bytes, None]) -> Stream:
 
 async def respond_whole(
     request: HttpRequest, work: Coroutine[Any, Any, msgspec.Struct]
-) -> Response[bytes]:
+) -> Response[bytes] | Stream:
     """Send the result of `work` as JSON; a disconnect of the client cancels the work."""
     try:
         return json_response(await until_disconnect(request.receive, work))
@@ -181,9 +185,29 @@ async def respond_whole(
         work.close()  # does nothing unless the work never began
 
 
-def json_response(value: object) -> Response[bytes]:
-    """200 with `value` as JSON."""
-    return json_bytes(msgspec.json.encode(value))
+def json_response(value: object) -> Response[bytes] | Stream:
+    """200 with `value` as JSON, which is sent in parts if it is large."""
+    parts = json_parts(value)
+    first: list[bytes] = []
+    size = 0
+    for part in parts:
+        first.append(part)
+        if (size := size + len(part)) > _LARGE:
+            return Stream(_pieces(b"".join(first), parts), media_type="application/json")
+    return json_bytes(b"".join(first))
+
+
+async def _pieces(first: bytes, parts: Iterator[bytes]) -> AsyncGenerator[bytes, None]:
+    """The parts, joined to pieces of some size; other tasks run between them."""
+    piece, size = [first], len(first)
+    for part in parts:
+        if size > _PIECE:
+            yield b"".join(piece)
+            piece, size = [], 0
+            await asyncio.sleep(0)
+        piece.append(part)
+        size += len(part)
+    yield b"".join(piece)
 
 
 def json_bytes(body: bytes) -> Response[bytes]:

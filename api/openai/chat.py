@@ -249,7 +249,7 @@ def to_response(
     if options.num_prompt_logprobs is not None:
         scores = prompt_logprobs(
             generation.prompt_token_ids,
-            answers[0].completion.prompt_logprobs or (),
+            answers[0].completion.prompt_logprobs,
             token_bytes,
             num_top=options.num_prompt_logprobs,
         )

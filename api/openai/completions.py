@@ -12,6 +12,7 @@ import msgspec
 from ostinato.api.openai.logprobs import (
     TokenBytes,
     completion_logprobs,
+    join_logprobs,
     prompt_logprobs,
     token_text,
 )
@@ -131,19 +132,26 @@ class Echo(msgspec.Struct, frozen=True, kw_only=True):
     text: str
     token_ids: list[int]
 
+    def num_characters(self, token_bytes: TokenBytes) -> int:
+        """Of the texts of its tokens."""
+        return sum(len(token_text(token_bytes(token_id))) for token_id in self.token_ids)
+
     def logprobs(
         self,
         scores: Sequence[TokenLogprobs] | None,
         token_bytes: TokenBytes,
         options: ReplyOptions,
     ) -> CompletionLogprobs | None:
-        """Log-probabilities of the prompt's tokens; None unless the request asks for them."""
+        """Log-probabilities of the prompt's tokens; None unless the request asks for them.
+
+        Args:
+            scores: None = the request was ended before they were computed.
+        """
         if options.num_top_logprobs is None:
             return None
-        assert scores is not None, "the engine reports what the request asked for"
         return completion_logprobs(
             self.token_ids,
-            [None, *scores],
+            [None] * len(self.token_ids) if scores is None else [None, *scores],
             token_bytes,
             num_top=options.num_top_logprobs,
             text_offset=0,
@@ -275,33 +283,23 @@ def to_response(
         echoes: the prompts, where the completions repeat them.
     """
     choices = []
+    scores: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
+    echoed: CompletionLogprobs | None = None
     for (prompt_index, index), one in sorted(completions.items()):
         generation = generations[prompt_index]
-        token_ids = list(one.token_ids)
-        scores: list[TokenLogprobs | None] = list(one.logprobs)
-        text = one.text
-        if echoes:
-            text = echoes[prompt_index].text + text
-            token_ids = echoes[prompt_index].token_ids + token_ids
-            scores = [None, *(one.prompt_logprobs or ()), *scores]
+        echo = echoes[prompt_index] if echoes else None
+        if index == 0:  # the other completions of the prompt have the same
+            scores = _prompt_logprobs(generation, one, token_bytes, options)
+            echoed = echo and echo.logprobs(one.prompt_logprobs, token_bytes, options)
         choices.append(
             CompletionChoice(
                 index=prompt_index * generation.sampling.n + index,
-                text=text,
-                logprobs=None
-                if options.num_top_logprobs is None
-                else completion_logprobs(
-                    token_ids,
-                    scores,
-                    token_bytes,
-                    num_top=options.num_top_logprobs,
-                    text_offset=0,
-                    as_ids=options.as_token_ids,
-                ),
+                text=one.text if echo is None else echo.text + one.text,
+                logprobs=_logprobs(one, echo, echoed, token_bytes, options),
                 finish_reason=one.finish_reason,
                 stop_reason=one.stop_reason,
                 token_ids=options.token_ids(one.token_ids),
-                prompt_logprobs=_prompt_logprobs(generation, one, token_bytes, options),
+                prompt_logprobs=scores,
             )
         )
     return Completion(
@@ -314,6 +312,27 @@ def to_response(
     )
 
 
+def _logprobs(
+    one: CollectedCompletion,
+    echo: Echo | None,
+    echoed: CompletionLogprobs | None,
+    token_bytes: TokenBytes,
+    options: ReplyOptions,
+) -> CompletionLogprobs | None:
+    """Those of a completion, after those of the prompt that it repeats."""
+    if options.num_top_logprobs is None:
+        return None
+    own = completion_logprobs(
+        one.token_ids,
+        one.logprobs,
+        token_bytes,
+        num_top=options.num_top_logprobs,
+        text_offset=0 if echo is None else echo.num_characters(token_bytes),
+        as_ids=options.as_token_ids,
+    )
+    return own if echoed is None else join_logprobs(echoed, own)
+
+
 def _prompt_logprobs(
     generation: Generation,
     one: CollectedCompletion,
@@ -324,7 +343,7 @@ def _prompt_logprobs(
         return msgspec.UNSET
     return prompt_logprobs(
         generation.prompt_token_ids,
-        one.prompt_logprobs or (),
+        one.prompt_logprobs,
         token_bytes,
         num_top=options.num_prompt_logprobs,
     )

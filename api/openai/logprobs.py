@@ -17,6 +17,7 @@ __all__ = (
     "TokenBytes",
     "chat_logprobs",
     "completion_logprobs",
+    "join_logprobs",
     "prompt_logprobs",
     "token_text",
 )
@@ -126,9 +127,19 @@ def completion_logprobs(
     return CompletionLogprobs(names, values, tops, offsets)
 
 
+def join_logprobs(first: CompletionLogprobs, second: CompletionLogprobs) -> CompletionLogprobs:
+    """The lists of one text and of the text after it."""
+    return CompletionLogprobs(
+        first.tokens + second.tokens,
+        first.token_logprobs + second.token_logprobs,
+        first.top_logprobs + second.top_logprobs,
+        first.text_offset + second.text_offset,
+    )
+
+
 def prompt_logprobs(
     prompt_token_ids: Sequence[int],
-    logprobs: Sequence[TokenLogprobs],
+    logprobs: Sequence[TokenLogprobs] | None,
     token_bytes: TokenBytes,
     *,
     num_top: int,
@@ -138,8 +149,10 @@ def prompt_logprobs(
     The entry of the first token is None.
 
     Args:
-        logprobs: of the tokens after the first.
+        logprobs: of the tokens after the first; None = they were not computed.
     """
+    if logprobs is None:
+        return [None] * len(prompt_token_ids)
     result: PromptLogprobs = [None]
     for token_id, entry in zip(prompt_token_ids[1:], logprobs, strict=True):
         candidates = {

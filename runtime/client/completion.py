@@ -115,6 +115,9 @@ class PromptCompletions:
             else None
         )
         self._parts: dict[str, _Parts] = {}  # by request id, until its next output
+        self._scores = (
+            _SharedScores() if sampling.prompt_logprobs is not None and len(requests) > 1 else None
+        )
 
     @property
     def unfinished_ids(self) -> list[str]:
@@ -144,7 +147,7 @@ class PromptCompletions:
         if stream.is_finished:
             del self._streams[engine_output.request_id]
         if self._candidates is None:
-            return [output]
+            return [output] if self._scores is None else self._scores.shared(output)
         if output.finish_reason in (FinishReason.error, FinishReason.abort):
             self._streams.clear()
             return [output]
@@ -166,7 +169,8 @@ class PromptCompletions:
         """The n candidates with the highest log-probability per token; the first of equals."""
         ranked = sorted(candidates.values(), key=_Candidate.score, reverse=True)
         chosen, others = ranked[: self._sampling.n], ranked[self._sampling.n :]
-        outputs = [one.joined(index) for index, one in enumerate(chosen)]
+        scores = next(iter(candidates.values())).prompt_logprobs
+        outputs = [one.joined(index, scores) for index, one in enumerate(chosen)]
         outputs[0].num_discarded_tokens = sum(len(one.token_ids) for one in others)
         return outputs
 
@@ -190,6 +194,35 @@ class PromptCompletions:
             )
             output.score = beam.score
             yield output
+
+
+class _SharedScores:
+    """Gives each completion of a prompt the log-probabilities of the prompt's tokens.
+
+    The engine computes them with the first completion. Outputs of the others wait for them.
+    """
+
+    def __init__(self) -> None:
+        self._scores: list[TokenLogprobs] | None = None
+        self._has_come = False
+        self._begun: set[int] = set()  # completions whose first output was given
+        self._held: list[RequestOutput] = []
+
+    def shared(self, output: RequestOutput) -> list[RequestOutput]:
+        """The outputs that can be given after this one came."""
+        if output.index == 0:
+            self._scores = output.prompt_logprobs if not self._has_come else self._scores
+            self._has_come = True
+        self._held.append(output)
+        if not self._has_come:
+            return []
+        given, self._held = self._held, []
+        given.sort(key=lambda one: one.index != 0)  # the sort keeps each completion's order
+        for one in given:
+            if one.index not in self._begun:
+                self._begun.add(one.index)
+                one.prompt_logprobs = self._scores
+        return given
 
 
 class _Parts:
@@ -249,8 +282,13 @@ class _Candidate:
         """The mean log-probability of its tokens."""
         return self._sum / max(1, self._num_scored)
 
-    def joined(self, index: int) -> RequestOutput:
-        """All its outputs as one."""
+    @property
+    def prompt_logprobs(self) -> list[TokenLogprobs] | None:
+        """Those of the first output."""
+        return None if self._first is None else self._first.prompt_logprobs
+
+    def joined(self, index: int, scores: list[TokenLogprobs] | None) -> RequestOutput:
+        """All its outputs as one; `scores` are those of the prompt's tokens."""
         assert self._first is not None, "it has ended"
         assert self._last is not None, "it has ended"
         return msgspec.structs.replace(
@@ -260,7 +298,7 @@ class _Candidate:
             text_delta="".join(self._texts),
             new_token_ids=self.token_ids,
             logprobs=self._logprobs,
-            prompt_logprobs=self._first.prompt_logprobs,
+            prompt_logprobs=scores,
             scheduled_time=self._first.scheduled_time,
             events=self._events or None,
         )

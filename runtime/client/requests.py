@@ -220,6 +220,8 @@ def make_requests(
         prediction_token_ids=parts.prediction_token_ids,
         grammar=parts.grammar,
     )
+    # The first request scores the prompt for all of them (`PromptCompletions`).
+    each = msgspec.structs.replace(each, prompt_logprobs=None)
     return [
         first,
         *(

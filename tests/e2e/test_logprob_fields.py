@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.e2e.json_requests import (
     CHAT,
     COMPLETIONS,
@@ -13,6 +15,7 @@ from tests.e2e.json_requests import (
     refused,
     tokens_of,
 )
+from tests.e2e.server_process import HTTP
 
 
 class TestLogprobs:
@@ -66,6 +69,45 @@ class TestLogprobs:
             server, CHAT, messages=HI, **GREEDY, logprobs=True, return_tokens_as_token_ids=True
         )["choices"][0]["logprobs"]["content"]
         assert all(entry["token"].startswith("token_id:") for entry in content)
+
+    @pytest.mark.parametrize("several", [{"n": 3}, {"n": 2, "best_of": 4}], ids=str)
+    def test_every_choice_has_those_of_its_prompt(self, server, several):
+        prompts = [tokens_of(server, text) for text in ("Once upon a time", "The quick brown fox")]
+        asked = {"prompt_logprobs": 2, "logprobs": 1, "echo": True}
+        alone = [complete(server, prompt, **asked) for prompt in prompts]
+        drawn = {"temperature": 1, "seed": 3, "max_tokens": 4, "ignore_eos": True}
+        reply = post(server, COMPLETIONS, prompt=prompts, **asked, **drawn, **several)
+        assert len(reply["choices"]) == 2 * several["n"]
+        for place, choice in enumerate(reply["choices"]):
+            expected = alone[place // several["n"]]
+            length = len(expected["prompt_logprobs"])
+            assert choice["prompt_logprobs"] == expected["prompt_logprobs"]
+            for name, values in choice["logprobs"].items():
+                assert values[:length] == expected["logprobs"][name][:length]
+                assert len(values) == length + 4
+
+    def test_chunks_begin_with_those_of_the_prompt(self, server):
+        body = {"prompt": "Once upon a time", "echo": True, "logprobs": 1, "n": 3, "temperature": 1}
+        body |= {"seed": 3, "max_tokens": 4, "ignore_eos": True}
+        whole = post(server, COMPLETIONS, **body)["choices"]
+        streamed = [[] for _ in whole]
+        for event in events(server, COMPLETIONS, **body):
+            for choice in event["choices"]:
+                if choice["logprobs"] is not None:
+                    streamed[choice["index"]] += choice["logprobs"]["token_logprobs"]
+        assert streamed == [choice["logprobs"]["token_logprobs"] for choice in whole]
+
+    def test_an_answer_of_megabytes(self, server):
+        """It is encoded while it is sent."""
+        body = {"prompt": [300 + index % 900 for index in range(400)], "prompt_logprobs": 20}
+        body |= {"n": 12, "max_tokens": 1, "temperature": 1}
+        response = HTTP.post(server.url + COMPLETIONS, json=body, timeout=120)
+        assert len(response.content) > 1 << 22
+        assert "content-length" not in response.headers
+        scores = [choice["prompt_logprobs"] for choice in response.json()["choices"]]
+        assert (
+            scores == [complete(server, body["prompt"], prompt_logprobs=20)["prompt_logprobs"]] * 12
+        )
 
 
 class TestEcho:

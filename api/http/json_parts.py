@@ -1,0 +1,81 @@
+"""Encodes an answer as JSON in parts of bounded size.
+
+An answer with many log-probabilities has hundreds of megabytes. Encoding it in one call would hold
+the interpreter's lock for a long time, and would need memory for all of it at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+
+__all__ = ("json_parts",)
+
+_encode = msgspec.json.Encoder().encode
+_ENTRIES = (
+    256  # of a list that are encoded in one call: a millisecond for 20 log-probabilities each
+)
+
+
+def json_parts(value: object) -> Iterator[bytes]:
+    """The parts of `msgspec.json.encode(value)`, in order.
+
+    Lists are encoded in parts, and so are the fields of structs that hold lists. Other values are
+    encoded in one call.
+    """
+    if isinstance(value, list) and value:
+        yield b"["
+        is_first = True
+        for entries in _runs(value):
+            if not is_first:
+                yield b","
+            is_first = False
+            if isinstance(entries, list):
+                yield _encode(entries)[1:-1]
+            else:
+                yield from json_parts(entries)
+        yield b"]"
+    elif isinstance(value, msgspec.Struct) and _has_list(value):
+        yield from _struct_parts(value)
+    else:
+        yield _encode(value)
+
+
+def _runs(values: list[object]) -> Iterator[object]:
+    """Lists of entries to encode in one call, and structs to encode in parts."""
+    run: list[object] = []
+    for value in values:
+        is_apart = isinstance(value, msgspec.Struct) and _has_list(value)
+        if run and (is_apart or len(run) == _ENTRIES):
+            yield run
+            run = []
+        if is_apart:
+            yield value
+        else:
+            run.append(value)
+    if run:
+        yield run
+
+
+def _has_list(value: msgspec.Struct) -> bool:
+    config = value.__struct_config__
+    if config.array_like or config.omit_defaults or config.tag_field is not None:
+        return False
+    fields = (getattr(value, name) for name in value.__struct_fields__)
+    return any(
+        (isinstance(field, list) and field)
+        or (isinstance(field, msgspec.Struct) and _has_list(field))
+        for field in fields
+    )
+
+
+def _struct_parts(value: msgspec.Struct) -> Iterator[bytes]:
+    separator = b"{"
+    for name, encoded in zip(value.__struct_fields__, value.__struct_encode_fields__, strict=True):
+        field = getattr(value, name)
+        if field is not msgspec.UNSET:
+            yield separator + _encode(encoded) + b":"
+            yield from json_parts(field)
+            separator = b","
+    yield b"}" if separator == b"," else b"{}"
