@@ -21,6 +21,7 @@ from ostinato.models.checkpoints.weights import load_weights
 from ostinato.models.choose_weights import choose_weights
 from ostinato.models.config.model_config import ModelConfig
 from ostinato.models.registry import build_model, read_model_config
+from ostinato.models.sharding import WHOLE, Shard
 from ostinato.ops.attention import select_backend
 from tests.models.driver import Driver, Sequence
 from tests.models.random_checkpoints import Variant, reference_model, save
@@ -63,6 +64,7 @@ def load(
     dtype: torch.dtype = torch.float32,
     *,
     pack: bool = False,
+    shard: Shard = WHOLE,
     **settings: Any,
 ) -> tuple[CausalLM, ModelConfig]:
     """Load a checkpoint; `settings` are those of the section `model`."""
@@ -71,13 +73,14 @@ def load(
     config = read_model_config(checkpoint, section.implementation)
     device = torch.device("cpu")
     weights = choose_weights(section, checkpoint, pack=pack, device=device, dtype=dtype)
-    spec = config.attention_spec(Driver.block_size, dtype, device)
+    spec = config.attention_spec(Driver.block_size, dtype, device, shard=shard)
     model = build_model(
         config,
         dtype=dtype,
         device=device,
         attention_backend=select_backend(backend, spec),
         weights=weights,
+        shard=shard,
     )
     load_weights(model, checkpoint)
     assert isinstance(model, CausalLM)

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from ostinato.models.gguf.stored_formats import FORMATS
 from ostinato.models.quantized_checkpoints.gguf import AsStored
+from ostinato.models.sharding import Shard
 from tests.models.driver import Driver, Sequence
 from tests.models.gguf_files import save_checkpoint, write_gguf
 from tests.models.parity import PROMPT, Expected, check_whole, load
@@ -136,3 +137,13 @@ def test_logits_and_greedy_tokens(written, name: str) -> None:
     model, config = load(file, "cpu")
     assert config.eos_token_ids == ()
     check_whole(Driver(model, config), expected)
+
+
+def test_ranks_hold_whole_groups(tmp_path: Path) -> None:
+    directory = save_checkpoint("llama3", tmp_path, **WIDE)
+    file = write_gguf(directory, tmp_path / "model.gguf", type_of=mixed_types)
+    whole = load(file, "cpu", pack=True)[0].layers[0]
+    parts = [load(file, "cpu", pack=True, shard=Shard(rank, 2))[0].layers[0] for rank in range(2)]
+    for name in ("self_attn.o_proj", "mlp.down_proj"):
+        joined = torch.cat([part.get_submodule(name).dense() for part in parts], 1)
+        assert torch.equal(joined, whole.get_submodule(name).dense())
