@@ -14,6 +14,7 @@ from typing import cast
 
 from ostinato.conf.describe import describe_keys, nearest
 from ostinato.conf.errors import ConfigError
+from ostinato.conf.server_schema import ReasoningParserName, ToolParserName
 from ostinato.conf.speculation.speculative_config import speculation_settings
 
 __all__ = ("ARGUMENTS", "Argument", "argument_settings", "unknown_argument")
@@ -182,21 +183,19 @@ _BACKENDS = {
 }
 _QUANTIZATIONS = {"int8": "int8", "int4": "int4"}
 _TOOL_PARSERS = {
-    "hermes": "hermes",
-    "llama3_json": "llama3_json",
-    "mistral": "mistral",
-    "granite": "granite",
+    **{one.value: one.value for one in ToolParserName if one.value not in ("auto", "none")},
+    "ernie45": "hermes",
     "granite4": "hermes",
-    "phi4_mini_json": "phi4_mini_json",
-    "json": "json",
+    "hunyuan_a13b": "jamba",
+    "llama4_json": "llama3_json",
+    "qwen3_xml": "qwen3_coder",
 }
 _REASONING_PARSERS = {
-    "deepseek_r1": "think",
-    "glm45": "think",
-    "olmo3": "think",
-    "qwen3": "think",
-    "think": "think",
-    "mistral": "mistral",
+    **{one.value: one.value for one in ReasoningParserName if one.value not in ("auto", "none")},
+    **dict.fromkeys(
+        ("deepseek_r1", "deepseek_v3", "glm45", "kimi_k2", "minimax_m2", "olmo3", "qwen3", "step3"),
+        "think",
+    ),
 }
 
 ARGUMENTS: dict[str, Argument] = {

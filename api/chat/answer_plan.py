@@ -6,7 +6,10 @@ import msgspec
 
 from ostinato.api.chat.chat_prompt import ChatPrompt
 from ostinato.api.chat.tool_constraint import tool_constraint
+from ostinato.api.chat.tools import ToolUse
 from ostinato.api.parsing.answer_parser import AnswerForm
+from ostinato.api.parsing.bodies.parameter_schemas import types_of_parameters
+from ostinato.api.parsing.call_format import CallFormat
 from ostinato.api.schemas.chat_completions import ChatCompletionRequest
 from ostinato.api.schemas.response_format import behind_reasoning, constraint_of
 from ostinato.runtime.errors import InvalidRequestError
@@ -45,6 +48,7 @@ def plan_answer(
         call_format=found.calls.name if use.tools and found.calls is not None else "",
         tool_names=use.names,
         custom_names=use.custom_names,
+        parameter_types=_parameter_types(use, found.calls),
         max_calls=None if use.parallel else 1,
         only_calls=use.must_call,
     )
@@ -61,6 +65,14 @@ def plan_answer(
         skip_special_tokens=body.skip_special_tokens
         and not any(tokenizer.is_special(marker) for marker in form.markers),
     )
+
+
+def _parameter_types(
+    use: ToolUse, calls: CallFormat | None
+) -> dict[str, dict[str, tuple[str, ...]]]:
+    if calls is None or not calls.needs_types:
+        return {}
+    return {one.name: types_of_parameters(one.parameters) for one in use.callable_tools}
 
 
 def _ends_in_reasoning(body: ChatCompletionRequest, prompt: ChatPrompt) -> bool:

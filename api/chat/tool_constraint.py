@@ -9,12 +9,12 @@ from typing import Any
 
 from ostinato.api.chat.tools import ToolUse
 from ostinato.api.parsing.answer_parser import AnswerForm
-from ostinato.api.parsing.custom_tools import RAW_BEGIN, RAW_END
+from ostinato.api.parsing.call_format import CallFormat
+from ostinato.api.schemas.conversation import FunctionTool
 from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.types.structured_outputs import (
     StructuredOutputsParams,
-    ToolCallFormat,
-    constrain_tool_calls,
+    arrange_calls,
 )
 
 __all__ = ("tool_constraint",)
@@ -30,11 +30,12 @@ def tool_constraint(
         wanted: the request's own constraint.
 
     Raises:
-        InvalidRequestError: `wanted` can not be combined with calls.
+        InvalidRequestError: `wanted` can not be combined with calls, or a function's schema can not
+            be enforced in the model's format.
     """
     if form.calls is None or not (use.must_call or use.needs_grammar or wanted is not None):
         return None
-    calls = _calls(use, form.calls.shape, only_calls=use.must_call or wanted is not None)
+    calls = _calls(use, form, form.calls, only_calls=use.must_call or wanted is not None)
     if wanted is not None:
         if use.must_call:
             raise InvalidRequestError(
@@ -42,45 +43,47 @@ def tool_constraint(
                 param="tool_choice",
                 code="invalid_value",
             )
-        calls = {"type": "or", "elements": [calls, _part(wanted)]}
+        calls = {"type": "or", "elements": [calls, _answer(form, _part(wanted))]}
     return StructuredOutputsParams(
         structural_tag={"type": "structural_tag", "format": _behind_reasoning(calls, form)},
         strict=use.is_strict or (wanted is not None and wanted.strict),
     )
 
 
-def _calls(use: ToolUse, shape: ToolCallFormat, *, only_calls: bool) -> dict[str, Any]:
-    constraint = constrain_tool_calls(
-        [(one.name, _schema(one.parameters)) for one in use.callable_tools],
-        shape,
-        at_least_one=only_calls,
-        only_calls=only_calls,
-        parallel=use.parallel,
+def _calls(
+    use: ToolUse, form: AnswerForm, calls: CallFormat, *, only_calls: bool
+) -> dict[str, Any]:
+    # On channels every message has a header, so there is no free text around calls.
+    has_channels = form.reasoning is not None and form.reasoning.has_channels
+    part = arrange_calls(
+        [_tag(use, calls, one) for one in use.callable_tools],
+        calls.shape,
+        at_least_one=only_calls or has_channels,
+        only_calls=only_calls or has_channels,
+        parallel=use.parallel and not calls.is_single,
     )
-    tag = constraint.structural_tag
-    assert isinstance(tag, dict), "constrain_tool_calls gives a tag as an object"
-    part = tag["format"]
-    tags = [
-        _with_raw_input(one, use.lark_grammars.get(tool.name))
-        for one, tool in zip(part["tags"], use.callable_tools, strict=True)
-    ]
-    return {**part, "tags": tags}
+    if only_calls or not has_channels:
+        return part
+    return {"type": "or", "elements": [part, _answer(form, {"type": "any_text"})]}
 
 
-def _with_raw_input(tag: dict[str, Any], grammar: str | None) -> dict[str, Any]:
-    """The tag of a custom tool with a Lark grammar, whose text stands as it is."""
-    if grammar is None:
-        return tag
-    return {
-        **tag,
-        "begin": tag["begin"] + RAW_BEGIN,
-        "content": {"type": "grammar", "grammar": grammar},
-        "end": RAW_END + tag["end"],
-    }
+def _tag(use: ToolUse, calls: CallFormat, tool: FunctionTool) -> dict[str, Any]:
+    """The tag of one function; the text of a custom tool with a Lark grammar stands as it is."""
+    grammar = use.lark_grammars.get(tool.name)
+    if grammar is not None:
+        begin, end = calls.style.raw_ends("input")
+        tag = calls.shape.tag(tool.name, {"type": "grammar", "grammar": grammar})
+        return {**tag, "begin": tag["begin"] + begin, "end": end + tag["end"]}
+    part = calls.style.part(tool.name, tool.parameters, strict=tool.strict is True)
+    return calls.shape.tag(tool.name, part)
 
 
-def _schema(parameters: dict[str, Any] | None) -> dict[str, Any]:
-    return {"type": "object", **(parameters or {"properties": {}})}
+def _answer(form: AnswerForm, part: dict[str, Any]) -> dict[str, Any]:
+    """The format of an answer without calls, behind what the model writes before an answer."""
+    if form.reasoning is None or not form.reasoning.has_channels:
+        return part
+    header = {"type": "const_string", "value": form.reasoning.answer}
+    return {"type": "sequence", "elements": [header, part]}
 
 
 def _part(wanted: StructuredOutputsParams) -> dict[str, Any]:
@@ -111,7 +114,7 @@ def _part(wanted: StructuredOutputsParams) -> dict[str, Any]:
 def _behind_reasoning(part: dict[str, Any], form: AnswerForm) -> dict[str, Any]:
     """The format with reasoning allowed before it."""
     markers = form.reasoning
-    if markers is None or part["type"] == "triggered_tags":
+    if markers is None or (part["type"] == "triggered_tags" and not markers.is_special):
         return part
     thoughts: dict[str, Any] = {
         "type": "tag",

@@ -10,8 +10,8 @@ from typing import Any
 
 import msgspec
 
+from ostinato.api.parsing.call_format import CallFormat
 from ostinato.api.parsing.custom_tools import INPUT_SCHEMA, as_arguments
-from ostinato.api.parsing.formats import CallFormat
 from ostinato.api.schemas.conversation import (
     AllowedToolsChoice,
     CustomTool,

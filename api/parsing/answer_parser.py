@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import msgspec
 
+from ostinato.api.parsing.call_format import CallFormat
+from ostinato.api.parsing.channels import ChannelSplitter
 from ostinato.api.parsing.custom_tools import CustomInputs
 from ostinato.api.parsing.events import Content, Event, Reasoning
-from ostinato.api.parsing.formats import FORMATS, CallFormat
+from ostinato.api.parsing.formats import FORMATS
 from ostinato.api.parsing.reasoning import ReasoningMarkers, ReasoningSplitter
 from ostinato.api.parsing.tool_calls import CallParser
 
@@ -27,6 +29,8 @@ class AnswerForm(msgspec.Struct, frozen=True, kw_only=True):
     is_constrained: bool = False  # a grammar enforces the shape of calls
     tool_names: frozenset[str] = frozenset()
     custom_names: frozenset[str] = frozenset()  # those of them that are custom tools
+    # Function -> parameter -> the JSON types that its schema allows, for formats that need them.
+    parameter_types: dict[str, dict[str, tuple[str, ...]]] = {}
     max_calls: int | None = None
     only_calls: bool = False  # no content; the text of a call that was cut is dropped
 
@@ -39,7 +43,7 @@ class AnswerForm(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def markers(self) -> tuple[str, ...]:
         """All markers that an answer may contain."""
-        reasoning = () if self.reasoning is None else (self.reasoning.begin, self.reasoning.end)
+        reasoning = () if self.reasoning is None else self.reasoning.markers
         return reasoning + (() if self.calls is None else self.calls.markers)
 
     def parser(self) -> AnswerParser:
@@ -54,14 +58,14 @@ class AnswerParser:
         self._shows_reasoning = form.shows_reasoning
         self._only_calls = form.only_calls
         self._inputs = CustomInputs(form.custom_names)
-        self._reasoning = (
-            None
-            if form.reasoning is None
-            else ReasoningSplitter(form.reasoning, is_open=form.reasoning_is_open)
-        )
+        self._reasoning = None if form.reasoning is None else _splitter(form, form.reasoning)
         calls = form.calls
         self._calls = (
-            None if calls is None else CallParser(calls, form.tool_names, max_calls=form.max_calls)
+            None
+            if calls is None
+            else CallParser(
+                calls, form.tool_names, max_calls=form.max_calls, types=form.parameter_types
+            )
         )
 
     @property
@@ -115,3 +119,9 @@ class AnswerParser:
         if not self._only_calls:
             return events
         return [event for event in events if not isinstance(event, Content)]
+
+
+def _splitter(form: AnswerForm, markers: ReasoningMarkers) -> ReasoningSplitter | ChannelSplitter:
+    if markers.has_channels:
+        return ChannelSplitter()
+    return ReasoningSplitter(markers, is_open=form.reasoning_is_open)

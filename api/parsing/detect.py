@@ -6,26 +6,14 @@ import re
 
 import msgspec
 
-from ostinato.api.parsing.formats import FORMATS, CallFormat
-from ostinato.api.parsing.reasoning import MISTRAL, THINK, ReasoningMarkers
+from ostinato.api.parsing.call_format import CallFormat
+from ostinato.api.parsing.formats import FORMATS
+from ostinato.api.parsing.reasoning import REASONING, ReasoningMarkers
 from ostinato.conf.server_schema import ReasoningParserName, ToolParserName
 
 __all__ = ("TemplateTraits", "traits")
 
 _TOOLS = re.compile(r"\btools\b")
-# The first marker that a template contains decides.
-_CALL_MARKERS = (
-    ("<function=", ToolParserName.none),  # XML in the same tags as Hermes's JSON
-    ("<arg_key>", ToolParserName.none),
-    ("<tool_call>", ToolParserName.hermes),
-    ("functools", ToolParserName.phi4_mini_json),
-    ("<|tool|>", ToolParserName.phi4_mini_json),
-    ("<|tool_call|>", ToolParserName.granite),
-    ("[TOOL_CALLS]", ToolParserName.mistral),
-    ("<|python_tag|>", ToolParserName.llama3_json),
-    ('"parameters": dict', ToolParserName.llama3_json),  # Llama 3.2 and later
-)
-_REASONING = {ReasoningParserName.think: THINK, ReasoningParserName.mistral: MISTRAL}
 
 
 class TemplateTraits(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,15 +49,21 @@ def traits(
 
 
 def _calls(source: str, knows_tools: bool, chosen: ToolParserName) -> CallFormat | None:
-    if chosen is ToolParserName.auto:
-        chosen = ToolParserName.json
-        if knows_tools:
-            found = (name for marker, name in _CALL_MARKERS if marker in source)
-            chosen = next(found, ToolParserName.none)
-    return FORMATS.get(chosen.value)
+    if chosen is ToolParserName.mistral and _has(FORMATS["mistral_args"], source):
+        chosen = ToolParserName.mistral_args  # both layouts are read; this one is written
+    if chosen is not ToolParserName.auto:
+        return FORMATS.get(chosen.value)
+    if not knows_tools:
+        return FORMATS["json"]
+    return next((row for row in FORMATS.values() if _has(row, source)), None)
+
+
+def _has(row: CallFormat, source: str) -> bool:
+    return any(mark in source for mark in row.marks) and row.also in source
 
 
 def _reasoning(source: str, chosen: ReasoningParserName) -> ReasoningMarkers | None:
     if chosen is not ReasoningParserName.auto:
-        return _REASONING.get(chosen)
-    return next((one for one in _REASONING.values() if one.end in source), None)
+        return REASONING.get(chosen.value)
+    rows = REASONING.values()
+    return next((row for row in rows if all(mark in source for mark in row.marks)), None)

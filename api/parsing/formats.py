@@ -1,310 +1,407 @@
-"""The formats in which models write tool calls, and the readers of a call's body.
+"""The formats in which models write tool calls: one row for each.
 
-A format has markers that open and close a call. Without an opening marker a bracket opens a call,
-but only at the beginning of an answer or after another call.
+Sources: the chat templates and the documentation of the models' publishers.
 """
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Callable, Mapping
-from enum import Enum
-from typing import Any, NoReturn, Protocol
+from collections.abc import Mapping
 
 import msgspec
 
-from ostinato.api.parsing.custom_tools import RAW_BEGIN, RAW_END, raw_arguments
-from ostinato.api.parsing.events import ToolCall
-from ostinato.api.parsing.json_scanner import JsonScanner, JsonState
-from ostinato.runtime.text.stop_strings import num_held
+from ostinato.api.parsing.bodies.body_reader import BodyReader, ParameterTypes
+from ostinato.api.parsing.bodies.json_bodies import Header, JsonBody, ListOrNamedBody, NamedBody
+from ostinato.api.parsing.bodies.python_bodies import PythonBody, PythonLayout
+from ostinato.api.parsing.bodies.tagged_bodies import TaggedBody, TagLayout
+from ostinato.api.parsing.call_format import CallFormat, MakeReader
 from ostinato.runtime.types.structured_outputs import ToolCallFormat
 
-__all__ = ("FORMATS", "Begun", "BodyReader", "CallFormat", "Calls", "NotACall")
-
-_MAX_NAME = 64
-_ARGUMENT_KEYS = ("arguments", "parameters")
-_KEYS = ("name", "id", "type", *_ARGUMENT_KEYS)
-_LIST_OF_OTHERS = re.compile(r"\s*\[\s*[^\s{]")
+__all__ = ("FORMATS",)
 
 
-class NotACall(Enum):
-    """Results of a reader for a body that is not a call, or not yet."""
-
-    unfinished = "unfinished"
-    malformed = "malformed"
+def _json(opening: str, types: ParameterTypes) -> BodyReader:
+    return JsonBody()
 
 
-class Calls(msgspec.Struct, frozen=True):
-    """A complete body."""
-
-    calls: list[ToolCall]
-    end: int  # length of the body
+def _named(header: Header) -> MakeReader:
+    return lambda opening, types: NamedBody(header)
 
 
-class Begun(msgspec.Struct, frozen=True):
-    """An incomplete body that is certainly a call, with the arguments so far."""
-
-    name: str
-    arguments: str
+def _tags(layout: TagLayout) -> MakeReader:
+    return lambda opening, types: TaggedBody(layout, opening, types, streams=False)
 
 
-class BodyReader(Protocol):
-    """Reads one body. Each call of `read` gets the whole text so far."""
-
-    def read(self, body: str) -> Begun | Calls | NotACall: ...
-
-
-class CallFormat(msgspec.Struct, frozen=True, kw_only=True):
-    """One format of tool calls."""
-
-    name: str  # its key in FORMATS
-    openings: tuple[str, ...] = ()  # markers that open a call anywhere in the answer
-    brackets: str = ""  # open a call without a marker
-    closings: tuple[str, ...] = ()  # after a call; not part of the content
-    reader: Callable[[], BodyReader]
-    inner: tuple[str, ...] = ()  # further markers within a body
-    shape: ToolCallFormat  # how calls are written if a prompt or a grammar prescribes it
-    short_ids: bool = False  # templates require ids of nine letters and digits
-
-    @property
-    def markers(self) -> tuple[str, ...]:
-        return self.openings + self.closings + self.inner
-
-    def written(self, name: str, arguments: str) -> str:
-        """The text of a call in this format."""
-        shape = self.shape
-        return f"{shape.begin}{name}{shape.middle}{arguments}{shape.end}"
-
-    def constrained(self) -> CallFormat:
-        """The format for answers whose grammar enforces `shape`; their arguments are streamed."""
-        opening = next((one for one in self.openings if self.shape.begin.startswith(one)), "")
-        return msgspec.structs.replace(
-            self,
-            openings=(opening,) if opening else (),
-            reader=lambda: ShapedBody(self.shape, opening),
-        )
+def _json_shape(key: str = "arguments", end: str = "}", **fields: str) -> ToolCallFormat:
+    """Calls as objects with the keys `name` and `key`."""
+    return ToolCallFormat(
+        **{"begin": '{"name": "', "middle": f'", "{key}": ', "end": end, "trigger": "", **fields}
+    )
 
 
-class JsonBody:
-    """`{"name": ..., "arguments": {...}}`, or a list of such objects."""
-
-    def __init__(self) -> None:
-        self._scanner = JsonScanner()
-
-    def read(self, body: str) -> Calls | NotACall:
-        state = self._scanner.scan(body)
-        key = self._scanner.first_key
-        # An answer that is JSON but not a call is released before its end.
-        if _LIST_OF_OTHERS.match(body) or (
-            key is not None and body[key[0] + 1 : key[1] - 1] not in _KEYS
-        ):
-            return NotACall.malformed
-        if state is not JsonState.done:
-            return NotACall.unfinished if state is JsonState.open else NotACall.malformed
-        value = _load(body[: self._scanner.end])
-        items = value if isinstance(value, list) else [value]
-        calls = [_call(item) for item in items]
-        good = [call for call in calls if call is not None]
-        if not good or len(good) < len(calls):
-            return NotACall.malformed
-        return Calls(good, self._scanner.end)
+def _list_shape(opening: str, closing: str = "") -> ToolCallFormat:
+    """Calls as one JSON list."""
+    return _json_shape(
+        opening=opening + "[",
+        separator=", ",
+        closing="]" + closing,
+        trigger=opening or '[{"name": "',
+    )
 
 
-_MISTRAL_NAME = re.compile(
-    r"\s*([\w.-]{1,128})\s*(?:\[CALL_ID\]\s*(\w+)\s*)?(?:\[ARGS\]\s*)?(?=\{)"
+_MISTRAL = Header(id_marker="[CALL_ID]", after=("[ARGS]",))
+_DEEPSEEK_BLOCK = {
+    "opening": "<｜tool▁calls▁begin｜>",
+    "closing": "<｜tool▁calls▁end｜>",
+    "trigger": "<｜tool▁calls▁begin｜>",
+}
+_GLM = TagLayout(
+    key_begin="<arg_key>",
+    key_end="</arg_key>",
+    value_begin="<arg_value>",
+    value_end="</arg_value>",
+    function_end="</tool_call>",
 )
-_MISTRAL_BEGINNING = re.compile(r"\s*[\w.-]{0,128}\s*(?:\[[\w\]]{0,128}\s*)*")
+_FUNCTION_TAGS = TagLayout(
+    function_begin="<function=",
+    name_end=">",
+    key_begin="<parameter=",
+    key_end=">",
+    value_end="</parameter>",
+    function_end="</function>",
+    own_lines=True,
+)
+_SEED = msgspec.structs.replace(_FUNCTION_TAGS, own_lines=False)
+_MINIMAX = TagLayout(
+    function_begin='<invoke name="',
+    name_end='">',
+    key_begin='<parameter name="',
+    key_end='">',
+    value_end="</parameter>",
+    function_end="</invoke>",
+)
+_STEP = TagLayout(
+    before=("<｜tool_call_begin｜>", "function", "<｜tool_sep｜>"),
+    function_begin='<steptml:invoke name="',
+    name_end='">',
+    key_begin='<steptml:parameter name="',
+    key_end='">',
+    value_end="</steptml:parameter>",
+    function_end="</steptml:invoke>",
+)
+_OLMO = PythonLayout(begin="", separator="", end="</function_calls>")
+_PYTHON_LIST = ToolCallFormat(
+    opening="[", begin="", middle="(", end=")", separator=", ", closing="]", trigger=""
+)
 
 
-class MistralBody:
-    """A list of calls, or `name{...}`, with `[CALL_ID]id` and `[ARGS]` if the model has them."""
-
-    def __init__(self) -> None:
-        self._list = JsonBody()
-        self._scanner = JsonScanner()
-
-    def read(self, body: str) -> Calls | NotACall:
-        text = body.lstrip()
-        if text.startswith("["):
-            outcome = self._list.read(text)
-            if isinstance(outcome, Calls):
-                return Calls(outcome.calls, outcome.end + len(body) - len(text))
-            return outcome
-        name = _MISTRAL_NAME.match(body)
-        if name is None:
-            may_become = "{" not in body and _MISTRAL_BEGINNING.fullmatch(body)
-            return NotACall.unfinished if may_become else NotACall.malformed
-        state = self._scanner.scan(body[name.end() :])
-        if state is not JsonState.done:
-            return NotACall.unfinished if state is JsonState.open else NotACall.malformed
-        end = name.end() + self._scanner.end
-        arguments = _arguments(_load(body[name.end() : end]))
-        if arguments is None:
-            return NotACall.malformed
-        return Calls([ToolCall(name=name[1], arguments=arguments, id=name[2])], end)
+def _tag_shape(layout: TagLayout, before: str, after: str, **block: str) -> ToolCallFormat:
+    """Calls with tags; `before` and `after` are the markers of one call."""
+    return ToolCallFormat(
+        begin=f"{before}{layout.function_begin}",
+        middle=f"{layout.name_end}\n",
+        end=f"{layout.function_end}{after}",
+        **{"trigger": before, **block},
+    )
 
 
-class ShapedBody:
-    """A call whose shape a grammar enforces, so its arguments are certain as they arrive.
-
-    Args:
-        opening: the marker before the body.
-    """
-
-    def __init__(self, shape: ToolCallFormat, opening: str) -> None:
-        self._shape = shape
-        self._head = shape.begin.removeprefix(opening)
-        self._scanner = JsonScanner()
-
-    def read(self, body: str) -> Begun | Calls | NotACall:
-        head, middle, end = self._head, self._shape.middle, self._shape.end
-        if not body.startswith(head):
-            return NotACall.unfinished if head.startswith(body) else NotACall.malformed
-        position = body.find(middle, len(head))
-        if position < 0:
-            too_long = len(body) > len(head) + _MAX_NAME + len(middle)
-            return NotACall.malformed if too_long else NotACall.unfinished
-        name, text = body[len(head) : position], body[position + len(middle) :]
-        if text.startswith(RAW_BEGIN):
-            return self._raw(name, text.removeprefix(RAW_BEGIN), len(body))
-        state = self._scanner.scan(text)
-        arguments, rest = text[: self._scanner.known_end], text[self._scanner.known_end :]
-        if state is JsonState.open:
-            return Begun(name, arguments.lstrip())
-        if state is JsonState.done and end.startswith(rest) and rest != end:
-            return Begun(name, arguments.lstrip())
-        behind = len(end) if rest.startswith(end) else 0
-        done = len(body) - len(rest) + behind
-        return Calls([ToolCall(name=name, arguments=arguments.lstrip())], done)
-
-    def _raw(self, name: str, text: str, length: int) -> Begun | Calls:
-        """The call of a custom tool whose text stands as it is; `length` of the body."""
-        end = RAW_END + self._shape.end
-        position = text.find(end)
-        if position < 0:
-            known = text[: len(text) - num_held(text, (end,))]
-            return Begun(name, raw_arguments(known, is_whole=False))
-        arguments = raw_arguments(text[:position], is_whole=True)
-        done = length - len(text) + position + len(end)
-        return Calls([ToolCall(name=name, arguments=arguments)], done)
-
-
-FORMATS: Mapping[str, CallFormat] = {
-    "hermes": CallFormat(
+# In the order of recognition: of two rows whose marks a template has, the first one counts.
+_ROWS = (
+    CallFormat(
+        name="openai",  # gpt-oss: a message to a function, as `channels.py` passes it on
+        marks=("<|channel|>commentary",),
+        openings=("<|channel|>commentary to=functions.",),
+        closings=("<|call|>",),
+        reader=_named(Header(after=("<|constrain|>", "json", "<|message|>"))),
+        inner=("<|channel|>", "<|constrain|>", "<|message|>"),
+        shape=ToolCallFormat(
+            begin="<|channel|>commentary to=functions.",
+            middle=" <|constrain|>json<|message|>",
+            end="",
+            trigger="<|channel|>commentary to=functions.",
+        ),
+        is_single=True,
+    ),
+    CallFormat(
+        name="kimi_k2",
+        marks=("<|tool_calls_section_begin|>",),
+        openings=("<|tool_calls_section_begin|>", "<|tool_call_begin|>"),
+        closings=("<|tool_call_end|>", "<|tool_calls_section_end|>"),
+        reader=_named(
+            Header(
+                before=("<|tool_call_begin|>",),
+                after=("<|tool_call_argument_begin|>",),
+                name_is_id=True,
+            )
+        ),
+        inner=("<|tool_call_argument_begin|>",),
+        shape=ToolCallFormat(
+            opening="<|tool_calls_section_begin|>",
+            begin="<|tool_call_begin|>functions.",
+            middle=":0<|tool_call_argument_begin|>",
+            end="<|tool_call_end|>",
+            closing="<|tool_calls_section_end|>",
+            separator="",
+            trigger="<|tool_calls_section_begin|>",
+        ),
+    ),
+    CallFormat(
+        name="minimax_m2",
+        marks=("<minimax:tool_call>",),
+        openings=("<minimax:tool_call>",),
+        next_openings=(_MINIMAX.function_begin,),
+        closings=("</minimax:tool_call>",),
+        reader=_tags(_MINIMAX),
+        style=_MINIMAX,
+        shape=_tag_shape(
+            _MINIMAX,
+            "",
+            "\n",
+            opening="<minimax:tool_call>\n",
+            closing="</minimax:tool_call>",
+            separator="",
+            trigger="<minimax:tool_call>",
+        ),
+    ),
+    CallFormat(
+        name="seed_oss",
+        marks=("<seed:tool_call>",),
+        openings=("<seed:tool_call>",),
+        closings=("</seed:tool_call>",),
+        reader=_tags(_SEED),
+        style=_SEED,
+        shape=_tag_shape(
+            _SEED, "<seed:tool_call>\n", "\n</seed:tool_call>", trigger="<seed:tool_call>"
+        ),
+    ),
+    CallFormat(
+        name="step3",
+        marks=("<steptml:",),
+        openings=("<｜tool_calls_begin｜>",),
+        next_openings=("<｜tool_call_begin｜>",),
+        closings=("<｜tool_call_end｜>", "<｜tool_calls_end｜>"),
+        reader=_tags(_STEP),
+        style=_STEP,
+        inner=("<｜tool_sep｜>",),
+        shape=_tag_shape(
+            _STEP,
+            "<｜tool_call_begin｜>function<｜tool_sep｜>",
+            "<｜tool_call_end｜>",
+            opening="<｜tool_calls_begin｜>",
+            closing="<｜tool_calls_end｜>",
+            trigger="<｜tool_calls_begin｜>",
+        ),
+    ),
+    CallFormat(
+        name="deepseek_v3",
+        marks=("<｜tool▁sep｜>",),
+        also="```json",
+        openings=("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"),
+        closings=("```", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"),
+        reader=_named(
+            Header(before=("<｜tool▁call▁begin｜>", "function<｜tool▁sep｜>"), after=("```json",))
+        ),
+        inner=("<｜tool▁sep｜>",),
+        shape=ToolCallFormat(
+            begin="<｜tool▁call▁begin｜>function<｜tool▁sep｜>",
+            middle="\n```json\n",
+            end="\n```<｜tool▁call▁end｜>",
+            **_DEEPSEEK_BLOCK,
+        ),
+    ),
+    CallFormat(
+        name="deepseek_v31",
+        marks=("<｜tool▁sep｜>",),
+        openings=("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"),
+        closings=("<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"),
+        reader=_named(Header(before=("<｜tool▁call▁begin｜>",), after=("<｜tool▁sep｜>",))),
+        inner=("<｜tool▁sep｜>",),
+        shape=ToolCallFormat(
+            begin="<｜tool▁call▁begin｜>",
+            middle="<｜tool▁sep｜>",
+            end="<｜tool▁call▁end｜>",
+            separator="",
+            **_DEEPSEEK_BLOCK,
+        ),
+    ),
+    CallFormat(
+        name="longcat",
+        marks=("<longcat_tool_call>",),
+        openings=("<longcat_tool_call>",),
+        closings=("</longcat_tool_call>",),
+        reader=_json,
+        shape=_json_shape(
+            begin='<longcat_tool_call>\n{"name": "',
+            end="}\n</longcat_tool_call>",
+            trigger="<longcat_tool_call>",
+        ),
+    ),
+    CallFormat(
+        name="qwen3_coder",
+        marks=("<function=",),
+        also="<tool_call>",
+        openings=("<tool_call>", _FUNCTION_TAGS.function_begin),
+        closings=("</tool_call>",),
+        reader=_tags(_FUNCTION_TAGS),
+        style=_FUNCTION_TAGS,
+        shape=_tag_shape(_FUNCTION_TAGS, "<tool_call>\n", "\n</tool_call>", trigger="<tool_call>"),
+    ),
+    CallFormat(
+        name="glm45",
+        marks=("<arg_key>",),
+        openings=("<tool_call>",),
+        reader=_tags(_GLM),
+        style=_GLM,
+        inner=("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "</tool_call>"),
+        shape=_tag_shape(_GLM, "<tool_call>", ""),
+    ),
+    CallFormat(
         name="hermes",
+        marks=("<tool_call>",),
         openings=("<tool_call>",),
         closings=("</tool_call>",),
-        reader=JsonBody,
-        shape=ToolCallFormat(
-            begin='<tool_call>\n{"name": "',
-            middle='", "arguments": ',
-            end="}\n</tool_call>",
-            trigger="<tool_call>",
+        reader=_json,
+        shape=_json_shape(
+            begin='<tool_call>\n{"name": "', end="}\n</tool_call>", trigger="<tool_call>"
         ),
     ),
-    "llama3_json": CallFormat(
-        name="llama3_json",
-        openings=("<|python_tag|>",),
-        brackets="{",
-        closings=(";",),
-        reader=JsonBody,
-        shape=ToolCallFormat(
-            begin='{"name": "',
-            middle='", "parameters": ',
-            end="}",
-            trigger='{"name": "',
-            separator="; ",
+    CallFormat(
+        name="minimax",
+        marks=("<tool_calls>",),
+        also='{"name": <tool-name>',
+        openings=("<tool_calls>",),
+        next_brackets="{",
+        closings=("</tool_calls>",),
+        reader=_json,
+        shape=_json_shape(
+            opening="<tool_calls>\n", closing="\n</tool_calls>", trigger="<tool_calls>"
         ),
     ),
-    "mistral": CallFormat(
-        name="mistral",
+    CallFormat(
+        name="jamba",
+        marks=("<tool_calls>",),
+        openings=("<tool_calls>",),
+        closings=("</tool_calls>",),
+        reader=_json,
+        shape=_list_shape("<tool_calls>", "</tool_calls>"),
+    ),
+    CallFormat(
+        name="olmo3",
+        marks=("<function_calls>",),
+        openings=("<function_calls>",),
+        reader=lambda opening, types: PythonBody(_OLMO),
+        style=_OLMO,
+        inner=("</function_calls>",),
+        shape=ToolCallFormat(
+            opening="<function_calls>\n",
+            begin="",
+            middle="(",
+            end=")",
+            closing="\n</function_calls>",
+            trigger="<function_calls>",
+        ),
+    ),
+    CallFormat(
+        name="llama4_pythonic",
+        marks=("[func_name1(",),
+        also="<|header_start|>",
+        openings=("<|python_start|>",),
+        brackets="[",
+        closings=("<|python_end|>",),
+        reader=lambda opening, types: PythonBody(PythonLayout()),
+        style=PythonLayout(),
+        shape=_PYTHON_LIST,
+    ),
+    CallFormat(
+        name="pythonic",
+        marks=("[func_name1(",),
+        brackets="[",
+        reader=lambda opening, types: PythonBody(PythonLayout()),
+        style=PythonLayout(),
+        shape=_PYTHON_LIST,
+    ),
+    CallFormat(
+        name="phi4_mini_json",
+        marks=("functools", "<|tool|>"),
+        openings=("functools", "<|tool_call|>"),
+        closings=("<|/tool_call|>",),
+        reader=_json,
+        shape=_list_shape("<|tool_call|>", "<|/tool_call|>"),
+    ),
+    CallFormat(
+        name="granite",
+        marks=("<|tool_call|>",),
+        openings=("<|tool_call|>", "<tool_call>"),
+        reader=_json,
+        shape=_list_shape("<|tool_call|>"),
+    ),
+    CallFormat(
+        name="granite_20b_fc",
+        marks=("<function_call>",),
+        openings=("<function_call>",),
+        reader=_json,
+        shape=_json_shape(begin='<function_call> {"name": "', trigger="<function_call>"),
+    ),
+    CallFormat(
+        name="mistral_args",  # since the tokenizer of version 11
+        marks=("[TOOL_CALLS]",),
+        also="[ARGS]",
         openings=("[TOOL_CALLS]",),
-        reader=MistralBody,
+        reader=lambda opening, types: ListOrNamedBody(_MISTRAL),
         inner=("[ARGS]", "[CALL_ID]"),
         shape=ToolCallFormat(
-            begin='[TOOL_CALLS][{"name": "',
-            middle='", "arguments": ',
-            end="}]",
-            trigger="[TOOL_CALLS]",
+            begin="[TOOL_CALLS]", middle="[ARGS]", end="", separator="", trigger="[TOOL_CALLS]"
         ),
         short_ids=True,
     ),
-    "granite": CallFormat(
-        name="granite",
-        openings=("<|tool_call|>", "<tool_call>"),
-        reader=JsonBody,
-        shape=ToolCallFormat(
-            begin='<|tool_call|>[{"name": "',
-            middle='", "arguments": ',
-            end="}]",
-            trigger="<|tool_call|>",
+    CallFormat(
+        name="mistral",
+        marks=("[TOOL_CALLS]",),
+        openings=("[TOOL_CALLS]",),
+        reader=lambda opening, types: ListOrNamedBody(_MISTRAL),
+        inner=("[ARGS]", "[CALL_ID]"),
+        shape=_list_shape("[TOOL_CALLS]"),
+        short_ids=True,
+    ),
+    CallFormat(
+        name="internlm2",
+        marks=("<|plugin|>",),
+        openings=("<|action_start|><|plugin|>",),
+        closings=("<|action_end|>",),
+        reader=_json,
+        inner=("<|action_start|>", "<|plugin|>"),
+        shape=_json_shape(
+            "parameters",
+            begin='<|action_start|><|plugin|>\n{"name": "',
+            end="}<|action_end|>",
+            trigger="<|action_start|><|plugin|>",
+            separator="",
         ),
     ),
-    "phi4_mini_json": CallFormat(
-        name="phi4_mini_json",
-        openings=("functools", "<|tool_call|>"),
-        closings=("<|/tool_call|>",),
-        reader=JsonBody,
-        shape=ToolCallFormat(
-            begin='<|tool_call|>[{"name": "',
-            middle='", "arguments": ',
-            end="}]<|/tool_call|>",
-            trigger="<|tool_call|>",
-        ),
+    CallFormat(
+        name="xlam",
+        marks=('[{"name": "tool_call_name"',),
+        openings=("```json", "[TOOL_CALLS]", "<tool_call>"),
+        brackets="[{",
+        closings=("```", "</tool_call>"),
+        reader=_json,
+        shape=_list_shape(""),
     ),
-    "json": CallFormat(
+    CallFormat(
+        name="llama3_json",
+        marks=("<|python_tag|>", '"parameters": dict'),  # the second one since Llama 3.2
+        openings=("<|python_tag|>",),
+        brackets="{",
+        closings=(";",),
+        reader=_json,
+        shape=_json_shape("parameters", trigger='{"name": "', separator="; "),
+    ),
+    CallFormat(
         name="json",
         openings=("```json",),
         brackets="{[",
         closings=("```",),
-        reader=JsonBody,
-        shape=ToolCallFormat(
-            begin='{"name": "', middle='", "arguments": ', end="}", trigger='{"name": "'
-        ),
+        reader=_json,
+        shape=_json_shape(trigger='{"name": "'),
     ),
-}
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not JSON")
-
-
-def _load(text: str) -> Any:
-    """The JSON value; None for text that is not JSON."""
-    try:
-        return json.loads(text, strict=False, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError):
-        return None
-
-
-def _call(item: Any) -> ToolCall | None:
-    """The call that an object describes; None for another object."""
-    if not isinstance(item, dict) or not isinstance(item.get("name"), str):
-        return None
-    given = [item[key] for key in _ARGUMENT_KEYS if key in item]
-    if len(given) > 1:
-        return None
-    arguments = _arguments(given[0] if given else {})
-    call_id = item.get("id")
-    if arguments is None:
-        return None
-    return ToolCall(
-        name=item["name"],
-        arguments=arguments,
-        id=call_id if isinstance(call_id, str) and call_id else None,
-    )
-
-
-def _arguments(value: Any) -> str | None:
-    """Arguments as JSON text; some models write that text within a JSON string."""
-    if isinstance(value, str):
-        value = _load(value)
-    if not isinstance(value, dict):
-        return None
-    try:
-        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
-        text.encode()  # raises for half of a surrogate pair
-    except (ValueError, RecursionError):
-        return None
-    return text
+)
+FORMATS: Mapping[str, CallFormat] = {row.name: row for row in _ROWS}

@@ -10,8 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from ostinato.api.parsing.bodies.body_reader import (
+    Begun,
+    BodyReader,
+    Calls,
+    NotACall,
+    ParameterTypes,
+)
+from ostinato.api.parsing.call_format import CallFormat
 from ostinato.api.parsing.events import CallArguments, CallBegins, Content, Event, ToolCall
-from ostinato.api.parsing.formats import Begun, BodyReader, CallFormat, Calls, NotACall
 from ostinato.runtime.text.stop_strings import num_held
 
 __all__ = ("CallParser",)
@@ -24,18 +31,25 @@ class CallParser:
         form: how the model writes calls.
         names: names of the offered functions.
         max_calls: text after so many calls is dropped; None = no limit.
+        types: of the functions' parameters, for formats that need them.
     """
 
     def __init__(
-        self, form: CallFormat, names: Collection[str], *, max_calls: int | None = None
+        self,
+        form: CallFormat,
+        names: Collection[str],
+        *,
+        max_calls: int | None = None,
+        types: ParameterTypes | None = None,
     ) -> None:
         self._form = form
         self._names = names
+        self._types: ParameterTypes = types or {}
         self._max_calls = max_calls
         self._state = self._at_bracket
         self._buffer = ""
         self._opening = ""  # the text before the body of the present call
-        self._reader: BodyReader = form.reader()
+        self._reader: BodyReader = form.reader("", self._types)
         self._num_given: int | None = (
             None  # characters of the arguments that were sent; None = no call has begun
         )
@@ -77,8 +91,14 @@ class CallParser:
         text = self._buffer.lstrip()
         if not text:
             return False
-        if text[0] in self._form.brackets:
-            self._open(len(self._buffer) - len(text), "")
+        is_next = self.num_calls > 0
+        openings = self._form.next_openings if is_next else ()
+        brackets = self._form.brackets + (self._form.next_brackets if is_next else "")
+        opening = next((one for one in openings if text.startswith(one)), None)
+        if opening is None and any(one.startswith(text) for one in openings):
+            return False
+        if opening is not None or text[0] in brackets:
+            self._open(len(self._buffer) - len(text), opening or "")
         else:
             self._state = self._in_content
         return True
@@ -107,7 +127,7 @@ class CallParser:
     def _open(self, num_spaces: int, opening: str) -> None:
         begin = num_spaces + len(opening)
         self._opening, self._buffer = self._buffer[:begin], self._buffer[begin:]
-        self._reader = self._form.reader()
+        self._reader = self._form.reader(opening, self._types)
         self._state = self._in_body
 
     def _in_body(self, events: list[Event]) -> bool:

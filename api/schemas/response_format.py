@@ -175,7 +175,9 @@ def behind_reasoning(fields: ConstraintFields, form: AnswerForm) -> StructuredOu
     wanted, markers = constraint_of(fields), form.reasoning
     if wanted is None or markers is None or wanted.preamble is not None:
         return None
-    preamble = Preamble(begin=markers.begin, end=markers.end, is_open=form.reasoning_is_open)
+    preamble = Preamble(
+        begin=markers.begin, end=markers.end + markers.answer, is_open=form.reasoning_is_open
+    )
     return msgspec.structs.replace(wanted, preamble=preamble)
 
 

@@ -17,6 +17,7 @@ __all__ = (
     "Preamble",
     "StructuredOutputsParams",
     "ToolCallFormat",
+    "arrange_calls",
     "constrain_tool_calls",
 )
 
@@ -90,17 +91,29 @@ class StructuredOutputsParams(
 
 
 class ToolCallFormat(msgspec.Struct, frozen=True, kw_only=True):
-    """How a model writes a tool call: `begin` NAME `middle` ARGUMENTS `end`.
+    """How a model writes tool calls: `opening`, calls with `separator` between them, `closing`.
 
-    The arguments are JSON. Special tokens are written as their text. docs/structured-output.md has
-    the form of Hermes and Qwen3.
+    A call is `begin` NAME `middle` ARGUMENTS `end`. Special tokens are written as their text.
+    docs/structured-output.md has the form of Hermes and Qwen3.
     """
 
     begin: str
     middle: str
     end: str
-    trigger: str  # `begin` starts with it; in free text, it begins a call
+    trigger: str  # calls start with it; in free text, it begins a call; empty = the call's head
     separator: str = "\n"  # between calls that follow each other without text
+    opening: str = ""  # once before the calls
+    closing: str = ""  # once after them
+
+    def heads(self, marker: str) -> tuple[str, ...]:
+        """What stands before the name behind `marker`, in the first call and in a further one."""
+        heads = dict.fromkeys((self.opening + self.begin, self.begin))
+        return tuple(one.removeprefix(marker) for one in heads if one.startswith(marker))
+
+    def tag(self, name: str, content: dict[str, Any]) -> dict[str, Any]:
+        """The part of a structural tag for calls of one function; `content` is its arguments."""
+        begin = f"{self.begin}{name}{self.middle}"
+        return {"type": "tag", "begin": begin, "content": content, "end": self.end}
 
 
 def constrain_tool_calls(
@@ -122,35 +135,66 @@ def constrain_tool_calls(
         parallel: more than one call.
 
     Raises:
-        ValueError: there is no tool, or `begin` does not start with the trigger.
+        ValueError: there is no tool, or the calls do not start with the trigger.
     """
-    if not tools:
-        raise ValueError("tools must be at least one tool, got none")
-    if not form.begin.startswith(form.trigger) or not form.trigger:
-        raise ValueError(f"begin must be a text that starts with {form.trigger!r}")
     tags = [
-        {
-            "type": "tag",
-            "begin": f"{form.begin}{name}{form.middle}",
-            "content": {"type": "json_schema", "json_schema": schema},
-            "end": form.end,
-        }
-        for name, schema in tools
+        form.tag(name, {"type": "json_schema", "json_schema": schema}) for name, schema in tools
     ]
-    if only_calls:
-        content: dict[str, Any] = {
-            "type": "tags_with_separator",
-            "tags": tags,
-            "separator": form.separator,
-            "at_least_one": at_least_one,
-            "stop_after_first": not parallel,
-        }
-    else:
-        content = {
-            "type": "triggered_tags",
-            "triggers": [form.trigger],
-            "tags": tags,
-            "at_least_one": at_least_one,
-            "stop_after_first": not parallel,
-        }
+    content = arrange_calls(
+        tags, form, at_least_one=at_least_one, only_calls=only_calls, parallel=parallel
+    )
     return StructuredOutputsParams(structural_tag={"type": "structural_tag", "format": content})
+
+
+def arrange_calls(
+    tags: Sequence[dict[str, Any]],
+    form: ToolCallFormat,
+    *,
+    at_least_one: bool,
+    only_calls: bool,
+    parallel: bool,
+) -> dict[str, Any]:
+    """The format tree of an answer with calls; arguments and errors as `constrain_tool_calls`.
+
+    Args:
+        tags: of each tool, from `ToolCallFormat.tag`.
+    """
+    if not tags:
+        raise ValueError("tools must be at least one tool, got none")
+    if not (form.opening + form.begin).startswith(form.trigger):
+        raise ValueError(f"begin must be a text that starts with {form.trigger!r}")
+    calls: dict[str, Any] = {
+        "type": "tags_with_separator",
+        "tags": list(tags),
+        "separator": form.separator,
+        "at_least_one": at_least_one or not only_calls,
+        "stop_after_first": not parallel,
+    }
+    if only_calls:
+        if not form.opening and not form.closing:
+            return calls
+        ends = [{"type": "const_string", "value": text} for text in (form.opening, form.closing)]
+        block = {
+            "type": "sequence",
+            "elements": [ends[0], {**calls, "at_least_one": True}, ends[1]],
+        }
+        nothing = {"type": "const_string", "value": ""}
+        return block if at_least_one else {"type": "or", "elements": [block, nothing]}
+    if not form.opening and not form.closing:
+        blocks = list(tags)
+    elif form.trigger and form.opening.startswith(form.trigger):
+        blocks = [
+            {"type": "tag", "begin": form.opening, "content": calls, "end": form.closing},
+        ]
+    else:
+        blocks = [
+            {**tag, "begin": form.opening + tag["begin"], "end": tag["end"] + form.closing}
+            for tag in tags
+        ]
+    return {
+        "type": "triggered_tags",
+        "triggers": [form.trigger] if form.trigger else [block["begin"] for block in blocks],
+        "tags": blocks,
+        "at_least_one": at_least_one,
+        "stop_after_first": not parallel,
+    }

@@ -13,7 +13,7 @@ from openai.types.chat import ChatCompletionChunk
 from ostinato.api.chat.tools import explained, new_call_id, template_messages
 from ostinato.api.parsing.detect import traits
 from ostinato.api.parsing.formats import FORMATS
-from ostinato.api.parsing.reasoning import MISTRAL, THINK
+from ostinato.api.parsing.reasoning import REASONING
 from ostinato.api.schemas.conversation import CalledFunction, Message, MessageToolCall
 from ostinato.conf.server_schema import ReasoningParserName, ServerConfig, ToolParserName
 from ostinato.runtime.errors import InvalidRequestError
@@ -361,7 +361,7 @@ class TestRecognition:
             ("<|tool|>{{ tools }}<|/tool|>", "phi4_mini_json"),
             ("{{ tools }}prefix function calls with functools marker", "phi4_mini_json"),
             ("{{ messages }}", "json"),
-            ("{{ tools }}<tool_call><function=", None),
+            ("{{ tools }}<tool_call><function=", "qwen3_coder"),
             ("{{ tools }}", None),
         ],
     )
@@ -371,8 +371,8 @@ class TestRecognition:
         assert found.knows_tools is ("tools" in source)
 
     def test_reasoning(self):
-        assert traits("</think>", *AUTO).reasoning == THINK
-        assert traits("[/THINK]", *AUTO).reasoning == MISTRAL
+        assert traits("</think>", *AUTO).reasoning == REASONING["think"]
+        assert traits("[/THINK]", *AUTO).reasoning == REASONING["mistral"]
         assert traits("", *AUTO).reasoning is None
         chosen = ToolParserName.json, ReasoningParserName.none
         assert traits("</think>", *chosen).reasoning is None

@@ -11,16 +11,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ostinato.api.parsing.answer_parser import AnswerForm
+from ostinato.api.parsing.bodies.python_bodies import PythonLayout
 from ostinato.api.parsing.events import CallArguments, CallBegins, Content, Event, Message, merge
 from ostinato.api.parsing.formats import FORMATS
-from ostinato.api.parsing.reasoning import THINK
+from ostinato.api.parsing.reasoning import REASONING
 
 NAMES = frozenset({"add", "get_weather"})
+THINK = REASONING["think"]
+TYPES = {"add": {"b": ("string",)}}
 
 
 def parse(name: str, *pieces: str, constrained: bool = False, **fields: object) -> list[Event]:
     parser = AnswerForm(
-        call_format=name, is_constrained=constrained, tool_names=NAMES, **fields
+        call_format=name,
+        is_constrained=constrained,
+        tool_names=NAMES,
+        parameter_types=TYPES if FORMATS[name].needs_types else {},
+        **fields,
     ).parser()
     events = [event for piece in pieces for event in parser.feed(piece)]
     return merge(events + parser.finish())
@@ -153,22 +160,45 @@ def test_one_call_where_parallel_ones_are_not_wanted():
 @pytest.mark.parametrize("name", sorted(FORMATS))
 @pytest.mark.parametrize("constrained", [False, True])
 def test_what_a_grammar_makes_is_read(name, constrained):
-    form = FORMATS[name]
-    first, second = '{"a": [1, {"b": "}"}]}', "{}"
-    text = form.written("add", first) + form.shape.separator + form.written("get_weather", second)
-    events = [*add(0, first), CallBegins(1, "get_weather"), CallArguments(1, second)]
-    assert parse(name, text, constrained=constrained) == events
-    assert parse(name, *text, constrained=constrained) == events
+    form, shape = FORMATS[name], FORMATS[name].shape
+    first, second = '{"a": [1, {"b": "}"}], "b": "x y"}', "{}"
+    events = add(0, first)
+    one = f"{shape.begin}add{shape.middle}{form.style.written(first)}{shape.end}"
+    other = f"{shape.begin}get_weather{shape.middle}{form.style.written(second)}{shape.end}"
+    text = f"{shape.opening}{one}"
+    if not form.is_single:
+        text += f"{shape.separator}{other}"
+        events += [CallBegins(1, "get_weather"), CallArguments(1, second)]
+    text += shape.closing
+
+    def anonymous(*pieces: str) -> list[Event]:
+        parsed = parse(name, *pieces, constrained=constrained)
+        return [
+            CallBegins(event.index, event.name) if isinstance(event, CallBegins) else event
+            for event in parsed
+        ]
+
+    assert anonymous(text) == events
+    assert anonymous(*text) == events
 
 
 @pytest.mark.parametrize("name", sorted(FORMATS))
 def test_constrained_arguments_come_as_they_are_written(name):
-    parser = AnswerForm(call_format=name, is_constrained=True, tool_names=NAMES).parser()
-    text = FORMATS[name].written("add", '{"a": "long"}')
-    cut = text.index("long") + 2
-    assert merge(parser.feed(text[:cut])) == add(0, '{"a": "lo')
-    assert merge(parser.feed(text[cut:])) == [CallArguments(0, 'ng"}')]
-    assert parser.finish() == []
+    form = FORMATS[name]
+    parser = AnswerForm(
+        call_format=name,
+        is_constrained=True,
+        tool_names=NAMES,
+        parameter_types=TYPES if form.needs_types else {},
+    ).parser()
+    text = form.written("add", '{"b": "later", "c": 1}')
+    cut = text.index("later") + (len("later") + 3 if isinstance(form.style, PythonLayout) else 2)
+    events = merge(parser.feed(text[:cut]))
+    known = events[-1].text
+    assert known == ('{"b": "later"' if isinstance(form.style, PythonLayout) else '{"b": "la')
+    assert events == add(0, known)
+    rest = merge(parser.feed(text[cut:]) + parser.finish())
+    assert [event.text for event in rest] == ['{"b": "later", "c": 1}'.removeprefix(known)]
 
 
 def test_a_constrained_call_that_the_limit_cuts_off_is_a_call():
@@ -196,11 +226,20 @@ def test_other_json_is_shown_as_it_comes():
     assert merge(parser.feed('{"city": "Oslo", "t')) == [Content('{"city": "Oslo", "t')]
 
 
+MARKERS = sorted({marker for form in FORMATS.values() for marker in form.markers})
+MARKERS += [
+    "<arg_key>b</arg_key>",
+    "<parameter=b>",
+    '<parameter name="b">',
+    "</parameter>",
+    "</function>",
+    "</invoke>",
+]
 PIECES = st.sampled_from(
     [
         "<think>", "</think>", "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>",
         ADD, '{"name": "add", ', '"arguments": {"a": "é"}}', "```json", "```", "{", "}", "[", "]", '"', ";", ",",
-        "add", "\n", " ", "\\", "word", "<", "</", "😀", '{"name": "add", "arguments": ', "}\n</tool_call>", "}]",
+        "add", "\n", " ", "\\", "word", "(", ")", "=", "'", "b=", *MARKERS, "<", "</", "😀", '{"name": "add", "arguments": ', "}\n</tool_call>", "}]",
     ]
 )  # fmt: skip
 
@@ -231,17 +270,22 @@ def test_arguments_that_a_grammar_would_not_have_let_through(arguments, given):
 @given(
     data=st.data(),
     name=st.sampled_from(sorted(FORMATS)),
+    reasoning=st.sampled_from(sorted(REASONING)),
     is_open=st.booleans(),
     constrained=st.booleans(),
     texts=st.lists(PIECES, max_size=10),
 )
 @settings(max_examples=500, deadline=None)
-def test_any_pieces_of_one_text_give_one_answer(data, name, is_open, constrained, texts):
+def test_any_pieces_of_one_text_give_one_answer(data, name, reasoning, is_open, constrained, texts):
     text = "".join(texts)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=10)))
     edges = [0, *cuts, len(text)]
     pieces = [text[begin:end] for begin, end in pairwise(edges)]
-    form = {"reasoning": THINK, "reasoning_is_open": is_open, "constrained": constrained}
+    form = {
+        "reasoning": REASONING[reasoning],
+        "reasoning_is_open": is_open,
+        "constrained": constrained,
+    }
     assert parse(name, *pieces, **form) == parse(name, text, **form) == parse(name, *text, **form)
 
 

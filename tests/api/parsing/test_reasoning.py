@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from ostinato.api.parsing.events import Content, Event, Reasoning, merge
-from ostinato.api.parsing.reasoning import MISTRAL, THINK, ReasoningMarkers, ReasoningSplitter
+from ostinato.api.parsing.reasoning import REASONING, ReasoningMarkers, ReasoningSplitter
+
+THINK, MISTRAL = REASONING["think"], REASONING["mistral"]
 
 
 def split(*pieces: str, markers: ReasoningMarkers = THINK, is_open: bool = False) -> list[Event]:

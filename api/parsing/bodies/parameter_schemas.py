@@ -1,0 +1,163 @@
+"""Reads the schema of a function's parameters for formats that write each parameter by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from ostinato.runtime.errors import InvalidRequestError
+
+__all__ = ("Parameter", "allowed_types", "parameters_of", "types_of_parameters")
+
+_ALL = ("string", "integer", "number", "boolean", "null", "array", "object")
+_MAX_DEPTH = 16
+# Keywords of a whole schema that say nothing about an object beyond its properties.
+_NOTES = {"title", "description", "default", "examples", "$comment"}
+_OF_OBJECTS = _NOTES | {
+    *("type", "properties", "required", "additionalProperties", "strict"),
+    *("$defs", "definitions", "$schema", "$id"),
+}
+# Keywords that do not narrow down which strings are allowed.
+_OF_FREE_TEXT = _NOTES | {"type", "anyOf", "oneOf"}
+_DEFINITIONS = ("$defs", "definitions")
+
+
+class Parameter(msgspec.Struct, frozen=True, kw_only=True):
+    """One parameter of a function."""
+
+    name: str
+    schema: Any  # with the definitions of the whole schema, so that references resolve
+    types: tuple[str, ...]  # JSON types that the schema allows; empty = any
+    is_required: bool
+    choices: tuple[str, ...] = ()  # all strings that are allowed; empty = not a list of strings
+    is_free: bool = True  # every string is allowed, if a string is
+
+    @property
+    def may_be_text(self) -> bool:
+        return not self.types or "string" in self.types
+
+
+def types_of_parameters(schema: dict[str, Any] | None) -> dict[str, tuple[str, ...]]:
+    """Parameter -> the JSON types that its schema allows, empty = any."""
+    root = schema or {}
+    properties = root.get("properties")
+    given = properties.items() if isinstance(properties, dict) else ()
+    return {name: allowed_types(one, root) for name, one in given}
+
+
+def parameters_of(
+    function: str, schema: dict[str, Any] | None, *, strict: bool, limits_text: bool
+) -> list[Parameter] | None:
+    """The parameters of a function; None if it takes any, because its schema lists none.
+
+    Args:
+        limits_text: strings can be held to keywords such as `pattern`.
+
+    Raises:
+        InvalidRequestError: `strict`, and the schema asks for what such a format can not enforce.
+    """
+    root = schema or {"properties": {}}
+    unknown = sorted(set(root) - _OF_OBJECTS)
+    if strict and unknown:
+        _refuse(function, unknown[0])
+    properties = root.get("properties")
+    if not isinstance(properties, dict):
+        return [] if root.get("additionalProperties") is False else None
+    required = root.get("required")
+    required = required if isinstance(required, list) else []
+    missing = [name for name in required if name not in properties]
+    if strict and missing:
+        _refuse(function, f"required of {missing[0]!r}, which is no property,")
+    shared = {key: root[key] for key in _DEFINITIONS if key in root}
+    found = [
+        _parameter(name, one, root, shared, is_required=name in required)
+        for name, one in properties.items()
+    ]
+    for one in found:
+        is_limited = one.may_be_text and not (one.is_free or one.choices)
+        if strict and is_limited and not limits_text:
+            _refuse(function, f"limits of the text {one.name!r}")
+    return found
+
+
+def _refuse(function: str, what: str) -> None:
+    raise InvalidRequestError(
+        f"tools: {what} can not be enforced in the format in which this model writes calls; remove"
+        f" it from the parameters of {function!r}, or leave out strict",
+        param="tools",
+        code="invalid_value",
+    )
+
+
+def _parameter(
+    name: str, schema: Any, root: dict[str, Any], shared: dict[str, Any], *, is_required: bool
+) -> Parameter:
+    types = allowed_types(schema, root)
+    choices: tuple[str, ...] = ()
+    if isinstance(schema, dict):
+        values = schema.get("enum", [schema["const"]] if "const" in schema else [])
+        if values and all(isinstance(value, str) for value in values):
+            choices = tuple(dict.fromkeys(values))
+    return Parameter(
+        name=name,
+        schema={**schema, **shared} if isinstance(schema, dict) else schema,
+        types=types,
+        is_required=is_required,
+        choices=choices,
+        is_free=all(_is_free(one) for one in _branches(schema, root)),
+    )
+
+
+def _is_free(schema: Any) -> bool:
+    return not isinstance(schema, dict) or set(schema) <= _OF_FREE_TEXT
+
+
+def allowed_types(schema: Any, root: dict[str, Any]) -> tuple[str, ...]:
+    """The JSON types that a schema allows, empty = any."""
+    found: set[str] = set()
+    for one in _branches(schema, root):
+        kind = one.get("type") if isinstance(one, dict) else None
+        if isinstance(one, dict) and kind is None:
+            values = one.get("enum", [one["const"]] if "const" in one else None)
+            if isinstance(values, list):
+                kind = [_type_of(value) for value in values]
+        if kind is None:
+            return ()
+        found |= {str(item) for item in kind} if isinstance(kind, list) else {str(kind)}
+    return tuple(name for name in _ALL if name in found)
+
+
+def _branches(schema: Any, root: dict[str, Any], depth: int = 0) -> Iterator[Any]:
+    """The schemas of which a value matches one: those of `anyOf`, `oneOf` and references."""
+    if not isinstance(schema, dict) or depth > _MAX_DEPTH:
+        yield True
+        return
+    if isinstance(schema.get("$ref"), str):
+        yield from _branches(_target(schema["$ref"], root), root, depth + 1)
+        return
+    several = schema.get("anyOf") or schema.get("oneOf")
+    if not isinstance(several, list) or "type" in schema:
+        yield schema
+        return
+    for one in several:
+        yield from _branches(one, root, depth + 1)
+
+
+def _target(reference: str, root: dict[str, Any]) -> Any:
+    value: Any = root
+    for key in reference.removeprefix("#").strip("/").split("/"):
+        value = value.get(key) if isinstance(value, dict) else None
+    return value if reference.startswith("#/") else None
+
+
+def _type_of(value: Any) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "boolean"
+    for kind, name in ((str, "string"), (int, "integer"), (float, "number"), (list, "array")):
+        if isinstance(value, kind):
+            return name
+    return "object"
