@@ -2,6 +2,9 @@
 
 An encoder needs no KV cache. It computes a sequence in one step, so all keys and values are in the
 step itself. The batch is packed, sequence after sequence, and no row sees another sequence.
+
+On a CPU the kernel is ops/native/attention/encoder_attention.cpp. Its bits of a sequence depend on
+that sequence alone. Until it is loaded, and on other devices, torch computes the op.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ def encoder_attention(
     """Attend in both directions within each sequence of a packed batch (arXiv:1810.04805).
 
     Args:
-        q: [T, H, D], last dimension contiguous.
+        q: [T, H, D] float32, bfloat16 or float16, last dimension contiguous, D at most 256.
         k: [T, H, D], last dimension contiguous.
         v: [T, H, D], last dimension contiguous.
         query_start_loc: [S+1] int32, the first row of each sequence, then the total; read on the
@@ -32,12 +35,15 @@ def encoder_attention(
 
     Returns:
         [T, H, D] contiguous, in q's dtype. Rows that belong to no sequence are zero.
+
+    Raises:
+        ValueError: the CPU kernel refused a shape, dtype or stride, or starts that do not rise.
     """
     return _op(q, k, v, query_start_loc, scale)
 
 
 def _kernel(q: Tensor, k: Tensor, v: Tensor, query_start_loc: Tensor, scale: float) -> Tensor:
-    # One by one: no padding is computed, and a sequence's bits do not depend on its batch.
+    # One by one, so that no padding is computed.
     out = q.new_zeros(q.shape)
     for begin, end in pairwise(query_start_loc.tolist()):
         if begin < end:

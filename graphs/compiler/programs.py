@@ -120,6 +120,7 @@ class LayeredProgram:
         self._has_pieces = any(
             isinstance(function, FxFunction) and function.pieces for function, _ in calls
         )
+        self._has_loops: bool | None = None  # None = not known yet
         self._called = [_Part(0, len(calls), None)]
         self._captured: list[_Part] | None = None  # None = nothing was recorded yet
         self._captured_cache: KVCache | None = None  # whose addresses the CPU graphs hold
@@ -127,8 +128,13 @@ class LayeredProgram:
 
     @property
     def has_loops(self) -> bool:
-        parts = self._captured or self._called
-        return self._has_pieces or any(part.replay is None for part in parts)
+        # A layer that a CPU graph can hold calls our own kernels alone. Steps larger than that, and
+        # the steps of encoders, call the same kernels without a graph.
+        if self._has_loops is None:
+            self._has_loops = self._has_pieces or not all(
+                self._is_capturable(index, {}) for index in range(len(self._calls))
+            )
+        return self._has_loops
 
     @property
     def layers_by_program(self) -> dict[LayerProgram, int]:

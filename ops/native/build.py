@@ -70,7 +70,7 @@ LIBRARIES: dict[str, tuple[tuple[str, ...], ...]] = {
     # translation unit, so that the headers are parsed once. Two sources of a group can therefore
     # not define the same name. Every library needs core/install.
     "core": (
-        ("core/install", "attention/attention"),
+        ("core/install", "attention/attention", "attention/encoder_attention"),
         (
             "linear/linear",
             "linear/pack",

@@ -74,8 +74,6 @@ class EnginePlan:
         graphs, dtype = self.config.graphs, str(self.source.dtype).removeprefix("torch.")
         if not self.is_cpu:
             return f"kernels on {self.source.device.type} choose their order of sums by the batch"
-        if not self.source.config.kind.generates:
-            return "torch computes the attention of encoders"
         reasons: list[str] = []
         if not self.source.weights.is_batch_invariant:
             reasons.append(

@@ -4,72 +4,14 @@
 // absolute positions. Each partition runs its own online softmax, and partitions are merged in order, whether one thread
 // or many computed them. Keys that a row does not see do not change its state. So the bits of a row do not depend on
 // the batch, the chunk, the tile or the number of threads.
+#include "attention/attend.h"
 #include "attention/cache_write.h"
-#include "attention/plan.h"
-#include "attention/worker.h"
 #include "core/kernel.h"
-
-#include <atomic>
-#include <memory>
-#include <vector>
 
 namespace ostinato::attention {
 namespace {
 
 constexpr int64_t kMaxWindow = 1 << 30;  // longer than any context: no window at all
-
-// Split tiles' partial states, and how many of their items are still to finish.
-struct SplitState {
-  std::vector<size_t> offsets;  // per tile, into states; unused for whole tiles
-  std::unique_ptr<std::atomic<int>[]> remaining;
-  std::vector<float> states;
-};
-
-template <class Layout>
-void attend(const Problem& p) {
-  thread_local Plan plan;
-  make_plan(p, p.threads.count(), plan);
-  int max_rows = p.group;
-  for (const QueryTile& tile : plan.tiles) {
-    max_rows = tile.num_tokens * p.group > max_rows ? tile.num_tokens * p.group : max_rows;
-  }
-  thread_local SplitState split;
-  if (plan.items.size() > plan.tiles.size()) {
-    split.offsets.assign(plan.tiles.size(), 0);
-    split.remaining.reset(new std::atomic<int>[plan.tiles.size()]);
-    for (size_t i = 0; i < plan.tiles.size(); ++i) split.remaining[i] = 0;
-    size_t floats = 0;
-    for (const Item& item : plan.items) {
-      const QueryTile& tile = plan.tiles[item.tile];
-      if (split.remaining[item.tile]++ == 0) {
-        split.offsets[item.tile] = floats;
-      }
-      floats += (item.last_partition - item.first_partition) *
-                state_floats(tile.num_tokens * p.group, padded_dim(p.head_dim));
-    }
-    if (split.states.size() < floats) split.states.resize(floats);
-  }
-  const Plan& work = plan;
-  SplitState& parts = split;
-  std::atomic<size_t> next{0};
-  p.threads.run(work.num_workers, [&](int) {
-    thread_local Scratch scratch;
-    Worker<Layout> worker(p, scratch, max_rows);
-    for (size_t i = next.fetch_add(1); i < work.items.size(); i = next.fetch_add(1)) {
-      const Item& item = work.items[i];
-      const QueryTile& tile = work.tiles[item.tile];
-      const size_t following = next.load(std::memory_order_relaxed);
-      worker.expect(following < work.items.size() ? &work.tiles[work.items[following].tile] : nullptr);
-      if (item.last_partition - item.first_partition == tile.last_partition - tile.first_partition) {
-        worker.run_whole(tile);
-        continue;
-      }
-      float* states = parts.states.data() + parts.offsets[item.tile];
-      worker.run_part(tile, item.first_partition, item.last_partition, states);
-      if (parts.remaining[item.tile].fetch_sub(1) == 1) worker.combine(tile, states);
-    }
-  });
-}
 
 void check_metadata(const Problem& p, int64_t table_width) {
   for (int64_t token = 0; token < p.num_tokens; ++token) {
@@ -99,8 +41,6 @@ void check_metadata(const Problem& p, int64_t table_width) {
     }
   }
 }
-
-Rows rows_of(const Tensor& x) { return {x.as<char>(), x.strides[0], x.strides[1]}; }
 
 Cache cache_of(const Tensor& x) {
   const int64_t size = element_size(x.dtype);
@@ -178,12 +118,6 @@ LogitScaling scaling_of(double scale, double soft_cap) {
   return {static_cast<float>(scale / soft_cap), static_cast<float>(soft_cap * log2_e)};
 }
 
-void zero_padding(const Problem& p) {
-  const int64_t row_bytes = static_cast<int64_t>(p.num_heads) * p.head_dim * p.element_bytes;
-  const int64_t used = p.query_start_loc[p.num_seqs];
-  std::memset(p.out + used * row_bytes, 0, (p.num_tokens - used) * row_bytes);
-}
-
 // The schema ends with `str backend`; another one than this is handed to the Python kernel.
 constexpr int kBackendArgument = 15;
 
@@ -238,21 +172,7 @@ void paged_attention(Call& call) {
                  "paged_attention: dtype must be float32, bfloat16 or float16");
   write_cache(p, q.dtype);
   zero_padding(p);
-  if (q.dtype == DType::float32) {
-    p.has_byte_cache ? attend<ByteLayout<float>>(p) : attend<FloatLayout<float>>(p);
-  } else if (q.dtype == DType::float16) {
-    p.has_byte_cache ? attend<ByteLayout<Float16>>(p) : attend<FloatLayout<Float16>>(p);
-  } else if (p.has_byte_cache) {
-    attend<ByteLayout<BFloat16>>(p);
-  } else {
-#if OSTINATO_AMX
-    attend<TileLayout>(p);
-#elif OSTINATO_ISA >= 3
-    attend<PairLayout>(p);
-#else
-    attend<WideningLayout>(p);
-#endif
-  }
+  attend_in(q.dtype, p);
   call.give(out);
 }
 

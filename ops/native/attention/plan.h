@@ -44,6 +44,7 @@ struct Problem {
   int64_t block_table_stride;
   const int64_t* slot_mapping;
   LogitScaling scaling;
+  bool is_bidirectional;  // every row sees all keys of its sequence; then there is no window
   int window;  // 0 = all
   const float* alibi_slopes;  // [num_heads] or null
   const float* sinks;         // [num_heads] or null
@@ -90,7 +91,7 @@ inline void add_tiles(const Problem& p, int seq, Plan& plan) {
       tile.first_token = begin + first;
       tile.num_tokens = num_queries - first < per_tile ? num_queries - first : per_tile;
       tile.first_position = length - num_queries + first;
-      tile.last_key = tile.first_position + tile.num_tokens;
+      tile.last_key = p.is_bidirectional ? length : tile.first_position + tile.num_tokens;
       tile.first_key = p.window > 0 ? tile.first_position + 1 - p.window : 0;
       if (tile.first_key < 0) tile.first_key = 0;
       tile.first_partition = tile.first_key / kPartition;

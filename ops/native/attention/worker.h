@@ -1,4 +1,4 @@
-// One worker of a paged attention call: it runs items of the plan, each a tile of query rows against a range of keys.
+// One worker of an attention call: it runs items of the plan, each a tile of query rows against a range of keys.
 //
 // Method: Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018); Dao et al.,
 // "FlashAttention" (2022); the partition over keys as in "Flash-Decoding" (2023).
@@ -314,7 +314,7 @@ class Worker {
     int first_seen = kTile;
     for (int r = 0; r < count; ++r) {
       const int position = tile.first_position + (row + r) / p_.group;
-      const int last = position + 1 - first_key;
+      const int last = (p_.is_bidirectional ? tile.last_key : position + 1) - first_key;
       const int first = p_.window > 0 ? last - p_.window : 0;
       visible[r] = {first > 0 ? first : 0, last < kTile ? last : kTile};
       if (p_.alibi_slopes != nullptr) {

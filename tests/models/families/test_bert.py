@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ostinato.conf.schema import GraphForm, ModelSection
 from ostinato.graphs.compiler.compile import compile_model
+from ostinato.graphs.compiler.programs import LayerProgram
 from ostinato.models.base import EncoderModel
 from ostinato.models.checkpoints.checkpoint import open_checkpoint
 from ostinato.models.checkpoints.weights import load_weights
@@ -122,13 +123,29 @@ def test_hidden_states_of_a_packed_batch(tiny, packed, form):
         begin += len(ids)
 
 
-def test_a_sequence_does_not_depend_on_its_batch(tiny):
-    model, config = load(tiny[1])
+def test_bits_of_a_sequence_do_not_depend_on_its_batch(tiny):
+    model, config = load(tiny[1], packed=True)
     cache = no_cache(config)
     with torch.inference_mode():
         together = model(pack(SEQUENCES), cache)
         alone = torch.cat([model(pack([ids]), cache) for ids in SEQUENCES])
-    torch.testing.assert_close(together, alone, atol=1e-6, rtol=1e-6)
+    assert torch.equal(together, alone)
+
+
+@torch.inference_mode()
+def test_layers_run_on_our_kernels_alone_and_are_captured(tiny):
+    """So no step has an OpenMP loop; a replay in C++ gives the same bits as the calls."""
+    model, config = load(tiny[1], packed=True)
+    cache = no_cache(config)
+    program = compile_model(model, GraphForm.layer, pack([[1, 2], [3, 4]]), cache)(model)
+    assert not program.has_loops
+    batch = pack(SEQUENCES, num_padding=3)
+    called = program(batch, cache)
+    with program.recording():
+        program(batch, cache)
+    assert program.layers_by_program == {LayerProgram.captured: config.num_layers}
+    for _ in range(3):
+        assert torch.equal(program(batch, cache), called)
 
 
 def test_the_second_text_of_a_pair_is_a_segment_of_its_own(tiny):
