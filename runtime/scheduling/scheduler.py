@@ -19,6 +19,7 @@ from collections import deque
 from ostinato.conf.schema import SchedulerConfig, SchedulingPolicy
 from ostinato.runtime.costs.cost_table import CostTable
 from ostinato.runtime.costs.step_limits import StepLimits, upper_limits
+from ostinato.runtime.costs.token_rate import TokenRate
 from ostinato.runtime.errors import InvalidRequestError
 from ostinato.runtime.kv.kv_cache_manager import KVCacheManager
 from ostinato.runtime.scheduling.beam_groups import BeamGroups
@@ -66,6 +67,7 @@ class Scheduler:
         proposer: the drafter; None = no drafts.
         score_tokens: tokens of a step's budget that one log-probability of a prompt takes.
         draft_costs: the step-cost table that chooses the number of drafts; None = all are verified.
+        rate: limits steps of whole prompts to a time, and learns from them; None = no limit.
 
     Attributes:
         queues: the sequences by status.
@@ -88,6 +90,7 @@ class Scheduler:
         proposer: Proposer | None = None,
         score_tokens: float = 1.0,
         draft_costs: CostTable | None = None,
+        rate: TokenRate | None = None,
     ) -> None:
         needed = -(-max_model_len // cache.block_size)
         if cache.num_blocks < needed:
@@ -108,6 +111,7 @@ class Scheduler:
         self.drafts = None
         if proposer is not None:
             self.drafts = DraftPlanner(proposer, cache, max_drafts, costs=draft_costs)
+        self._rate_of_tokens = rate
         self._max_in_flight = max_in_flight
         self._cache = cache
         self._block_size = cache.block_size
@@ -130,6 +134,7 @@ class Scheduler:
             drafts=self.drafts,
             whole_prompts=whole_prompts,
             score_tokens=score_tokens,
+            rate=rate,
         )
 
     @property
@@ -232,7 +237,7 @@ class Scheduler:
             step = self._planner.plan() if self.queues.release_parked() else step
         if self._has_tier:
             step.transfers = [*self._cache.take_stores(), *step.transfers]
-        output = step.close(self.limits.max_num_batched_tokens)
+        output = step.close()
         if output is not None:
             self._in_flight.append(step)
         return output
@@ -299,9 +304,12 @@ class Scheduler:
         return outputs
 
     def observe(self, seconds: float) -> None:
-        """Learn the cost of drafts from the seconds that the step of the last `update` took."""
-        if self.drafts is not None and self._last_read is not None:
-            self.drafts.observe(self._last_read, seconds)
+        """Learn the cost of drafts and texts from the seconds of the step of the last `update`."""
+        step = self._last_read
+        if self.drafts is not None and step is not None:
+            self.drafts.observe(step, seconds)
+        if self._rate_of_tokens is not None and step is not None:
+            self._rate_of_tokens.observe(step.num_tokens - step.num_tokens_left, seconds)
 
     def finish_load(self, transfer_id: int, num_blocks: int) -> None:
         """End a load that a step began, and queue the sequences that waited for it.

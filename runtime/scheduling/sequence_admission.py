@@ -55,6 +55,8 @@ class Admission:
             has_scores = sequence.num_prompt_logits(start, start + 1) > 0
             num_others = len(queues.running) - step.num_grown
             limit = step.chunk_limit(num_others, num_left, start, has_scores=has_scores)
+            if self._whole_prompts and not step.scheduled:
+                limit = num_left  # every step has room for one text, also when its time is limited
             if limit >= (num_left if self._whole_prompts else 1):
                 del queues.waiting[0]
                 self._start(sequence, match, step)

@@ -37,6 +37,7 @@ class StepPlan:
         "num_prompt_logits",
         "num_samples",
         "num_score_tokens",
+        "num_tokens",
         "num_tokens_left",
         "output",
         "scheduled",
@@ -48,7 +49,8 @@ class StepPlan:
     def __init__(
         self, num_tokens: int, allowance: StepAllowance | None, score_tokens: float = 1.0
     ) -> None:
-        self.num_tokens_left = num_tokens
+        self.num_tokens = num_tokens  # the budget
+        self.num_tokens_left = num_tokens  # negative when the first text is longer than the budget
         self.score_tokens = score_tokens  # budget tokens for one log-probability of a prompt
         self.num_score_tokens = 0.0  # budget tokens for all log-probabilities of prompts so far
         self.allowance = allowance  # limits prompt tokens beside decodes; None = no such limit
@@ -119,17 +121,13 @@ class StepPlan:
         if self.allowance is not None:
             self.allowance.take(Chunk(num_drafts, start))
 
-    def close(self, max_num_tokens: int) -> SchedulerOutput | None:
-        """The plan as a `SchedulerOutput`; None if there is nothing to run.
-
-        Args:
-            max_num_tokens: the step's token budget at the beginning.
-        """
+    def close(self) -> SchedulerOutput | None:
+        """The plan as a `SchedulerOutput`; None if there is nothing to run."""
         if self.scheduled or self.transfers:
             self.output = SchedulerOutput(
                 self.scheduled,
                 self.admitted,
-                max_num_tokens - self.num_tokens_left,
+                self.num_tokens - self.num_tokens_left,
                 self.num_prompt_logits,
                 self.block_copies,
                 self.num_pooled,

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from ostinato.runtime.costs.cost_table import Chunk
+from ostinato.runtime.costs.token_rate import TokenRate
 from ostinato.runtime.scheduling.draft_planner import DraftPlanner
 from ostinato.runtime.scheduling.itl_bound import ItlBound
 from ostinato.runtime.scheduling.loads import BlockLoads
@@ -37,6 +38,7 @@ class StepPlanner:
         drafts: adds draft tokens to decodes; None = no drafts.
         whole_prompts: compute each prompt in one step.
         score_tokens: tokens of the budget that one log-probability of a prompt takes.
+        rate: limits the tokens of steps of whole prompts by their time; None = no limit.
 
     Attributes:
         num_prompt_tokens: prompt tokens planned, prefix hits excluded, recomputation included.
@@ -52,6 +54,7 @@ class StepPlanner:
         drafts: DraftPlanner | None,
         whole_prompts: bool,
         score_tokens: float,
+        rate: TokenRate | None,
     ) -> None:
         self.num_prompt_tokens = 0
         self._queues = queues
@@ -61,13 +64,17 @@ class StepPlanner:
         self._bound = bound
         self._drafts = drafts
         self._score_tokens = score_tokens
+        self._rate = rate
         self._admission = Admission(queues, loads, whole_prompts=whole_prompts)
 
     def plan(self) -> StepPlan:
         """Plan the next step and count its tokens as computed."""
         queues = self._queues
         allowance = None if self._bound is None else self._bound.open(queues.running)
-        step = StepPlan(self._max_num_tokens, allowance, self._score_tokens)
+        budget = self._max_num_tokens
+        if self._rate is not None:
+            budget = min(budget, self._rate.max_num_tokens)
+        step = StepPlan(budget, allowance, self._score_tokens)
         self._grow_running(step)
         while self._admit_waiting(step):
             self._grow_running(step)

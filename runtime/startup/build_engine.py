@@ -40,6 +40,10 @@ __all__ = ("build_engine", "compile_bundle")
 
 _LOG = logging.getLogger(__name__)
 
+# Seconds of an encoder's step on a CPU. Another client's text waits for the rest of a step, and
+# then for its own.
+_TEXT_STEP_S = 0.04
+
 
 def build_engine(
     config: EngineConfig,
@@ -179,5 +183,6 @@ def _make_scheduler(
         max_in_flight=max_in_flight,
         proposer=proposer,
         adaptive_drafts=config.speculation.adaptive,
+        text_step_s=_TEXT_STEP_S if kind.takes_whole_prompts and plan.is_cpu else None,
     )
     return cache, scheduler

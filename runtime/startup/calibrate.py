@@ -17,6 +17,7 @@ from ostinato.graphs.bundle import Bundle
 from ostinato.runtime.costs.cost_probe import StepSpace, measure_costs
 from ostinato.runtime.costs.cost_table import CostTable
 from ostinato.runtime.costs.step_limits import StepLimits, decide_limits, redundant_sizes
+from ostinato.runtime.costs.token_rate import TokenRate
 from ostinato.runtime.errors import StartupError
 from ostinato.runtime.execution.executor import (
     DropDecodeBuckets,
@@ -144,6 +145,7 @@ def make_scheduler(  # noqa: PLR0913 - the parts of a scheduler
     max_in_flight: int,
     proposer: Proposer | None = None,
     adaptive_drafts: bool = True,
+    text_step_s: float | None = None,
 ) -> Scheduler:
     """Make the scheduler, with limits and an ITL bound from the step costs.
 
@@ -157,6 +159,8 @@ def make_scheduler(  # noqa: PLR0913 - the parts of a scheduler
         max_in_flight: steps that may be launched before one is read.
         proposer: the drafter that `upper` was made for; None = no drafts.
         adaptive_drafts: choose the number of drafts by step costs.
+        text_step_s: seconds that a step of whole prompts should take at most, unless
+            scheduler.max_num_batched_tokens is set; None = no limit.
 
     Raises:
         StartupError: scheduler.itl_target_ms is set and step costs were not measured.
@@ -189,6 +193,7 @@ def make_scheduler(  # noqa: PLR0913 - the parts of a scheduler
                 alone_ms,
                 cache.block_size,
             )
+    has_rate = text_step_s is not None and config.max_num_batched_tokens is None
     return Scheduler(
         config,
         cache,
@@ -200,4 +205,5 @@ def make_scheduler(  # noqa: PLR0913 - the parts of a scheduler
         proposer=proposer,
         score_tokens=score_tokens,
         draft_costs=costs if adaptive_drafts else None,
+        rate=TokenRate(text_step_s) if has_rate else None,
     )

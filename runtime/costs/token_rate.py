@@ -1,0 +1,46 @@
+"""The seconds that a token takes in an encoder's steps, learned from the steps themselves.
+
+An encoder computes a text in one step. Another client's text waits until the running step ends, so
+a step takes no more texts than fit into a time. No step is measured before the start.
+"""
+
+from __future__ import annotations
+
+__all__ = ("TokenRate",)
+
+_UNKNOWN_TOKENS = 256  # of a step before the first one was measured
+_LEAST_TOKENS = 64  # smaller steps spend much of their time on other things than tokens
+_WEIGHT = 0.25  # of a new step in the moving average
+
+
+class TokenRate:
+    """A moving average of seconds per token, and the step that takes a given time.
+
+    Args:
+        target_s: seconds that a step should take at most.
+    """
+
+    def __init__(self, target_s: float) -> None:
+        self._target_s = target_s
+        self._seconds: float | None = None  # of one token
+
+    @property
+    def max_num_tokens(self) -> int:
+        """The tokens of a step that takes the target's time; at least 64, whatever they take."""
+        if self._seconds is None:
+            return _UNKNOWN_TOKENS
+        return max(_LEAST_TOKENS, int(self._target_s / self._seconds))
+
+    def observe(self, num_tokens: int, seconds: float) -> None:
+        """Take a finished step into account.
+
+        Args:
+            num_tokens: of the step; fewer than 64 are ignored.
+            seconds: from its launch to its result.
+        """
+        if num_tokens < _LEAST_TOKENS:
+            return
+        new = max(seconds, 1e-9) / num_tokens
+        self._seconds = (
+            new if self._seconds is None else self._seconds + _WEIGHT * (new - self._seconds)
+        )
