@@ -193,7 +193,9 @@ def make_scheduler(  # noqa: PLR0913 - the parts of a scheduler
                 alone_ms,
                 cache.block_size,
             )
-    has_rate = text_step_s is not None and config.max_num_batched_tokens is None
+    rate = None
+    if text_step_s is not None and config.max_num_batched_tokens is None:
+        rate = TokenRate(text_step_s)
     return Scheduler(
         config,
         cache,
@@ -205,5 +207,5 @@ def make_scheduler(  # noqa: PLR0913 - the parts of a scheduler
         proposer=proposer,
         score_tokens=score_tokens,
         draft_costs=costs if adaptive_drafts else None,
-        rate=TokenRate(text_step_s) if has_rate else None,
+        rate=rate,
     )
