@@ -3,11 +3,16 @@
     python -m ostinato.benchmarks.gpu --output results.json --budget-s 560
     python -m ostinato.benchmarks.gpu --stages decode-llama-8b,sampler --output results.json
     python -m ostinato.benchmarks.gpu --tiny          # on any machine, a minute: checks the stages
+    python -m ostinato.benchmarks.gpu --without-device          # on any machine: what would run
 
 The first stage runs the GPU tests. Further stages measure decode and prefill against the roofline
 measured in the same process, the offline workload, the sampler and starts. Every stage is a process
 of its own. If one fails or hangs, this is recorded and the next one runs. The file keeps results of
 earlier commands for stages that do not run again.
+
+`--without-device` lowers and compiles the programs of models for described GPUs (conf/device/),
+counts their launches and bytes, and predicts the times of steps. Nothing runs. The result is the
+part `without_device` of the same file, and a section of docs/kernels.md.
 """
 
 from __future__ import annotations
@@ -27,9 +32,14 @@ from pathlib import Path
 from typing import Any
 
 import ostinato
+import ostinato.conf
+from ostinato.benchmarks.machine.described_device import described_devices
 from ostinato.benchmarks.machine.probes import commit_of
 from ostinato.runtime.machine_info import cpu_name, gpu_names, package_versions
 
+_PAGE = Path(ostinato.conf.__file__).parents[1] / "docs" / "kernels.md"
+_TITLE = "## Layers and steps"
+_FIRST = "h200"  # the device whose kernels are listed
 _LEAST_S = 5.0  # a stage is not started with less time
 
 
@@ -41,11 +51,17 @@ def main(arguments: list[str]) -> int:
 
         print(json.dumps(start(options.start, options.tiny)))
         return 0
+    if options.described:
+        return _describe_here(options.described, options.tiny, Path(options.output))
     if options.stage:
         return _run_here(options.stage, options.tiny, Path(options.output))
     output = Path(options.output)
     record = _read(output)
     record["conditions"] = _conditions(arguments)
+    if options.without_device:
+        record["without_device"] = _describe_apart(options.devices, options.tiny)
+        _write(output, record)
+        return _write_page(record["without_device"], None if options.tiny else _PAGE)
     deadline = time.monotonic() + options.budget_s
     for name in options.stages:
         left = deadline - time.monotonic()
@@ -70,13 +86,63 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--budget-s", type=float, default=1800.0, help="seconds for all of them")
     parser.add_argument("--output", default="outputs/bench/gpu.json", help="the JSON file")
     parser.add_argument("--tiny", action="store_true", help="a small model, for any machine")
+    parser.add_argument("--without-device", action="store_true", help="for described GPUs only")
+    parser.add_argument("--devices", default=",".join(described_devices()), help="described GPUs")
+    parser.add_argument("--described", default="", help=argparse.SUPPRESS)
     parser.add_argument("--stage", default="", help=argparse.SUPPRESS)
     parser.add_argument("--start", default="", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     options.stages = options.stages.split(",")
+    options.devices = sorted(options.devices.split(","), key=lambda name: (name != _FIRST, name))
+    if unknown := [name for name in options.devices if name not in described_devices()]:
+        parser.error(f"--devices {','.join(unknown)} must be some of {described_devices()}")
     if unknown := [name for name in options.stages if name not in STAGES]:
         parser.error(f"--stages {','.join(unknown)} must be some of {', '.join(STAGES)}")
     return options
+
+
+def _describe_here(device: str, tiny: bool, output: Path) -> int:
+    """Describe the steps on one device in this process."""
+    from ostinato.benchmarks.gpu.without_device.step_table import MODELS, describe_steps
+    from ostinato.benchmarks.gpu.without_device.steps import STEPS
+
+    models, steps = (MODELS[-1:], STEPS[1:5:3]) if tiny else (MODELS, STEPS)
+    output.write_text(json.dumps(describe_steps(device, models, steps)), encoding="utf-8")
+    return 0
+
+
+def _describe_apart(devices: list[str], tiny: bool) -> dict[str, Any]:
+    """Each device in a process of its own: compilers keep what they learned about a device.
+
+    Raises:
+        RuntimeError: a process failed; the end of its output is in the text.
+    """
+    found: dict[str, Any] = {}
+    for device in devices:
+        print(f"{device} ...", flush=True)
+        with tempfile.TemporaryDirectory() as folder:
+            result = Path(folder) / "steps.json"
+            command = [sys.executable, "-m", "ostinato.benchmarks.gpu", "--described", device]
+            command += ["--output", str(result), *["--tiny"] * tiny]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            if done.returncode:
+                raise RuntimeError(f"{device}: {done.stderr[-4000:]}")
+            found[device] = json.loads(result.read_text(encoding="utf-8"))
+    return found
+
+
+def _write_page(records: dict[str, Any], page: Path | None) -> int:
+    """Print the tables, and put them into the page of kernels."""
+    from ostinato.benchmarks.gpu.without_device.step_table import section_of
+    from ostinato.benchmarks.micro.kernel_table import replace_section
+
+    versions = package_versions()
+    section = section_of(records, f"torch {versions['torch']} and triton {versions['triton']}")
+    print(section)
+    if page is not None:
+        text = page.read_text(encoding="utf-8")
+        page.write_text(replace_section(text, _TITLE, section), encoding="utf-8")
+    return 0
 
 
 def _run_here(name: str, tiny: bool, output: Path) -> int:

@@ -9,8 +9,6 @@ writes it to docs/kernels.md, in the section of the installed Triton version:
 from __future__ import annotations
 
 import re
-import subprocess
-import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,9 +16,10 @@ from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
+from ostinato.benchmarks.machine.described_device import described_device
+from ostinato.benchmarks.machine.kernel_resources import Resources, read_resources
 from ostinato.ops.backends.triton_cache_write import write_kv_kernel
 from ostinato.ops.backends.triton_kernels import attention_kernel, combine_kernel
 from ostinato.ops.backends.triton_tiles import (
@@ -30,13 +29,10 @@ from ostinato.ops.backends.triton_tiles import (
     write_constants,
 )
 
-__all__ = ("Resources", "Variant", "compile_variant", "main", "render", "variants")
+__all__ = ("Variant", "compile_variant", "main", "render", "replace_section", "variants")
 
 _CAPABILITY = 90
 _SHARED_MEMORY_LIMIT = 227 * 1024  # bytes that one program of capability 9.0 may use
-_RESERVED_SHARED_MEMORY = 1024  # bytes that the device keeps for itself, per program
-_SHARED_MEMORY = 228 * 1024  # bytes of a multiprocessor
-_REGISTERS = 64 * 1024  # of a multiprocessor, 32 bits each
 _LAUNCH_OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
 _POINTERS = {"bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32", "fp8_e4m3": "*fp8e4nv"}
 _METADATA = {
@@ -77,26 +73,6 @@ class Variant:
     @property
     def uses_tensor_cores(self) -> bool:
         return self.role in ("short", "long") and self.dtype != "float32"
-
-
-@dataclass(frozen=True, slots=True)
-class Resources:
-    """The resources of a compiled kernel."""
-
-    registers: int  # per thread
-    spill_bytes: int  # stored and loaded
-    shared_bytes: int
-    num_wgmma: int
-    num_mma: int
-    num_copies: int
-    num_threads: int
-
-    @property
-    def programs_per_processor(self) -> int:
-        """How many programs are resident on a multiprocessor at once."""
-        by_registers = _REGISTERS // (-(-self.registers // 8) * 8 * self.num_threads)
-        by_memory = _SHARED_MEMORY // (self.shared_bytes + _RESERVED_SHARED_MEMORY)
-        return min(by_registers, by_memory, 2048 // self.num_threads)
 
 
 def variants() -> Iterator[Variant]:
@@ -166,19 +142,8 @@ def compile_variant(variant: Variant) -> Resources:
     compiled: Any = triton.compile(
         source, target=GPUTarget("cuda", _CAPABILITY, 32), options=options
     )
-    ptx = compiled.asm["ptx"]
-    log = _assemble(ptx)
-    spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", log)
-    registers = re.search(r"Used (\d+) registers", log)
-    assert registers is not None, f"the assembler's report has no registers: {log}"
-    return Resources(
-        registers=int(registers[1]),
-        spill_bytes=sum(map(int, spills)),
-        shared_bytes=compiled.metadata.shared,
-        num_wgmma=ptx.count("wgmma.mma_async"),
-        num_mma=ptx.count("mma.sync"),
-        num_copies=len(re.findall(r"cp\.async\.c[ag]\.", ptx)),
-        num_threads=32 * int(options["num_warps"]),
+    return read_resources(
+        compiled.asm["ptx"], compiled.metadata.shared, int(options["num_warps"]), _CAPABILITY
     )
 
 
@@ -194,20 +159,6 @@ def _type_of(name: str, variant: Variant) -> str:
     return "fp32" if name == "scale" else "i32"
 
 
-def _assemble(ptx: str) -> str:
-    """The report of the assembler that Triton itself would call."""
-    with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder) / "kernel.ptx"
-        source.write_text(ptx)
-        architecture = f"--gpu-name=sm_{_CAPABILITY}a"
-        command = [get_ptxas(_CAPABILITY).path, "-v", architecture, str(source)]
-        command += ["-o", str(Path(folder) / "kernel.cubin")]
-        run = subprocess.run(command, capture_output=True, text=True, check=False)
-        if run.returncode:
-            raise RuntimeError(f"{command[0]} could not assemble the kernel: {run.stderr}")
-        return run.stderr
-
-
 def render(rows: list[tuple[Variant, Resources]]) -> str:
     """The table as Markdown."""
     lines = [
@@ -215,6 +166,7 @@ def render(rows: list[tuple[Variant, Resources]]) -> str:
         "| tensor | copies | programs |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
+    device = described_device("h200")
     for variant, used in rows:
         constants = variant.constants
         tile = ""
@@ -232,13 +184,13 @@ def render(rows: list[tuple[Variant, Resources]]) -> str:
             f"{used.shared_bytes / 1024:.1f}",
             used.num_wgmma + used.num_mma,
             used.num_copies,
-            used.programs_per_processor,
+            device.resident_programs(used.registers, used.shared_bytes, used.num_threads),
         ]
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     return "\n".join(lines) + "\n"
 
 
-def _replace_section(document: str, title: str, body: str) -> str:
+def replace_section(document: str, title: str, body: str) -> str:
     """`document` with the section `title` replaced or appended."""
     sections = re.split(r"(?m)^(?=## )", document)
     kept = [section for section in sections[1:] if not section.startswith(title + "\n")]
@@ -253,7 +205,7 @@ def main() -> None:
     path = Path(__file__).parents[2] / "docs" / "kernels.md"
     document = path.read_text() if path.exists() else ""
     path.parent.mkdir(exist_ok=True)
-    path.write_text(_replace_section(document, f"## Triton {triton.__version__}", table))
+    path.write_text(replace_section(document, f"## Triton {triton.__version__}", table))
     worst = max(used.shared_bytes for _, used in rows)
     print(f"most shared memory: {worst / 1024:.1f} of {_SHARED_MEMORY_LIMIT // 1024} KiB")
 

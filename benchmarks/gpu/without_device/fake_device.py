@@ -1,0 +1,141 @@
+"""Makes torch, Inductor and Triton find a described GPU, so that they compile for it.
+
+Nothing runs: tensors are fake (shapes without memory), and a kernel that would be launched raises
+an error. What is replaced are the questions that compilers ask about the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+from ostinato.benchmarks.machine.described_device import DescribedDevice
+from ostinato.benchmarks.machine.device_guard import install_device_guard
+
+__all__ = ("fake_device", "replaced")
+
+_REGISTERS = 64 * 1024  # of a multiprocessor
+
+
+@contextmanager
+def replaced(owner: Any, **values: Any) -> Iterator[None]:
+    """Attributes of an object or class with other values, some of which it may not have."""
+    missing = object()
+    before = {name: vars(owner).get(name, missing) for name in values}
+    for name, value in values.items():
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is missing:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, value)
+
+
+@contextmanager
+def fake_device(device: DescribedDevice) -> Iterator[None]:
+    """Inside, the only CUDA device is the described one. One device a process: compilers remember.
+
+    Args:
+        device: the description.
+    """
+    from torch._dynamo.device_interface import CudaInterface
+    from torch._inductor.fx_passes import fuse_attention
+    from torch._inductor.runtime import triton_helpers
+
+    install_device_guard()
+    properties = _properties(device)
+    answers: dict[str, Callable[..., object]] = {
+        "is_available": lambda: True,
+        "device_count": lambda: 1,
+        "current_device": lambda: 0,
+        "get_device_properties": lambda *arguments: properties,
+        "get_device_capability": lambda *arguments: device.capability,
+        "get_device_name": lambda *arguments: device.name,
+        "get_rng_state": lambda *arguments: torch.zeros(16, dtype=torch.uint8),
+        "set_rng_state": lambda *arguments: None,
+        "_lazy_init": lambda: None,
+        "_exchange_device": lambda index: 0,
+        "_maybe_exchange_device": lambda index: 0,
+    }
+    interface = {
+        "is_available": staticmethod(lambda: True),
+        "current_device": staticmethod(lambda: 0),
+        "get_compute_capability": staticmethod(lambda index=None: device.arch),
+        "get_device_properties": staticmethod(lambda index=None: properties),
+    }
+    worker = {
+        "get_device_properties": staticmethod(lambda index=None: properties),
+        "current_device": staticmethod(lambda: 0),
+    }
+    with ExitStack() as stack:
+        stack.enter_context(replaced(torch.cuda, **answers))
+        # torch.tensor(..., device="cuda") would otherwise allocate.
+        stack.enter_context(replaced(FakeTensorMode, avoid_device_init=True))
+        # Patterns of torch's own attention, which no layer calls; to make them needs a GPU.
+        stack.enter_context(replaced(fuse_attention, _sfdp_init=lambda device=None: None))
+        stack.enter_context(replaced(CudaInterface, **interface))
+        stack.enter_context(replaced(CudaInterface.Worker, **worker))
+        stack.enter_context(replaced(torch._C, _cuda_getCurrentRawStream=lambda index: 0))
+        stack.enter_context(replaced(triton_helpers, set_driver_to_gpu=lambda: None))
+        stack.enter_context(replaced(driver, _active=_Driver(device)))
+        yield
+
+
+def _properties(device: DescribedDevice) -> SimpleNamespace:
+    """What `torch.cuda.get_device_properties` says of it."""
+    return SimpleNamespace(
+        name=device.name,
+        major=device.capability[0],
+        minor=device.capability[1],
+        multi_processor_count=device.multiprocessors,
+        total_memory=device.memory_bytes,
+        warp_size=32,
+        max_threads_per_multi_processor=device.threads_per_multiprocessor,
+        regs_per_multiprocessor=_REGISTERS,
+        max_threads_per_block=1024,
+        shared_memory_per_block=48 * 1024,
+        shared_memory_per_block_optin=device.shared_per_program,
+        shared_memory_per_multiprocessor=device.shared_per_multiprocessor,
+        L2_cache_size=device.l2_bytes,
+        gcnArchName="",
+        is_integrated=False,
+    )
+
+
+class _Driver:
+    """What Triton asks of a driver to compile; it has nothing to load or launch a kernel with."""
+
+    def __init__(self, device: DescribedDevice) -> None:
+        self._device = device
+        properties = {
+            "max_shared_mem": device.shared_per_program,
+            "max_num_regs": _REGISTERS,
+            "multiprocessor_count": device.multiprocessors,
+            "warpSize": 32,
+        }
+        self.utils = SimpleNamespace(get_device_properties=lambda index: properties)
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self._device.arch, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int = 0) -> int:
+        return 0
+
+    def get_device_interface(self) -> Any:
+        return torch.cuda
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cuda", 0)

@@ -1,0 +1,78 @@
+"""Compiles the Triton kernels of a program for a described GPU, Inductor's and ours."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch._inductor import config as inductor_config
+from torch._inductor.codecache import PyCodeCache
+from triton.runtime.jit import JITFunction, MockTensor
+
+from ostinato.benchmarks.gpu.without_device.fake_device import replaced
+from ostinato.benchmarks.machine.kernel_resources import Resources, read_resources
+
+__all__ = ("OwnLaunch", "compile_inductor_kernel", "recorded_launches")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnLaunch:
+    """A launch of one of our kernels."""
+
+    name: str
+    num_programs: int
+    constants: Mapping[str, Any]
+    resources: Resources
+
+
+@contextmanager
+def recorded_launches(arch: int) -> Iterator[list[OwnLaunch]]:
+    """Inside, a launch of a Triton kernel is compiled and appended to the list, and not run.
+
+    Args:
+        arch: the compute capability as one number.
+    """
+    launches: list[OwnLaunch] = []
+    run: Any = JITFunction.run
+
+    def record(kernel: Any, *args: Any, grid: Any, warmup: bool, **constants: Any) -> Any:
+        mocked = [MockTensor(x.dtype) if isinstance(x, Tensor) else x for x in args]
+        compiled = run(kernel, *mocked, grid=grid, warmup=True, **constants)
+        programs = 1
+        for size in grid:
+            programs *= int(size)
+        launches.append(
+            OwnLaunch(
+                name=kernel.fn.__name__,
+                num_programs=programs,
+                constants=constants,
+                resources=_resources(compiled, arch),
+            )
+        )
+        return compiled
+
+    with replaced(JITFunction, run=record):
+        yield launches
+
+
+def compile_inductor_kernel(name: str, source: str, arch: int) -> list[Resources]:
+    """The resources of a kernel that Inductor wrote, for each configuration that it may choose.
+
+    Args:
+        name: of the kernel.
+        source: its module.
+        arch: the compute capability as one number.
+    """
+    # The static launcher's kernels do not keep their text.
+    with inductor_config.patch(use_static_triton_launcher=False):
+        kernel: Any = getattr(PyCodeCache.load(source), name)
+        kernel.precompile(warm_cache_only=True)
+    return [_resources(result.kernel, arch) for result in kernel.compile_results]
+
+
+def _resources(compiled: Any, arch: int) -> Resources:
+    metadata = compiled.metadata
+    return read_resources(compiled.asm["ptx"], metadata.shared, metadata.num_warps, arch)

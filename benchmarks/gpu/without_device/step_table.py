@@ -1,0 +1,247 @@
+"""Writes what steps are made of on a described GPU: JSON, and a section of docs/kernels.md."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ostinato.benchmarks.gpu.without_device.fake_device import fake_device
+from ostinato.benchmarks.gpu.without_device.kernels import compile_inductor_kernel
+from ostinato.benchmarks.gpu.without_device.lowering import By
+from ostinato.benchmarks.gpu.without_device.model_programs import ModelPrograms, lower_model
+from ostinato.benchmarks.gpu.without_device.steps import (
+    KERNEL_SECONDS,
+    MATRIX_SHARE,
+    MEMORY_SHARE,
+    STEPS,
+    CountedStep,
+    Step,
+    count_step,
+    own_attention,
+)
+from ostinato.benchmarks.machine.described_device import DescribedDevice, described_device
+from ostinato.benchmarks.machine.kernel_resources import Resources
+
+__all__ = ("MODELS", "describe_steps", "section_of")
+
+_MOST_LAUNCHES, _MOST_BYTES = 7, 1.05  # goals of a decode step
+
+MODELS = ("llama-8b", "qwen3-0.6b")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Kernel:
+    """A Triton kernel of a layer, as the device would run it."""
+
+    name: str
+    by: str
+    num_choices: int  # configurations that Inductor times before it keeps one
+    worst: Resources  # the choice with the most registers
+    spill_bytes: int  # of all choices together
+
+    def row(self, device: DescribedDevice) -> dict[str, Any]:
+        worst = self.worst
+        resident = device.resident_programs(worst.registers, worst.shared_bytes, worst.num_threads)
+        return {
+            "kernel": self.name,
+            "by": self.by,
+            "choices": self.num_choices,
+            "registers": worst.registers,
+            "spill_bytes": self.spill_bytes,
+            "shared_bytes": worst.shared_bytes,
+            "threads": worst.num_threads,
+            "occupancy": resident * worst.num_threads / device.threads_per_multiprocessor,
+        }
+
+
+def describe_steps(
+    device_name: str, models: Iterable[str] = MODELS, steps: Iterable[Step] = STEPS
+) -> dict[str, Any]:
+    """Lower, compile and count, in this process; one device a process.
+
+    Args:
+        device_name: a file of conf/device/.
+        models: files of conf/model/.
+        steps: which steps.
+
+    Returns:
+        What `section_of` writes; plain numbers and texts.
+    """
+    device = described_device(device_name)
+    record: dict[str, Any] = {"device": device.name, "models": {}}
+    with fake_device(device):
+        for model in models:
+            programs = lower_model(model)
+            counted = [count_step(programs, step, device) for step in steps]
+            record["models"][model] = {
+                "steps": [_step_row(one) for one in counted],
+                "kernels": [one.row(device) for one in _kernels(programs, steps, device)],
+                "waits": sorted({wait for one in counted for wait in one.waits}),
+                "copies": [*programs.layer.copies, *programs.last.copies],
+            }
+    return record
+
+
+def _step_row(counted: CountedStep) -> dict[str, Any]:
+    return {
+        "step": counted.step.name,
+        "launches": len(counted.layer),
+        **{str(by): counted.count(by) for by in By},
+        "num_bytes": counted.num_bytes,
+        "bytes_of_ideal": counted.num_bytes / counted.ideal_bytes,
+        "copies_cache": counted.copies_cache,
+        "layer_us": 1e6 * sum(launch.seconds for launch in counted.layer),
+        "outside": counted.outside,
+        "step_ms": 1e3 * counted.seconds,
+        "layer": [asdict(launch) for launch in counted.layer],
+    }
+
+
+def _kernels(
+    programs: ModelPrograms, steps: Iterable[Step], device: DescribedDevice
+) -> list[_Kernel]:
+    found: dict[str, _Kernel] = {}
+    for name, source in (programs.layer.sources | programs.last.sources).items():
+        choices = compile_inductor_kernel(name, source, device.arch)
+        found[name] = _kernel(name, By.inductor, choices)
+    for step in steps:
+        for launch in own_attention(programs, step, device.arch):
+            name = launch.name
+            if name == "attention_kernel":
+                name += ", short" if launch.constants["MIN_QUERY"] == 1 else ", long"
+            found[name] = _kernel(name, By.own, [launch.resources])
+    return list(found.values())
+
+
+def _kernel(name: str, by: By, choices: list[Resources]) -> _Kernel:
+    return _Kernel(
+        name=name,
+        by=str(by),
+        num_choices=len(choices),
+        worst=max(choices, key=lambda one: one.registers),
+        spill_bytes=sum(one.spill_bytes for one in choices),
+    )
+
+
+def section_of(records: Mapping[str, dict[str, Any]], versions: str) -> str:
+    """The Markdown of a file's described devices; the first device has its kernels listed.
+
+    Args:
+        records: by name of the device, from `describe_steps`.
+        versions: of torch and Triton.
+    """
+    first, *others = records
+    lines = [
+        f"Lowered by {versions} with `python -m ostinato.benchmarks.gpu --without-device`; no part "
+        "of it has run on a GPU: not yet verified on hardware. The engine's own compiler lowers "
+        "the layers of a model in bfloat16 on fake CUDA tensors, and every Triton kernel is "
+        "compiled for the device.",
+        "",
+        "Launches are those of one layer; *outside* are those before and after all layers. Bytes "
+        "are compared with the ideal: weights, the cache's entries, and the operands and results "
+        "of each matrix product and of attention once. Decoding sequences have 2048 tokens in "
+        "context; a mixed step adds a prompt of 512 tokens to 64 of them. The time is a "
+        f"prediction: each launch takes the longest of its bytes at {MEMORY_SHARE:.0%} of the "
+        f"nominal memory rate, its operations at {MATRIX_SHARE:.0%} of the nominal matrix rate, "
+        f"and {KERNEL_SECONDS * 1e6:.0f} µs.",
+        "",
+        f"### {records[first]['device']}",
+        "",
+        *_step_lines(records[first]),
+        "",
+        "Registers are those of the choice that takes the most; spills are those of all choices.",
+        "",
+        *_kernel_lines(records[first]),
+        "",
+        *_wait_lines(records),
+    ]
+    if others:
+        lines += ["", "### Predicted milliseconds of a step", "", *_device_lines(records)]
+    return "\n".join(lines) + "\n"
+
+
+def _step_lines(record: dict[str, Any]) -> list[str]:
+    lines = [
+        "| model | step | launches | ours | Inductor | cuBLAS | torch | MB | of ideal | layer µs "
+        "| outside | step ms |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for model, found in record["models"].items():
+        for row in found["steps"]:
+            cells = [
+                model,
+                row["step"],
+                row["launches"],
+                *(row[str(by)] for by in (By.own, By.inductor, By.cublas, By.torch)),
+                f"{row['num_bytes'] / 1e6:.1f}",
+                f"{row['bytes_of_ideal']:.3f}",
+                f"{row['layer_us']:.1f}",
+                row["outside"],
+                f"{row['step_ms']:.2f}",
+            ]
+            lines.append("| " + " | ".join(map(str, cells)) + " |")
+    return lines
+
+
+def _kernel_lines(record: dict[str, Any]) -> list[str]:
+    lines = [
+        "| model | kernel | by | choices | registers | spills | shared KiB | threads | occupancy |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for model, found in record["models"].items():
+        for row in found["kernels"]:
+            cells = [
+                model,
+                f"`{row['kernel']}`",
+                row["by"],
+                row["choices"],
+                row["registers"],
+                row["spill_bytes"],
+                f"{row['shared_bytes'] / 1024:.1f}",
+                row["threads"],
+                f"{row['occupancy']:.0%}",
+            ]
+            lines.append("| " + " | ".join(map(str, cells)) + " |")
+    return lines
+
+
+def _wait_lines(records: Mapping[str, dict[str, Any]]) -> list[str]:
+    """One sentence each about waits and copies in the programs."""
+    models = [found for record in records.values() for found in record["models"].values()]
+    waits = sorted({wait for found in models for wait in found["waits"]})
+    copies = any(row["copies_cache"] for found in models for row in found["steps"])
+    return [
+        "No program of a layer makes the host wait for the device."
+        if not waits
+        else f"Programs make the host wait for the device: {'; '.join(waits)}.",
+        "No launch copies a cache." if not copies else "A launch copies a cache.",
+        _goal_line(models),
+    ]
+
+
+def _goal_line(models: Iterable[dict[str, Any]]) -> str:
+    """How far decode steps are from what the project wants of them."""
+    rows = [row for found in models for row in found["steps"] if row["step"].startswith("decode ")]
+    launches = max(row["launches"] for row in rows)
+    share = max(row["bytes_of_ideal"] for row in rows)
+    return (
+        f"A decode step has {launches} launches a layer and moves at most {share:.3f} of the ideal "
+        f"bytes; the goals are {_MOST_LAUNCHES} and {_MOST_BYTES}."
+    )
+
+
+def _device_lines(records: Mapping[str, dict[str, Any]]) -> list[str]:
+    first = next(iter(records.values()))
+    lines = [
+        "| model | step | " + " | ".join(record["device"] for record in records.values()) + " |",
+        "|---|---|" + "---|" * len(records),
+    ]
+    for model, found in first["models"].items():
+        for index, row in enumerate(found["steps"]):
+            times = (
+                f"{record['models'][model]['steps'][index]['step_ms']:.2f}"
+                for record in records.values()
+            )
+            lines.append(f"| {model} | {row['step']} | " + " | ".join(times) + " |")
+    return lines

@@ -1,0 +1,86 @@
+"""What a GPU would run, counted without one: the descriptions of devices, and a lowered model."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton", reason="triton has wheels for Linux x86-64 only")
+
+from ostinato.benchmarks.gpu.without_device.steps import STEPS, Step
+from ostinato.benchmarks.machine.described_device import described_device, described_devices
+
+ALL = ["a100", "b200", "h100", "h200", "l40s", "rtx4090"]
+
+
+def test_every_description_is_read() -> None:
+    assert described_devices() == ALL
+    devices = [described_device(name) for name in ALL]
+    assert [device.arch for device in devices] == [80, 100, 90, 90, 89, 89]
+    for device in devices:
+        assert device.shared_per_program < device.shared_per_multiprocessor
+        assert 1e11 < device.memory_bytes_s < device.bf16_flop_s / 50
+
+
+def test_an_unknown_device_is_named() -> None:
+    with pytest.raises(ValueError, match=r"device 'h999' is not one of a100, .*, rtx4090"):
+        described_device("h999")
+
+
+def test_resident_programs_are_limited_by_the_scarcest_resource() -> None:
+    device = described_device("h200")
+    assert device.resident_programs(255, 0, 128) == 2  # 65536 / (256 x 128)
+    assert device.resident_programs(32, 0, 128) == 16  # 2048 threads
+    assert device.resident_programs(32, 100 * 1024, 128) == 2  # 228 KiB
+
+
+def test_shapes_of_steps() -> None:
+    mixed = Step(name="mixed", seqs=((3, 1, 100), (1, 40, 60)))
+    assert tuple(mixed.sizes) == (43, 4, 4)
+    assert mixed.most_query_rows == 0
+    assert [step.most_query_rows for step in STEPS] == [1, 1, 1, 1, 0, 0, 0]
+
+
+def describe(device: str, folder: Path) -> dict[str, Any]:
+    """The tiny form of the command: the layer of a model at two shapes."""
+    output = folder / "steps.json"
+    command = [sys.executable, "-m", "ostinato.benchmarks.gpu", "--described", device, "--tiny"]
+    done = subprocess.run(
+        [*command, "--output", str(output)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(output.read_text())["models"]["qwen3-0.6b"]
+
+
+def check(found: dict[str, Any]) -> None:
+    decode, prefill = found["steps"]
+    assert (decode["step"], prefill["step"]) == ("decode 8", "prefill 512")
+    # Two norms, queries, keys, the gate; write, attend, combine; four matrix products.
+    assert (decode["Inductor"], decode["ours"], decode["cuBLAS"], decode["torch"]) == (5, 3, 4, 0)
+    assert prefill["launches"] == decode["launches"] + 1, "long query ranges have their own launch"
+    weights = 2 * (4096 * 1024 + 1024 * 2048 + 6144 * 1024 + 1024 * 3072)
+    cached = 8 * 2048 * 2 * 8 * 128 * 2
+    assert weights + cached < decode["num_bytes"] < 1.05 * (weights + cached)
+    assert 1 < decode["bytes_of_ideal"] < 1.05
+    assert found["waits"] == [] == found["copies"]
+    assert not any(row["copies_cache"] for row in found["steps"])
+    kernels = {row["kernel"]: row for row in found["kernels"]}
+    assert {"write_kv_kernel", "combine_kernel", "attention_kernel, short"} <= set(kernels)
+    assert [name for name, row in kernels.items() if row["spill_bytes"]] == []
+    assert all(0 < row["occupancy"] <= 1 for row in kernels.values())
+
+
+def test_a_layer_on_a_described_gpu(tmp_path: Path) -> None:
+    """The engine's own compiler lowers it; every Triton kernel is compiled for capability 9.0."""
+    check(describe("h200", tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", [name for name in ALL if name != "h200"])
+def test_a_layer_on_the_other_described_gpus(device: str, tmp_path: Path) -> None:
+    check(describe(device, tmp_path))
