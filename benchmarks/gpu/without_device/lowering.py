@@ -165,7 +165,7 @@ def _bytes_of(graph: GraphLowering, node: Any) -> tuple[sympy.Expr, sympy.Expr]:
             size, itemsize = _buffer(graph, name)
             count = sum(counts, sympy.S.Zero)
             # A whole buffer that is read at several places in a kernel is read once.
-            excess = sympy.expand(count - size).subs(graph.sizevars.backed_var_to_val)
+            excess = sympy.expand(count - size).subs(list(graph.sizevars.backed_var_to_val.items()))
             total += (size if excess > 0 else count) * itemsize
         totals.append(total)
     return totals[0], totals[1]
@@ -178,14 +178,16 @@ def _elements(dependency: Any) -> sympy.Expr:
     if isinstance(dependency, WeakDep):
         return sympy.S.Zero
     if isinstance(dependency, MemoryDep) and dependency.is_indirect():
-        return sympy.prod(dependency.size)
+        return sympy.Mul(*dependency.size)
     return dependency.get_numel()
 
 
 def _buffer(graph: GraphLowering, name: str) -> tuple[sympy.Expr, int]:
     """Elements of a buffer and the bytes of one."""
     try:
-        return graph.get_numel(name), torch.empty((), dtype=graph.get_dtype(name)).element_size()
+        return sympy.sympify(graph.get_numel(name)), torch.empty(
+            (), dtype=graph.get_dtype(name)
+        ).element_size()
     except (KeyError, NotImplementedError, AttributeError):
         return sympy.S.Zero, 0  # the buffer stands for a change of another one
 

@@ -102,7 +102,7 @@ def _kernels(
     programs: ModelPrograms, steps: Iterable[Step], device: DescribedDevice
 ) -> list[_Kernel]:
     found: dict[str, _Kernel] = {}
-    for name, source in (programs.layer.sources | programs.last.sources).items():
+    for name, source in {**programs.layer.sources, **programs.last.sources}.items():
         choices = compile_inductor_kernel(name, source, device.arch)
         found[name] = _kernel(name, By.inductor, choices)
     for step in steps:

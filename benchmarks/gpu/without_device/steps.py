@@ -137,7 +137,7 @@ def _count(
             launches += attention
             continue
         num_bytes, num_flop = _numbers(launch, values)
-        written = num_bytes - int(launch.input_bytes.subs(values))
+        written = num_bytes - int(launch.input_bytes.subs(list(values.items())))
         copies = copies or written >= programs.cache_bytes
         ideal += num_bytes if launch.by is By.cublas else 0
         launches.append(_timed(launch.by, launch.name, num_bytes, num_flop, device))
@@ -145,7 +145,8 @@ def _count(
 
 
 def _numbers(launch: Launch, values: dict[sympy.Symbol, int]) -> tuple[int, int]:
-    return int(launch.num_bytes.subs(values)), int(launch.num_flop.subs(values))
+    numbers = list(values.items())
+    return int(launch.num_bytes.subs(numbers)), int(launch.num_flop.subs(numbers))
 
 
 def _values(lowered: Lowered, sizes: StepSizes) -> dict[sympy.Symbol, int]:
