@@ -7,7 +7,7 @@ that has no loops worth several threads. The matrix and attention kernels then s
 through a thread pool, which does not wait for threads that have not started
 (ops/native/core/thread_pool.h).
 
-MKL, which computes torch's `exp`, has its own number of threads, which OpenMP's does not change.
+MKL computes torch's `exp`. It has its own number of threads, which is set apart from OpenMP's.
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ class StepThreads:
 
 
 class _SerialLoops(AbstractContextManager[None]):
-    """OpenMP loops on one thread, our kernels on all of a step's.
+    """OpenMP loops on one thread, our kernels on all threads of the engine.
 
-    A class, since a generator's context takes twice the time, once or twice in every step.
+    A class, because a generator's context takes twice the time, once or twice in every step.
     """
 
     __slots__ = ("_depth", "_set_openmp", "_set_pool", "_threads")

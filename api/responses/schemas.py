@@ -64,7 +64,7 @@ UNSUPPORTED: Mapping[str, Unsupported] = {
     "moderation": Unsupported("moderation models"),
     "namespace": Unsupported("groups of functions"),
     "output_schema": Unsupported("programs that call tools"),
-    "personality": Unsupported("models with a setting of it"),
+    "personality": Unsupported("models with a personality setting"),
     "prompt": Unsupported("stored prompts"),
 }
 
@@ -204,7 +204,7 @@ class GrammarFormat(
     tag_field="type",
     tag="grammar",
 ):
-    """A text of the grammar's language."""
+    """A text that matches a grammar."""
 
     syntax: Literal["lark", "regex"]
     definition: str
@@ -291,7 +291,7 @@ class ReasoningConfig(
     effort: ReasoningEffort | None = None  # passed to the template, where the template has it
     summary: SummaryKind | None = None  # has no effect: items have the whole reasoning
     generate_summary: SummaryKind | None = None  # the older name of `summary`
-    context: Literal["auto"] | None = None  # the template decides what the model sees again
+    context: Literal["auto"] | None = None  # the template decides which reasoning is shown again
     mode: Literal["standard"] | None = None
 
 

@@ -1,7 +1,7 @@
 """Falcon (arXiv:2311.16867): 7B has one key and value head; 11B, 40B, 180B and RW have several.
 
-Attention and MLP read the same or two norms of the residual stream, in parallel. RW (RefinedWeb)
-has them one after the other, and ALiBi instead of rotary positions.
+Attention and MLP run in parallel. They share a norm of the residual stream, or have one each. RW
+(RefinedWeb) runs them one after the other, and has ALiBi instead of rotary positions.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class FalconForCausalLM(Decoder):
             refuse_other_values(hf_config, {"parallel_attn": True})
             stated = hf_config
         else:
-            # Such configs also have a number of key and value heads, which is not valid then.
+            # Such configs may also state a number of key and value heads. It has no effect.
             is_multi_query = hf_config.get("multi_query", True)
             stated = {**hf_config, "num_kv_heads": 1 if is_multi_query else None}
         config = read_decoder_config(stated, generation_config, _KEYS)

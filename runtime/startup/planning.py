@@ -224,7 +224,7 @@ def plan_engine(
             weights_bytes=sum(tensor.numel() * tensor.itemsize for tensor in tensors),
             kv_bytes_per_token=source.kv_cache_spec(1).bytes_per_block,
             hidden_size=model.hidden_size,
-            # Of experts some values are as wide as hidden states, which every rank holds whole.
+            # Some values of experts are as wide as the hidden states. Every rank holds them whole.
             intermediate_size=model.widest_mlp // (1 if model.has_experts else source.shard.size),
             qkv_size=_qkv_size(source),
             dtype_bytes=source.dtype.itemsize,

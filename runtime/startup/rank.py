@@ -249,7 +249,7 @@ def _prepare_graphs(
 
 
 def _count_layers(graphs: GraphRunner) -> str:
-    """How many layers run how in small steps, for example "8 captured"."""
+    """The number of layers by what runs them in small steps, for example "8 captured"."""
     counts = graphs.layers_by_program.items()
     return ", ".join(f"{count} {program}" for program, count in counts if count)
 

@@ -69,7 +69,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
-def test_curl_trusts_the_certificate_and_nobody_else(site: Site) -> None:
+def test_curl_accepts_the_certificate_only_with_its_authority(site: Site) -> None:
     def curl(*options: str) -> subprocess.CompletedProcess[str]:
         body = json.dumps({"prompt": "Once", "max_tokens": 3, "ignore_eos": True})
         command = ["curl", "--silent", "--show-error", "--max-time", "60", *options]

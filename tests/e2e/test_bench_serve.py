@@ -126,7 +126,7 @@ with Server(load_config(sys.argv[1:])) as server:
 
 
 @pytest.mark.timeout(600)
-def test_a_server_ends_with_whoever_started_it():
+def test_a_server_ends_with_its_parent():
     process = subprocess.Popen(
         [sys.executable, "-c", _HOLD, *SMALL],
         stdin=subprocess.PIPE,

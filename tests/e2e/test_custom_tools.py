@@ -173,7 +173,7 @@ class TestCustomTools:
         assert stored.usage.input_tokens == whole.usage.input_tokens
 
 
-def test_a_grammar_that_is_none_is_refused(client):
+def test_an_invalid_grammar_is_refused(client):
     for syntax, text in (("lark", "start: ("), ("regex", "(")):
         with pytest.raises(openai.BadRequestError) as refused:
             ask(client, tools=[custom("a", syntax, text)])

@@ -134,7 +134,7 @@ def test_a_budget_of_who_does_not_think_changes_nothing(server):
     assert plain == limited
 
 
-def test_a_budget_where_nobody_thinks_is_refused(server):
+def test_a_budget_without_reasoning_is_refused(server):
     body = {
         "messages": [{"role": "user", "content": "age?"}],
         "chat_template": "{{ messages[-1].content }}",

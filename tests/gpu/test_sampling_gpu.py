@@ -1,4 +1,4 @@
-"""Captured draws on a CUDA device: the CPU's tokens, no memory kept, and the memory that the device reports."""
+"""Captured draws on a CUDA device give the CPU's tokens and keep no memory; measured memory."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_draws_are_those_of_the_cpu(captured: bool) -> None:
 def test_a_draw_stays_within_its_memory() -> None:
     rows, vocab_size = 64, 151_936
     token_sampler = GraphSampler(torch.randn(rows, vocab_size, device=CUDA))
-    token_sampler.run_largest()  # libraries take theirs
+    token_sampler.run_largest()  # libraries allocate their workspaces
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()

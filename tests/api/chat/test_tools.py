@@ -153,7 +153,7 @@ class TestAnswers:
         assert choice["finish_reason"] == "length"
         assert choice["message"]["content"] == '<tool_call>{"name": "add", '
 
-    def test_reasoning_is_left_out_when_nobody_wants_it(self, qwen):
+    def test_reasoning_is_left_out_when_it_is_not_wanted(self, qwen):
         answer = qwen(*HERMES).chat(include_reasoning=False).json()["choices"][0]["message"]
         assert "reasoning" not in answer
         assert answer["content"].startswith("So: <tool_call>")
@@ -340,7 +340,7 @@ class TestRefused:
         assert response.status_code == 400
         assert response.json()["error"]["param"] == param
 
-    def test_a_model_whose_calls_nobody_reads(self, qwen):
+    def test_tools_are_refused_without_a_parser_of_calls(self, qwen):
         error = qwen("ok", tool_parser=ToolParserName.none).chat(tools=[ADD]).json()["error"]
         assert error["param"] == "tools"
         assert "server.tool_parser=none" in error["message"]

@@ -114,7 +114,7 @@ class TestTimeline:
         assert all(chunk["choices"] for chunk in others)
 
     @pytest.mark.parametrize("headers", [{}, {"x-trace": "0"}])
-    def test_nobody_asked(self, make_app, headers):
+    def test_without_the_header_there_is_no_trace(self, make_app, headers):
         app = make_app(traced_script())
         assert "trace" not in post(app, headers=headers).json()
         assert all("trace" not in chunk for chunk in chunks_of(post(app, stream=True)))

@@ -74,11 +74,11 @@ def test_what_is_not_json_is_never_done(text):
         "1 ",
     ],
 )
-def test_what_is_broken_is_told_at_once(text):
+def test_broken_json_is_reported_at_once(text):
     assert scan(text)[0] is JsonState.broken
 
 
-def test_line_ends_within_strings_are_let_through():
+def test_line_ends_within_strings_are_accepted():
     assert scan('{"a": "x\ny"}')[0] is JsonState.done
 
 

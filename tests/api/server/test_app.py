@@ -190,7 +190,7 @@ class TestTheRequestsName:
         names = {app.http.get("/health").headers["x-request-id"] for _ in range(3)}
         assert len(names | {name}) == 4
 
-    def test_that_is_none(self, app):
+    def test_an_invalid_one_is_refused(self, app):
         reply = app.http.post(
             "/v1/completions", json={"prompt": "Hi"}, headers={"x-request-id": "a b"}
         )

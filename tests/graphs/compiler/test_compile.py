@@ -59,7 +59,7 @@ def compiled(request: pytest.FixtureRequest) -> Compiled:
     example, cache = make_buffers().batch(16, 3, 3), make_cache(num_blocks=COMPILE_BLOCKS)
     with (
         pytest.MonkeyPatch.context() as patch,
-        fresh_cache(),  # whose code would not be written again
+        fresh_cache(),  # without it, Inductor would load code and generate none
         torch.inference_mode(),
     ):
         patch.setattr(GraphLowering, "codegen", codegen)
@@ -67,8 +67,9 @@ def compiled(request: pytest.FixtureRequest) -> Compiled:
     return Compiled(model, form, program, code)
 
 
-# The second size shows mutated views with symbolic sizes: all layers would write at offset 0. The
-# outputs of such a step can be right all the same, so the caches are compared too.
+# The second size differs from the compiled one. If views of the cache were compiled wrongly for
+# other sizes, all layers would write at offset 0. The outputs of such a step can be right all the
+# same, so the caches are compared too.
 @pytest.mark.parametrize("num_blocks", [COMPILE_BLOCKS, 64])
 @torch.inference_mode()
 def test_compiled_equals_eager_in_hidden_states_and_caches(
@@ -86,7 +87,7 @@ def test_compiled_equals_eager_in_hidden_states_and_caches(
 
 def test_the_compiled_graph_clones_no_cache(compiled: Compiled) -> None:
     """Functionalisation must be undone: a clone would copy the whole cache every step."""
-    # The last layer is one of its own.
+    # The last layer has a graph of its own.
     assert len(compiled.code) == (1 if compiled.form is GraphForm.model else 2)
     for code in compiled.code:
         assert "ostinato.paged_attention" in code

@@ -200,7 +200,7 @@ def test_too_large_to_look_at(compiler):
     assert pids_of(compiler) == []
 
 
-def test_one_that_takes_too_long_holds_up_nobody(compiler, monkeypatch):
+def test_a_slow_constraint_does_not_delay_others(compiler, monkeypatch):
     """A compiler process that does not answer delays only the request that it works for."""
 
     async def run() -> None:

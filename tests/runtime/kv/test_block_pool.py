@@ -136,7 +136,7 @@ def test_forget_cached_keeps_the_blocks_and_drops_the_hashes() -> None:
 
 
 @pytest.mark.parametrize("block_id", [0, 1, 2])
-def test_a_block_that_nobody_holds_can_not_be_freed(block_id: int) -> None:
+def test_a_block_without_a_holder_can_not_be_freed(block_id: int) -> None:
     pool = BlockPool(3)
     pool.free(pool.allocate(1) or [])
     with pytest.raises(RuntimeError, match=f"block {block_id} is freed and no table holds it"):

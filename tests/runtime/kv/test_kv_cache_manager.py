@@ -237,7 +237,7 @@ def test_without_prefix_caching_nothing_is_shared_or_counted() -> None:
     assert (cache.prefix_queries, cache.prefix_hits) == (0, 0)
 
 
-def test_reclaimable_blocks_are_those_that_nobody_shares() -> None:
+def test_reclaimable_blocks_are_those_that_are_not_shared() -> None:
     cache = make_cache()
     first, second = Tokens(range(10)), Tokens([*range(8), 90])
     run_prompt(cache, first)
@@ -246,7 +246,7 @@ def test_reclaimable_blocks_are_those_that_nobody_shares() -> None:
     assert cache.num_reclaimable_blocks(first.table) == 1
 
 
-def test_reset_waits_until_nobody_holds_blocks() -> None:
+def test_reset_waits_until_no_block_is_held() -> None:
     cache, sequence = make_cache(), Tokens(range(9))
     run_prompt(cache, sequence)
     assert not cache.reset()
@@ -256,7 +256,7 @@ def test_reset_waits_until_nobody_holds_blocks() -> None:
     assert match(cache, Tokens(range(9))) == []
 
 
-def test_integrity_check_sees_a_table_that_nobody_accounts_for() -> None:
+def test_integrity_check_sees_a_table_that_is_not_accounted_for() -> None:
     cache, sequence = make_cache(), Tokens(range(9))
     run_prompt(cache, sequence)
     with pytest.raises(AssertionError, match="block 1 has 1 references and is in 0 tables"):

@@ -106,7 +106,7 @@ def test_a_more_urgent_request_takes_the_blocks_of_the_least_urgent() -> None:
     assert (scheduler.num_preemptions, scheduler.num_running) == (1, 2)
 
 
-def test_nobody_is_preempted_when_it_would_not_suffice() -> None:
+def test_no_sequence_is_preempted_when_it_would_not_suffice() -> None:
     scheduler = make_scheduler(
         make_request("a", range(10, 30), priority=0),
         make_request("b", range(30, 38), priority=2),
@@ -202,7 +202,9 @@ def test_a_sequence_preempted_in_flight_keeps_the_token_that_is_on_its_way() -> 
 
 
 @pytest.mark.parametrize(("num_blocks", "max_num_seqs"), [(100, 2), (10, 4)])
-def test_nobody_is_preempted_for_what_comes_back_anyway(num_blocks: int, max_num_seqs: int) -> None:
+def test_no_sequence_is_preempted_for_blocks_that_become_free_anyway(
+    num_blocks: int, max_num_seqs: int
+) -> None:
     """An urgent request lacks a row, or blocks, that an aborted one gives back with the next update."""
     scheduler = make_scheduler(
         make_request("a", range(10, 22), priority=1),

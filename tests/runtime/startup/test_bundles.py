@@ -18,7 +18,7 @@ DENSE = ModelSection()
 INT4 = ModelSection(quantization=Quantization.int4)
 
 
-# These tests build kernels, which the engine of another test may still see.
+# These tests compile kernels, which the compile monitor of another test's engine may count.
 pytestmark = pytest.mark.compiles_late
 
 
@@ -37,7 +37,7 @@ def _small_libraries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def prepare(model: ModelSection, graphs: GraphConfig) -> list[str]:
-    """The libraries that the compiler built, of those that are there when all are finished."""
+    """Prepare the kernels and wait; returns the libraries that were compiled for it."""
     prepare_kernels(model, DeviceConfig(name=DeviceName.cpu), graphs)
     builders = [each for each in threading.enumerate() if each.name.startswith("build-")]
     for builder in builders:
