@@ -57,9 +57,7 @@ def platform_tag(libraries: list[Path]) -> str:
         for version, (most_glibcxx, most_cxxabi) in _POLICIES.items()
         if glibcxx <= most_glibcxx and cxxabi <= most_cxxabi
     ]
-    if (
-        not fitting
-    ):  # the compiler is newer than the table: systems older than this one are left out
+    if not fitting:  # the compiler is newer than the table, so older systems are left out
         return f"manylinux_{_this_glibc()}_{platform.removeprefix('linux_')}"
     return (
         f"manylinux_2_{max(_OLDEST_GLIBC, glibc, min(fitting))}_{platform.removeprefix('linux_')}"

@@ -328,10 +328,10 @@ def main(arguments: list[str]) -> None:
         "--quantized",
         action="append",
         default=[],
-        help="ours too with model.quantization=this; int4:KEY=VALUE,... sets more; repeatable",
+        help="also run this engine with model.quantization=VALUE; int4:KEY=VALUE,... sets more keys",
     )
     parser.add_argument(
-        "--only-quantized", action="store_true", help="leave out ours without quantization"
+        "--only-quantized", action="store_true", help="leave out this engine without quantization"
     )
     parser.add_argument("--transformers", help="python of its environment")
     parser.add_argument("--parts", nargs="+", default=list(_PARTS), choices=_PARTS)
@@ -343,7 +343,7 @@ def main(arguments: list[str]) -> None:
         default=0,
         help="processes that compute all the time beside the engines, as other programs would",
     )
-    parser.add_argument("--overrides", nargs="+", default=[], help="configuration of ours")
+    parser.add_argument("--overrides", nargs="+", default=[], help="configuration of this engine")
     parser.add_argument("--json", type=Path, help="write every single figure to this file")
     options = parser.parse_args(arguments)
     engines: list[Engine] = []

@@ -53,9 +53,9 @@ class Replica:
     Args:
         spec: the engine.
         results: gets the results; may be shared between replicas.
-        fast_forward: whether equal decode steps are simulated at once; not if their times are
-            drawn at random.
-        on_end: called with a request's key and the time when its client has its end.
+        fast_forward: simulate several equal decode steps at once. It has no effect if the times of
+            steps are drawn at random.
+        on_end: called with a request's key and the time at which its client has the last token.
     """
 
     def __init__(

@@ -123,7 +123,7 @@ class KernelShape:
 
     @property
     def max_partitions(self) -> int:
-        """The most KV partitions of a sequence: times the KV heads, enough programs for a GPU."""
+        """The most KV partitions of a sequence: enough to fill a GPU with one sequence's heads."""
         wanted = min(64, max(4, _power_of_two(128 // self.num_kv_heads)))
         return min(wanted, ceil_div(self.max_context, _MIN_PARTITION))
 

@@ -51,10 +51,10 @@ def work_items(
     MIN_PART_TILES: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
-    """Of BLOCK_S sequences: their (tile, partition) items and their rows with several partitions.
+    """For each of BLOCK_S sequences: its number of items, and of rows with several partitions.
 
-    Sequences whose number of query rows is outside [MIN_QUERY, MAX_QUERY] belong to another launch:
-    0 of both.
+    Both are 0 for sequences whose number of query rows is outside [MIN_QUERY, MAX_QUERY], because
+    they belong to another launch.
     """
     seq = first_seq + tl.arange(0, BLOCK_S)
     begin = tl.load(query_start_loc + seq, mask=seq < num_seqs, other=0)

@@ -29,7 +29,7 @@ from ostinato.runtime.grammar.schema_numbers import (
 __all__ = ("MAX_OPTIONAL_OF_SOME", "MAX_OPTIONAL_PROPERTIES", "JsonForm", "prepare")
 
 MAX_OPTIONAL_PROPERTIES = 1000  # of an object; the time of a mask grows with their number
-MAX_OPTIONAL_OF_SOME = 64  # where minProperties needs one of them; the time grows with the square
+MAX_OPTIONAL_OF_SOME = 64  # if minProperties requires some; the time grows with the square
 
 # A space, or a line end and indentation. JSON allows any amount, and an unsure model would then
 # write white space until max_tokens.

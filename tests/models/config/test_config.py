@@ -156,7 +156,7 @@ def test_dynamic_rope_offers_the_context_that_needs_no_scaling() -> None:
     [
         ({"sliding_window": 16}, (16, 16, 16, 16)),  # Mistral
         ({"sliding_window": None}, (0, 0, 0, 0)),
-        ({"sliding_window": 16, "max_window_layers": 3}, (0, 0, 0, 0)),  # Qwen: off unless on
+        ({"sliding_window": 16, "max_window_layers": 3}, (0, 0, 0, 0)),  # Qwen: off by default
         (
             {"sliding_window": 16, "max_window_layers": 3, "use_sliding_window": True},
             (0, 0, 0, 16),
