@@ -14,7 +14,7 @@ def alibi_slopes(num_heads: int, *, bias_max: float = 8.0, scale: float = 1.0) -
 
     Args:
         num_heads: H.
-        bias_max: of the last head, the power of one half.
+        bias_max: the last head's slope is 2 ** -bias_max.
         scale: factor on all slopes.
     """
     below = 1 << (num_heads.bit_length() - 1)

@@ -104,7 +104,7 @@ def _simulation() -> None:
 
 
 def host_checks() -> list[Check]:
-    """All of them; nothing is loaded for these."""
+    """All checks of this module. They load no model."""
     decoding = _DecodingScheduler()
     ids = list(range(8192))
     data = bytes(4 * _BLOCK_SIZE + 32)

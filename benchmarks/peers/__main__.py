@@ -328,7 +328,7 @@ def main(arguments: list[str]) -> None:
         "--quantized",
         action="append",
         default=[],
-        help="also run this engine with model.quantization=VALUE; int4:KEY=VALUE,... sets more keys",
+        help="also run this engine with model.quantization=VALUE; VALUE:KEY=VALUE,... sets more",
     )
     parser.add_argument(
         "--only-quantized", action="store_true", help="leave out this engine without quantization"

@@ -10,7 +10,7 @@ __all__ = ("Request",)
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
-    """One sequence to generate, or with `pooling` one to compute a vector of.
+    """One sequence to generate, or, with `pooling`, a text whose vector is computed.
 
     `n` completions of a prompt are n requests that share cached blocks.
     """

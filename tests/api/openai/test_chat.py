@@ -209,7 +209,7 @@ class TestChunks:
 
     START = '{"id":"chatcmpl-1","object":"chat.completion.chunk","created":7,"model":"m","system_fingerprint":"fp","choices":'
 
-    def test_the_first_news_brings_the_role(self):
+    def test_the_first_chunk_has_the_role(self):
         assert self.chunks(output("a", [1], 1)) == [
             self.START + '[{"index":0,"delta":{"role":"assistant","content":""},'
             '"logprobs":null,"finish_reason":null}]}',
@@ -270,7 +270,7 @@ class TestChunks:
 
 
 class TestDeltas:
-    def test_everything_in_one_piece_of_news(self):
+    def test_everything_in_one_output(self):
         events = [
             Reasoning("so "),
             Reasoning("it is"),

@@ -45,7 +45,7 @@ class TestKeys:
         [{}, bearer("wrong"), bearer(""), {"Authorization": "Basic first-key"}, {"x-api-key": "f"}],
     )
     @pytest.mark.parametrize("path", ["/v1/models", "/metrics", "/version"])
-    def test_without_one_nothing_is_told(self, make_app, path, headers):
+    def test_requests_without_a_valid_key_are_refused(self, make_app, path, headers):
         app = make_app(server=ServerConfig(api_keys=KEYS))
         response = app.http.get(path, headers=headers)
         assert response.status_code == 401

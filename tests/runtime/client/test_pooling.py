@@ -319,20 +319,20 @@ class Model:
 
 def run_to_the_end(scheduler, *, ahead, aborted, whole) -> dict[str, SequenceOutput]:
     """The terminal outputs; `ahead` = one step is in flight while the next is planned."""
-    model, flying = Model(), []
+    model, in_flight = Model(), []
     ended: dict[str, SequenceOutput] = {}
     for round_ in range(2000):
         if round_ == 1:
-            news = (scheduler.abort(f"{index}") for index in aborted)
-            ended |= {one.request_id: one for one in news if one is not None}
+            outputs = (scheduler.abort(f"{index}") for index in aborted)
+            ended |= {one.request_id: one for one in outputs if one is not None}
         output = scheduler.schedule()
         if output is not None:
-            flying.append((output, model.run(output)))
+            in_flight.append((output, model.run(output)))
             if whole:
                 done = [(entry.start, entry.num_new_tokens) for entry in output.scheduled]
                 assert done == [(0, model.lengths[entry.row]) for entry in output.scheduled]
-        if flying and (output is None or len(flying) > ahead):
-            for one in scheduler.update(*flying.pop(0)):
+        if in_flight and (output is None or len(in_flight) > ahead):
+            for one in scheduler.update(*in_flight.pop(0)):
                 if one.finish_reason is not None:
                     assert one.request_id not in ended
                     ended[one.request_id] = one
@@ -377,13 +377,13 @@ def test_every_pooled_request_ends_once_with_all_its_tokens(
         scheduler.add(request)
     ended = run_to_the_end(scheduler, ahead=ahead, aborted=aborted, whole=whole)
     assert ended.keys() == expected.keys()
-    for request_id, news in ended.items():
-        if news.finish_reason is FinishReason.abort:
+    for request_id, output in ended.items():
+        if output.finish_reason is FinishReason.abort:
             continue
         pooled = kinds[int(request_id)] != "generate"
-        assert (news.pooled is not None) == pooled
+        assert (output.pooled is not None) == pooled
         if expected[request_id] is not None:
-            assert news.pooled == expected[request_id]
+            assert output.pooled == expected[request_id]
     assert not scheduler.has_work
     scheduler.check_integrity()
 

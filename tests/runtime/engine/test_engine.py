@@ -138,7 +138,7 @@ def test_the_cpu_kernel_refuses_eight_bits_by_name() -> None:
         LLM(config=tiny_config("cache.dtype=fp8_e4m3", "graphs.attention=cpu"))
 
 
-def test_a_bucket_list_that_ends_too_early_is_said(
+def test_a_bucket_list_that_ends_too_early_gives_a_warning(
     caplog: pytest.LogCaptureFixture, expected: list[list[int]]
 ) -> None:
     short = LLM(config=tiny_config("graphs.mode=captured", "graphs.capture_sizes=[1,2,16]"))

@@ -91,7 +91,7 @@ def test_chunks_of_a_prompt_and_the_first_token() -> None:
     assert loop.steps == [(8, 1.0), (3, 1.0), (1, 1.0), (1, 1.0)]
 
 
-def test_who_has_no_news_shows_how_far_it_came() -> None:
+def test_a_request_without_output_shows_how_far_it_came() -> None:
     loop = Loop()
     loop.add("a", 18)
     assert loop.step() == {}

@@ -420,9 +420,9 @@ def check_answers(llm, overlapped, schema, fields, streams, data):
     texts: dict[int, str] = {}
     endings: dict[int, FinishReason | None] = {}
     if streams:
-        for news in engine.stream([7, 8, 9], sampling):
-            texts[news.index] = texts.get(news.index, "") + news.text_delta
-            endings[news.index] = news.finish_reason
+        for output in engine.stream([7, 8, 9], sampling):
+            texts[output.index] = texts.get(output.index, "") + output.text_delta
+            endings[output.index] = output.finish_reason
     else:
         (output,) = engine.generate([[7, 8, 9]], sampling, use_progress=False)
         texts = {one.index: one.text for one in output.outputs}

@@ -70,7 +70,7 @@ def test_a_plan_that_was_right(plan: MemoryPlan) -> None:
     assert text == "captured graphs took 20 MiB, 21 were planned; 480 MiB are free"
 
 
-def test_too_little_left_for_uncaptured_steps_is_said(plan: MemoryPlan) -> None:
+def test_too_little_left_for_uncaptured_steps_is_reported(plan: MemoryPlan) -> None:
     text = compare_with_plan(plan, free_before_capture=500 * MIB, free_now=2 * MIB)
     assert text.startswith("captured graphs took 498 MiB, 21 were planned; 2 MiB are free, 3 less")
     assert text.endswith("lower device.memory_fraction or cache.memory_gib")

@@ -126,7 +126,7 @@ def test_chosen_cache_size_that_does_not_fit_is_refused():
         plan(memory_gib=9)
 
 
-def test_null_length_is_shortened_and_said():
+def test_null_length_is_shortened_with_a_note():
     ledger = plan(QWEN, memory_gib=1)
     assert ledger.max_model_len == (GIB // 1_835_008 - 1) * 16 == 9344
     assert ledger.reasons[-1] == (
