@@ -152,7 +152,7 @@ class Worker {
     }
   }
 
-  // The same as run_whole after its partitions, in the same order.
+  // Merges the states of a tile's partitions in the order of run_whole, and writes the output.
   void combine(const QueryTile& tile, float* states) {
     const State whole = state_of(states, tile, tile.first_partition);
     for (int partition = tile.first_partition + 1; partition < tile.last_partition; ++partition) {

@@ -11,7 +11,7 @@ from ostinato.runtime.types.outputs import FinishReason, RequestOutput, TokenLog
 from tests.api.dialect_values import output
 
 # Each output: the index of one of three completions, and its tokens. Some have none.
-NEWS = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3)), max_size=30)
+OUTPUTS = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3)), max_size=30)
 
 
 def outputs_of(sizes: list[tuple[int, int]]) -> list[RequestOutput]:
@@ -28,7 +28,7 @@ def outputs_of(sizes: list[tuple[int, int]]) -> list[RequestOutput]:
     return result
 
 
-@given(NEWS, st.integers(1, 6))
+@given(OUTPUTS, st.integers(1, 6))
 def test_nothing_is_lost_and_the_sizes_are_right(sizes, num_tokens):
     interval = StreamInterval(num_tokens, join_outputs)
     before = outputs_of(sizes)

@@ -16,7 +16,7 @@ FORMS = {
     "int8": ["model.dtype=bfloat16", "model.quantization=int8"],
     "int4": ["model.dtype=bfloat16", "model.quantization=int4"],
 }
-# Beside the prompts of chance, one that repeats a pattern of 7 tokens.
+# Random prompts, and one that repeats a pattern of 7 tokens.
 PROMPTS = [*make_prompts(len(SAMPLING)), [5, 9, 14, 20, 27, 35, 44] * 8]
 PARAMETERS = [*SAMPLING.values(), seeded(temperature=0.0, max_tokens=60)]
 
