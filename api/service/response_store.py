@@ -60,7 +60,7 @@ class ResponseStore:
             events: of its stream, as they were sent, where they can be asked for again.
             input_items: of its request, a JSON list.
         """
-        # As text: a long conversation is not read here.
+        # Joined as text, so that a long conversation is not parsed.
         before = bytes(messages).rstrip()[1:-1]
         parts = [part for part in (before, msgspec.json.encode(answer)) if part.strip()]
         one = _Stored(response, b"[" + b",".join(parts) + b"]", tuple(events), input_items)

@@ -71,7 +71,7 @@ def _caches(heads: _Heads, case: _Case, dtype: torch.dtype, cold_bytes: int) -> 
         dtype=dtype,
     )
     shape = (2, blocks, heads.keys, _BLOCK_SIZE, spec.place_size)
-    # Bytes of one are a finite scale too.
+    # In int8 all bytes are 1. The scales are floats of such bytes, so they are finite too.
     is_int8 = dtype is torch.int8
     one = torch.ones(shape, dtype=dtype) if is_int8 else torch.randn(shape).to(dtype)
     return [one, *(one.clone() for _ in range(-(-cold_bytes // one.nbytes) - 1))]

@@ -75,7 +75,7 @@ def time_sums(
         (result,) = graph.call(torch.ops.ostinato.all_reduce.default, arguments)
     graph.set_result(result)
     x, out = torch.ones(shape), torch.empty(shape)
-    all_reduce(x, None, handle, torch.float32)  # all ranks have come
+    all_reduce(x, None, handle, torch.float32)  # returns when all ranks have started
     addresses = (ctypes.c_void_p * 1)(x.data_ptr())
     found: list[float] = []
     for _ in range(rounds + rounds // 10):

@@ -93,9 +93,9 @@ def load_weights(
 
 @torch.no_grad()
 def init_dummy_weights(model: LanguageModel, seed: int, *, progress: str = "") -> None:
-    """Random weights for benchmarks: normal with deviation 0.02, norms 1, other vectors and the
-    norms' biases 0.
+    """Fill a model with random weights, for benchmarks.
 
+    Matrices get normal numbers with deviation 0.02, the weights of norms 1, all other vectors 0.
     Every rank of a group takes its part of the same matrices.
 
     Args:

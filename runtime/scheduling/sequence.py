@@ -113,7 +113,7 @@ class Sequence:
         self.num_drafts = 0  # draft tokens in its step in flight, of which there is one then
         # Whether the log-probabilities of its output are computed.
         self.has_logprobs = sampling.logprobs is not None or sampling.use_beam_search
-        self.draft: Draft | None = None  # that these are the beginning of
+        self.draft: Draft | None = None  # the draft whose first tokens these are
         self.draft_record: DraftRecord | None = None  # how its drafts have fared; None = no draft
         self.forced_token_ids: list[int] = []  # tokens that its grammar forces after the last one
         self.has_loaded = False  # whether it has loaded blocks from a slower tier
