@@ -103,7 +103,7 @@ class DeviceName(StrEnum):
 
 
 class InstructionSetName(StrEnum):
-    """Of the CPU kernels; the names are those of ISA_LEVELS in ops/native/instruction_sets.py."""
+    """The CPU kernels' instruction set, named as ISA_LEVELS in ops/native/instruction_sets.py."""
 
     auto = "auto"
     amx = "amx"

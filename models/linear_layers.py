@@ -270,7 +270,8 @@ class LinearBase(nn.Module):
 
     def _load_bias(self, value: Tensor, part: Part) -> None:
         rows = self._bias_of(part.expert)[part.first_row : part.first_row + part.num_rows]
-        # Of partial sums one rank's bias is added; the others hold zeros, for an equal program.
+        # The ranks' outputs are summed, so only the first rank adds the bias. The others add
+        # zeros, so that all ranks run the same program.
         if self.inputs.start:
             rows.zero_()
         else:

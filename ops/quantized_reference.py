@@ -49,7 +49,7 @@ class QuantFormat(NamedTuple):
 
     @property
     def factors(self) -> torch.dtype:
-        """Of scales, zero points and minimums."""
+        """Bytes of the scales, zero points and minimums."""
         return _FACTORS[self.scales]
 
     @property

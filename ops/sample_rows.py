@@ -137,7 +137,7 @@ def _sample_tokens_fake(logits: Tensor, inputs: Tensor) -> Tensor:
 
 
 def sampling_workspace_bytes(num_rows: int, vocab_size: int) -> int:
-    """The most bytes that a draw of so many rows allocates at once."""
+    """The most bytes that a draw of `num_rows` rows allocates at once."""
     return _BYTES_PER_ELEMENT * min(num_rows, rows_at_once(vocab_size)) * vocab_size
 
 
@@ -180,7 +180,7 @@ _ASKING = _STATIC | {SamplePath.wide: _filtered}
 def _in_chunks(
     draw: _Draw, logits: Tensor, inputs: SampleInputs, where: Tensor | None = None
 ) -> Tensor:
-    """`draw` of the logits (of the rows `where`) over their temperatures, so many rows at once."""
+    """`draw` of the logits (of the rows `where`) over their temperatures, in chunks of rows."""
     num_rows, step = len(inputs.paths), rows_at_once(logits.shape[-1])
     parts = []
     for begin in range(0, num_rows, step):

@@ -11,7 +11,7 @@ import msgspec
 
 __all__ = ("Percentiles", "RecentLatency")
 
-_WATCH_S = 10.0  # values are collected for so long after a snapshot
+_WATCH_S = 10.0  # values are collected for this long after a snapshot
 _WINDOW_S = 10.0
 _MAX_VALUES = 4096
 

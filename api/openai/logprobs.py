@@ -32,8 +32,8 @@ _encode = msgspec.json.Encoder().encode
 def _encoded(entry: object) -> Any:
     """The entry of one token as JSON, in place of the entry.
 
-    An answer may have millions of entries. Encoding or freeing so many objects is one call that
-    holds the interpreter's lock, and all other requests wait for it.
+    An answer may have millions of entries. One call that encodes or frees them all holds the
+    interpreter's lock, and all other requests wait for it.
     """
     return msgspec.Raw(_encode(entry))
 

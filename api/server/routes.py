@@ -20,7 +20,7 @@ __all__ = ("HANDLERS",)
 
 
 class Version(msgspec.Struct, frozen=True):
-    """Of the server; how the model's layers run in a small step, and on what on a CPU."""
+    """The server's version, how the layers run in a small step, and the CPU's instruction set."""
 
     version: str
     layers: dict[str, int]  # captured | fx | inductor | eager

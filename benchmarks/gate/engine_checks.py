@@ -77,7 +77,7 @@ class _Decoding:
 
 
 def _build(threads: int) -> Engine:
-    """An engine that decodes on so many threads."""
+    """An engine that decodes on `threads` threads."""
     engine = build_engine(
         load_config(
             [

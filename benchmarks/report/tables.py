@@ -63,7 +63,7 @@ HEADLINES: dict[str, Sequence[str]] = {
         *("roofline_share", "energy_per_output_token", "read_bandwidth", "other_cpu"),
     ),
 }
-# Of many points.
+# The figures in a table of many points.
 _FEW: dict[str, Sequence[str]] = {
     "serve": (
         *("output_throughput", "goodput", "ttft_p50", "ttft_p99", "itl_p50", "itl_p99", "failed"),

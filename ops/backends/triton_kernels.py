@@ -207,7 +207,7 @@ def _attend_item(
     )  # fmt: skip
 
     if sinks is not None:
-        # Of several partitions the combination adds the sink.
+        # With several partitions, the kernel that combines them adds the sink.
         sink = tl.where(num_parts == 1, tl.load(sinks + head) * _LOG2_E, _MASKED)
         new_peak = tl.maximum(peak, sink)
         decay = tl.exp2(peak - new_peak)

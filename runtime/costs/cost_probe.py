@@ -38,7 +38,7 @@ from ostinato.runtime.types.step import AdmittedSequence, ScheduledSequence, Sch
 __all__ = ("StepSpace", "measure_costs")
 
 _LEAST_BUDGET_S, _MOST_BUDGET_S = 0.5, 4.0
-_BUDGET_STEPS = 150  # the budget is the time of so many decode steps, between those two limits
+_BUDGET_STEPS = 150  # the budget is the time of 150 decode steps, between those two limits
 _CONTEXTS = (1024, 8192)
 # The share of the budget at which each line ends: prompts, decodes, then both for each context.
 _SHARES = ((0.4, 0.65), (0.75, 0.9), (0.95, 1.0))

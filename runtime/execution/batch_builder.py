@@ -18,7 +18,7 @@ from ostinato.runtime.types.step import ScheduledSequence, SchedulerOutput
 
 __all__ = ("BatchBuilder", "StepShape")
 
-_FEW_SEQUENCES = 4  # up to so many decoding sequences, entries are written one by one
+_FEW_SEQUENCES = 4  # up to this number of decoding sequences, entries are written one by one
 
 
 class StepShape(NamedTuple):

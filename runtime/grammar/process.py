@@ -35,8 +35,9 @@ if TYPE_CHECKING:
 __all__ = ("GrammarBuilder", "main")
 
 _TRIED_TOKENS = 48
-# Of the tried tokens; the first ones of a large vocabulary take longer. The limits in matcher.py
-# bound a mask to about 5 ms on an idle core, and a busy machine may take twice as long.
+# The longest mean time of a mask over the tried tokens. The first masks of a large vocabulary take
+# longer. The limits in matcher.py bound a mask to about 5 ms on an idle core, and a busy machine
+# may take twice as long.
 _MEAN_MASK_S = 0.015
 _MAX_GRAMMAR_CHARACTERS = 8 << 20
 

@@ -200,7 +200,7 @@ class GrammarMasks:
         return GrammarRow(matcher, request, output_token_ids, self._vocab_size)
 
     def begin_step(self, seconds: float = MASKS_S) -> None:
-        """Allow the masks of the next calls of `apply` so many seconds together."""
+        """Set how many seconds the masks of the next calls of `apply` may take together."""
         self._seconds_left = seconds
 
     def apply(

@@ -150,7 +150,7 @@ class _Early(NamedTuple):
 
 
 class MinTokens:
-    """`min_tokens`: no end-of-sequence or stop token before so many output tokens.
+    """`min_tokens`: no end-of-sequence or stop token before this number of output tokens.
 
     `GrammarMasks` does this for a row with a grammar, which may allow no other token.
     """

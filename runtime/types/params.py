@@ -314,7 +314,7 @@ class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
     kind: PoolingKind = PoolingKind.last
     normalize: bool = True  # to length 1
-    dimensions: int | None = None  # cut the vector to so many, before it is normalised; null = all
+    dimensions: int | None = None  # cut the vector to this length, then normalise; null = all
     # Return the output of the classification head instead: a sigmoid for one label, a softmax for
     # several, or with `raw_scores` the logits.
     classify: bool = False

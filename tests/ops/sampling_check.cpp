@@ -64,7 +64,7 @@ int main(int, char** arguments) {
       std::vector<double> sums;
       const int64_t sorted = draw_filtered(row, p, sums, false);
       wrong += draw_filtered(row, p, sums, true) != sorted;
-      // Of every row, also where the first candidates would be enough.
+      // Every row is drawn here, also where the first candidates would be enough.
       if (const std::optional<int64_t> id = draw_selected(row, p, sums.back())) {
         ++selected;
         wrong += *id != sorted;

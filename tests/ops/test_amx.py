@@ -62,7 +62,7 @@ _SOURCES: dict[str, Callable[[np.random.Generator, int], Words]] = {
 
 
 def _bfloat16(rng: np.random.Generator, count: int, first: int, last: int) -> Words:
-    """Of any sign and fraction, with exponents in [first, last)."""
+    """Random numbers of any sign and fraction, with exponents in [first, last)."""
     sign, exponent = rng.integers(0, 2, count) << 15, rng.integers(first, last, count) << 7
     return (sign | exponent | rng.integers(0, 128, count)).astype(np.uint16)
 

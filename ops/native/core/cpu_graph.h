@@ -138,9 +138,9 @@ class CpuGraph {
     enum Kind { layer, call, compiled, view, slice, index_select };
     Kind kind;
     int64_t result = 0;  // slot of the first result
-    int64_t source = 0;  // slot: of a view, a slice, or the matrix to select from
-    int64_t other = 0;   // of a slice the first index of dimension 1; of a selection the slot of row numbers
-    // Of a view, one may be -1; of a slice its length; of a compiled library the numbers of inputs and outputs.
+    int64_t source = 0;  // slot of the tensor to view, to slice or to select rows from
+    int64_t other = 0;   // slice: first index in dimension 1; index_select: slot of the row numbers
+    // view: the shape, one size may be -1; slice: the length; compiled: the numbers of inputs and outputs.
     int64_t sizes[kMaxRank] = {};
     int64_t dim = 0;
     Kernel kernel = nullptr;

@@ -15,7 +15,7 @@ namespace {
 
 // The signed extreme of a symmetric group of 4 bits lies this many steps from zero, of 8 that there are.
 constexpr std::array<float, 5> kSpans = {8.0f, 7.0f, 7.5f, 8.5f, 9.0f};
-// Of an asymmetric group's range, this part is kept.
+// The part of an asymmetric group's range that is kept.
 constexpr std::array<float, 4> kParts = {1.0f, 0.95f, 0.9f, 0.85f};
 
 struct Grid {
