@@ -85,7 +85,7 @@ def cache_dir() -> Path:
     base = os.environ.get("XDG_CACHE_HOME")
     if not base:
         home = expand_user("~")
-        # A user id that the system's list of users lacks gets the home /, as in containers.
+        # In containers, a user id that is not in /etc/passwd has the home directory /.
         base = (home if home.is_absolute() else Path("/")) / ".cache"
     return Path(base) / "ostinato"
 
@@ -94,7 +94,7 @@ def prepare_cache() -> str | None:
     """Make sure that `cache_dir` can be written, in this process and in those that it starts.
 
     If it can not, `cache_dir` becomes a temporary directory, which is removed when this process
-    ends. Links in it lead to the bundles of the directory that can not be written. Called before
+    ends. It holds links to the bundles of the directory that can not be written. Called before
     torch is imported; a second call has no effect.
 
     Returns:

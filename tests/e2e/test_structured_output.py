@@ -99,7 +99,7 @@ class TestOpenAI:
         if reply.choices[0].finish_reason == "stop":
             assert isinstance(json.loads(text), dict)
 
-    def test_text_asks_for_nothing(self, client):
+    def test_the_format_text_constrains_nothing(self, client):
         reply = client.chat.completions.create(
             model=model_of(client),
             messages=HI,

@@ -68,7 +68,7 @@ def test_reasoning_content_and_parallel_calls(client):
     assert client.chat.completions.create(**fields).choices[0].message.content == "It is sunny."
 
 
-def test_the_stream_of_it(client):
+def test_the_same_answer_streamed(client):
     fields = {"model": "scripted", "tools": [TOOL], "messages": user("Hi weather?")}
     with client.chat.completions.stream(**fields) as stream:
         thoughts = [
@@ -159,7 +159,7 @@ def test_in_the_responses_dialect(client):
     assert stored.output_text == sent.output_text == "It is sunny."
 
 
-def test_the_parsers_can_be_chosen(server, client):
+def test_no_parser_runs_if_the_template_has_neither_tools_nor_reasoning(server):
     whole = HTTP.post(
         f"{server.url}/v1/chat/completions",
         json={

@@ -8,7 +8,7 @@
 
 namespace ostinato::linear {
 
-// Eight bits of each lane; lanes hold whole numbers in [-127, 127].
+// Stores each lane as 8 bits; lanes hold whole numbers in [-127, 127].
 OSTINATO_INLINE void store_bytes(int8_t* p, F32 x) {
 #if OSTINATO_ISA >= 2
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(x.v)));
@@ -21,7 +21,8 @@ OSTINATO_INLINE void store_bytes(int8_t* p, F32 x) {
 #endif
 }
 
-// One group of a row: values / scale in [-127, 127], `padded` of them, zero past `count`; returns their sum.
+// Quantises one group of a row: writes values / scale, whole numbers in [-127, 127], and returns their sum. `padded`
+// numbers are written; those past `count` are zero.
 // A group with an infinity or a NaN gets the scale NaN.
 template <class T>
 float quantize_group(const T* x, int64_t count, int64_t padded, int8_t* out, float* scale) {
@@ -37,9 +38,9 @@ float quantize_group(const T* x, int64_t count, int64_t padded, int8_t* out, flo
     wrong = fma(value, broadcast(0.0f), wrong);
   }
   const float most = reduce_max(largest);
-  const float nothing_or_nan = reduce_sum(wrong);
-  const bool usable = most >= 0x1p-100f && nothing_or_nan == 0.0f;
-  *scale = usable ? most / 127.0f : nothing_or_nan;
+  const float zero_or_nan = reduce_sum(wrong);
+  const bool usable = most >= 0x1p-100f && zero_or_nan == 0.0f;
+  *scale = usable ? most / 127.0f : zero_or_nan;
   const F32 factor = broadcast(usable ? 127.0f / most : 0.0f);
   F32 sum = broadcast(0.0f);
   for (int64_t k = 0; k < padded; k += F32::width) {

@@ -15,13 +15,14 @@ namespace ostinato::linear {
 struct QuantizedRows {
   const uint32_t* units;  // [steps * quant_units][R]
   const float* scales;    // [groups][R]
-  const float* sums;      // [groups][R], of the group's values, negative
+  const float* sums;      // [groups][R], minus the sum of the group's values
 };
 
-// Weights that a tile prefetches while it is computed: with every group `per_group` bytes from
-// begin + column * per_column + group * per_group on, where `column` is the first of those that are summed.
+// Weights that a tile prefetches while it is computed. With each group it prefetches the `per_group` bytes from
+// begin + column * per_column + group * per_group on; `column` is the first of the columns that it sums then.
 struct GroupFetch {
-  // A block's share of the `bytes` at `next`, which follow `groups` groups that all blocks are multiplied by now.
+  // The part that block number `block` of `blocks` prefetches of the `bytes` at `next`. The weights at `next` are used
+  // after the `groups` groups that the blocks are multiplied by now.
   static GroupFetch share(const uint8_t* next, int64_t bytes, int64_t groups, int64_t block, int64_t blocks, int rows) {
     const int64_t share = bytes / blocks;
     const int64_t columns = quant_vectors(rows) * F32::width;
@@ -82,7 +83,7 @@ constexpr std::array<QuantizedTile, sizeof...(R)> make_quantized_tiles(std::inte
   return {&quantized_tile<Bits, R + 1>...};
 }
 
-// Index `rows - 1`.
+// The tile of R rows is at index R - 1.
 template <Widening Bits>
 constexpr std::array<QuantizedTile, kQuantRows> kQuantizedTiles =
     make_quantized_tiles<Bits>(std::make_integer_sequence<int, kQuantRows>{});

@@ -1,4 +1,4 @@
-"""The probes beside a figure measure what they say."""
+"""Probes of the machine: bandwidth, other programs' load, peak memory and the commit."""
 
 import mmap
 import subprocess

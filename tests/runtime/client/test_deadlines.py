@@ -18,16 +18,12 @@ ENDLESS = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True, n=2)
 
 def test_a_deadline_ends_what_runs_and_refuses_what_has_not_begun() -> None:
     async def scenario(client: EngineClient) -> None:
-        outputs = []
-        deadline = None
         stream = client.generate("late", [5, 6, 7], ENDLESS, deadline=time.monotonic() + 1e6)
-        async for output in stream:
-            outputs.append(output)
-            if deadline is None:
-                # The engine is stopped in the middle: the client must return the tokens that it already has.
-                os.kill(engine_pid(client), signal.SIGSTOP)
-                await stream.aclose()
-                break
+        async for _ in stream:
+            # The engine's process is stopped, so that the next request gets no token.
+            os.kill(engine_pid(client), signal.SIGSTOP)
+            await stream.aclose()
+            break
         deadline = time.monotonic() + 0.5
         with pytest.raises(DeadlineError, match="before its first token"):
             async for _ in client.generate("never", [5, 6], ENDLESS, deadline=deadline):
@@ -43,6 +39,7 @@ def test_a_deadline_ends_what_runs_and_refuses_what_has_not_begun() -> None:
             outputs.append(output)
             if not began and {one.index for one in outputs} == {0, 1}:
                 began = True
+                # At the deadline the client must return the tokens that it already has.
                 os.kill(engine_pid(client), signal.SIGSTOP)
         os.kill(engine_pid(client), signal.SIGCONT)
         ends = [output for output in outputs if output.finish_reason is not None]

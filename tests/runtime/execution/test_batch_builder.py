@@ -81,7 +81,7 @@ def test_a_uniform_decode_reads_the_last_tokens() -> None:
     assert host.block_table[:2].tolist() == [[2, 0, 0, 0], [1, 3, 0, 0]]
 
 
-def test_a_one_token_prompt_brings_its_token() -> None:
+def test_a_one_token_prompt_is_read_from_the_request() -> None:
     builder, buffers = make_builder()
     builder.admit(0, REQUEST, [])
     builder.last_token[0] = 77  # stale values of the row's previous sequence
@@ -119,7 +119,7 @@ def test_few_sequences_are_written_as_many_are(data: st.DataObject) -> None:
         assert written.tolist() == expected.tolist(), name
 
 
-def test_drafts_want_the_logits_of_every_position() -> None:
+def test_drafts_need_the_logits_of_every_position() -> None:
     builder, buffers = make_builder()
     for row in range(3):
         builder.admit(row, REQUEST, [])

@@ -33,7 +33,7 @@ def match(cache: KVCacheManager, tokens: Tokens) -> list[int]:
 
 
 def compute(cache: KVCacheManager, tokens: Tokens, num_tokens: int) -> None:
-    """What the scheduler does for a sequence that a step brings to `num_tokens` computed tokens."""
+    """Call what the scheduler calls when a step has computed a sequence up to `num_tokens`."""
     cache.register(tokens.table, tokens.ids, num_tokens)
 
 
@@ -127,9 +127,7 @@ def test_output_tokens_fill_blocks_too() -> None:
 def test_a_block_with_a_token_that_has_not_arrived_is_not_found() -> None:
     cache, first = make_cache(), Tokens(range(7))
     run_prompt(cache, first)
-    compute(
-        cache, first, 8
-    )  # position 7 is being computed from a token that is still on the device
+    compute(cache, first, 8)  # the token at position 7 is still on the device
     assert first.table.num_registered == 1
     first.ids.append(70)
     compute(cache, first, 8)
@@ -162,9 +160,8 @@ def test_a_shortage_changes_nothing() -> None:
     cache.free(first.table)
     long = Tokens(range(17))
     assert match(cache, long) == [1, 2]
-    assert (
-        cache.num_missing_blocks(17, PrefixMatch([1, 2])) == 5
-    )  # three new ones and two that are free as well
+    # Three new blocks, and the two of the prefix, which are free too.
+    assert cache.num_missing_blocks(17, PrefixMatch([1, 2])) == 5
     assert not admit(cache, long, [1, 2])
     assert (long.table.block_ids, cache.num_free_blocks) == ([], 4)
     cache.check_integrity([])
@@ -181,7 +178,7 @@ def test_allocate_extends_a_table_by_whole_blocks() -> None:
     assert sequence.table.block_ids == [1, 2, 3]
 
 
-def test_statistics_are_those_that_are_reported() -> None:
+def test_lookups_count_the_queried_and_the_found_tokens() -> None:
     cache = make_cache()
     cache.count_lookup(10, 0)
     cache.count_lookup(10, 8)
