@@ -31,7 +31,7 @@ def read_only(directory: Path) -> list[str]:
 
 
 def full(directory: Path, kib: int) -> list[str]:
-    """With an empty file system of so many KiB at an existing directory."""
+    """With an empty file system of `kib` KiB at an existing directory."""
     script = f'mount -t tmpfs -o size={kib}k none "$0" && exec "$@"'
     return _checked("a mount", ["unshare", "--mount", "sh", "-c", script, str(directory)])
 

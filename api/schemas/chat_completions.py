@@ -82,7 +82,7 @@ class ChatCompletionRequest(
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None  # false = at most one call in an answer
     reasoning_effort: ReasoningEffort | None = None  # passed to the template, as verbosity
-    # The end of reasoning is forced after so many tokens; absent = no limit.
+    # The end of reasoning is forced after this number of tokens; absent = no limit.
     thinking_token_budget: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)] | None = None
     include_reasoning: bool = True  # false = reasoning is left out of the answer
     prediction: Prediction | None = None  # drafts of the answer, which they do not change

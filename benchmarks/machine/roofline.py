@@ -27,7 +27,7 @@ class Machine:
     matmul_flop_s: float  # in the model's type
 
     def least_seconds(self, num_bytes: float, num_flop: float) -> float:
-        """The least seconds of a step that moves so many bytes and computes so many operations."""
+        """The least seconds of a step with this traffic and this number of operations."""
         return max(num_bytes / self.copy_bytes_s, num_flop / self.matmul_flop_s)
 
 

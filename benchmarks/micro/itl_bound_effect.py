@@ -41,7 +41,7 @@ ROUNDS = 4
 NUM_STREAMS = 4
 STREAM_TOKENS = 160
 STREAM_PROMPT_TOKENS = 32
-# A long prompt arrives when the first stream has so many tokens.
+# A long prompt arrives each time that the first stream reaches one of these numbers of tokens.
 ARRIVALS = (20, 60, 100)
 LONG_PROMPT_TOKENS = 1500
 LONG_TOKENS = 4

@@ -38,7 +38,7 @@ __all__ = ("AsStored", "from_checkpoint")
 
 @dataclass(frozen=True, slots=True)
 class AsStored(QuantizedMatrix):
-    """`values`, `scales` and, in some formats, `minimums` of tensors of these types."""
+    """Tensors of these types: `values`, `scales` and, in some formats, `minimums`."""
 
     types: tuple[str, ...]  # of the stacked matrices, sorted
 
@@ -102,7 +102,10 @@ class _GGUFPolicy:
 
 
 def _stored_names(name: str) -> tuple[str, ...]:
-    """The modules in a file: of experts the first one's, also where a checkpoint stacks them."""
+    """The names of a module's matrices in a file; for experts those of the first one.
+
+    `name` may also be a module that holds all experts, as in checkpoints that stack them.
+    """
     prefix, _, side = name.rpartition(".experts.")
     if side == "gate_up_proj":
         return f"{prefix}.experts.0.gate_proj", f"{prefix}.experts.0.up_proj"

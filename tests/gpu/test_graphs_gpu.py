@@ -73,7 +73,7 @@ def test_replay_equals_eager_through_joins_and_leaves(
 
 @torch.inference_mode()
 def test_a_decode_step_in_a_mixed_bucket_equals_eager() -> None:
-    """The same step through a decode and a mixed bucket: one token each, told to be mixed."""
+    """A step of one token for each sequence has the same logits from both kinds of bucket."""
     captured = make_graphs(torch.float32, captured=True)
     eager = make_graphs(torch.float32, captured=False)
     captured.runner.capture()

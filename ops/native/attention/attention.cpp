@@ -118,7 +118,7 @@ LogitScaling scaling_of(double scale, double soft_cap) {
   return {static_cast<float>(scale / soft_cap), static_cast<float>(soft_cap * log2_e)};
 }
 
-// The schema ends with `str backend`; another one than this is handed to the Python kernel.
+// The schema's last argument is `str backend`. A call for another backend than "cpu" goes to the Python kernel.
 constexpr int kBackendArgument = 15;
 
 bool is_for_this_backend(StableIValue argument) {

@@ -1,11 +1,12 @@
-// The multiply-accumulate step of the attention kernel, one struct for each type of the cache: it multiplies four bytes of keys
-// or values by a query or by the softmax's weights.
+// The multiply-accumulate step of the attention kernel, one struct for each type of the cache. A step multiplies four bytes
+// of keys or values by a query or by the softmax's weights.
 //
 // A struct says what the cache and the other operand hold and how they are multiplied:
 //   Step     four bytes of the cache, or one in a cache of 8 bits: `elements` of a key or a value
 //   Factor   four bytes of a query or of the softmax's weights; kParts of them for each step
-//   load<kPart>, load_first_8<kPart>, load_halves<kPart>   the operand of a part from a vector of steps, from its first 8,
-//                                                          from 8 in each of two places
+//   load<kPart>           part kPart of a vector of steps, as the multiplication takes it
+//   load_first_8<kPart>   the same for the 8 steps at a place
+//   load_halves<kPart>    the same for 8 steps at one place and 8 at another
 // Parts are multiplied in order, so a sum runs over the elements in order.
 #pragma once
 
@@ -134,7 +135,7 @@ OSTINATO_INLINE void for_parts(const Run& run) {
   if constexpr (S::kParts == 2) run(std::integral_constant<int, 1>{});
 }
 
-// Factors of so many elements.
+// The number of factors for `num_elements` elements.
 template <class S>
 constexpr int num_factors(int num_elements) {
   return num_elements * S::kParts / S::elements;

@@ -17,8 +17,8 @@ constexpr int kBlockSums = amx::kTileRows * kPanel;
 
 inline int64_t chunk_steps(const QuantizedShape& shape) { return std::min<int64_t>(shape.group_steps, kTileSteps); }
 
-// Whether tiles are the faster way for so many rows: shorter groups are scaled more often than the products take, and 4 bits
-// are unpacked first. Groups have to consist of whole chunks.
+// Whether tiles are the faster way for this number of rows. With short groups the scaling takes longer than the products,
+// and weights of 4 bits are unpacked first. Groups have to consist of whole chunks.
 inline bool suits_tiles(const QuantizedShape& shape, int64_t rows) {
   const int64_t least_rows = shape.format.bits == 8 ? 8 : 48;
   return rows >= least_rows && shape.format.group_size >= 64 && shape.group_steps % chunk_steps(shape) == 0;

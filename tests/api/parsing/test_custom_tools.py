@@ -1,4 +1,4 @@
-"""Calls of custom tools in an answer: the text is independent of escapes and of the pieces."""
+"""Calls of custom tools in an answer: any escapes and any cuts into pieces give the same input."""
 
 from __future__ import annotations
 
