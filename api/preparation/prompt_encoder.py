@@ -80,7 +80,7 @@ class PromptEncoder:
     def offsets(
         self, text: str, fields: TruncationFields, *, add_special_tokens: bool
     ) -> list[tuple[int, int]]:
-        """Per token that `encode` gives: its characters [begin, end) in the text."""
+        """The characters [begin, end) of the text for each token that `encode` returns."""
         tokenizer = self.tokenizer("return_token_offsets")
         limit = self._num_kept(fields)
         if limit is None:

@@ -95,9 +95,11 @@ def _against(revision: str, words: list[str]) -> int:
     if not found:
         print(f"gate: no work has one of {words} in its name", file=sys.stderr)
         return 2
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=f"beside {name}", title_justify="left")
+    table = Table(
+        box=box.SIMPLE_HEAD, pad_edge=False, title=f"against {name}", title_justify="left"
+    )
     table.add_column("work")
-    for heading in ("ours, ms", "ours / theirs", "surely above", "pairs"):
+    for heading in ("ours, ms", "ours / theirs", "lower bound", "pairs"):
         table.add_column(heading, justify="right")
     table.add_column("")
     for one in found:
@@ -108,8 +110,8 @@ def _against(revision: str, words: list[str]) -> int:
     slower = [one for one in found if one.is_slower]
     for one in slower:
         print(
-            f"gate: {one.name} takes {one.ratio:.3f} times as long as in {name}, surely more than "
-            f"{one.at_least:.3f} ({1 + ALLOWED:.2f} allowed)"
+            f"gate: {one.name} takes {one.ratio:.3f} times as long as in {name}; with 99 % "
+            f"confidence the ratio is above {one.at_least:.3f} ({1 + ALLOWED:.2f} is allowed)"
         )
     if not slower:
         print(f"gate: {len(found)} works are as fast as in {name}")

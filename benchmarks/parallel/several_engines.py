@@ -146,7 +146,7 @@ def ideal_share(prompts: Sequence[Sequence[int]]) -> float:
 
 
 async def prefixes(model: str, rounds: int) -> dict[str, Any]:
-    """Shares of prompt tokens found in the caches, which hold all prefixes only together."""
+    """Shares of prompt tokens found in the caches; no single cache has room for all prefixes."""
     found: dict[str, Any] = {}
     prompts: list[list[int]] = []
     for router in ("least_load", "prefix_aware"):

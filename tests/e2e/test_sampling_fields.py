@@ -84,7 +84,7 @@ class TestWhichTokens:
         ids=str,
     )
     def test_a_penalty_first_replaces_a_token_by_a_rarer_one(self, server, fields):
-        """Up to there both answers are equal, so only the counts of tokens can make a difference."""
+        """The answers are equal before it, so only the counts of tokens explain the difference."""
         prompt = tokens_of(server, "Once upon")
         few = {"allowed_token_ids": [token for token in range(300, 340) if token not in prompt]}
         plain = complete(server, prompt, max_tokens=80, **few)["token_ids"]
@@ -137,7 +137,7 @@ def server_end(server: ServerProcess) -> int:
     ][0]["token_ids"][-1]
 
 
-class TestTheBestOf:
+class TestBestOfAndBeamSearch:
     def test_several_candidates(self, server):
         body = {"prompt": "Once upon", "max_tokens": 6, "temperature": 1.5, "seed": 3}
         all_of_them = post(server, COMPLETIONS, **body, n=5, logprobs=0)["choices"]
@@ -156,7 +156,7 @@ class TestTheBestOf:
         assert reply["usage"]["completion_tokens"] == count
         assert refused(server, COMPLETIONS, **body, n=3, best_of=2)["param"] == "best_of"
 
-    def test_a_beam_search_is_one_made_by_hand(self, server):
+    def test_a_beam_search_equals_one_made_of_single_requests(self, server):
         prompt = tokens_of(server, "Once upon")
         beams: list[tuple[float, list[int]]] = [(0.0, [])]
         for _ in range(6):
@@ -221,6 +221,6 @@ class TestTheBestOf:
         ],
         ids=str,
     )
-    def test_what_does_not_go_together(self, server, fields, param):
+    def test_fields_that_exclude_each_other(self, server, fields, param):
         for path, body in ((CHAT, {"messages": HI}), (COMPLETIONS, {"prompt": "a"})):
             assert refused(server, path, **body, **fields)["param"] == param

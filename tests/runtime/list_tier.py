@@ -1,4 +1,4 @@
-"""A slower tier for tests: stores every block that is evicted, oldest contents go first."""
+"""A slower cache tier for tests: it stores each evicted block and drops the oldest ones."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class TestGeneration:
         assert first.startswith("cmpl-")
         assert first != second
 
-    def test_prompts_count_once_and_completions_all(self):
+    def test_usage_counts_a_prompt_once_and_every_completion(self):
         requests = completions.to_generations(
             completion_body(n=2), [[1, 1], [1, 1, 1]], preparation(default_max_tokens=4)
         )
@@ -95,7 +95,7 @@ class TestLogprobs:
         assert (content["token"], content["bytes"]) == ("token_id:4", [0xA6, 0x86])
         assert content["top_logprobs"][0]["token"] == "token_id:4"
 
-    def test_nothing_comes_before_the_first_token(self):
+    def test_the_first_token_of_a_prompt_has_no_logprob(self):
         entry = TokenLogprobs(-0.5, 2, [1], [-0.1])
         logprobs = completion_logprobs(
             [1, 2], [None, entry], PIECES.__getitem__, num_top=1, text_offset=0
@@ -120,7 +120,7 @@ class TestTokenization:
     @pytest.mark.parametrize(
         "fields", [{}, {"prompt": "a", "messages": [{"role": "user", "content": "a"}]}]
     )
-    def test_not_both_and_not_neither(self, fields):
+    def test_exactly_one_of_prompt_and_messages(self, fields):
         body = decode(json.dumps(fields).encode(), TokenizeRequest)
         with pytest.raises(InvalidRequestError, match="either prompt or messages"):
             tokenization.check(body)

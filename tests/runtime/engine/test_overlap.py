@@ -1,5 +1,7 @@
-"""Overlapped steps give what synchronous steps give: a step is launched before its predecessor's
-tokens are known, and those come to it on the device.
+"""Overlapped steps have the outputs of synchronous steps.
+
+An overlapped step is launched before the host knows the tokens of the step before. It reads them
+on the device.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Allowed tokens and bad words: a literal row, and random rows against a loop that says what is meant."""
+"""Allowed tokens and bad words: literal rows, then random rows compared with a plain loop."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def request(allowed: list[int] | None = None, words: list[list[int]] | None = No
 
 
 def possible(limits: TokenLimits, row: int) -> list[int]:
-    """The tokens that are neither impossible nor the last resort."""
+    """The tokens that are allowed and do not complete a bad word."""
     logits = torch.zeros(1, VOCAB)
     limits.apply(logits, [row], [1])
     return [token for token, value in enumerate(logits[0].tolist()) if value > BAD_WORD_LOGIT]
@@ -116,7 +116,7 @@ class Letters:
         return [ord(character) for character in text]
 
 
-def test_a_bad_word_is_meant_with_and_without_a_space() -> None:
+def test_a_bad_word_is_forbidden_with_and_without_a_space() -> None:
     assert bad_words_token_ids(["ab", " c"], Letters()) == [[97, 98], [32, 97, 98], [32, 99], [99]]
     with pytest.raises(
         InvalidRequestError, match=r"bad_words: 'aaaa.* has 33 tokens.* may have 32"
