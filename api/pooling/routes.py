@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from litestar import Response
+from litestar.response import Stream
 
 from ostinato.api.base.request_context import context_of
 from ostinato.api.http.endpoints import post_endpoint
@@ -22,7 +23,7 @@ __all__ = ("HANDLERS",)
 
 
 @post_endpoint("/v1/embeddings", body=EmbeddingRequest, answer=EmbeddingResponse)
-async def embeddings(request: HttpRequest, service: SharedService) -> Response[bytes]:
+async def embeddings(request: HttpRequest, service: SharedService) -> Response[bytes] | Stream:
     """A vector for each text."""
     context = context_of("/v1/embeddings", request)
     prepared = await prepare(request, service, prepare_embedding, context)
@@ -30,7 +31,7 @@ async def embeddings(request: HttpRequest, service: SharedService) -> Response[b
 
 
 @post_endpoint("/v1/score", "/score", body=ScoreRequest, answer=ScoreResponse)
-async def score(request: HttpRequest, service: SharedService) -> Response[bytes]:
+async def score(request: HttpRequest, service: SharedService) -> Response[bytes] | Stream:
     """Scores of pairs of texts."""
     context = context_of("/v1/score", request)
     prepared = await prepare(request, service, prepare_scores, context)
@@ -38,7 +39,7 @@ async def score(request: HttpRequest, service: SharedService) -> Response[bytes]
 
 
 @post_endpoint("/v1/rerank", "/rerank", "/v2/rerank", body=RerankRequest, answer=RerankResponse)
-async def rerank(request: HttpRequest, service: SharedService) -> Response[bytes]:
+async def rerank(request: HttpRequest, service: SharedService) -> Response[bytes] | Stream:
     """Documents sorted by their relevance to a query."""
     context = context_of("/v1/rerank", request)
     prepared = await prepare(request, service, prepare_ranking, context)

@@ -120,7 +120,7 @@ async def list_input_items(
     limit: FromQuery[int] = 20,
     order: FromQuery[Literal["asc", "desc"]] = "desc",
     after: FromQuery[str | None] = None,
-) -> Response[bytes]:
+) -> Response[bytes] | Stream:
     """What a reply was made from: its input, and the stored conversation before it."""
     items = await conversation_items(service, response_id)
     # In a thread: bodies of megabytes may have 100,000 items, and `after` reads the id of each.
@@ -148,7 +148,9 @@ async def cancel_response(service: SharedService, response_id: FromPath[str]) ->
 
 
 @delete_endpoint("/v1/responses/{response_id:str}", answer=Deleted, errors={404: ErrorBody})
-async def delete_response(service: SharedService, response_id: FromPath[str]) -> Response[bytes]:
+async def delete_response(
+    service: SharedService, response_id: FromPath[str]
+) -> Response[bytes] | Stream:
     """Delete a stored reply; a reply in the background is cancelled first."""
     await service.background.cancel(response_id)
     service.stored_responses.delete(response_id)

@@ -7,6 +7,7 @@ import time
 import msgspec
 from litestar import Response
 from litestar.params import FromPath, FromQuery
+from litestar.response import Stream
 
 from ostinato.api.base.errors import ErrorBody
 from ostinato.api.http.endpoints import get_endpoint, post_endpoint
@@ -47,13 +48,13 @@ class Reloaded(msgspec.Struct, frozen=True):
 
 
 @get_endpoint("/load", answer=Load)
-async def load(service: SharedService) -> Response[bytes]:
+async def load(service: SharedService) -> Response[bytes] | Stream:
     """The number of requests in progress."""
     return json_response(Load(service.runner.num_open))
 
 
 @get_endpoint("/tokenizer_info", errors={400: ErrorBody, 503: ErrorBody})
-async def tokenizer_info(service: SharedService) -> Response[bytes]:
+async def tokenizer_info(service: SharedService) -> Response[bytes] | Stream:
     """The tokenizer's configuration, special tokens and chat template."""
     service.admission.check_started()
     tokenizer = service.encoder.tokenizer("tokenizer")
@@ -61,7 +62,7 @@ async def tokenizer_info(service: SharedService) -> Response[bytes]:
 
 
 @post_endpoint("/reset_prefix_cache", answer=Success, errors=_CALLS)
-async def reset_prefix_cache(service: SharedService) -> Response[bytes]:
+async def reset_prefix_cache(service: SharedService) -> Response[bytes] | Stream:
     """Drop all cached blocks; 409 while a sequence uses some."""
     service.admission.check_started()
     await service.client.reset_prefix_cache()
@@ -69,14 +70,14 @@ async def reset_prefix_cache(service: SharedService) -> Response[bytes]:
 
 
 @post_endpoint("/start_profile", answer=ProfileStarted, errors=_CALLS)
-async def start_profile(service: SharedService) -> Response[bytes]:
+async def start_profile(service: SharedService) -> Response[bytes] | Stream:
     """Profile the engine's steps, into `server.profile_dir`."""
     service.admission.check_started()
     return json_response(ProfileStarted(await service.client.start_profile()))
 
 
 @post_endpoint("/stop_profile", answer=ProfileStopped, errors=_CALLS)
-async def stop_profile(service: SharedService) -> Response[bytes]:
+async def stop_profile(service: SharedService) -> Response[bytes] | Stream:
     """End the profile; answers with the path of the trace."""
     service.admission.check_started()
     return json_response(ProfileStopped(await service.client.stop_profile()))
@@ -85,7 +86,7 @@ async def stop_profile(service: SharedService) -> Response[bytes]:
 @post_endpoint("/engines/{engine:int}/drain", answer=Drained, errors=_REFUSED)
 async def drain_engine(
     service: SharedService, engine: FromPath[int], timeout_s: FromQuery[float | None] = None
-) -> Response[bytes]:
+) -> Response[bytes] | Stream:
     """Take an engine out of service: it gets no requests, and those that it has end or move.
 
     Requests may take `timeout_s` (default `server.drain_timeout_s`) to end before they move.
@@ -96,7 +97,7 @@ async def drain_engine(
 
 
 @post_endpoint("/engines/{engine:int}/resume", answer=Success, errors=_REFUSED)
-async def resume_engine(service: SharedService, engine: FromPath[int]) -> Response[bytes]:
+async def resume_engine(service: SharedService, engine: FromPath[int]) -> Response[bytes] | Stream:
     """Put a drained engine into service again."""
     _check_admin(service)
     service.client.resume_engine(engine)
@@ -106,7 +107,7 @@ async def resume_engine(service: SharedService, engine: FromPath[int]) -> Respon
 @post_endpoint("/reload_weights", answer=Reloaded, errors=_REFUSED)
 async def reload_weights(
     service: SharedService, timeout_s: FromQuery[float | None] = None
-) -> Response[bytes]:
+) -> Response[bytes] | Stream:
     """Read the weights again from where they are, one engine after the other; loses no request.
 
     Each engine is drained before, for `timeout_s` (default `server.drain_timeout_s`).

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 from litestar import Response, get
 from litestar.params import FromPath, FromQuery
+from litestar.response import Stream
 
 from ostinato.api.base.errors import ErrorBody
 from ostinato.api.http.auth import OPEN
@@ -94,13 +95,17 @@ async def page_file(name: FromPath[str]) -> Response[bytes]:
 
 
 @get_endpoint("/debug/state", answer=PageState, errors={400: ErrorBody})
-async def debug_state(service: SharedService, engine: FromQuery[int] = 0) -> Response[bytes]:
+async def debug_state(
+    service: SharedService, engine: FromQuery[int] = 0
+) -> Response[bytes] | Stream:
     """The present state of one engine; it contains no text and no token of a request."""
     return json_response(await _state(service, _checked(service, engine)))
 
 
 @get_endpoint("/debug/flight", errors={400: ErrorBody})
-async def debug_flight(service: SharedService, engine: FromQuery[int] = 0) -> Response[bytes]:
+async def debug_flight(
+    service: SharedService, engine: FromQuery[int] = 0
+) -> Response[bytes] | Stream:
     """The last steps of an engine, from the flight recorder; works while the engine hangs too."""
     number = _checked(service, engine)
     records = await asyncio.to_thread(service.client.flight_records, number)

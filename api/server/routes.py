@@ -7,6 +7,7 @@ from typing import Literal
 import msgspec
 from litestar import Response
 from litestar.params import FromPath
+from litestar.response import Stream
 
 from ostinato import __version__
 from ostinato.api.base.errors import ErrorBody
@@ -45,13 +46,13 @@ class ModelList(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @get_endpoint("/v1/models", answer=ModelList, errors={503: ErrorBody})
-async def models(service: SharedService) -> Response[bytes]:
+async def models(service: SharedService) -> Response[bytes] | Stream:
     """The served model."""
     return json_response(ModelList(data=[_card(service)]))
 
 
 @get_endpoint("/v1/models/{name:path}", answer=ModelCard, errors={404: ErrorBody, 503: ErrorBody})
-async def model(service: SharedService, name: FromPath[str]) -> Response[bytes]:
+async def model(service: SharedService, name: FromPath[str]) -> Response[bytes] | Stream:
     """One model."""
     card = _card(service)
     check_model(name.removeprefix("/"), service.client.model)
@@ -85,7 +86,7 @@ async def ready(service: SharedService) -> Response[bytes]:
 
 
 @get_endpoint("/version", answer=Version)
-async def version(service: SharedService) -> Response[bytes]:
+async def version(service: SharedService) -> Response[bytes] | Stream:
     """The server's version, how the model's layers run, on what, and what is promised of bits."""
     model, layers = service.client.model, service.client.stats.layers_by_program
     return json_response(
