@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 
 import torch
+from torch import nn
 
 from ostinato.benchmarks.simulate.simulated_engine import EngineSpec
 from ostinato.benchmarks.simulate.step_times.device_roofline import (
@@ -18,6 +18,7 @@ from ostinato.conf.environment import expand_user
 from ostinato.conf.errors import ConfigError
 from ostinato.conf.root import RunConfig
 from ostinato.conf.schema import LoadFormat
+from ostinato.models.linear_layers import ExpertLinear
 from ostinato.models.registry import build_model
 from ostinato.runtime.costs.cost_table import CostTable
 from ostinato.runtime.costs.step_limits import upper_limits
@@ -29,6 +30,7 @@ from ostinato.runtime.startup.planning import ModelSource, open_model, plan_engi
 __all__ = (
     "engine_spec",
     "measured_spec",
+    "model_shape",
     "planned_spec",
     "read_costs",
     "save_costs",
@@ -112,7 +114,7 @@ def planned_spec(config: RunConfig, costs: CostTable | None, device_name: str) -
     plan = plan_engine(config, source, free_bytes=free)
     if costs is None:
         assert accelerator is not None, "without a table there is a device"
-        shape = _shape(source)
+        shape = model_shape(source)
         costs = roofline_table(accelerator, shape, source.limits, plan.max_model_len)
     return EngineSpec(
         scheduler=config.scheduler,
@@ -160,18 +162,45 @@ def _overlaps(config: RunConfig, device: torch.device) -> bool:
     return device.type != "cpu" if overlap is None else overlap
 
 
-def _shape(source: ModelSource) -> ModelShape:
+def model_shape(source: ModelSource) -> ModelShape:
+    """The sizes of a model, which is built without memory."""
     model = source.config
     skeleton = build_model(
         model, dtype=source.dtype, device=torch.device("meta"), attention_backend="reference"
     )
-    total = sum(math.prod(parameter.shape) for parameter in skeleton.parameters())
+    total = _count(skeleton)
     table = model.vocab_size * model.hidden_size
     layers = total - table * (1 if model.tie_word_embeddings else 2)
+    experts, share = _experts(source, skeleton)
     return ModelShape(
-        num_parameters=layers,
+        num_parameters=layers - round(experts * (1 - share)),
         num_logit_parameters=table,
         weight_bytes=(layers + table) * source.dtype.itemsize,
+        expert_bytes=experts * source.dtype.itemsize,
+        expert_share=share,
         kv_bytes_per_token=model.kv_cache_spec(1, source.cache_dtype).bytes_per_block,
         attention_width=model.num_layers * model.num_heads * model.head_dim,
     )
+
+
+def _experts(source: ModelSource, skeleton: nn.Module) -> tuple[int, float]:
+    """The parameters of experts that tokens are routed to, and how many of them a token has."""
+    # A single "expert" is one that every token has.
+    routed = [
+        module
+        for module in skeleton.modules()
+        if isinstance(module, ExpertLinear) and module.experts.size > 1
+    ]
+    if not routed:
+        return 0, 1.0
+    moe = source.config.moe
+    given = source.checkpoint.hf_config.get("num_experts_per_tok")
+    if moe is not None:
+        top_k = moe.route.top_k
+    else:  # a model through `transformers`; without the key, all experts count
+        top_k = given if isinstance(given, int) else routed[0].experts.size
+    return sum(map(_count, routed)), min(1.0, top_k / routed[0].experts.size)
+
+
+def _count(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())

@@ -7,15 +7,20 @@ import transformers
 from ostinato.conf.compose import group_options, load_config
 from ostinato.models.checkpoints.checkpoint import open_checkpoint
 from ostinato.models.registry import build_model, read_model_config
+from ostinato.runtime.startup.planning import open_model, plan_engine
 
 # Parameters as the models' authors state them, tied weights counted once, and tokens of context.
 KNOWN = {
     "falcon-40b": (41_303_293_952, 2_048),
     "falcon-7b": (6_921_720_704, 2_048),
+    "falcon3-10b": (10_305_653_760, 32_768),
+    "falcon3-1b": (1_669_408_768, 8_192),
+    "falcon3-3b": (3_227_655_168, 32_768),
     "falcon3-7b": (7_455_550_464, 32_768),
     "gemma2-2b": (2_614_341_888, 8_192),
     "gemma2-9b": (9_241_705_984, 8_192),
     "gemma3-1b": (999_885_952, 32_768),
+    "gemma3-270m": (268_098_176, 32_768),
     "glm-4.5-air": (106_852_251_264, 131_072),
     "gpt-oss-20b": (20_914_757_184, 131_072),
     "gpt2": (124_439_808, 1_024),
@@ -28,20 +33,27 @@ KNOWN = {
     "llama-8b": (8_030_261_248, 131_072),
     "mistral-7b": (7_248_023_552, 32_768),
     "mistral-small-24b": (23_572_403_200, 32_768),
+    "mixtral-8x22b": (140_630_071_296, 65_536),
     "mixtral-8x7b": (46_702_792_704, 32_768),
     "olmo2-13b": (13_716_198_400, 4_096),
+    "olmo2-1b": (1_484_916_736, 4_096),
+    "olmo2-32b": (32_234_279_936, 4_096),
     "olmo2-7b": (7_298_617_344, 4_096),
     "olmo3-7b": (7_298_011_136, 65_536),
     "olmoe-7b": (6_919_161_856, 4_096),
     "phi-4": (14_659_507_200, 16_384),
     "pythia-1.4b": (1_414_647_808, 2_048),
+    "pythia-12b": (11_846_072_320, 2_048),
     "pythia-160m": (162_322_944, 2_048),
+    "pythia-410m": (405_334_016, 2_048),
     "pythia-6.9b": (6_857_302_016, 2_048),
     "qwen1.5-moe-a2.7b": (14_315_784_192, 8_192),
     "qwen2.5-0.5b": (494_032_768, 32_768),
+    "qwen2.5-7b": (7_615_616_512, 32_768),
     "qwen3-0.6b": (596_049_920, 40_960),
     "qwen3-1.7b": (1_720_574_976, 40_960),
     "qwen3-14b": (14_768_307_200, 40_960),
+    "qwen3-235b-a22b": (235_093_634_560, 40_960),
     "qwen3-30b-a3b": (30_532_122_624, 40_960),
     "qwen3-32b": (32_762_123_264, 40_960),
     "qwen3-4b": (4_022_468_096, 40_960),
@@ -63,6 +75,22 @@ def test_parameters_and_context(option: str):
     )
     count = sum(parameter.numel() for parameter in model.parameters())
     assert (count, config.max_model_len) == KNOWN[option]
+
+
+@pytest.mark.parametrize("option", KNOWN)
+def test_the_plan_holds_the_weights_and_the_cache(option: str):
+    config = load_config([f"model={option}", "model.load_format=dummy"])
+    source = open_model(config, torch.device("cuda"))
+    plan = plan_engine(config, source, free_bytes=1 << 42)
+    size = KNOWN[option][0] * source.dtype.itemsize
+    # Beside the parameters there are tables of rotary positions, and norms in float32.
+    assert size <= plan.weights_bytes <= size + (80 << 20)
+    given = source.checkpoint.hf_config
+    if "num_key_value_heads" in given and "layer_types" not in given:
+        heads, layers = given["num_key_value_heads"], given["num_hidden_layers"]
+        head_dim = given.get("head_dim") or given["hidden_size"] // given["num_attention_heads"]
+        width = 2 * layers * heads * head_dim * source.cache_dtype.itemsize
+        assert plan.bytes_per_block == width * plan.block_size
 
 
 @pytest.mark.slow

@@ -2,6 +2,8 @@
 
     seconds = max(operations / rate, bytes / bandwidth) of layers + attention + fixed cost of a step
 
+Of a mixture of experts, a token is multiplied with the experts that it is routed to, and a step
+reads the experts that some token of it has. Routing counts as uniform and independent.
 Rates and bandwidth are the shares of the peak that good kernels reach. A measured step-cost table
 is better. The roofline model is that of Williams, Waterman and Patterson, "Roofline: an insightful
 visual performance model for multicore architectures", CACM 2009. Peak rates are those of the
@@ -48,11 +50,18 @@ ACCELERATORS = {
 class ModelShape:
     """The sizes of a model that determine a step's work."""
 
-    num_parameters: int  # multiplied with every token, the output layer excluded
+    # Multiplied with a token, the output layer excluded; of the experts, those of one token.
+    num_parameters: int
     num_logit_parameters: int  # of the output layer, multiplied with every row that samples
-    weight_bytes: int  # bytes of all these parameters
+    weight_bytes: int  # bytes of all parameters of the layers and the output layer
+    expert_bytes: int = 0  # those of experts that tokens are routed to
+    expert_share: float = 1.0  # of the experts, how many a token has
     kv_bytes_per_token: int  # keys and values of all layers
     attention_width: int  # layers x query heads x head dimension
+
+    def read_bytes(self, tokens: int) -> float:
+        """The bytes of weights that a step of so many tokens reads."""
+        return self.weight_bytes - self.expert_bytes * (1 - self.expert_share) ** tokens
 
 
 def roofline_table(
@@ -71,7 +80,7 @@ def roofline_table(
 
     def seconds(tokens: int, seqs: int, context: int) -> float:
         operations = 2.0 * (tokens * model.num_parameters + seqs * model.num_logit_parameters)
-        layers = max(operations / rate, model.weight_bytes / bandwidth)
+        layers = max(operations / rate, model.read_bytes(tokens) / bandwidth)
         # Each new token attends to its context and on average to half of the new tokens.
         length = context + tokens / seqs / 2
         read = seqs * (context + tokens / seqs) * model.kv_bytes_per_token

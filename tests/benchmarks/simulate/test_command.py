@@ -6,15 +6,19 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from ostinato.benchmarks.report.record import read_records
+from ostinato.benchmarks.simulate.specs import model_shape, without_weights
 from ostinato.benchmarks.simulate.step_times.device_roofline import (
     ACCELERATORS,
     ModelShape,
     roofline_table,
 )
 from ostinato.commands import run
+from ostinato.conf.compose import load_config
 from ostinato.runtime.costs.step_limits import StepLimits
+from ostinato.runtime.startup.planning import open_model
 
 LLAMA_8B = ModelShape(
     num_parameters=7_500_000_000,
@@ -40,6 +44,37 @@ def test_a_small_batch_on_an_h100_is_bound_by_its_memory():
     table = roofline_table(ACCELERATORS["h100"], LLAMA_8B, StepLimits(256, 8192), 8192)
     # 16.05 GB at 85 % of 3350 GB/s, and a step's own 0.25 ms.
     assert table.decode_seconds(1, 0) == pytest.approx(16.05e9 / (0.85 * 3350e9) + 250e-6, rel=1e-3)
+
+
+def shape_of(option: str) -> ModelShape:
+    config = without_weights(load_config([f"model={option}"]))
+    return model_shape(open_model(config, torch.device("cuda")))
+
+
+@pytest.mark.parametrize(
+    ("option", "active"),  # billions of parameters of a token, as the models' authors state them
+    [("mixtral-8x7b", 12.9), ("qwen3-30b-a3b", 3.3), ("qwen3-235b-a22b", 22.0), ("olmoe-7b", 1.3)],
+)
+def test_a_roofline_counts_the_experts_of_a_token(option: str, active: float):
+    shape = shape_of(option)
+    # The authors count the embedding too.
+    tables = shape.num_logit_parameters * 2
+    assert shape.num_parameters + tables == pytest.approx(active * 1e9, rel=0.03)
+    # A step of one token reads the experts of that token, and a large one reads all.
+    assert shape.read_bytes(1) == pytest.approx(
+        2 * (shape.num_parameters + shape.num_logit_parameters), rel=1e-6
+    )
+    assert shape.read_bytes(4096) == pytest.approx(shape.weight_bytes, rel=1e-6)
+    device = ACCELERATORS["b200"]
+    table = roofline_table(device, shape, StepLimits(256, 8192), 8192)
+    alone = shape.read_bytes(1) / (0.85 * device.bandwidth_gb_s * 1e9)
+    assert table.decode_seconds(1, 0) == pytest.approx(alone + 250e-6, rel=1e-3)
+
+
+def test_a_model_without_experts_reads_all_weights():
+    shape = shape_of("llama-1b")
+    assert shape.read_bytes(1) == shape.weight_bytes
+    assert shape.num_parameters + shape.num_logit_parameters == 1_235_814_400
 
 
 FLEET = (
