@@ -1,7 +1,8 @@
 """Logs the engine's steps (time, seconds, tokens), and compares them with the roofline.
 
-The least time of a step is the larger of its bytes (weights once, keys and values of every context)
-over the measured bandwidth, and its operations over the measured matrix rate.
+A step takes at least the time to read its bytes (weights once, keys and values of every context) at
+the measured bandwidth, and at least the time of its operations at the measured matrix rate. Its
+least time is the larger of the two.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Measures how many tokens a second one core of the API process can send to clients.
+"""Measures the API process: how many tokens per second it can send to clients with one core.
 
     python -m ostinato.benchmarks.parallel.api_ceiling
     python -m ostinato.benchmarks.parallel.api_ceiling --engines 8 --streams 256 --json FILE

@@ -99,7 +99,7 @@ def _metrics(record: Record) -> _MetricsTable | None:
 
 
 def _svg(plot: Plot) -> str:
-    """A plot's SVG, without the tag's beginning, in the colours of the page's theme."""
+    """A plot's SVG after its opening "<svg", in the colours of the page's theme."""
     buffer = io.StringIO()
     metadata = {"Date": None}
     plot.figure.savefig(buffer, format="svg", dpi=_PNG_DPI, metadata=metadata, transparent=True)

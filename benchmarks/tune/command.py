@@ -367,9 +367,9 @@ class _Tuning:
             mark = " *" if one is best else ""
             table.add_row(
                 one.label + mark,
-                _beside(one, "ttft_ms", ".0f"),
-                _beside(one, "itl_ms", ".1f"),
-                _beside(one, "throughput", ".0f"),
+                _real_and_predicted(one, "ttft_ms", ".0f"),
+                _real_and_predicted(one, "itl_ms", ".1f"),
+                _real_and_predicted(one, "throughput", ".0f"),
                 "met" if goals.violation(one.measured) <= 0.0 else "missed",
                 changed or "nothing",
             )
@@ -416,7 +416,7 @@ class _Tuning:
         )
 
 
-def _beside(one: Verified, name: str, form: str) -> str:
+def _real_and_predicted(one: Verified, name: str, form: str) -> str:
     measured = f"{getattr(one.measured, name):{form}}"
     if one.predicted is None:
         return measured

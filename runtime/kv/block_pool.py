@@ -73,7 +73,7 @@ def hash_blocks(
 
 
 class Block:
-    """One block's record. Outside the free list `prev_free` and `next_free` are the block."""
+    """One block's record. `prev_free` and `next_free` of a block in use are the block itself."""
 
     __slots__ = ("block_hash", "block_id", "next_free", "prev_free", "ref_count")
 

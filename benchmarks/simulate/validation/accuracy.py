@@ -125,8 +125,8 @@ def print_accuracy(record: Record, tolerance: float) -> None:
                 measured.unit,
                 f"{predicted.value:.1f}",
                 f"{measured.value:.1f}",
-                _beside(measured.value, *interval(measured.runs)),
-                _beside(measured.value, min(measured.runs), max(measured.runs)),
+                _relative_range(measured.value, *interval(measured.runs)),
+                _relative_range(measured.value, min(measured.runs), max(measured.runs)),
                 f"{_error(point, figure):+.1%}",
                 classify(point, figure, tolerance).value,
             )
@@ -135,5 +135,5 @@ def print_accuracy(record: Record, tolerance: float) -> None:
         console.print(f"- {note}", markup=False)
 
 
-def _beside(value: float, low: float, high: float) -> str:
+def _relative_range(value: float, low: float, high: float) -> str:
     return f"{low / max(value, 1e-9) - 1:+.0%} .. {high / max(value, 1e-9) - 1:+.0%}"
