@@ -168,7 +168,10 @@ def _eager(value: object) -> object:
     return "eager" if _flag(value) else "captured"
 
 
-_ONE_DEVICE = "one device runs the model; leave it out, or set parallel.data for more of them"
+_TENSOR_ONLY = (
+    "a model is divided by tensor_parallel_size only, experts too; leave it out, or set "
+    "data_parallel_size for more engines"
+)
 _NO_LORA = "LoRA adapters are not served yet; merge the adapter into the checkpoint"
 _SPECULATION = "it is a key of speculative_config"
 _NO_OFFLOAD = "weights are not offloaded to host memory; use model.quantization=int8 or int4"
@@ -284,12 +287,21 @@ ARGUMENTS: dict[str, Argument] = {
     # Drafts.
     "speculative_config": Argument(setting="speculation.method", expand=speculation_settings),
     # Parallelism, adapters, media.
-    "tensor_parallel_size": Argument(default=(1,), reason=_ONE_DEVICE),
-    "pipeline_parallel_size": Argument(default=(1,), reason=_ONE_DEVICE),
+    "tensor_parallel_size": Argument(setting="parallel.tensor"),
+    "pipeline_parallel_size": Argument(default=(1,), reason=_TENSOR_ONLY),
     "data_parallel_size": Argument(setting="parallel.data"),
-    "enable_expert_parallel": Argument(default=(False,), is_flag=True, reason=_ONE_DEVICE),
-    "distributed_executor_backend": Argument(default=("mp", "uni"), reason=_ONE_DEVICE),
-    "disable_custom_all_reduce": Argument(default=(False,), is_flag=True, reason=_ONE_DEVICE),
+    "enable_expert_parallel": Argument(default=(False,), is_flag=True, reason=_TENSOR_ONLY),
+    "distributed_executor_backend": Argument(
+        setting="parallel.executor",
+        read=_one_of(
+            {"mp": "processes", "uni": "inline"}, "the ranks of an engine run on one machine"
+        ),
+    ),
+    "disable_custom_all_reduce": Argument(
+        default=(False,),
+        is_flag=True,
+        reason="ranks meet in this project's own collectives, there are no others; leave it out",
+    ),
     "enable_lora": Argument(default=(False,), is_flag=True, reason=_NO_LORA),
     "lora_modules": Argument(reason=_NO_LORA, is_list=True),
     "max_loras": Argument(reason=_NO_LORA),

@@ -13,6 +13,7 @@ from ostinato.conf.schema import (
     SamplingSection,
     SchedulerConfig,
 )
+from ostinato.conf.server_schema import ParallelConfig
 from ostinato.conf.speculation.speculation_schema import SpeculationConfig
 
 __all__ = ("EngineConfig",)
@@ -30,3 +31,4 @@ class EngineConfig:
     graphs: GraphConfig = field(default_factory=GraphConfig)
     runtime: RuntimeSection = field(default_factory=RuntimeSection)
     sampling: SamplingSection = field(default_factory=SamplingSection)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)

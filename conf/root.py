@@ -16,7 +16,7 @@ from ostinato.conf.command_schema import (
     QuantizeSection,
 )
 from ostinato.conf.engine_config import EngineConfig
-from ostinato.conf.server_schema import ParallelConfig, ServerConfig
+from ostinato.conf.server_schema import ServerConfig
 from ostinato.conf.tuning_schema import SimulateSection, TuneSection
 
 __all__ = ("RunConfig",)
@@ -24,10 +24,9 @@ __all__ = ("RunConfig",)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig(EngineConfig):
-    """The engine's sections and those of the server, its replicas and each command."""
+    """The engine's sections and those of the server and each command."""
 
     server: ServerConfig = field(default_factory=ServerConfig)
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     generate: GenerateSection = field(default_factory=GenerateSection)
     chat: ChatSection = field(default_factory=ChatSection)
     batch: BatchSection = field(default_factory=BatchSection)

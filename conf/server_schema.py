@@ -1,4 +1,4 @@
-"""The sections of `run serve`: `server` (addresses, limits, logs) and `parallel` (engines)."""
+"""The sections `server` (addresses, limits, logs) and `parallel` (engines and their ranks)."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from enum import StrEnum
 from ostinato.conf.schema import Section, refuse, setting
 
 __all__ = (
+    "ExecutorName",
     "ParallelConfig",
     "ReasoningParserName",
     "RouterName",
@@ -61,6 +62,14 @@ class ReasoningParserName(StrEnum):
     ernie45 = "ernie45"
     hunyuan_a13b = "hunyuan_a13b"
     openai_gptoss = "openai_gptoss"
+
+
+class ExecutorName(StrEnum):
+    """Where the ranks of an engine run."""
+
+    auto = "auto"
+    inline = "inline"
+    processes = "processes"
 
 
 class RouterName(StrEnum):
@@ -234,9 +243,28 @@ class ServerConfig(Section):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelConfig(Section):
-    """Engine processes (replicas) of one server; each has the whole model."""
+    """How many engines (replicas) serve the model, and how many ranks divide each engine's copy."""
 
     key = "parallel"
+    tensor: int = setting(
+        1,
+        "ranks of an engine: processes that each hold a part of every weight; on a CPU they share "
+        "device.threads and device.memory_gib",
+        at_least=1,
+        at_most=32,
+    )
+    executor: ExecutorName = setting(
+        ExecutorName.auto,
+        "where ranks run: inline = in the engine's process, which is for one rank; processes = "
+        "each rank after the first in a process of its own; auto = as parallel.tensor needs",
+    )
+    rank_timeout_s: float = setting(
+        1.0,
+        "the engine is started again if a rank is stopped, or no rank does anything, for this long "
+        "within a step",
+        above=0,
+        at_most=3600,
+    )
     data: int = setting(
         1,
         "replicas; on a CPU they share cores and memory, on GPUs each has one of its own",
@@ -248,3 +276,12 @@ class ParallelConfig(Section):
         "the replica of a request: round_robin = in turn, least_load = with the fewest requests, "
         "prefix_aware = that got the longest common prefix, unless it is much busier",
     )
+
+    def __post_init__(self) -> None:
+        Section.__post_init__(self)
+        if self.executor is ExecutorName.inline and self.tensor > 1:
+            refuse(
+                "parallel.executor",
+                f"auto or processes with parallel.tensor={self.tensor}",
+                self.executor.value,
+            )

@@ -4,6 +4,7 @@ EngineError
 ├── InvalidRequestError   the request can not be served as asked: a 4xx that names the parameter
 ├── StartupError          the engine can not start: one clear line and a non-zero exit code
 ├── EngineDeadError       the engine process is gone: a 503 for everything in flight
+├── RankFailedError       a rank of the engine ended or hangs: the engine process ends too
 ├── HelperProcessError    a process that checks a part of the request can not do it: a 503
 └── DeadlineError         the request's time was over before it had an answer: a 504
 """
@@ -16,6 +17,7 @@ __all__ = (
     "EngineError",
     "HelperProcessError",
     "InvalidRequestError",
+    "RankFailedError",
     "StartupError",
 )
 
@@ -49,6 +51,19 @@ class StartupError(EngineError):
 
 class EngineDeadError(EngineError):
     """The engine process ended or stopped answering."""
+
+
+class RankFailedError(EngineError):
+    """A rank of the engine ended or hangs, so the engine can run no further step.
+
+    Args:
+        message: names the rank and says how it ended.
+        reason: killed (by SIGKILL), crash (another signal), error, exit or hang.
+    """
+
+    def __init__(self, message: str, reason: str) -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 class HelperProcessError(EngineError):

@@ -12,8 +12,10 @@ from rich.console import Console
 from rich.table import Table
 
 from ostinato.conf.schema import DeviceName, InstructionSetName, LoadFormat
+from ostinato.models.sharding import Shard
 from ostinato.runtime.machine_info import cpu_name, gpu_names
 from ostinato.runtime.memory.memory_plan import MemoryPlan
+from ostinato.runtime.ranks.rank_share import share_of_rank
 from ostinato.runtime.replicas.placement import place_replicas
 from ostinato.runtime.startup.bundles import planned_isa
 
@@ -41,39 +43,49 @@ def plan(config: RunConfig) -> int:
     section = dataclasses.replace(config.model, load_format=LoadFormat.dummy)
     config = dataclasses.replace(config, model=section)
     elsewhere = config.plan.free_gib is not None and config.device.name is DeviceName.cuda
-    count = config.parallel.data
-    source = open_model(config, torch.device("cuda") if elsewhere else None)
+    count, num_ranks = config.parallel.data, config.parallel.tensor
+    device = torch.device("cuda") if elsewhere else None
+    shards = [Shard(rank, num_ranks) for rank in range(num_ranks)]
+    sources = [open_model(config, device, shard=shard) for shard in shards]
+    source = sources[0]
     is_cpu = source.device.type == "cpu"
     free = None if config.plan.free_gib is None else int(config.plan.free_gib * _GIB)
     engine = config.engine
     if free is None:
         engine = place_replicas(engine, count)[0].config
     elif is_cpu:
-        free //= count
-    memory = plan_engine(engine, source, free_bytes=free)
+        free //= count * num_ranks
+    of_rank = share_of_rank(engine) if num_ranks > 1 and free is None else engine
+    ranks = [plan_engine(of_rank, each, free_bytes=free) for each in sources]
+    memory = ranks[0]
     if free is not None:
-        device = f"{source.device.type} with {config.plan.free_gib:g} GiB free"
+        where = f"{source.device.type} with {config.plan.free_gib:g} GiB free"
     else:
-        device = cpu_name() if is_cpu else "; ".join(gpu_names())
+        where = cpu_name() if is_cpu else "; ".join(gpu_names())
     facts = {
         "model": config.model.name or config.model.path or "bundled demo model",
         "architecture": source.config.architecture,
         "dtype": str(source.dtype).removeprefix("torch."),
         "quantization": source.weights.quantization,
         "cache_dtype": str(source.cache_dtype).removeprefix("torch."),
-        "device": device,
+        "device": where,
     }
     if count > 1:
-        share = f"{memory.free_bytes / _GIB:.3f} GiB" if is_cpu else "a GPU of its own"
+        share = f"{num_ranks * memory.free_bytes / _GIB:.3f} GiB" if is_cpu else "a GPU of its own"
         if is_cpu and engine.device.threads is not None:
             share += f" and {engine.device.threads} of the cores"
         facts["replicas"] = f"{count}, each with {share}; the table is of one"
+    if num_ranks > 1:
+        share = f"{memory.free_bytes / _GIB:.3f} GiB"
+        share += f" and {of_rank.device.threads} of the cores" if free is None else ""
+        facts["ranks"] = f"{num_ranks}, each with {share}; the table is of rank 0"
     if is_cpu and free is None:
         facts["isa"] = _level(config, source)
     if config.plan.json:
-        sys.stdout.write(json.dumps(facts | _as_json(memory), indent=2) + "\n")
+        by_rank = {"memory_by_rank": [_as_json(each) for each in ranks]} if num_ranks > 1 else {}
+        sys.stdout.write(json.dumps(facts | _as_json(memory) | by_rank, indent=2) + "\n")
     else:
-        _print(facts, memory)
+        _print(facts, ranks)
     return 0
 
 
@@ -97,8 +109,9 @@ def _as_json(memory: MemoryPlan) -> dict[str, object]:
     return dataclasses.asdict(memory) | derived
 
 
-def _print(facts: dict[str, str], memory: MemoryPlan) -> None:
+def _print(facts: dict[str, str], ranks: list[MemoryPlan]) -> None:
     console = Console(width=_WIDTH, highlight=False)
+    memory = ranks[0]
     for name, fact in facts.items():
         console.print(f"{name:<13} {fact}", markup=False)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
@@ -119,6 +132,14 @@ def _print(facts: dict[str, str], memory: MemoryPlan) -> None:
     table.add_section()
     table.add_row("free now", f"{memory.free_bytes / _GIB:.3f}", "100.0%", "before loading")
     console.print(table)
+    for rank, each in enumerate(ranks if len(ranks) > 1 else []):
+        parts = (each.weights_bytes, each.activation_bytes, each.kv_bytes)
+        weights, activations, cache = (f"{part / _GIB:.3f}" for part in parts)
+        console.print(
+            f"{f'rank {rank}':<13} {sum(parts) / _GIB:.3f} GiB: weights {weights}, activations "
+            f"{activations}, KV cache {cache}",
+            markup=False,
+        )
     per_token = memory.bytes_per_block // memory.block_size
     holds = {
         "one token": f"{per_token / 1024:,.1f} KiB of KV cache",

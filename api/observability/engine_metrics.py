@@ -48,9 +48,6 @@ class ReplicaView(EngineFigures, Protocol):
     """One of the engines."""
 
     @property
-    def pid(self) -> int | None: ...
-
-    @property
     def status(self) -> ReplicaStatus: ...
 
 
@@ -111,7 +108,8 @@ class MachineCollector(Collector):
         self._probe = probe
 
     def collect(self) -> Iterator[Metric]:
-        use = self._probe.read([replica.pid for replica in self._engine.replicas])
+        statuses = [replica.status for replica in self._engine.replicas]
+        use = self._probe.read([one.pid for one in statuses], [one.rank_pids for one in statuses])
         processes = use.processes
         yield _by_label(
             CounterMetricFamily,

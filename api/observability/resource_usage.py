@@ -40,7 +40,8 @@ class GpuUse(msgspec.Struct, frozen=True):
 class MachineUse(msgspec.Struct, frozen=True):
     """One reading."""
 
-    # "api" and, while they run, "engine", or of several "engine 0", "engine 1", ...
+    # "api" and, while they run, "engine", or of several "engine 0", "engine 1", ...; an engine's
+    # ranks after the first are "engine rank 1" or "engine 0 rank 1"
     processes: dict[str, ProcessUse]
     num_cpus: int  # processors that this process may use
     memory_total_bytes: int
@@ -55,11 +56,14 @@ class MachineProbe:
         self._processes: dict[int, psutil.Process] = {}
         self._gpus: list[Any] | None = None  # NVML's handles; None = not searched yet
 
-    def read(self, engine_pids: Sequence[int | None]) -> MachineUse:
+    def read(
+        self, engine_pids: Sequence[int | None], rank_pids: Sequence[Sequence[int]] = ()
+    ) -> MachineUse:
         """Read the usage, which takes about a millisecond.
 
         Args:
             engine_pids: process ids of the engines; None = it does not run.
+            rank_pids: of each engine, the process ids of its ranks after the first; empty = none.
         """
         import psutil
 
@@ -69,6 +73,8 @@ class MachineProbe:
             if pid is not None:
                 name = "engine" if len(engine_pids) == 1 else f"engine {number}"
                 found[name] = self._process(pid)
+                for rank, each in enumerate(rank_pids[number] if rank_pids else (), start=1):
+                    found[f"{name} rank {rank}"] = self._process(each)
         return MachineUse(
             processes={name: use for name, use in found.items() if use is not None},
             num_cpus=len(os.sched_getaffinity(0)),

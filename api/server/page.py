@@ -27,7 +27,7 @@ from ostinato.api.service.service import Service
 from ostinato.runtime.engine.engine_state import EngineState
 from ostinato.runtime.engine.flight_recorder import as_json
 from ostinato.runtime.errors import EngineDeadError, InvalidRequestError
-from ostinato.runtime.types.engine_info import ReplicaStatus, ServedTask
+from ostinato.runtime.types.engine_info import RankInfo, ReplicaStatus, ServedTask
 
 __all__ = ("HANDLERS",)
 
@@ -68,6 +68,13 @@ class PageEngine(msgspec.Struct, frozen=True):
     resident_bytes: int | None  # memory of the process; None = it does not run
 
 
+class PageRank(msgspec.Struct, frozen=True):
+    """One rank of the shown engine."""
+
+    plan: RankInfo
+    resident_bytes: int | None  # memory of the process; None = it does not run
+
+
 class PageState(msgspec.Struct, frozen=True):
     """The answer of `/debug/state`."""
 
@@ -78,6 +85,7 @@ class PageState(msgspec.Struct, frozen=True):
     engine: dict[str, Any] | None  # `EngineState` by name, without its stats
     engine_pid: int | None
     engines: list[PageEngine]  # empty where there is one only
+    ranks: list[PageRank]  # of the shown engine; empty = the model is not divided
     live: dict[str, Percentiles | None]  # latencies of the last 10 s
     use: MachineUse
 
@@ -146,7 +154,10 @@ async def _state(service: Service, number: int) -> PageState:
             problem = str(error)
     replicas = service.client.replicas
     stats = replicas[number].stats if engine is None else engine.stats
-    use = service.metrics.probe.read([one.pid for one in replicas])
+    statuses = [one.status for one in replicas]
+    use = service.metrics.probe.read(
+        [one.pid for one in statuses], [one.rank_pids for one in statuses]
+    )
     drafts = None if stats.speculation is None else _by_name(stats.speculation)
     return PageState(
         time=time.monotonic(),
@@ -154,8 +165,9 @@ async def _state(service: Service, number: int) -> PageState:
         model=_model(service),
         stats=_by_name(stats) | {"speculation": drafts},
         engine=None if engine is None else _engine(engine),
-        engine_pid=replicas[number].pid,
+        engine_pid=statuses[number].pid,
         engines=[_one_of(one, use) for one in replicas] if len(replicas) > 1 else [],
+        ranks=_ranks(statuses[number], use, len(replicas)),
         live=service.metrics.recent_latency.snapshot(),
         use=use,
     )
@@ -183,6 +195,15 @@ def _one_of(replica: ReplicaView, use: MachineUse) -> PageEngine:
         kv_cache_usage=1 - stats.num_free_blocks / max(1, stats.num_blocks),
         resident_bytes=None if process is None else process.resident_bytes,
     )
+
+
+def _ranks(status: ReplicaStatus, use: MachineUse, num_engines: int) -> list[PageRank]:
+    engine = "engine" if num_engines == 1 else f"engine {status.engine}"
+    found: list[PageRank] = []
+    for one in status.ranks:
+        process = use.processes.get(f"{engine} rank {one.rank}" if one.rank else engine)
+        found.append(PageRank(one, None if process is None else process.resident_bytes))
+    return found
 
 
 def _engine(state: EngineState) -> dict[str, Any]:

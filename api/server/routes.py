@@ -16,6 +16,7 @@ from ostinato.api.http.handlers import SharedService, Status, json_response, sta
 from ostinato.api.observability.metrics_registry import CONTENT_TYPE
 from ostinato.api.preparation.generation import check_model
 from ostinato.api.service.service import Service
+from ostinato.runtime.types.engine_info import RankInfo
 
 __all__ = ("HANDLERS",)
 
@@ -30,6 +31,7 @@ class Version(msgspec.Struct, frozen=True):
     isa_microseconds: dict[str, dict[str, float]]
     determinism: str  # bitwise | none, see docs/determinism.md
     system_fingerprint: str  # that of answers
+    ranks: tuple[RankInfo, ...]  # of the first engine; empty = the model is not divided
 
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,6 +99,7 @@ async def version(service: SharedService) -> Response[bytes] | Stream:
             isa_microseconds=model.isa_microseconds,
             determinism=model.determinism,
             system_fingerprint=model.system_fingerprint,
+            ranks=service.client.replicas[0].status.ranks,
         )
     )
 

@@ -53,7 +53,7 @@ class ModelRunner:
         self,
         graphs: GraphRunner,
         buffers: StaticBuffers,
-        sampler: Sampler,
+        sampler: Sampler | None,
         threads: StepThreads | None = None,
         pooler: Pooler | None = None,
     ) -> None:
@@ -61,7 +61,7 @@ class ModelRunner:
         Args:
             graphs: runs the model's programs.
             buffers: the static buffers that `graphs` reads.
-            sampler: picks the tokens.
+            sampler: picks the tokens; None = another rank does.
             threads: switches the CPU thread pools around a step; None = no switching.
             pooler: makes vectors; None = one for a model without a classification head.
         """
@@ -76,12 +76,13 @@ class ModelRunner:
             hold_threads=self._hold_for_logits,
         )
         self._pooler = pooler or Pooler()
-        self._row_states: tuple[RowState, ...] = (
+        states: tuple[RowState | None, ...] = (
             self._batch,
             self._sampler,
             self._scorer,
             self._pooler,
         )
+        self._row_states = [state for state in states if state is not None]
         self._undrawn: PendingStep | None = None  # the last launch, if its draw waits
         self._device_seconds_before: dict[str, float] = {}
         self.model_seconds = 0.0
@@ -89,7 +90,7 @@ class ModelRunner:
     @property
     def grammar_seconds(self) -> float:
         """Seconds spent on the masks of grammars."""
-        return self._sampler.grammars.seconds
+        return 0.0 if self._sampler is None else self._sampler.grammars.seconds
 
     @property
     def device_seconds_by_kind(self) -> dict[str, float]:
@@ -97,6 +98,14 @@ class ModelRunner:
         before = self._device_seconds_before
         sums = self.graphs.timer.seconds_by_kind
         return {str(kind): seconds - before.get(kind, 0.0) for kind, seconds in sums.items()}
+
+    def last_tokens(self, rows: list[int]) -> list[int]:
+        """The last token of each of these rows. On a CPU all launched steps must have been read."""
+        return self._batch.last_token[rows].tolist()
+
+    def set_last_tokens(self, rows: list[int], token_ids: list[int]) -> None:
+        """Take in the last tokens of rows, which another rank has drawn."""
+        self._batch.last_token[rows] = token_ids
 
     def reset_counters(self) -> None:
         """Reset the counters, after steps that served no request."""
@@ -127,8 +136,9 @@ class ModelRunner:
 
     def _launch(self, output: SchedulerOutput, step: StepShape) -> PendingStep:
         begin = time.perf_counter()
-        if step.sampled_rows:
-            self._sampler.stage(step.sampled_rows, step.sampled_positions, step.drafts)
+        sampler = self._sampler
+        if step.sampled_rows and sampler is not None:
+            sampler.stage(step.sampled_rows, step.sampled_positions, step.drafts)
         prompt_logprobs, vectors = None, None
         if output.num_prompt_logits or output.num_pooled:
             logits, hidden = self.graphs.run_with_hidden(
@@ -146,16 +156,16 @@ class ModelRunner:
                 tokens_per_seq=step.tokens_per_seq,
             )
         pending = PendingStep(prompt_logprobs, vectors)
-        if step.sampled_rows:
+        if step.sampled_rows and sampler is not None:
             assert logits is not None, "rows that sample have logits"
-            if self._sampler.waits_for_tokens:
+            if sampler.waits_for_tokens:
                 pending.logits = logits
                 self._undrawn = pending
             else:
                 # Where the model has taken long, masks may take half as long. Otherwise the rows of
                 # a batch would take turns although its other rows wait for the model anyway.
                 seconds = (time.perf_counter() - begin) / 2
-                self._draw(pending, logits, max(MASKS_S, seconds))
+                self._draw(sampler, pending, logits, max(MASKS_S, seconds))
         return pending
 
     def read(self, pending: PendingStep) -> StepResult:
@@ -170,18 +180,20 @@ class ModelRunner:
         if pending.vectors is not None:
             result.pooled = pending.vectors.read()
         undrawn, self._undrawn = self._undrawn, None
-        if undrawn is not None and undrawn.logits is not None:
+        if undrawn is not None and undrawn.logits is not None and self._sampler is not None:
             with torch.inference_mode(), self._hold_threads(0):
-                self._draw(undrawn, undrawn.logits)
+                self._draw(self._sampler, undrawn, undrawn.logits)
             undrawn.logits = None
         self.model_seconds += time.perf_counter() - begin
         return result
 
-    def _draw(self, pending: PendingStep, logits: Tensor, masks_s: float = MASKS_S) -> None:
+    def _draw(
+        self, sampler: Sampler, pending: PendingStep, logits: Tensor, masks_s: float = MASKS_S
+    ) -> None:
         # The sampling op uses no threads of OpenMP or MKL; torch's operations do.
-        reports = self._sampler.reports_logprobs
+        reports = sampler.reports_logprobs
         with self._hold_for_logits(logits.numel()) if reports else nullcontext():
-            pending.tokens = self._sampler.launch(logits, masks_s)
+            pending.tokens = sampler.launch(logits, masks_s)
         self._buffers.store_last_tokens(pending.tokens.last_tokens)
 
     def _hold_threads(

@@ -23,7 +23,7 @@ import msgspec
 import zmq
 
 from ostinato.runtime.engine.flight_recorder import FlightRecorder, flight_path
-from ostinato.runtime.errors import InvalidRequestError, StartupError
+from ostinato.runtime.errors import InvalidRequestError, RankFailedError, StartupError
 from ostinato.runtime.process.ipc import (
     AbortRequests,
     AddRequest,
@@ -45,6 +45,7 @@ from ostinato.runtime.process.ipc import (
 from ostinato.runtime.process.log_format import configure_logging
 from ostinato.runtime.process.output_parts import OutputParts
 from ostinato.runtime.process.utility_calls import UtilityCalls
+from ostinato.runtime.ranks.rank_processes import RankLog, RankProcesses
 from ostinato.runtime.startup.bundles import prepare_kernels
 from ostinato.runtime.types.outputs import FinishReason, SequenceOutput
 from ostinato.runtime.types.request import Request
@@ -187,6 +188,16 @@ def _read_start() -> StartEngine:
     return msgspec.json.decode(line, type=StartEngine)
 
 
+def _start_ranks(start: StartEngine) -> RankProcesses | None:
+    """Start the processes of the other ranks, so that they import torch while this one does."""
+    if start.config.parallel.tensor == 1:
+        return None
+    # What all ranks have to say, this process says.
+    level = "warning" if start.log_level == "info" else start.log_level
+    log = RankLog(level, start.log_format, f"{start.name} ")
+    return RankProcesses(start.config.parallel.tensor, log)
+
+
 def _flight_recorder(num_steps: int, address: str) -> FlightRecorder | None:
     """A recorder whose file lies beside the socket, where the client reads it after a crash.
 
@@ -235,6 +246,7 @@ def main(address: str) -> int:
     engine: Engine | None = None
     try:
         prepare_kernels(config.model, config.device, config.graphs)
+        ranks = _start_ranks(start)
         begin = time.perf_counter()
         from ostinato.runtime.engine.step_observer import StepObserver
         from ostinato.runtime.startup.build_engine import build_engine
@@ -244,6 +256,7 @@ def main(address: str) -> int:
             config,
             report=lambda name, seconds: connection.send(Phase(name, seconds)),
             observer=StepObserver(_flight_recorder(start.flight_recorder_steps, address)),
+            ranks=ranks,
         )
         connection.send(EngineReady(engine.model, engine.stats()))
         at_start = False
@@ -255,6 +268,9 @@ def main(address: str) -> int:
         engine.check_integrity()
     except StartupError as error:
         connection.send(EngineFailed(str(error), at_start=True))
+        return 1
+    except RankFailedError as error:  # the rank's own error is in the log
+        connection.send(EngineFailed(str(error), at_start=at_start, reason=error.reason))
         return 1
     except Exception as error:  # the boundary of the process: the client reports why it ended
         _LOG.exception("the engine failed")

@@ -141,6 +141,7 @@ class EngineFailed(msgspec.Struct, frozen=True, array_like=True, tag=4, gc=False
 
     message: str  # one line
     at_start: bool  # the engine was not ready yet
+    reason: str = "error"  # killed, crash, exit or hang if a rank ended so; else error
 
 
 class StepStarted(msgspec.Struct, frozen=True, array_like=True, tag=5, gc=False):

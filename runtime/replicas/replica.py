@@ -144,6 +144,7 @@ class Replica:
             num_unfinished=len(self._requests),
             num_restarts=sum(self.restarts.values()),
             pid=self.pid,
+            ranks=self.model.ranks if self.is_alive else (),
         )
 
     @property
@@ -324,16 +325,16 @@ class Replica:
 
     async def _receive(self) -> Death:
         """Handle the engine's messages until it ends; returns how it ended."""
-        engine, reported_error = self._engine, None
+        engine, reported_error, reason = self._engine, None, DeathReason.error
         assert engine is not None, "started"
         while (message := await engine.next_message()) is not None:
             if isinstance(message, EngineFailed):
-                reported_error = message.message
+                reported_error, reason = message.message, DeathReason(message.reason)
             else:
                 await self._handle(message)
         if self._reloading is not None and self._hang is None and reported_error is None:
             return Death(DeathReason.reload, "its weights are loaded again")
-        death = death_of(engine.return_code, reported_error, self._hang)
+        death = death_of(engine.return_code, reported_error, self._hang, reason)
         keep_flight(flight_path(engine.path), self._server.flight_recorder_dir, death.text)
         return death
 

@@ -48,18 +48,24 @@ class Death(NamedTuple):
         return 1 if self.reason is DeathReason.killed else 0
 
 
-def death_of(return_code: int, reported_error: str | None = None, hang: str | None = None) -> Death:
+def death_of(
+    return_code: int,
+    reported_error: str | None = None,
+    hang: str | None = None,
+    reason: DeathReason = DeathReason.error,
+) -> Death:
     """The reason for the end of an engine process.
 
     Args:
         return_code: of the process; negative for a signal, as `subprocess` has it.
         reported_error: the error that the engine reported before it ended; None = none.
         hang: why the watchdog killed it; None = it did not.
+        reason: of the end that it reported: that of one of its ranks, or error.
     """
     if hang is not None:
         return Death(DeathReason.hang, hang)
     if reported_error is not None:
-        return Death(DeathReason.error, reported_error)
+        return Death(reason, reported_error)
     if return_code >= 0:
         return Death(DeathReason.exit, f"its process exited with code {return_code}")
     try:

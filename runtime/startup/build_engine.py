@@ -11,19 +11,27 @@ import dataclasses
 import logging
 from contextlib import ExitStack
 
+import msgspec
+
 from ostinato.conf.engine_config import EngineConfig
 from ostinato.conf.errors import first_line
 from ostinato.conf.schema import InstructionSetName
 from ostinato.graphs.bundle import Bundle
 from ostinato.graphs.compile_monitor import CompileMonitor
 from ostinato.graphs.recorder import is_out_of_memory
+from ostinato.models.sharding import Shard
 from ostinato.ops.native.library import loaded_isa
 from ostinato.runtime.costs.cost_table import CostTable
 from ostinato.runtime.directories import ensure_cache
 from ostinato.runtime.engine.engine import Engine
 from ostinato.runtime.engine.step_observer import StepObserver
-from ostinato.runtime.errors import StartupError
+from ostinato.runtime.errors import RankFailedError, StartupError
+from ostinato.runtime.execution.executor import Executor
 from ostinato.runtime.kv.kv_cache_manager import KVCacheManager
+from ostinato.runtime.ranks.messages import Serve
+from ostinato.runtime.ranks.processes_executor import ProcessesExecutor
+from ostinato.runtime.ranks.rank_processes import RankProcesses
+from ostinato.runtime.ranks.rank_share import share_of_rank
 from ostinato.runtime.scheduling.scheduler import Scheduler
 from ostinato.runtime.speculation.proposer import Proposer
 from ostinato.runtime.speculation.text_drafter import TextDrafter
@@ -35,6 +43,7 @@ from ostinato.runtime.startup.isa_trial import build_levels, try_levels
 from ostinato.runtime.startup.model_cache import LoadedModelCache
 from ostinato.runtime.startup.phases import PhaseTimer, Report
 from ostinato.runtime.startup.rank import RankParts, build_rank
+from ostinato.runtime.startup.rank_group import agree, join
 
 __all__ = ("build_engine", "compile_bundle")
 
@@ -51,6 +60,7 @@ def build_engine(
     observer: StepObserver | None = None,
     model_cache: LoadedModelCache | None = None,
     proposer: Proposer | None = None,
+    ranks: RankProcesses | None = None,
 ) -> Engine:
     """Build an engine. Everything that it needs is compiled when this returns.
 
@@ -60,11 +70,13 @@ def build_engine(
         observer: called with every step; None = one that writes no file.
         model_cache: keeps the loaded model for later engines; None = load the model.
         proposer: the drafter; None = as configured.
+        ranks: the processes of the other ranks, if they have been started; they are ended if the
+            engine can not start. None = they are started here if the configuration asks for any.
 
     Raises:
         StartupError: the engine can not start as configured; one line with the remedy.
     """
-    return _build(config, report, observer, model_cache, proposer)[0]
+    return _build(config, report, observer, model_cache, proposer, ranks)[0]
 
 
 def compile_bundle(config: EngineConfig, report: Report) -> Bundle | None:
@@ -80,7 +92,7 @@ def compile_bundle(config: EngineConfig, report: Report) -> Bundle | None:
     Raises:
         StartupError: the engine can not start as configured; one line with the remedy.
     """
-    engine, bundle = _build(config, report, None, None, None, compiles_levels=True)
+    engine, bundle = _build(config, report, None, None, None, None, compiles_levels=True)
     engine.close()
     return bundle
 
@@ -91,6 +103,7 @@ def _build(
     observer: StepObserver | None,
     model_cache: LoadedModelCache | None,
     proposer: Proposer | None,
+    ranks: RankProcesses | None,
     *,
     compiles_levels: bool = False,
 ) -> tuple[Engine, Bundle | None]:
@@ -102,14 +115,26 @@ def _build(
         with ExitStack() as undo:
             monitor = CompileMonitor()
             undo.callback(monitor.close)
+            if config.parallel.tensor > 1:
+                ranks = ranks or RankProcesses(config.parallel.tensor)
+                undo.callback(ranks.close)
+                config = share_of_rank(config)
+                model_cache = None  # a loaded model belongs to its group of ranks
             threads = set_threads(config.device)
             with phase("open"):
                 max_drafts = 0 if proposer is None else proposer.max_drafts
-                plan = make_plan(config, threads, max_drafts=max_drafts)
+                shard = Shard(0, config.parallel.tensor)
+                plan = make_plan(config, threads, max_drafts=max_drafts, shard=shard)
                 plan = _with_trial(plan, compiles_levels=compiles_levels)
             choose_isa(plan.config.device, is_cpu=plan.is_cpu)
-            rank = build_rank(plan, phase, monitor, undo, model_cache)
-            engine = _lead(rank, phase, observer, proposer)
+            if ranks is None:
+                rank = build_rank(plan, phase, monitor, undo, model_cache)
+                engine = _lead(rank, rank.executor, phase, observer, proposer)
+            else:
+                with ranks.explained():
+                    rank, executor = _build_first_rank(plan, ranks, phase, monitor, undo)
+                    engine = _lead(rank, executor, phase, observer, proposer)
+                    ranks.send(Serve())
             monitor.mark_ready()
             undo.pop_all()
             return engine, rank.bundle
@@ -120,6 +145,8 @@ def _build(
             f"the device ran out of memory while the engine was built ({first_line(error)}); set "
             "cache.memory_gib, lower device.memory_fraction or use graphs.mode=compiled"
         ) from error
+    except RankFailedError as error:
+        raise StartupError(str(error)) from error
     except OSError as error:  # a file, a process or a lock that the system refused
         _LOG.debug("the engine was not built", exc_info=True)
         raise StartupError(f"the engine can not start: {error}") from error
@@ -137,8 +164,25 @@ def _with_trial(plan: EnginePlan, *, compiles_levels: bool) -> EnginePlan:
     return dataclasses.replace(plan, config=config, isa_trial=trial)
 
 
+def _build_first_rank(
+    plan: EnginePlan,
+    ranks: RankProcesses,
+    phase: PhaseTimer,
+    monitor: CompileMonitor,
+    undo: ExitStack,
+) -> tuple[RankParts, Executor]:
+    """Build this process's rank while the others build theirs."""
+    group = join(plan, ranks, undo)
+    with phase("plan"):
+        plan, infos = agree(plan, ranks.meet)
+    rank = build_rank(plan, phase, monitor, undo, None, group=group, meet=ranks.meet)
+    rank = dataclasses.replace(rank, model=msgspec.structs.replace(rank.model, ranks=infos))
+    return rank, ProcessesExecutor(rank.executor, rank.runner, ranks, group)
+
+
 def _lead(
     rank: RankParts,
+    executor: Executor,
     phase: PhaseTimer,
     observer: StepObserver | None,
     proposer: Proposer | None,
@@ -148,7 +192,7 @@ def _lead(
     if costs is None and rank.cost_store.is_wanted and plan.source.config.kind.generates:
         with phase("cost table"):
             costs = calibrate(
-                rank.cost_store, rank.executor, plan.memory, rank.model, is_cpu=plan.is_cpu
+                rank.cost_store, executor, plan.memory, rank.model, is_cpu=plan.is_cpu
             )
     if rank.bundle is not None:
         with phase("save bundle"):
@@ -158,8 +202,8 @@ def _lead(
     if reason := plan.why_batch_dependent:
         level = logging.WARNING if plan.is_cpu else logging.INFO  # on a GPU no setting helps
         _LOG.log(level, "a seed may give other tokens in another batch: %s", reason)
-    cache, scheduler = _make_scheduler(plan, costs, rank.executor.max_in_flight, proposer)
-    return Engine(scheduler, cache, rank.executor, rank.model, cost_table=costs, observer=observer)
+    cache, scheduler = _make_scheduler(plan, costs, executor.max_in_flight, proposer)
+    return Engine(scheduler, cache, executor, rank.model, cost_table=costs, observer=observer)
 
 
 def _make_scheduler(

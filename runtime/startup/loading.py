@@ -6,8 +6,10 @@ Python.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
 
 import torch
 
@@ -20,10 +22,12 @@ from ostinato.models.base import LanguageModel
 from ostinato.models.checkpoints.checkpoint import CheckpointError
 from ostinato.models.checkpoints.weights import init_dummy_weights, load_weights
 from ostinato.models.kv_cache import KVCache
+from ostinato.models.linear_layers import join_group
 from ostinato.models.registry import build_model
 from ostinato.ops.native import library as native
 from ostinato.ops.native.build import NativeBuildError
 from ostinato.ops.native.instruction_sets import detect_isa
+from ostinato.ops.parallel.group import ParallelGroup, create_segment
 from ostinato.runtime.errors import StartupError
 from ostinato.runtime.startup.bundles import bundle_root, kernel_libraries, planned_isa
 from ostinato.runtime.startup.engine_plan import EnginePlan
@@ -57,8 +61,9 @@ def begin_model(
     loading = loader.submit(_load, plan, model, phase)
 
     def finish(kv_cache: KVCache, buffers: StaticBuffers, bundle: Bundle | None) -> Binder | None:
-        prototype = _prototype(plan, model)
-        bind = _compile(config, prototype, kv_cache, buffers, bundle, phase)
+        with ExitStack() as compiled:
+            prototype = _prototype(plan, model, compiled)
+            bind = _compile(config, prototype, kv_cache, buffers, bundle, phase)
         loading.result()
         if model_cache is not None:
             model_cache.put(key, LoadedModel(model, bind))
@@ -67,14 +72,22 @@ def begin_model(
     return model, finish
 
 
-def _prototype(plan: EnginePlan, model: LanguageModel) -> LanguageModel:
+def _prototype(plan: EnginePlan, model: LanguageModel, undo: ExitStack) -> LanguageModel:
     """The model that is traced while `model` is loaded. Its weights have no defined contents.
 
     On a CPU, loading replaces the memory of weights, so a second model is traced. The memory of
     that one is never touched and costs nothing. On a GPU a second model would take memory, so
     `model` itself is traced while it is loaded.
     """
-    return _build(plan) if plan.is_cpu else model
+    if not plan.is_cpu:
+        return model
+    prototype = _build(plan)
+    if plan.source.shard.size > 1:  # one rank traces while the others load
+        segment = create_segment(1)
+        alone = undo.enter_context(closing(ParallelGroup(segment, 0, 1)))
+        os.close(segment)
+        join_group(prototype, alone)
+    return prototype
 
 
 def _build(plan: EnginePlan) -> LanguageModel:
@@ -102,17 +115,19 @@ def _load(plan: EnginePlan, model: LanguageModel, phase: PhaseTimer) -> None:
             if config.model.load_format is LoadFormat.dummy:
                 # Making random weights is fast, but quantising them needs a progress bar.
                 is_quantized = config.model.quantization is not Quantization.none
-                progress = _progress_of(config) if is_quantized else ""
+                progress = _progress_of(plan) if is_quantized else ""
                 init_dummy_weights(model, config.model.seed, progress=progress)
             else:
-                load_weights(model, source.checkpoint, progress=_progress_of(config))
+                load_weights(model, source.checkpoint, progress=_progress_of(plan))
     except (CheckpointError, NativeBuildError) as error:
         raise StartupError(str(error)) from error
 
 
-def _progress_of(config: EngineConfig) -> str:
-    """The text of the progress bar."""
-    kind = config.model.quantization
+def _progress_of(plan: EnginePlan) -> str:
+    """The text of the progress bar; empty = none, on ranks after the first."""
+    if plan.source.shard.rank:
+        return ""
+    kind = plan.config.model.quantization
     return "weights" if kind is Quantization.none else f"weights, quantised to {kind}"
 
 

@@ -113,6 +113,11 @@ def open_model(
     dtype = resolve_dtype(config.model.dtype, model_config)
     device = device or resolve_device(config.device.name)
     is_cpu = device.type == "cpu"
+    if shard.size > 1 and not is_cpu:
+        raise StartupError(
+            f"parallel.tensor={shard.size} divides a model among processes of a CPU, and this one "
+            f"runs on {device.type}; set parallel.tensor=1, or device.name=cpu"
+        )
     max_drafts = config.speculation.max_drafts if max_drafts is None else max_drafts
     limits = upper_limits(config.scheduler, is_cpu=is_cpu, max_drafts=max_drafts)
     _check_speculation(config, model_config, limits)

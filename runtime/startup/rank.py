@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -23,15 +24,19 @@ from ostinato.graphs.buffers import StaticBuffers
 from ostinato.graphs.bundle import Bundle
 from ostinato.graphs.capture import GraphRunner
 from ostinato.graphs.compile_monitor import CompileMonitor
+from ostinato.graphs.compiler.compile import Binder
 from ostinato.graphs.recorder import CpuRecorder, CudaRecorder
 from ostinato.graphs.sampling_graph import GraphSampler
 from ostinato.graphs.threads import StepThreads
 from ostinato.graphs.timing import make_timer
 from ostinato.models.base import EncoderModel, LanguageModel
+from ostinato.models.linear_layers import join_group
 from ostinato.models.step_tensors import StepSizes
 from ostinato.ops.attention import AttentionPlanner, PlannedBackend, load_backend
 from ostinato.ops.native.library import loaded_isa
+from ostinato.ops.parallel.group import ParallelGroup
 from ostinato.runtime.costs.cost_table import CostTable
+from ostinato.runtime.errors import StartupError
 from ostinato.runtime.execution.inline_executor import InlineExecutor
 from ostinato.runtime.execution.model_runner import ModelRunner
 from ostinato.runtime.execution.pooler import Pooler
@@ -49,9 +54,12 @@ from ostinato.runtime.startup.planning import bucket_table, plan_measured
 from ostinato.runtime.startup.served_model import describe_model
 from ostinato.runtime.types.engine_info import ServedModel
 
-__all__ = ("RankParts", "build_rank")
+__all__ = ("Meet", "RankParts", "build_rank")
 
 _LOG = logging.getLogger(__name__)
+
+Meet = Callable[[str, list[int]], list[list[int]]]
+"""Waits until all ranks are at the point of this name; returns the numbers of each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +68,8 @@ class RankParts:
 
     plan: EnginePlan  # on CUDA with measured memory
     executor: InlineExecutor
+    runner: ModelRunner
+    monitor: CompileMonitor
     model: ServedModel
     bundle: Bundle | None  # the compiled programs, not saved yet; None = they are not saved
     cost_store: CostStore
@@ -72,6 +82,8 @@ def build_rank(
     monitor: CompileMonitor,
     undo: ExitStack,
     model_cache: LoadedModelCache | None,
+    group: ParallelGroup | None = None,
+    meet: Meet = lambda name, numbers: [numbers],
 ) -> RankParts:
     """Load the model, compile and capture its programs.
 
@@ -81,6 +93,8 @@ def build_rank(
         monitor: counts compilations; closed with the executor.
         undo: gets the callbacks that release resources if the start fails.
         model_cache: keeps the loaded model for later engines; None = load the model.
+        group: the ranks that compute the model together; None = this one alone.
+        meet: waits for the other ranks.
 
     Raises:
         StartupError: the weights can not be loaded, or do not fit into the memory.
@@ -88,6 +102,8 @@ def build_rank(
     config, source = plan.config, plan.source
     with torch.inference_mode(), ThreadPoolExecutor(1, "load") as loader:
         model, finish = begin_model(plan, loader, phase, model_cache)
+        if group is not None:
+            join_group(model, group)
         buffers = _make_buffers(plan, model)
         planner = _make_planner(plan, buffers, undo)
         cuda_recorder, token_sampler = _make_cuda_recorder(plan)
@@ -108,11 +124,9 @@ def build_rank(
         pages = map_ahead(kv_cache, plan.kv_cache_spec)
         if pages is not None:
             undo.callback(pages.close)
-        bundle = open_bundle(plan)
-        if bundle is not None:
-            undo.callback(bundle.end_turn)
-            bundle.take_turn()
-        bind = finish(kv_cache, buffers, bundle)
+        bundle, bind = _open_programs(
+            plan, undo, meet, lambda bundle: finish(kv_cache, buffers, bundle)
+        )
         cost_store = CostStore(config.graphs, source.limits, plan.threads, bundle)
         costs = cost_store.load()
         program = None if bind is None else bind(model)
@@ -126,6 +140,7 @@ def build_rank(
             planner=planner,
             timer=make_timer(source.device),
         )
+        meet("weights", [])
         _prepare_graphs(plan, graphs, token_sampler, phase)
         _LOG.info("layers: %s", _count_layers(graphs))
         isa = (loaded_isa() or "") if plan.is_cpu else ""
@@ -142,11 +157,40 @@ def build_rank(
     return RankParts(
         plan=plan,
         executor=executor,
+        runner=runner,
+        monitor=monitor,
         model=served,
         bundle=bundle,
         cost_store=cost_store,
         costs=costs,
     )
+
+
+def _open_programs(
+    plan: EnginePlan,
+    undo: ExitStack,
+    meet: Meet,
+    finish: Callable[[Bundle | None], Binder | None],
+) -> tuple[Bundle | None, Binder | None]:
+    """Compile or load the program and wait for the weights; rank 0 compiles for all ranks."""
+    is_first = plan.source.shard.rank == 0
+    if not is_first:
+        meet("programs", [])
+    bundle = open_bundle(plan)
+    is_complete = bundle is None or bool(bundle.entries)
+    if is_first:
+        if bundle is not None:
+            undo.callback(bundle.end_turn)
+            bundle.take_turn()
+            is_complete = bool(bundle.entries)
+        if is_complete:
+            meet("programs", [])
+    bind = finish(bundle)
+    if is_first and not is_complete:
+        if bundle is not None and plan.source.shard.size > 1:
+            bundle.save()
+        meet("programs", [])
+    return bundle, bind
 
 
 def _make_buffers(plan: EnginePlan, model: LanguageModel) -> StaticBuffers:
@@ -207,14 +251,16 @@ def _make_runner(
     grammars: GrammarStore,
 ) -> ModelRunner:
     source = plan.source
-    sampler = Sampler(
-        max_num_seqs=source.limits.max_num_seqs,
-        vocab_size=source.config.vocab_size,
-        device=source.device,
-        token_sampler=token_sampler,
-        matchers=grammars.matcher,
-        reports_forced=plan.config.speculation.method.uses_grammar,
-    )
+    sampler = None  # rank 0 draws for all
+    if source.shard.rank == 0:
+        sampler = Sampler(
+            max_num_seqs=source.limits.max_num_seqs,
+            vocab_size=source.config.vocab_size,
+            device=source.device,
+            token_sampler=token_sampler,
+            matchers=grammars.matcher,
+            reports_forced=plan.config.speculation.method.uses_grammar,
+        )
     # Small steps may use several threads in the CPU kernels, but one in torch.
     switches = plan.config.graphs.mode is not GraphMode.eager and source.weights.uses_cpu_kernels
     threads = StepThreads(plan.threads) if switches else None
@@ -241,6 +287,11 @@ def _prepare_graphs(
         free = 0 if memory is None else memory.free()
         left_out = graphs.capture()
         draws = [] if token_sampler is None else token_sampler.capture()
+    if left_out and plan.source.shard.size > 1:
+        raise StartupError(  # the others have captured them, and would wait for this rank
+            f"rank {plan.source.shard.rank} ran out of memory during capture; set cache.memory_gib "
+            "or scheduler.max_num_seqs to less"
+        )
     if left_out or draws:
         _LOG.warning("%s", _capture_warning(left_out, len(draws)))
     if memory is not None:

@@ -16,6 +16,7 @@ from ostinato.runtime.types.speculation import SpeculationStats, sum_speculation
 __all__ = (
     "ITERATION_TOKENS",
     "EngineStats",
+    "RankInfo",
     "ReplicaState",
     "ReplicaStatus",
     "ServedModel",
@@ -43,6 +44,16 @@ class IsaTrial(msgspec.Struct, frozen=True):
     microseconds: dict[str, dict[str, float]]
 
 
+class RankInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank of an engine whose model is divided among several processes."""
+
+    rank: int
+    pid: int
+    threads: int  # of the model
+    weights_bytes: int
+    memory_bytes: int  # planned: weights, activations and KV cache
+
+
 class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     """Facts about the model that an engine serves."""
 
@@ -68,6 +79,7 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     has_kv_cache: bool = True  # False = no keys and values are kept between steps
     num_segments: int = 0  # token types of an encoder; 0 = not an encoder
     speculates: bool = False  # a drafter proposes tokens, so `prediction` has an effect
+    ranks: tuple[RankInfo, ...] = ()  # empty = the model is not divided
 
 
 class EngineStats(msgspec.Struct, array_like=True, gc=False):
@@ -133,6 +145,12 @@ class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
     num_unfinished: int  # requests that it has
     num_restarts: int
     pid: int | None  # of the engine process; None = there is none
+    ranks: tuple[RankInfo, ...] = ()  # empty = the model is not divided, or the engine does not run
+
+    @property
+    def rank_pids(self) -> list[int]:
+        """Process ids of the ranks after the first."""
+        return [rank.pid for rank in self.ranks[1:]]
 
 
 # What an engine has now; the other figures grow.

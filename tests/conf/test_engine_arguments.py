@@ -71,7 +71,11 @@ def test_no_default_value_is_lost_in_silence(name: str):
             },
             {"speculation.method": "ngram", "speculation.min_match": 2},
         ),
-        ({"tensor_parallel_size": 1, "swap_space": 0, "trust_remote_code": False}, {}),
+        (
+            {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"},
+            {"parallel.tensor": 2, "parallel.executor": "processes"},
+        ),
+        ({"pipeline_parallel_size": 1, "swap_space": 0, "trust_remote_code": False}, {}),
     ],
 )
 def test_arguments_become_settings(arguments: dict[str, object], settings: dict[str, object]):
@@ -86,9 +90,14 @@ def test_arguments_become_settings(arguments: dict[str, object], settings: dict[
     ("arguments", "message"),
     [
         (
-            {"tensor_parallel_size": 2},
-            "tensor_parallel_size=2: one device runs the model; leave it out, or set "
-            "parallel.data for more of them",
+            {"pipeline_parallel_size": 2},
+            "pipeline_parallel_size=2: a model is divided by tensor_parallel_size only, experts "
+            "too; leave it out, or set data_parallel_size for more engines",
+        ),
+        (
+            {"distributed_executor_backend": "ray"},
+            "distributed_executor_backend=ray: the ranks of an engine run on one machine; "
+            "supported: mp, uni",
         ),
         (
             {"quantization": "awq"},

@@ -141,7 +141,7 @@ def test_the_engines_sections_cross_the_process_border_alone_and_unchanged():
     assert b"secret" not in wire
     assert set(msgspec.json.decode(wire)) == {
         *("model", "device", "cache", "scheduler", "speculation", "graphs"),
-        *("runtime", "sampling"),
+        *("runtime", "sampling", "parallel"),
     }
 
 

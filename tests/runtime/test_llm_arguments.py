@@ -104,7 +104,11 @@ def test_a_seed_makes_a_run_repeatable(llm: LLM):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"tensor_parallel_size": 2}, "one device runs the model"),
+        ({"pipeline_parallel_size": 2}, "divided by tensor_parallel_size only"),
+        (
+            {"tensor_parallel_size": 2, "distributed_executor_backend": "uni"},
+            "parallel.executor must be auto or processes with parallel.tensor=2, got 'inline'",
+        ),
         ({"data_parallel_size": 2}, "parallel.data=2: LLM runs one engine, in this process"),
         ({"max_modellen": 4}, "did you mean max_model_len?"),
         ({"block_size": 17}, "cache.block_size must be one of 8, 16, 32, 64, 128, got 17"),

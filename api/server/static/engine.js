@@ -65,6 +65,7 @@ export class EngineView {
     this.status(state.problem ? "bad" : "good", state.problem || "ready");
     this.state = state;
     this.engines(state.engines);
+    showRanks(state.ranks);
     this.tiles(state, this.last);
     this.last = state;
     if (state.engine) this.draw();
@@ -204,6 +205,23 @@ export class EngineView {
     byId("count-cached").textContent = `${number(cached)} cached`;
     byId("count-free").textContent = `${number(free)} free`;
   }
+}
+
+/** The list of ranks, where the shown engine has several. */
+function showRanks(ranks) {
+  byId("ranks-card").hidden = !ranks.length;
+  byId("ranks-note").textContent = `${number(ranks.length)} processes, each with a part of every weight`;
+  const gib = (bytes) => `${short(bytes / 2 ** 30)} GiB`;
+  const items = ranks.map(({ plan, resident_bytes }) => {
+    const memory = resident_bytes === null ? "does not run" : `${gib(resident_bytes)} of memory`;
+    const facts = `${gib(plan.weights_bytes)} of weights, ${gib(plan.memory_bytes)} planned, ${count(plan.threads, "thread")}`;
+    return make("li", "rank", [
+      make("span", "", `rank ${plan.rank}`),
+      make("span", "", memory),
+      make("span", "facts", facts, { title: `process ${plan.pid}` }),
+    ]);
+  });
+  byId("ranks").replaceChildren(...items);
 }
 
 /** A figure of the engine processes, summed; undefined when none runs. */

@@ -61,6 +61,7 @@ class TestOtherEndpoints:
             "isa_microseconds": {},
             "determinism": "bitwise",
             "system_fingerprint": "fp-bitwise-test",
+            "ranks": [],
         }
 
     def test_openapi_tells_of_the_bodies(self, app):

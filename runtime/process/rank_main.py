@@ -1,0 +1,138 @@
+"""The process of a rank after the first: `python -m ostinato.runtime.process.rank_main ...`.
+
+`RankProcesses` starts it. It builds its part of the model, then runs the steps that rank 0 sends.
+It waits for them in `recv`, so an idle rank uses no processor. It ends with its socket, which
+closes when rank 0's process ends, however that ends.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import gc
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import traceback
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+from ostinato.graphs.compile_monitor import LateCompile
+from ostinato.runtime.errors import InvalidRequestError, StartupError
+from ostinato.runtime.process.log_format import configure_logging
+from ostinato.runtime.ranks.messages import (
+    Answer,
+    Call,
+    Channel,
+    Idle,
+    LateCompiles,
+    RankFailed,
+    Serve,
+    StartRank,
+    Step,
+)
+
+if TYPE_CHECKING:
+    from ostinato.runtime.startup.rank import RankParts
+
+__all__ = ("main",)
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main(
+    socket_fd: str, stack_fd: str, parent: str, log_level: str, log_format: str, name: str
+) -> None:
+    """Build a rank and run its steps; ends the process.
+
+    Args:
+        socket_fd: descriptor of the socket to rank 0.
+        stack_fd: descriptor of the file for the stacks of threads, written on SIGUSR1 or a crash.
+        parent: process id of rank 0 if the system shall kill this process with it; 0 = else.
+        log_level: of this process.
+        log_format: text or json.
+        name: of this process, in its log.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):  # rank 0 ends this process
+        signal.signal(number, signal.SIG_IGN)
+    faulthandler.enable(int(stack_fd))
+    faulthandler.register(signal.SIGUSR1, int(stack_fd))
+    connection = socket.socket(fileno=int(socket_fd))
+    _end_with_rank_0(connection, int(parent))
+    configure_logging(log_level, log_format, name)
+    channel = Channel(connection)
+    code = 0
+    try:
+        _run(channel)
+    except EOFError:
+        pass
+    except StartupError as error:
+        code = 1
+        channel.send(RankFailed(str(error), ""))
+    except Exception as error:  # the boundary of the process: rank 0 reports why it ended
+        code = 1
+        channel.send(RankFailed(f"{type(error).__name__}: {error}", traceback.format_exc()))
+    os._exit(code)  # nothing is to be saved, and threads of libraries may wait for a rank
+
+
+def _end_with_rank_0(connection: socket.socket, parent: int) -> None:
+    """End this process when rank 0's process ends, even while a step waits for it."""
+    if parent:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(0)
+
+    def watch() -> None:
+        poll = select.poll()
+        poll.register(connection, select.POLLRDHUP)
+        poll.poll()
+        os._exit(0)
+
+    threading.Thread(target=watch, name="watch-rank-0", daemon=True).start()
+
+
+def _run(channel: Channel) -> None:
+    # Imported now, while rank 0 reads the configuration.
+    from ostinato.runtime.startup.rank_group import build_other_rank
+
+    segment_fd = channel.receive_descriptor()
+    start = channel.receive()
+    assert isinstance(start, StartRank), f"{start} came first"
+    with ExitStack() as undo:
+        _serve(channel, build_other_rank(start, segment_fd, channel.meet, undo))
+
+
+def _serve(channel: Channel, rank: RankParts) -> None:
+    executor, runner, monitor = rank.executor, rank.runner, rank.monitor
+    late_compiles: list[LateCompile] = []
+    while True:
+        message = channel.receive()
+        if isinstance(message, Step):
+            output = message.output
+            rows = [entry.row for entry in output.scheduled if not entry.token_ids]
+            runner.set_last_tokens(rows, message.last_tokens)
+            executor.read(executor.launch(output))
+            if (now := monitor.late_compiles) != late_compiles:
+                late_compiles = now
+                channel.send(LateCompiles(late_compiles))
+        elif isinstance(message, Call):
+            try:
+                [text] = executor.call(message.call)
+                channel.send(Answer(text))
+            except InvalidRequestError as error:
+                channel.send(Answer(str(error), is_refusal=True))
+        elif isinstance(message, Idle):
+            executor.idle()
+        elif isinstance(message, Serve):
+            monitor.mark_ready()
+            gc.collect()
+            gc.freeze()
+        else:
+            raise RuntimeError(f"{message} came after the start")  # noqa: TRY004 - a fault of rank 0
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,236 @@
+"""Messages between the ranks of an engine: msgpack over a Unix socket, one message for each step.
+
+Rank 0 is the engine's process. It sends every other rank the step that it is about to run. Only the
+parts that the model needs travel: no grammar, no sampling parameter, no text.
+
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+import socket
+
+import msgspec
+
+from ostinato.conf.engine_config import EngineConfig
+from ostinato.graphs.compile_monitor import LateCompile
+from ostinato.runtime.execution.executor import RankCall
+from ostinato.runtime.types.params import SamplingParams
+from ostinato.runtime.types.request import Request
+from ostinato.runtime.types.step import AdmittedSequence, SchedulerOutput
+
+__all__ = (
+    "Answer",
+    "Arrived",
+    "Call",
+    "Channel",
+    "Frames",
+    "Idle",
+    "LateCompiles",
+    "LeaderMessage",
+    "Met",
+    "RankFailed",
+    "RankMessage",
+    "Serve",
+    "StartRank",
+    "Step",
+    "encode_frame",
+    "for_other_ranks",
+    "rank_decoder",
+)
+
+_LENGTH_BYTES = 4
+
+
+class StartRank(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    """What a rank is built from. The descriptor of the shared segment travels before it."""
+
+    config: EngineConfig  # with this rank's share of threads and memory
+    rank: int
+    size: int  # ranks of the engine
+    max_drafts: int  # draft tokens of one sequence in one step, at most
+
+
+class Met(msgspec.Struct, frozen=True, array_like=True, tag=2, gc=False):
+    """All ranks have arrived at a meeting; the numbers of each, in rank order."""
+
+    name: str
+    numbers: list[list[int]]
+
+
+class Step(msgspec.Struct, frozen=True, array_like=True, tag=3, gc=False):
+    """Run a step."""
+
+    output: SchedulerOutput  # from `for_other_ranks`
+    # The last tokens of the entries that name no token, in their order: other ranks draw none.
+    last_tokens: list[int]
+
+
+class Call(msgspec.Struct, frozen=True, array_like=True, tag=4, gc=False):
+    """Execute a call and send an `Answer`."""
+
+    call: RankCall
+
+
+class Idle(msgspec.Struct, frozen=True, array_like=True, tag=5, gc=False):
+    """No step follows for now: background work may use the processors."""
+
+
+class Serve(msgspec.Struct, frozen=True, array_like=True, tag=6, gc=False):
+    """The engine has started: a compilation from now on is a late one."""
+
+
+LeaderMessage = StartRank | Met | Step | Call | Idle | Serve
+
+
+class Arrived(msgspec.Struct, frozen=True, array_like=True, tag=1, gc=False):
+    """The rank waits at a meeting."""
+
+    name: str
+    numbers: list[int]
+
+
+class Answer(msgspec.Struct, frozen=True, array_like=True, tag=2, gc=False):
+    """The result of a `Call`, or why it was refused."""
+
+    text: str
+    is_refusal: bool = False
+
+
+class LateCompiles(msgspec.Struct, frozen=True, array_like=True, tag=3, gc=False):
+    """All late compilations of the rank so far; sent when there is a new one."""
+
+    compiles: list[LateCompile]
+
+
+class RankFailed(msgspec.Struct, frozen=True, array_like=True, tag=4, gc=False):
+    """The rank ends because of an error."""
+
+    message: str  # one line
+    traceback: str  # empty if the message says it all
+
+
+RankMessage = Arrived | Answer | LateCompiles | RankFailed
+
+_encoder = msgspec.msgpack.Encoder()
+_leader_decoder = msgspec.msgpack.Decoder(LeaderMessage)
+rank_decoder = msgspec.msgpack.Decoder(RankMessage)
+
+
+def for_other_ranks(output: SchedulerOutput) -> SchedulerOutput:
+    """A step without what only the rank that samples needs: a prompt of 8,192 tokens halves it."""
+    if not output.admitted:
+        return output
+    admitted = [
+        AdmittedSequence(one.row, _bare(one.request), [], one.other_block_ids)
+        for one in output.admitted
+    ]
+    return msgspec.structs.replace(output, admitted=admitted)
+
+
+def _bare(request: Request) -> Request:
+    """The part of a request that scoring a prompt, pooling it or its encoder needs."""
+    scored = request.sampling.prompt_logprobs
+    is_read = scored is not None or request.pooling is not None
+    return Request(
+        request_id="",
+        prompt_token_ids=request.prompt_token_ids if is_read else [],
+        sampling=SamplingParams(prompt_logprobs=scored),
+        pooling=request.pooling,
+        num_encoder_tokens=request.num_encoder_tokens,
+    )
+
+
+def encode_frame(message: LeaderMessage | RankMessage) -> bytes:
+    """A message with its length before it."""
+    data = _encoder.encode(message)
+    return len(data).to_bytes(_LENGTH_BYTES, "little") + data
+
+
+class Frames:
+    """Cuts a stream of bytes into the messages that `encode_frame` made."""
+
+    def __init__(self) -> None:
+        self._bytes = bytearray()
+
+    def add(self, data: bytes) -> list[bytes]:
+        """Take in bytes; returns the messages that are complete now, without their lengths."""
+        self._bytes += data
+        complete: list[bytes] = []
+        begin = 0
+        while len(self._bytes) - begin >= _LENGTH_BYTES:
+            first = begin + _LENGTH_BYTES
+            end = first + int.from_bytes(self._bytes[begin:first], "little")
+            if end > len(self._bytes):
+                break
+            complete.append(bytes(self._bytes[first:end]))
+            begin = end
+        del self._bytes[:begin]
+        return complete
+
+
+class Channel:
+    """A rank's side of the socket to rank 0. Another rank than 0 has one."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        """
+        Args:
+            connection: a connected stream socket in blocking mode.
+        """
+        self._socket = connection
+        self._frames = Frames()
+        self._received: list[bytes] = []
+
+    def send(self, message: RankMessage) -> None:
+        """Send a message.
+
+        Raises:
+            OSError: rank 0 has ended.
+        """
+        self._socket.sendall(encode_frame(message))
+
+    def receive(self) -> LeaderMessage:
+        """Wait for the next message, without use of the processor.
+
+        Raises:
+            EOFError: rank 0 has closed the socket, or has ended.
+        """
+        while not self._received:
+            try:
+                data = self._socket.recv(1 << 16)
+            except ConnectionResetError:
+                data = b""
+            if not data:
+                raise EOFError("rank 0 has closed the socket")
+            self._received = self._frames.add(data)
+        return _leader_decoder.decode(self._received.pop(0))
+
+    def meet(self, name: str, numbers: list[int]) -> list[list[int]]:
+        """Wait until all ranks are at this point.
+
+        Args:
+            name: of the meeting, the same on all ranks.
+            numbers: of this rank.
+
+        Returns:
+            The numbers of all ranks, in rank order.
+
+        Raises:
+            EOFError: rank 0 has ended.
+        """
+        self.send(Arrived(name, numbers))
+        message = self.receive()
+        assert isinstance(message, Met), f"{message} came instead of the meeting {name}"
+        assert message.name == name, f"the meeting {message.name} came instead of {name}"
+        return message.numbers
+
+    def receive_descriptor(self) -> int:
+        """The file descriptor that comes before the first message.
+
+        Raises:
+            EOFError: rank 0 has ended.
+        """
+        data, descriptors, _, _ = socket.recv_fds(self._socket, 1, 1)
+        if not data:
+            raise EOFError("rank 0 has closed the socket")
+        return descriptors[0]

@@ -1,0 +1,101 @@
+"""Recognises ranks that hang: what the system says about their processes, and the rule.
+
+A step is a chain of sums over all ranks, so the ranks wait for each other in every layer. A rank
+that is stopped stops all. If no rank uses a processor, waits for one or waits for a disk, they wait
+for each other and always will. A rank that computes for long does not hang: the watchdog of the
+API process (runtime/replicas/watchdog.py) judges it by the predicted time of its step.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+__all__ = ("Activity", "HangRule", "read_activity")
+
+_STATE, _UTIME, _STIME = 0, 11, 12  # places in /proc/PID/stat after the name
+_LONGEST_TICK_S = 0.5  # a longer tick counts as this long: this process was suspended
+_COMPUTING_SHARE = 0.05  # of one core; less is waking up to look for the others
+_CLOCK_S = 0.02  # two ticks of the system's clock, the resolution of processor times
+
+
+class Activity(NamedTuple):
+    """What a process does."""
+
+    is_stopped: bool  # by SIGSTOP
+    has_work: bool  # a thread runs, or waits for a processor or a disk
+    cpu_s: float  # processor time of all its threads so far
+
+
+def read_activity(pid: int, ignored_thread: int | None = None) -> Activity | None:
+    """What a process does now; None if it has ended.
+
+    Args:
+        pid: of the process.
+        ignored_thread: id of a thread whose state does not count: the caller's, in its own process.
+    """
+    try:
+        stat = _stat(Path(f"/proc/{pid}/stat"))
+        has_work = any(
+            _stat(Path(f"/proc/{pid}/task/{thread}/stat"))[_STATE] in "RD"
+            for thread in os.listdir(f"/proc/{pid}/task")
+            if int(thread) != ignored_thread
+        )
+    except (OSError, IndexError):
+        return None
+    seconds = (int(stat[_UTIME]) + int(stat[_STIME])) / os.sysconf("SC_CLK_TCK")
+    return Activity(stat[_STATE] == "T", has_work, seconds)
+
+
+def _stat(path: Path) -> list[str]:
+    return path.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+
+
+class HangRule:
+    """Decides whether ranks hang. It has no clock: its caller reports elapsed time.
+
+    Args:
+        limit_s: seconds that a rank may be stopped, or that no rank may do anything, in a step.
+    """
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._step: int | None = None
+        self._stopped_s: dict[int, float] = {}
+        self._silent_s = 0.0
+        self._silent_cpu_s = 0.0  # processor time of all ranks when the silence began
+
+    def tick(
+        self, elapsed_s: float, step: int | None, activities: Mapping[int, Activity]
+    ) -> tuple[int | None, str] | None:
+        """Count time that has passed.
+
+        Args:
+            elapsed_s: since the last tick.
+            step: number of the step that runs; None = none does, and ranks wait for the next one.
+            activities: of each rank that lives.
+
+        Returns:
+            None, or the rank that hangs (None if they wait for each other) and how it shows.
+        """
+        cpu_s = sum(activity.cpu_s for activity in activities.values())
+        if step is None or step != self._step:
+            self._step, self._stopped_s = step, {}
+            self._silent_s, self._silent_cpu_s = 0.0, cpu_s
+            return None
+        elapsed_s = min(elapsed_s, _LONGEST_TICK_S)
+        for rank, activity in activities.items():
+            before = self._stopped_s.get(rank, 0.0)
+            self._stopped_s[rank] = before + elapsed_s if activity.is_stopped else 0.0
+            if self._stopped_s[rank] > self._limit_s:
+                return rank, f"it has been stopped for {self._stopped_s[rank]:.1f} s (SIGSTOP)"
+        self._silent_s += elapsed_s
+        used_s = cpu_s - self._silent_cpu_s
+        has_work = any(activity.has_work for activity in activities.values())
+        if has_work or used_s > _CLOCK_S + _COMPUTING_SHARE * self._silent_s:
+            self._silent_s, self._silent_cpu_s = 0.0, cpu_s
+        if self._silent_s > self._limit_s:
+            return None, f"no rank has done anything for {self._silent_s:.1f} s"
+        return None

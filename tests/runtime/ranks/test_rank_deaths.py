@@ -1,0 +1,177 @@
+"""An engine of two ranks, with real processes: death and stop of each rank while streams run."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Awaitable, Callable, Iterator
+
+import psutil
+import pytest
+
+from ostinato import SamplingParams
+from ostinato.runtime.client.client import EngineClient
+from ostinato.runtime.errors import StartupError
+from ostinato.runtime.types.engine_info import RankInfo
+from tests.runtime.client.test_client import until
+from tests.runtime.tiny import tiny_config
+
+LONG = SamplingParams(temperature=1.3, seed=7, max_tokens=150, ignore_eos=True)
+PROMPTS = [[5 + index, 6, 7, 8] * (1 + index) for index in range(6)]
+Scenario = Callable[[EngineClient], Awaitable[None]]
+Run = Callable[[Scenario], None]
+
+
+@pytest.fixture(scope="module")
+def run() -> Iterator[Run]:
+    """Runs scenarios with one client, whose engine serves before and after each."""
+
+    async def run_one(scenario: Scenario) -> None:
+        await asyncio.wait_for(scenario(client), 250)
+        await until(lambda: client.is_alive, 100)
+        await until(lambda: client.num_unfinished == client.stats.num_running == 0)
+
+    overrides = (
+        "parallel.tensor=2",
+        "server.restart_backoff_s=0.1",
+        "server.max_restarts=50",
+        "server.hang_timeout_s=2",
+    )
+    with asyncio.Runner() as runner:
+        client = EngineClient(tiny_config(*overrides))
+        try:
+            runner.run(client.start())
+            yield lambda scenario: runner.run(run_one(scenario))
+        finally:
+            runner.run(client.close())
+
+
+async def tokens_of(client: EngineClient, name: str, prompt: list[int]) -> list[int]:
+    return [
+        token
+        async for output in client.generate(name, prompt, LONG)
+        for token in output.new_token_ids
+    ]
+
+
+async def together(client: EngineClient) -> list[list[int]]:
+    return await asyncio.gather(*(tokens_of(client, f"{i}", p) for i, p in enumerate(PROMPTS)))
+
+
+def ranks_of(client: EngineClient) -> tuple[RankInfo, ...]:
+    return client.replicas[0].status.ranks
+
+
+def lives(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+async def disturb(client: EngineClient, rank: int, number: signal.Signals) -> dict[str, int]:
+    """Send a signal to a rank while streams run; checks them, returns the restarts it caused."""
+    before = client.restarts
+    expected = await together(client)
+    assert all(len(tokens) == 150 for tokens in expected)
+    pids = [one.pid for one in ranks_of(client)]
+    task = asyncio.create_task(together(client))
+    await until(lambda: client.stats.num_running == 6)
+    os.kill(pids[rank], number)
+    await until(lambda: not client.is_alive, 60)
+    ended = time.monotonic()
+    assert await task == expected
+    await until(lambda: not any(map(lives, pids)), 30)
+    assert time.monotonic() - ended < 60
+    assert not {one.pid for one in ranks_of(client)} & set(pids)
+    after = client.restarts
+    return {
+        name: count - before.get(name, 0)
+        for name, count in after.items()
+        if count != before.get(name, 0)
+    }
+
+
+@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.slow)])
+def test_streams_go_on_after_the_kill_of_a_rank(run: Run, rank: int) -> None:
+    async def scenario(client: EngineClient) -> None:
+        assert await disturb(client, rank, signal.SIGKILL) == {"killed": 1}
+
+    run(scenario)
+
+
+@pytest.mark.slow
+def test_a_stopped_first_rank_is_ended_by_the_watchdog(run: Run) -> None:
+    async def scenario(client: EngineClient) -> None:
+        assert await disturb(client, 0, signal.SIGSTOP) == {"hang": 1}
+
+    run(scenario)
+
+
+@pytest.mark.slow
+def test_a_rank_that_ends_while_idle_is_noticed(run: Run) -> None:
+    async def scenario(client: EngineClient) -> None:
+        _, second = ranks_of(client)
+        begin = time.monotonic()
+        os.kill(second.pid, signal.SIGKILL)
+        await until(lambda: not client.is_alive, 30)
+        assert "rank 1" in (client.restart_reason or "")
+        await until(lambda: client.is_alive, 60)
+        assert await tokens_of(client, "after", PROMPTS[0])
+        assert time.monotonic() - begin < 90
+
+    run(scenario)
+
+
+def test_idle_ranks_use_no_processor(run: Run) -> None:
+    async def scenario(client: EngineClient) -> None:
+        await tokens_of(client, "before", PROMPTS[0])
+        await asyncio.sleep(0.5)
+        second = psutil.Process(ranks_of(client)[1].pid)
+        before = second.cpu_times(), second.num_ctx_switches().voluntary
+        await asyncio.sleep(1.5)
+        assert second.cpu_times() == before[0]
+        assert second.num_ctx_switches().voluntary - before[1] <= 4, "it waits, it does not poll"
+
+    run(scenario)
+
+
+def test_a_rank_that_can_not_start_is_named_in_one_line() -> None:
+    async def scenario() -> None:
+        client = EngineClient(tiny_config("parallel.tensor=3", model__max_model_len=64))
+        try:
+            with pytest.raises(StartupError) as caught:
+                await client.start()
+        finally:
+            await client.close()
+        assert str(caught.value).startswith("parallel.tensor=3: num_attention_heads=4 can not")
+        assert "set parallel.tensor to 1 or 2 or 4" in str(caught.value)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.slow
+def test_two_engines_of_two_ranks_take_over_each_others_streams() -> None:
+    async def scenario() -> None:
+        overrides = ("parallel.tensor=2", "parallel.data=2", "parallel.router=least_load")
+        client = EngineClient(tiny_config(*overrides))
+        try:
+            await client.start()
+            expected = await together(client)
+            first, second = client.replicas
+            assert len(first.status.ranks) == len(second.status.ranks) == 2
+            task = asyncio.create_task(together(client))
+            await until(lambda: len(first.requests) and len(second.requests))
+            await until(lambda: client.stats.num_running == 6)
+            os.kill(first.status.ranks[1].pid, signal.SIGKILL)
+            await until(lambda: not first.is_alive)
+            assert client.is_alive, "the other one serves"
+            assert await task == expected
+            await until(lambda: first.is_alive, 100)
+            assert await together(client) == expected
+        finally:
+            await client.close()
+
+    asyncio.run(scenario())
