@@ -56,7 +56,8 @@ class VllmCollector(Collector):
 
     Args:
         collect: our own metric families.
-        model_name: of the served model; None until the engine has started: there are no metrics.
+        model_name: returns the model's name, or None until the engine has started. No metrics are
+            given until then.
         stats: the engine's latest statistics.
     """
 

@@ -18,7 +18,7 @@ using logit_rows::Candidate;
 using logit_rows::kNever;
 using logit_rows::Row;
 
-constexpr int64_t kLogitsPerWorker = 16 << 10;  // that pay for waking one more thread
+constexpr int64_t kLogitsPerWorker = 16 << 10;  // with fewer, waking one more thread takes longer than it saves
 
 // The results of one row.
 struct Places {
