@@ -1,4 +1,7 @@
-"""An engine of two ranks, with real processes: death and stop of each rank while streams run."""
+"""An engine of two ranks, with real processes: death and stop of each rank while streams run.
+
+tests/e2e/test_ranks.py has the same for servers, with their logs.
+"""
 
 from __future__ import annotations
 

@@ -1,0 +1,117 @@
+"""`run serve parallel.tensor=2`: what a server of two ranks shows, and what is in its log when one ends."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from tests.e2e.server_process import HTTP, ServerProcess
+
+BODY = {"prompt": "Once upon a time", "max_tokens": 300, "temperature": 0, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ServerProcess]:
+    with ServerProcess("--tensor-parallel-size", "2", "server.restart_backoff_s=0.1") as process:
+        yield process
+
+
+def until(condition: Callable[[], object], timeout_s: float = 100) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not come true in time"
+        time.sleep(0.02)
+
+
+def lives(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def ranks_of(server: ServerProcess) -> list[dict[str, Any]]:
+    return [one["plan"] for one in HTTP.get(f"{server.url}/debug/state").json()["ranks"]]
+
+
+def text_of(server: ServerProcess, on_token: Callable[[], object] = lambda: None) -> str:
+    """The text of a stream; `on_token` is called once it has begun."""
+    text = ""
+    with HTTP.stream(
+        "POST", f"{server.url}/v1/completions", json={**BODY, "stream": True}
+    ) as reply:
+        for line in reply.iter_lines():
+            if line.startswith("data: {"):
+                if not text:
+                    on_token()
+                text += json.loads(line[6:])["choices"][0]["text"]
+    return text
+
+
+def test_version_and_page_show_each_rank(server: ServerProcess) -> None:
+    ranks = HTTP.get(f"{server.url}/version").json()["ranks"]
+    assert [one["rank"] for one in ranks] == [0, 1]
+    assert ranks[0]["pid"] == server.engine.pid
+    assert psutil.Process(ranks[1]["pid"]).ppid() == server.engine.pid
+    shown = HTTP.get(f"{server.url}/debug/state").json()["ranks"]
+    assert [one["plan"] for one in shown] == ranks
+    assert all(one["resident_bytes"] > 1 << 20 for one in shown)
+    memory = {name for name in server.metrics() if "resident" in name}
+    assert 'ostinato_process_resident_memory_bytes{process="engine rank 1"}' in memory
+
+
+@pytest.mark.parametrize(
+    ("number", "words", "traces"),
+    [
+        (signal.SIGSTOP, "it has been stopped for", ["rank_main.py", "processes_executor.py"]),
+        pytest.param(
+            signal.SIGSEGV,
+            "died of SIGSEGV",
+            ["Fatal Python error: Segmentation", "rank_main.py"],
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_a_stream_goes_on_and_the_log_says_where_the_rank_was(
+    server: ServerProcess, number: int, words: str, traces: list[str]
+) -> None:
+    expected = text_of(server)
+    before = ranks_of(server)
+    num_lines = len(server.output)
+    assert text_of(server, lambda: os.kill(before[1]["pid"], number)) == expected
+    until(lambda: any("serves again" in line for line in server.output[num_lines:]))
+    log = "".join(server.output[num_lines:])
+    assert "rank 1: it" in log
+    assert words in log
+    assert all(trace in log for trace in traces), log
+    until(lambda: not any(lives(one["pid"]) for one in before))
+
+
+@pytest.mark.slow
+def test_no_rank_outlives_a_server_that_is_killed() -> None:
+    with ServerProcess("parallel.tensor=2") as own:
+        pids = [one["pid"] for one in ranks_of(own)]
+        streams = [threading.Thread(target=attempt, args=(own,)) for _ in range(2)]
+        for stream in streams:
+            stream.start()
+        until(lambda: own.metrics()["vllm:num_requests_running"] == 2)
+        own.signal(signal.SIGKILL)
+        until(lambda: not any(map(lives, pids)), 30)
+        for stream in streams:
+            stream.join()
+
+
+def attempt(server: ServerProcess) -> None:
+    """A stream whose server is killed."""
+    with contextlib.suppress(OSError, httpx.HTTPError):
+        text_of(server)
