@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ostinato.conf.schema import (
     CacheConfig,
     DeviceConfig,
     GraphConfig,
     ModelSection,
+    PoolingChoice,
     RuntimeSection,
     SamplingSection,
     SchedulerConfig,
@@ -16,7 +17,7 @@ from ostinato.conf.schema import (
 from ostinato.conf.server_schema import ParallelConfig
 from ostinato.conf.speculation.speculation_schema import SpeculationConfig
 
-__all__ = ("EngineConfig",)
+__all__ = ("EngineConfig", "draft_config")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,3 +33,25 @@ class EngineConfig:
     runtime: RuntimeSection = field(default_factory=RuntimeSection)
     sampling: SamplingSection = field(default_factory=SamplingSection)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+
+
+def draft_config(config: EngineConfig) -> EngineConfig:
+    """The configuration of the draft model's programs and weights.
+
+    It has the settings of the model, except for those that belong to its checkpoint.
+
+    Args:
+        config: of an engine with `speculation.method=draft`.
+    """
+    section = replace(
+        config.model,
+        path=config.speculation.model,
+        name="",
+        tokenizer="",
+        revision="",
+        chat_template="",
+        max_model_len=None,
+        pooling=PoolingChoice.auto,
+        config={},
+    )
+    return replace(config, model=section, speculation=SpeculationConfig())

@@ -60,6 +60,12 @@ class SimulateSection(Section):
     validate_s: float = setting(
         56.0, "validate: seconds of traffic of each workload", above=0, at_most=600
     )
+    acceptance: float = setting(
+        0.6,
+        "speculation: assumed probability that a draft token is right if those before it are",
+        at_least=0,
+        at_most=1,
+    )
     output: str = setting("", "JSON file to write; empty = outputs/bench/simulate-<time>.json")
 
 
@@ -90,6 +96,8 @@ class TuneSection(Section):
             "cache.memory_gib",
             "cache.enable_prefix_caching",
             "device.threads",
+            "speculation.method",
+            "speculation.max_tokens",
         ),
     )
     trials: int = setting(150, "simulated configurations", at_least=1, at_most=100_000)

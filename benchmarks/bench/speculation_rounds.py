@@ -8,6 +8,7 @@ the tokens a step, and whether all answers are equal to those of plain decoding.
 
     ngram    the text of the request itself
     auto     all drafters without a model; in the second round the first round's answers are history
+    draft    the draft model, if speculation.model names one
     replay   the plain answer, of which each token is wrong with a given probability: what a drafter
              of that quality is worth
 """
@@ -39,6 +40,7 @@ _METHODS = {
     "plain": SpeculationMethod.none,
     "ngram": SpeculationMethod.ngram,
     "auto": SpeculationMethod.auto,
+    "draft": SpeculationMethod.draft,
     f"replay {_ACCURACY}": SpeculationMethod.grammar,  # its engine gets a drafter of its own
 }
 
@@ -111,9 +113,14 @@ def speculation(config: RunConfig, context: BenchContext) -> Record:
     with ExitStack() as stack:
         llms: dict[str, LLM] = {}
         replay = None
+        model = config.speculation.model
         for name, method in _METHODS.items():
+            if method.uses_model and not model:
+                continue
             context.show(f"starting the engine: {name}")
-            own = dataclasses.replace(config.speculation, method=method)
+            own = dataclasses.replace(
+                config.speculation, method=method, model=model if method.uses_model else ""
+            )
             if name.startswith("replay"):
                 vocab_size = llms["plain"].model.vocab_size
                 replay = ReplayProposer(own.max_tokens, _ACCURACY, vocab_size)

@@ -15,8 +15,9 @@ from collections.abc import Callable, Iterator
 from ostinato.benchmarks.load.job import JobRequest, LoadJob
 from ostinato.benchmarks.simulate.fleet import simulate_open
 from ostinato.benchmarks.simulate.results import SimulationResults
+from ostinato.benchmarks.simulate.simulated_drafts import OUTPUT_TOKEN_ID
 from ostinato.benchmarks.simulate.simulated_engine import EngineSpec
-from ostinato.benchmarks.simulate.simulated_replica import OUTPUT_TOKEN_ID, Arrival, Replica
+from ostinato.benchmarks.simulate.simulated_replica import Arrival, Replica
 from ostinato.runtime.replicas.router import make_router
 
 __all__ = ("JobTraffic", "simulate_job")

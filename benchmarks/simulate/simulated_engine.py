@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from ostinato.benchmarks.simulate.simulated_drafts import DraftSpec
 from ostinato.benchmarks.simulate.step_times.overheads import ServingOverheads
 from ostinato.conf.schema import SchedulerConfig
 from ostinato.runtime.costs.cost_table import CostTable
@@ -30,6 +31,7 @@ class EngineSpec:
     costs: CostTable
     prefix_caching: bool = True
     overlap: bool = False  # one step is scheduled while another one runs
+    drafts: DraftSpec | None = None  # None = no drafts
     overheads: ServingOverheads | None = None  # overheads of a real server; None = none
     seed: int = 0  # for draws from `overheads`
 

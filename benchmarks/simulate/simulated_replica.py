@@ -9,17 +9,16 @@ from typing import NamedTuple
 
 from ostinato.benchmarks.simulate.fast_forward import FastForwardScheduler
 from ostinato.benchmarks.simulate.results import SimulationResults
+from ostinato.benchmarks.simulate.simulated_drafts import OUTPUT_TOKEN_ID, simulated_result
 from ostinato.benchmarks.simulate.simulated_engine import EngineSpec
 from ostinato.benchmarks.simulate.step_times.overheads import StepClock
 from ostinato.runtime.types.outputs import SequenceOutput
 from ostinato.runtime.types.params import SamplingParams
 from ostinato.runtime.types.request import Request
-from ostinato.runtime.types.step import SchedulerOutput, StepResult
+from ostinato.runtime.types.step import SchedulerOutput
 
-__all__ = ("OUTPUT_TOKEN_ID", "Arrival", "Replica")
+__all__ = ("Arrival", "Replica")
 
-# The token that every simulated step samples. Only prefix hits depend on it.
-OUTPUT_TOKEN_ID = (1 << 32) - 1
 _MAX_STEPS = 1 << 20
 # Tokens that reach a client within this time count as one piece.
 _ONE_PIECE_S = 20e-6
@@ -54,7 +53,7 @@ class Replica:
         spec: the engine.
         results: gets the results; may be shared between replicas.
         fast_forward: simulate several equal decode steps at once. It has no effect if the times of
-            steps are drawn at random.
+            steps are drawn at random, or with drafts.
         on_end: called with a request's key and the time at which its client has the last token.
     """
 
@@ -72,7 +71,9 @@ class Replica:
         self._results = results
         self._on_end = on_end
         self._clock = StepClock(spec.costs, spec.overheads, spec.seed)
-        self._fast_forwards = fast_forward and self._clock.is_exact
+        drafts = spec.drafts
+        self._fast_forwards = fast_forward and self._clock.is_exact and drafts is None
+        self._proposer = None if drafts is None else drafts.proposer()
         self._cache = spec.cache()
         self._scheduler = FastForwardScheduler(
             spec.scheduler,
@@ -80,6 +81,8 @@ class Replica:
             max_model_len=spec.max_model_len,
             limits=spec.limits,
             bound=spec.bound(),
+            proposer=self._proposer,
+            draft_costs=spec.costs if drafts is not None and drafts.adaptive else None,
         )
         self._live: dict[str, _Live] = {}
         self._pending: deque[tuple[float, Request]] = deque()  # on their way to the engine
@@ -168,6 +171,8 @@ class Replica:
     def _step(self) -> None:
         """Do as Engine.step: schedule, launch, update with the oldest step that is due."""
         output = self._scheduler.schedule()
+        if self._proposer is not None:
+            self.now += self._proposer.take_seconds()
         if output is not None:
             begin = max(self.now, self._device_free)
             self._device_free = begin + self._clock.step(output)
@@ -180,8 +185,7 @@ class Replica:
             return
         oldest, done = self._in_flight.popleft()
         begin, self.now = self.now, max(self.now, done)
-        num_samples = sum(entry.num_logits for entry in oldest.scheduled)
-        outputs = self._scheduler.update(oldest, StepResult([OUTPUT_TOKEN_ID] * num_samples))
+        outputs = self._scheduler.update(oldest, simulated_result(oldest))
         self._results.add_step(self.now - begin, len(oldest.scheduled), self._used_blocks())
         self._deliver(outputs)
         # With a step in flight, its rows and blocks become free one step late. A step that was

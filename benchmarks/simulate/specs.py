@@ -7,6 +7,7 @@ import dataclasses
 import torch
 from torch import nn
 
+from ostinato.benchmarks.simulate.simulated_drafts import DraftSpec
 from ostinato.benchmarks.simulate.simulated_engine import EngineSpec
 from ostinato.benchmarks.simulate.step_times.device_roofline import (
     ACCELERATORS,
@@ -67,32 +68,43 @@ def measured_spec(config: RunConfig) -> EngineSpec:
             "a simulation needs step costs, but graphs.cost_table_budget_s=0; raise it, leave it "
             "null, or set simulate.costs or simulate.device"
         )
-    engine = build_engine(config)
+    engine = build_engine(config)  # with its drafter, so that verification is measured
     try:
         costs, stats = engine.cost_table, engine.stats()
         assert costs is not None, "step costs are measured unless that is switched off"
         device = resolve_device(config.device.name)
         return EngineSpec(
             scheduler=config.scheduler,
-            upper=upper_limits(config.scheduler, is_cpu=device.type == "cpu"),
+            upper=upper_limits(
+                config.scheduler,
+                is_cpu=device.type == "cpu",
+                max_drafts=config.speculation.max_drafts,
+            ),
             num_blocks=stats.num_blocks + 1,
             block_size=config.cache.block_size,
             max_model_len=engine.model.max_model_len,
             costs=costs,
             prefix_caching=config.cache.enable_prefix_caching,
             overlap=_overlaps(config, device),
+            drafts=_drafts(config, engine.draft_costs),
         )
     finally:
         engine.close()
 
 
-def planned_spec(config: RunConfig, costs: CostTable | None, device_name: str) -> EngineSpec:
+def planned_spec(
+    config: RunConfig,
+    costs: CostTable | None,
+    device_name: str,
+    draft_costs: CostTable | None = None,
+) -> EngineSpec:
     """An engine from its memory plan alone.
 
     Args:
         config: the configuration.
         costs: the step-cost table; None = a roofline of the named device.
         device_name: a key of `ACCELERATORS` to plan the memory for; empty = this machine.
+        draft_costs: the step-cost table of the draft model, if there is one.
 
     Raises:
         ConfigError: there is no such device.
@@ -112,6 +124,11 @@ def planned_spec(config: RunConfig, costs: CostTable | None, device_name: str) -
     source = open_model(config, device)
     free = None if accelerator is None else int(accelerator.memory_gib * _GIB * _FREE_SHARE)
     plan = plan_engine(config, source, free_bytes=free)
+    if source.draft is not None and draft_costs is None:
+        raise ConfigError(
+            "simulate.costs has no step costs of a draft model; leave it out, so that both models "
+            "are measured, or set speculation.method=none"
+        )
     if costs is None:
         assert accelerator is not None, "without a table there is a device"
         shape = model_shape(source)
@@ -125,6 +142,18 @@ def planned_spec(config: RunConfig, costs: CostTable | None, device_name: str) -
         costs=costs,
         prefix_caching=config.cache.enable_prefix_caching,
         overlap=_overlaps(config, device),
+        drafts=_drafts(config, draft_costs),
+    )
+
+
+def _drafts(config: RunConfig, model_costs: CostTable | None) -> DraftSpec | None:
+    if not config.speculation.max_drafts:
+        return None
+    return DraftSpec(
+        max_drafts=config.speculation.max_drafts,
+        acceptance=config.simulate.acceptance,
+        adaptive=config.speculation.adaptive,
+        model_costs=model_costs,
     )
 
 

@@ -54,6 +54,7 @@ from ostinato.benchmarks.workload.model_facts import model_facts
 from ostinato.conf.environment import expand_user, require_writable
 from ostinato.conf.errors import ConfigError
 from ostinato.conf.root import RunConfig
+from ostinato.conf.speculation.speculation_schema import SpeculationMethod
 from ostinato.runtime.costs.cost_table import CostTable
 from ostinato.runtime.errors import StartupError
 from ostinato.runtime.machine_info import cpu_name
@@ -135,7 +136,7 @@ class _Tuning:
 
     def _prepare(self) -> None:
         """Measure step costs of the given configuration, and choose the length of real runs."""
-        own = measured_spec(_unlimited(self.config))
+        own = measured_spec(_measurable(self.config))
         self.spec = dataclasses.replace(own, scheduler=self.config.scheduler)
         self.default = Variant(
             self.config.device.threads or _num_threads(), self.config.cache.block_size
@@ -152,7 +153,11 @@ class _Tuning:
                 f"{self.config.tune.budget_s:g}"
             )
         self.forecast = Forecast(
-            self.real.job(), self.costs, self.default, self.config.tune.percentile
+            self.real.job(),
+            self.costs,
+            self.default,
+            self.config.tune.percentile,
+            None if own.drafts is None else own.drafts.model_costs,
         )
 
     def _measure(
@@ -224,7 +229,7 @@ class _Tuning:
                 {"device.threads": variant.threads, "cache.block_size": variant.block_size},
             )
             try:
-                self.costs[variant] = measured_spec(_unlimited(changed)).costs
+                self.costs[variant] = measured_spec(_measurable(changed)).costs
             except StartupError as error:
                 self.notes.append(f"{variant.block_size} tokens a block left out: {error}")
 
@@ -277,6 +282,7 @@ class _Tuning:
             dataclasses.replace(self.config.tune, trials=1, verify=1, budget_s=10.0, storage=""),
             *(getattr(self.config, name) for name in ("model", "workload", "load", "slo")),
             *(getattr(self.config, name) for name in ("device", "cache", "scheduler", "graphs")),
+            (self.config.speculation, self.config.simulate.acceptance),
             space.choices,
             cpu_name(),
             self.real.duration_s,
@@ -423,8 +429,15 @@ def _real_and_predicted(one: Verified, name: str, form: str) -> str:
     return f"{measured} ({getattr(one.predicted, name):{form}})"
 
 
-def _unlimited(config: RunConfig) -> RunConfig:
-    """The configuration without limits on steps, so that step costs of all sizes are measured."""
+def _measurable(config: RunConfig) -> RunConfig:
+    """The configuration without limits on steps, so that step costs of all sizes are measured.
+
+    If drafts are searched, the steps that verify them are measured too.
+    """
+    drafts = config.speculation
+    if drafts.method is SpeculationMethod.none and "speculation.method" in searched_keys(config):
+        drafts = dataclasses.replace(drafts, method=SpeculationMethod.auto)
+        config = dataclasses.replace(config, speculation=drafts)
     section = dataclasses.replace(
         config.scheduler, max_num_seqs=None, max_num_batched_tokens=None, itl_target_ms=None
     )

@@ -28,11 +28,18 @@ class Forecast:
         costs: the step-cost table of each variant.
         default: the variant of a configuration that does not set one.
         percentile: percentile of latencies, in (0, 100).
+        draft_costs: the step-cost table of the draft model; None = there is none.
     """
 
     def __init__(
-        self, job: LoadJob, costs: dict[Variant, CostTable], default: Variant, percentile: float
+        self,
+        job: LoadJob,
+        costs: dict[Variant, CostTable],
+        default: Variant,
+        percentile: float,
+        draft_costs: CostTable | None = None,
     ) -> None:
+        self._draft_costs = draft_costs
         self._job = job
         self._costs = costs
         self._default = default
@@ -47,9 +54,10 @@ class Forecast:
             StartupError: the engine could not start.
         """
         variant = Variant(config.device.threads or self._default.threads, config.cache.block_size)
-        key = repr((config.scheduler, config.cache, config.device))
+        key = repr((config.scheduler, config.cache, config.device, config.speculation))
         if key not in self._plans:
-            self._plans[key] = planned_spec(config, self._costs[variant], "")
+            own = self._costs[variant]
+            self._plans[key] = planned_spec(config, own, "", self._draft_costs)
         return dataclasses.replace(self._plans[key], overheads=self.overheads)
 
     def predict(self, config: RunConfig, *, job: LoadJob | None = None) -> ServingMetrics | None:

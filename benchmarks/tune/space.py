@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from enum import StrEnum
 from typing import Any, NamedTuple, cast
 
 from ostinato.benchmarks.tune.goals import Goals
 from ostinato.conf.errors import ConfigError
 from ostinato.conf.root import RunConfig
+from ostinato.conf.speculation.speculation_schema import SpeculationMethod
 
 __all__ = ("Space", "Value", "Variant", "apply_values", "is_alike", "searched_keys", "value_of")
 
@@ -23,6 +25,7 @@ _USUAL_KEYS = (
 )
 _SEQS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 _TOKENS = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+_DRAFT_TOKENS = (1, 3, 7)
 _MEMORY_SHARES = (0.25, 0.5, 1.0)
 _ALIKE = 0.1  # targets whose relative difference is smaller count as equal
 
@@ -75,6 +78,10 @@ class Space:
             "cache.enable_prefix_caching": (True, False),
             "cache.block_size": tuple(sorted({one.block_size for one in variants})),
             "device.threads": tuple(sorted({one.threads for one in variants})),
+            "speculation.method": _methods(config),
+            "speculation.max_tokens": tuple(
+                sorted({*_DRAFT_TOKENS, config.speculation.max_tokens})
+            ),
         }
         targets = None
         if "scheduler.itl_target_ms" in keys:
@@ -99,6 +106,18 @@ class Space:
         )
 
 
+def _methods(config: RunConfig) -> tuple[Value, ...]:
+    """No drafts, and the drafts that are configured, or else all that need no model.
+
+    A draft model is part of every engine that has one, so it is not left out in some.
+    """
+    method = config.speculation.method
+    if method.uses_model:
+        return (method,)
+    usual = SpeculationMethod.auto if method is SpeculationMethod.none else method
+    return (SpeculationMethod.none, usual)
+
+
 def searched_keys(config: RunConfig) -> list[str]:
     """The keys to search."""
     return config.tune.keys or list(_USUAL_KEYS)
@@ -119,7 +138,10 @@ def apply_values(config: RunConfig, values: Mapping[str, Value]) -> RunConfig:
     changes: dict[str, dict[str, Any]] = {}
     for key, value in values.items():
         section, _, name = key.partition(".")
-        changes.setdefault(section, {})[name] = value
+        present = getattr(getattr(config, section), name)
+        # A study stores the names of choices.
+        chosen = type(present)(value) if isinstance(present, StrEnum) else value
+        changes.setdefault(section, {})[name] = chosen
     try:
         sections = {
             name: dataclasses.replace(getattr(config, name), **fields)

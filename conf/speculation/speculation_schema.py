@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from ostinato.conf.schema import Section, setting
+from ostinato.conf.schema import Section, refuse, setting
 
 __all__ = ("SpeculationConfig", "SpeculationMethod")
 
@@ -18,6 +18,7 @@ class SpeculationMethod(StrEnum):
     grammar = "grammar"  # tokens that the grammar of a structured output forces
     ngram = "ngram"  # what followed the last tokens earlier in the same prompt and output
     history = "history"  # what followed them in earlier answers with the same cache salt
+    draft = "draft"  # a second, smaller model: `speculation.model`
 
     @property
     def uses_grammar(self) -> bool:
@@ -34,6 +35,11 @@ class SpeculationMethod(StrEnum):
         """Whether earlier answers are searched."""
         return self in (SpeculationMethod.auto, SpeculationMethod.history)
 
+    @property
+    def uses_model(self) -> bool:
+        """Whether a second model draws the drafts."""
+        return self is SpeculationMethod.draft
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculationConfig(Section):
@@ -43,6 +49,9 @@ class SpeculationConfig(Section):
     method: SpeculationMethod = setting(
         SpeculationMethod.none,
         "where drafts come from; auto = grammar, ngram and history; none = no drafts",
+    )
+    model: str = setting(
+        "", "the draft model of method=draft: a local directory, a GGUF file or a hub id"
     )
     max_tokens: int = setting(7, "draft tokens of one sequence in one step", at_least=1, at_most=31)
     adaptive: bool = setting(
@@ -58,6 +67,13 @@ class SpeculationConfig(Section):
         at_least=1024,
         at_most=1 << 26,
     )
+
+    def __post_init__(self) -> None:
+        Section.__post_init__(self)
+        if self.method.uses_model and not self.model:
+            refuse("speculation.model", "set with speculation.method=draft", self.model)
+        if self.model and not self.method.uses_model:
+            refuse("speculation.model", "left out unless speculation.method=draft", self.model)
 
     @property
     def max_drafts(self) -> int:

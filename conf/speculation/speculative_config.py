@@ -9,8 +9,9 @@ from typing import cast
 __all__ = ("speculation_settings",)
 
 # vLLM's method -> ours. Suffix decoding searches the request and earlier answers.
-_METHODS = {"ngram": "ngram", "ngram_gpu": "ngram", "suffix": "auto"}
+_METHODS = {"ngram": "ngram", "ngram_gpu": "ngram", "suffix": "auto", "draft_model": "draft"}
 _KEYS = {
+    "model": "speculation.model",
     "num_speculative_tokens": "speculation.max_tokens",
     "prompt_lookup_min": "speculation.min_match",
 }
@@ -36,7 +37,7 @@ def speculation_settings(value: object) -> dict[str, object]:
         ValueError: it is not a JSON object, or a method or key is not supported.
     """
     given = _read(value)
-    method = given.pop("method", None)
+    method = given.pop("method", "draft_model" if given.get("model") else None)
     if method not in _METHODS:
         raise ValueError(
             f"the method must be one of {', '.join(_METHODS)}, got {method!r}; see "

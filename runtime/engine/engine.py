@@ -71,6 +71,12 @@ class Engine:
         """Whether a request is running or waiting."""
         return self._scheduler.has_work or self._grammars.num_waiting > 0
 
+    @property
+    def draft_costs(self) -> CostTable | None:
+        """The step costs of the draft model; None without one, or if they are not measured."""
+        drafts = self._scheduler.drafts
+        return None if drafts is None else drafts.model_costs
+
     def add_request(self, request: Request) -> None:
         """Queue a request that was validated before; `step` returns its outputs.
 
@@ -126,6 +132,8 @@ class Engine:
             outputs += self._read()
         if not self.has_work:
             self._executor.idle()
+            if self._scheduler.drafts is not None:
+                self._scheduler.drafts.idle()
         self._counters.end_step(begin, has_work=self.has_work)
         return outputs
 
@@ -217,6 +225,8 @@ class Engine:
         """Free the executor's memory and threads; no step may follow."""
         self._in_flight.clear()
         self._executor.close()
+        if self._scheduler.drafts is not None:
+            self._scheduler.drafts.close()
 
     def predict_ttft(self, num_prompt_tokens: int) -> float | None:
         """Seconds until a request that is added now has its first token; None without step costs.

@@ -66,6 +66,7 @@ class ModelFootprint:
     sampling_bytes: int = 0  # logits of the largest step and their sampling
     workspace_bytes: int = 0  # workspace of the attention backend in the largest step
     measured: MeasuredMemory | None = None  # replaces estimates; None = plan with estimates
+    draft: ModelFootprint | None = None  # the draft model, whose KV cache has as many blocks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,12 +83,12 @@ class MemoryPlan:
 
     free_bytes: int  # before the weights are loaded
     budget_bytes: int  # the part of `free_bytes` that the plan may use
-    weights_bytes: int
+    weights_bytes: int  # of the model and of the draft model
     activation_bytes: int
     graph_bytes: int
     kv_bytes: int  # num_blocks * bytes_per_block
     block_size: int  # tokens
-    bytes_per_block: int
+    bytes_per_block: int  # of the model's KV cache and of the draft model's
     num_blocks: int  # to allocate, the null block included
     fixed_blocks_per_seq: int  # blocks of one sequence in the fixed KV groups, at most
     max_model_len: int  # tokens; may be less than the model's own limit
@@ -154,13 +155,30 @@ def plan_memory(
         )
     measured = model.measured
     length = model.max_model_len if max_model_len is None else max_model_len
-    bytes_per_block = model.kv_bytes_per_token * cache.block_size
+    draft = model.draft
+    kv_bytes_per_token = model.kv_bytes_per_token + (draft.kv_bytes_per_token if draft else 0)
+    bytes_per_block = kv_bytes_per_token * cache.block_size
+    reasons = [f"budget: {device.memory_fraction:g} of {_size(free_bytes)} of free memory"]
+    if draft is not None:
+        reasons.append(
+            f"draft model: {_size(draft.weights_bytes)} of the weights and "
+            f"{draft.kv_bytes_per_token / 1024:,.1f} KiB of the KV cache of each token"
+        )
     plan = MemoryPlan(
         free_bytes=free_bytes,
         budget_bytes=int(free_bytes * device.memory_fraction),
-        weights_bytes=model.weights_bytes if measured is None else measured.used_bytes,
+        weights_bytes=(
+            model.weights_bytes + (draft.weights_bytes if draft else 0)
+            if measured is None
+            else measured.used_bytes
+        ),
         activation_bytes=(
-            _activation_bytes(model, scheduler.max_num_batched_tokens)
+            # The two models run one after the other.
+            max(
+                _activation_bytes(one, scheduler.max_num_batched_tokens)
+                for one in (model, draft)
+                if one is not None
+            )
             if measured is None
             else measured.step_bytes
         ),
@@ -172,7 +190,7 @@ def plan_memory(
         fixed_blocks_per_seq=model.num_fixed_groups
         * _blocks(model.max_encoder_tokens, cache.block_size),
         max_model_len=length,
-        reasons=(f"budget: {device.memory_fraction:g} of {_size(free_bytes)} of free memory",),
+        reasons=tuple(reasons),
     )
     room = _room(plan)
     if not bytes_per_block:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from ostinato.runtime.costs.cost_table import Chunk, CostTable
 from ostinato.runtime.kv.kv_cache_manager import KVCacheManager
@@ -14,11 +16,26 @@ from ostinato.runtime.speculation.depth import (
     DraftRecord,
     StepLoad,
 )
-from ostinato.runtime.speculation.proposer import Draft, DraftSource, Proposer
+from ostinato.runtime.speculation.proposer import (
+    BatchProposer,
+    Draft,
+    DraftJob,
+    DraftSource,
+    Proposer,
+)
 from ostinato.runtime.types.speculation import SpeculationReport, SpeculationStats
 from ostinato.runtime.types.step import ScheduledSequence
 
 __all__ = ("DraftPlanner",)
+
+
+class _Place(NamedTuple):
+    """An entry of the step that gets drafts."""
+
+    index: int  # among the step's entries
+    draft: Draft
+    count: int  # draft tokens that there is room for
+    new_block_ids: list[int]
 
 
 class DraftPlanner:
@@ -51,8 +68,14 @@ class DraftPlanner:
         self._cache = cache
         self._max_drafts = max_drafts
         self._costs = costs
-        self._depth = DepthChooser(costs, max_drafts)
+        self._model = proposer if isinstance(proposer, BatchProposer) else None
+        self._depth = DepthChooser(costs, max_drafts, self.model_costs)
         self._has_forced = False  # whether the last step's grammars forced tokens
+
+    @property
+    def model_costs(self) -> CostTable | None:
+        """The step costs of the draft model; None without one, or if they are not measured."""
+        return None if self._model is None else self._model.costs
 
     def waits_for(self, sequence: Sequence) -> bool:
         """Whether a sequence with a step in flight skips this step, so that it can get a draft.
@@ -77,6 +100,9 @@ class DraftPlanner:
             step: a step in which everything else is planned.
             num_running: number of running sequences. One free block is left for each.
         """
+        if self._model is not None:
+            for admitted in step.admitted:
+                self._model.admit(admitted.row)
         decodes = [entry.start for entry in step.scheduled if not entry.token_ids]
         if not decodes:
             return
@@ -94,9 +120,23 @@ class DraftPlanner:
         if not candidates:
             return
         counts = self._depth.choose(step.load, candidates)
-        for index, candidate, count in zip(places, candidates, counts, strict=True):
-            if (count := min(count, step.budget_left)) > 0:
-                self._take(step, index, candidate.draft, count, num_running)
+        taken = [
+            place
+            for index, candidate, count in zip(places, candidates, counts, strict=True)
+            if (place := self._take(step, index, candidate.draft, count, num_running))
+        ]
+        for place in taken if self._model is None else self._draw(self._model, step, taken):
+            self._write(step, place)
+
+    def idle(self) -> None:
+        """Note that the engine has no work."""
+        if self._model is not None:
+            self._model.idle()
+
+    def close(self) -> None:
+        """Free the draft model, if there is one."""
+        if self._model is not None:
+            self._model.close()
 
     def _load(self, step: StepPlan, decodes: list[int]) -> StepLoad:
         """The work that is planned so far; `decodes` has the cached tokens of each decode."""
@@ -178,23 +218,60 @@ class DraftPlanner:
             return None
         return draft._replace(token_ids=draft.token_ids[:most])
 
-    def _take(self, step: StepPlan, index: int, draft: Draft, count: int, num_running: int) -> None:
-        """Put `count` tokens of a draft into an entry of the step, or those that fit into it."""
+    def _take(
+        self, step: StepPlan, index: int, draft: Draft, count: int, num_running: int
+    ) -> _Place | None:
+        """Take budget and blocks for `count` tokens of a draft, or for those that have room."""
         entry, sequence = step.scheduled[index], step.sequences[index]
+        count = min(count, step.budget_left)
+        if count < 1:
+            return None
         count = step.fitting_drafts(count, entry.start + 1)
         count, new_block_ids = self._take_blocks(sequence, count, num_running)
         if count < 1:
-            return
+            return None
         step.take_drafts(count, entry.start + 1)
-        sequence.num_computed_tokens += count
-        sequence.num_drafts, sequence.draft = count, draft
-        step.scheduled[index] = ScheduledSequence(
-            entry.row,
-            entry.start,
-            1 + count,
-            [sequence.token_ids[-1], *draft.token_ids[:count]],
-            [*entry.new_block_ids, *new_block_ids],
-            1 + count,
+        return _Place(index, draft, count, new_block_ids)
+
+    def _draw(self, model: BatchProposer, step: StepPlan, taken: list[_Place]) -> list[_Place]:
+        """The places with the tokens that the draft model draws for those that have none yet."""
+        jobs: list[DraftJob] = []
+        for place in taken:
+            if place.draft.source is DraftSource.model:
+                sequence = step.sequences[place.index]
+                row, table = step.scheduled[place.index].row, sequence.block_table
+                jobs.append(DraftJob(row, sequence.request, sequence.token_ids, table, place.count))
+        if not jobs:
+            return taken
+        begin = time.perf_counter()
+        longest = max(len(job.token_ids) for job in jobs)
+        drawn = iter(model.draw(jobs, step.chunk_limit(0, longest, 0)))
+        seconds = time.perf_counter() - begin
+        self.stats.drafting_seconds += seconds
+        if step.load is not None:
+            step.load = step.load._replace(drafting_seconds=seconds)
+        places: list[_Place] = []
+        for place in taken:
+            if place.draft.source is DraftSource.model:
+                draft = place.draft._replace(token_ids=next(drawn))
+                count = len(draft.token_ids)
+                step.return_drafts(place.count - count)
+                place = place._replace(draft=draft, count=count)
+            places.append(place)
+        return places
+
+    @staticmethod
+    def _write(step: StepPlan, place: _Place) -> None:
+        """Put the draft tokens and blocks of a place into the step's entry."""
+        entry, sequence = step.scheduled[place.index], step.sequences[place.index]
+        count, new_block_ids = place.count, [*entry.new_block_ids, *place.new_block_ids]
+        token_ids: list[int] = []  # the row's last token, which the runner knows
+        if count:
+            token_ids = [sequence.token_ids[-1], *place.draft.token_ids[:count]]
+            sequence.num_computed_tokens += count
+            sequence.num_drafts, sequence.draft = count, place.draft
+        step.scheduled[place.index] = ScheduledSequence(
+            entry.row, entry.start, 1 + count, token_ids, new_block_ids, 1 + count
         )
 
     def _take_blocks(

@@ -121,6 +121,11 @@ class StepPlan:
         if self.allowance is not None:
             self.allowance.take(Chunk(num_drafts, start))
 
+    def return_drafts(self, num_drafts: int) -> None:
+        """Give back drafts that were taken and not drawn."""
+        self.num_drafts -= num_drafts
+        self.num_tokens_left += num_drafts
+
     def close(self) -> SchedulerOutput | None:
         """The plan as a `SchedulerOutput`; None if there is nothing to run."""
         if self.scheduled or self.transfers:

@@ -6,8 +6,10 @@ all before it in its draft are right. The step gets the first B of these tokens,
 
     (S + s_1 + ... + s_B) / seconds(S, B)
 
-B is 0 where drafts do not pay. The seconds are those of the step-cost table, corrected by the steps
-that were observed. If steps with drafts turn out slower than plain ones, drafts pause.
+B is 0 where drafts do not pay. With a draft model the seconds of drafting are added: the model
+draws one token of all sequences at a time, as long as one wants more. The seconds are those of
+the step-cost tables, corrected by the steps that were observed. If steps with drafts turn out
+slower than plain ones, drafts pause.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from typing import NamedTuple
 
 from ostinato.runtime.costs.cost_table import CostTable
 from ostinato.runtime.speculation.acceptance import AcceptanceRates, OwnRate
-from ostinato.runtime.speculation.proposer import Draft
+from ostinato.runtime.speculation.proposer import Draft, DraftSource
 
 __all__ = ("Candidate", "DepthChooser", "DraftRecord", "StepLoad")
 
@@ -55,6 +57,7 @@ class StepLoad(NamedTuple):
     num_decodes: int
     context: float  # mean number of cached tokens of the decodes
     prompt_seconds: float = 0.0  # predicted for the prompts beside the decodes
+    drafting_seconds: float = 0.0  # that a draft model took before the step
 
 
 class Candidate(NamedTuple):
@@ -70,20 +73,29 @@ class DepthChooser:
     Args:
         costs: the step-cost table; None = not measured, and all drafts are verified.
         max_drafts: draft tokens of one sequence in one step, at most.
+        model_costs: the step costs of the draft model; None = drafts take no time.
 
     Attributes:
         num_pauses: times that drafts paused because they were slower.
     """
 
-    def __init__(self, costs: CostTable | None, max_drafts: int) -> None:
+    def __init__(
+        self,
+        costs: CostTable | None,
+        max_drafts: int,
+        model_costs: CostTable | None = None,
+    ) -> None:
         self.num_pauses = 0
+        self._model_costs = model_costs
         self._costs = costs
         self._rates = AcceptanceRates(max_drafts)
         self._surcharges: dict[int, list[float]] = {}  # by decodes: seconds by draft tokens
         self._max_drafts = max_drafts
         self._num_paused = 0  # steps that the pause still lasts
+        self._predicted_drafting = 0.0  # of the last choice, relative to uncorrected step costs
         self._plain = 1.0  # observed / predicted seconds of steps without drafts
         self._drafted = 1.0  # a further factor for the seconds of steps with drafts
+        self._drafting = 1.0  # observed / predicted seconds of drafting
         self._num_steps = 0  # steps with drafts since the last check of their gain
         self._seconds = 0.0  # that these steps took
         self._plain_seconds = 0.0  # that steps without drafts would have taken for the same tokens
@@ -107,12 +119,19 @@ class DepthChooser:
         chances.sort(reverse=True)  # equal chances: the earlier places first
         expected, surcharges = float(load.num_decodes), self._surcharges_of(load.num_decodes)
         plain = self._plain_prediction(load)
-        best, best_rate = 0, expected / plain
-        for count, (chance, _, _) in enumerate(chances, 1):
+        rounds = self._round_costs(load, candidates)
+        in_round = [0] * self._max_drafts  # sequences with a draft of the model, by place
+        drafting = 0.0
+        best, best_rate, best_drafting = 0, expected / plain, 0.0
+        for count, (chance, place, index) in enumerate(chances, 1):
             expected += chance
-            rate = expected / ((plain + surcharges[count]) * self._drafted)
-            if rate > best_rate:
-                best, best_rate = count, rate
+            if rounds and candidates[index].draft.source is DraftSource.model:
+                in_round[-place] += 1
+                drafting += rounds[in_round[-place]] - rounds[in_round[-place] - 1]
+            seconds = (plain + surcharges[count]) * self._drafted + drafting
+            if (rate := expected / seconds) > best_rate:
+                best, best_rate, best_drafting = count, rate, drafting
+        self._predicted_drafting = best_drafting
         counts = [0] * len(candidates)
         for _, _, index in chances[:best]:
             counts[index] += 1
@@ -121,6 +140,20 @@ class DepthChooser:
                 counts[index] = counts[index] or 1
                 one.record.num_idle = 0
         return counts
+
+    def _round_costs(self, load: StepLoad, candidates: Sequence[Candidate]) -> list[float]:
+        """Seconds of one round of drafting, by its sequences from 0 on; empty without a model.
+
+        They are relative to the step's, which the prediction of plain steps gives uncorrected.
+        """
+        if self._model_costs is None:
+            return []
+        scale = self._drafting / self._plain
+        costs = [
+            self._model_costs.decode_seconds(count, load.context) * scale
+            for count in range(1, len(candidates) + 1)
+        ]
+        return [0.0, *costs]
 
     @property
     def is_paused(self) -> bool:
@@ -164,11 +197,14 @@ class DepthChooser:
             load: the step.
             num_drafts: its draft tokens.
             num_accepted: how many of them were right.
-            seconds: from its launch until its tokens were read.
+            seconds: from its launch until its tokens were read, without those of drafting.
         """
         if self._costs is None:
             return
         self._num_paused = max(0, self._num_paused - 1)
+        if load.drafting_seconds and self._predicted_drafting:
+            ratio = load.drafting_seconds / (self._predicted_drafting * self._plain)
+            self._drafting *= min(2.0, max(0.5, ratio)) ** _CORRECTION
         ratio = seconds / self.seconds(load, num_drafts)
         # A single slow step says little about the next ones.
         ratio = min(2.0, max(0.5, ratio)) ** _CORRECTION
@@ -177,7 +213,7 @@ class DepthChooser:
             return
         self._drafted *= ratio
         self._num_steps += 1
-        self._seconds += seconds
+        self._seconds += seconds + load.drafting_seconds
         num_tokens = load.num_decodes + num_accepted
         self._plain_seconds += self.seconds(load, 0) * num_tokens / load.num_decodes
         if self._num_steps == _WINDOW:

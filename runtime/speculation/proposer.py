@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import StrEnum
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
+from ostinato.runtime.costs.cost_table import CostTable
+from ostinato.runtime.kv.block_table import BlockTable
 from ostinato.runtime.types.request import Request
 
-__all__ = ("Draft", "DraftSource", "Proposer")
+__all__ = ("BatchProposer", "Draft", "DraftJob", "DraftSource", "Proposer")
 
 
 class DraftSource(StrEnum):
@@ -75,4 +77,64 @@ class Proposer(Protocol):
 
     def reset(self) -> None:
         """Drop all that was learned from requests that have ended."""
+        ...
+
+
+class DraftJob(NamedTuple):
+    """A sequence whose drafts a model is to draw.
+
+    Attributes:
+        row: its row in the step.
+        request: its request.
+        token_ids: its prompt and the output so far; must not be changed.
+        table: its block table, with room for the drafts.
+        count: draft tokens that are wanted, at least 1.
+    """
+
+    row: int
+    request: Request
+    token_ids: Sequence[int]
+    table: BlockTable
+    count: int
+
+
+@runtime_checkable
+class BatchProposer(Proposer, Protocol):
+    """A drafter that computes the drafts of all sequences of a step at once.
+
+    `propose` returns a draft of `DraftSource.model` whose tokens are placeholders. The planner
+    chooses how many of them the step verifies, and `draw` computes these.
+    """
+
+    @property
+    def costs(self) -> CostTable | None:
+        """The step costs of the model; one draft token of S sequences takes a decode of S.
+
+        None = they are not measured.
+        """
+        ...
+
+    def admit(self, row: int) -> None:
+        """A sequence takes the row, or takes it again after a preemption."""
+        ...
+
+    def draw(self, jobs: Sequence[DraftJob], most_tokens: int) -> list[list[int]]:
+        """Compute drafts.
+
+        Args:
+            jobs: sequences in different rows.
+            most_tokens: tokens that may be computed of sequences that the drafter has not seen for
+                long, such as a whole prompt.
+
+        Returns:
+            The draft of each job: `count` tokens, or fewer, or none.
+        """
+        ...
+
+    def idle(self) -> None:
+        """Allow background work to use the processors until the next `draw`."""
+        ...
+
+    def close(self) -> None:
+        """Free its memory and threads."""
         ...

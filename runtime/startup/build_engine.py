@@ -16,6 +16,7 @@ import msgspec
 from ostinato.conf.engine_config import EngineConfig
 from ostinato.conf.errors import first_line
 from ostinato.conf.schema import InstructionSetName
+from ostinato.conf.speculation.speculation_schema import SpeculationConfig
 from ostinato.graphs.bundle import Bundle
 from ostinato.graphs.compile_monitor import CompileMonitor
 from ostinato.graphs.recorder import is_out_of_memory
@@ -33,6 +34,7 @@ from ostinato.runtime.ranks.processes_executor import ProcessesExecutor
 from ostinato.runtime.ranks.rank_processes import RankProcesses
 from ostinato.runtime.ranks.rank_share import share_of_rank
 from ostinato.runtime.scheduling.scheduler import Scheduler
+from ostinato.runtime.speculation.model_drafter import ModelDrafter
 from ostinato.runtime.speculation.proposer import Proposer
 from ostinato.runtime.speculation.text_drafter import TextDrafter
 from ostinato.runtime.startup.bundles import add_kernels
@@ -44,6 +46,7 @@ from ostinato.runtime.startup.model_cache import LoadedModelCache
 from ostinato.runtime.startup.phases import PhaseTimer, Report
 from ostinato.runtime.startup.rank import RankParts, build_rank
 from ostinato.runtime.startup.rank_group import agree, join
+from ostinato.runtime.types.engine_info import IsaTrial
 
 __all__ = ("build_engine", "compile_bundle")
 
@@ -108,6 +111,8 @@ def _build(
     compiles_levels: bool = False,
 ) -> tuple[Engine, Bundle | None]:
     phase = PhaseTimer(report)
+    if proposer is not None and config.speculation.method.uses_model:
+        config = dataclasses.replace(config, speculation=SpeculationConfig())
     if proposer is None and config.speculation.max_drafts:
         proposer = TextDrafter(config.speculation)
     ensure_cache()
@@ -129,11 +134,17 @@ def _build(
             choose_isa(plan.config.device, is_cpu=plan.is_cpu)
             if ranks is None:
                 rank = build_rank(plan, phase, monitor, undo, model_cache)
-                engine = _lead(rank, rank.executor, phase, observer, proposer)
+                costs = _finish(rank, rank.executor, phase)
+                if plan.draft is not None:
+                    assert proposer is not None, "predicted outputs have a drafter"
+                    with phase("draft model"):
+                        proposer = _make_drafter(plan, proposer, monitor, undo)
+                engine = _lead(rank, rank.executor, costs, observer, proposer)
             else:
                 with ranks.explained():
                     rank, executor = _build_first_rank(plan, ranks, phase, monitor, undo)
-                    engine = _lead(rank, executor, phase, observer, proposer)
+                    costs = _finish(rank, executor, phase)
+                    engine = _lead(rank, executor, costs, observer, proposer)
                     ranks.send(Serve())
             monitor.mark_ready()
             undo.pop_all()
@@ -159,9 +170,14 @@ def _with_trial(plan: EnginePlan, *, compiles_levels: bool) -> EnginePlan:
     trial = try_levels(plan.config, plan.source, anew=compiles_levels)
     if trial is None or not trial.microseconds:
         return plan
-    device = dataclasses.replace(plan.config.device, isa=InstructionSetName(trial.isa))
+    return _with_isa(plan, InstructionSetName(trial.isa), trial)
+
+
+def _with_isa(plan: EnginePlan, isa: InstructionSetName, trial: IsaTrial) -> EnginePlan:
+    device = dataclasses.replace(plan.config.device, isa=isa)
     config = dataclasses.replace(plan.config, device=device)
-    return dataclasses.replace(plan, config=config, isa_trial=trial)
+    draft = None if plan.draft is None else _with_isa(plan.draft, isa, trial)
+    return dataclasses.replace(plan, config=config, isa_trial=trial, draft=draft)
 
 
 def _build_first_rank(
@@ -180,14 +196,8 @@ def _build_first_rank(
     return rank, ProcessesExecutor(rank.executor, rank.runner, ranks, group)
 
 
-def _lead(
-    rank: RankParts,
-    executor: Executor,
-    phase: PhaseTimer,
-    observer: StepObserver | None,
-    proposer: Proposer | None,
-) -> Engine:
-    """Do the leader's part: measure step costs, save the bundle, make the scheduler."""
+def _finish(rank: RankParts, executor: Executor, phase: PhaseTimer) -> CostTable | None:
+    """Measure step costs, unless an earlier start did, and save the bundle."""
     plan, costs = rank.plan, rank.costs
     if costs is None and rank.cost_store.is_wanted and plan.source.config.kind.generates:
         with phase("cost table"):
@@ -199,6 +209,47 @@ def _lead(
             if (isa := loaded_isa()) is not None and plan.is_cpu:
                 add_kernels(rank.bundle, plan.config.model, isa)
             rank.bundle.save()
+    return costs
+
+
+def _make_drafter(
+    plan: EnginePlan, texts: Proposer, monitor: CompileMonitor, undo: ExitStack
+) -> ModelDrafter:
+    """Load the draft model, compile its programs and measure its steps.
+
+    Args:
+        plan: of the engine.
+        texts: the drafter of predicted outputs.
+        monitor: counts compilations.
+        undo: gets the callbacks that release resources if the start fails.
+    """
+    assert plan.draft is not None, "the engine has a draft model"
+    timer = PhaseTimer(lambda name, seconds: _LOG.info("draft model: %s %.2f s", name, seconds))
+    rank = build_rank(plan.draft, timer, monitor, undo, None)
+    executor = rank.executor
+    costs = _finish(rank, executor, timer)
+    return ModelDrafter(
+        lambda output: executor.read(executor.launch(output)),
+        block_size=plan.config.cache.block_size,
+        max_drafts=plan.config.speculation.max_drafts,
+        max_num_tokens=plan.draft.source.limits.max_num_batched_tokens,
+        max_model_len=plan.draft.memory.max_model_len,
+        texts=texts,
+        costs=costs,
+        idle=executor.idle,
+        close=executor.close,
+    )
+
+
+def _lead(
+    rank: RankParts,
+    executor: Executor,
+    costs: CostTable | None,
+    observer: StepObserver | None,
+    proposer: Proposer | None,
+) -> Engine:
+    """Make the scheduler and the engine."""
+    plan = rank.plan
     if reason := plan.why_batch_dependent:
         level = logging.WARNING if plan.is_cpu else logging.INFO  # on a GPU no setting helps
         _LOG.log(level, "a seed may give other tokens in another batch: %s", reason)

@@ -5,10 +5,11 @@ Every rank makes the same plan from the same configuration. Nothing is allocated
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
-from ostinato.conf.engine_config import EngineConfig
+from ostinato.conf.engine_config import EngineConfig, draft_config
 from ostinato.conf.schema import Determinism, GraphMode
 from ostinato.graphs.buckets import BucketTable
 from ostinato.models.kv_cache import KVCacheSpec
@@ -19,7 +20,12 @@ from ostinato.ops.attention import AttentionSpec, load_backend, select_backend
 from ostinato.runtime.errors import StartupError
 from ostinato.runtime.kv.kv_cache_manager import KVGroup
 from ostinato.runtime.memory.memory_plan import MemoryPlan
-from ostinato.runtime.startup.planning import ModelSource, bucket_table, open_model, plan_engine
+from ostinato.runtime.startup.planning import (
+    ModelSource,
+    bucket_table,
+    open_model,
+    plan_engine,
+)
 from ostinato.runtime.types.engine_info import IsaTrial
 
 __all__ = ("EnginePlan", "check_determinism", "make_plan")
@@ -37,6 +43,7 @@ class EnginePlan:
     overlap: bool  # whether a step is launched before the one before it is read
     threads: int  # threads of the model on a CPU
     isa_trial: IsaTrial | None = None  # how the instruction set was chosen; None = not by a trial
+    draft: EnginePlan | None = None  # the draft model's, with the same blocks and limits
 
     @property
     def is_cpu(self) -> bool:
@@ -121,7 +128,32 @@ def make_plan(
         threads=threads,
     )
     check_determinism(plan)
-    return plan
+    return plan if source.draft is None else dataclasses.replace(plan, draft=_draft_plan(plan))
+
+
+def _draft_plan(plan: EnginePlan) -> EnginePlan:
+    """The plan of the draft model, whose steps are decodes and prompts like those of any other.
+
+    Raises:
+        StartupError: it does not support a setting.
+    """
+    source, config = plan.source.draft, draft_config(plan.config)
+    assert source is not None, "there is a draft model"
+    spec = source.config.kv_cache_spec(config.cache.block_size, source.cache_dtype)
+    memory = dataclasses.replace(
+        plan.memory,
+        max_model_len=min(plan.memory.max_model_len, source.config.max_model_len),
+        bytes_per_block=spec.bytes_per_block,
+    )
+    return EnginePlan(
+        config=config,
+        source=source,
+        memory=memory,
+        backend=_select_backend(config, source),
+        buckets=bucket_table(config, source),
+        overlap=False,
+        threads=plan.threads,
+    )
 
 
 def _select_backend(config: EngineConfig, source: ModelSource) -> str:

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ostinato.conf.engine_config import EngineConfig
-from ostinato.conf.schema import GraphMode, PoolingChoice
+from ostinato.conf.engine_config import EngineConfig, draft_config
+from ostinato.conf.schema import GraphMode, LoadFormat, PoolingChoice
 from ostinato.conf.speculation.speculation_schema import SpeculationMethod
 from ostinato.graphs.buckets import (
     BucketTable,
@@ -23,12 +23,17 @@ from ostinato.graphs.buffers import StaticBuffers
 from ostinato.graphs.capture import GraphRunner
 from ostinato.graphs.sampling_graph import GraphSampler, num_sampling_graphs
 from ostinato.models.base import LanguageModel
-from ostinato.models.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from ostinato.models.checkpoints.checkpoint import (
+    Checkpoint,
+    CheckpointError,
+    open_checkpoint,
+    resolve_path,
+)
 from ostinato.models.checkpoints.pooling_files import PoolingFiles, read_pooling_files
 from ostinato.models.choose_weights import WeightPolicy, choose_weights
 from ostinato.models.config.model_config import ModelConfig, resolve_cache_dtype, resolve_dtype
 from ostinato.models.kv_cache import KVCacheSpec
-from ostinato.models.registry import build_model, read_model_config
+from ostinato.models.registry import build_model, class_of, read_model_config
 from ostinato.models.sharding import WHOLE, Shard
 from ostinato.models.step_tensors import StepSizes, num_kv_groups
 from ostinato.ops.attention import AttentionPlanner, AttentionSpec, workspace_bytes
@@ -47,8 +52,15 @@ from ostinato.runtime.memory.memory_plan import (
 )
 from ostinato.runtime.sampling.sampler import sampling_bytes
 from ostinato.runtime.startup.device import resolve_device
+from ostinato.runtime.text.vocabulary import vocabulary_difference
 
-__all__ = ("ModelSource", "bucket_table", "open_model", "plan_engine", "plan_measured")
+__all__ = (
+    "ModelSource",
+    "bucket_table",
+    "open_model",
+    "plan_engine",
+    "plan_measured",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +76,7 @@ class ModelSource:
     pooling: PoolingFiles  # the pooling that the checkpoint states
     weights: WeightPolicy  # how each matrix is stored and multiplied
     shard: Shard = WHOLE  # the part of the model that this rank holds
+    draft: ModelSource | None = None  # the draft model of `speculation.method=draft`
 
     def attention_spec(self, block_size: int) -> AttentionSpec:
         """The requirements of the model on an attention backend."""
@@ -131,7 +144,7 @@ def open_model(
             f"cache.dtype={config.cache.dtype}, but the checkpoint has scales of its own for keys "
             "and values (k_scale, v_scale), which are not supported; set cache.dtype=auto"
         )
-    return ModelSource(
+    source = ModelSource(
         checkpoint=checkpoint,
         config=model_config,
         device=device,
@@ -142,6 +155,56 @@ def open_model(
         weights=weights,
         shard=shard,
     )
+    if not config.speculation.method.uses_model:
+        return source
+    return dataclasses.replace(source, draft=_open_draft(config, source))
+
+
+def _open_draft(config: EngineConfig, target: ModelSource) -> ModelSource:
+    """The draft model.
+
+    Raises:
+        StartupError: there is none, it is not supported, or it does not fit to the target.
+    """
+    path, key = config.speculation.model, f"speculation.model={config.speculation.model}"
+    if target.device.type != "cpu":
+        raise StartupError(
+            f"speculation.method=draft needs a CPU, and the model runs on {target.device.type}; "
+            "set speculation.method=auto"
+        )
+    if target.shard != WHOLE:
+        raise StartupError(
+            f"speculation.method=draft runs on one rank, and parallel.tensor={target.shard.size}; "
+            "set speculation.method=auto or parallel.tensor=1"
+        )
+    try:
+        resolve_path(path, weights=False, key="speculation.model")
+        draft = open_model(draft_config(config), target.device)
+    except CheckpointError as error:
+        raise StartupError(str(error)) from error
+    except StartupError as error:
+        raise StartupError(f"{key} can not be the draft model: {error}") from error
+    reason = _why_no_draft(config, draft, target)
+    if reason is not None:
+        raise StartupError(f"{key} can not be the draft model: {reason}")
+    return draft
+
+
+def _why_no_draft(config: EngineConfig, draft: ModelSource, target: ModelSource) -> str | None:
+    """Why a model can not draft for the target; None if it can."""
+    if not draft.config.kind.generates:
+        return f"{draft.config.architecture} does not generate"
+    if num_kv_groups(class_of(draft.config).step_tensors) > 1:
+        return f"{draft.config.architecture} has an encoder"
+    sizes = draft.config.vocab_size, target.config.vocab_size
+    if sizes[0] != sizes[1]:
+        return f"it has another vocabulary, of {sizes[0]} tokens, and the model's has {sizes[1]}"
+    if config.model.load_format is LoadFormat.dummy or config.model.tokenizer:
+        return None
+    paths = draft.checkpoint.path, target.checkpoint.path
+    if paths[0] is None or paths[1] is None:
+        return None
+    return vocabulary_difference(paths[0], paths[1])
 
 
 def _choose_weights(
@@ -218,40 +281,12 @@ def plan_engine(
     Raises:
         StartupError: the engine does not fit into the memory.
     """
-    model = source.config
     is_cpu = source.device.type == "cpu"
-    skeleton = _skeleton(source)
-    tensors = [*skeleton.parameters(), *skeleton.buffers()]
     keys = bucket_table(config, source).keys
     limits = source.limits
+    draft = None if source.draft is None else _footprint(draft_config(config), source.draft)
     return plan_memory(
-        ModelFootprint(
-            weights_bytes=sum(tensor.numel() * tensor.itemsize for tensor in tensors),
-            kv_bytes_per_token=source.kv_cache_spec(1).bytes_per_block,
-            hidden_size=model.hidden_size,
-            # Some values of experts are as wide as the hidden states. Every rank holds them whole.
-            intermediate_size=model.widest_mlp // (1 if model.has_experts else source.shard.size),
-            qkv_size=_qkv_size(source),
-            dtype_bytes=source.dtype.itemsize,
-            max_model_len=model.max_model_len,
-            num_fixed_groups=num_kv_groups(type(skeleton).step_tensors) - 1,
-            max_encoder_tokens=model.max_encoder_tokens,
-            sampling_bytes=sampling_bytes(
-                limits.max_num_rows, limits.max_num_seqs, model.vocab_size
-            )
-            if model.kind.generates
-            else 0,
-            workspace_bytes=workspace_bytes(
-                config.graphs.attention.value,
-                source.attention_spec(config.cache.block_size),
-                num_tokens=limits.max_num_batched_tokens,
-                num_seqs=limits.max_num_seqs,
-                max_model_len=config.model.max_model_len or model.max_model_len,
-            )
-            if model.kind.needs_kv_cache
-            else 0,
-            measured=measured,
-        ),
+        dataclasses.replace(_footprint(config, source), measured=measured, draft=draft),
         free_bytes=_free_bytes(config, is_cpu=is_cpu) if free_bytes is None else free_bytes,
         is_cpu=is_cpu,
         device=config.device,
@@ -293,6 +328,37 @@ def _qkv_size(source: ModelSource) -> int:
         return (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
     num_kv_heads = shard.kv_heads(model.num_kv_heads).size
     return (model.num_heads // shard.size + 2 * num_kv_heads) * model.head_dim
+
+
+def _footprint(config: EngineConfig, source: ModelSource) -> ModelFootprint:
+    """The sizes of a model."""
+    model, limits = source.config, source.limits
+    skeleton = _skeleton(source)
+    tensors = [*skeleton.parameters(), *skeleton.buffers()]
+    return ModelFootprint(
+        weights_bytes=sum(tensor.numel() * tensor.itemsize for tensor in tensors),
+        kv_bytes_per_token=source.kv_cache_spec(1).bytes_per_block,
+        hidden_size=model.hidden_size,
+        # Some values of experts are as wide as the hidden states. Every rank holds them whole.
+        intermediate_size=model.widest_mlp // (1 if model.has_experts else source.shard.size),
+        qkv_size=_qkv_size(source),
+        dtype_bytes=source.dtype.itemsize,
+        max_model_len=model.max_model_len,
+        num_fixed_groups=num_kv_groups(type(skeleton).step_tensors) - 1,
+        max_encoder_tokens=model.max_encoder_tokens,
+        sampling_bytes=sampling_bytes(limits.max_num_rows, limits.max_num_seqs, model.vocab_size)
+        if model.kind.generates
+        else 0,
+        workspace_bytes=workspace_bytes(
+            config.graphs.attention.value,
+            source.attention_spec(config.cache.block_size),
+            num_tokens=limits.max_num_batched_tokens,
+            num_seqs=limits.max_num_seqs,
+            max_model_len=config.model.max_model_len or model.max_model_len,
+        )
+        if model.kind.needs_kv_cache
+        else 0,
+    )
 
 
 def _free_bytes(config: EngineConfig, *, is_cpu: bool) -> int:

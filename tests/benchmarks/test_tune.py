@@ -110,6 +110,25 @@ def test_the_space_has_what_keys_name():
     assert not space.is_legal({"device.threads": 1, "cache.block_size": 64})  # no step costs
 
 
+def test_drafts_are_searched_if_they_are_named():
+    keys = "tune.keys=[speculation.method,speculation.max_tokens]"
+    space, config = make_space(keys, "simulate.acceptance=0.95")
+    assert space.choices == {
+        "speculation.method": ("none", "auto"),
+        "speculation.max_tokens": (1, 3, 7),
+    }
+    model = ("speculation.method=draft", "speculation.model=/small", "speculation.max_tokens=4")
+    with_model, _ = make_space(keys, *model)
+    assert with_model.choices["speculation.method"] == ("draft",)
+    assert with_model.choices["speculation.max_tokens"] == (1, 3, 4, 7)
+    forecast = make_forecast(config, mixed_requests()[:4])
+    values = [{"speculation.method": one, "speculation.max_tokens": 3} for one in ("none", "auto")]
+    plain, drafted = (forecast.predict(apply_values(config, one)) for one in values)
+    assert plain is not None
+    assert drafted is not None
+    assert drafted.throughput > 1.2 * plain.throughput
+
+
 def make_forecast(config, requests: list[JobRequest]) -> Forecast:
     job = LoadJob(url="", model="", requests=requests)
     costs = {DEFAULT: make_table(), Variant(1, 16): make_table(step_ms=4.0, token_ms=0.2)}

@@ -58,6 +58,14 @@ def test_no_default_value_is_lost_in_silence(name: str):
             {"speculation.method": "ngram", "speculation.max_tokens": 4},
         ),
         (
+            {"speculative_config": {"model": "/small", "num_speculative_tokens": 3}},
+            {
+                "speculation.method": "draft",
+                "speculation.model": "/small",
+                "speculation.max_tokens": 3,
+            },
+        ),
+        (
             {"speculative_config": {"method": "suffix", "prompt_lookup_max": 5}},
             {"speculation.method": "auto", "speculation.min_match": 5},
         ),
@@ -126,7 +134,7 @@ def test_arguments_become_settings(arguments: dict[str, object], settings: dict[
         ({"hf_overrides": "{"}, "hf_overrides={: it must be JSON"),
         (
             {"speculative_config": {"method": "medusa"}},
-            "the method must be one of ngram, ngram_gpu, suffix, got 'medusa'",
+            "the method must be one of ngram, ngram_gpu, suffix, draft_model, got 'medusa'",
         ),
         (
             {"speculative_config": '{"method": "ngram", "quantization": "fp8"}'},

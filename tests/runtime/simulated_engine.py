@@ -20,6 +20,7 @@ from tests.runtime.simulated_device import (
     reference_output,
     reference_prompt_scores,
 )
+from tests.runtime.speculation.draft_device import SimulatedDrafter
 
 
 class SimulatedEngine:
@@ -40,7 +41,7 @@ class SimulatedEngine:
         prefix_caching: bool = True,
         costs: CostTable | None = None,
         target_s: float = 0.0,
-        drafter: OracleDrafter | None = None,
+        drafter: OracleDrafter | SimulatedDrafter | None = None,
         num_tier_places: int = 0,
         num_cross_groups: int = 0,
         score_tokens: float = 0.0,

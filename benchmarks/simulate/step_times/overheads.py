@@ -87,17 +87,20 @@ class StepClock:
 
     def step(self, output: SchedulerOutput) -> float:
         """Seconds of a scheduled step."""
-        num_decodes = context = num_prompt_tokens = 0
+        num_decodes = num_drafts = context = num_prompt_tokens = 0
         chunks: list[Chunk] = []
         for entry in output.scheduled:
-            if entry.token_ids:
+            if entry.token_ids and not entry.num_drafts:
                 chunks.append(Chunk(entry.num_new_tokens, entry.start))
                 num_prompt_tokens += entry.num_new_tokens
             else:
                 num_decodes += 1
+                num_drafts += entry.num_drafts
                 context += entry.start
         mean = context / num_decodes if num_decodes else 0.0
         seconds = self._costs.mixed_seconds(num_decodes, mean, chunks)
+        if num_drafts:
+            seconds += self._costs.verify_surcharge(num_decodes, num_drafts)
         if self._overheads is None:
             return seconds
         kind = int(bool(chunks))

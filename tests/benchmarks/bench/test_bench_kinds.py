@@ -12,6 +12,7 @@ from ostinato.benchmarks.report.record import Metric, Record, read_records
 from ostinato.commands import run
 from ostinato.conf.errors import ConfigError
 from tests.benchmarks.sweep.test_sweep import TINY
+from tests.runtime.tiny import MODEL
 
 SHORT = ("workload.input_len=16", "workload.output_len=4")
 
@@ -54,9 +55,15 @@ def test_determinism_counts_equal_answers(tmp_path: Path):
 
 def test_speculation_compares_each_drafter_with_plain_decoding(tmp_path: Path):
     words = ("workload=random", "workload.num_requests=3", "workload.input_len=20")
+    draft = tmp_path / "draft"
+    draft.mkdir()
+    sizes = {"vocab_size": 3072, "hidden_size": 32, "num_attention_heads": 4, "head_dim": 8}
+    settings = {**MODEL, **sizes, "num_hidden_layers": 1, "eos_token_id": 2}
+    (draft / "config.json").write_text(json.dumps(settings))
+    words = (*words, "speculation.method=draft", f"speculation.model={draft}")
     record = bench(tmp_path, "speculation", *words, "workload.output_len=24", "bench.repeats=2")
     assert record.notes[0] == "equal to plain: yes"
-    names = ["plain", "ngram", "auto", "replay 0.7"]
+    names = ["plain", "ngram", "auto", "draft", "replay 0.7"]
     ways = ["one at a time", "3 at once"]
     assert [one.label for one in record.points] == [f"{n}, {way}" for way in ways for n in names]
     for point in record.points:

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from ostinato import LLM
 from ostinato.runtime.types.outputs import CompletionOutput
-from tests.runtime.sampling.test_verification import SAMPLING, config, make_prompts, seeded
+from tests.runtime.sampling.test_verification import (
+    SAMPLING,
+    VOCAB_SIZE,
+    config,
+    make_prompts,
+    seeded,
+)
+from tests.runtime.tiny import MODEL
 
 FORMS = {
     "float32": ["model.dtype=float32"],
@@ -66,3 +75,36 @@ def test_the_same_tokens_and_log_probabilities(
     assert after is not None
     assert after.num_accepted_tokens - before.num_accepted_tokens > 40
     assert sum(after.accepted_per_position) == after.num_accepted_tokens
+
+
+# Dummy weights are a function of a model's shapes, so the first has the target's weights. The
+# second has them too, but its norms differ. The third is another model.
+DRAFT_MODELS = {"same": {}, "near": {"rms_norm_eps": 1e-4}, "other": {"num_hidden_layers": 1}}
+
+
+def draft_model(directory: Path, **changes: object) -> str:
+    """Writes the config of a draft model; its weights are random."""
+    settings = {**MODEL, "vocab_size": VOCAB_SIZE, "eos_token_id": 2, **changes}
+    (directory / "config.json").write_text(json.dumps(settings))
+    return f"speculation.model={directory}"
+
+
+@pytest.mark.parametrize("name", list(DRAFT_MODELS))
+def test_a_draft_model_changes_neither_tokens_nor_log_probabilities(
+    form: str, plain: list[list[CompletionOutput]], name: str, tmp_path: Path
+) -> None:
+    """The second round finds its prompts in the prefix cache."""
+    words = ("speculation.method=draft", draft_model(tmp_path, **DRAFT_MODELS[name]))
+    chosen = config("eager", *FORMS[form], *words, "speculation.adaptive=false")
+    with LLM(config=chosen) as llm:
+        assert completions(llm) == plain
+        assert completions(llm) == plain
+        llm._engine.check_integrity()
+        stats = llm.stats().speculation
+    assert stats is not None
+    assert stats.num_draft_tokens > 100
+    assert stats.drafting_seconds > 0.0
+    share = stats.num_accepted_tokens / stats.num_draft_tokens
+    # Penalties, bad words and grammars refuse drafts of the very same model.
+    least, most = {"same": (0.5, 1.0), "near": (0.2, 0.8), "other": (0.0, 0.2)}[name]
+    assert least <= share <= most

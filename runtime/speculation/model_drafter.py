@@ -1,0 +1,273 @@
+"""The drafter with a model: a second, smaller model draws the drafts of all sequences of a step.
+
+The draft model has programs, buffers and a KV cache of its own. Its cache has as many blocks as the
+target's, and a sequence's block table is the same for both: the keys and values of a position lie
+in the same block and slot of either cache. So the draft model allocates no blocks, and what the
+target shares between sequences, the draft model shares too.
+
+The draft model computes a sequence only when drafts of it are wanted. It then computes all tokens
+that its cache lacks: the prompt at first, and usually one or two tokens later. A block counts as
+computed if it was filled for the contents that it has now, which the hash of the block names.
+
+The drafts are drawn with the request's sampling parameters and with the random numbers that the
+target draws with at the same positions. So a draft model that agrees with the target draws the same
+tokens at any temperature. Penalties, grammars and bad words are left out. They only lower the
+number of drafts that are accepted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from ostinato.runtime.costs.cost_table import CostTable
+from ostinato.runtime.kv.block_pool import BlockHash
+from ostinato.runtime.kv.block_table import BlockTable
+from ostinato.runtime.speculation.proposer import Draft, DraftJob, DraftSource, Proposer
+from ostinato.runtime.types.params import SamplingParams
+from ostinato.runtime.types.request import Request
+from ostinato.runtime.types.step import (
+    AdmittedSequence,
+    ScheduledSequence,
+    SchedulerOutput,
+    StepResult,
+)
+
+__all__ = ("ModelDrafter",)
+
+
+class _Row:
+    """What the draft model's cache holds of the sequence in a row."""
+
+    __slots__ = ("guesses", "num_computed", "num_sent_blocks", "num_whole")
+
+    def __init__(self, num_whole: int, block_size: int) -> None:
+        self.num_whole = num_whole  # leading blocks that are full and noted as computed
+        self.num_computed = num_whole * block_size  # positions with tokens of the sequence
+        self.guesses: Sequence[int] = ()  # drafts that were computed after these
+        self.num_sent_blocks = 0  # of the table, in the draft model's step buffers
+
+    def settle(self, token_ids: Sequence[int]) -> int:
+        """Keep the guesses that were right; returns the first position to be computed.
+
+        The last token is always computed, because its logits are wanted.
+        """
+        following = token_ids[self.num_computed : self.num_computed + len(self.guesses)]
+        for guess, token in zip(self.guesses, following, strict=False):
+            if guess != token:
+                break
+            self.num_computed += 1
+        self.guesses = ()
+        return min(self.num_computed, len(token_ids) - 1)
+
+
+class ModelDrafter:
+    """Implements `BatchProposer`.
+
+    Args:
+        execute: runs a step of the draft model until its tokens are on the host. Its KV cache has
+            the target's number of blocks.
+        block_size: tokens of a block.
+        max_drafts: draft tokens of one sequence in one step, at most.
+        max_num_tokens: tokens of the draft model's largest step.
+        max_model_len: tokens of a sequence that the draft model can have.
+        texts: a drafter whose drafts go first, such as that of predicted outputs.
+        costs: the draft model's step-cost table; None = not measured.
+        idle: called when the engine has no work.
+        close: frees the draft model.
+    """
+
+    def __init__(  # noqa: PLR0913 - its parts, put together in one place
+        self,
+        execute: Callable[[SchedulerOutput], StepResult],
+        *,
+        block_size: int,
+        max_drafts: int,
+        max_num_tokens: int,
+        max_model_len: int,
+        texts: Proposer,
+        costs: CostTable | None = None,
+        idle: Callable[[], object] = lambda: None,
+        close: Callable[[], object] = lambda: None,
+    ) -> None:
+        self._execute = execute
+        self._block_size = block_size
+        self._max_drafts = max_drafts
+        self._max_num_tokens = max_num_tokens
+        self._max_model_len = max_model_len
+        self._max_blocks = -(-max_model_len // block_size)
+        self._texts = texts
+        self.costs = costs
+        self._idle = idle
+        self._close = close
+        self._rows: dict[int, _Row] = {}
+        self._whole: dict[int, BlockHash] = {}  # by block id: the contents that were computed
+        self._placeholders = [0] * max_drafts
+
+    @property
+    def max_drafts(self) -> int:
+        return self._max_drafts
+
+    def propose(self, request: Request, token_ids: Sequence[int], most: int) -> Draft | None:
+        draft = self._texts.propose(request, token_ids, most)
+        if draft is not None:
+            return draft
+        # The last draft token is drawn, but not computed.
+        most = min(most, self._max_model_len - len(token_ids) + 1)
+        return Draft(self._placeholders[:most], DraftSource.model) if most > 0 else None
+
+    def learn(self, request: Request, token_ids: Sequence[int]) -> None:
+        self._texts.learn(request, token_ids)
+
+    def forget(self, request_id: str) -> None:
+        self._texts.forget(request_id)
+
+    def reset(self) -> None:
+        self._texts.reset()
+
+    def admit(self, row: int) -> None:
+        self._rows.pop(row, None)
+
+    def idle(self) -> None:
+        self._idle()
+
+    def close(self) -> None:
+        self._close()
+
+    def draw(self, jobs: Sequence[DraftJob], most_tokens: int) -> list[list[int]]:
+        drafts: list[list[int]] = [[] for _ in jobs]
+        drawing = self._catch_up(jobs, most_tokens, drafts)
+        for place in range(1, max((job.count for job in jobs), default=0)):
+            drawing = [index for index in drawing if jobs[index].count > place]
+            if not drawing:
+                break
+            scheduled = [
+                ScheduledSequence(
+                    jobs[index].row,
+                    len(jobs[index].token_ids) + place - 1,
+                    1,
+                    drafts[index][-1:],
+                    [],
+                    1,
+                )
+                for index in drawing
+            ]
+            self._run(scheduled, [], drawing, drafts)
+        for job, draft in zip(jobs, drafts, strict=True):
+            if draft:  # the last one was drawn, and not computed
+                self._rows[job.row].guesses = draft[:-1]
+        return drafts
+
+    def _catch_up(
+        self, jobs: Sequence[DraftJob], most_tokens: int, drafts: list[list[int]]
+    ) -> list[int]:
+        """Compute what the cache lacks of the sequences, and draw the first draft of each.
+
+        Returns:
+            Indices of the jobs that have their first draft.
+        """
+        admitted: list[AdmittedSequence] = []
+        starts: list[int] = []
+        for job in jobs:
+            row = self._rows.get(job.row)
+            if row is None:
+                num_whole = self._count_whole(job.table)
+                row = self._rows[job.row] = _Row(num_whole, self._block_size)
+                admitted.append(AdmittedSequence(job.row, _draft_request(job.request), []))
+            starts.append(row.settle(job.token_ids))
+        limits = self._chunk_limits(jobs, starts, most_tokens)
+        scheduled: list[ScheduledSequence] = []
+        drawing: list[int] = []
+        for index, (job, start, limit) in enumerate(zip(jobs, starts, limits, strict=True)):
+            if limit:
+                is_last = start + limit == len(job.token_ids)
+                scheduled.append(self._chunk(job, start, limit, is_last=is_last))
+                if is_last:
+                    drawing.append(index)
+        if not scheduled:
+            for one in admitted:  # the draft model's sampler has not seen them
+                del self._rows[one.row]
+            return []
+        self._run(scheduled, admitted, drawing, drafts)
+        for job, start, limit in zip(jobs, starts, limits, strict=True):
+            row = self._rows[job.row]
+            row.num_computed = max(row.num_computed, start + limit)
+            self._note_whole(row, job.table)
+        return drawing
+
+    def _chunk_limits(
+        self, jobs: Sequence[DraftJob], starts: Sequence[int], most_tokens: int
+    ) -> list[int]:
+        """Tokens of each sequence that are computed now; the sequences with few tokens go first."""
+        limits = [0] * len(jobs)
+        left, room = most_tokens, self._max_num_tokens
+        missing = [len(job.token_ids) - start for job, start in zip(jobs, starts, strict=True)]
+        for index in sorted(range(len(jobs)), key=missing.__getitem__):
+            is_usual = missing[index] <= self._max_drafts + 1
+            limit = min(missing[index], room if is_usual else max(0, min(left, room)))
+            limits[index] = limit
+            room -= limit
+            left -= limit
+        return limits
+
+    def _chunk(self, job: DraftJob, start: int, limit: int, *, is_last: bool) -> ScheduledSequence:
+        row = self._rows[job.row]
+        end = start + limit
+        written = end + job.count - 1 if is_last else end
+        for index in range(row.num_whole, -(-written // self._block_size)):
+            self._whole.pop(job.table.block_ids[index], None)
+        block_ids = job.table.block_ids[row.num_sent_blocks : self._max_blocks]
+        row.num_sent_blocks += len(block_ids)
+        token_ids = list(job.token_ids[start:end])
+        return ScheduledSequence(job.row, start, limit, token_ids, block_ids, int(is_last))
+
+    def _run(
+        self,
+        scheduled: list[ScheduledSequence],
+        admitted: list[AdmittedSequence],
+        drawing: Sequence[int],
+        drafts: list[list[int]],
+    ) -> None:
+        """Run a step of the draft model, and add its tokens to the drafts of `drawing`."""
+        num_tokens = sum(entry.num_new_tokens for entry in scheduled)
+        result = self._execute(SchedulerOutput(scheduled, admitted, num_tokens))
+        for index, token in zip(drawing, result.token_ids, strict=True):
+            drafts[index].append(token)
+
+    def _count_whole(self, table: BlockTable) -> int:
+        """Leading blocks of a table whose contents were computed, for any sequence."""
+        count = 0
+        for block_id, block_hash in zip(table.block_ids, table.hashes, strict=False):
+            if self._whole.get(block_id) != block_hash:
+                break
+            count += 1
+        return count
+
+    def _note_whole(self, row: _Row, table: BlockTable) -> None:
+        """Note the blocks that are full. A block that is not hashed yet is noted later."""
+        num_full = min(row.num_computed // self._block_size, len(table.hashes))
+        for index in range(row.num_whole, num_full):
+            self._whole[table.block_ids[index]] = table.hashes[index]
+        row.num_whole = max(row.num_whole, num_full)
+
+
+def _draft_request(request: Request) -> Request:
+    """The request as the draft model's sampler sees it.
+
+    What depends on the tokens drawn before is left out, because drafts that are refused would have
+    to be taken back.
+    """
+    sampling = request.sampling
+    return Request(
+        request_id=request.request_id,
+        prompt_token_ids=[],
+        cache_salt=request.cache_salt,
+        sampling=SamplingParams(
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            min_p=sampling.min_p,
+            seed=sampling.seed,
+            logit_bias=sampling.logit_bias,
+            allowed_token_ids=sampling.allowed_token_ids,
+        ),
+    )

@@ -1,0 +1,126 @@
+"""The draft model in the plan: its memory, and one line for each model that can not draft."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import ostinato
+from ostinato.conf.compose import load_config
+from ostinato.conf.errors import ConfigError
+from ostinato.conf.root import RunConfig
+from ostinato.models.sharding import Shard
+from ostinato.runtime.errors import StartupError
+from ostinato.runtime.startup.engine_plan import make_plan
+from ostinato.runtime.startup.planning import open_model, plan_engine
+from ostinato.runtime.text.vocabulary import vocabulary_difference
+from tests.runtime.tiny import MODEL, tiny_config
+
+DEMO = Path(ostinato.__file__).parents[1] / "models" / "demo"
+
+
+def drafting(directory: Path, *words: str, **changes: object) -> RunConfig:
+    (directory / "config.json").write_text(json.dumps({**MODEL, **changes}))
+    return tiny_config("speculation.method=draft", f"speculation.model={directory}", *words)
+
+
+def test_its_weights_and_blocks_are_planned(tmp_path: Path) -> None:
+    config = drafting(tmp_path, num_hidden_layers=1).engine
+    both, alone = make_plan(config, 1), make_plan(tiny_config().engine, 1)
+    assert both.draft is not None
+    assert alone.draft is None
+    draft = make_plan(both.draft.config, 1)
+    assert both.memory.weights_bytes == alone.memory.weights_bytes + draft.memory.weights_bytes
+    sizes = [plan.memory.bytes_per_block for plan in (both, alone, draft)]
+    assert sizes[0] == sizes[1] + sizes[2] == 3 * sizes[2]
+    assert both.draft.memory.bytes_per_block == sizes[2]
+    assert both.memory.kv_bytes == both.memory.num_blocks * sizes[0]
+    assert any(reason.startswith("draft model: ") for reason in both.memory.reasons)
+
+
+def test_a_shorter_context_of_the_draft_model_does_not_shorten_the_models(tmp_path: Path) -> None:
+    plan = make_plan(drafting(tmp_path, max_position_embeddings=64).engine, 1)
+    assert plan.draft is not None
+    assert (plan.memory.max_model_len, plan.draft.memory.max_model_len) == (256, 64)
+
+
+def refusal(config: RunConfig, device: torch.device | None = None) -> str:
+    with pytest.raises(StartupError) as error:
+        plan_engine(config.engine, open_model(config.engine, device))
+    text = str(error.value)
+    assert "\n" not in text
+    return text
+
+
+def test_another_vocabulary_is_refused(tmp_path: Path) -> None:
+    assert refusal(drafting(tmp_path, vocab_size=301)) == (
+        f"speculation.model={tmp_path} can not be the draft model: it has another vocabulary, of "
+        "301 tokens, and the model's has 300"
+    )
+
+
+def test_a_model_that_does_not_generate_is_refused(tmp_path: Path) -> None:
+    encoder = {"architectures": ["BertModel"], "model_type": "bert", "type_vocab_size": 2}
+    words = "scheduler.max_num_batched_tokens=256"
+    config = drafting(tmp_path, words, **encoder, layer_norm_eps=1e-12, hidden_act="gelu")
+    assert refusal(config).endswith("BertModel does not generate")
+
+
+def test_a_directory_that_is_missing_is_named(tmp_path: Path) -> None:
+    config = tiny_config("speculation.method=draft", f"speculation.model={tmp_path}/no such")
+    assert refusal(config) == f"speculation.model='{tmp_path}/no such': no such directory"
+
+
+def test_a_gpu_has_no_draft_model_yet(tmp_path: Path) -> None:
+    assert refusal(drafting(tmp_path), torch.device("cuda")) == (
+        "speculation.method=draft needs a CPU, and the model runs on cuda; set "
+        "speculation.method=auto"
+    )
+
+
+def test_several_ranks_have_no_draft_model_yet(tmp_path: Path) -> None:
+    config = drafting(tmp_path).engine
+    with pytest.raises(StartupError, match=r"draft runs on one rank, and parallel\.tensor=2; set"):
+        open_model(config, shard=Shard(0, 2))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["speculation.method=draft"],
+            "speculation.model must be set with speculation.method=draft",
+        ),
+        (
+            ["speculation=ngram", "speculation.model=x"],
+            "speculation.model must be left out unless speculation.method=draft, got 'x'",
+        ),
+        (["speculation.max_tokens=32"], "speculation.max_tokens must be"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(words: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_config(words)
+    assert message in str(error.value)
+
+
+def test_vocabularies_are_compared_token_by_token(tmp_path: Path) -> None:
+    tokenizer = json.loads((DEMO / "tokenizer.json").read_text())
+    vocab = tokenizer["model"]["vocab"]
+    file = tmp_path / "tokenizer.json"
+    assert vocabulary_difference(tmp_path, DEMO) is None  # without one there is nothing to compare
+    file.write_text(json.dumps(tokenizer, indent=1))
+    assert vocabulary_difference(tmp_path, DEMO) is None
+    first, second = list(vocab)[500:502]
+    vocab[first], vocab[second] = vocab[second], vocab[first]
+    file.write_text(json.dumps(tokenizer))
+    low = min(vocab[first], vocab[second])
+    found = vocabulary_difference(tmp_path, DEMO)
+    assert found is not None
+    assert found.startswith(f"it has another vocabulary: token {low} is ")
+    file.write_text("{}")
+    with pytest.raises(StartupError, match="has no vocabulary"):
+        vocabulary_difference(tmp_path, DEMO)
