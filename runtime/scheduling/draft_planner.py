@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import NamedTuple
+from dataclasses import dataclass, replace
 
 from ostinato.runtime.costs.cost_table import Chunk, CostTable
 from ostinato.runtime.kv.kv_cache_manager import KVCacheManager
@@ -29,7 +29,8 @@ from ostinato.runtime.types.step import ScheduledSequence
 __all__ = ("DraftPlanner",)
 
 
-class _Place(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class _Place:
     """An entry of the step that gets drafts."""
 
     index: int  # among the step's entries
@@ -256,7 +257,7 @@ class DraftPlanner:
                 draft = place.draft._replace(token_ids=next(drawn))
                 count = len(draft.token_ids)
                 step.return_drafts(place.count - count)
-                place = place._replace(draft=draft, count=count)
+                place = replace(place, draft=draft, count=count)
             places.append(place)
         return places
 

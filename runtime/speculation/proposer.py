@@ -8,6 +8,7 @@ its draft. So drafts never change the output, and a drafter may guess anything.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -80,7 +81,8 @@ class Proposer(Protocol):
         ...
 
 
-class DraftJob(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class DraftJob:
     """A sequence whose drafts a model is to draw.
 
     Attributes:
