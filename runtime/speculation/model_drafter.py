@@ -11,8 +11,8 @@ computed if it was filled for the contents that it has now, which the hash of th
 
 The drafts are drawn with the request's sampling parameters and with the random numbers that the
 target draws with at the same positions. So a draft model that agrees with the target draws the same
-tokens at any temperature. Penalties, grammars and bad words are left out. They only lower the
-number of drafts that are accepted.
+tokens at any temperature. Penalties, grammars and limits of tokens are left out. They only lower
+the number of drafts that are accepted.
 """
 
 from __future__ import annotations
@@ -268,6 +268,5 @@ def _draft_request(request: Request) -> Request:
             min_p=sampling.min_p,
             seed=sampling.seed,
             logit_bias=sampling.logit_bias,
-            allowed_token_ids=sampling.allowed_token_ids,
         ),
     )
