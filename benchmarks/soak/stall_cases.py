@@ -263,6 +263,7 @@ def _many_sequences(max_model_len: int) -> list[StallCase]:
     def many(**fields: Any) -> dict[str, Any]:
         return _prompt(**{"n": 128, "max_tokens": 64, "ignore_eos": True, **fields})
 
+    once = '"once " ' * 60
     words = [f"{_PROSE[index : index + 30]} {index}" for index in range(256)]
     chosen = list(range(300, 428))
     ids = _long_prompt(max_model_len)
@@ -330,7 +331,32 @@ def _many_sequences(max_model_len: int) -> list[StallCase]:
             _COMPLETIONS,
             lambda: many(structured_outputs={"regex": "([a-z]{1,40}[ ,.]){1,400}"}),
         ),
+        _one(
+            "n=128 with masks of 5 ms",
+            _COMPLETIONS,
+            lambda: many(structured_outputs={"grammar": _words_of_60_kinds()}),
+        ),
+        _one(
+            "n=128 with an ambiguous grammar",
+            _COMPLETIONS,
+            lambda: many(structured_outputs={"grammar": 'start: s\ns: s s | /[a-z]/ | " "'}),
+        ),
+        _one(
+            "n=128 with an ambiguous grammar behind 60 words",
+            _COMPLETIONS,
+            lambda: many(
+                max_tokens=400,
+                structured_outputs={"grammar": f'start: {once} s\ns: s s | /[a-z]/ | " "'},
+            ),
+        ),
     ]
+
+
+def _words_of_60_kinds() -> str:
+    """A grammar whose next token can belong to any of 60 rules."""
+    names = [f"y{index}" for index in range(60)]
+    rules = [f"{name}: /[a-z ]{{1,{index}}}/" for index, name in enumerate(names, 2)]
+    return "\n".join(["start: x", "x: " + " | ".join(f"{name} x?" for name in names), *rules])
 
 
 def _large_answers(max_model_len: int) -> list[StallCase]:

@@ -33,6 +33,11 @@ __all__ = ("MASKS_S", "GrammarMasks", "GrammarRow", "MatcherSource", "forced_tok
 # completed: at most `_ROWS_PER_THREAD` for each thread, of 5 ms each (runtime/grammar/matcher.py).
 MASKS_S = 0.02
 _ROWS_PER_THREAD = 4
+# The limits of matcher.py do not bound ambiguous grammars, such as `s: s s | "a"`: their
+# masks take longer with each token. A row whose mask takes `_SLOW_S` is made alone from then on. A
+# row whose mask or token takes `_MAX_S` of processor time ends with an error.
+_SLOW_S = 0.005
+_MAX_S = 0.04
 _MAX_THREADS = 32
 
 MatcherSource = Callable[[Request], "LLMatcher"]
@@ -48,6 +53,7 @@ class GrammarRow:
     Attributes:
         matcher: the grammar's matcher; None = the row has no grammar.
         position: of the token that the next mask is for, in the sequence.
+        is_slow: its last mask took long, perhaps because of others that were made with it.
         num_turns: steps that the row has waited for its mask.
         num_unread: tokens that were drawn for the row and have not been read yet.
         ending: None while the answer continues; "" = the grammar is complete; else the error.
@@ -60,6 +66,7 @@ class GrammarRow:
         "_kept",
         "_thinking",
         "ending",
+        "is_slow",
         "matcher",
         "min_position",
         "num_turns",
@@ -77,6 +84,7 @@ class GrammarRow:
         params = request.sampling
         self.matcher = matcher
         self.position = len(request.prompt_token_ids) + len(output_token_ids)
+        self.is_slow = False
         self.num_turns = 0
         self.num_unread = 0
         self.ending: str | None = None
@@ -149,11 +157,24 @@ class GrammarRow:
             self._thinking.take(token_id)
         if self.matcher is None:
             return None
-        if not self.matcher.consume_token(token_id):
+        begin = time.thread_time()
+        is_allowed = self.matcher.consume_token(token_id)
+        self.spend(time.thread_time() - begin)
+        if not is_allowed:
             self.ending = problem(self.matcher) or "the grammar does not allow the drawn token"
         elif self.matcher.is_stopped():
             self.ending = problem(self.matcher) or ""
         return self.ending
+
+    def spend(self, seconds: float) -> None:
+        """Note the processor time of a mask or token; sets `ending` if it is too long."""
+        self.is_slow = self.is_slow or seconds > _SLOW_S
+        if seconds > _MAX_S and self.ending is None:
+            self.ending = (
+                "structured_outputs can not go on: computing which tokens may follow takes"
+                f" {seconds * 1e3:.0f} ms, at most {_MAX_S * 1e3:.0f} ms are allowed; make it"
+                " simpler, and in a grammar write each text in one way only"
+            )
 
 
 def forced_tokens(rows: Iterable[GrammarRow | None]) -> dict[int, list[int]]:
@@ -265,36 +286,50 @@ class GrammarMasks:
         bits = torch.empty(
             (len(states), words), dtype=torch.int32, pin_memory=self._device.type == "cuda"
         )
-        open_rows: list[tuple[LLMatcher, int]] = []
+        waiting: list[int] = []
         for place, state in enumerate(states):
             if state.matcher is None:
                 bits[place] = -1
             elif state.ending is None:
-                open_rows.append((state.matcher, place))
+                waiting.append(place)
         at_once = _ROWS_PER_THREAD * self._num_threads
-        if len(open_rows) > at_once:
-            open_rows.sort(key=lambda row: -states[row[1]].num_turns)
+        has_slow = any(states[place].is_slow for place in waiting)
+        if len(waiting) > at_once or has_slow:
+            waiting.sort(key=lambda place: (-states[place].num_turns, states[place].is_slow))
         begin = time.perf_counter()
-        while open_rows and self._seconds_left > 0:
-            self._make(open_rows[:at_once], bits)
-            del open_rows[:at_once]
+        while waiting and self._seconds_left > 0:
+            slow = (index for index, place in enumerate(waiting) if states[place].is_slow)
+            count = min(at_once, next(slow, at_once) if has_slow else at_once)
+            some = waiting[: max(1, count)]
+            del waiting[: len(some)]
+            self._make([(states[place], place) for place in some], bits)
             now = time.perf_counter()
             self._seconds_left -= now - begin
             begin = now
-        return bits, {place for _, place in open_rows}
+        return bits, set(waiting)
 
-    def _make(self, rows: list[tuple[LLMatcher, int]], bits: Tensor) -> None:
-        """Write the masks of some rows; each has its matcher and its place in `bits`."""
+    def _make(self, rows: list[tuple[GrammarRow, int]], bits: Tensor) -> None:
+        """Write the masks of some rows; each has its place in `bits`."""
         num_bytes = bits.shape[1] * 4
         if len(rows) == 1:
-            ((matcher, place),) = rows
-            matcher.unsafe_compute_mask_ptr(bits[place].data_ptr(), num_bytes)
+            ((row, place),) = rows
+            assert row.matcher is not None, "only rows with grammars have masks to be made"
+            begin = time.thread_time()
+            row.matcher.unsafe_compute_mask_ptr(bits[place].data_ptr(), num_bytes)
+            row.is_slow = False
+            row.spend(time.thread_time() - begin)
             return
         if self._executor is None:
             from llguidance import LLExecutor
 
             self._executor = LLExecutor(self._num_threads)
-        self._executor.unsafe_compute_mask_ptr(rows, bits.data_ptr(), num_bytes, len(bits))
+        begin = time.perf_counter()
+        matchers = [(row.matcher, place) for row, place in rows]
+        self._executor.unsafe_compute_mask_ptr(matchers, bits.data_ptr(), num_bytes, len(bits))
+        num_rounds = -(-len(rows) // self._num_threads)
+        if time.perf_counter() - begin > _SLOW_S * num_rounds:
+            for row, _ in rows:  # it is not known which of them took so long
+                row.is_slow = True
 
 
 def _bits(token_ids: Sequence[int], vocab_size: int) -> np.ndarray:

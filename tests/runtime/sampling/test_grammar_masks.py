@@ -29,10 +29,16 @@ CPU = torch.device("cpu")
 class Rows:
     """Rows with one grammar, and masks whose steps have no time beyond their first group."""
 
-    def __init__(self, count: int, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(
+        self,
+        count: int,
+        at_once: int,
+        monkeypatch: pytest.MonkeyPatch,
+        constraint: StructuredOutputsParams = WORDS,
+    ) -> None:
         monkeypatch.setattr(grammar_masks, "_ROWS_PER_THREAD", at_once)
         tokenizer = load_grammar_tokenizer(DEMO, VOCAB_SIZE, (EOS,))
-        matcher = build_matcher(tokenizer, grammar_text(WORDS, {}))
+        matcher = build_matcher(tokenizer, grammar_text(constraint, {}))
         self.masks = GrammarMasks(
             vocab_size=VOCAB_SIZE, device=CPU, matchers=lambda request: matcher.deep_copy()
         )
@@ -48,15 +54,15 @@ class Rows:
         self.rows: list[GrammarRow] = [row for row in rows if row is not None]
 
     def step(self) -> set[int]:
-        """Draw the first allowed token of every row with a mask; returns the rows without one."""
+        """Draw the last allowed token of every row with a mask; returns the rows without one."""
         logits = torch.zeros(len(self.rows), VOCAB_SIZE)
         self.masks.begin_step(1e-9)
         held = self.masks.apply(logits, self.rows, [row.position for row in self.rows])
         for index, row in enumerate(self.rows):
             if index not in held:
                 allowed = logits[index].isfinite()
-                assert 0 < allowed.sum() < VOCAB_SIZE
-                assert row.take(int(allowed.nonzero()[0])) is None
+                assert row.ending or 0 < allowed.sum() < VOCAB_SIZE
+                row.take(int(allowed.nonzero()[-1]))
             else:
                 assert logits[index].isfinite().all()
         return held
@@ -95,6 +101,36 @@ def test_a_row_that_is_a_position_ahead_gets_no_mask(monkeypatch: pytest.MonkeyP
     positions[1] += 1
     assert rows.masks.apply(torch.zeros(3, VOCAB_SIZE), rows.rows, positions) == {1}
     assert [row.num_unread for row in rows.rows] == [1, 0, 1]
+
+
+AMBIGUOUS = StructuredOutputsParams(grammar='start: s\ns: s s | "a" | " "')
+
+
+def test_an_ambiguous_grammar_ends_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its masks take longer with each token. Those that take long are made alone, and then end."""
+    monkeypatch.setattr(grammar_masks, "_SLOW_S", 0.001)
+    monkeypatch.setattr(grammar_masks, "_MAX_S", 0.005)
+    rows = Rows(4, 6, monkeypatch, AMBIGUOUS)
+    was_slow = False
+    for _ in range(400):
+        held = rows.step()
+        was_slow = was_slow or len(held) == 3  # there was time for one row
+        if all(row.ending for row in rows.rows):
+            break
+    assert was_slow
+    for row in rows.rows:
+        assert "at most 5 ms are allowed; make it simpler" in (row.ending or "")
+
+
+def test_a_row_is_slow_for_as_long_as_its_masks_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = Rows(4, 6, monkeypatch)
+    for row in rows.rows:
+        row.is_slow = True
+    assert len(rows.step()) == 3
+    assert [row.is_slow for row in rows.rows].count(True) == 3
+    for _ in range(3):
+        rows.step()
+    assert rows.step() == set()
 
 
 def config(*overrides: str) -> object:
