@@ -26,6 +26,7 @@ __all__ = ("ModelRunner", "PendingStep")
 # Rows of logits that are computed at once for prompt log-probabilities. More would take more memory
 # than a draw; fewer would take longer.
 _SCORED_ROWS = 16
+_MAX_MASKS_S = 0.05  # of a step whose model takes long
 
 
 class PendingStep:
@@ -165,7 +166,7 @@ class ModelRunner:
                 # Where the model has taken long, masks may take half as long. Otherwise the rows of
                 # a batch would take turns although its other rows wait for the model anyway.
                 seconds = (time.perf_counter() - begin) / 2
-                self._draw(sampler, pending, logits, max(MASKS_S, seconds))
+                self._draw(sampler, pending, logits, min(max(MASKS_S, seconds), _MAX_MASKS_S))
         return pending
 
     def read(self, pending: PendingStep) -> StepResult:

@@ -324,7 +324,7 @@ class GrammarMasks:
 
             self._executor = LLExecutor(self._num_threads)
         begin = time.perf_counter()
-        matchers = [(row.matcher, place) for row, place in rows]
+        matchers = [(row.matcher, place) for row, place in rows if row.matcher is not None]
         self._executor.unsafe_compute_mask_ptr(matchers, bits.data_ptr(), num_bytes, len(bits))
         num_rounds = -(-len(rows) // self._num_threads)
         if time.perf_counter() - begin > _SLOW_S * num_rounds:
