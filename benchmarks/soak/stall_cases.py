@@ -77,7 +77,7 @@ def generation_cases(max_model_len: int) -> list[StallCase]:
         "many parts": _many_parts(),
         "odd values": _odd_values(),
         "large constraints": _constraints(),
-        "many sequences": _many_sequences(max_model_len),
+        "many sequences": [*_many_sequences(max_model_len), *_many_masks()],
         "large answers": _large_answers(max_model_len),
         "large HTTP": _connections(),
     }
@@ -257,22 +257,22 @@ def _long_prompt(max_model_len: int) -> list[int]:
     return [300 + index * 7 % 2000 for index in range(max_model_len - 8)]
 
 
+def _many(**fields: Any) -> dict[str, Any]:
+    return _prompt(**{"n": 128, "max_tokens": 64, "ignore_eos": True, **fields})
+
+
 def _many_sequences(max_model_len: int) -> list[StallCase]:
     """Requests with the most sequences that one may have, and the costliest options."""
 
-    def many(**fields: Any) -> dict[str, Any]:
-        return _prompt(**{"n": 128, "max_tokens": 64, "ignore_eos": True, **fields})
-
-    once = '"once " ' * 60
     words = [f"{_PROSE[index : index + 30]} {index}" for index in range(256)]
     chosen = list(range(300, 428))
     ids = _long_prompt(max_model_len)
     return [
-        _one("n=128 with log-probabilities", _COMPLETIONS, lambda: many(logprobs=20)),
+        _one("n=128 with log-probabilities", _COMPLETIONS, lambda: _many(logprobs=20)),
         _one(
             "n=128 with log-probabilities, streamed",
             _COMPLETIONS,
-            lambda: many(logprobs=20, stream=True),
+            lambda: _many(logprobs=20, stream=True),
         ),
         _one(
             "chat, n=128 with log-probabilities",
@@ -289,18 +289,18 @@ def _many_sequences(max_model_len: int) -> list[StallCase]:
         _one(
             "n=128 with 128 chosen log-probabilities",
             _COMPLETIONS,
-            lambda: many(logprobs=1, logprob_token_ids=chosen),
+            lambda: _many(logprobs=1, logprob_token_ids=chosen),
         ),
         _one(
             "n=128 with log-probabilities of a long prompt",
             _COMPLETIONS,
-            lambda: many(prompt=ids, max_tokens=1, prompt_logprobs=20),
+            lambda: _many(prompt=ids, max_tokens=1, prompt_logprobs=20),
         ),
-        _one("128 candidates", _COMPLETIONS, lambda: many(n=1, best_of=128, max_tokens=200)),
+        _one("128 candidates", _COMPLETIONS, lambda: _many(n=1, best_of=128, max_tokens=200)),
         _one(
             "128 beams with log-probabilities",
             _COMPLETIONS,
-            lambda: many(use_beam_search=True, best_of=128, max_tokens=32, logprobs=20),
+            lambda: _many(use_beam_search=True, best_of=128, max_tokens=32, logprobs=20),
         ),
         _one(
             "2,048 prompts of 16 tokens",
@@ -310,41 +310,48 @@ def _many_sequences(max_model_len: int) -> list[StallCase]:
         _one(
             "n=128 with 16 stop strings of 4,096 characters",
             _COMPLETIONS,
-            lambda: many(stop=[f" {'a' * 4094}{index:x}" for index in range(16)]),
+            lambda: _many(stop=[f" {'a' * 4094}{index:x}" for index in range(16)]),
         ),
-        _one("n=128 with 256 bad words", _COMPLETIONS, lambda: many(bad_words=words)),
+        _one("n=128 with 256 bad words", _COMPLETIONS, lambda: _many(bad_words=words)),
         _one(
             "n=128 with all penalties",
             _COMPLETIONS,
-            lambda: many(presence_penalty=1, frequency_penalty=1, repetition_penalty=1.5),
+            lambda: _many(presence_penalty=1, frequency_penalty=1, repetition_penalty=1.5),
         ),
         _one(
             "n=128 with repetition_detection",
             _COMPLETIONS,
-            lambda: many(
+            lambda: _many(
                 allowed_token_ids=chosen[:2],
                 repetition_detection={"max_pattern_size": 512, "min_count": 1 << 30},
             ),
         ),
+    ]
+
+
+def _many_masks() -> list[StallCase]:
+    """Sequences with grammars whose masks take long."""
+    once = '"once " ' * 60
+    return [
         _one(
             "n=128 with a regular expression",
             _COMPLETIONS,
-            lambda: many(structured_outputs={"regex": "([a-z]{1,40}[ ,.]){1,400}"}),
+            lambda: _many(structured_outputs={"regex": "([a-z]{1,40}[ ,.]){1,400}"}),
         ),
         _one(
             "n=128 with masks of 5 ms",
             _COMPLETIONS,
-            lambda: many(structured_outputs={"grammar": _words_of_60_kinds()}),
+            lambda: _many(structured_outputs={"grammar": _words_of_60_kinds()}),
         ),
         _one(
             "n=128 with an ambiguous grammar",
             _COMPLETIONS,
-            lambda: many(structured_outputs={"grammar": 'start: s\ns: s s | /[a-z]/ | " "'}),
+            lambda: _many(structured_outputs={"grammar": 'start: s\ns: s s | /[a-z]/ | " "'}),
         ),
         _one(
             "n=128 with an ambiguous grammar behind 60 words",
             _COMPLETIONS,
-            lambda: many(
+            lambda: _many(
                 max_tokens=400,
                 structured_outputs={"grammar": f'start: {once} s\ns: s s | /[a-z]/ | " "'},
             ),
