@@ -1,0 +1,153 @@
+"""`LLM(tensor_parallel_size=2)`: every kind of request, the end of a rank, and what is left behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from ostinato import LLM, SamplingParams
+from ostinato.runtime.errors import RankFailedError
+from ostinato.runtime.types.structured_outputs import StructuredOutputsParams
+
+# Sums in another order change the last bits of a logit. In float32 that changes no token.
+SETTINGS = (
+    "model.dtype=float32",
+    "graphs.mode=eager",
+    "cache.memory_gib=0.02",
+    "model.max_model_len=256",
+    "scheduler.max_num_seqs=6",
+    "scheduler.max_num_batched_tokens=64",
+    "graphs.cost_table_budget_s=0",
+)
+TEXTS = ["Once upon a time", "The scheduler", "A block table is", "Count to ten: one, two"]
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+KINDS = {
+    "greedy": GREEDY,
+    "seeded": SamplingParams(temperature=0.7, seed=3, max_tokens=16),
+    "several": SamplingParams(temperature=0.7, seed=5, n=2, max_tokens=12),
+    "penalties": SamplingParams(temperature=0, repetition_penalty=1.2, max_tokens=16),
+    "bad words": SamplingParams(temperature=0, bad_words=("the", "a"), max_tokens=16),
+    "beams": SamplingParams(use_beam_search=True, best_of=3, n=2, temperature=0, max_tokens=10),
+    "grammar": SamplingParams(
+        temperature=0,
+        max_tokens=60,
+        structured_outputs=StructuredOutputsParams(regex="[a-f]{4}(-x){3}"),
+    ),
+    "scored": SamplingParams(temperature=0, logprobs=2, prompt_logprobs=1, max_tokens=8),
+}
+
+
+@pytest.fixture(scope="module")
+def divided() -> Iterator[LLM]:
+    with LLM(tensor_parallel_size=2, overrides=SETTINGS) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def whole() -> Iterator[LLM]:
+    with LLM(overrides=SETTINGS) as llm:
+        yield llm
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not come true in time"
+        time.sleep(0.02)
+
+
+def test_all_kinds_of_requests_have_the_tokens_of_one_rank(divided: LLM, whole: LLM) -> None:
+    """In one batch: prompts in chunks, preemption, beams, grammars and scored prompts together."""
+    prompts = [text for text in TEXTS for _ in KINDS]
+    params = list(KINDS.values()) * len(TEXTS)
+    found = divided.generate(prompts, params, use_progress=False)
+    expected = whole.generate(prompts, params, use_progress=False)
+    for one, other in zip(found, expected, strict=True):
+        assert [each.token_ids for each in one.outputs] == [
+            each.token_ids for each in other.outputs
+        ]
+    scored = list(KINDS).index("scored")
+    for one, other in zip(found[scored :: len(KINDS)], expected[scored :: len(KINDS)], strict=True):
+        assert one.prompt_logprobs
+        ours, theirs = (
+            [
+                score.logprob
+                for score in [*(each.prompt_logprobs or []), *(each.outputs[0].logprobs or [])]
+            ]
+            for each in (one, other)
+        )
+        np.testing.assert_allclose(ours, theirs, atol=1e-3)
+    forms = found[list(KINDS).index("grammar") :: len(KINDS)]
+    assert all(re.fullmatch("[a-f]{4}(-x){3}", one.outputs[0].text) for one in forms)
+    for ours, theirs in zip(divided.embed(TEXTS), whole.embed(TEXTS), strict=True):
+        np.testing.assert_allclose(ours.embedding, theirs.embedding, atol=1e-4)
+
+
+def test_a_batch_changes_no_token(divided: LLM) -> None:
+    divided.reset_prefix_cache()
+    together = divided.generate(TEXTS, KINDS["seeded"], use_progress=False)
+    for text, one in zip(TEXTS, together, strict=True):
+        divided.reset_prefix_cache()
+        [alone] = divided.generate(text, KINDS["seeded"], use_progress=False)
+        assert alone.outputs[0].token_ids == one.outputs[0].token_ids
+
+
+def test_each_rank_writes_its_profile(divided: LLM, tmp_path: Path) -> None:
+    divided._engine.start_profile(str(tmp_path))
+    divided.generate(TEXTS[0], GREEDY, use_progress=False)
+    traces = divided._engine.stop_profile()
+    assert len(set(traces)) == 2
+    assert sorted(map(Path, traces)) == sorted(tmp_path.iterdir())
+
+
+def test_nothing_is_left_of_closed_and_of_failed_ranks() -> None:
+    def used() -> tuple[int, set[int]]:
+        children = {one.pid for one in psutil.Process().children()}
+        return len(os.listdir("/proc/self/fd")), children
+
+    with LLM(overrides=SETTINGS):  # what the first engine of a process opens for ever
+        pass
+    before = used()
+    with LLM(tensor_parallel_size=2, overrides=SETTINGS) as llm:
+        llm.generate(TEXTS[0], GREEDY, use_progress=False)
+        assert len(used()[1] - before[1]) == 1
+    assert used() == before
+    with LLM(tensor_parallel_size=2, overrides=SETTINGS) as llm:
+        os.kill(llm.model.ranks[1].pid, signal.SIGKILL)
+        with pytest.raises(
+            RankFailedError, match=r"^rank 1: its process \d+ was killed by SIGKILL"
+        ):
+            llm.generate(TEXTS, GREEDY, use_progress=False)
+    assert used() == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stops", [False, True])
+def test_no_rank_outlives_a_program_that_is_killed(stops: bool) -> None:
+    """Also not a rank that is stopped, and handles no end of its socket."""
+    code = (
+        "from ostinato import LLM, SamplingParams\n"
+        f"llm = LLM(tensor_parallel_size=2, overrides={SETTINGS!r})\n"
+        "print(llm.model.ranks[1].pid, flush=True)\n"
+        "while True:\n"
+        "    llm.generate('Once', SamplingParams(max_tokens=200), use_progress=False)\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True
+    ) as program:
+        assert program.stdout is not None
+        rank = psutil.Process(int(program.stdout.readline()))
+        if stops:
+            rank.suspend()
+        program.kill()
+    wait_for(lambda: not rank.is_running() or rank.status() == psutil.STATUS_ZOMBIE)
