@@ -10,9 +10,10 @@ measured in the same process, the offline workload, the sampler and starts. Ever
 of its own. If one fails or hangs, this is recorded and the next one runs. The file keeps results of
 earlier commands for stages that do not run again.
 
-`--without-device` lowers and compiles the programs of models for described GPUs (conf/device/),
-counts their launches and bytes, and predicts the times of steps. Nothing runs. The result is the
-part `without_device` of the same file, and a section of docs/kernels.md.
+`--without-device` lowers and compiles the programs of models for described GPUs
+(benchmarks/machine/gpus/), counts their launches and bytes, and predicts the times of steps.
+Nothing runs. The result is the part `without_device` of the same file, and a section of
+docs/kernels.md.
 """
 
 from __future__ import annotations

@@ -6,11 +6,9 @@ from pathlib import Path
 
 import msgspec
 
-import ostinato.conf
-
 __all__ = ("DescribedDevice", "described_device", "described_devices")
 
-_FOLDER = Path(ostinato.conf.__file__).parent / "device"
+_FOLDER = Path(__file__).parent / "gpus"
 _REGISTERS = 64 * 1024  # of a multiprocessor, 32 bits each, in all capabilities from 8.0
 _RESERVED_SHARED_MEMORY = 1024  # bytes that the device keeps for itself, per program
 
@@ -53,7 +51,7 @@ def described_devices() -> list[str]:
 
 
 def described_device(name: str) -> DescribedDevice:
-    """The description in conf/device/<name>.yaml.
+    """The description in benchmarks/machine/gpus/<name>.yaml.
 
     Raises:
         ValueError: there is none of this name, or the file has other fields or types.
@@ -64,4 +62,4 @@ def described_device(name: str) -> DescribedDevice:
     try:
         return msgspec.yaml.decode(text, type=DescribedDevice)
     except msgspec.ValidationError as error:
-        raise ValueError(f"conf/device/{name}.yaml: {error}") from error
+        raise ValueError(f"benchmarks/machine/gpus/{name}.yaml: {error}") from error

@@ -61,7 +61,7 @@ def describe_steps(
     """Lower, compile and count, in this process; one device a process.
 
     Args:
-        device_name: a file of conf/device/.
+        device_name: a file of benchmarks/machine/gpus/.
         models: files of conf/model/.
         steps: which steps.
 
