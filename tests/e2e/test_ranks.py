@@ -101,17 +101,18 @@ def test_a_stream_goes_on_and_the_log_says_where_the_rank_was(
 def test_no_rank_outlives_a_server_that_is_killed() -> None:
     with ServerProcess("parallel.tensor=2") as own:
         pids = [one["pid"] for one in ranks_of(own)]
-        streams = [threading.Thread(target=attempt, args=(own,)) for _ in range(2)]
+        has_begun = threading.Event()
+        streams = [threading.Thread(target=attempt, args=(own, has_begun)) for _ in range(2)]
         for stream in streams:
             stream.start()
-        until(lambda: own.metrics()["vllm:num_requests_running"] == 2)
+        assert has_begun.wait(100)
         own.signal(signal.SIGKILL)
         until(lambda: not any(map(lives, pids)), 30)
         for stream in streams:
             stream.join()
 
 
-def attempt(server: ServerProcess) -> None:
+def attempt(server: ServerProcess, has_begun: threading.Event) -> None:
     """A stream whose server is killed."""
     with contextlib.suppress(OSError, httpx.HTTPError):
-        text_of(server)
+        text_of(server, has_begun.set)
