@@ -30,6 +30,7 @@ from ostinato.runtime.errors import (
     InvalidRequestError,
 )
 from ostinato.runtime.fair_queue import FairQueue
+from ostinato.runtime.types.engine_info import EngineStats
 from ostinato.runtime.types.outputs import FinishReason, PooledOutput, RequestOutput
 from ostinato.runtime.types.params import PoolingParams, SamplingParams
 from ostinato.runtime.types.structured_outputs import StructuredOutputsParams
@@ -39,6 +40,7 @@ __all__ = ("Generator", "IndexedOutput", "RequestRunner")
 T = TypeVar("T")
 _MAX_GRAMMAR_CHARACTERS = 64 << 20  # of all sequences of one request, each of which has its own
 _AT_ONCE = 8  # prompts of one request that are started before other tasks run
+_LEAST_WINDOW = 256  # sequences that one request may always have in the engines
 
 IndexedOutput = tuple[int, RequestOutput]  # (index of the prompt, one output for it)
 # A client's `generate` is a generator: closing it aborts the request.
@@ -47,6 +49,9 @@ Outputs = AsyncGenerator[RequestOutput, None]
 
 class Generator(Protocol):
     """The part of `runtime.client.EngineClient` that requests need."""
+
+    @property
+    def stats(self) -> EngineStats: ...
 
     async def compile_grammar(self, constraint: StructuredOutputsParams) -> str: ...
 
@@ -192,17 +197,19 @@ class RequestRunner:
             EngineError: the engine failed, or gave one up; the others are aborted.
         """
         stats = RequestStats(self._sinks, reply_id, batch, context)
+        window = _window(self._client)
 
         async def one(index: int, token_ids: list[int]) -> PooledOutput:
-            output = await self._client.pool(
-                f"{reply_id}:{index}",
-                token_ids,
-                params,
-                priority=priority,
-                cache_salt=cache_salt,
-                place=index,
-                trace=context.timeline is not None,
-            )
+            async with window:
+                output = await self._client.pool(
+                    f"{reply_id}:{index}",
+                    token_ids,
+                    params,
+                    priority=priority,
+                    cache_salt=cache_salt,
+                    place=index,
+                    trace=context.timeline is not None,
+                )
             stats.add_vector(index, output)
             _raise_for_failure(output)
             return output
@@ -248,6 +255,19 @@ def _raise_for_failure(output: RequestOutput | PooledOutput) -> None:
         raise EngineError(output.error or "the engine gave this request up")
     if output.finish_reason is FinishReason.abort:
         raise UnavailableError("the request was aborted by the server", code="aborted")
+
+
+def _window(client: Generator, num_candidates: int = 1) -> asyncio.Semaphore:
+    """Bounds the prompts of one HTTP request that are in the engines at once.
+
+    An engine reads its messages in their order and for a limited time between two steps. So another
+    client's request would wait until all prompts of a request that came before it have been read.
+
+    Args:
+        num_candidates: sequences of each prompt.
+    """
+    num_sequences = max(_LEAST_WINDOW, client.stats.max_num_seqs)
+    return asyncio.Semaphore(max(1, num_sequences // num_candidates))
 
 
 async def _all_in_time(
@@ -311,13 +331,14 @@ async def _merged(
 ) -> AsyncGenerator[IndexedOutput, None]:
     """Outputs of several prompts in the order of their arrival."""
     queue: FairQueue[IndexedOutput | Exception | None] = FairQueue()
+    window = _window(client, generations[0].sampling.num_candidates)
 
     async def pump(prompt_index: int) -> None:
         try:
             one = generations[prompt_index]
             place = prompt_index * one.sampling.num_candidates
             outputs = client.generate(**_arguments(one, context, place))
-            async with aclosing(cast("Outputs", outputs)) as outputs:
+            async with window, aclosing(cast("Outputs", outputs)) as outputs:
                 async for output in outputs:
                     queue.put_nowait((prompt_index, output))
             queue.put_nowait(None)

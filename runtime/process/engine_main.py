@@ -60,7 +60,9 @@ _BEAT_S = 0.5  # seconds between the heartbeats of an idle engine
 _BEATS_BEFORE_CHECK = 4  # idle heartbeats before the integrity check, which would delay a request
 _LONG_CALL_S = 60.0  # the watchdog allows this for a utility call; writing a trace takes long
 _LONG_STEP_S = 0.25  # a step predicted to take longer is announced to the client
-_RECEIVE_S = 0.005  # time for messages between two steps; the others are read after the next step
+# Time for messages between two steps; the others are read after the next step.
+_RECEIVE_S = 0.005
+_MOST_RECEIVE_S = 0.02
 _STATS_S = 0.05  # least time between two statistics in the outputs of steps
 
 
@@ -79,15 +81,16 @@ class _Connection:
     def send(self, message: EngineMessage) -> None:
         self._socket.send(self._encoder.encode(message), copy=True)
 
-    def receive(self, timeout_s: float) -> Iterator[ClientMessage]:
-        """Yield the messages that have arrived, for at most 5 ms.
+    def receive(self, timeout_s: float, step_s: float = 0.0) -> Iterator[ClientMessage]:
+        """Yield the messages that have arrived, for 5 to 20 ms at most.
 
         Args:
             timeout_s: how long to wait for the first message.
+            step_s: seconds of the last step. Half of them are taken if that is within the limits.
         """
         if timeout_s and not self._socket.poll(int(timeout_s * 1000)):
             return
-        end = time.monotonic() + _RECEIVE_S
+        end = time.monotonic() + min(max(_RECEIVE_S, step_s / 2), _MOST_RECEIVE_S)
         while True:
             try:
                 message = self._socket.recv(zmq.NOBLOCK)
@@ -110,14 +113,14 @@ def run_loop(engine: Engine, connection: _Connection, calls: UtilityCalls) -> No
         if request_ids or seconds >= _LONG_STEP_S:
             connection.send(StepStarted(request_ids, seconds))
 
-    last_stats = 0.0
+    last_stats = step_s = 0.0
     idle_beats = 0
     parts = OutputParts()
     while True:
         outputs = []
         has_work = engine.has_work or len(parts) > 0
         idle_beats = 0 if has_work else idle_beats + 1
-        for message in connection.receive(0.0 if has_work else _BEAT_S):
+        for message in connection.receive(0.0 if has_work else _BEAT_S, step_s):
             idle_beats = 0
             if isinstance(message, AddRequest):
                 outputs += _add(engine, message.request)
@@ -134,8 +137,10 @@ def run_loop(engine: Engine, connection: _Connection, calls: UtilityCalls) -> No
                 return
         if idle_beats == _BEATS_BEFORE_CHECK:
             engine.check_integrity()  # a damaged engine is restarted while it is idle
+        begin = time.monotonic()
         outputs = parts.pass_on([*outputs, *engine.step(announce)])
         now = time.monotonic()
+        step_s = now - begin
         stats = None
         if not engine.has_work or now - last_stats >= _STATS_S:
             stats, last_stats = engine.stats(), now

@@ -21,7 +21,7 @@ DATA = {
     "conf": ("*.yaml",),
     "benchmarks/report": ("schema.json", "report.css", "report.html.jinja"),
     "benchmarks/gate": ("ratios.json",),
-    "benchmarks/machine": ("*.cpp",),
+    "benchmarks/machine": ("*.cpp", "gpus/*.yaml"),
     "benchmarks/soak/libraries": ("*.mjs",),
     "ops": ("*.cpp", "*.h"),
     "models/demo": ("*.json", "*.safetensors", "*.jinja", "*.md"),

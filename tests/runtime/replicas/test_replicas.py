@@ -22,7 +22,7 @@ from ostinato.runtime.types.engine_info import EngineStats, continued, sum_stats
 from tests.runtime.client.test_client import until
 from tests.runtime.tiny import tiny_config
 
-LONG = SamplingParams(temperature=1.3, seed=7, max_tokens=80, ignore_eos=True)
+LONG = SamplingParams(temperature=1.3, seed=7, max_tokens=200, ignore_eos=True)
 PROMPTS = [[5 + index, 6, 7, 8] * (1 + index) for index in range(6)]
 Scenario = Callable[[EngineClient], Awaitable[None]]
 
@@ -46,16 +46,21 @@ def run() -> Iterator[Callable[[Scenario], None]]:
             runner.run(client.close())
 
 
-async def tokens_of(client: EngineClient, name: str, prompt: list[int]) -> list[int]:
-    return [
-        token
-        async for output in client.generate(name, prompt, LONG)
-        for token in output.new_token_ids
-    ]
+async def tokens_of(
+    client: EngineClient, name: str, prompt: list[int], begun: set[str] | None = None
+) -> list[int]:
+    """The tokens of one request, whose name is added to `begun` with the first."""
+    tokens: list[int] = []
+    async for output in client.generate(name, prompt, LONG):
+        tokens += output.new_token_ids
+        if begun is not None:
+            begun.add(name)
+    return tokens
 
 
-async def together(client: EngineClient) -> list[list[int]]:
-    return await asyncio.gather(*(tokens_of(client, f"{i}", p) for i, p in enumerate(PROMPTS)))
+async def together(client: EngineClient, begun: set[str] | None = None) -> list[list[int]]:
+    each = (tokens_of(client, f"{i}", p, begun) for i, p in enumerate(PROMPTS))
+    return await asyncio.gather(*each)
 
 
 def restarts_of(client: EngineClient) -> list[dict[str, int]]:
@@ -67,10 +72,11 @@ def test_requests_of_a_killed_engine_go_on_in_the_other_at_once(
 ) -> None:
     async def scenario(client: EngineClient) -> None:
         expected = [await tokens_of(client, f"alone-{i}", p) for i, p in enumerate(PROMPTS)]
-        task = asyncio.create_task(together(client))
+        begun: set[str] = set()
+        task = asyncio.create_task(together(client, begun))
         first, second = client.replicas
         await until(lambda: len(first.requests) == len(second.requests) == 3)
-        await until(lambda: client.stats.num_running == 6)
+        await until(lambda: len(begun) == 6)
         assert first.pid not in (None, second.pid)
         os.kill(first.pid or 0, signal.SIGKILL)
         await until(lambda: not first.is_alive)
@@ -111,8 +117,9 @@ def test_a_request_that_kills_its_engine_kills_no_other(
 
         poison(0)
         poison(1)
-        task = asyncio.create_task(together(client))
-        await until(lambda: client.stats.num_running == 6)
+        begun: set[str] = set()
+        task = asyncio.create_task(together(client, begun))
+        await until(lambda: len(begun) == 6)
         output = await anext(client.generate("poison", [9, 9, 9], LONG))
         assert "request poison was running when the engine died 2 times" in (output.error or "")
         assert await task == expected
