@@ -62,7 +62,7 @@ _LONG_CALL_S = 60.0  # the watchdog allows this for a utility call; writing a tr
 _LONG_STEP_S = 0.25  # a step predicted to take longer is announced to the client
 # Time for messages between two steps; the others are read after the next step.
 _RECEIVE_S = 0.005
-_MOST_RECEIVE_S = 0.02
+_MOST_RECEIVE_S = 0.01
 _STATS_S = 0.05  # least time between two statistics in the outputs of steps
 
 
@@ -82,7 +82,7 @@ class _Connection:
         self._socket.send(self._encoder.encode(message), copy=True)
 
     def receive(self, timeout_s: float, step_s: float = 0.0) -> Iterator[ClientMessage]:
-        """Yield the messages that have arrived, for 5 to 20 ms at most.
+        """Yield the messages that have arrived, for 5 to 10 ms at most.
 
         Args:
             timeout_s: how long to wait for the first message.

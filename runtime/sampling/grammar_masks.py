@@ -30,14 +30,15 @@ if TYPE_CHECKING:
 __all__ = ("MASKS_S", "GrammarMasks", "GrammarRow", "MatcherSource", "forced_tokens")
 
 # Seconds of a step after which no further masks are begun. Masks that are being made then are
-# completed: at most `_ROWS_PER_THREAD` for each thread, of 5 ms each (runtime/grammar/matcher.py).
-MASKS_S = 0.02
-_ROWS_PER_THREAD = 4
+# completed. As many are made at once as the time is enough for, if they take as long as the last
+# ones did, and one for each thread at least.
+MASKS_S = 0.01
+_MOST_ROWS_PER_THREAD = 64
 # The limits of matcher.py do not bound ambiguous grammars, such as `s: s s | "a"`: their
 # masks take longer with each token. A row whose mask takes `_SLOW_S` is made alone from then on. A
 # row whose mask or token takes `_MAX_S` of processor time ends with an error.
 _SLOW_S = 0.005
-_MAX_S = 0.04
+_MAX_S = 0.03
 _MAX_THREADS = 32
 
 MatcherSource = Callable[[Request], "LLMatcher"]
@@ -208,6 +209,7 @@ class GrammarMasks:
         self._num_threads = min(len(os.sched_getaffinity(0)), _MAX_THREADS)
         self._executor: LLExecutor | None = None
         self._seconds_left = MASKS_S  # of the present step
+        self._mask_s = _SLOW_S  # of one mask, in those that were made together last
         self.seconds = 0.0
 
     def admit(self, request: Request, output_token_ids: list[int]) -> GrammarRow | None:
@@ -292,7 +294,7 @@ class GrammarMasks:
                 bits[place] = -1
             elif state.ending is None:
                 waiting.append(place)
-        at_once = _ROWS_PER_THREAD * self._num_threads
+        at_once = self._at_once()
         has_slow = any(states[place].is_slow for place in waiting)
         if len(waiting) > at_once or has_slow:
             waiting.sort(key=lambda place: (-states[place].num_turns, states[place].is_slow))
@@ -305,8 +307,15 @@ class GrammarMasks:
             self._make([(states[place], place) for place in some], bits)
             now = time.perf_counter()
             self._seconds_left -= now - begin
+            self._mask_s = (now - begin) * self._num_threads / len(some)
+            at_once = self._at_once()
             begin = now
         return bits, set(waiting)
+
+    def _at_once(self) -> int:
+        """How many masks to make with one call."""
+        rounds = int(self._seconds_left / max(self._mask_s, 1e-6))
+        return self._num_threads * min(max(1, rounds), _MOST_ROWS_PER_THREAD)
 
     def _make(self, rows: list[tuple[GrammarRow, int]], bits: Tensor) -> None:
         """Write the masks of some rows; each has its place in `bits`."""

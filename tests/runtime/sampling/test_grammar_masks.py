@@ -33,16 +33,14 @@ class Rows:
         self,
         count: int,
         at_once: int,
-        monkeypatch: pytest.MonkeyPatch,
         constraint: StructuredOutputsParams = WORDS,
     ) -> None:
-        monkeypatch.setattr(grammar_masks, "_ROWS_PER_THREAD", at_once)
         tokenizer = load_grammar_tokenizer(DEMO, VOCAB_SIZE, (EOS,))
         matcher = build_matcher(tokenizer, grammar_text(constraint, {}))
         self.masks = GrammarMasks(
             vocab_size=VOCAB_SIZE, device=CPU, matchers=lambda request: matcher.deep_copy()
         )
-        self.masks._num_threads = 1
+        self.masks._num_threads = at_once
         request = Request(
             request_id="r",
             prompt_token_ids=[5, 6, 7],
@@ -68,9 +66,9 @@ class Rows:
         return held
 
 
-def test_rows_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_take_turns() -> None:
     """Twenty rows, of which a step has time for six: a row waits for three steps at most."""
-    rows = Rows(20, 6, monkeypatch)
+    rows = Rows(20, 6)
     drawn = [0] * 20
     waited = [0] * 20
     for _ in range(30):
@@ -84,9 +82,9 @@ def test_rows_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [row.position for row in rows.rows] == [3 + count for count in drawn]
 
 
-def test_a_step_without_time_left_makes_no_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_without_time_left_makes_no_masks() -> None:
     """Later draws of the same step, as for drafts, make no masks."""
-    rows = Rows(4, 6, monkeypatch)
+    rows = Rows(4, 6)
     assert rows.step() == set()
     logits = torch.zeros(4, VOCAB_SIZE)
     positions = [row.position for row in rows.rows]
@@ -94,9 +92,9 @@ def test_a_step_without_time_left_makes_no_masks(monkeypatch: pytest.MonkeyPatch
     assert rows.step() == set()
 
 
-def test_a_row_that_is_a_position_ahead_gets_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_that_is_a_position_ahead_gets_no_mask() -> None:
     """As in a step that was launched before its row was known to wait."""
-    rows = Rows(3, 6, monkeypatch)
+    rows = Rows(3, 6)
     positions = [row.position for row in rows.rows]
     positions[1] += 1
     assert rows.masks.apply(torch.zeros(3, VOCAB_SIZE), rows.rows, positions) == {1}
@@ -110,7 +108,7 @@ def test_an_ambiguous_grammar_ends_its_request(monkeypatch: pytest.MonkeyPatch) 
     """Its masks take longer with each token. Those that take long are made alone, and then end."""
     monkeypatch.setattr(grammar_masks, "_SLOW_S", 0.001)
     monkeypatch.setattr(grammar_masks, "_MAX_S", 0.005)
-    rows = Rows(4, 6, monkeypatch, AMBIGUOUS)
+    rows = Rows(4, 6, AMBIGUOUS)
     was_slow = False
     for _ in range(400):
         held = rows.step()
@@ -122,8 +120,8 @@ def test_an_ambiguous_grammar_ends_its_request(monkeypatch: pytest.MonkeyPatch) 
         assert "at most 5 ms are allowed; make it simpler" in (row.ending or "")
 
 
-def test_a_row_is_slow_for_as_long_as_its_masks_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = Rows(4, 6, monkeypatch)
+def test_a_row_is_slow_for_as_long_as_its_masks_are() -> None:
+    rows = Rows(4, 6)
     for row in rows.rows:
         row.is_slow = True
     assert len(rows.step()) == 3
@@ -219,7 +217,6 @@ def test_rows_that_wait_change_no_answer(
     monkeypatch.setattr(GrammarMasks, "apply", counted)
     assert completions(llm) == plain
     assert held == 0
-    monkeypatch.setattr(grammar_masks, "_ROWS_PER_THREAD", 1)
     begin = GrammarMasks.begin_step
     monkeypatch.setattr(GrammarMasks, "begin_step", lambda self, seconds=0: begin(self, 1e-9))
     monkeypatch.setattr(llm._engine._executor._runner._sampler.grammars, "_num_threads", 1)
