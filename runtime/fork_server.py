@@ -33,7 +33,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import NamedTuple
 
-from ostinato.runtime.sandbox import FailureReason, Fault
+from ostinato.runtime.sandbox import FailureReason, Fault, give_way
 
 __all__ = (
     "BeginPart",
@@ -389,7 +389,7 @@ def _work(connection: socket.socket, job: Job) -> None:
             head = _read(connection, _JOB.size)
             size, memory_bytes, niceness, is_shared = _JOB.unpack(head)
             if niceness:
-                _give_way(niceness)
+                give_way(niceness)
             data = _read(connection, size)
             _limit_memory(memory_bytes)
             answer = job(data, begin_part)
@@ -414,18 +414,6 @@ def _end_with_client(connection: socket.socket) -> None:
     poll.register(connection, select.POLLRDHUP)
     poll.poll()  # returns when the parent closes its end
     os._exit(0)
-
-
-def _give_way(niceness: int) -> None:
-    """Lower the priority of this process, also against processes of other sessions.
-
-    Linux shares the processor among sessions first (sched_autogroup), and `nice` counts only within
-    one. So the process gets a session of its own, which has a nice value too.
-    """
-    os.nice(niceness)
-    with contextlib.suppress(OSError):  # there is no such file without autogroups
-        os.setsid()
-        Path("/proc/self/autogroup").write_text(str(niceness))
 
 
 def _limit_memory(memory_bytes: int) -> None:

@@ -21,9 +21,19 @@ import threading
 import time
 from collections.abc import Callable
 from enum import StrEnum
+from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ("FailureReason", "Fault", "Limits", "SandboxError", "SandboxProcess", "call", "serve")
+__all__ = (
+    "FailureReason",
+    "Fault",
+    "Limits",
+    "SandboxError",
+    "SandboxProcess",
+    "call",
+    "give_way",
+    "serve",
+)
 
 _LENGTH = struct.Struct("<I")
 
@@ -313,3 +323,15 @@ def _write_all(target: int, data: bytes) -> None:
     view = memoryview(data)
     while view:
         view = view[os.write(target, view) :]
+
+
+def give_way(niceness: int) -> None:
+    """Lower the priority of this process, also against processes of other sessions.
+
+    Linux shares the processor among sessions first (sched_autogroup), and `nice` counts only within
+    one. So the process gets a session of its own, which has a nice value too.
+    """
+    os.nice(niceness)
+    with contextlib.suppress(OSError):  # there is no such file without autogroups
+        os.setsid()
+        Path("/proc/self/autogroup").write_text(str(niceness))
